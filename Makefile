@@ -1,0 +1,39 @@
+# Everything runs in .venv, which is made on first use and brought up to date when its recipe changes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.stamp
+BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+.DELETE_ON_ERROR:
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## profile, predict and run GPipe and 1F1B; writes results/demo/
+	$(BIN)/pipeexec validate --name demo
+
+test: lint  ## lint, then every test (docstring examples and notebooks included)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports --no-logo
+
+bench: $(STAMP)  ## run every script in benchmarks/
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:  ## remove caches and build artefacts; leaves .venv and results/
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path ./.venv -prune -o -type d -name .ipynb_checkpoints -exec rm -rf {} +
+
+# The constraints hold for indirect dependencies too, so that torch is the build named there.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,192 @@
+"""What a device is: a CPU worker or a GPU, with its streams and its clock."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from pipeexec.streams import CpuEvent, CpuStream, CudaStream, Event, InlineStream, Stream
+from pipesim.errors import ArgumentError, OversubscriptionWarning
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "DeviceLike", "cores", "make_devices"]
+
+
+class Device(Protocol):
+    """Where stages run."""
+
+    name: str
+    torch_device: torch.device
+
+    def stream(self, name: str) -> Stream:
+        """Return the stream called ``name``, made on first use."""
+        ...
+
+    def mark(self) -> Event:
+        """Return an event that passes now: the zero of this device's clock."""
+        ...
+
+    def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Keep memory of ``tensor``, made on another stream, until ``stream`` has used it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until every stream has run all it was given."""
+        ...
+
+    def close(self) -> None:
+        """End every stream."""
+        ...
+
+
+class _Streams:
+    """Streams by name, made on first use."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Stream] = {}
+
+    def _make(self, name: str) -> Stream:
+        raise NotImplementedError
+
+    def stream(self, name: str) -> Stream:
+        """Return the stream called ``name``, made on first use."""
+        if name not in self._streams:
+            self._streams[name] = self._make(name)
+        return self._streams[name]
+
+    def synchronize(self) -> None:
+        """Block until every stream has run all it was given."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        """End every stream."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+
+
+class CpuDevice(_Streams):
+    """A worker thread that computes on one core; its messages are handed over by reference.
+
+    Parameters
+    ----------
+    index
+        Number of the worker.
+    core
+        Core to pin the thread to, or None.
+    """
+
+    def __init__(self, index: int, core: int | None = None) -> None:
+        super().__init__()
+        self.name = f"cpu:{index}"
+        self.core = core
+        self.torch_device = torch.device("cpu")
+
+    def _make(self, name: str) -> Stream:
+        if name == "compute":
+            return CpuStream(f"{self.name} {name}", self._prepare)
+        return InlineStream()
+
+    def _prepare(self) -> None:
+        """Give the calling thread one core and torch one thread in it."""
+        torch.set_num_threads(1)
+        if self.core is not None:
+            os.sched_setaffinity(0, {self.core})
+
+    def mark(self) -> Event:
+        """Return an event that passes now; all CPU workers have one clock."""
+        event = CpuEvent()
+        event.fire()
+        return event
+
+    def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Do nothing: Python's references keep memory."""
+
+
+class CudaDevice(_Streams):
+    """A GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.torch_device = torch.device(device.type, device.index or 0)
+        self.name = str(self.torch_device)
+
+    def _make(self, name: str) -> Stream:
+        return CudaStream(self.torch_device)
+
+    def mark(self) -> Event:
+        """Return an event on an idle compute stream; clocks of several GPUs are not joined."""
+        return self.stream("compute").record()
+
+    def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Let the allocator wait for ``stream`` before it uses the memory again."""
+        assert isinstance(stream, CudaStream)
+        tensor.record_stream(stream.stream)
+
+
+DeviceLike = str | torch.device | CpuDevice | CudaDevice
+
+
+def cores() -> list[int]:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def make_devices(names: Sequence[DeviceLike], pin_threads: bool = True) -> list[Device]:
+    """Make devices of names such as ``"cpu"`` and ``"cuda:0"``; each ``"cpu"`` is a new worker.
+
+    Raises
+    ------
+    ArgumentError
+        For a name that torch does not know, or hardware that is not there.
+
+    Warns
+    -----
+    OversubscriptionWarning
+        If there are more CPU workers than cores.
+    """
+    parsed = [name if isinstance(name, (CpuDevice, CudaDevice)) else _parse(name) for name in names]
+    n_cpu = sum(isinstance(d, torch.device) and d.type == "cpu" for d in parsed)
+    available = cores()
+    if n_cpu > len(available):
+        warnings.warn(
+            f"{n_cpu} CPU devices share {len(available)} cores: tasks will slow each other down, "
+            "and measured times say little; use at most one device a core to measure",
+            OversubscriptionWarning,
+            stacklevel=3,
+        )
+    pin = pin_threads and n_cpu <= len(available) and hasattr(os, "sched_setaffinity")
+    devices: list[Device] = []
+    workers = 0
+    for device in parsed:
+        if not isinstance(device, torch.device):
+            devices.append(device)
+        elif device.type == "cpu":
+            devices.append(CpuDevice(workers, available[workers] if pin else None))
+            workers += 1
+        else:
+            devices.append(CudaDevice(device))
+    return devices
+
+
+def _parse(name: str | torch.device) -> torch.device:
+    """Return the torch device, if it is one that can run here."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(
+            f"{name!r} is no device; write 'cpu' or 'cuda:0', one name a device"
+        ) from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ArgumentError(f"{name!r} is not there: torch sees {count} CUDA devices")
+    elif device.type != "cpu":
+        raise ArgumentError(f"{name!r} cannot run stages yet; use 'cpu' or 'cuda:0'")
+    return device

@@ -1,0 +1,568 @@
+"""`Pipeline`: walk a task graph's issue order, put each task on its stream, and time it.
+
+The host goes once through the tasks. For each it makes the stream wait for the events of what the
+task needs, records an event, submits the task, and records another. Nothing here knows a schedule
+by name, or what kind of device it talks to.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeexec import transfer
+from pipeexec.devices import Device, DeviceLike, make_devices
+from pipeexec.randomness import task_seed
+from pipeexec.stage import Held, Stage, Values
+from pipeexec.streams import Event, Stream
+from pipesim.errors import (
+    ArgumentError,
+    ExecutionError,
+    NanLossWarning,
+    PipeError,
+    RandomnessWarning,
+    StageError,
+    check_name,
+)
+from pipesim.graph import TaskGraph
+from pipesim.ops import RECVS, Op
+from pipesim.timeline import Timeline
+from pipesim.verify import verify
+
+__all__ = ["Pipeline", "StepResult", "split_batch"]
+
+Loss = Callable[[Any, Any], Tensor]
+Batch = Tensor | tuple[Tensor, ...]
+#: Tasks whose result a task of the key takes; a RECV takes its SEND's.
+_SOURCES = {
+    Op.F: (Op.F, Op.RECV_F),
+    Op.B: (Op.B, Op.I, Op.RECV_B),
+    Op.I: (Op.B, Op.I, Op.RECV_B),
+    Op.SEND_F: (Op.F,),
+    Op.SEND_B: (Op.B, Op.I),
+}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step brought.
+
+    Attributes
+    ----------
+    loss
+        Of the whole batch; a tensor without dimensions.
+    losses
+        Share of each micro-batch in it.
+    timeline
+        When each task ran.
+    peak_held
+        Most micro-batches whose activations each device held; shape ``(n_devices,)``.
+    host_seconds
+        What the host took to issue all tasks.
+    """
+
+    loss: Tensor
+    losses: tuple[Tensor, ...]
+    timeline: Timeline
+    peak_held: tuple[int, ...]
+    host_seconds: float
+
+
+class _Planned(NamedTuple):
+    """What the host needs to know to issue one task."""
+
+    id: int
+    work: Callable[[_Run, _Planned], None]
+    stream: Stream
+    device: Device
+    stage: Stage
+    microbatch: int
+    waits: tuple[int, ...]
+    source: int
+    recomputed: bool
+
+
+class Pipeline:
+    """Stages on devices, and the graph that a step of them runs.
+
+    Parameters
+    ----------
+    stages
+        One module a stage. Each takes what the one before returns: a tensor or a tuple of tensors.
+    graph
+        From `pipesim.lower`; verified first.
+    devices
+        One name (``"cpu"``, ``"cuda:0"``) a device of the graph; each ``"cpu"`` is a worker thread.
+    loss_fn
+        ``loss_fn(output, targets)`` of a micro-batch; runs as part of the last stage.
+    optimizer
+        Called with a stage's parameters, returns its `torch.optim.Optimizer`. STEP runs it, and
+        each step begins without gradients. With None, STEP does nothing and gradients add up in
+        ``parameter.grad`` from step to step, as ever in torch.
+    loss_reduction
+        Whether ``loss_fn`` returns a ``"mean"`` over its samples, or a ``"sum"``. The loss and the
+        gradients of a step are those of the whole batch at once: means are weighted by the sizes
+        of the micro-batches, which may differ.
+    pin_threads
+        Whether each CPU worker stays on a core of its own, where there are enough.
+
+    Raises
+    ------
+    ArgumentError
+        If there are not as many stages or devices as the graph has, or stages share parameters.
+
+    Notes
+    -----
+    Random numbers (dropout) are drawn per step, stage and micro-batch, from ``torch.initial_seed()``:
+    after the same `torch.manual_seed`, every schedule and recompute mode draws the same.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        graph: TaskGraph,
+        devices: Sequence[DeviceLike],
+        loss_fn: Loss,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        *,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        pin_threads: bool = True,
+    ) -> None:
+        check_name("loss_reduction", loss_reduction, ("mean", "sum"))
+        _check_stages(stages, graph)
+        if len(devices) != graph.n_devices:
+            raise ArgumentError(
+                f"the graph has {graph.n_devices} devices, got {len(devices)}: {list(devices)!r}; "
+                "give one device a device of the graph"
+            )
+        self.devices = make_devices(devices, pin_threads)
+        self.modules = list(stages)
+        self.loss_fn, self.loss_reduction = loss_fn, loss_reduction
+        for module, device in zip(stages, graph.device_of_stage, strict=True):
+            module.to(self.devices[device].torch_device)
+        self.optimizers: list[torch.optim.Optimizer | None] = [
+            None if optimizer is None or not any(True for _ in m.parameters())
+            else optimizer(m.parameters()) for m in stages
+        ]  # fmt: skip
+        self.zero_grad = optimizer is not None
+        self.n_steps = 0
+        self._run: _Run | None = None
+        self._set_graph(graph)
+
+    def _set_graph(self, graph: TaskGraph) -> None:
+        verify(graph)
+        self.graph = graph
+        self.held = [Held() for _ in self.devices]
+        last = graph.n_stages - 1
+        self.stages = [
+            Stage(
+                module,
+                index,
+                self.devices[device].torch_device,
+                self.held[device],
+                self._finish if index == last else None,
+            )
+            for index, (module, device) in enumerate(
+                zip(self.modules, graph.device_of_stage.tolist(), strict=True)
+            )
+        ]
+        self._plan = _plan(graph, self.stages, self.devices)
+
+    def with_graph(self, graph: TaskGraph) -> Pipeline:
+        """Return a pipeline that runs another graph with the same stages, devices, optimizers.
+
+        Raises
+        ------
+        ArgumentError
+            If the graph places its stages otherwise.
+        """
+        if graph.device_of_stage.tolist() != self.graph.device_of_stage.tolist():
+            raise ArgumentError(
+                f"{graph!r} places its stages on {graph.device_of_stage.tolist()}, this pipeline "
+                f"on {self.graph.device_of_stage.tolist()}; make a new Pipeline"
+            )
+        other = copy.copy(self)
+        stages = self.stages
+        other._set_graph(graph)
+        for mine, its in zip(stages, other.stages, strict=True):
+            its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
+        return other
+
+    def _finish(self, output: object, microbatch: int) -> Tensor:
+        """Return the weighted loss of a micro-batch, and note it."""
+        assert self._run is not None
+        run = self._run
+        loss = self.loss_fn(output, run.targets[microbatch])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ExecutionError(
+                f"the loss must be a tensor with one element, got "
+                f"{tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}"
+            )
+        loss = loss.reshape(()) * run.weights[microbatch]
+        run.losses[microbatch] = loss.detach()
+        return loss
+
+    def step(self, inputs: Batch, targets: Any) -> StepResult:
+        """Run one training step.
+
+        Parameters
+        ----------
+        inputs, targets
+            A tensor or a tuple of tensors each, whose first dimension is the batch. It is split
+            into the graph's micro-batches, as evenly as it can be.
+
+        Raises
+        ------
+        StageError
+            If a stage, the loss or the optimizer raised. All other work stops, ``__cause__`` is
+            the original, ``timeline`` what ran before; the next step begins afresh.
+        ArgumentError
+            If the batch has fewer samples than there are micro-batches.
+        """
+        run = _Run(self, inputs, targets)
+        self._run = run
+        if self.zero_grad:
+            for module in self.modules:
+                module.zero_grad(set_to_none=True)
+        for held in self.held:
+            held.now = held.peak = 0
+        before = torch.get_rng_state()
+        with _garbage_collection_paused():
+            run.walk(self._plan)
+        self._run = None
+        self.n_steps += 1
+        if run.failure is not None:
+            for stage in self.stages:
+                stage.reset()
+            raise run.error()
+        self._check_randomness(before)
+        losses = tuple(loss for loss in run.losses if loss is not None)
+        for microbatch, loss in enumerate(losses):
+            if loss.isnan():
+                warnings.warn(
+                    f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
+                    "look at its inputs, or lower the learning rate",
+                    NanLossWarning,
+                    stacklevel=2,
+                )
+        return StepResult(
+            loss=torch.stack([loss.to(losses[0].device) for loss in losses]).sum(),
+            losses=losses,
+            timeline=run.timeline(),
+            peak_held=tuple(held.peak for held in self.held),
+            host_seconds=run.host_seconds,
+        )
+
+    def _check_randomness(self, before: Tensor) -> None:
+        """Warn if a stage drew from the process's generator, for which stages race."""
+        if torch.equal(before, torch.get_rng_state()):
+            return
+        for stage in self.stages:
+            stage.is_random = dict.fromkeys((True, False), True)
+        warnings.warn(
+            "a stage drew random numbers that it did not draw in its first forward; this step "
+            "cannot be repeated, later ones can",
+            RandomnessWarning,
+            stacklevel=3,
+        )
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
+        states = [copy.deepcopy(module.state_dict()) for module in self.modules]
+        gradients = [[None if p.grad is None else p.grad.clone() for p in module.parameters()]
+                     for module in self.modules]  # fmt: skip
+        optimizers = [o and copy.deepcopy(o.state_dict()) for o in self.optimizers]
+        n_steps = self.n_steps
+        try:
+            yield
+        finally:
+            self.n_steps = n_steps
+            for module, state, grads in zip(self.modules, states, gradients, strict=True):
+                module.load_state_dict(state)
+                for parameter, gradient in zip(module.parameters(), grads, strict=True):
+                    parameter.grad = gradient
+            for optimizer, saved in zip(self.optimizers, optimizers, strict=True):
+                if optimizer is not None and saved is not None:
+                    optimizer.load_state_dict(saved)
+
+    def close(self) -> None:
+        """End the devices' threads; the pipeline, and those that share its devices, are done."""
+        for device in self.devices:
+            device.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Pipeline of {self.graph!r} on {', '.join(d.name for d in self.devices)}>"
+
+
+@dataclass
+class _Run:
+    """One step under way: what tasks hand to each other, their events, and the first failure."""
+
+    pipeline: Pipeline
+    inputs: list[Values] = field(init=False)
+    targets: list[Any] = field(init=False)
+    weights: list[float] = field(init=False)
+
+    def __init__(self, pipeline: Pipeline, inputs: Batch, targets: Any) -> None:
+        graph = pipeline.graph
+        m = graph.n_microbatches
+        self.pipeline = pipeline
+        first, last = (pipeline.devices[graph.device_of_stage[s]].torch_device for s in (0, -1))
+        parts, sizes = split_batch(inputs, m, "inputs")
+        self.inputs = [tuple(x.to(first, non_blocking=True) for x in part) for part in parts]
+        labels, label_sizes = split_batch(targets, m, "targets")
+        if label_sizes != sizes:
+            raise ArgumentError(
+                f"inputs have {sum(sizes)} samples, targets {sum(label_sizes)}; give as many"
+            )
+        moved = [tuple(x.to(last, non_blocking=True) for x in part) for part in labels]
+        self.targets = moved if isinstance(targets, tuple) else [part[0] for part in moved]
+        mean = pipeline.loss_reduction == "mean"
+        self.weights = [size / sum(sizes) if mean else 1.0 for size in sizes]
+        self.losses: list[Tensor | None] = [None] * m
+        self.values: list[Values | None] = [None] * len(graph)
+        self.began: list[Event] = []
+        self.ended: list[Event] = []
+        self.ran = np.zeros(len(graph), dtype=bool)
+        self.nbytes = np.zeros(len(graph))
+        self.failure: tuple[int, BaseException] | None = None
+        self.seed = torch.initial_seed()
+        self.host_seconds = 0.0
+
+    def walk(self, plan: Sequence[_Planned]) -> None:
+        """Issue every task, then wait for the devices."""
+        began, ended = self.began, self.ended
+        self.zeros = [device.mark() for device in self.pipeline.devices]
+        start = perf_counter()
+        try:
+            for task in plan:
+                stream = task.stream
+                for needed in task.waits:
+                    stream.wait_event(ended[needed])
+                began.append(stream.record())
+                stream.submit(partial(self._guarded, task))
+                ended.append(stream.record())
+            self.host_seconds = perf_counter() - start
+            for device in self.pipeline.devices:
+                device.synchronize()
+        except BaseException as error:
+            self.failure = self.failure or (-1, error)
+            for device in self.pipeline.devices:
+                device.synchronize()
+            raise
+
+    def _guarded(self, task: _Planned) -> None:
+        """Run a task, unless another has failed; what fails first stops all."""
+        if self.failure is not None:
+            return
+        try:
+            task.work(self, task)
+        except BaseException as error:
+            if self.failure is None:
+                self.failure = task.id, error
+        else:
+            self.ran[task.id] = True
+
+    def take(self, task: int) -> Values:
+        """Return what ``task`` produced, and let go of it."""
+        values, self.values[task] = self.values[task], None
+        return values or ()
+
+    def seed_of(self, task: _Planned) -> int:
+        """Return the seed of a task's random numbers."""
+        if not task.stage.is_random.get(task.stage.module.training, True):
+            return 0
+        return task_seed(self.seed, self.pipeline.n_steps, task.stage.index, task.microbatch)
+
+    def timeline(self) -> Timeline:
+        """Return when each task ran; NaN for those that did not."""
+        graph = self.pipeline.graph
+        start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
+        for task in np.flatnonzero(self.ran).tolist():
+            zero = self.zeros[graph.device[task]]
+            start[task] = self.began[task].seconds_since(zero)
+            end[task] = self.ended[task].seconds_since(zero)
+        return Timeline(graph, start, end, self.nbytes)
+
+    def error(self) -> PipeError:
+        """Return the error of the task that failed, naming it."""
+        assert self.failure is not None
+        index, cause = self.failure
+        task = self.pipeline.graph.task(index)
+        where = f"device {task.device}, stage {task.stage}, micro-batch {task.microbatch}"
+        error = StageError(
+            f"{task} failed ({where}): {type(cause).__name__}: {cause}; all other work was "
+            "stopped, and .timeline holds what ran before"
+        )
+        error.timeline = self.timeline()
+        error.__cause__ = cause
+        return error
+
+
+def _forward(run: _Run, task: _Planned) -> None:
+    values = run.inputs[task.microbatch] if task.source < 0 else run.take(task.source)
+    values = task.stage.forward(task.microbatch, values, run.seed_of(task), task.recomputed)
+    if task.stage.finish is None:
+        run.values[task.id] = values
+
+
+def _recompute(run: _Run, task: _Planned) -> None:
+    task.stage.recompute(task.microbatch, run.seed_of(task))
+
+
+def _backward(run: _Run, task: _Planned) -> None:
+    gradients = () if task.source < 0 else run.take(task.source)
+    run.values[task.id] = task.stage.backward(task.microbatch, gradients)
+
+
+def _input_grad(run: _Run, task: _Planned) -> None:
+    gradients = () if task.source < 0 else run.take(task.source)
+    run.values[task.id] = task.stage.input_grad(task.microbatch, gradients)
+
+
+def _weight_grad(run: _Run, task: _Planned) -> None:
+    task.stage.weight_grad(task.microbatch)
+
+
+def _send(run: _Run, task: _Planned) -> None:
+    values = run.take(task.source)
+    graph = run.pipeline.graph
+    recv = int(graph.pair[task.id])
+    run.values[task.id] = transfer.send(values, run.pipeline.devices[graph.device[recv]])
+    run.nbytes[[task.id, recv]] = transfer.nbytes(values)
+
+
+def _receive(run: _Run, task: _Planned) -> None:
+    consumer = task.device.stream("compute")
+    run.values[task.id] = transfer.receive(run.take(task.source), task.device, consumer)
+
+
+def _step(run: _Run, task: _Planned) -> None:
+    optimizer = run.pipeline.optimizers[task.stage.index]
+    if optimizer is not None:
+        optimizer.step()
+
+
+#: How each operation is run; `REDUCE_GRAD` and `ALL_TO_ALL` need many processes.
+WORK: Mapping[Op, Callable[[_Run, _Planned], None]] = {
+    Op.F: _forward,
+    Op.B: _backward,
+    Op.I: _input_grad,
+    Op.W: _weight_grad,
+    Op.R: _recompute,
+    Op.SEND_F: _send,
+    Op.RECV_F: _receive,
+    Op.SEND_B: _send,
+    Op.RECV_B: _receive,
+    Op.STEP: _step,
+}
+
+
+def _plan(
+    graph: TaskGraph, stages: Sequence[Stage], devices: Sequence[Device]
+) -> list[_Planned]:
+    """Look up everything about each task that does not change from step to step."""
+    recomputed = {
+        (int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == Op.R)
+    }
+    planned = []
+    for index in range(len(graph)):
+        task = graph.task(index)
+        if task.op not in WORK:
+            raise ArgumentError(f"{task} cannot be run in one process; lower without {task.op}")
+        needed = graph.precedence[index].tolist()
+        sources = _SOURCES.get(task.op, ())
+        source = next(
+            (t for t in graph.dependencies[index].tolist() if graph.op[t] in sources
+             and (task.op in (Op.SEND_F, Op.SEND_B) or graph.op[t] in RECVS
+                  or graph.stage[t] != task.stage)), -1,
+        )  # fmt: skip
+        planned.append(
+            _Planned(
+                id=index,
+                work=WORK[task.op],
+                stream=devices[task.device].stream(task.stream),
+                device=devices[task.device],
+                stage=stages[task.stage],
+                microbatch=-1 if task.microbatch is None else task.microbatch,
+                waits=tuple({t for t in needed if graph.stream[t] != graph.stream[index]}),
+                source=int(graph.pair[index]) if task.op in RECVS else source,
+                recomputed=(task.stage, task.microbatch) in recomputed,
+            )
+        )
+    return planned
+
+
+def split_batch(
+    batch: Batch, n_microbatches: int, name: str
+) -> tuple[list[tuple[Tensor, ...]], list[int]]:
+    """Return the micro-batches of a batch, whose sizes differ by one at most, and the sizes.
+
+    Raises
+    ------
+    ArgumentError
+        If it holds no tensors, tensors of different length, or too few samples.
+    """
+    tensors = batch if isinstance(batch, tuple) else (batch,)
+    if not tensors or not all(isinstance(x, Tensor) and x.dim() > 0 for x in tensors):
+        raise ArgumentError(f"{name} must be a tensor of samples or a tuple of them, got {batch!r}")
+    lengths = {len(x) for x in tensors}
+    if len(lengths) > 1:
+        raise ArgumentError(f"the tensors of {name} have {sorted(lengths)} samples; give as many")
+    if min(lengths) < n_microbatches:
+        raise ArgumentError(
+            f"{name} have {min(lengths)} samples, too few for {n_microbatches} micro-batches; "
+            "give a larger batch, or lower a schedule of fewer micro-batches"
+        )
+    parts = list(zip(*(x.tensor_split(n_microbatches) for x in tensors), strict=True))
+    return parts, [len(part[0]) for part in parts]
+
+
+def _check_stages(stages: Sequence[nn.Module], graph: TaskGraph) -> None:
+    if not isinstance(graph, TaskGraph):
+        raise ArgumentError(
+            f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
+        )
+    if len(stages) != graph.n_stages or not all(isinstance(s, nn.Module) for s in stages):
+        raise ArgumentError(
+            f"the graph has {graph.n_stages} stages, got {len(stages)} "
+            f"({', '.join(type(s).__name__ for s in stages)}); give one nn.Module a stage"
+        )
+    owner: dict[nn.Parameter, int] = {}
+    for index, module in enumerate(stages):
+        for name, parameter in module.named_parameters():
+            if owner.setdefault(parameter, index) != index:
+                raise ArgumentError(
+                    f"stages {owner[parameter]} and {index} share the parameter {name!r}; stages "
+                    "run at the same time, so each needs parameters of its own"
+                )
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Keep Python's cycle collector out of a step."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

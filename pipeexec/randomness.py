@@ -1,0 +1,78 @@
+"""Random numbers that do not depend on the schedule: a generator for each stage and micro-batch.
+
+torch's generator of a device is shared by all threads of the process, so that two stages that draw
+at the same time race for its numbers, and a recompute cannot go back to where its forward began.
+Here every forward draws from a generator of its own, seeded by the step, the stage and the
+micro-batch, and its recompute from the same seed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["OwnGenerator", "task_seed"]
+
+_DEFAULT_GENERATOR = threading.Lock()
+
+
+def task_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
+    """Return the seed of one forward; independent streams for different arguments."""
+    sequence = np.random.SeedSequence((seed, step, stage, microbatch))
+    return int(sequence.generate_state(1, np.uint64)[0])
+
+
+class OwnGenerator(TorchDispatchMode):
+    """While active in a thread, random operations of that thread draw from one seed.
+
+    Operations that take a generator are given this one; others run with the process's generator
+    set to this one's state, one thread at a time.
+
+    Attributes
+    ----------
+    drew
+        Whether any random operation ran.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.drew = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``, with our generator if it is random."""
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        self.drew = True
+        if any(a.name == "generator" for a in func._schema.arguments):
+            if kwargs.get("generator") is None:
+                kwargs["generator"] = self.generator
+            return func(*args, **kwargs)
+        default = _default_generator(self.generator.device)
+        with _DEFAULT_GENERATOR:
+            before = default.get_state()
+            default.set_state(self.generator.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self.generator.set_state(default.get_state())
+                default.set_state(before)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that operations on ``device`` draw from by default."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator

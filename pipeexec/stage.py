@@ -1,0 +1,221 @@
+"""One stage: forward, recompute, backward and split backward of one micro-batch at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipeexec.randomness import OwnGenerator
+from pipesim.errors import ExecutionError
+
+__all__ = ["Held", "Stage", "Values"]
+
+#: What stages exchange: the tensors of a message. A gradient may be missing.
+Values = tuple[Tensor | None, ...]
+#: Turns the last stage's output and the number of the micro-batch into its weighted loss.
+Finish = Callable[[object, int], Tensor]
+
+
+class Held:
+    """Counts the micro-batches whose activations a device holds, over all its stages."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+
+    def take(self) -> None:
+        """Count one more."""
+        self.now += 1
+        self.peak = max(self.peak, self.now)
+
+    def give(self) -> None:
+        """Count one less."""
+        self.now -= 1
+
+
+@dataclass
+class _Activations:
+    """What F or R keeps for the backward: the stage's inputs as leaves, and its outputs."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    gradients: Values = ()  # of the outputs, kept by I for W
+
+
+class Stage:
+    """A module on a device, and what it holds for the micro-batches in flight.
+
+    All of a stage's tasks run on one stream, so nothing here is locked.
+
+    Parameters
+    ----------
+    module
+        Takes one tensor or several, returns a tensor or a tuple of tensors.
+    index
+        Number of the stage; stage 0 computes no gradient of its input.
+    device
+        Where its random numbers are drawn.
+    held
+        Counts activations; shared by the stages of a device.
+    finish
+        The loss, for the last stage.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        device: torch.device,
+        held: Held,
+        finish: Finish | None = None,
+    ) -> None:
+        self.module, self.index, self.device = module, index, device
+        self.held, self.finish = held, finish
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.buffers = dict(module.named_buffers())
+        self.is_random: dict[bool, bool] = {}  # by training mode; unknown until the first forward
+        self.modifies_input: bool | None = None  # unknown until the first forward
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}  # of micro-batches to be recomputed
+        self._activations: dict[int, _Activations] = {}
+
+    def forward(self, microbatch: int, values: Values, seed: int, recomputed: bool) -> Values:
+        """Run F; keep the activations, or only the input where it will be recomputed."""
+        inputs = tuple(value for value in values if value is not None)
+        if recomputed:
+            self._inputs[microbatch] = inputs
+            with torch.no_grad():
+                outputs = self._call(inputs, microbatch, seed)
+        else:
+            leaves = self._leaves(inputs)
+            outputs = self._call(leaves, microbatch, seed)
+            self._keep(microbatch, leaves, outputs)
+        return tuple(output.detach() for output in outputs)
+
+    def recompute(self, microbatch: int, seed: int) -> None:
+        """Run R: F again, under the same random numbers, without updating buffers again."""
+        leaves = self._leaves(self._inputs.pop(microbatch))
+        fresh = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        self._keep(microbatch, leaves, self._call(leaves, microbatch, seed, fresh))
+
+    def backward(self, microbatch: int, gradients: Values) -> Values:
+        """Run B: accumulate the parameters' gradients, return those of the inputs."""
+        kept = self._release(microbatch)
+        outputs, given = _with_gradients(kept.outputs, gradients)
+        if outputs:
+            torch.autograd.backward(outputs, given)
+        return tuple(leaf.grad for leaf in kept.inputs)
+
+    def input_grad(self, microbatch: int, gradients: Values) -> Values:
+        """Run I: return the gradients of the inputs, keep what W needs."""
+        kept = self._activations[microbatch]
+        kept.gradients = gradients
+        outputs, given = _with_gradients(kept.outputs, gradients)
+        leaves = [leaf for leaf in kept.inputs if leaf.requires_grad]
+        if not outputs or not leaves:
+            return (None,) * len(kept.inputs)
+        found = iter(
+            torch.autograd.grad(outputs, leaves, given, retain_graph=True, allow_unused=True)
+        )
+        return tuple(next(found) if leaf.requires_grad else None for leaf in kept.inputs)
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Run W: accumulate the parameters' gradients (the chain between them runs again)."""
+        kept = self._release(microbatch)
+        outputs, given = _with_gradients(kept.outputs, kept.gradients)
+        if outputs and self.parameters:
+            torch.autograd.backward(outputs, given, inputs=self.parameters)
+
+    def reset(self) -> None:
+        """Forget the micro-batches in flight, after a failure."""
+        self._inputs.clear()
+        while self._activations:
+            self._release(next(iter(self._activations)))
+
+    def _keep(
+        self, microbatch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+    ) -> None:
+        self._activations[microbatch] = _Activations(leaves, outputs)
+        self.held.take()
+
+    def _release(self, microbatch: int) -> _Activations:
+        self.held.give()
+        return self._activations.pop(microbatch)
+
+    def _leaves(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cut the inputs off from whatever made them; all but stage 0's collect gradients."""
+        return tuple(
+            value.detach().requires_grad_(
+                self.index > 0 and (value.is_floating_point() or value.is_complex())
+            )
+            for value in inputs
+        )
+
+    def _call(
+        self,
+        inputs: tuple[Tensor, ...],
+        microbatch: int,
+        seed: int,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Run the module, and the loss after the last stage, under the task's random numbers."""
+        copies = self.modifies_input is not False
+        given = tuple(x.clone() for x in inputs) if copies else inputs
+        versions = [x._version for x in given]
+        draws = self.is_random.get(self.module.training, True)
+        with OwnGenerator(seed, self.device) if draws else contextlib.nullcontext() as random:
+            output = self._module_output(given, buffers)
+            if self.finish is not None:
+                outputs: tuple[Tensor, ...] = (self.finish(output, microbatch),)
+            else:
+                outputs = self._checked(output)
+        if draws and random is not None:
+            self.is_random.setdefault(self.module.training, random.drew)
+        self._note_modified(given, versions)
+        return outputs
+
+    def _module_output(
+        self, inputs: tuple[Tensor, ...], buffers: dict[str, Tensor] | None
+    ) -> object:
+        if buffers:
+            return functional_call(self.module, buffers, inputs)
+        return self.module(*inputs)
+
+    def _note_modified(self, given: tuple[Tensor, ...], versions: list[int]) -> None:
+        """Learn whether the module changes its input in place; it is given copies if so."""
+        changed = any(x._version != v for x, v in zip(given, versions, strict=True))
+        if self.modifies_input is False and changed:
+            raise ExecutionError(
+                f"stage {self.index} changed its input in place, which it did not do at first; "
+                "what others hold of it is lost: let the module clone its input first"
+            )
+        if self.modifies_input is None:
+            self.modifies_input = changed
+
+    def _checked(self, output: object) -> tuple[Tensor, ...]:
+        """Return the output as a tuple of tensors."""
+        outputs = output if isinstance(output, tuple) else (output,)
+        for value in outputs:
+            if not isinstance(value, Tensor):
+                raise ExecutionError(
+                    f"the output of stage {self.index} must be a tensor or a tuple of tensors, "
+                    f"got {type(output).__name__}"
+                    + (f" with {type(value).__name__}" if output is not value else "")
+                )
+        return outputs
+
+
+def _with_gradients(
+    outputs: tuple[Tensor, ...], gradients: Values
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the outputs to go back from, and their gradients; a loss is given none."""
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients or (None,), strict=True)
+        if output.requires_grad and (gradient is not None or not gradients)
+    ]
+    return [output for output, _ in pairs], [gradient for _, gradient in pairs]

@@ -1,0 +1,33 @@
+"""Messages between devices of one process."""
+
+from __future__ import annotations
+
+from pipeexec.devices import Device
+from pipeexec.stage import Values
+from pipeexec.streams import Stream
+
+__all__ = ["nbytes", "receive", "send"]
+
+
+def send(values: Values, target: Device) -> Values:
+    """Return ``values`` on the target's memory: the same tensors where that is the same memory.
+
+    A copy is queued on the stream that runs this.
+    """
+    return tuple(
+        None if value is None else value.to(target.torch_device, non_blocking=True)
+        for value in values
+    )
+
+
+def receive(values: Values, target: Device, consumer: Stream) -> Values:
+    """Make ``values``, which another stream made, safe to use on the stream ``consumer``."""
+    for value in values:
+        if value is not None:
+            target.adopt(value, consumer)
+    return values
+
+
+def nbytes(values: Values) -> int:
+    """Return the bytes of a message."""
+    return sum(value.nbytes for value in values if value is not None)

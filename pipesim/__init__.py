@@ -1,0 +1,43 @@
+"""Simulate pipeline-parallel training schedules; pipeexec runs the same task graphs for real."""
+
+from pipesim.compare import Comparison, compare
+from pipesim.costs import Costs, TaskCosts
+from pipesim.graph import Task, TaskGraph, Tasks
+from pipesim.lower import lower
+from pipesim.network import Link, Network
+from pipesim.ops import Action, Op
+from pipesim.placement import Placement, linear, looped, v_shaped
+from pipesim.schedule import ClosedForm, Schedule, register, schedule
+from pipesim.simulate import simulate
+from pipesim.timeline import Timeline
+from pipesim.verify import verify
+
+import pipesim.schedules  # isort: skip  # registers them; the name is then the listing's
+from pipesim.schedule import schedules  # isort: skip
+
+__all__ = [
+    "Action",
+    "ClosedForm",
+    "Comparison",
+    "Costs",
+    "Link",
+    "Network",
+    "Op",
+    "Placement",
+    "Schedule",
+    "Task",
+    "TaskCosts",
+    "TaskGraph",
+    "Tasks",
+    "Timeline",
+    "compare",
+    "linear",
+    "looped",
+    "lower",
+    "register",
+    "schedule",
+    "schedules",
+    "simulate",
+    "v_shaped",
+    "verify",
+]

@@ -1,0 +1,124 @@
+"""Compare schedules with each other, and a prediction with a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipesim.errors import ArgumentError, TimelineError
+from pipesim.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+__all__ = ["Comparison", "compare"]
+
+
+def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
+    """Return one row a timeline, in the given order.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by name: ``makespan`` (s), ``relative`` (makespan over that of the first),
+        ``bubble_fraction`` (0..1), ``throughput`` (micro-batches a second), and ``peak_memory``
+        (bytes of the fullest device; NaN for timelines without costs).
+
+    Raises
+    ------
+    ArgumentError
+        If there is nothing to compare, or something that is no timeline.
+    """
+    import pandas as pd
+
+    if not isinstance(timelines, Mapping) or not timelines:
+        raise ArgumentError(
+            f"compare takes a mapping of names to timelines with at least one, got {timelines!r}"
+        )
+    for name, timeline in timelines.items():
+        if not isinstance(timeline, Timeline):
+            raise ArgumentError(f"{name!r} is no Timeline but {type(timeline).__name__}")
+    first = next(iter(timelines.values())).makespan
+    rows = {
+        name: {
+            "makespan": t.makespan,
+            "relative": t.makespan / first if first else float("nan"),
+            "bubble_fraction": t.bubble_fraction,
+            "throughput": t.throughput,
+            "peak_memory": float("nan") if t.costs is None else float(t.peak_memory.max()),
+        }
+        for name, t in timelines.items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("schedule")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A prediction beside a measurement of the same tasks.
+
+    Raises
+    ------
+    TimelineError
+        If the two are not of the same tasks.
+    """
+
+    predicted: Timeline
+    measured: Timeline
+
+    def __post_init__(self) -> None:
+        mine, other = self.predicted.graph, self.measured.graph
+        if mine is other:
+            return
+        same = len(mine) == len(other) and all(
+            (getattr(mine, column) == getattr(other, column)).all()
+            for column in ("op", "device", "stage", "microbatch")
+        )
+        if not same:
+            raise TimelineError(
+                f"predicted ({mine!r}) and measured ({other!r}) are not of the same tasks; "
+                "simulate the graph that was run"
+            )
+
+    @property
+    def makespan_error(self) -> float:
+        """Predicted over measured makespan, minus 1: negative where the run took longer."""
+        return self.predicted.makespan / self.measured.makespan - 1.0
+
+    @property
+    def by_op(self) -> pd.DataFrame:
+        """Mean seconds of each operation, indexed by ``op``.
+
+        Columns: ``count``, ``predicted``, ``measured`` (s), ``error`` (relative, signed).
+        """
+        import pandas as pd
+
+        frame = pd.DataFrame(
+            {
+                "op": self.predicted._all_rows()["op"],
+                "predicted": self.predicted.duration,
+                "measured": self.measured.duration,
+            }
+        )
+        means = frame.groupby("op", sort=False).mean()
+        means.insert(0, "count", frame.groupby("op", sort=False).size())
+        means["error"] = means["predicted"] / means["measured"] - 1.0
+        return means
+
+    def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw predicted over measured; see `pipesim.plot.comparison`."""
+        from pipesim.plot import comparison
+
+        return comparison(self, ax=ax, **options)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Comparison {self.measured.name}: predicted {self.predicted.makespan:.6g} s, "
+            f"measured {self.measured.makespan:.6g} s, error {self.makespan_error:+.1%}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from pipesim.plot import comparison_html
+
+        return comparison_html(self)

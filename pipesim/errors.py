@@ -1,0 +1,129 @@
+"""Every error that a user can meet, in one tree, and the checks that raise the commonest of them.
+
+A message says what is wrong, where, what was got and what is allowed, and what to do next.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Iterable
+
+
+class PipeError(Exception):
+    """Base of every error that pipesim and pipeexec raise on purpose."""
+
+
+class ArgumentError(PipeError, ValueError):
+    """An argument is of the wrong kind or out of range."""
+
+
+class UnknownNameError(ArgumentError):
+    """A name (of a schedule, an engine, a model, an option) that nothing answers to."""
+
+
+class CostsError(PipeError, ValueError):
+    """Costs that are not finite, negative, of the wrong length, or missing for an operation."""
+
+
+class NetworkError(PipeError, ValueError):
+    """A network with an impossible link, or one that names devices which do not exist."""
+
+
+class ScheduleError(PipeError, ValueError):
+    """A schedule with a missing, duplicate, misplaced or impossible action."""
+
+
+class GraphError(PipeError, ValueError):
+    """A task graph that breaks an invariant."""
+
+
+class DeadlockError(ScheduleError, GraphError):
+    """An order in which devices wait for each other for ever."""
+
+
+class TimelineError(PipeError, ValueError):
+    """A timeline that cannot be read, or that lacks what was asked of it."""
+
+
+class RunDirectoryError(PipeError):
+    """A run directory that cannot be written, or was truncated or edited."""
+
+
+class ExecutionError(PipeError, RuntimeError):
+    """A step that could not be run; ``timeline`` holds what ran before, where anything did."""
+
+    timeline: object | None = None
+
+
+class StageError(ExecutionError):
+    """A stage, or the loss, raised; the original exception is ``__cause__``."""
+
+
+class PipeWarning(UserWarning):
+    """Base of the warnings: results are right, but may not be what was hoped for."""
+
+
+class OversubscriptionWarning(PipeWarning):
+    """More CPU devices than cores: tasks slow each other down."""
+
+
+class AccuracyWarning(PipeWarning):
+    """Measured tasks are too short, or too noisy, for a good prediction."""
+
+
+class NanLossWarning(PipeWarning):
+    """The loss of a micro-batch is not a number."""
+
+
+class RandomnessWarning(PipeWarning):
+    """A stage drew random numbers in a way that is not repeatable across schedules."""
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'gpipe'?"`` for the nearest known name, or an empty string."""
+    nearest = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def check_name(kind: str, name: object, known: Iterable[str]) -> str:
+    """Return ``name`` if it is among ``known``.
+
+    Raises
+    ------
+    UnknownNameError
+        Naming the nearest known name and all of them.
+    """
+    known = sorted(known)
+    if isinstance(name, str) and name in known:
+        return name
+    raise UnknownNameError(
+        f"unknown {kind} {name!r}{suggestion(str(name), known)} (known: {', '.join(known)})"
+    )
+
+
+def check_count(name: str, value: object, minimum: int = 1) -> int:
+    """Return ``value`` as an int if it is a whole number of at least ``minimum``.
+
+    Raises
+    ------
+    ArgumentError
+        For booleans, fractions, other types, and numbers below ``minimum``.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentError(
+            f"{name} must be a whole number, got {value!r} ({type(value).__name__}); "
+            f"give an int of at least {minimum}"
+        )
+    if value < minimum:
+        raise ArgumentError(f"{name} must be at least {minimum}, got {value}")
+    return int(value)
+
+
+def number(value: object) -> float | None:
+    """Return ``value`` as a float, or None where it is no real number (booleans are none)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    value = float(value)
+    return None if math.isnan(value) else value

@@ -1,0 +1,111 @@
+"""What a timeline says beyond its totals: a table of devices, and the critical path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipesim.errors import TimelineError
+from pipesim.graph import TaskGraph
+from pipesim.ops import RECVS, SENDS
+from pipesim.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["critical_path", "device_table"]
+
+
+def device_table(timeline: Timeline) -> pd.DataFrame:
+    """Return one row a device: ``busy``, ``idle`` (s), ``utilization`` (0..1), and memory.
+
+    ``peak_memory`` (bytes) is there where the timeline has costs.
+    """
+    import pandas as pd
+
+    columns = {
+        "busy": timeline.busy,
+        "idle": timeline.idle,
+        "utilization": timeline.utilization,
+    }
+    if timeline.costs is not None:
+        columns["peak_memory"] = timeline.peak_memory
+    return pd.DataFrame(columns).rename_axis("device")
+
+
+def critical_path(timeline: Timeline) -> pd.DataFrame:
+    """Return the chain of tasks that sets the makespan, first task first.
+
+    Found backwards from the task that ends last: before each task comes the one, of all that it
+    waited for, that let it go last.
+
+    Returns
+    -------
+    pandas.DataFrame
+        The columns of ``timeline.frame``, and ``waited_for``: what the task's start waited for
+        last. ``"dependency"``, ``"stream"`` (the task before it on its stream), ``"message"``
+        (its SEND), ``"rendezvous"``, ``"link"`` (another message), ``"group"``, ``"host"`` (it was
+        issued late; the chain begins there) or ``"start"`` (of the step).
+        ``gap`` is the time between the two tasks, such as latency (s).
+
+    Raises
+    ------
+    TimelineError
+        If no task ran.
+    """
+    if not timeline.ran.any():
+        raise TimelineError(f"timeline {timeline.name!r} has no task that ran")
+    task: int | None = int(np.nanargmax(timeline.end))
+    chain: list[tuple[int, str, float]] = []
+    while task is not None:
+        before, cause = _cause(timeline, task)
+        gap = timeline.start[task] - (0.0 if before is None else timeline.end[before])
+        chain.append((task, cause, gap))
+        task = before
+    chain.reverse()
+    frame = timeline.frame.loc[[task for task, _, _ in chain]].copy()
+    frame["waited_for"] = [cause for _, cause, _ in chain]
+    frame["gap"] = [gap for _, _, gap in chain]
+    return frame
+
+
+def _cause(timeline: Timeline, task: int) -> tuple[int | None, str]:
+    """Return the task that ``task`` waited for last, and why; no task at the step's start."""
+    graph, start, end = timeline.graph, timeline.start, timeline.end
+    candidates = [int(t) for t in graph.precedence[task] if timeline.ran[t]]
+    last = max(candidates, key=lambda t: (end[t], t), default=None)
+    if last is not None and (end[last] >= start[task] or graph.pair[task] == last):
+        return last, _relation(graph, task, last)
+    holder = _link_holder(timeline, task)
+    if holder is not None:
+        return holder, "link"
+    if last is None:
+        return None, "host" if start[task] > 0 else "start"
+    if timeline.costs is not None and np.any(np.asarray(timeline.costs.launch) > 0):
+        return None, "host"
+    return last, _relation(graph, task, last)
+
+
+def _relation(graph: TaskGraph, task: int, before: int) -> str:
+    """Say why ``task`` waits for ``before``."""
+    if graph.pair[task] == before:
+        return "message"
+    if before in graph.dependencies[task]:
+        return "dependency"
+    if graph.queue_predecessor[task] == before:
+        return "stream"
+    return "rendezvous" if graph.is_op(SENDS)[task] else "group"
+
+
+def _link_holder(timeline: Timeline, task: int) -> int | None:
+    """Return the message that left its link when the SEND ``task`` began, if there is one."""
+    graph = timeline.graph
+    if timeline.costs is None or graph.op[task] not in SENDS:
+        return None
+    link = timeline.costs.of(graph).link
+    others = np.flatnonzero(
+        (link == link[task]) & (timeline.end == timeline.start[task]) & ~graph.is_op(RECVS)
+    )
+    others = others[(others != task) & (timeline.duration[others] > 0)]
+    return int(others[0]) if len(others) else None

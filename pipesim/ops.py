@@ -1,0 +1,85 @@
+"""Operations, sets of operations, and `Action`: one operation of one stage on one micro-batch.
+
+The letters and the text form are those of torch.distributed.pipelining. Beware: papers on zero
+bubble write B for the gradient of the input alone, which is ``I`` here and in torch.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+from typing import NamedTuple
+
+from pipesim.errors import ArgumentError, suggestion
+
+__all__ = ["COMPUTE", "RECVS", "SCHEDULED", "SENDS", "TRANSFERS", "Action", "Op"]
+
+
+class Op(IntEnum):
+    """What a task does. The value is what graphs store in their ``op`` column."""
+
+    F = 0
+    B = 1
+    I = 2  # noqa: E741 - torch's letter for the gradient of the input
+    W = 3
+    R = 4
+    SEND_F = 5
+    RECV_F = 6
+    SEND_B = 7
+    RECV_B = 8
+    REDUCE_GRAD = 9
+    ALL_TO_ALL = 10
+    STEP = 11
+
+    def __str__(self) -> str:
+        return self.name
+
+
+#: What a schedule may list; everything else is added by `pipesim.lower`.
+SCHEDULED = frozenset({Op.F, Op.B, Op.I, Op.W})
+#: What occupies a device's compute stream.
+COMPUTE = SCHEDULED | {Op.R, Op.STEP}
+SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+RECVS = frozenset({Op.RECV_F, Op.RECV_B})
+TRANSFERS = SENDS | RECVS
+
+_ACTION = re.compile(r"\s*(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d*)\s*")
+
+
+class Action(NamedTuple):
+    """One operation of one stage on one micro-batch; ``str`` and `parse` are inverse.
+
+    ``microbatch`` is None for operations on a whole stage, such as ``STEP``.
+
+    >>> str(Action(2, Op.F, 0)), Action.parse("1SEND_F3")
+    ('2F0', Action(stage=1, op=<Op.SEND_F: 5>, microbatch=3))
+    """
+
+    stage: int
+    op: Op
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.name}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read an action from its text form.
+
+        Raises
+        ------
+        ArgumentError
+            If the text is no action, naming the text and the nearest operation.
+        """
+        match = _ACTION.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise ArgumentError(
+                f"{text!r} is not an action; write stage, operation, micro-batch, such as '2F0'"
+            )
+        stage, op, microbatch = match.groups()
+        if op not in Op.__members__:
+            raise ArgumentError(
+                f"{text!r} names no operation: {op!r}{suggestion(op, Op.__members__)} "
+                f"(known: {', '.join(Op.__members__)})"
+            )
+        return cls(int(stage), Op[op], int(microbatch) if microbatch else None)

@@ -1,0 +1,50 @@
+"""GPipe: all forwards, then all backwards (Huang et al., arXiv 1811.06965, section 2.2)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipesim.errors import check_name
+from pipesim.ops import Op
+from pipesim.placement import linear
+from pipesim.schedule import ClosedForm, Schedule, register
+
+
+@register(
+    "gpipe",
+    summary="all forwards, then all backwards",
+    source="GPipe, arXiv 1811.06965",
+    bubble=ClosedForm("(p-1)/(m+p-1)", lambda p, m: (p - 1) / (m + p - 1)),
+    activations=ClosedForm("m", lambda p, m: m),
+)
+def gpipe(n_devices: int, n_microbatches: int, backward_order: str = "reverse") -> Schedule:
+    """Build GPipe's order.
+
+    Three devices, four micro-batches, B as long as F::
+
+        device 0 | F0 F1 F2 F3 .. .. .. .. B3 B2 B1 B0
+        device 1 | .. F0 F1 F2 F3 .. .. B3 B2 B1 B0 ..
+        device 2 | .. .. F0 F1 F2 F3 B3 B2 B1 B0 .. ..
+
+    For stages of equal cost and free transfers: makespan ``(m + p - 1)(f + b)``, bubble
+    ``(p - 1)/(m + p - 1)``, and every device holds the activations of all ``m`` micro-batches.
+
+    Parameters
+    ----------
+    n_devices, n_microbatches
+        Any positive counts.
+    backward_order
+        ``"reverse"`` (last micro-batch first, as the paper and torchgpipe do) or ``"forward"``
+        (as torch.distributed.pipelining does).
+    """
+    check_name("backward_order", backward_order, ("reverse", "forward"))
+    forward = np.arange(n_microbatches)
+    backward = forward[::-1] if backward_order == "reverse" else forward
+    ops = np.repeat([Op.F, Op.B], n_microbatches)
+    microbatches = np.concatenate([forward, backward])
+    return Schedule.from_columns(
+        "gpipe",
+        linear(n_devices),
+        n_microbatches,
+        ((ops, np.full(len(ops), device), microbatches) for device in range(n_devices)),
+    )

@@ -1,0 +1,294 @@
+"""`Timeline`: when each task of a graph ran, simulated or measured; saved and loaded as CSV."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs import Costs
+from pipesim.errors import PipeError, TimelineError, suggestion
+from pipesim.graph import StreamKind, TaskGraph, Tasks
+from pipesim.ops import COMPUTE, Op
+from pipesim.verify import verify
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+__all__ = ["COLUMNS", "Timeline", "write_whole"]
+
+COLUMNS = ("device", "stream", "op", "stage", "microbatch", "start", "end", "nbytes")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Timeline:
+    """Start and end of every task of a graph. Time zero is when the step begins.
+
+    Attributes
+    ----------
+    graph
+        What ran.
+    start, end
+        Seconds, shape ``(len(graph),)``; NaN for tasks that did not run, as after a failure.
+    nbytes
+        Bytes of each message; 0 for other tasks.
+    costs
+        Costs that memory is computed with, or None.
+    name
+        What tables and plots call it; by default the graph's name.
+    """
+
+    graph: TaskGraph
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+    nbytes: NDArray[np.float64]
+    costs: Costs | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for column in (self.start, self.end, self.nbytes):
+            if np.shape(column) != (len(self.graph),):
+                raise TimelineError(
+                    f"a timeline of {len(self.graph)} tasks got a column of shape "
+                    f"{np.shape(column)}; give one value a task"
+                )
+        if not self.name:
+            object.__setattr__(self, "name", self.graph.name)
+
+    def __len__(self) -> int:
+        return len(self.graph)
+
+    def __repr__(self) -> str:
+        share = "" if self.complete else f", only {int(self.ran.sum())} ran"
+        return (
+            f"<Timeline {self.name}: {len(self)} tasks{share}, makespan {self.makespan:.6g} s, "
+            f"bubble {self.bubble_fraction:.1%}>"
+        )
+
+    def _repr_html_(self) -> str:
+        from pipesim.plot import timeline_html
+
+        return timeline_html(self)
+
+    @property
+    def n_devices(self) -> int:
+        """Number of devices."""
+        return self.graph.n_devices
+
+    @property
+    def ran(self) -> NDArray[np.bool_]:
+        """Mark the tasks that ran to their end."""
+        return ~np.isnan(self.end)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every task ran."""
+        return bool(self.ran.all())
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from time zero to the end of the last task; 0 if nothing ran."""
+        return float(np.nanmax(self.end)) if self.ran.any() else 0.0
+
+    @property
+    def duration(self) -> NDArray[np.float64]:
+        """Seconds of each task."""
+        return self.end - self.start
+
+    @cached_property
+    def busy(self) -> NDArray[np.float64]:
+        """Seconds that each device computes (F, B, I, W, R, STEP); shape ``(n_devices,)``."""
+        computed = self.graph.is_op(COMPUTE) & self.ran
+        return np.bincount(
+            self.graph.device[computed], self.duration[computed], minlength=self.n_devices
+        )
+
+    @property
+    def idle(self) -> NDArray[np.float64]:
+        """Seconds of the makespan that each device does not compute; shape ``(n_devices,)``."""
+        return self.makespan - self.busy
+
+    @property
+    def utilization(self) -> NDArray[np.float64]:
+        """Share of the makespan that each device computes, 0..1; shape ``(n_devices,)``."""
+        return self.busy / self.makespan if self.makespan else np.zeros(self.n_devices)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all devices' time that is not computing, 0..1; recompute counts as computing."""
+        return 1.0 - float(self.utilization.mean())
+
+    @property
+    def throughput(self) -> float:
+        """Micro-batches a second."""
+        return self.graph.n_microbatches / self.makespan if self.makespan else 0.0
+
+    @property
+    def peak_memory(self) -> NDArray[np.float64]:
+        """Most bytes that each device holds (rule 10); shape ``(n_devices,)``.
+
+        Raises
+        ------
+        TimelineError
+            If the timeline has no costs, as when it was loaded without.
+        """
+        from pipesim.memory import peak_memory
+
+        return peak_memory(self)
+
+    def memory(self) -> pd.DataFrame:
+        """Return bytes held over time; see `pipesim.memory.over_time`."""
+        from pipesim.memory import over_time
+
+        return over_time(self)
+
+    def critical_path(self) -> pd.DataFrame:
+        """Return the chain of tasks that sets the makespan; see `pipesim.metrics`."""
+        from pipesim.metrics import critical_path
+
+        return critical_path(self)
+
+    def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw the timeline; see `pipesim.plot.timeline` for the options."""
+        from pipesim.plot import timeline
+
+        return timeline(self, ax=ax, **options)
+
+    def with_name(self, name: str) -> Timeline:
+        """Return the same timeline under another name."""
+        return replace(self, name=name)
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """The tasks that started, one row each, indexed by task id.
+
+        Columns: ``device``, ``stream``, ``op``, ``stage``, ``microbatch`` (-1 for operations on a
+        whole stage), ``start``, ``end`` (s), ``nbytes`` (of messages).
+        """
+        frame = self._all_rows()
+        return frame[frame["start"].notna()]
+
+    def _all_rows(self) -> pd.DataFrame:
+        import pandas as pd
+
+        graph = self.graph
+        names = np.array([op.name for op in Op], dtype=object)
+        streams = np.array([name for _, name in graph.streams], dtype=object)
+        columns = {
+            "device": graph.device,
+            "stream": streams[graph.stream],
+            "op": names[graph.op],
+            "stage": graph.stage,
+            "microbatch": graph.microbatch,
+            "start": self.start,
+            "end": self.end,
+            "nbytes": self.nbytes,
+        }
+        return pd.DataFrame(columns, index=pd.RangeIndex(len(graph), name="task"))
+
+    def save(self, path: Path | str) -> None:
+        """Write all tasks as CSV with the columns of `frame`, whole or not at all."""
+        rows = self._all_rows()
+        write_whole(Path(path), lambda file: rows.to_csv(file, index=False))
+
+    @classmethod
+    def load(cls, path: Path | str, *, costs: Costs | None = None, name: str = "") -> Timeline:
+        """Read a timeline that `save` wrote, its graph included.
+
+        Raises
+        ------
+        TimelineError
+            If the file is missing, lacks a column, was truncated, or holds impossible values,
+            naming the line.
+        """
+        import pandas as pd
+
+        path = Path(path)
+        try:
+            rows = pd.read_csv(path, float_precision="round_trip")
+        except (OSError, ValueError) as error:
+            raise TimelineError(f"cannot read a timeline from {path}: {error}") from error
+        try:
+            return cls._from_rows(rows, costs=costs, name=name or path.stem)
+        except PipeError as error:
+            raise TimelineError(f"{path} is no whole timeline: {error}") from error
+
+    @classmethod
+    def _from_rows(cls, rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
+        """Check the columns of a saved timeline and wire its graph again."""
+        missing = [column for column in COLUMNS if column not in rows]
+        if missing:
+            near = suggestion(missing[0], map(str, rows.columns))
+            raise TimelineError(f"column {missing[0]!r} is missing{near}")
+        if rows.empty:
+            raise TimelineError("it has no rows")
+        for column in ("device", "stage", "microbatch"):
+            if not _is_integer(rows[column]):
+                raise TimelineError(f"column {column!r} holds values that are no whole numbers")
+        for column in ("start", "end", "nbytes"):
+            if rows[column].dtype.kind not in "if":
+                raise TimelineError(f"column {column!r} holds values that are no numbers")
+        _check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
+        _check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
+        _check_rows(rows, (rows["device"] >= 0) & (rows["stage"] >= 0), "has a negative place")
+        ordered = (rows["end"] >= rows["start"]) | rows["end"].isna()
+        _check_rows(rows, ordered & ~np.isinf(rows["end"]), "ends before it starts, or never")
+        _check_rows(rows, rows["nbytes"] >= 0, "has no valid nbytes")
+        tasks = Tasks(
+            op=rows["op"].map({op.name: int(op) for op in Op}).to_numpy(np.int64),
+            device=rows["device"].to_numpy(np.int64),
+            stage=rows["stage"].to_numpy(np.int64),
+            microbatch=rows["microbatch"].to_numpy(np.int64),
+            stream=rows["stream"].map(StreamKind.code).to_numpy(np.int64),
+        )
+        graph = TaskGraph.wire(
+            tasks,
+            name=name,
+            recompute="some" if (tasks.op == Op.R).any() else "never",
+            overlap=bool((tasks.stream != StreamKind.COMPUTE).any()),
+        )
+        verify(graph)
+        start, end, nbytes = (rows[c].to_numpy(np.float64) for c in ("start", "end", "nbytes"))
+        return cls(graph, start, end, nbytes, costs)
+
+
+def _is_integer(column: pd.Series[Any]) -> bool:
+    """Tell whether a column holds whole numbers only."""
+    return column.dtype.kind == "i"
+
+
+def _is_stream(name: object) -> bool:
+    try:
+        StreamKind.code(str(name))
+    except (KeyError, ValueError):
+        return False
+    return True
+
+
+def _check_rows(rows: pd.DataFrame, good: pd.Series[bool], problem: str) -> None:
+    """Raise for the first row that is not good, by its line in the file."""
+    bad = np.flatnonzero(~good.to_numpy(bool))
+    if len(bad):
+        values = ", ".join(map(str, rows.iloc[bad[0]].tolist()))
+        raise TimelineError(f"line {bad[0] + 2} ({values}) {problem}")
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a temporary file beside ``path``, then rename it: whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    os.close(handle)
+    try:
+        write(Path(temporary))
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,206 @@
+"""Check every invariant of a schedule or a task graph, and show what is wrong in its grid."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import DeadlockError, GraphError, ScheduleError
+from pipesim.graph import StreamKind, TaskGraph, Tasks
+from pipesim.ops import RECVS, SCHEDULED, SENDS, Action, Op
+from pipesim.schedule import Schedule
+
+__all__ = ["compute_tasks", "verify"]
+
+_MOST_NAMED = 16
+
+
+def verify(what: Schedule | TaskGraph) -> None:
+    """Raise if a schedule or a task graph breaks an invariant; return None if all hold.
+
+    A schedule must list, for every stage and micro-batch, one F and either one B or one I and one
+    W, on the device that holds the stage, in an order that can run. A graph's streams must run
+    every task once, its messages must pair up and keep their sender's order, its ids must be a
+    topological order, and nothing may wait for itself in a circle.
+
+    Raises
+    ------
+    ScheduleError
+        Showing the grid with the bad cell marked.
+    DeadlockError
+        Naming each blocked device's head and what it waits for.
+    GraphError
+        Naming the tasks at fault.
+    """
+    if isinstance(what, Schedule):
+        _verify_schedule(what)
+    else:
+        _verify_graph(what)
+
+
+def compute_tasks(schedule: Schedule) -> Tasks:
+    """Return the compute actions of a schedule as tasks, device after device."""
+    stream = np.full(len(schedule), StreamKind.COMPUTE, dtype=np.int64)
+    columns = (schedule.op, schedule.device, schedule.stage, schedule.microbatch)
+    return Tasks(*(column.astype(np.int64) for column in columns), stream)
+
+
+def _verify_schedule(schedule: Schedule) -> None:
+    _check_cells(schedule)
+    _check_counts(schedule)
+    graph = TaskGraph.wire(compute_tasks(schedule))
+    _check_deadlock(graph, f"schedule {schedule.name!r}")
+
+
+def _refuse(schedule: Schedule, index: int, problem: str) -> None:
+    """Raise for the action at ``index`` of the columns."""
+    device = int(schedule.device[index])
+    position = index - int(schedule.ptr[device])
+    action = schedule.orders[device][position]
+    raise ScheduleError(
+        f"schedule {schedule.name!r}: device {device}, position {position}: {action} {problem}\n"
+        f"{schedule.grid(mark=(device, position))}"
+    )
+
+
+def _check_cells(schedule: Schedule) -> None:
+    """Check each action by itself: operation, range, place, and that it is listed once."""
+    n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
+    for index in np.flatnonzero(~np.isin(schedule.op, sorted(SCHEDULED))):
+        _refuse(schedule, index, "is no operation that a schedule lists (F, B, I, W)")
+    for index in np.flatnonzero((schedule.stage < 0) | (schedule.stage >= n_stages)):
+        _refuse(schedule, index, f"names a stage outside 0..{n_stages - 1}")
+    for index in np.flatnonzero(
+        (schedule.microbatch < 0) | (schedule.microbatch >= n_microbatches)
+    ):
+        _refuse(schedule, index, f"names a micro-batch outside 0..{n_microbatches - 1}")
+    home = np.asarray(schedule.placement.device_of)[schedule.stage]
+    for index in np.flatnonzero(home != schedule.device):
+        _refuse(schedule, index, f"is misplaced: stage {schedule.stage[index]} lies on device "
+                                 f"{home[index]}")  # fmt: skip
+    _, first = np.unique(_keys(schedule), return_index=True)
+    repeated = np.ones(len(schedule), dtype=bool)
+    repeated[first] = False
+    for index in np.flatnonzero(repeated):
+        _refuse(schedule, index, "is a duplicate; it is listed before")
+
+
+def _keys(schedule: Schedule) -> NDArray[np.int64]:
+    """Number each (op, stage, micro-batch)."""
+    cell = schedule.stage.astype(np.int64) * schedule.n_microbatches + schedule.microbatch
+    return schedule.op * np.int64(schedule.n_stages * schedule.n_microbatches) + cell
+
+
+def _check_counts(schedule: Schedule) -> None:
+    """Check that each stage and micro-batch has F, and B or else both I and W."""
+    shape = schedule.n_stages, schedule.n_microbatches
+    present = {op: np.zeros(shape, dtype=bool) for op in SCHEDULED}
+    for op, cells in present.items():
+        of_op = schedule.op == op
+        cells[schedule.stage[of_op], schedule.microbatch[of_op]] = True
+    for half in (Op.I, Op.W):
+        both = present[Op.B] & present[half]
+        for stage, microbatch in np.argwhere(both):
+            cell = (stage, half, microbatch)
+            index = np.flatnonzero(
+                (schedule.stage == cell[0])
+                & (schedule.op == half)
+                & (schedule.microbatch == microbatch)
+            )[0]
+            _refuse(schedule, index, f"stands beside {Action(int(stage), Op.B, int(microbatch))}, "
+                                     "which is the whole backward")  # fmt: skip
+    split = present[Op.I] | present[Op.W]
+    missing = {
+        Op.F: ~present[Op.F],
+        Op.B: ~present[Op.B] & ~split,
+        Op.I: split & ~present[Op.I],
+        Op.W: split & ~present[Op.W],
+    }
+    for op, cells in missing.items():
+        for stage, microbatch in np.argwhere(cells):
+            device = schedule.placement.device_of[stage]
+            end = int(schedule.ptr[device + 1] - schedule.ptr[device])
+            raise ScheduleError(
+                f"schedule {schedule.name!r}: device {device} lacks "
+                f"{Action(int(stage), op, int(microbatch))} ({int(cells.sum())} {op.name} missing "
+                f"in all); add it to the order\n{schedule.grid(mark=(device, end))}"
+            )
+
+
+def _verify_graph(graph: TaskGraph) -> None:
+    n = len(graph)
+    runs = np.bincount(graph.queues.values, minlength=n)
+    if len(runs) > n or (runs != 1).any():
+        task = int(np.flatnonzero(runs != 1)[0])
+        raise GraphError(f"task {task} is {runs[task]} times in the queues; every task runs once")
+    if ((graph.dependencies.values < 0) | (graph.dependencies.values >= n)).any():
+        raise GraphError(f"a dependency names a task outside 0..{n - 1}")
+    key = (graph.op.astype(np.int64) * (graph.n_stages + 1) + graph.stage) * (
+        graph.n_microbatches + 1
+    ) + graph.microbatch
+    _, first, counts = np.unique(key, return_index=True, return_counts=True)
+    if (counts > 1).any():
+        raise GraphError(f"{graph.task(int(first[counts > 1][0]))} is in the graph twice")
+    _check_messages(graph)
+    _check_deadlock(graph, f"graph {graph.name!r}")
+    waits = graph.precedence
+    late = np.flatnonzero(waits.values >= waits.rows)
+    if len(late):
+        task, needed = graph.task(int(waits.rows[late[0]])), graph.task(int(waits.values[late[0]]))
+        raise GraphError(
+            f"task {task.id} ({task}) waits for task {needed.id} ({needed}), which is issued "
+            "later; ids must be a topological order: build the graph with TaskGraph.build"
+        )
+
+
+def _check_messages(graph: TaskGraph) -> None:
+    """Check that transfers pair up and that each channel keeps its sender's order."""
+    for task in np.flatnonzero(graph.is_op(SENDS | RECVS) & (graph.pair < 0)):
+        raise GraphError(
+            f"task {task} ({graph.task(int(task))}) has no counterpart at the other end; every "
+            "SEND needs its RECV"
+        )
+    recvs = np.flatnonzero(graph.is_op(RECVS))
+    sends = graph.pair[recvs]
+    position = np.empty(len(graph), dtype=np.int64)
+    position[graph.queues.values] = np.arange(len(graph))
+    channel = graph.device[sends].astype(np.int64) * graph.n_devices + graph.device[recvs]
+    order = np.lexsort((position[sends], channel))
+    same = channel[order][1:] == channel[order][:-1]
+    swapped = same & (position[recvs][order][1:] < position[recvs][order][:-1])
+    same_streams = (graph.stream[sends][order][1:] == graph.stream[sends][order][:-1]) & (
+        graph.stream[recvs][order][1:] == graph.stream[recvs][order][:-1]
+    )
+    for index in np.flatnonzero(swapped & same_streams):
+        early, late = (graph.task(int(recvs[order[index + k]])) for k in (0, 1))
+        raise GraphError(
+            f"device {early.device} receives {late} before {early}, but device "
+            f"{graph.device[graph.pair[early.id]]} sends {early} first; messages of one channel "
+            "keep their sender's order"
+        )
+
+
+def _check_deadlock(graph: TaskGraph, label: str) -> None:
+    """Raise if tasks wait for each other in a circle."""
+    stuck = graph.levels < 0
+    if not stuck.any():
+        return
+    lines = []
+    for number, (device, stream) in enumerate(graph.streams):
+        queue = graph.queues[number]
+        blocked = np.flatnonzero(stuck[queue])
+        if not len(blocked):
+            continue
+        head = int(queue[blocked[0]])
+        needed = [int(t) for t in np.unique(graph.precedence[head]) if stuck[t]]
+        waits = ", ".join(f"{graph.task(t)} on device {graph.device[t]}" for t in needed)
+        lines.append(
+            f"  device {device}, {stream}: {graph.task(head)} (position {blocked[0]}) "
+            f"waits for {waits}"
+        )
+    more = [f"  ... and {len(lines) - _MOST_NAMED} more streams"] if len(lines) > _MOST_NAMED else []
+    raise DeadlockError(
+        f"{label} deadlocks: {len(lines)} streams wait for each other; their blocked heads are\n"
+        + "\n".join(lines[:_MOST_NAMED] + more)
+        + "\nlist what is waited for before what waits for it"
+    )
