@@ -1,5 +1,16 @@
 """Run the task graphs of pipesim on real devices, and compare what they take with what was said."""
 
 from pipeexec.executor import Pipeline, StepResult
+from pipeexec.profile import Profile, measure, profile
+from pipeexec.validate import Validation, load_run, validate
 
-__all__ = ["Pipeline", "StepResult"]
+__all__ = [
+    "Pipeline",
+    "Profile",
+    "StepResult",
+    "Validation",
+    "load_run",
+    "measure",
+    "profile",
+    "validate",
+]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pipeexec import transfer
 from pipeexec.devices import Device, DeviceLike, make_devices
+from pipeexec.meter import Meter
 from pipeexec.randomness import task_seed
 from pipeexec.stage import Held, Stage, Values
 from pipeexec.streams import Event, Stream
@@ -124,8 +125,9 @@ class Pipeline:
 
     Notes
     -----
-    Random numbers (dropout) are drawn per step, stage and micro-batch, from ``torch.initial_seed()``:
-    after the same `torch.manual_seed`, every schedule and recompute mode draws the same.
+    Random numbers (dropout) are drawn per step, stage and micro-batch, starting from
+    ``torch.initial_seed()``: after the same `torch.manual_seed`, every schedule and recompute mode
+    draws the same.
     """
 
     def __init__(
@@ -283,7 +285,7 @@ class Pipeline:
         states = [copy.deepcopy(module.state_dict()) for module in self.modules]
         gradients = [[None if p.grad is None else p.grad.clone() for p in module.parameters()]
                      for module in self.modules]  # fmt: skip
-        optimizers = [o and copy.deepcopy(o.state_dict()) for o in self.optimizers]
+        optimizers = [None if o is None else copy.deepcopy(o.state_dict()) for o in self.optimizers]
         n_steps = self.n_steps
         try:
             yield
@@ -296,6 +298,22 @@ class Pipeline:
             for optimizer, saved in zip(self.optimizers, optimizers, strict=True):
                 if optimizer is not None and saved is not None:
                     optimizer.load_state_dict(saved)
+
+    def held_bytes(self, inputs: Batch, targets: Any) -> list[int]:
+        """Return the most bytes of activations that each stage holds in a step, counted in one.
+
+        The step leaves parameters, buffers, gradients and optimizers as they were.
+        """
+        meters = [Meter([*stage.parameters, *stage.buffers.values()]) for stage in self.stages]
+        with self.preserved():
+            try:
+                for stage, meter in zip(self.stages, meters, strict=True):
+                    stage.meter = meter
+                self.step(inputs, targets)
+            finally:
+                for stage in self.stages:
+                    stage.meter = None
+        return [meter.peak for meter in meters]
 
     def close(self) -> None:
         """End the devices' threads; the pipeline, and those that share its devices, are done."""
@@ -476,9 +494,7 @@ WORK: Mapping[Op, Callable[[_Run, _Planned], None]] = {
 }
 
 
-def _plan(
-    graph: TaskGraph, stages: Sequence[Stage], devices: Sequence[Device]
-) -> list[_Planned]:
+def _plan(graph: TaskGraph, stages: Sequence[Stage], devices: Sequence[Device]) -> list[_Planned]:
     """Look up everything about each task that does not change from step to step."""
     recomputed = {
         (int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == Op.R)

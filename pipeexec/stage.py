@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
+from pipeexec.meter import Meter, Receipt
 from pipeexec.randomness import OwnGenerator
 from pipesim.errors import ExecutionError
 
@@ -40,11 +42,15 @@ class Held:
 
 @dataclass
 class _Activations:
-    """What F or R keeps for the backward: the stage's inputs as leaves, and its outputs."""
+    """What F or R keeps for the backward: the inputs as leaves, and where the outputs came from.
+
+    The outputs themselves are not kept: they are the next stage's.
+    """
 
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[GradientEdge | None, ...]
     gradients: Values = ()  # of the outputs, kept by I for W
+    receipts: tuple[Receipt, ...] = ()
 
 
 class Stage:
@@ -80,7 +86,10 @@ class Stage:
         self.buffers = dict(module.named_buffers())
         self.is_random: dict[bool, bool] = {}  # by training mode; unknown until the first forward
         self.modifies_input: bool | None = None  # unknown until the first forward
+        self.meter: Meter | None = None  # counts the bytes held, where one is set
+        self._of_loss = torch.ones(())  # the gradient of a loss with respect to itself
         self._inputs: dict[int, tuple[Tensor, ...]] = {}  # of micro-batches to be recomputed
+        self._input_receipts: dict[int, tuple[Receipt, ...]] = {}
         self._activations: dict[int, _Activations] = {}
 
     def forward(self, microbatch: int, values: Values, seed: int, recomputed: bool) -> Values:
@@ -88,6 +97,7 @@ class Stage:
         inputs = tuple(value for value in values if value is not None)
         if recomputed:
             self._inputs[microbatch] = inputs
+            self._input_receipts[microbatch] = self._receipts(inputs)
             with torch.no_grad():
                 outputs = self._call(inputs, microbatch, seed)
         else:
@@ -101,11 +111,12 @@ class Stage:
         leaves = self._leaves(self._inputs.pop(microbatch))
         fresh = {name: buffer.clone() for name, buffer in self.buffers.items()}
         self._keep(microbatch, leaves, self._call(leaves, microbatch, seed, fresh))
+        del self._input_receipts[microbatch]
 
     def backward(self, microbatch: int, gradients: Values) -> Values:
         """Run B: accumulate the parameters' gradients, return those of the inputs."""
         kept = self._release(microbatch)
-        outputs, given = _with_gradients(kept.outputs, gradients)
+        outputs, given = self._with_gradients(kept.outputs, gradients)
         if outputs:
             torch.autograd.backward(outputs, given)
         return tuple(leaf.grad for leaf in kept.inputs)
@@ -114,7 +125,7 @@ class Stage:
         """Run I: return the gradients of the inputs, keep what W needs."""
         kept = self._activations[microbatch]
         kept.gradients = gradients
-        outputs, given = _with_gradients(kept.outputs, gradients)
+        outputs, given = self._with_gradients(kept.outputs, gradients)
         leaves = [leaf for leaf in kept.inputs if leaf.requires_grad]
         if not outputs or not leaves:
             return (None,) * len(kept.inputs)
@@ -126,21 +137,27 @@ class Stage:
     def weight_grad(self, microbatch: int) -> None:
         """Run W: accumulate the parameters' gradients (the chain between them runs again)."""
         kept = self._release(microbatch)
-        outputs, given = _with_gradients(kept.outputs, kept.gradients)
+        outputs, given = self._with_gradients(kept.outputs, kept.gradients)
         if outputs and self.parameters:
             torch.autograd.backward(outputs, given, inputs=self.parameters)
 
     def reset(self) -> None:
         """Forget the micro-batches in flight, after a failure."""
         self._inputs.clear()
+        self._input_receipts.clear()
         while self._activations:
             self._release(next(iter(self._activations)))
 
     def _keep(
         self, microbatch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
     ) -> None:
-        self._activations[microbatch] = _Activations(leaves, outputs)
+        edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
+        kept = _Activations(leaves, edges, receipts=self._receipts(leaves))
+        self._activations[microbatch] = kept
         self.held.take()
+
+    def _receipts(self, tensors: tuple[Tensor, ...]) -> tuple[Receipt, ...]:
+        return () if self.meter is None else tuple(Receipt(self.meter, x) for x in tensors)
 
     def _release(self, microbatch: int) -> _Activations:
         self.held.give()
@@ -167,13 +184,17 @@ class Stage:
         given = tuple(x.clone() for x in inputs) if copies else inputs
         versions = [x._version for x in given]
         draws = self.is_random.get(self.module.training, True)
-        with OwnGenerator(seed, self.device) if draws else contextlib.nullcontext() as random:
+        with contextlib.ExitStack() as context:
+            random = context.enter_context(OwnGenerator(seed, self.device)) if draws else None
+            if self.meter is not None:
+                context.enter_context(self.meter.saved_tensors())
             output = self._module_output(given, buffers)
             if self.finish is not None:
                 outputs: tuple[Tensor, ...] = (self.finish(output, microbatch),)
+                self._of_loss = torch.ones_like(outputs[0])
             else:
                 outputs = self._checked(output)
-        if draws and random is not None:
+        if random is not None:
             self.is_random.setdefault(self.module.training, random.drew)
         self._note_modified(given, versions)
         return outputs
@@ -208,14 +229,15 @@ class Stage:
                 )
         return outputs
 
-
-def _with_gradients(
-    outputs: tuple[Tensor, ...], gradients: Values
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the outputs to go back from, and their gradients; a loss is given none."""
-    pairs = [
-        (output, gradient)
-        for output, gradient in zip(outputs, gradients or (None,), strict=True)
-        if output.requires_grad and (gradient is not None or not gradients)
-    ]
-    return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+    def _with_gradients(
+        self, outputs: tuple[GradientEdge | None, ...], gradients: Values
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Return the outputs to go back from, and their gradients; that of a loss is 1."""
+        if self.finish is not None:
+            gradients = (self._of_loss,)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if output is not None and gradient is not None
+        ]
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]

@@ -84,7 +84,8 @@ class CpuEvent:
     def seconds_since(self, base: Event) -> float:
         """Return seconds from ``base`` to this event."""
         assert isinstance(base, CpuEvent)
-        assert base.time is not None and self.time is not None
+        assert base.time is not None
+        assert self.time is not None
         return self.time - base.time
 
 

@@ -8,12 +8,12 @@ from pipesim.network import Link, Network
 from pipesim.ops import Action, Op
 from pipesim.placement import Placement, linear, looped, v_shaped
 from pipesim.schedule import ClosedForm, Schedule, register, schedule
-from pipesim.simulate import simulate
+from pipesim.simulate import replay, simulate
 from pipesim.timeline import Timeline
 from pipesim.verify import verify
 
-import pipesim.schedules  # isort: skip  # registers them; the name is then the listing's
-from pipesim.schedule import schedules  # isort: skip
+import pipesim.schedules  # noqa: F401  # isort: skip  # registers them
+from pipesim.schedule import schedules  # isort: skip  # the listing takes the package's name
 
 __all__ = [
     "Action",
@@ -35,6 +35,7 @@ __all__ = [
     "looped",
     "lower",
     "register",
+    "replay",
     "schedule",
     "schedules",
     "simulate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -232,12 +232,13 @@ def message_bytes(graph: TaskGraph, output_bytes: NDArray[np.float64]) -> NDArra
 
 def _checked(name: str, value: object) -> PerStage:
     """Return a float, or a tuple of them."""
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and np.ndim(value) == 1:  # type: ignore[arg-type]
-        values = tuple(_checked_number(name, v, f" of stage {s}") for s, v in enumerate(value))
-        if not values:
-            raise CostsError(f"{name} is empty; give one value, or one a stage")
-        return values
-    return _checked_number(name, value, "")
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, (tuple, list)):
+        return _checked_number(name, value, "")
+    if not value:
+        raise CostsError(f"{name} is empty; give one value, or one a stage")
+    return tuple(_checked_number(name, v, f" of stage {s}") for s, v in enumerate(value))
 
 
 def _checked_number(name: str, value: object, where: str) -> float:

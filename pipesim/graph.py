@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import check_count
+from pipesim.errors import ArgumentError, check_count
 from pipesim.ops import RECVS, SENDS, Action, Op
 
 __all__ = ["CSR", "RULES", "Rule", "Task", "TaskGraph", "Tasks"]
@@ -245,7 +245,7 @@ class TaskGraph:
         Where the order is not topological it is changed as little as needed, unless tasks wait
         for each other in a circle, which `pipesim.verify` reports.
         """
-        options = {
+        options: dict[str, Any] = {
             "name": name,
             "hosts": hosts,
             "rendezvous": rendezvous,
@@ -326,7 +326,7 @@ class TaskGraph:
         """
         index = check_count("task id", index, minimum=0)
         if index >= len(self):
-            raise IndexError(f"task {index} of a graph of {len(self)} tasks")
+            raise ArgumentError(f"there is no task {index} in a graph of {len(self)} tasks")
         microbatch = int(self.microbatch[index])
         return Task(
             index,

@@ -72,6 +72,8 @@ def lower(
     for name, flag in (("overlap", overlap), ("rendezvous", rendezvous)):
         if not isinstance(flag, bool):
             raise ArgumentError(f"{name} must be True or False, got {flag!r}")
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(f"lower takes a Schedule, got {type(schedule).__name__}")
     verify(schedule)
     tasks = compute_tasks(schedule)
     tasks = _add_recompute(tasks, recompute, schedule.n_microbatches)

@@ -11,7 +11,7 @@ from pipesim.costs import Costs
 from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.ops import Op
-from pipesim.timeline import Timeline
+from pipesim.timeline import Timeline, bincount
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,9 +24,7 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     parameters, optimizer = (
         costs.per_stage(name, graph.n_stages) for name in ("parameter_bytes", "optimizer_bytes")
     )
-    return np.bincount(
-        graph.device_of_stage, 2 * parameters + optimizer, minlength=graph.n_devices
-    )
+    return bincount(graph.device_of_stage, 2 * parameters + optimizer, graph.n_devices)
 
 
 def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import NetworkError, number
+from pipesim.errors import NetworkError, check_count, number
 
 __all__ = ["Link", "Network"]
 
@@ -44,10 +44,10 @@ class Link:
     pairs: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pairs", tuple((int(a), int(b)) for a, b in self.pairs))
+        object.__setattr__(self, "pairs", _checked_pairs(self.pairs))
         _check_speed(f"link of {list(self.pairs)}", self.latency, self.bandwidth)
         for a, b in self.pairs:
-            if a == b or min(a, b) < 0:
+            if a == b:
                 raise NetworkError(f"link of {list(self.pairs)}: no link leads from {a} to {b}")
 
 
@@ -84,6 +84,10 @@ class Network:
 
     def __post_init__(self) -> None:
         _check_speed("network", self.latency, self.bandwidth)
+        if not isinstance(self.links, (tuple, list)) or not all(
+            isinstance(link, Link) for link in self.links
+        ):
+            raise NetworkError(f"links must be a sequence of Link, got {self.links!r}")
         object.__setattr__(self, "links", tuple(self.links))
         pairs = [pair for link in self.links for pair in link.pairs]
         twice = {pair for pair in pairs if pairs.count(pair) > 1}
@@ -140,17 +144,30 @@ class Network:
         """
         check_keys("network", values, ("latency", "bandwidth", "links"))
         links = values.get("links", ())
+        if not isinstance(links, (tuple, list)) or not all(isinstance(x, Mapping) for x in links):
+            raise NetworkError(f"links must be a list of tables, got {links!r}")
         for link in links:
             check_keys("link", link, ("latency", "bandwidth", "pairs"))
             if "pairs" not in link:
                 raise NetworkError(f"link {dict(link)} names no pairs; add pairs = [[0, 1]]")
         return cls(
             **_speed_from_dict(values),
-            links=tuple(
-                Link(**_speed_from_dict(link), pairs=tuple(map(tuple, link["pairs"])))
-                for link in links
-            ),
+            links=tuple(Link(**_speed_from_dict(link), pairs=link["pairs"]) for link in links),
         )
+
+
+def _checked_pairs(pairs: object) -> tuple[tuple[int, int], ...]:
+    """Return pairs of device numbers as tuples."""
+    if not isinstance(pairs, (tuple, list)) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
+    ):
+        raise NetworkError(
+            f"pairs must be a list of (sender, receiver), such as [[0, 1]], got {pairs!r}"
+        )
+    return tuple(
+        (check_count("sender of a link", a, 0), check_count("receiver of a link", b, 0))
+        for a, b in pairs
+    )
 
 
 def check_keys(what: str, values: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, ScheduleError, check_count, check_name, suggestion
+from pipesim.errors import (
+    ArgumentError,
+    ScheduleError,
+    UnknownNameError,
+    check_count,
+    check_name,
+    suggestion,
+)
 from pipesim.ops import SCHEDULED, Action, Op
 from pipesim.placement import Placement
 
@@ -104,6 +111,11 @@ class Schedule:
                         f"a schedule lists {', '.join(op.name for op in sorted(SCHEDULED))} of "
                         "one micro-batch, and lower() adds the rest"
                     )
+                if action.stage < 0 or action.microbatch < 0:
+                    raise ScheduleError(
+                        f"device {device}, position {position}: {action} is out of range; number "
+                        "stages and micro-batches from 0"
+                    )
         if placement is None:
             home: dict[int, int] = {}
             for device, order in enumerate(parsed):
@@ -193,12 +205,13 @@ class Schedule:
             row[mark[1] - first] = f">{row[mark[1] - first]}<"
         pad = max((len(cell) for row in cells for cell in row), default=0)
         label = len(f"device {self.n_devices - 1}")
-        return "\n".join(
+        lines = (
             f"{f'device {device}':<{label}} |{' ...' if first else ''} "
             + " ".join(f"{cell:<{pad}}" for cell in row).rstrip()
             + (" ..." if len(self.orders[device]) > last else "")
             for device, row in enumerate(cells)
         )
+        return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
         from pipesim.plot import schedule_html
@@ -289,7 +302,7 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
     info = _REGISTRY[check_name("schedule", name, _REGISTRY)]
     for option in options:
         if option not in info.options:
-            raise ArgumentError(
+            raise UnknownNameError(
                 f"schedule {name!r} takes no option {option!r}{suggestion(option, info.options)} "
                 f"(it takes: {', '.join(info.options) or 'none'})"
             )
@@ -306,8 +319,9 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8) -> pd.DataFrame:
     Returns
     -------
     pandas.DataFrame
-        Indexed by name: ``summary``, ``bubble_formula``, ``bubble`` (0..1), ``activations_formula``,
-        ``activations`` (micro-batches held by the fullest device), ``options``, ``source``.
+        Indexed by name: ``summary``, ``bubble_formula``, ``bubble`` (0..1),
+        ``activations_formula``, ``activations`` (micro-batches held by the fullest device),
+        ``options``, ``source``.
     """
     import pandas as pd
 

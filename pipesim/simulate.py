@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 from pipesim.costs import Costs, TaskCosts
 from pipesim.engines import simpy_engine
-from pipesim.errors import ArgumentError, check_name
+from pipesim.errors import ArgumentError, TimelineError, check_name
 from pipesim.graph import TaskGraph
+from pipesim.ops import RECVS, TRANSFERS
 from pipesim.timeline import Timeline
 from pipesim.verify import verify
 
-__all__ = ["simulate"]
+__all__ = ["replay", "simulate"]
 
 Engine = Callable[[TaskGraph, TaskCosts], tuple[NDArray[np.float64], NDArray[np.float64]]]
 _ENGINES: dict[str, Engine] = {"simpy": simpy_engine.run}
@@ -51,3 +52,56 @@ def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "simpy
     tasks = costs.of(graph) if isinstance(costs, Costs) else costs
     start, end = run(graph, tasks)
     return Timeline(graph, start, end, tasks.nbytes, tasks.costs)
+
+
+def replay(timeline: Timeline, *, engine: str = "simpy") -> Timeline:
+    """Simulate a measured timeline from its own durations: a check of the graph, no prediction.
+
+    Each task takes as long as it did. Each message takes from the start of its SEND to that of
+    the task that waited for it, which includes waking up a waiting device, or else to its arrival.
+
+    Raises
+    ------
+    TimelineError
+        If tasks of the timeline did not run.
+    """
+    graph = timeline.graph
+    if not timeline.complete:
+        raise TimelineError(
+            f"timeline {timeline.name!r} is partial: {int((~timeline.ran).sum())} of {len(graph)} "
+            "tasks did not run; replay a whole one"
+        )
+    latency = np.zeros(len(graph))
+    recvs = np.flatnonzero(graph.is_op(RECVS))
+    latency[recvs] = hand_over(timeline)[recvs]
+    latency[graph.pair[recvs]] = latency[recvs]
+    costs = TaskCosts(
+        duration=np.where(graph.is_op(TRANSFERS), 0.0, timeline.duration),
+        latency=latency,
+        link=np.full(len(graph), -1, dtype=np.int64),
+        launch=np.zeros(len(graph)),
+        nbytes=timeline.nbytes,
+        costs=timeline.costs,
+    )
+    return simulate(graph, costs, engine=engine).with_name(f"{timeline.name} replayed")
+
+
+def hand_over(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
+    """Return the seconds that each message took to be of use; NaN for tasks that are no RECV.
+
+    From the start of its SEND to that of its consumer, where the consumer's stream waited for it;
+    else to its arrival, or NaN if ``waited_only``.
+    """
+    graph = timeline.graph
+    consumers = graph.dependencies.transposed()
+    seconds = np.full(len(graph), np.nan)
+    for recv in np.flatnonzero(graph.is_op(RECVS)).tolist():
+        sent = timeline.start[graph.pair[recv]]
+        if not waited_only:
+            seconds[recv] = timeline.end[recv] - sent
+        for consumer in consumers[recv].tolist():
+            others = graph.precedence[consumer]
+            others = others[others != recv]
+            if len(others) == 0 or timeline.end[others].max() < timeline.end[recv]:
+                seconds[recv] = timeline.start[consumer] - sent
+    return seconds

@@ -107,9 +107,7 @@ class Timeline:
     def busy(self) -> NDArray[np.float64]:
         """Seconds that each device computes (F, B, I, W, R, STEP); shape ``(n_devices,)``."""
         computed = self.graph.is_op(COMPUTE) & self.ran
-        return np.bincount(
-            self.graph.device[computed], self.duration[computed], minlength=self.n_devices
-        )
+        return bincount(self.graph.device[computed], self.duration[computed], self.n_devices)
 
     @property
     def idle(self) -> NDArray[np.float64]:
@@ -124,7 +122,10 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """Share of all devices' time that is not computing, 0..1; recompute counts as computing."""
-        return 1.0 - float(self.utilization.mean())
+        if not self.makespan:
+            return 1.0
+        # A quotient of sums: exact where times are whole numbers, as the closed forms are.
+        return max(0.0, float(self.idle.sum()) / (self.n_devices * self.makespan))
 
     @property
     def throughput(self) -> float:
@@ -213,7 +214,7 @@ class Timeline:
 
         path = Path(path)
         try:
-            rows = pd.read_csv(path, float_precision="round_trip")
+            rows = pd.read_csv(path, dtype=str, keep_default_na=False)
         except (OSError, ValueError) as error:
             raise TimelineError(f"cannot read a timeline from {path}: {error}") from error
         try:
@@ -231,11 +232,9 @@ class Timeline:
         if rows.empty:
             raise TimelineError("it has no rows")
         for column in ("device", "stage", "microbatch"):
-            if not _is_integer(rows[column]):
-                raise TimelineError(f"column {column!r} holds values that are no whole numbers")
+            rows[column] = _read(rows, column, int)
         for column in ("start", "end", "nbytes"):
-            if rows[column].dtype.kind not in "if":
-                raise TimelineError(f"column {column!r} holds values that are no numbers")
+            rows[column] = _read(rows, column, lambda text: float(text or "nan"))
         _check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
         _check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
         _check_rows(rows, (rows["device"] >= 0) & (rows["stage"] >= 0), "has a negative place")
@@ -243,7 +242,7 @@ class Timeline:
         _check_rows(rows, ordered & ~np.isinf(rows["end"]), "ends before it starts, or never")
         _check_rows(rows, rows["nbytes"] >= 0, "has no valid nbytes")
         tasks = Tasks(
-            op=rows["op"].map({op.name: int(op) for op in Op}).to_numpy(np.int64),
+            op=np.array([Op[name] for name in rows["op"]], dtype=np.int64),
             device=rows["device"].to_numpy(np.int64),
             stage=rows["stage"].to_numpy(np.int64),
             microbatch=rows["microbatch"].to_numpy(np.int64),
@@ -260,9 +259,15 @@ class Timeline:
         return cls(graph, start, end, nbytes, costs)
 
 
-def _is_integer(column: pd.Series[Any]) -> bool:
-    """Tell whether a column holds whole numbers only."""
-    return column.dtype.kind == "i"
+def _read(rows: pd.DataFrame, column: str, read: Callable[[str], float]) -> list[float]:
+    """Convert a column of texts, exactly; name the line of one that is no such number."""
+    values = []
+    for line, text in enumerate(rows[column], start=2):
+        try:
+            values.append(read(text))
+        except (ValueError, OverflowError):
+            raise TimelineError(f"line {line}: {column} is no number but {text!r}") from None
+    return values
 
 
 def _is_stream(name: object) -> bool:
@@ -279,6 +284,11 @@ def _check_rows(rows: pd.DataFrame, good: pd.Series[bool], problem: str) -> None
     if len(bad):
         values = ", ".join(map(str, rows.iloc[bad[0]].tolist()))
         raise TimelineError(f"line {bad[0] + 2} ({values}) {problem}")
+
+
+def bincount(rows: NDArray[Any], values: NDArray[np.float64], n_rows: int) -> NDArray[np.float64]:
+    """Return the sum of ``values`` of each row; shape ``(n_rows,)``."""
+    return np.bincount(rows, values, minlength=n_rows).astype(np.float64)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

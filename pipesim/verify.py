@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import DeadlockError, GraphError, ScheduleError
+from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
 from pipesim.graph import StreamKind, TaskGraph, Tasks
 from pipesim.ops import RECVS, SCHEDULED, SENDS, Action, Op
 from pipesim.schedule import Schedule
@@ -31,18 +33,23 @@ def verify(what: Schedule | TaskGraph) -> None:
         Naming each blocked device's head and what it waits for.
     GraphError
         Naming the tasks at fault.
+    ArgumentError
+        If it is neither.
     """
     if isinstance(what, Schedule):
         _verify_schedule(what)
-    else:
+    elif isinstance(what, TaskGraph):
         _verify_graph(what)
+    else:
+        raise ArgumentError(f"verify takes a Schedule or a TaskGraph, got {type(what).__name__}")
 
 
 def compute_tasks(schedule: Schedule) -> Tasks:
     """Return the compute actions of a schedule as tasks, device after device."""
     stream = np.full(len(schedule), StreamKind.COMPUTE, dtype=np.int64)
     columns = (schedule.op, schedule.device, schedule.stage, schedule.microbatch)
-    return Tasks(*(column.astype(np.int64) for column in columns), stream)
+    op, device, stage, microbatch = (column.astype(np.int64) for column in columns)
+    return Tasks(op, device, stage, microbatch, stream)
 
 
 def _verify_schedule(schedule: Schedule) -> None:
@@ -52,8 +59,9 @@ def _verify_schedule(schedule: Schedule) -> None:
     _check_deadlock(graph, f"schedule {schedule.name!r}")
 
 
-def _refuse(schedule: Schedule, index: int, problem: str) -> None:
+def _refuse(schedule: Schedule, index: SupportsIndex, problem: str) -> None:
     """Raise for the action at ``index`` of the columns."""
+    index = int(index)
     device = int(schedule.device[index])
     position = index - int(schedule.ptr[device])
     action = schedule.orders[device][position]
@@ -155,9 +163,9 @@ def _verify_graph(graph: TaskGraph) -> None:
 
 def _check_messages(graph: TaskGraph) -> None:
     """Check that transfers pair up and that each channel keeps its sender's order."""
-    for task in np.flatnonzero(graph.is_op(SENDS | RECVS) & (graph.pair < 0)):
+    for lone in np.flatnonzero(graph.is_op(SENDS | RECVS) & (graph.pair < 0)):
         raise GraphError(
-            f"task {task} ({graph.task(int(task))}) has no counterpart at the other end; every "
+            f"task {lone} ({graph.task(int(lone))}) has no counterpart at the other end; every "
             "SEND needs its RECV"
         )
     recvs = np.flatnonzero(graph.is_op(RECVS))
@@ -173,10 +181,10 @@ def _check_messages(graph: TaskGraph) -> None:
     )
     for index in np.flatnonzero(swapped & same_streams):
         early, late = (graph.task(int(recvs[order[index + k]])) for k in (0, 1))
+        sent = graph.task(int(graph.pair[early.id]))
         raise GraphError(
-            f"device {early.device} receives {late} before {early}, but device "
-            f"{graph.device[graph.pair[early.id]]} sends {early} first; messages of one channel "
-            "keep their sender's order"
+            f"device {early.device} receives {late} before {early}, but device {sent.device} "
+            f"sends {sent} first; messages of one channel keep their sender's order"
         )
 
 
@@ -198,9 +206,11 @@ def _check_deadlock(graph: TaskGraph, label: str) -> None:
             f"  device {device}, {stream}: {graph.task(head)} (position {blocked[0]}) "
             f"waits for {waits}"
         )
-    more = [f"  ... and {len(lines) - _MOST_NAMED} more streams"] if len(lines) > _MOST_NAMED else []
+    more = (
+        [f"  ... and {len(lines) - _MOST_NAMED} more streams"] if len(lines) > _MOST_NAMED else []
+    )
     raise DeadlockError(
         f"{label} deadlocks: {len(lines)} streams wait for each other; their blocked heads are\n"
-        + "\n".join(lines[:_MOST_NAMED] + more)
+        + "\n".join(lines[:_MOST_NAMED] + rest)
         + "\nlist what is waited for before what waits for it"
     )

@@ -24,9 +24,7 @@ Process = Generator[simpy.Event, Any, None]
 _LAST = 2
 
 
-def run(
-    graph: TaskGraph, costs: TaskCosts
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def run(graph: TaskGraph, costs: TaskCosts) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return start and end of each task, in seconds; NaN for tasks that never run."""
     step = _Step(graph, costs)
     step.env.run()
@@ -55,7 +53,7 @@ class _Link:
     def _serve_later(self) -> None:
         """Serve when every request of this moment is known."""
         event = self.env.event()
-        event.callbacks.append(self._serve)  # type: ignore[union-attr]
+        event.callbacks.append(self._serve)
         event._ok, event._value = True, None  # what succeed() does, but with our priority
         self.env.schedule(event, priority=_LAST)  # type: ignore[arg-type]
 
@@ -83,8 +81,6 @@ class _Step:
         self.tail: dict[int, simpy.Event] = {}  # of a SEND: its last byte arrives
         self.links: dict[int, _Link] = {}
         self.is_send, self.is_recv = graph.is_op(SENDS), graph.is_op(RECVS)
-        self.n_members = {int(g): int(c) for g, c in zip(*np.unique(graph.group, return_counts=True),
-                                                         strict=True)}  # fmt: skip
         host_of = graph.host[graph.device]
         for host in np.unique(host_of):
             env.process(self.issue(np.flatnonzero(host_of == host).tolist()))

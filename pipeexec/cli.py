@@ -1,0 +1,214 @@
+"""The command line: ``pipeexec validate`` and ``pipeexec show``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipesim.errors import ArgumentError, PipeError, PipeWarning
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from pipeexec.validate import Validation
+
+__all__ = ["main"]
+
+_EPILOG = """examples:
+  pipeexec validate                                  GPipe and 1F1B, two stages on two cores
+  pipeexec validate --model convnet --recompute never,always,except_last
+  pipeexec validate --stages 4 --devices cuda:0,cuda:1,cuda:2,cuda:3 --batch 64
+  pipeexec show results/demo                         the table of a run directory
+"""
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _counts(text: str) -> list[int]:
+    return [int(word) for word in _words(text)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeexec",
+        description="Run pipeline schedules on real devices, beside their prediction.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("validate", help="profile, simulate, execute, compare, plot")
+    add = run.add_argument
+    add("--model", default="gpt", help="gpt or convnet (default: gpt)")
+    add("--stages", type=int, default=2, help="number of stages (default: 2)")
+    add("--balance", type=_counts, help="layers of each stage, such as 4,6 (default: even work)")
+    add("--microbatches", type=int, default=8, help="of a step (default: 8)")
+    add("--batch", type=int, help="samples of a step (default: what suits the model)")
+    add("--schedules", type=_words, default=["gpipe", "1f1b"], help="(default: gpipe,1f1b)")
+    add("--recompute", type=_words, default=["never", "always"], help="modes (default: "
+        "never,always; also except_last)")  # fmt: skip
+    add("--devices", type=_words, help="one a stage (default: cpu for each)")
+    add("--no-overlap", action="store_true", help="transfers on the compute stream")
+    add("--steps", type=int, default=9, help="measured steps of each row (default: 9)")
+    add("--warm-up", type=int, default=2, help="steps before them (default: 2)")
+    add("--learning-rate", type=float, default=3e-4, help="of AdamW (default: 3e-4)")
+    add("--seed", type=int, default=0, help="of weights and data (default: 0)")
+    add("--name", default="validate", help="of the run directory (default: validate)")
+    add("--results", type=Path, default=Path("results"), help="its parent (default: results)")
+    model = run.add_argument_group("sizes of the model")
+    for option in ("layers", "width", "heads", "sequence", "image-size", "classes"):
+        model.add_argument(f"--{option}", type=int)
+    model.add_argument("--dropout", type=float)
+    model.add_argument("--text", type=Path, help="train on this file, not on Python's library")
+    show = commands.add_parser("show", help="print the table of a run directory")
+    show.add_argument("directory", type=Path)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    arguments = _parser().parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PipeWarning)
+        warnings.showwarning = _show_warning
+        try:
+            return {"validate": _validate, "show": _show}[arguments.command](arguments)
+        except PipeError as error:
+            print(f"pipeexec: {str(error).splitlines()[0]}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("pipeexec: interrupted", file=sys.stderr)
+            return 130
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"pipeexec: warning: {message}", file=sys.stderr)
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from pipeexec.models import MODELS, batches, build_model, split
+    from pipeexec.run_directory import check_writable
+    from pipeexec.validate import validate
+    from pipesim.errors import check_name
+
+    path = arguments.results / arguments.name
+    check_writable(path)
+    torch.manual_seed(arguments.seed)
+    torch.set_num_threads(1)
+    spec = MODELS[check_name("model", arguments.model, MODELS)]
+    sizes = {
+        name: getattr(arguments, name)
+        for name in ("layers", "width", "heads", "sequence", "image_size", "classes", "dropout",
+                     "text")
+    }  # fmt: skip
+    sizes = {name: value for name, value in sizes.items() if value is not None}
+    for name in sizes:
+        check_name(f"option of model {arguments.model!r}:", name, spec.options)
+    workload = build_model(arguments.model, seed=arguments.seed, **sizes)
+    stages = split(
+        workload.layers,
+        None if arguments.balance else arguments.stages,
+        balance=arguments.balance,
+    )
+    batch = arguments.batch or _BATCH[arguments.model] * arguments.microbatches
+    settings = {
+        "model": arguments.model,
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in workload.options.items()},
+        "layers_of_stages": [len(stage) for stage in stages],
+        "batch": batch,
+        "seed": arguments.seed,
+        "steps": arguments.steps,
+    }
+    validation = validate(
+        stages,
+        _graphs(arguments, len(stages)),
+        arguments.devices or ["cpu"] * len(stages),
+        workload.loss,
+        batches(workload.make_batch, batch, arguments.seed),
+        lambda parameters: torch.optim.AdamW(parameters, lr=arguments.learning_rate),
+        n_steps=arguments.steps,
+        warm_up=arguments.warm_up,
+        progress=lambda line: print(f"  {line}", file=sys.stderr),
+    )
+    validation.save(path, record=settings)
+    print(_report(validation))
+    print(f"\nwrote {path}: the figure is {path / 'overlay.png'}")
+    return 0
+
+
+#: Samples of a micro-batch that make tasks of 5 ms and more on one core.
+_BATCH = {"gpt": 4, "convnet": 4}
+
+
+def _graphs(arguments: argparse.Namespace, n_stages: int) -> dict[str, Any]:
+    """Return the rows: every schedule under every recompute mode."""
+    import pipesim
+
+    if not arguments.schedules or not arguments.recompute:
+        raise ArgumentError("name at least one schedule and one recompute mode")
+    return {
+        f"{name} {recompute}": pipesim.lower(
+            pipesim.schedule(name, n_stages, arguments.microbatches),
+            recompute=recompute,
+            overlap=not arguments.no_overlap,
+        )
+        for name in arguments.schedules
+        for recompute in arguments.recompute
+    }
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from pipeexec.validate import load_run
+
+    print(_report(load_run(arguments.directory)))
+    return 0
+
+
+def _report(validation: Validation) -> str:
+    """Return the tables as text."""
+    parts = [_table_text(validation.table)]
+    differences = validation.differences
+    clear = differences[differences["beyond_noise"]]
+    if len(clear):
+        parts.append(
+            f"order of rows: {int(clear['right'].sum())} of {len(clear)} differences beyond noise "
+            "predicted with the right sign"
+        )
+    parts.append(
+        "error: predicted over measured makespan, minus 1 (median of the steps; worst of any "
+        "step)\nreplay: the same for each step simulated from its own durations"
+    )
+    if validation.profile is not None:
+        table = validation.profile.table
+        lines = table.assign(**{c: table[c] * 1e3 for c in ("loaded", "isolated")})
+        parts.append(
+            "costs (ms; loaded: all stages running, isolated: one at a time)\n"
+            + lines.round(3).to_string()
+        )
+    return "\n\n".join(parts)
+
+
+def _table_text(table: pd.DataFrame) -> str:
+    """Return the table of a validation with units that people read."""
+    import pandas as pd
+
+    mib = 1 << 20
+    columns = {
+        "predicted ms": table["predicted"].map(lambda s: f"{s * 1e3:.1f}"),
+        "measured ms": table["measured"].map(lambda s: f"{s * 1e3:.1f}"),
+        "error": table["error"].map("{:+.1%}".format),
+        "worst": table["worst"].map("{:+.1%}".format),
+        "replay": table["replay"].map("{:+.1%}".format),
+        "bubble pred.": table["bubble_predicted"].map("{:.1%}".format),
+        "bubble meas.": table["bubble_measured"].map("{:.1%}".format),
+        "memory pred. MiB": table["memory_predicted"].map(lambda b: f"{b / mib:.1f}"),
+        "memory meas. MiB": table["memory_measured"].map(lambda b: f"{b / mib:.1f}"),
+    }
+    return str(pd.DataFrame(columns).rename_axis(None).to_string())

@@ -1,0 +1,312 @@
+"""Measure the costs that the simulator takes, on the devices themselves and under load.
+
+Stages share memory bandwidth, and threads of one process an interpreter: durations measured one
+stage at a time are too short. So costs are means over the steps of one calibration schedule, in
+which all stages run at once: breadth first, every activation recomputed, with one micro-batch more
+than the pipeline has. It is none that anyone predicts with these costs.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeexec import transfer
+from pipeexec.executor import Batch, Pipeline, StepResult
+from pipesim.costs import Costs
+from pipesim.errors import AccuracyWarning, check_count
+from pipesim.graph import TaskGraph
+from pipesim.lower import lower
+from pipesim.network import Network
+from pipesim.ops import Op
+from pipesim.placement import Placement
+from pipesim.schedule import Schedule
+from pipesim.simulate import hand_over
+from pipesim.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Calibration", "Profile", "breadth_first", "measure", "profile"]
+
+#: Tasks shorter than this many seconds are predicted poorly on CPU: hand-over takes as long.
+SHORTEST = 1e-3
+#: Standard deviation of a step's mean duration over itself beyond which the machine is too busy.
+UNSTEADY = 0.2
+_MEASURED = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.R: "recompute",
+    Op.STEP: "optimizer_step",
+}
+_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
+
+
+def profile(
+    pipeline: Pipeline, inputs: Batch, targets: Any, *, n_steps: int = 7, warm_up: int = 2
+) -> Costs:
+    """Return the costs of a pipeline's stages on its devices; `measure` says more.
+
+    Parameters
+    ----------
+    inputs, targets
+        A batch as for ``pipeline.step``. Parameters, buffers and optimizers end as they began.
+    n_steps, warm_up
+        Steps that count, and steps before them that do not.
+
+    Warns
+    -----
+    AccuracyWarning
+        If tasks are shorter than 1 ms, or their mean moves a lot from step to step.
+    """
+    return measure(pipeline, inputs, targets, n_steps=n_steps, warm_up=warm_up).costs
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes
+    ----------
+    costs
+        For the simulator.
+    table
+        One row an operation and stage, durations in seconds: ``loaded`` (mean over a step's tasks,
+        median over steps), ``spread`` (standard deviation of the steps' means over ``loaded``),
+        ``isolated`` (mean with all other devices idle), ``slow_down`` (loaded over isolated).
+    transfers
+        Seconds a message takes by ``nbytes``, between idle devices.
+    """
+
+    costs: Costs
+    table: pd.DataFrame
+    transfers: pd.DataFrame
+
+
+def breadth_first(placement: Placement, n_microbatches: int) -> Schedule:
+    """Return all forwards stage by stage, then all backwards stage by stage."""
+    counts = range(n_microbatches)
+    orders = [
+        [f"{s}F{j}" for s in placement.stages_of(d) for j in counts]
+        + [f"{s}B{j}" for s in reversed(placement.stages_of(d)) for j in counts]
+        for d in range(placement.n_devices)
+    ]
+    return Schedule.from_orders(
+        orders, placement=placement, n_microbatches=n_microbatches, name="calibration"
+    )
+
+
+class Calibration:
+    """Runs calibration steps of a pipeline, one at a time, and sums them up.
+
+    Parameters
+    ----------
+    pipeline
+        Whose stages and devices are measured.
+    inputs, targets
+        A batch as for ``pipeline.step``.
+    """
+
+    def __init__(self, pipeline: Pipeline, inputs: Batch, targets: Any) -> None:
+        graph = pipeline.graph
+        self.pipeline = pipeline
+        n_microbatches = graph.n_microbatches + 1
+        self.size = max(1, _n_samples(inputs) // graph.n_microbatches)
+        self.batch = tuple(_repeated(x, n_microbatches * self.size) for x in (inputs, targets))
+        self.one = tuple(_repeated(x, self.size) for x in (inputs, targets))
+        self.loaded = pipeline.with_graph(_calibration_graph(graph, n_microbatches))
+        self.isolated = pipeline.with_graph(_calibration_graph(graph, 1))
+        self.steps: list[StepResult] = []
+        self.alone: list[StepResult] = []
+
+    def warm_up(self, n_steps: int) -> None:
+        """Run steps that do not count."""
+        with self.pipeline.preserved():
+            for _ in range(n_steps):
+                self.loaded.step(*self.batch)
+                self.isolated.step(*self.one)
+
+    def step(self) -> None:
+        """Run and keep one step under load, and one micro-batch alone."""
+        with self.pipeline.preserved():
+            self.steps.append(self.loaded.step(*self.batch))
+            self.alone.append(self.isolated.step(*self.one))
+
+    @cached_property
+    def held_bytes(self) -> list[int]:
+        """Bytes of activations that each stage holds for one micro-batch."""
+        graph = self.pipeline.graph
+        once = lower(breadth_first(Placement(graph.device_of_stage.tolist()), 1))
+        return self.pipeline.with_graph(once).held_bytes(*self.one)
+
+    def result(self) -> Profile:
+        """Return the costs that the steps so far show."""
+        import pandas as pd
+
+        graph = self.loaded.graph
+        transfers = _time_transfers(self.pipeline)
+        rows, values = [], {}
+        for op, name in _MEASURED.items():
+            loaded, isolated = (
+                np.array([_means(run.timeline, op, graph.n_stages) for run in runs])
+                for runs in (self.steps, self.alone)
+            )
+            values[name] = tuple(np.median(loaded, axis=0).tolist())
+            for stage in range(graph.n_stages):
+                seconds, alone = values[name][stage], float(np.median(isolated[:, stage]))
+                rows.append(
+                    {
+                        "op": op.name,
+                        "stage": stage,
+                        "loaded": seconds,
+                        "spread": float(loaded[:, stage].std() / seconds) if seconds else 0.0,
+                        "isolated": alone,
+                        "slow_down": seconds / alone if alone else math.nan,
+                    }
+                )
+        issue = [run.host_seconds / len(graph) for run in self.steps]
+        costs = Costs(
+            **values,
+            launch=float(np.median(issue)),
+            activation_bytes=tuple(map(float, self.held_bytes)),
+            network=_network(self.steps, transfers),
+            **self._sizes(),
+        )
+        table = pd.DataFrame(rows).set_index(["op", "stage"])
+        _warn_of_poor_accuracy(table)
+        return Profile(costs, table, transfers)
+
+    def _sizes(self) -> dict[str, tuple[float, ...]]:
+        """Return the bytes of outputs, parameters and optimizer state of each stage."""
+        timeline = self.steps[-1].timeline
+        graph = timeline.graph
+        output = np.zeros(graph.n_stages)
+        sends = graph.op == Op.SEND_F
+        output[graph.stage[sends]] = timeline.nbytes[sends]
+        parameters = [sum(p.nbytes for p in m.parameters()) for m in self.pipeline.modules]
+        optimizer = [
+            sum(
+                value.nbytes
+                for state in (o.state.values() if o is not None else ())
+                for value in state.values()
+                if isinstance(value, Tensor)
+            )
+            for o in self.pipeline.optimizers
+        ]
+        return {
+            "output_bytes": tuple(output.tolist()),
+            "parameter_bytes": tuple(map(float, parameters)),
+            "optimizer_bytes": tuple(map(float, optimizer)),
+        }
+
+
+def measure(
+    pipeline: Pipeline, inputs: Batch, targets: Any, *, n_steps: int = 7, warm_up: int = 2
+) -> Profile:
+    """Measure every cost of a pipeline's stages; see `profile` for the arguments."""
+    calibration = Calibration(pipeline, inputs, targets)
+    calibration.warm_up(check_count("warm_up", warm_up, 0))
+    for _ in range(check_count("n_steps", n_steps)):
+        calibration.step()
+    return calibration.result()
+
+
+def _calibration_graph(graph: TaskGraph, n_microbatches: int) -> TaskGraph:
+    placement = Placement(graph.device_of_stage.tolist())
+    return lower(breadth_first(placement, n_microbatches), recompute="always")
+
+
+def _n_samples(batch: Batch) -> int:
+    return len(batch[0] if isinstance(batch, tuple) else batch)
+
+
+def _repeated(batch: Batch, n_samples: int) -> Batch:
+    """Return the first ``n_samples`` samples, beginning again where there are too few."""
+    if isinstance(batch, tuple):
+        return tuple(x[torch.arange(n_samples) % len(x)] for x in batch)
+    return batch[torch.arange(n_samples) % len(batch)]
+
+
+def _means(timeline: Timeline, op: Op, n_stages: int) -> NDArray[np.float64]:
+    """Return mean seconds of ``op`` in each stage; shape ``(n_stages,)``."""
+    tasks = timeline.graph.op == op
+    stage = timeline.graph.stage[tasks]
+    total = np.bincount(stage, timeline.duration[tasks], minlength=n_stages)
+    return total / np.maximum(np.bincount(stage, minlength=n_stages), 1)
+
+
+def _time_transfers(pipeline: Pipeline, repeat: int = 15) -> pd.DataFrame:
+    """Return the seconds that messages of several sizes take between two idle devices."""
+    import pandas as pd
+
+    devices = pipeline.devices
+    if len(devices) < 2:
+        return pd.DataFrame({"nbytes": [], "seconds": []})
+    source, target = devices[:2]
+    out, into = source.stream("send:1"), target.stream("recv:0")
+    compute = target.stream("compute")
+    rows = []
+    for nbytes in _SIZES:
+        message = (torch.zeros(nbytes, dtype=torch.uint8, device=source.torch_device),)
+        times = []
+        for _ in range(repeat):
+            zero = target.mark()
+            began = out.record()
+            out.submit(lambda message=message: transfer.send(message, target))  # type: ignore[misc]
+            into.wait_event(out.record())
+            compute.wait_event(into.record())
+            arrived = compute.record()
+            source.synchronize()
+            target.synchronize()
+            if source.torch_device == target.torch_device:
+                times.append(arrived.seconds_since(began))
+            else:
+                times.append(arrived.seconds_since(zero))
+        rows.append({"nbytes": nbytes, "seconds": float(np.median(times))})
+    return pd.DataFrame(rows)
+
+
+def _network(steps: Sequence[StepResult], transfers: pd.DataFrame) -> Network:
+    """Fit latency and bandwidth; the latency under load counts where messages were waited for."""
+    if transfers.empty:
+        return Network()
+    slope, idle = np.polyfit(transfers["nbytes"], transfers["seconds"], 1)
+    largest = transfers.iloc[-1]
+    grows = slope * largest["nbytes"] > 0.5 * largest["seconds"]
+    waits = np.concatenate([hand_over(run.timeline, waited_only=True) for run in steps])
+    waits = waits[~np.isnan(waits)]
+    latency = float(np.median(waits)) if len(waits) else float(max(idle, 0.0))
+    return Network(latency=latency, bandwidth=float(1 / slope) if grows else math.inf)
+
+
+def _warn_of_poor_accuracy(table: pd.DataFrame) -> None:
+    tasks = table[(table["loaded"] > 0) & (table.index.get_level_values("op") != "STEP")]
+    for name, row in tasks[tasks["loaded"] < SHORTEST].nsmallest(1, "loaded").iterrows():
+        warnings.warn(
+            f"{_label(name)} takes {row['loaded'] * 1e3:.3f} ms: below {SHORTEST * 1e3:g} ms a "
+            "task the prediction will be poor (hand-over and interpreter take as long); use "
+            "larger micro-batches or stages",
+            AccuracyWarning,
+            stacklevel=4,
+        )
+    for name, row in tasks[tasks["spread"] > UNSTEADY].nlargest(1, "spread").iterrows():
+        warnings.warn(
+            f"the mean of {_label(name)} moves by {row['spread']:.0%} from step to step: the "
+            "machine is busy, and predictions are no better than that",
+            AccuracyWarning,
+            stacklevel=4,
+        )
+
+
+def _label(name: object) -> str:
+    assert isinstance(name, tuple)
+    return f"{name[0]} of stage {name[1]}"

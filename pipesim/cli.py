@@ -1,0 +1,468 @@
+"""The command ``pipesim``: simulate one schedule, compare several, list those that there are.
+
+Settings come from arguments, from a TOML file, or from both. Each source is a layer of nested
+tables, and a later layer overrides an earlier one key by key: the file's shared settings, then
+a ``[[schedule]]`` table's own, then the arguments. `EPILOG` shows the file.
+
+The file is long for the sake of one place: the flags, the keys of the TOML file and the keywords
+of the library are the same names, listed once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import math
+import os
+import re
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pipesim.compare import compare
+from pipesim.costs import VALUE_FIELDS, Costs
+from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
+from pipesim.lower import lower
+from pipesim.metrics import device_table
+from pipesim.schedule import schedule, schedules
+from pipesim.simulate import simulate
+from pipesim.timeline import Timeline, write_whole
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["main"]
+
+EPILOG = """\
+A TOML file (--config) holds the same settings; arguments override it:
+
+  devices = 4
+  microbatches = 8
+  recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine
+
+  [costs]                   # the fields of pipesim.Costs: one value, or one a stage
+  file = "costs.json"       # optional, beside this file; the keys below override it
+  forward = 1e-3
+  backward = [2e-3, 2e-3, 2e-3, 3e-3]
+  output_bytes = 4194304
+  network = { latency = 20e-6, bandwidth = 25e9 }
+
+  [[schedule]]              # a table a schedule; it may override any setting above
+  name = "gpipe"
+  options = { backward_order = "forward" }
+
+  [[schedule]]
+  name = "1f1b"
+  label = "1f1b, all kept"  # what tables and plots call it
+  recompute = "never"
+
+Where no schedule needs settings of its own, schedule = ["gpipe", "1f1b"] is enough.
+Names on the command line pick tables by label or name, or else name further schedules.
+"""
+
+Settings = dict[str, Any]
+
+#: Flag, metavar and help of what is a setting of the same name; costs are added to them.
+_FLAGS = (
+    ("--devices", "N", "number of devices"),
+    ("--microbatches", "N", "number of micro-batches of a step"),
+    ("--recompute", "MODE", "never, always or except_last"),
+    ("--streams", "KIND", "per_peer copy streams, or a single one a device"),
+    ("--hosts", "KIND", "one host that issues for all devices, or one per_device"),
+    ("--step", "MODE", "flush: end with an optimizer step; none: with the gradients"),
+    ("--engine", "NAME", "engine that simulates"),
+)
+_SWITCHES = (
+    ("--overlap", "transfers run beside compute"),
+    ("--rendezvous", "a SEND waits until its RECV is reached"),
+)
+_COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
+_LOWERING = ("recompute", "overlap", "streams", "rendezvous", "hosts", "step")
+_SETTINGS = (*_COUNTS, *_LOWERING, "engine", "options", "costs")
+_FIGURES = (".pdf", ".png", ".svg")
+_MS, _GIB = 1e-3, 2.0**30
+_WIDTH, _ROW = 7.16, 0.25  # inches of a figure, and of a device's row or a bar in it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv``, by default the arguments of the process.
+
+    Returns
+    -------
+    int
+        Exit status: 0; 2 after a mistake, told in one line on stderr; 130 if interrupted; 141 if
+        nobody reads the output any longer.
+    """
+    verbose = False
+    try:
+        try:
+            args = _parse(argv)
+            verbose = args.verbose
+            args.run(args)
+        finally:
+            sys.stdout.flush()
+    except SystemExit as end:  # --help and --version
+        return int(end.code or 0)
+    except BrokenPipeError:
+        # Or else the interpreter may flush once more when it ends, and complain; see "Note on
+        # SIGPIPE" in the documentation of Python's signal module.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except (PipeError, OSError, MemoryError, OverflowError) as error:
+        first, *more = str(error).splitlines() or [type(error).__name__]
+        if more and not verbose:
+            first, more = f"{first} (--verbose shows all)", []
+        print(f"pipesim: error: {first}", *more, sep="\n", file=sys.stderr)
+        return 2
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises on wrong arguments, so that every mistake ends the same way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (see {self.prog} --help)")
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        print(f"pipesim {importlib.metadata.version('pipesim')}")
+        parser.exit()
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="pipesim", description="Predict when each task of a pipeline-parallel step runs."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for run, summary in (
+        (_simulate, "simulate a schedule; print its times and memory"),
+        (_compare, "simulate several schedules; print a row for each"),
+        (_schedules, "list the named schedules with their closed forms"),
+    ):
+        command = commands.add_parser(
+            run.__name__[1:],
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run, parser=command, verbose=False)
+        command.add_argument("--verbose", action="store_true", help="show all lines of an error")
+        if run is _schedules:
+            _add_flags(command, _FLAGS[:2])
+        else:
+            _add_settings(command)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = suggestion(unknown[0], re.findall(r"--[\w-]+", args.parser.format_usage()))
+        args.parser.error(f"unrecognized argument {unknown[0]}{near}")
+    return args
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    """Add what simulate and compare take; settings go to ``settings.<their path>``."""
+    command.epilog = EPILOG
+    add = command.add_argument
+    add("names", nargs="*", metavar="SCHEDULE", default=[], help="pipesim schedules lists them")
+    add("--config", type=Path, metavar="FILE.toml", help="settings; see below")
+    add("--plot", type=_figure, metavar="FILE", default=None, help=", ".join(_FIGURES))
+    add("--csv", type=_writable, metavar="FILE", default=None, help="timeline, or comparison (s)")
+    _add_flags(command, _FLAGS)
+    for flag, text in _SWITCHES:
+        action = argparse.BooleanOptionalAction
+        add(flag, dest=f"settings.{flag[2:]}", action=action, help=text)
+    add("--option", dest="settings.options", action="append", type=_option, metavar="KEY=VALUE",
+        help="of the schedule itself, such as backward_order=forward")  # fmt: skip
+    costs = command.add_argument_group("costs", "one value, or one a stage between commas")
+    costs.add_argument("--costs", dest="settings.costs.file", metavar="FILE.json",
+                       help="costs to start from; the other arguments override it")  # fmt: skip
+    for name in VALUE_FIELDS:
+        flag = "--recompute-time" if name == "recompute" else "--" + name.replace("_", "-")
+        unit = "BYTES" if name.endswith("bytes") else "SECONDS"
+        costs.add_argument(flag, dest=f"settings.costs.{name}", type=_value, metavar=unit)
+    for name, unit in (("latency", "SECONDS"), ("bandwidth", "BYTES_A_SECOND")):
+        dest = f"settings.costs.network.{name}"
+        costs.add_argument(f"--{name}", dest=dest, type=_value, metavar=unit)
+
+
+def _add_flags(command: argparse.ArgumentParser, flags: Iterable[tuple[str, str, str]]) -> None:
+    for flag, metavar, text in flags:
+        dest = f"settings.{flag[2:]}"
+        command.add_argument(flag, dest=dest, type=_value, metavar=metavar, help=text)
+
+
+def _value(text: str) -> Any:
+    """Read a number, true, false, or several of them between commas; the rest stays text.
+
+    Whether the value is a good one is decided where it is used, wherever it comes from.
+    """
+    if "," in text:
+        return [_value(part) for part in text.split(",")]
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text, text)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    return key, _value(value)
+
+
+def _writable(text: str) -> Path:
+    """Return the path if a file can be written there: found before the work, not after."""
+    path = Path(os.path.realpath(text))
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is not a regular file")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"cannot write {text!r}: {error.strerror}; name a file in a folder that can be written"
+        ) from error
+    return path
+
+
+def _figure(text: str) -> Path:
+    if not text.lower().endswith(_FIGURES):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_FIGURES)}")
+    return _writable(text)
+
+
+def _merged(*layers: Settings) -> Settings:
+    """Return settings in which a later layer overrides an earlier one, key by key."""
+    merged: Settings = {}
+    for layer in layers:
+        for key, new in layer.items():
+            old = merged.get(key)
+            both = isinstance(old, dict) and isinstance(new, dict)
+            merged[key] = _merged(merged[key], new) if both else new
+    return merged
+
+
+def _arguments(args: argparse.Namespace) -> Settings:
+    """Return the settings that were given as arguments."""
+    layer: Settings = {}
+    for path, value in vars(args).items():
+        for part in reversed(path.split(".")):
+            value = {part: value}
+        layer = _merged(layer, value)
+    given: Settings = layer.get("settings", {})
+    if "options" in given:
+        given["options"] = dict(given["options"])
+    return _checked("arguments", given, _SETTINGS, Path())
+
+
+def _checked(where: str, layer: object, known: tuple[str, ...], folder: Path) -> Settings:
+    """Return a layer whose keys are all known, with its file of costs read in."""
+    checked = _table(where, layer, known)
+    if "options" in checked:
+        _table(f"{where}: options", checked["options"], None)  # the schedule knows its own
+    if "costs" not in checked:
+        return checked
+    costs = _table(f"{where}: costs", checked["costs"], ("file", "network", *VALUE_FIELDS))
+    if "network" in costs:
+        _table(f"{where}: costs.network", costs["network"], ("latency", "bandwidth", "links"))
+    if "file" in costs:
+        costs = _merged(Costs.load(folder / str(costs.pop("file"))).to_dict(), costs)
+    return {**checked, "costs": costs}
+
+
+def _table(where: str, value: object, known: tuple[str, ...] | None) -> Settings:
+    """Return a copy of a table, whose keys must be among ``known``."""
+    if not isinstance(value, dict):
+        raise ArgumentError(f"{where} must be a table of settings, got {value!r}")
+    for key in value:
+        if known is not None and key not in known:
+            raise UnknownNameError(
+                f"{where}: unknown key {key!r}{suggestion(key, known)} (known: {', '.join(known)})"
+            )
+    return dict(value)
+
+
+def _read(path: Path) -> tuple[Settings, list[Settings]]:
+    """Return the shared settings of a TOML file, and its schedules' own."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"cannot read settings from {path}: {error}") from error
+    listed = content.get("schedule", [])
+    tables = []
+    for number, table in enumerate(listed if isinstance(listed, list) else [listed], 1):
+        where = f"{path}: schedule {number}"
+        table = {"name": table} if isinstance(table, str) else table
+        tables.append(_checked(where, table, ("name", "label", *_SETTINGS), path.parent))
+        if not isinstance(tables[-1].get("name"), str):
+            raise ArgumentError(f"{where} has no name; pipesim schedules lists them")
+    shared = _checked(str(path), content, ("schedule", *_SETTINGS), path.parent)
+    shared.pop("schedule", None)
+    return shared, tables
+
+
+def _cases(args: argparse.Namespace) -> list[Settings]:
+    """Return the settings of each schedule that is to be simulated."""
+    shared, tables = _read(args.config) if "config" in args else ({}, [])
+    if args.names:
+        found = ([t for t in tables if name in (t.get("label"), t["name"])] or [{"name": name}]
+                 for name in args.names)  # fmt: skip
+        tables = [table for some in found for table in some]
+    if not tables:
+        raise ArgumentError("no schedule is named; pipesim schedules lists them")
+    given = _arguments(args)
+    cases = [_merged({"label": t["name"]}, shared, t, given) for t in tables]
+    takes = {name: set(text.split(", ")) for name, text in schedules()["options"].items()}
+    for case, table in zip(cases, tables, strict=True):
+        # A shared option is for the schedules that take it, if there is one.
+        others = set().union(*(takes.get(c["name"], ()) for c in cases))
+        foreign = others - takes.get(case["name"], others) - set(table.get("options", ()))
+        case["options"] = {k: v for k, v in case.get("options", {}).items() if k not in foreign}
+    return cases
+
+
+def _run(case: Settings) -> Timeline:
+    for key in _COUNTS:
+        if key not in case:
+            raise ArgumentError(f"{key} is missing; give --{key}, or {key} in the TOML file")
+    for key in case["options"]:
+        if key in ("name", *_COUNTS.values()):
+            raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
+    order = schedule(case["name"], case["devices"], case["microbatches"], **case["options"])
+    graph = lower(order, **{key: case[key] for key in _LOWERING if key in case})
+    engine = {"engine": case["engine"]} if "engine" in case else {}
+    timeline = simulate(graph, Costs.from_dict(case.get("costs", {})), **engine)
+    return timeline.with_name(str(case["label"]))
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    cases = _cases(args)
+    if len(cases) > 1:
+        names = ", ".join(str(case["label"]) for case in cases)
+        raise ArgumentError(f"simulate takes one schedule, got {names}; name one, or use compare")
+    timeline = _run(cases[0])
+    _write_plot(args.plot, [timeline])
+    if args.csv:
+        timeline.save(args.csv)
+    graph, devices = timeline.graph, device_table(timeline)
+    print(
+        f"{timeline.name}: {graph.n_devices} devices, {graph.n_stages} stages, "
+        f"{graph.n_microbatches} micro-batches, recompute {graph.recompute}\n\n"
+        f"makespan     {_numbers([timeline.makespan], _MS)[0]} ms\n"
+        f"bubble       {timeline.bubble_fraction:.1%}\n"
+        f"throughput   {_numbers([timeline.throughput])[0]} micro-batches/s\n"
+        f"peak memory  {_numbers([timeline.peak_memory.max()], _GIB)[0]} GiB "
+        f"(device {timeline.peak_memory.argmax()})\n"
+    )
+    columns = {
+        "device": [str(device) for device in devices.index],
+        "busy (ms)": _numbers(devices["busy"], _MS),
+        "idle (ms)": _numbers(devices["idle"], _MS),
+        "utilization": [f"{share:.1%}" for share in devices["utilization"]],
+        "peak memory (GiB)": _numbers(devices["peak_memory"], _GIB),
+    }
+    print(_aligned(columns))
+
+
+def _compare(args: argparse.Namespace) -> None:
+    timelines: dict[str, Timeline] = {}
+    for case in _cases(args):
+        label = str(case["label"])
+        if label in timelines:
+            raise ArgumentError(f"two schedules are called {label!r}; give each a label of its own")
+        try:
+            timelines[label] = _run(case)
+        except PipeError as error:
+            raise type(error)(f"{label}: {error}") from error
+    table = compare(timelines)
+    _write_plot(args.plot, list(timelines.values()), table)
+    if args.csv:
+        write_whole(args.csv, table.to_csv)
+    columns = {
+        "schedule": list(timelines),
+        "makespan (ms)": _numbers(table["makespan"], _MS),
+        "relative": [f"{ratio:.3f}" for ratio in table["relative"]],
+        "bubble": [f"{share:.1%}" for share in table["bubble_fraction"]],
+        "micro-batches/s": _numbers(table["throughput"]),
+        "peak memory (GiB)": _numbers(table["peak_memory"], _GIB),
+    }
+    print(_aligned(columns))
+
+
+def _schedules(args: argparse.Namespace) -> None:
+    given = {_COUNTS[key]: count for key, count in _arguments(args).items()}
+    counts = {"n_devices": 4, "n_microbatches": 8, **given}
+    table = schedules(**counts)
+    print("p = {n_devices} devices, m = {n_microbatches} micro-batches; ".format(**counts)
+          + "stages of equal cost, free transfers\n")  # fmt: skip
+    columns = {
+        "schedule": list(table.index),
+        "bubble": list(table["bubble_formula"]),
+        " ": [f"{share:.1%}" for share in table["bubble"]],
+        "activations held": list(table["activations_formula"]),
+        "  ": [f"{count:g}" for count in table["activations"]],
+        "options": [options or "-" for options in table["options"]],
+    }
+    print(_aligned(columns, "<") + "\n")
+    for name, row in table.iterrows():
+        print(f"{name}: {row['summary']} ({row['source']})")
+
+
+def _numbers(values: Iterable[float], unit: float = 1.0) -> list[str]:
+    """Return values in ``unit``, all with the decimals that show five digits of the largest."""
+    scaled = [float(value) / unit for value in values]
+    largest = max(scaled)
+    digits = math.floor(math.log10(largest)) if 0 < largest < math.inf else 4
+    return [f"{value:.{min(max(4 - digits, 0), 9)}f}" for value in scaled]
+
+
+def _aligned(columns: dict[str, list[str]], align: str = ">") -> str:
+    """Return a table as text, its first column to the left."""
+    widths = [max(map(len, [head, *cells])) for head, cells in columns.items()]
+    aligns = ["<", *align * (len(widths) - 1)]
+    return "\n".join(
+        "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligns, widths, strict=True)).rstrip()
+        for row in [tuple(columns), *zip(*columns.values(), strict=True)]
+    )
+
+
+def _write_plot(
+    path: Path | None, timelines: Sequence[Timeline], table: pd.DataFrame | None = None
+) -> None:
+    """Draw timelines below each other on one scale of time; of a table, bars above them."""
+    if path is None:
+        return
+    from matplotlib.figure import Figure
+
+    from pipesim import plot
+
+    heights = [0.9 + _ROW * min(timeline.n_devices, 24) for timeline in timelines]
+    heights[:0] = [] if table is None else [0.4 + _ROW * len(table)]
+    figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
+    if table is not None:
+        for place, column in enumerate(("makespan", "peak_memory")):
+            plot.bars(table, ax=figure.add_subplot(grid[0, place]), column=column)
+    drawn = []
+    for row, timeline in enumerate(timelines, len(heights) - len(timelines)):
+        ax = figure.add_subplot(grid[row, :])
+        drawn.append(plot.timeline(timeline, ax=ax, unit="ms", title=timeline.name))
+    last = max(ax.get_xlim()[1] for ax in drawn)
+    for ax in drawn:
+        ax.set_xlim(0, last)
+    plot.save(figure, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Around a figure's content: sizes of papers, axes, titles, legends, files.
+
+Font sizes are a paper's: 8 points for labels, 7 for the rest. matplotlib is imported when needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipesim.errors import ArgumentError, check_count, number
+from pipesim.timeline import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "ONE_COLUMN",
+    "TWO_COLUMNS",
+    "add_legend",
+    "axes_or_new",
+    "figure",
+    "label",
+    "legend_options",
+    "rows_of_devices",
+    "save",
+    "set_title",
+    "sized",
+    "some_of",
+]
+
+#: Widths of one and of two columns of an IEEE paper, inches.
+ONE_COLUMN, TWO_COLUMNS = 3.5, 7.16
+#: Points.
+FONT, SMALL = 8.0, 7.0
+#: Inches of a device's row, of what is around the rows, and the most that rows get.
+ROW, MARGIN, MOST = 0.25, 0.75, 5.0
+#: Points that a letter takes, of its size, and that a legend's entry takes beside its letters.
+LETTER, HANDLE = 0.56, 24.0
+_GREY = "#5A5A5A"
+
+
+def figure(
+    columns: int = 2, rows: float = 4, *, height: float | None = None
+) -> tuple[Figure, Axes]:
+    """Make a pyplot figure of a paper's width, and axes in it.
+
+    Parameters
+    ----------
+    columns
+        1 or 2: `ONE_COLUMN` or `TWO_COLUMNS` wide.
+    rows
+        Rows of devices to make room for; sets the height.
+    height
+        Inches, instead.
+
+    Raises
+    ------
+    ArgumentError
+        For another number of columns, or a height that is not positive.
+    """
+    import matplotlib.pyplot as plt
+
+    if check_count("columns", columns) > 2:
+        raise ArgumentError(f"columns must be 1 or 2, got {columns}")
+    return sized(plt.figure, ONE_COLUMN if columns == 1 else TWO_COLUMNS, rows, height)
+
+
+def sized(
+    make: Callable[..., Figure], width: float, rows: float, height: float | None = None
+) -> tuple[Figure, Axes]:
+    """Let ``make`` make a figure with room for ``rows``; return it with axes."""
+    for name, value in (("rows", rows), ("height", height)):
+        got = number(value)
+        if value is not None and (got is None or not 0 < got < math.inf):
+            raise ArgumentError(f"{name} must be a finite number > 0, got {value!r}")
+    if height is None:
+        height = MARGIN + min(max(rows, 2) * ROW, MOST)
+    made = make(figsize=(width, height), layout="constrained")
+    return made, made.add_subplot()
+
+
+def save(what: Figure | Axes, *paths: Path | str) -> None:
+    """Write a figure: PDF and SVG with text as text, PNG at 300 dpi; each whole or not at all.
+
+    Parameters
+    ----------
+    what
+        A figure, or axes in it.
+    *paths
+        Ending in ``.pdf``, ``.png`` or ``.svg``.
+
+    Raises
+    ------
+    ArgumentError
+        For another ending, or a file that cannot be written.
+    """
+    import matplotlib as mpl
+
+    whole = what.get_figure()
+    if whole is None:
+        raise ArgumentError("these axes are in no figure; draw into others")
+    whole = whole.figure  # of a part of a figure, the whole
+    # Type 42 is what publishers ask for. Without a date, the same figure is the same file.
+    settings: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none",
+                                "svg.hashsalt": "pipesim"}  # fmt: skip
+    undated: dict[str, dict[str, None]] = {
+        "pdf": {"CreationDate": None},
+        "svg": {"Date": None},
+        "png": {},
+    }
+    for path in map(Path, paths):
+        kind = path.suffix.lower().lstrip(".")
+        if kind not in undated:
+            raise ArgumentError(f"cannot write a figure to {path}; use .pdf, .png or .svg")
+        options: dict[str, Any] = {"format": kind, "dpi": 300, "metadata": undated[kind]}
+        if whole.get_layout_engine() is None:
+            options["bbox_inches"] = "tight"
+
+        def write(file: Path, options: dict[str, Any] = options) -> None:
+            whole.savefig(file, **options)
+
+        try:
+            with mpl.rc_context(settings):
+                write_whole(path, write)
+        except OSError as error:
+            raise ArgumentError(f"cannot write a figure to {path}: {error}") from error
+
+
+def axes_or_new(ax: Axes | None, rows: float) -> Axes:
+    """Return ``ax``, or new axes two columns wide with room for ``rows``.
+
+    Raises
+    ------
+    ArgumentError
+        If ``ax`` is no Axes.
+    """
+    if ax is None:
+        return figure(2, rows)[1]
+    from matplotlib.axes import Axes
+
+    if not isinstance(ax, Axes):
+        raise ArgumentError(f"ax must be a matplotlib Axes, got {type(ax).__name__}")
+    return ax
+
+
+def label(ax: Axes, x: str, y: str) -> None:
+    """Name the axes, and take away what is in nobody's way but not needed either."""
+    ax.set_xlabel(x, fontsize=FONT)
+    ax.set_ylabel(y, fontsize=FONT)
+    ax.tick_params(labelsize=SMALL, width=0.6, length=2.5)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_linewidth(0.6)
+
+
+def rows_of_devices(ax: Axes, n_devices: int, until: float, unit: str) -> None:
+    """Set both axes: time in ``unit`` from 0 to ``until``, a row a device, device 0 on top."""
+    ax.set_xlim(0.0, until)
+    ax.set_ylim(n_devices - 0.5, -0.5)
+    ax.set_yticks(some_of(n_devices, max(1, int(_size(ax)[1] / (SMALL + 1.5)))))
+    label(ax, f"Time ({unit})", "Device")
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+
+
+def _size(ax: Axes) -> tuple[float, float]:
+    """Return width and height of the axes in points."""
+    box = ax.bbox
+    return box.width * 72.0 / ax.figure.dpi, box.height * 72.0 / ax.figure.dpi
+
+
+def some_of(count: int, most: int) -> list[int]:
+    """Return at most ``most`` of the numbers below ``count``, a power of two apart."""
+    step = 1
+    while math.ceil(count / step) > most:
+        step *= 2
+    return list(range(0, count, step))
+
+
+def legend_options(labels: list[str], width: float) -> dict[str, Any]:
+    """Return how a legend of ``labels`` is laid out that may be ``width`` points wide."""
+    widest = max(len(text) for text in labels) * SMALL * LETTER + HANDLE
+    total = sum(len(text) * SMALL * LETTER + HANDLE for text in labels)
+    columns = len(labels) if total <= width else max(1, int(width // widest))
+    # As even as the number of lines allows.
+    columns = math.ceil(len(labels) / math.ceil(len(labels) / columns))
+    return {"ncols": columns, "frameon": False, "fontsize": SMALL, "handlelength": 1.2,
+            "handleheight": 1.0, "handletextpad": 0.5, "columnspacing": 1.2, "borderpad": 0.1,
+            "labelspacing": 0.3}  # fmt: skip
+
+
+def add_legend(ax: Axes, handles: list[Any], labels: list[str]) -> float:
+    """Put a legend above the axes, outside the cells; return its height in points."""
+    whole = ax.figure.figure
+    engine = whole.get_layout_engine()
+    if engine is not None:
+        engine.execute(whole)  # the axes' width is known only then
+    options = legend_options(labels, _size(ax)[0])
+    ax.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2,
+              **options)  # fmt: skip
+    return math.ceil(len(labels) / options["ncols"]) * SMALL * 1.35 + 3.0
+
+
+def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None:
+    """Put titles above a legend of ``height`` points."""
+    pad = 3.0 + height
+    ax.set_title(left, loc="left", fontsize=FONT, pad=pad, fontweight="bold")
+    ax.set_title(right, loc="right", fontsize=SMALL, pad=pad, color=_GREY)
+
+
+def fits(ax: Axes, *texts: str) -> bool:
+    """Tell whether texts have room beside each other above the axes."""
+    return sum(map(len, texts)) * FONT * LETTER + 10.0 < _size(ax)[0]

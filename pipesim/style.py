@@ -1,0 +1,158 @@
+"""How tasks look in figures and tables alike: the palette, shades of chunks, fitting units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import check_name
+from pipesim.ops import Op
+
+__all__ = [
+    "HATCHED",
+    "LABELS",
+    "OUTLINES",
+    "PALETTE",
+    "TIME_UNITS",
+    "byte_unit",
+    "chunks",
+    "format_bytes",
+    "format_error",
+    "format_time",
+    "shades",
+    "text_colours",
+    "time_unit",
+]
+
+Floats = NDArray[np.float64]
+
+#: One colour an operation: Okabe and Ito's, and two of Tol's, all told apart by the colour-blind.
+#: The two largest, F and B, differ in lightness too, as do a message's sender and receiver.
+PALETTE: Mapping[Op, str] = {
+    Op.F: "#74B9E7",
+    Op.B: "#2A9D78",
+    Op.I: "#F0D949",
+    Op.W: "#CC79A7",
+    Op.R: "#C3DFF3",
+    Op.SEND_F: "#E69F00",
+    Op.RECV_F: "#F6D48B",
+    Op.SEND_B: "#C8560A",
+    Op.RECV_B: "#EDB08A",
+    Op.REDUCE_GRAD: "#332288",
+    Op.ALL_TO_ALL: "#882255",
+    Op.STEP: "#5F5F5F",
+}
+#: Drawn with a hatch: the same work as F, done again.
+HATCHED = frozenset({Op.R})
+#: Outlines of pale cells.
+OUTLINES: Mapping[Op, str] = {**PALETTE, Op.R: PALETTE[Op.F]}
+#: What legends call an operation.
+LABELS: Mapping[Op, str] = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input gradient",
+    Op.W: "weight gradient",
+    Op.R: "recompute",
+    Op.SEND_F: "send output",
+    Op.RECV_F: "receive output",
+    Op.SEND_B: "send gradient",
+    Op.RECV_B: "receive gradient",
+    Op.REDUCE_GRAD: "reduce gradients",
+    Op.ALL_TO_ALL: "all-to-all",
+    Op.STEP: "optimizer",
+}
+#: How many of a unit make a second.
+TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DARK, _LIGHT = "#1C1C1C", "#FFFFFF"
+
+
+def _rgb(colour: str) -> list[float]:
+    return [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+
+
+def chunks(device: NDArray[Any], stage: NDArray[Any]) -> NDArray[np.int64]:
+    """Return which of its device's stages each task is of, counted from 0 in stage order."""
+    pairs, index = np.unique(np.column_stack([device, stage]), axis=0, return_inverse=True)
+    first = np.searchsorted(pairs[:, 0], pairs[:, 0])
+    return (np.arange(len(pairs)) - first)[index.ravel()]
+
+
+def shades(
+    op: NDArray[Any], chunk: NDArray[Any], tint: float = 0.0, *, deepest: int | None = None
+) -> Floats:
+    """Return red, green, blue (0..1) of each task; later chunks are lighter.
+
+    Parameters
+    ----------
+    op, chunk
+        One entry a task; see `chunks`.
+    tint
+        How much white to mix in besides, 0..1.
+    deepest
+        The last chunk there is; by default the last of ``chunk``.
+    """
+    table = np.zeros((len(Op), 3))
+    for each, colour in PALETTE.items():
+        table[each] = _rgb(colour)
+    deepest = int(chunk.max(initial=0)) if deepest is None else deepest
+    step = min(0.5, 0.75 / max(1, deepest))
+    kept = ((1 - chunk * step) * (1 - tint))[:, None]
+    return 1 - kept * (1 - table[op])
+
+
+def text_colours(colours: Floats) -> list[str]:
+    """Return dark or white for each background, whichever stands out more."""
+    linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
+    luminance = linear @ np.array([0.2126, 0.7152, 0.0722])
+    return [_DARK if value > 0.18 else _LIGHT for value in luminance]
+
+
+def time_unit(seconds: float, unit: str | None = None) -> tuple[str, float]:
+    """Return a unit's sign and how many of it make a second; by default one that fits ``seconds``.
+
+    Raises
+    ------
+    UnknownNameError
+        If ``unit`` is none of ``s``, ``ms``, ``us``, ``ns``.
+    """
+    if unit is None:
+        small = (name for name, scale in TIME_UNITS.items() if abs(seconds) * scale >= 0.9995)
+        unit = next(small, "ns") if seconds else "s"
+    name = check_name("unit of time", unit, TIME_UNITS)
+    return {"us": "µs"}.get(name, name), TIME_UNITS[name]
+
+
+def byte_unit(nbytes: float) -> tuple[str, float]:
+    """Return the unit that fits, and how many bytes it has."""
+    power = 0
+    while abs(nbytes) >= 1023.5 * 1024.0**power and power < len(_BYTE_UNITS) - 1:
+        power += 1
+    return _BYTE_UNITS[power], 1024.0**power
+
+
+def _significant(value: float) -> str:
+    """Return three digits, and never an exponent."""
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.3g}"
+
+
+def format_time(seconds: float) -> str:
+    """Return seconds in a fitting unit, such as ``"412 ms"``."""
+    sign, scale = time_unit(seconds)
+    return f"{_significant(seconds * scale)} {sign}"
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return bytes in a fitting unit, such as ``"3.25 GiB"``."""
+    sign, size = byte_unit(nbytes)
+    return f"{_significant(nbytes / size)} {sign}"
+
+
+def format_error(share: float) -> str:
+    """Return a signed share, such as ``"+1.7%"``."""
+    return f"{share:+.1%}".replace("-", "\N{MINUS SIGN}")

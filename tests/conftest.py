@@ -1,0 +1,10 @@
+"""Settings of every test."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+# No deadline: machines that run tests are shared. The rest stays hypothesis' own choice, which is
+# reproducible where it sees continuous integration.
+settings.register_profile("project", parent=settings(), deadline=None)
+settings.load_profile("project")

@@ -1,0 +1,79 @@
+"""Timelines of whole seconds as text, for comparison with grids that were drawn by hand."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import numpy as np
+
+import pipesim as ps
+
+__all__ = ["draw", "grid", "times"]
+
+
+def draw(timeline: ps.Timeline, *, transfers: bool = True, rows: str = "") -> str:
+    """Return a row a stream and a cell a second: ``F0`` while it runs, ``..`` while nothing does.
+
+    Cells carry the stage where a device holds several. Messages are drawn by their letter, ``F``
+    or ``B``, since the stream says who sends or receives; on streams of several uses (``compute``,
+    ``copy``) they are ``>F0`` where sent and ``<F0`` where received. Tasks that take no time do not
+    show. ``rows`` keeps the rows whose label matches it.
+    """
+    graph = timeline.graph
+    several = graph.n_stages > graph.n_devices
+    width = round(timeline.makespan)
+    drawn = []
+    order = sorted(enumerate(graph.streams), key=lambda s: (s[1][0], s[1][1] != "compute"))
+    for number, (device, stream) in order:
+        name = f"{device}" if stream == "compute" else f"{device} {stream}"
+        if (stream != "compute" and not transfers) or not re.search(rows, name):
+            continue
+        cells = [".."] * width
+        for task in graph.queues[number]:
+            start, end = timeline.start[task], timeline.end[task]
+            assert start == round(start), f"{graph.task(task)} starts at {start}"
+            assert end == round(end), f"{graph.task(task)} ends at {end}"
+            cells[round(start) : round(end)] = [_cell(graph.task(int(task)), several)] * round(
+                end - start
+            )
+        drawn.append((name, cells))
+    pad = max(len(cell) for _, cells in drawn for cell in cells)
+    label = max(len(name) for name, _ in drawn)
+    return "\n".join(
+        f"{name:<{label}} | " + " ".join(f"{cell:<{pad}}" for cell in cells).rstrip()
+        for name, cells in drawn
+    )
+
+
+def _cell(task: ps.Task, several: bool) -> str:
+    letter = task.op.name.removeprefix("SEND_").removeprefix("RECV_")
+    if letter == "REDUCE_GRAD":
+        return "RG"
+    if letter == "STEP":
+        return "ST"
+    stage = str(task.stage) if several else ""
+    end = ""
+    if task.stream in ("compute", "copy") and task.op.name != letter:
+        end = ">" if task.op.name.startswith("SEND") else "<"
+    return f"{end}{stage}{letter}{task.microbatch}"
+
+
+def grid(text: str) -> str:
+    """Return a drawing as `draw` would print it: no indentation, cells set apart evenly."""
+    rows = [line.split("|") for line in textwrap.dedent(text).strip().splitlines()]
+    pad = max(len(cell) for _, cells in rows for cell in cells.split())
+    label = max(len(label.strip()) for label, _ in rows)
+    assert len({len(cells.split()) for _, cells in rows}) == 1, "rows differ in length"
+    return "\n".join(
+        f"{label_.strip():<{label}} | "
+        + " ".join(f"{cell:<{pad}}" for cell in cells.split()).rstrip()
+        for label_, cells in rows
+    )
+
+
+def times(timeline: ps.Timeline, action: str) -> tuple[float, float]:
+    """Return start and end of the task whose action prints as ``action``."""
+    graph = timeline.graph
+    (task,) = np.flatnonzero([str(graph.task(k)) == action for k in range(len(graph))])
+    return float(timeline.start[task]), float(timeline.end[task])

@@ -1,0 +1,89 @@
+"""DESIGN's rules of time, said a second time: what every engine's answer is checked against.
+
+Given a finished timeline, each start and end must be exactly what the rules make of the others. This
+needs no event loop, so that it shares nothing with an engine but the rules.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+import pipesim as ps
+from pipesim.ops import Action, Op
+
+__all__ = ["assert_rules_hold", "dependencies"]
+
+
+def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
+    """Return what each task of a lowered graph needs, from rules 3 and 4 alone."""
+    tasks = [graph.task(k) for k in range(len(graph))]
+    ids = {task.action: task.id for task in tasks}
+    found: list[set[int]] = []
+    for _, op, _, _, stage, m in tasks:
+
+        def any_of(of: int, *ops: Op, m: int | None = m) -> set[int]:
+            return {ids[Action(of, x, m)] for x in ops if Action(of, x, m) in ids}
+
+        if op == Op.F:
+            needed = any_of(stage, Op.RECV_F) or any_of(stage - 1, Op.F)
+        elif op in (Op.B, Op.I):
+            after = any_of(stage, Op.RECV_B) or any_of(stage + 1, Op.B, Op.I)
+            needed = after | any_of(stage, Op.F, Op.R)
+        elif op == Op.R:
+            needed = any_of(stage, Op.F)
+        elif op == Op.W:
+            needed = any_of(stage, Op.I)
+        elif op == Op.SEND_F:
+            needed = any_of(stage, Op.F)
+        elif op == Op.SEND_B:
+            needed = any_of(stage, Op.B, Op.I)
+        elif op == Op.STEP:
+            needed = {t.id for t in tasks if t.stage == stage and t.op in (Op.B, Op.W)}
+        else:
+            needed = set()
+        found.append(needed)
+    return found
+
+
+def issue_times(graph: ps.TaskGraph, costs: ps.TaskCosts) -> np.ndarray:
+    """Return when its host has issued each task (rule 7)."""
+    clock = {int(host): 0.0 for host in graph.host}
+    issued = np.zeros(len(graph))
+    for task in range(len(graph)):
+        host = int(graph.host[graph.device[task]])
+        clock[host] += costs.launch[task]
+        issued[task] = clock[host]
+    return issued
+
+
+def assert_rules_hold(timeline: ps.Timeline, costs: ps.TaskCosts) -> None:
+    """Check every start and end with ``==``."""
+    graph, start, end = timeline.graph, timeline.start, timeline.end
+    n = len(graph)
+    reached = issue_times(graph, costs)  # rule 7
+    for queue in (graph.queues[k].tolist() for k in range(len(graph.queues))):
+        for before, task in zip(queue, queue[1:], strict=False):
+            reached[task] = max(reached[task], end[before])  # rule 1
+    for task in range(n):
+        reached[task] = max([reached[task], *end[graph.dependencies[task]]])  # rule 2
+    wanted = reached.copy()
+    for task in range(n):
+        if graph.op[task] in (Op.SEND_F, Op.SEND_B) and graph.rendezvous:
+            wanted[task] = max(reached[task], reached[graph.pair[task]])  # rule 6
+        if graph.group[task] >= 0:
+            wanted[task] = reached[graph.group == graph.group[task]].max()  # rule 9
+    free: dict[int, float] = {}
+    for task in sorted(range(n), key=lambda t: (wanted[t], t)):  # rule 8
+        if graph.op[task] in (Op.SEND_F, Op.SEND_B) and costs.duration[task] > 0:
+            link = int(costs.link[task])
+            wanted[task] = max(wanted[task], free.get(link, 0.0))
+            free[link] = wanted[task] + costs.duration[task]
+    for task in range(n):
+        label = f"{graph.task(task)} (task {task})"
+        if graph.op[task] in (Op.RECV_F, Op.RECV_B):  # rule 4
+            send, latency = graph.pair[task], costs.latency[task]
+            assert start[task] == max(reached[task], start[send] + latency), label
+            assert end[task] == max(start[task], end[send] + latency), label
+        else:
+            assert start[task] == wanted[task], label
+            assert end[task] == start[task] + costs.duration[task], label

@@ -1,0 +1,192 @@
+"""Hypothesis strategies that the tests share: schedules, graphs, costs and networks."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Any
+
+from hypothesis import strategies as st
+
+import pipesim as ps
+from pipesim.ops import Action, Op
+from pipesim.placement import Placement
+
+__all__ = [
+    "actions",
+    "cases",
+    "costs",
+    "custom_schedules",
+    "graphs",
+    "lower_options",
+    "named_schedules",
+    "networks",
+    "placements",
+    "schedules",
+]
+
+#: Whole numbers make ties. The others are coarse enough that adding one always changes a time,
+#: so that "the same moment" means one thing.
+seconds = st.one_of(
+    st.integers(0, 4).map(float),
+    st.floats(1e-3, 1e3, allow_nan=False).map(lambda x: round(x, 9)),
+)
+sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
+
+
+def actions() -> st.SearchStrategy[Action]:
+    """Any action, those on a whole stage included."""
+    return st.builds(
+        Action,
+        st.integers(0, 999),
+        st.sampled_from(Op),
+        st.one_of(st.none(), st.integers(0, 9999)),
+    )
+
+
+def named_schedules(
+    max_devices: int = 4, max_microbatches: int = 6
+) -> st.SearchStrategy[ps.Schedule]:
+    """Every registered schedule, in small sizes."""
+    return st.builds(
+        ps.schedule,
+        st.sampled_from(sorted(ps.schedules().index)),
+        st.integers(1, max_devices),
+        st.integers(1, max_microbatches),
+    )
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """Linear, looped and V placements, and any other that leaves no device empty."""
+    kind = draw(st.sampled_from(["linear", "looped", "v", "any"]))
+    n_devices = draw(st.integers(1, 4))
+    if kind == "linear":
+        return ps.linear(n_devices)
+    if kind == "looped":
+        return ps.looped(n_devices, draw(st.integers(1, 2)))
+    if kind == "v":
+        return ps.v_shaped(n_devices)
+    others = draw(st.lists(st.integers(0, n_devices - 1), max_size=3))
+    return Placement(draw(st.permutations([*range(n_devices), *others])))
+
+
+def needs(action: Action, halves: set[tuple[int, int]], n_stages: int) -> list[Action]:
+    """Return what a compute action needs (rule 3), said a second time on purpose."""
+    stage, op, microbatch = action
+
+    def gradient(of: int) -> Action:
+        return Action(of, Op.I if (of, microbatch) in halves else Op.B, microbatch)
+
+    if op == Op.F:
+        return [Action(stage - 1, Op.F, microbatch)] if stage else []
+    if op == Op.W:
+        return [Action(stage, Op.I, microbatch)]
+    after = [gradient(stage + 1)] if stage + 1 < n_stages else []
+    return [Action(stage, Op.F, microbatch), *after]
+
+
+@st.composite
+def custom_schedules(draw: st.DrawFn, max_microbatches: int = 3) -> ps.Schedule:
+    """Draw orders that can run: one order of everything that breaks no rule, dealt to the devices.
+
+    Each stage and micro-batch has its own choice of a whole backward (B) or a split one (I, W).
+    """
+    placement = draw(placements())
+    n_microbatches = draw(st.integers(1, max_microbatches))
+    cells = [(s, m) for s in range(placement.n_stages) for m in range(n_microbatches)]
+    split = draw(st.sampled_from(["none", "all", "some"]))
+    halves = set(cells if split == "all" else [])
+    if split == "some":
+        halves = {cell for cell in cells if draw(st.booleans())}
+    everything = [
+        Action(s, op, m)
+        for s, m in cells
+        for op in ((Op.F, Op.I, Op.W) if (s, m) in halves else (Op.F, Op.B))
+    ]
+    rank = {action: k for k, action in enumerate(draw(st.permutations(everything)))}
+    waiting = {a: set(needs(a, halves, placement.n_stages)) for a in everything}
+    ready = [(rank[a], a) for a in everything if not waiting[a]]
+    heapq.heapify(ready)
+    orders: list[list[Action]] = [[] for _ in range(placement.n_devices)]
+    while ready:
+        _, action = heapq.heappop(ready)
+        orders[placement.device_of[action.stage]].append(action)
+        for other in everything:
+            if action in waiting[other]:
+                waiting[other].remove(action)
+                if not waiting[other]:
+                    heapq.heappush(ready, (rank[other], other))
+    return ps.Schedule.from_orders(orders, placement=placement, n_microbatches=n_microbatches)
+
+
+def schedules() -> st.SearchStrategy[ps.Schedule]:
+    """Named and custom schedules."""
+    return st.one_of(named_schedules(), custom_schedules())
+
+
+@st.composite
+def lower_options(draw: st.DrawFn) -> dict[str, Any]:
+    """Every mode of `pipesim.lower`, but for rendezvous on compute streams, which may deadlock."""
+    overlap = draw(st.booleans())
+    return {
+        "recompute": draw(st.sampled_from(["never", "always", "except_last"])),
+        "overlap": overlap,
+        "streams": draw(st.sampled_from(["per_peer", "single"])),
+        "rendezvous": overlap and draw(st.booleans()),
+        "hosts": draw(st.sampled_from(["one", "per_device"])),
+        "step": draw(st.sampled_from(["flush", "none"])),
+    }
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> ps.TaskGraph:
+    """Lowered schedules."""
+    return ps.lower(draw(schedules()), **draw(lower_options()))
+
+
+@st.composite
+def networks(draw: st.DrawFn, n_devices: int) -> ps.Network:
+    """Uniform networks, and some in which links are shared by up to all pairs."""
+    pairs = [(a, b) for a in range(n_devices) for b in range(n_devices) if a != b]
+    owner = [draw(st.integers(-2, 1)) for _ in pairs]  # below 0: a link of its own
+    groups = [[p for p, o in zip(pairs, owner, strict=True) if o == k] for k in (0, 1)]
+    links = [ps.Link(draw(seconds), draw(bandwidths()), tuple(g)) for g in groups if g]
+    return ps.Network(draw(seconds), draw(bandwidths()), tuple(links))
+
+
+def bandwidths() -> st.SearchStrategy[float]:
+    """Endless, and such that messages last about as long as tasks."""
+    return st.one_of(st.just(math.inf), st.sampled_from([1.0, 2.0, 3.0, 16.0, 100.0]))
+
+
+@st.composite
+def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
+    """Costs of every operation, one for all stages or one a stage, with and without ties."""
+
+    def values(one: st.SearchStrategy[float]) -> float | tuple[float, ...]:
+        if draw(st.booleans()):
+            return draw(one)
+        return tuple(draw(one) for _ in range(n_stages))
+
+    times = ("forward", "backward", "input_grad", "weight_grad", "recompute", "optimizer_step")
+    nbytes = (
+        "output_bytes",
+        "activation_bytes",
+        "weight_grad_bytes",
+        "parameter_bytes",
+        "optimizer_bytes",
+    )
+    return ps.Costs(
+        **{name: values(seconds) for name in times},
+        **{name: values(sizes) for name in nbytes},
+        launch=draw(st.sampled_from([0.0, 0.0, 0.25, 1.0])),
+        network=draw(networks(n_devices)),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
+    """Return a graph, and costs that suit it."""
+    graph = draw(graphs())
+    return graph, draw(costs(graph.n_stages, graph.n_devices))

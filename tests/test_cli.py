@@ -1,0 +1,551 @@
+"""The command ``pipesim``: what it prints, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+import pipesim as ps
+import pipesim.cli
+import pipesim.plot
+from pipesim.cli import EPILOG, main
+from pipesim.costs import VALUE_FIELDS
+
+SHAPE = ["--devices", "4", "--microbatches", "8"]
+BASE = [*SHAPE, "--forward", "1e-3", "--backward", "2e-3"]
+SLOW = [*BASE, "--latency", "2e-3", "--bandwidth", "1e9", "--output-bytes", "1e6"]
+SLOW_COSTS = ps.Costs(
+    forward=1e-3, backward=2e-3, output_bytes=1e6, network=ps.Network(latency=2e-3, bandwidth=1e9)
+)
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the words of each line that has any."""
+    return [line.split() for line in text.splitlines() if line.strip()]
+
+
+def succeed(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """Run the command, which must succeed, and return what it printed."""
+    assert main([str(arg) for arg in args]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def fail(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """Run the command, which must fail with one line on stderr, and return that line."""
+    assert main([str(arg) for arg in args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert err.startswith("pipesim: error: ")
+    return err
+
+
+def same_times(a: ps.Timeline, b: ps.Timeline) -> bool:
+    """Tell whether the same tasks start and end at the same times."""
+    columns = ["op", "stage", "microbatch"]
+    frames = [t.frame.sort_values(columns).reset_index(drop=True) for t in (a, b)]
+    return frames[0].drop(columns="stream").equals(frames[1].drop(columns="stream"))
+
+
+# What is printed.
+
+
+def test_simulate_prints_the_closed_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    """Makespan (m+p-1)(f+b), bubble (p-1)/(m+p-1), min(p-i, m) activations on device i."""
+    out = succeed(capsys, "simulate", "1f1b", *BASE, "--activation-bytes", 2**30)
+    assert rows(out) == [
+        ["1f1b:", "4", "devices,", "4", "stages,", "8", "micro-batches,", "recompute", "never"],
+        ["makespan", "33.000", "ms"],
+        ["bubble", "27.3%"],
+        ["throughput", "242.42", "micro-batches/s"],
+        ["peak", "memory", "4.0000", "GiB", "(device", "0)"],
+        ["device", "busy", "(ms)", "idle", "(ms)", "utilization", "peak", "memory", "(GiB)"],
+        ["0", "24.000", "9.0000", "72.7%", "4.0000"],
+        ["1", "24.000", "9.0000", "72.7%", "3.0000"],
+        ["2", "24.000", "9.0000", "72.7%", "2.0000"],
+        ["3", "24.000", "9.0000", "72.7%", "1.0000"],
+    ]
+
+
+def test_simulate_prints_what_the_timeline_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Uneven stages, so that no device's row could stand for another's."""
+    costs = ps.Costs(forward=(1e-3, 2e-3), backward=(5e-3, 3e-3), activation_bytes=(3e9, 7e9))
+    timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 3)), costs)
+    counts = ["--devices", 2, "--microbatches", 3]
+    out = succeed(
+        capsys, "simulate", "gpipe", *counts, "--forward", "1e-3,2e-3",
+        "--backward", "5e-3,3e-3", "--activation-bytes", "3e9,7e9",
+    )  # fmt: skip
+    printed = rows(out)
+    assert float(printed[1][1]) == pytest.approx(timeline.makespan * 1e3, rel=1e-4)
+    assert printed[4] == ["peak", "memory", f"{21e9 / 2**30:.3f}", "GiB", "(device", "1)"]
+    for device, row in enumerate(printed[-2:]):
+        expected = [
+            timeline.busy[device] * 1e3,
+            timeline.idle[device] * 1e3,
+            timeline.utilization[device] * 100,
+            timeline.peak_memory[device] / 2**30,
+        ]
+        got = [float(cell.rstrip("%")) for cell in row[1:]]
+        assert got == pytest.approx(expected, rel=1e-3)
+
+
+def test_compare_prints_a_row_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    out = succeed(capsys, "compare", "1f1b", "gpipe", *BASE, "--activation-bytes", 2**30)
+    assert rows(out)[1:] == [
+        ["1f1b", "33.000", "1.000", "27.3%", "242.42", "4.0000"],
+        ["gpipe", "33.000", "1.000", "27.3%", "242.42", "8.0000"],
+    ]
+
+
+def test_columns_line_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first column is flush left, the others end under their heads."""
+    out = succeed(capsys, "compare", "1f1b", "gpipe", *BASE)
+    head, *lines = out.splitlines()
+    for word in ("relative", "bubble"):
+        end = head.index(word) + len(word)
+        assert all(line[end - 1] != " " and line[end] == " " for line in lines)
+
+
+def test_schedules_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
+    """Closed forms stand there as text and as numbers for the counts that are asked for."""
+    out = succeed(capsys, "schedules", "--devices", 3, "--microbatches", 6)
+    table = ps.schedules(3, 6)
+    listed = {row[0]: row for row in rows(out)}
+    assert set(table.index) <= set(listed)
+    for name, row in zip(map(str, table.index), table.to_dict("records"), strict=True):
+        assert f"{row['bubble']:.1%}" in listed[name]
+        assert row["bubble_formula"] in out
+        assert row["activations_formula"] in out
+        assert f"{name}: {row['summary']} ({row['source']})" in out
+    assert listed["gpipe"] == ["gpipe", "(p-1)/(m+p-1)", "25.0%", "m", "6", "backward_order"]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert succeed(capsys, "--version").startswith("pipesim ")
+
+
+@pytest.mark.parametrize("command", [[], ["simulate"], ["compare"], ["schedules"]])
+def test_help(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    out = succeed(capsys, *command, "--help")
+    assert out.startswith(" ".join(["usage: pipesim", *command]))
+
+
+def test_help_shows_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert EPILOG in succeed(capsys, "compare", "--help")
+
+
+# What the arguments mean: the same as those of the library.
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (["--recompute", "always"], {"recompute": "always"}),
+        (["--recompute", "except_last"], {"recompute": "except_last"}),
+        (["--no-overlap"], {"overlap": False}),
+        (["--streams", "single"], {"streams": "single"}),
+        (["--rendezvous"], {"rendezvous": True}),
+        (["--step", "none"], {"step": "none"}),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_flags_of_lower(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], options: dict[str, Any]
+) -> None:
+    """Each changes the timeline, and changes it as `lower` does."""
+    path = tmp_path / "timeline.csv"
+    succeed(capsys, "simulate", "1f1b", *SLOW, *flags, "--csv", path)
+    schedule = ps.schedule("1f1b", 4, 8)
+    assert same_times(
+        ps.Timeline.load(path), ps.simulate(ps.lower(schedule, **options), SLOW_COSTS)
+    )
+    assert not same_times(ps.Timeline.load(path), ps.simulate(ps.lower(schedule), SLOW_COSTS))
+
+
+def test_flags_of_hosts_and_engine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "timeline.csv"
+    costs = ps.Costs(forward=1e-3, backward=2e-3, launch=1e-3)
+    graph = ps.lower(ps.schedule("1f1b", 4, 8), hosts="per_device")
+    succeed(capsys, "simulate", "1f1b", *BASE, "--launch", "1e-3", "--hosts", "per_device",
+            "--engine", "simpy", "--csv", path)  # fmt: skip
+    assert same_times(ps.Timeline.load(path), ps.simulate(graph, costs, engine="simpy"))
+    succeed(capsys, "simulate", "1f1b", *BASE, "--launch", "1e-3", "--csv", path)
+    assert not same_times(ps.Timeline.load(path), ps.simulate(graph, costs))
+
+
+@pytest.mark.parametrize("left_out", ["backward", "input_grad"])
+def test_every_cost_has_a_flag(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, left_out: str
+) -> None:
+    """Distinct values in every field, so that none could land in another's place."""
+    values = {name: (k + 2) * 1e-3 for k, name in enumerate(VALUE_FIELDS) if name != left_out}
+    flags: list[object] = ["--latency", "1e-4", "--bandwidth", "10", "--recompute", "always"]
+    for name, value in values.items():
+        flag = "recompute-time" if name == "recompute" else name.replace("_", "-")
+        flags += [f"--{flag}", f"{value},{value * 2}"]
+    path = tmp_path / "timeline.csv"
+    counts = ["--devices", 2, "--microbatches", 3]
+    out = succeed(capsys, "simulate", "1f1b", *counts, *flags, "--csv", path)
+    costs = ps.Costs(
+        **{name: (value, value * 2) for name, value in values.items()},
+        network=ps.Network(latency=1e-4, bandwidth=10),
+    )
+    expected = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 3), recompute="always"), costs)
+    assert same_times(ps.Timeline.load(path), expected)
+    peaks = [float(row[-1]) for row in rows(out)[-2:]]
+    assert peaks == pytest.approx(expected.peak_memory / 2**30, abs=1e-9)
+
+
+def test_option_goes_to_the_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "timeline.csv"
+    option = ["--option", "backward_order=forward"]
+    succeed(capsys, "simulate", "gpipe", *SLOW, *option, "--csv", path)
+    schedule = ps.schedule("gpipe", 4, 8, backward_order="forward")
+    assert same_times(ps.Timeline.load(path), ps.simulate(ps.lower(schedule), SLOW_COSTS))
+
+
+def test_compare_gives_an_option_to_those_that_take_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """1F1B takes no backward_order; GPipe does, and sees it."""
+    names = ["compare", "gpipe", "1f1b"]
+    assert "1f1b" in succeed(capsys, *names, *BASE, "--option", "backward_order=forward")
+    err = fail(capsys, *names, *BASE, "--option", "backward_order=forwards")
+    assert "gpipe: unknown backward_order 'forwards'; did you mean 'forward'?" in err
+
+
+# What is written.
+
+
+def test_csv_of_a_timeline_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "timeline.csv"
+    succeed(capsys, "simulate", "1f1b", *BASE, "--csv", path)
+    loaded = ps.Timeline.load(path)
+    assert loaded.makespan == pytest.approx(33e-3)
+    assert loaded.complete
+    assert [file.name for file in tmp_path.iterdir()] == ["timeline.csv"]
+
+
+def test_csv_of_a_comparison_is_in_seconds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "table.csv"
+    succeed(capsys, "compare", "gpipe", "1f1b", *BASE, "--activation-bytes", 10, "--csv", path)
+    table = pd.read_csv(path, index_col="schedule")
+    assert table.index.tolist() == ["gpipe", "1f1b"]
+    np.testing.assert_allclose(table["makespan"], 33e-3)
+    assert table["peak_memory"].tolist() == [80, 40]
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
+@pytest.mark.parametrize("command", [["simulate", "1f1b"], ["compare", "gpipe", "1f1b"]])
+def test_plot_is_written(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    command: list[str],
+    suffix: str,
+    magic: bytes,
+) -> None:
+    path = tmp_path / f"figure.{suffix}"
+    succeed(capsys, *command, *BASE, "--plot", path)
+    assert path.read_bytes().startswith(magic)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_plot_of_a_comparison_has_one_scale_of_time(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bars on top, then a timeline a schedule; lengths can be compared between them."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(pipesim.plot, "save", lambda figure, path: figures.append(figure))
+    args = [*BASE, "--recompute", "except_last", "--latency", "1e-3"]
+    succeed(capsys, "compare", "gpipe", "1f1b", *args, "--plot", tmp_path / "figure.png")
+    *bars, first, second = figures[0].axes
+    assert len(bars) == 2
+    assert [ax.get_title(loc="left") for ax in (first, second)] == ["gpipe", "1f1b"]
+    assert first.get_xlim() == second.get_xlim()
+    assert first.get_xlim()[1] >= 51.0
+
+
+# What goes wrong.
+
+
+BAD = {
+    "no command": ([], "required: COMMAND"),
+    "unknown command": (["simulat"], "invalid choice: 'simulat'"),
+    "no schedule": (["simulate", *BASE], "no schedule is named"),
+    "unknown schedule": (["simulate", "1f1c", *BASE], "did you mean '1f1b'?"),
+    "two schedules": (["simulate", "gpipe", "1f1b", *BASE], "use compare"),
+    "the same twice": (["compare", "gpipe", "gpipe", *BASE], "give each a label"),
+    "one of several": (["compare", "gpipe", "1f1c", *BASE], "1f1c: unknown schedule '1f1c'"),
+    "unknown flag": (["simulate", "1f1b", *BASE, "--recompte", "x"], "did you mean '--recompute'?"),
+    "abbreviated": (["schedules", "--device", "4"], "did you mean '--devices'?"),
+    "no value": (["simulate", "1f1b", *BASE, "--csv"], "--csv: expected one argument"),
+    "no devices": (["simulate", "1f1b", "--microbatches", "8"], "devices is missing"),
+    "no microbatches": (["simulate", "1f1b", "--devices", "4"], "microbatches is missing"),
+    "zero": (["simulate", "1f1b", *BASE, "--devices", "0"], "at least 1, got 0"),
+    "negative": (["simulate", "1f1b", *BASE, "--microbatches", "-1"], "at least 1, got -1"),
+    "fraction": (["simulate", "1f1b", *BASE, "--devices", "2.5"], "whole number, got 2.5"),
+    "boolean": (["simulate", "1f1b", *BASE, "--devices", "true"], "whole number, got True"),
+    "word": (["simulate", "1f1b", *BASE, "--devices", "four"], "whole number, got 'four'"),
+    "too large": (["simulate", "1f1b", *BASE, "--microbatches", "1" * 30], "too large"),
+    "no forward": (["simulate", "1f1b", *SHAPE], "forward is missing"),
+    "no backward": (["simulate", "1f1b", *SHAPE, "--forward", "1"], "backward is missing"),
+    "nan": (["simulate", "1f1b", *BASE, "--forward", "nan"], "forward must be finite"),
+    "inf": (["simulate", "1f1b", *BASE, "--backward", "inf"], "backward must be finite"),
+    "below zero": (["simulate", "1f1b", *BASE, "--launch", "-1"], "launch must be finite"),
+    "lengths": (["simulate", "1f1b", *BASE, "--forward", "1,2"], "2 values for 4 stages"),
+    "hole": (["simulate", "1f1b", *BASE, "--forward", "1,,1,1"], "forward of stage 1"),
+    "latency": (["simulate", "1f1b", *BASE, "--latency", "-1"], "latency must be"),
+    "bandwidth": (["simulate", "1f1b", *BASE, "--bandwidth", "0"], "bandwidth must be > 0"),
+    "recompute": (["simulate", "1f1b", *BASE, "--recompute", "alway"], "did you mean 'always'?"),
+    "streams": (["simulate", "1f1b", *BASE, "--streams", "two"], "unknown streams 'two'"),
+    "hosts": (["simulate", "1f1b", *BASE, "--hosts", "none"], "unknown hosts 'none'"),
+    "engine": (["simulate", "1f1b", *BASE, "--engine", "simpi"], "did you mean 'simpy'?"),
+    "option": (["simulate", "gpipe", *BASE, "--option", "order=x"], "takes no option 'order'"),
+    "option form": (["simulate", "gpipe", *BASE, "--option", "order"], "form KEY=VALUE"),
+    "count as option": (["simulate", "gpipe", *BASE, "--option", "n_devices=2"], "is no option"),
+    "no costs file": (["simulate", "1f1b", *BASE, "--costs", "gone.json"], "costs from gone.json"),
+    "no config": (["simulate", "--config", "gone.toml"], "cannot read settings from gone.toml"),
+    "figure": (["simulate", "1f1b", *BASE, "--plot", "figure.doc"], "must end in .pdf, .png, .svg"),
+    "schedules": (["schedules", "--devices", "0"], "at least 1, got 0"),
+    "schedules of": (["schedules", "gpipe"], "unrecognized argument gpipe"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], case: str) -> None:
+    args, message = BAD[case]
+    assert message in fail(capsys, *args)
+
+
+@pytest.mark.parametrize("command", [["simulate", "1f1b"], ["compare", "gpipe", "1f1b"]])
+@pytest.mark.parametrize("flag", ["--csv", "--plot"])
+@pytest.mark.parametrize("name", ["missing/out.png", "file/out.png", "folder.png"])
+def test_unwritable_is_found_before_the_work(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    flag: str,
+    name: str,
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr(pipesim.cli, "simulate", lambda *_, **__: pytest.fail("simulated first"))
+    err = fail(capsys, *command, *BASE, flag, tmp_path / name)
+    assert f"argument {flag}: cannot write" in err
+    assert str(tmp_path / name) in err
+
+
+def test_a_failure_writes_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    outputs = ["--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"]
+    fail(capsys, "simulate", "1f1b", *BASE, "--forward", "nan", *outputs)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_long_errors_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    """A deadlock's blocked heads stand on further lines, for which one asks."""
+    args = ["simulate", "1f1b", *SLOW, "--no-overlap", "--rendezvous"]
+    assert "deadlocks: 4 streams" in (err := fail(capsys, *args))
+    assert "(--verbose shows all)" in err
+    assert main([*args, "--verbose"]) == 2
+    err = capsys.readouterr().err
+    assert "  device 3, compute: 3SEND_B0 (position 3) waits for" in err
+    assert "--verbose" not in err
+
+
+def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipesim.cli, "simulate", interrupt)
+    assert main(["simulate", "1f1b", *BASE]) == 130
+
+
+# Settings from a file.
+
+SHARED = """\
+devices = 4
+microbatches = 8
+[costs]
+forward = 1e-3
+backward = 2e-3
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Where a test writes its TOML."""
+    return tmp_path / "settings.toml"
+
+
+def test_the_example_in_the_help_runs(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    """Each table's settings reach its schedule, and only that; the file of costs is read."""
+    example = [line[2:] for line in EPILOG.splitlines() if line.startswith("  ") or not line]
+    config.write_text("\n".join(example))
+    given = ps.Costs(forward=9, backward=9, activation_bytes=2**30)
+    given.save(config.parent / "costs.json")
+    costs = ps.Costs(
+        forward=1e-3,
+        backward=(2e-3, 2e-3, 2e-3, 3e-3),
+        output_bytes=4 << 20,
+        activation_bytes=2**30,
+        network=ps.Network(latency=20e-6, bandwidth=25e9),
+    )
+    gpipe = ps.schedule("gpipe", 4, 8, backward_order="forward")
+    expected = ps.compare(
+        {
+            "gpipe": ps.simulate(ps.lower(gpipe, recompute="always"), costs),
+            "1f1b, all kept": ps.simulate(ps.lower(ps.schedule("1f1b", 4, 8)), costs),
+        }
+    )
+    path = config.parent / "table.csv"
+    out = succeed(capsys, "compare", "--config", config, "--csv", path)
+    pd.testing.assert_frame_equal(
+        pd.read_csv(path, index_col="schedule"), expected, check_exact=True
+    )
+    assert "1f1b, all kept" in out
+
+
+def test_arguments_override_the_file(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    """They override shared settings and tables' own, key by key, and the file's file of costs."""
+    config.write_text(f'schedule = "1f1b"\nrecompute = "always"\noverlap = false\n{SHARED}')
+    out = succeed(capsys, "simulate", "--config", config)
+    assert ["makespan", "41.000", "ms"] in rows(out)  # 3 F, 8 (F + R + B), 3 B
+    out = succeed(capsys, "simulate", "--config", config, "--recompute", "never", "--overlap",
+                  "--devices", 2, "--forward", "2e-3")  # fmt: skip
+    assert ["makespan", "36.000", "ms"] in rows(out)
+    ps.Costs(forward=3e-3, backward=3e-3).save(config.parent / "costs.json")
+    out = succeed(capsys, "simulate", "--config", config, "--costs", config.parent / "costs.json",
+                  "--backward", "1e-3", "--recompute", "never")  # fmt: skip
+    assert ["makespan", "44.000", "ms"] in rows(out)
+    config.write_text(f'{SHARED}[[schedule]]\nname = "1f1b"\ndevices = 8\n')
+    assert "2 devices" in succeed(capsys, "simulate", "--config", config, "--devices", 2)
+
+
+def test_a_table_overrides_shared_settings(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    """Key by key: the second table keeps the shared backward."""
+    config.write_text(
+        SHARED + 'network = { latency = 0.0 }\n[[schedule]]\nname = "1f1b"\n[[schedule]]\n'
+        'name = "1f1b"\nlabel = "slow"\ncosts = { forward = 2e-3, network = { bandwidth = 1e9 } }\n'
+    )
+    out = succeed(capsys, "compare", "--config", config)
+    assert [row[:3] for row in rows(out)[1:]] == [
+        ["1f1b", "33.000", "1.000"],
+        ["slow", "44.000", "1.333"],
+    ]
+
+
+def test_names_pick_tables(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    """By label, by name, or else they name a schedule that the file does not."""
+    config.write_text(
+        SHARED + '[[schedule]]\nname = "1f1b"\nlabel = "one"\n[[schedule]]\nname = "1f1b"\n'
+        'label = "two"\nmicrobatches = 16\n'
+    )
+    assert "two: 4" in succeed(capsys, "simulate", "two", "--config", config)
+    out = succeed(capsys, "compare", "gpipe", "1f1b", "--config", config)
+    assert [row[0] for row in rows(out)[1:]] == ["gpipe", "one", "two"]
+    assert "got one, two" in fail(capsys, "simulate", "1f1b", "--config", config)
+
+
+def test_links_of_pairs(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    """The file can say what arguments cannot: a link for some pairs."""
+    config.write_text(SHARED + "[costs.network]\nlinks = [{ latency = 1.0, pairs = [[0, 1]] }]\n")
+    out = succeed(capsys, "simulate", "gpipe", "--config", config)
+    assert ["makespan", "1033.0", "ms"] in rows(out)
+
+
+BAD_TOML = {
+    "malformed": ("devices = 4\nmicrobatches = \n", "(at line 2, column"),
+    "unknown key": ("device = 4", "unknown key 'device'; did you mean 'devices'?"),
+    "unknown cost": ("[costs]\nfoward = 1", "costs: unknown key 'foward'; did you mean 'forward'?"),
+    "unknown of network": ("costs.network.latncy = 1", "did you mean 'latency'?"),
+    "unknown of schedule": ('[[schedule]]\nnam = "x"', "schedule 1: unknown key 'nam'; did you me"),
+    "nameless": ("[[schedule]]\ndevices = 4", "schedule 1 has no name"),
+    "name of wrong kind": ("[[schedule]]\nname = [4]", "schedule 1 has no name"),
+    "schedule of wrong kind": ("schedule = 3", "schedule 1 must be a table"),
+    "costs of wrong kind": ("costs = 3", "costs must be a table"),
+    "network of wrong kind": ("costs.network = 3", "costs.network must be a table"),
+    "options of wrong kind": ("options = 3", "options must be a table"),
+    "no file of costs": ('costs.file = "gone.json"', "gone.json"),
+    "no bool": ('overlap = "no"\nschedule = "gpipe"\n' + SHARED, "overlap must be True or False"),
+    "bool as time": ('schedule = "gpipe"\n' + SHARED + "launch = true", "launch must be finite"),
+    "unknown schedule": ('schedule = ["gpipe", "1f1c"]\n' + SHARED, "did you mean '1f1b'?"),
+    "foreign option": (
+        SHARED + '[[schedule]]\nname = "gpipe"\n'
+        '[[schedule]]\nname = "1f1b"\noptions = { backward_order = "forward" }',
+        "1f1b: schedule '1f1b' takes no option 'backward_order'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TOML)
+def test_bad_files(capsys: pytest.CaptureFixture[str], config: Path, case: str) -> None:
+    text, message = BAD_TOML[case]
+    config.write_text(text)
+    assert message in fail(capsys, "compare", "--config", config)
+
+
+def test_not_utf8(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    config.write_bytes(b"\xff")
+    err = fail(capsys, "compare", "--config", config)
+    assert f"cannot read settings from {config}: 'utf-8'" in err
+
+
+# As a process of its own.
+
+
+def process(code: str) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter that runs ``code``."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_a_reader_that_leaves(tmp_path: Path) -> None:
+    """As with ``| head``: no traceback, and the file is written all the same."""
+    path = tmp_path / "timeline.csv"
+    args = ["simulate", "1f1b", *BASE, "--csv", str(path)]
+    child = process(f"import sys; from pipesim.cli import main; sys.exit(main({args!r}))")
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    err = child.stderr.read()
+    child.stderr.close()
+    assert child.wait(timeout=60) == 141
+    assert err == b""
+    assert path.exists()
+
+
+def test_a_mistake_ends_the_process_with_2() -> None:
+    command = [sys.executable, "-m", "pipesim.cli", "simulate", "1f1c", *BASE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_help_loads_little() -> None:
+    """What makes it slow stays out: it answers before it has loaded what only the work needs."""
+    child = process(
+        "import sys; from pipesim.cli import main; main(['simulate', '--help'])\n"
+        "slow = {'pandas', 'matplotlib', 'torch', 'numba'} & set(sys.modules)\n"
+        "assert not slow, slow"
+    )
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 0, err

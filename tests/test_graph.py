@@ -1,0 +1,181 @@
+"""The task graph: dependencies, pairs, queues, and the views on them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rules import dependencies
+from strategies import graphs
+
+import pipesim as ps
+from pipesim.errors import ArgumentError
+from pipesim.graph import _STEP_NEEDS, CSR, PAIRS, RULES, StreamKind, TaskGraph
+from pipesim.ops import RECVS, SENDS, Action, Op
+
+
+@given(graphs())
+def test_dependencies_are_rule_3(graph: ps.TaskGraph) -> None:
+    """The table of rules, against the rules written out task by task."""
+    found = [graph.dependencies[task].tolist() for task in range(len(graph))]
+    assert [set(needed) for needed in found] == dependencies(graph)
+    assert all(len(needed) == len(set(needed)) for needed in found)
+
+
+def test_dependencies_by_hand() -> None:
+    """Rule 3 on two stages and one micro-batch, recomputed and split in halves."""
+    orders = [["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]]
+    graph = ps.lower(ps.Schedule.from_orders(orders), recompute="always")
+    found = {
+        str(graph.task(task)): sorted(str(graph.task(int(n))) for n in graph.dependencies[task])
+        for task in range(len(graph))
+    }
+    assert found == {
+        "0F0": [],
+        "0SEND_F0": ["0F0"],
+        "1RECV_F0": [],
+        "1F0": ["1RECV_F0"],
+        "0R0": ["0F0"],
+        "1R0": ["1F0"],
+        "1I0": ["1F0", "1R0"],
+        "1SEND_B0": ["1I0"],
+        "1W0": ["1I0"],
+        "0RECV_B0": [],
+        "0I0": ["0F0", "0R0", "0RECV_B0"],
+        "0W0": ["0I0"],
+        "0STEP": ["0W0"],
+        "1STEP": ["1W0"],
+    }
+
+
+def test_stages_of_one_device_hand_over_for_free() -> None:
+    """Rule 4: no message between the two stages of the fold of a V."""
+    orders = [["0F0", "1F0", "1B0", "0B0"]]
+    graph = ps.lower(ps.Schedule.from_orders(orders), step="none")
+    assert [str(graph.task(t)) for t in range(len(graph))] == ["0F0", "1F0", "1B0", "0B0"]
+    assert graph.dependencies[1].tolist() == [0]
+    assert sorted(graph.dependencies[3].tolist()) == [0, 2]
+
+
+@given(graphs())
+def test_pairs(graph: ps.TaskGraph) -> None:
+    """A SEND and its RECV know each other, and cross from one device to another."""
+    transfers = graph.is_op(SENDS | RECVS)
+    assert (graph.pair[~transfers] == -1).all()
+    ends = np.flatnonzero(transfers)
+    assert (graph.pair[graph.pair[ends]] == ends).all()
+    assert (graph.device[ends] != graph.device[graph.pair[ends]]).all()
+    for task in np.flatnonzero(graph.is_op(RECVS)):
+        recv, send = graph.task(int(task)), graph.task(int(graph.pair[task]))
+        op, offset = PAIRS[recv.op]
+        assert send.action == Action(recv.stage + offset, op, recv.microbatch)
+
+
+@given(graphs())
+def test_queues(graph: ps.TaskGraph) -> None:
+    """Every task is on one stream of its device, in the order of the ids (rule 1)."""
+    assert sorted(graph.queues.values.tolist()) == list(range(len(graph)))
+    for number, (device, _) in enumerate(graph.streams):
+        queue = graph.queues[number]
+        assert (graph.device[queue] == device).all()
+        assert (graph.stream[queue] == number).all()
+        assert (np.diff(queue) > 0).all()
+        before = [-1, *queue.tolist()[:-1]]
+        assert graph.queue_predecessor[queue].tolist() == before
+
+
+@given(graphs())
+def test_ids_are_topological(graph: ps.TaskGraph) -> None:
+    """Whatever a task waits for has a smaller id and a lower level."""
+    waits = graph.precedence
+    assert (waits.values < waits.rows).all()
+    assert (graph.levels[waits.values] < graph.levels[waits.rows]).all()
+    assert (graph.levels >= 0).all()
+
+
+@given(graphs())
+def test_task_views(graph: ps.TaskGraph) -> None:
+    """A view says what the columns say."""
+    for index in range(0, len(graph), 7):
+        task = graph.task(index)
+        assert task.id == index
+        assert task.op == graph.op[index]
+        assert graph.streams[graph.stream[index]] == (task.device, task.stream)
+        assert (task.microbatch is None) == (graph.microbatch[index] == -1)
+        assert str(task) == str(task.action) == str(Action.parse(str(task)))
+        assert graph.on_compute[index] == (task.stream == "compute")
+        assert graph.device_of_stage[task.stage] == task.device
+
+
+def test_view_of_no_task() -> None:
+    """Beyond the end, before the start, and what is no number."""
+    graph = ps.lower(ps.schedule("gpipe", 1, 1))
+    with pytest.raises(ArgumentError, match="no task 3 in a graph of 3 tasks"):
+        graph.task(3)
+    with pytest.raises(ArgumentError, match="task id must be at least 0, got -1"):
+        graph.task(-1)
+    with pytest.raises(ArgumentError, match=r"task id must be a whole number, got 0\.5"):
+        graph.task(0.5)  # type: ignore[arg-type]
+
+
+def test_names_and_repr() -> None:
+    """What tables and prompts show."""
+    graph = ps.lower(ps.schedule("1f1b", 2, 3), recompute="always")
+    assert graph.name == "1f1b"
+    assert graph.with_name("mine").name == "mine"
+    assert repr(graph) == (
+        f"<TaskGraph 1f1b: {len(graph)} tasks, 2 devices, 2 stages, 3 micro-batches, "
+        "recompute=always>"
+    )
+    assert len(graph) == 2 * 3 * 3 + 2 * (2 * 3) + 2  # F B R; a SEND and a RECV each way; STEP
+
+
+@given(graphs())
+def test_build_mends_the_order(graph: ps.TaskGraph) -> None:
+    """Tasks given device by device are put into an order that is topological."""
+    by_stream = [StreamKind.code(graph.streams[s][1]) for s in graph.stream]
+    columns = (graph.op, graph.device, graph.stage, graph.microbatch, np.array(by_stream))
+    tasks = ps.Tasks(*(column.astype(np.int64) for column in columns))
+    shuffled = tasks.take(np.argsort(graph.stream, kind="stable"))
+    again = TaskGraph.build(shuffled, rendezvous=graph.rendezvous)
+    ps.verify(again)
+    for mine, other in zip(range(len(again.queues)), range(len(graph.queues)), strict=True):
+        assert [str(again.task(t)) for t in again.queues[mine]] == [
+            str(graph.task(t)) for t in graph.queues[other]
+        ]
+
+
+def test_rules_cover_the_operations() -> None:
+    """An operation without a row has no dependencies, which has to be meant."""
+    by_hand = {op for rule in RULES for op in rule.ops} | {Op.STEP}
+    on_messages = set(PAIRS)  # a RECV waits for its SEND, as rule 4 says
+    not_lowered_yet = {Op.REDUCE_GRAD, Op.ALL_TO_ALL}
+    assert by_hand | on_messages | not_lowered_yet == set(Op)
+    assert set(_STEP_NEEDS) == {Op.B, Op.W}
+    assert {send for send, _ in PAIRS.values()} == SENDS
+    assert set(PAIRS) == RECVS
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5))), st.permutations(range(6)))
+def test_csr(pairs: list[tuple[int, int]], wanted: list[int]) -> None:
+    """Rows, their values in order, the transpose, and several rows at once."""
+    rows, values = (np.array([p[k] for p in pairs], dtype=np.int64) for k in (0, 1))
+    csr = CSR.from_pairs(rows, values, 6)
+    listed = [[v for r, v in pairs if r == row] for row in range(6)]
+    assert [csr[row].tolist() for row in range(6)] == listed
+    assert len(csr) == 6
+    assert sorted(zip(csr.rows.tolist(), csr.values.tolist(), strict=True)) == sorted(pairs)
+    across = csr.transposed()
+    assert [across[v].tolist() for v in range(6)] == [
+        sorted(r for r, x in pairs if x == v) for v in range(6)
+    ]
+    chosen = np.array(wanted[:3], dtype=np.int64)
+    assert csr.of(chosen).tolist() == [v for row in wanted[:3] for v in listed[row]]
+
+
+@pytest.mark.parametrize("peer", [0, 1, 17])
+def test_stream_names(peer: int) -> None:
+    """A stream's name and its code are inverse, as timelines need them when they are loaded."""
+    for name in ("compute", "copy", f"send:{peer}", f"recv:{peer}"):
+        assert StreamKind.name(StreamKind.code(name)) == name

@@ -1,0 +1,202 @@
+"""Lowering: recompute, optimizer steps, transfers, and the issue order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from strategies import graphs, lower_options, schedules
+
+import pipesim as ps
+from pipesim.errors import ArgumentError, UnknownNameError
+from pipesim.ops import COMPUTE, RECVS, SCHEDULED, SENDS, TRANSFERS, Op
+from pipesim.verify import compute_tasks
+
+
+def queue(graph: ps.TaskGraph, device: int, stream: str = "compute") -> str:
+    """Return a stream's tasks as text."""
+    number = graph.streams.index((device, stream))
+    return " ".join(str(graph.task(int(task))) for task in graph.queues[number])
+
+
+def test_recompute_comes_right_before_the_backward() -> None:
+    """Every backward has its R, before it on the stream."""
+    graph = ps.lower(ps.schedule("gpipe", 1, 3), recompute="always")
+    assert queue(graph, 0) == "0F0 0F1 0F2 0R2 0B2 0R1 0B1 0R0 0B0 0STEP"
+
+
+def test_except_last_leaves_out_the_last_microbatch() -> None:
+    """Its activations are needed at once (GPipe, 1811.06965, section 2.3)."""
+    gpipe = ps.lower(ps.schedule("gpipe", 1, 3), recompute="except_last")
+    assert queue(gpipe, 0) == "0F0 0F1 0F2 0B2 0R1 0B1 0R0 0B0 0STEP"
+    one_f_one_b = ps.lower(ps.schedule("1f1b", 2, 3), recompute="except_last")
+    assert queue(one_f_one_b, 0) == "0F0 0F1 0R0 0B0 0F2 0R1 0B1 0B2 0STEP"
+    assert queue(one_f_one_b, 1) == "1F0 1R0 1B0 1F1 1R1 1B1 1F2 1B2 1STEP"
+
+
+def test_recompute_of_a_split_backward() -> None:
+    """R comes before I, which needs the activations first."""
+    schedule = ps.Schedule.from_orders([["0F0", "0F1", "0I0", "0I1", "0W1", "0W0"]])
+    graph = ps.lower(schedule, recompute="always", step="none")
+    assert queue(graph, 0) == "0F0 0F1 0R0 0I0 0R1 0I1 0W1 0W0"
+
+
+def test_one_step_a_stage() -> None:
+    """A device that holds two stages ends with the steps of both."""
+    schedule = ps.Schedule.from_orders([["0F0", "1F0", "1B0", "0B0"]])
+    assert queue(ps.lower(schedule), 0) == "0F0 1F0 1B0 0B0 0STEP 1STEP"
+    assert queue(ps.lower(schedule, step="none"), 0) == "0F0 1F0 1B0 0B0"
+
+
+def test_streams_per_peer() -> None:
+    """A copy stream a peer and direction (rule 1)."""
+    graph = ps.lower(ps.schedule("1f1b", 3, 2))
+    of_middle = [name for device, name in graph.streams if device == 1]
+    assert sorted(of_middle) == ["compute", "recv:0", "recv:2", "send:0", "send:2"]
+    assert queue(graph, 1, "recv:0") == "1RECV_F0 1RECV_F1"
+    assert queue(graph, 1, "send:2") == "1SEND_F0 1SEND_F1"
+    assert queue(graph, 1, "recv:2") == "1RECV_B0 1RECV_B1"
+    assert queue(graph, 1, "send:0") == "1SEND_B0 1SEND_B1"
+
+
+def test_single_copy_stream() -> None:
+    """All of a device's messages on one stream, in one order for all devices (rule 1)."""
+    graph = ps.lower(ps.schedule("gpipe", 3, 2), streams="single")
+    assert {name for _, name in graph.streams} == {"compute", "copy"}
+    assert queue(graph, 1, "copy") == (
+        "1RECV_F0 1RECV_F1 1SEND_F0 1SEND_F1 1RECV_B1 1SEND_B1 1RECV_B0 1SEND_B0"
+    )
+
+
+def test_without_overlap() -> None:
+    """Both ends on ``compute``: sent right after, received right before (rule 5)."""
+    graph = ps.lower(ps.schedule("1f1b", 2, 2), overlap=False)
+    assert {name for _, name in graph.streams} == {"compute"}
+    assert queue(graph, 0) == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0STEP"
+    assert queue(graph, 1) == "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1STEP"
+
+
+def test_without_overlap_recompute_precedes_the_receive() -> None:
+    """R does not wait for the gradient, so it must not queue behind it either (rule 3)."""
+    graph = ps.lower(ps.schedule("1f1b", 2, 1), overlap=False, recompute="always")
+    assert queue(graph, 0) == "0F0 0SEND_F0 0R0 0RECV_B0 0B0 0STEP"
+
+
+def test_without_overlap_messages_keep_their_senders_order() -> None:
+    """A message that is used late is received before one that was sent after it (rule 1)."""
+    orders = [["0F0", "0F1", "0B1", "0B0"], ["1F1", "1F0", "1B1", "1B0"]]
+    graph = ps.lower(ps.Schedule.from_orders(orders), overlap=False, step="none")
+    assert queue(graph, 1) == "1RECV_F0 1RECV_F1 1F1 1F0 1B1 1SEND_B1 1B0 1SEND_B0"
+
+
+def test_hosts() -> None:
+    """One for all, or one a device (rule 7)."""
+    schedule = ps.schedule("gpipe", 3, 1)
+    assert ps.lower(schedule).host.tolist() == [0, 0, 0]
+    assert ps.lower(schedule, hosts="per_device").host.tolist() == [0, 1, 2]
+
+
+@given(schedule=schedules(), options=lower_options())
+def test_compute_order_is_the_schedules(schedule: ps.Schedule, options: dict[str, Any]) -> None:
+    """Lowering adds; it never reorders, drops or moves an action."""
+    before = [str(action) for order in schedule.orders for action in order]
+    graph = ps.lower(schedule, **options)
+    for device, order in enumerate(schedule.orders):
+        mine = [t for t in np.flatnonzero(graph.device == device) if graph.op[t] in SCHEDULED]
+        assert tuple(graph.task(int(t)).action for t in mine) == order
+    assert before == [str(action) for order in schedule.orders for action in order]
+    assert (graph.n_devices, graph.n_stages, graph.n_microbatches) == (
+        schedule.n_devices,
+        schedule.n_stages,
+        schedule.n_microbatches,
+    )
+
+
+@given(schedule=schedules(), options=lower_options())
+def test_counts(schedule: ps.Schedule, options: dict[str, Any]) -> None:
+    """As many R, messages and steps as the options say, and where they say."""
+    graph = ps.lower(schedule, **options)
+    device_of, m = schedule.placement.device_of, schedule.n_microbatches
+    crossings = sum(a != b for a, b in zip(device_of, device_of[1:], strict=False)) * m
+    recomputed = {"never": 0, "always": m, "except_last": m - 1}[options["recompute"]]
+    counted = {op: int((graph.op == op).sum()) for op in Op}
+    assert counted[Op.R] == recomputed * schedule.n_stages
+    assert counted[Op.STEP] == (schedule.n_stages if options["step"] == "flush" else 0)
+    assert [counted[op] for op in sorted(TRANSFERS)] == [crossings] * 4
+    assert graph.is_op(COMPUTE).sum() + 4 * crossings == len(graph)
+    on_compute = graph.on_compute[graph.is_op(TRANSFERS)]
+    assert not on_compute.any() if options["overlap"] else on_compute.all()
+    assert graph.on_compute[graph.is_op(COMPUTE)].all()
+
+
+@given(graphs())
+def test_messages_keep_their_senders_order(graph: ps.TaskGraph) -> None:
+    """On every channel (rule 1)."""
+    sends, recvs = np.flatnonzero(graph.is_op(SENDS)), np.flatnonzero(graph.is_op(RECVS))
+    channel = {s: (graph.device[s], graph.device[graph.pair[s]]) for s in sends}
+    for key in set(channel.values()):
+        sent = [s for s in sends if channel[s] == key]
+        received = [r for r in recvs if channel[graph.pair[r]] == key]
+        assert [graph.pair[r] for r in received] == sent
+
+
+@given(schedules())
+def test_issue_order_is_the_clock_cycle(schedule: ps.Schedule) -> None:
+    """By distance from the first, counted in compute tasks, then by device (rule 7)."""
+    compute = ps.TaskGraph.wire(compute_tasks(schedule))
+    level = {compute.task(t).action: int(compute.levels[t]) for t in range(len(compute))}
+    graph = ps.lower(schedule, step="none")
+    issued = [graph.task(t) for t in range(len(graph)) if graph.op[t] in COMPUTE]
+    keys = [(level[task.action], task.device) for task in issued]
+    assert keys == sorted(keys)
+
+
+@given(schedule=schedules(), options=lower_options())
+def test_lowering_is_repeatable(schedule: ps.Schedule, options: dict[str, Any]) -> None:
+    """Two graphs of one schedule are equal in every column."""
+    one, two = ps.lower(schedule, **options), ps.lower(schedule, **options)
+    for column in ("op", "device", "stage", "microbatch", "stream", "pair", "group", "host"):
+        assert (getattr(one, column) == getattr(two, column)).all()
+    assert one.streams == two.streams
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recompute": "sometimes"}, r"unknown recompute mode 'sometimes' \(known: always, exc"),
+        ({"recompute": "alway"}, "unknown recompute mode 'alway'; did you mean 'always'"),
+        ({"recompute": True}, "unknown recompute mode True"),
+        ({"recompute": None}, "unknown recompute mode None"),
+        ({"streams": "per-peer"}, "unknown streams 'per-peer'; did you mean 'per_peer'"),
+        ({"hosts": "two"}, r"unknown hosts 'two'.*\(known: one, per_device\)"),
+        ({"hosts": 1}, "unknown hosts 1"),
+        ({"step": "flsh"}, "unknown step 'flsh'; did you mean 'flush'"),
+    ],
+)
+def test_unknown_options(options: dict[str, Any], message: str) -> None:
+    """Each with its nearest known value."""
+    with pytest.raises(UnknownNameError, match=message):
+        ps.lower(ps.schedule("gpipe", 2, 2), **options)
+
+
+@pytest.mark.parametrize("name", ["overlap", "rendezvous"])
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_flags_are_booleans(name: str, value: Any) -> None:
+    """A string would be true whatever it says."""
+    with pytest.raises(ArgumentError, match=f"{name} must be True or False, got {value!r}"):
+        ps.lower(ps.schedule("gpipe", 2, 2), **{name: value})
+
+
+@pytest.mark.parametrize("thing", [None, "1f1b", [["0F0", "0B0"]]])
+def test_only_schedules_are_lowered(thing: Any) -> None:
+    """A name is no schedule yet, and neither are bare orders."""
+    with pytest.raises(ArgumentError, match=f"lower takes a Schedule, got {type(thing).__name__}"):
+        ps.lower(thing)
+
+
+def test_graphs_are_not_lowered_twice() -> None:
+    """A graph has its transfers already."""
+    with pytest.raises(ArgumentError, match="lower takes a Schedule, got TaskGraph"):
+        ps.lower(ps.lower(ps.schedule("gpipe", 2, 2)))  # type: ignore[arg-type]

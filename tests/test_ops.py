@@ -1,0 +1,56 @@
+"""Actions and their text form."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from strategies import actions
+
+from pipesim.errors import ArgumentError
+from pipesim.ops import COMPUTE, RECVS, SCHEDULED, SENDS, TRANSFERS, Action, Op
+
+
+@given(actions())
+def test_text_form_parses_back(action: Action) -> None:
+    """`str` and `parse` are inverse for every operation, with and without a micro-batch."""
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("2F0", Action(2, Op.F, 0)),
+        ("0I12", Action(0, Op.I, 12)),
+        ("10W3", Action(10, Op.W, 3)),
+        ("1SEND_F3", Action(1, Op.SEND_F, 3)),
+        ("1RECV_B3", Action(1, Op.RECV_B, 3)),
+        ("0REDUCE_GRAD", Action(0, Op.REDUCE_GRAD)),
+        ("3STEP", Action(3, Op.STEP)),
+    ],
+)
+def test_text_form_is_torchs(text: str, action: Action) -> None:
+    """Stage, operation, micro-batch, as torch.distributed.pipelining writes them."""
+    assert str(action) == text
+    assert Action.parse(f" {text} ") == action
+
+
+def test_every_op_is_in_one_set() -> None:
+    """A new operation has to say what it occupies: compute, a transfer, or (here) a collective."""
+    collectives = {Op.REDUCE_GRAD, Op.ALL_TO_ALL}
+    assert set(Op) == COMPUTE | TRANSFERS | collectives
+    assert sum(map(len, (COMPUTE, SENDS, RECVS, collectives))) == len(Op)
+    assert SCHEDULED < COMPUTE
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2f0", "2F0.5", "-1F0", "2F-1", "2F0 1B0", None, 3])
+def test_text_that_is_no_action(text: object) -> None:
+    """The text is shown, and an example of what is allowed."""
+    with pytest.raises(ArgumentError, match=r"is not an action; .*'2F0'") as caught:
+        Action.parse(text)  # type: ignore[arg-type]
+    assert repr(text) in str(caught.value)
+
+
+def test_unknown_operation_gets_a_suggestion() -> None:
+    """The nearest operation is named, and all of them."""
+    with pytest.raises(ArgumentError, match=r"'1SEND_G3'.*did you mean 'SEND_[FB]'.*known: F, B"):
+        Action.parse("1SEND_G3")

@@ -1,0 +1,464 @@
+"""The reference engine against grids drawn by hand, and against the rules of time.
+
+The numbers of the rules are those of DESIGN, "What time means".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from drawing import draw, grid, times
+from hypothesis import given
+from rules import assert_rules_hold
+from strategies import cases
+
+import pipesim as ps
+from pipesim.errors import ArgumentError, CostsError, DeadlockError, NetworkError, UnknownNameError
+from pipesim.graph import TaskGraph, Tasks
+from pipesim.ops import COMPUTE, RECVS, SENDS, Action
+
+#: One second a byte: a message of ``output_bytes=1`` lasts a second.
+SLOW = ps.Network(bandwidth=1)
+
+
+def run(name: str, p: int, m: int, costs: ps.Costs, **options: Any) -> ps.Timeline:
+    """Simulate a schedule without optimizer steps."""
+    return ps.simulate(ps.lower(ps.schedule(name, p, m), step="none", **options), costs)
+
+
+def test_stream_runs_one_task_at_a_time_in_order() -> None:
+    """Rules 1 and 2: device 1 could do F1 at 2, but its order says B0 first."""
+    timeline = run("1f1b", 2, 3, ps.Costs(forward=1, backward=2))
+    assert draw(timeline, transfers=False) == grid("""
+        0 | F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2
+        1 | .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
+    """)
+
+
+def test_gpipe_waits_for_the_slowest_stage() -> None:
+    """Rule 3 with stages of different cost."""
+    timeline = run("gpipe", 3, 2, ps.Costs(forward=(1, 2, 1), backward=(1, 1, 2)))
+    assert draw(timeline, transfers=False) == grid("""
+        0 | F0 F1 .. .. .. .. .. .. .. B1 .. B0
+        1 | .. F0 F0 F1 F1 .. .. .. B1 .. B0 ..
+        2 | .. .. .. F0 .. F1 B1 B1 B0 B0 .. ..
+    """)
+
+
+def test_split_backward() -> None:
+    """Rule 3: the gradient goes back after I; W fills the wait."""
+    orders = [["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]]
+    graph = ps.lower(ps.Schedule.from_orders(orders), step="none")
+    timeline = ps.simulate(graph, ps.Costs(forward=1, input_grad=1, weight_grad=2))
+    assert draw(timeline, transfers=False) == grid("""
+        0 | F0 F1 .. I0 .. I1 W0 W0 W1 W1
+        1 | .. F0 I0 F1 I1 W0 W0 W1 W1 ..
+    """)
+
+
+def test_stages_of_one_device_hand_over_for_free() -> None:
+    """Rule 4: the fold of a V has no message, the other edges have."""
+    orders = [["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]]
+    graph = ps.lower(ps.Schedule.from_orders(orders), step="none")
+    timeline = ps.simulate(
+        graph, ps.Costs(forward=1, backward=1, output_bytes=1, network=SLOW)
+    )
+    assert draw(timeline, transfers=False) == grid("""
+        0 | 0F0 ... ... ... ... 3F0 3B0 ... ... ... ... 0B0
+        1 | ... ... 1F0 2F0 ... ... ... ... 2B0 1B0 ... ...
+    """.replace("...", ".."))
+
+
+def test_transfers_overlap_compute() -> None:
+    """Rule 5: F1 is computed while F0 is under way; rule 4: both ends hold their streams."""
+    costs = ps.Costs(forward=1, backward=2, output_bytes=1, network=SLOW)
+    assert draw(run("1f1b", 2, 2, costs)) == grid("""
+        0        | F0 F1 .. .. .. .. B0 B0 .. B1 B1
+        0 send:1 | .. F0 F1 .. .. .. .. .. .. .. ..
+        0 recv:1 | .. .. .. .. .. B0 .. .. B1 .. ..
+        1        | .. .. F0 B0 B0 F1 B1 B1 .. .. ..
+        1 send:0 | .. .. .. .. .. B0 .. .. B1 .. ..
+        1 recv:0 | .. F0 F1 .. .. .. .. .. .. .. ..
+    """)
+
+
+def test_transfers_without_overlap() -> None:
+    """Rule 5: both ends on ``compute``. F1 has long arrived when device 1 receives it, at 6."""
+    costs = ps.Costs(forward=1, backward=2, output_bytes=1, network=SLOW)
+    timeline = run("1f1b", 2, 2, costs, overlap=False)
+    assert draw(timeline) == grid("""
+        0 | F0  >F0 F1  >F1 ..  <B0 B0  B0  ..  <B1 B1  B1
+        1 | ..  <F0 F0  B0  B0  >B0 F1  B1  B1  >B1 ..  ..
+    """)
+    assert times(timeline, "1RECV_F1") == (6, 6)
+
+
+def test_one_copy_stream_blocks_at_its_head() -> None:
+    """Rule 1: device 1 could send F0 at 5, but its copy stream waits for F1 from device 0."""
+    costs = ps.Costs(forward=(3, 1, 1), backward=1, output_bytes=1, network=SLOW)
+    assert draw(run("gpipe", 3, 2, costs), rows="^[12]($| .*F|.*recv:[01]|.*send:2)") == grid("""
+        1        | .. .. .. .. F0 .. .. F1 .. .. .. .. B1 B0 .. ..
+        1 send:2 | .. .. .. .. .. F0 .. .. F1 .. .. .. .. .. .. ..
+        1 recv:0 | .. .. .. F0 .. .. F1 .. .. .. .. .. .. .. .. ..
+        2        | .. .. .. .. .. .. F0 .. .. F1 B1 B0 .. .. .. ..
+        2 recv:1 | .. .. .. .. .. F0 .. .. F1 .. .. .. .. .. .. ..
+    """)
+    assert draw(run("gpipe", 3, 2, costs, streams="single"), rows="^[12]") == grid("""
+        1        | ..  ..  ..  ..  F0  ..  ..  F1  ..  ..  ..  ..  B1  ..  B0  ..  ..
+        1 copy   | ..  ..  ..  <F0 ..  ..  <F1 >F0 >F1 ..  ..  <B1 ..  >B1 ..  >B0 ..
+        2        | ..  ..  ..  ..  ..  ..  ..  ..  F0  F1  B1  B0  ..  ..  ..  ..  ..
+        2 copy   | ..  ..  ..  ..  ..  ..  ..  <F0 <F1 ..  ..  >B1 >B0 ..  ..  ..  ..
+    """)
+
+
+def test_without_rendezvous_the_sender_goes_ahead() -> None:
+    """Rule 4: F1 is sent at 3 although device 1 computes until 5."""
+    costs = ps.Costs(forward=(1, 3), backward=1, output_bytes=1, network=SLOW)
+    assert draw(run("gpipe", 2, 2, costs, overlap=False)) == grid("""
+        0 | F0  >F0 F1  >F1 ..  ..  ..  ..  ..  <B1 B1  <B0 B0
+        1 | ..  <F0 F0  F0  F0  F1  F1  F1  B1  >B1 B0  >B0 ..
+    """)
+
+
+def test_with_rendezvous_the_sender_waits() -> None:
+    """Rule 6: the same, but F1 is sent when device 1 has come to receive it."""
+    costs = ps.Costs(forward=(1, 3), backward=1, output_bytes=1, network=SLOW)
+    assert draw(run("gpipe", 2, 2, costs, overlap=False, rendezvous=True)) == grid("""
+        0 | F0  >F0 F1  ..  ..  >F1 ..  ..  ..  ..  <B1 B1  <B0 B0
+        1 | ..  <F0 F0  F0  F0  <F1 F1  F1  F1  B1  >B1 B0  >B0 ..
+    """)
+
+
+def test_recompute_fills_the_wait_for_the_gradient() -> None:
+    """Rule 3: R needs only F, so device 0 recomputes while device 1 is still going forward."""
+    costs = ps.Costs(forward=1, backward=2)
+    assert draw(run("1f1b", 2, 3, costs, recompute="always"), transfers=False) == grid("""
+        0 | F0 F1 R0 .. .. B0 B0 F2 R1 B1 B1 R2 .. B2 B2
+        1 | .. F0 R0 B0 B0 F1 R1 B1 B1 F2 R2 B2 B2 .. ..
+    """)
+
+
+def test_recompute_without_overlap_does_not_wait_for_the_message() -> None:
+    """Rules 3 and 5: R comes before the RECV of the gradient on the one stream."""
+    costs = ps.Costs(forward=1, backward=1, output_bytes=1, network=SLOW)
+    timeline = run("gpipe", 2, 1, costs, overlap=False, recompute="always")
+    assert draw(timeline) == grid("""
+        0 | F0  >F0 R0  ..  ..  <B0 B0
+        1 | ..  <F0 F0  R0  B0  >B0 ..
+    """)
+
+
+def test_except_last_saves_the_last_recompute() -> None:
+    """The last micro-batch keeps its activations: one R less on the critical path."""
+    costs = ps.Costs(forward=1, backward=2)
+    assert draw(run("1f1b", 2, 3, costs, recompute="except_last"), transfers=False) == grid("""
+        0 | F0 F1 R0 .. .. B0 B0 F2 R1 B1 B1 .. B2 B2
+        1 | .. F0 R0 B0 B0 F1 R1 B1 B1 F2 B2 B2 .. ..
+    """)
+    assert draw(run("gpipe", 2, 2, costs, recompute="except_last"), transfers=False) == grid("""
+        0 | F0 F1 .. .. .. B1 B1 R0 B0 B0
+        1 | .. F0 F1 B1 B1 R0 B0 B0 .. ..
+    """)
+
+
+def test_one_host_issues_for_all_devices() -> None:
+    """Rule 7: 16 tasks of one second each to issue, messages included, in clock-cycle order."""
+    costs = ps.Costs(forward=1, backward=1, launch=1)
+    assert draw(run("gpipe", 2, 2, costs, hosts="one"), transfers=False) == grid("""
+        0 | .. F0 .. .. F1 .. .. .. .. .. .. .. B1 .. .. .. B0
+        1 | .. .. .. .. .. F0 .. .. F1 B1 .. .. .. B0 .. .. ..
+    """)
+
+
+def test_one_host_a_device() -> None:
+    """Rule 7: each issues its own eight."""
+    costs = ps.Costs(forward=1, backward=1, launch=1)
+    assert draw(run("gpipe", 2, 2, costs, hosts="per_device"), transfers=False) == grid("""
+        0 | .. F0 .. F1 .. .. B1 .. B0
+        1 | .. .. F0 .. F1 B1 .. B0 ..
+    """)
+
+
+def test_launch_of_short_and_long_tasks() -> None:
+    """Rule 7: a host that is ahead of its device costs nothing but the first launch."""
+    timeline = run("gpipe", 1, 3, ps.Costs(forward=2, backward=2, launch=1))
+    assert draw(timeline) == grid("0 | .. F0 F0 F1 F1 F2 F2 B2 B2 B1 B1 B0 B0")
+
+
+def test_latency_delays_both_ends_of_a_receive() -> None:
+    """Rule 4: RECV.start = SEND.start + latency, RECV.end = SEND.end + latency."""
+    network = ps.Network(latency=2, bandwidth=1)
+    timeline = run("gpipe", 2, 1, ps.Costs(1, 1, output_bytes=3, network=network))
+    assert draw(timeline) == grid("""
+        0        | F0 .. .. .. .. .. .. .. .. .. .. .. .. B0
+        0 send:1 | .. F0 F0 F0 .. .. .. .. .. .. .. .. .. ..
+        0 recv:1 | .. .. .. .. .. .. .. .. .. .. B0 B0 B0 ..
+        1        | .. .. .. .. .. .. F0 B0 .. .. .. .. .. ..
+        1 send:0 | .. .. .. .. .. .. .. .. B0 B0 B0 .. .. ..
+        1 recv:0 | .. .. .. F0 F0 F0 .. .. .. .. .. .. .. ..
+    """)
+
+
+def test_receive_that_is_reached_late() -> None:
+    """Rule 4: RECV.start = reached (8) when the head came at 7; it still ends with the tail."""
+    network = ps.Network(latency=2, bandwidth=1)
+    costs = ps.Costs(forward=(1, 2), backward=1, output_bytes=3, network=network)
+    timeline = run("gpipe", 2, 2, costs, overlap=False)
+    assert times(timeline, "0SEND_F1") == (5, 8)
+    assert times(timeline, "1F0") == (6, 8)
+    assert times(timeline, "1RECV_F1") == (8, 10)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "bandwidth"), [(0, 1.0), (5, float("inf"))], ids=["no bytes", "endless bandwidth"]
+)
+def test_pure_latency_holds_nothing(nbytes: float, bandwidth: float) -> None:
+    """Rule 4: two messages of one moment share a link and do not wait for each other."""
+    link = ps.Link(latency=1, bandwidth=bandwidth, pairs=((0, 1), (1, 2)))
+    costs = ps.Costs(
+        forward=(2, 1, 1), backward=1, output_bytes=nbytes, network=ps.Network(links=(link,))
+    )
+    timeline = run("gpipe", 3, 2, costs)
+    assert times(timeline, "0SEND_F1") == (4, 4)
+    assert times(timeline, "1SEND_F0") == (4, 4)
+    assert times(timeline, "1RECV_F1") == (5, 5)
+    assert times(timeline, "2RECV_F0") == (5, 5)
+
+
+def shared(forward: tuple[int, int, int], nbytes: int) -> ps.Timeline:
+    """Run GPipe on a line of three devices whose forward messages share one link."""
+    link = ps.Link(latency=0, bandwidth=1, pairs=((0, 1), (1, 2)))
+    network = ps.Network(links=(link,))
+    costs = ps.Costs(forward=forward, backward=1, output_bytes=nbytes, network=network)
+    return run("gpipe", 3, 2, costs)
+
+
+def test_shared_link_serves_the_smaller_id_of_one_moment() -> None:
+    """Rule 8: 0SEND_F1 and 1SEND_F0 both want the link at 4; 0SEND_F1 was issued first."""
+    timeline = shared(forward=(2, 1, 1), nbytes=1)
+    assert draw(timeline, rows="0$|1$|send:[12]|2$")[: len("0 send:1 | " + "F0 " * 7)]
+    assert draw(timeline, rows="^0$|^1$|^2$|0 send:1|1 send:2") == grid("""
+        0        | F0 F0 F1 F1 .. .. .. .. .. .. B1 B0
+        0 send:1 | .. .. F0 .. F1 .. .. .. .. .. .. ..
+        1        | .. .. .. F0 .. F1 .. .. .. B1 B0 ..
+        1 send:2 | .. .. .. .. .. F0 F1 .. .. .. .. ..
+        2        | .. .. .. .. .. .. F0 F1 B1 B0 .. ..
+    """)
+
+
+def test_shared_link_serves_who_came_first() -> None:
+    """Rule 8: 1SEND_F0 came at 7, 0SEND_F1, of the smaller id, at 8, and waits until 9."""
+    timeline = shared(forward=(4, 1, 1), nbytes=2)
+    sends = [str(timeline.graph.task(int(t))) for t in np.flatnonzero(timeline.graph.is_op(SENDS))]
+    assert sends.index("0SEND_F1") < sends.index("1SEND_F0")
+    assert times(timeline, "1SEND_F0") == (7, 9)
+    assert times(timeline, "0SEND_F1") == (9, 11)
+
+
+def test_links_of_their_own_do_not_wait() -> None:
+    """Rule 4: without sharing, both go at once, and so do the two directions of a pair."""
+    costs = ps.Costs(forward=(2, 1, 1), backward=1, output_bytes=1, network=SLOW)
+    timeline = run("gpipe", 3, 2, costs)
+    assert times(timeline, "0SEND_F1") == times(timeline, "1SEND_F0") == (4, 5)
+
+
+def all_reduced() -> ps.TaskGraph:
+    """Return two stages on two devices, whose gradients are reduced together at the end."""
+    actions = ["0F0", "1F0", "1B0", "0B0", "0REDUCE_GRAD", "1REDUCE_GRAD"]
+    parsed = [Action.parse(action) for action in actions]
+    columns = (
+        [int(a.op) for a in parsed],
+        [a.stage for a in parsed],  # stage i is on device i
+        [a.stage for a in parsed],
+        [-1 if a.microbatch is None else a.microbatch for a in parsed],
+        [0] * len(parsed),  # all on compute
+    )
+    tasks = Tasks(*(np.array(column, dtype=np.int64) for column in columns))
+    return TaskGraph.build(tasks, group=np.array([-1, -1, -1, -1, 7, 7]))
+
+
+def test_collective_starts_when_all_members_are_there() -> None:
+    """Rule 9: device 1 is there at 4, device 0 at 6; 2(n-1)/n * 4/2 + 2(n-1) * 1 = 4 s."""
+    costs = ps.Costs(
+        forward=1, backward=2, parameter_bytes=4, network=ps.Network(latency=1, bandwidth=2)
+    )
+    assert draw(ps.simulate(all_reduced(), costs)) == grid("""
+        0 | F0 .. .. .. B0 B0 RG RG RG RG
+        1 | .. F0 B0 B0 .. .. RG RG RG RG
+    """)
+
+
+def test_collective_of_one_is_free() -> None:
+    """Rule 9 with n = 1."""
+    graph = replace(all_reduced(), group=np.array([-1, -1, -1, -1, 7, 8]))
+    costs = ps.Costs(
+        forward=1, backward=2, parameter_bytes=4, network=ps.Network(latency=1, bandwidth=2)
+    )
+    timeline = ps.simulate(graph, costs)
+    assert times(timeline, "1REDUCE_GRAD") == (4, 4)
+    assert times(timeline, "0REDUCE_GRAD") == (6, 6)
+
+
+def test_optimizer_step_waits_for_all_gradients() -> None:
+    """STEP comes after the last backward of its stage."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    timeline = ps.simulate(graph, ps.Costs(forward=1, backward=1, optimizer_step=2))
+    assert draw(timeline, transfers=False) == grid("""
+        0 | F0 F1 .. .. B1 B0 ST ST
+        1 | .. F0 F1 B1 B0 ST ST ..
+    """)
+
+
+@given(cases())
+def test_rules_hold(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """Rules 1 to 9, exactly, on random graphs, costs and networks."""
+    graph, costs = case
+    assert_rules_hold(ps.simulate(graph, costs), costs.of(graph))
+
+
+@given(cases())
+def test_lower_bounds(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """A step is no shorter than its longest chain, and than its busiest stream."""
+    graph, costs = case
+    timeline, duration = ps.simulate(graph, costs), costs.of(graph).duration
+    chain = np.zeros(len(graph))
+    for task in range(len(graph)):
+        before = graph.precedence[task]
+        chain[task] = chain[before].max(initial=0.0) + duration[task]
+    assert timeline.makespan >= chain.max()
+    for number in range(len(graph.queues)):
+        busy = 0.0
+        for task in graph.queues[number]:
+            busy += duration[task]
+        assert timeline.makespan >= busy
+    assert (timeline.busy <= timeline.makespan * (1 + 1e-9)).all()
+
+
+@given(cases())
+def test_streams_and_dependencies(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """No two tasks of a stream overlap, and what is needed has ended before."""
+    graph, costs = case
+    timeline = ps.simulate(graph, costs)
+    assert timeline.complete
+    assert (timeline.start >= 0).all()
+    assert (timeline.duration >= 0).all()
+    for number in range(len(graph.queues)):
+        queue = graph.queues[number]
+        assert (timeline.end[queue][:-1] <= timeline.start[queue][1:]).all()
+    needs = graph.dependencies
+    assert (timeline.end[needs.values] <= timeline.start[needs.rows]).all()
+    recvs = np.flatnonzero(graph.is_op(RECVS))
+    assert (timeline.start[graph.pair[recvs]] <= timeline.start[recvs]).all()
+    assert (timeline.end[graph.pair[recvs]] <= timeline.end[recvs]).all()
+
+
+@given(cases())
+def test_links_carry_one_message_at_a_time(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """Rule 8: messages with bytes that share a link do not overlap."""
+    graph, costs = case
+    timeline, tasks = ps.simulate(graph, costs), costs.of(graph)
+    held = np.flatnonzero(graph.is_op(SENDS) & (tasks.duration > 0))
+    for link in np.unique(tasks.link[held]):
+        mine = held[tasks.link[held] == link]
+        mine = mine[np.argsort(timeline.start[mine], kind="stable")]
+        assert (timeline.end[mine][:-1] <= timeline.start[mine][1:]).all()
+
+
+@given(cases())
+def test_simulation_is_repeatable(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """Twice the same, and the graph is left as it was."""
+    graph, costs = case
+    one, two = ps.simulate(graph, costs), ps.simulate(graph, costs)
+    assert (one.start == two.start).all()
+    assert (one.end == two.end).all()
+    assert one.graph is graph
+    assert one.costs is costs
+
+
+@given(cases())
+def test_replay_of_task_costs(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """Costs of each task are what the engine is given in the end."""
+    graph, costs = case
+    one, two = ps.simulate(graph, costs), ps.simulate(graph, costs.of(graph))
+    assert (one.start == two.start).all()
+    assert (one.end == two.end).all()
+
+
+def test_durations_of_compute_tasks_are_kept() -> None:
+    """What the timeline shows is what the costs say."""
+    graph = ps.lower(ps.schedule("1f1b", 3, 3), recompute="always")
+    costs = ps.Costs(forward=1, backward=2, recompute=0.5, optimizer_step=0.25)
+    timeline = ps.simulate(graph, costs)
+    compute = graph.is_op(COMPUTE)
+    assert (timeline.duration[compute] == costs.of(graph).duration[compute]).all()
+
+
+def test_schedules_are_not_simulated() -> None:
+    """The message says how to lower it."""
+    with pytest.raises(ArgumentError, match=r"got Schedule; lower the schedule first: ps\.simul"):
+        ps.simulate(ps.schedule("gpipe", 2, 2), ps.Costs(1, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("costs", [None, 1.0, {"forward": 1}])
+def test_costs_are_costs(costs: Any) -> None:
+    """A dictionary is none."""
+    with pytest.raises(ArgumentError, match=r"costs must be a pipesim\.Costs, got"):
+        ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs)
+
+
+def test_unknown_engine() -> None:
+    """With the nearest one."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    with pytest.raises(UnknownNameError, match="unknown engine 'simpi'; did you mean 'simpy'"):
+        ps.simulate(graph, ps.Costs(1, 2), engine="simpi")
+
+
+def test_costs_of_other_stages_and_networks_of_other_devices() -> None:
+    """Found before anything runs."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    with pytest.raises(CostsError, match="forward has 3 values for 2 stages"):
+        ps.simulate(graph, ps.Costs((1, 2, 3), 2))
+    network = ps.Network(links=(ps.Link(0, 1, ((0, 5),)),))
+    with pytest.raises(NetworkError, match=r"link 0 names device 5; there are 2 devices, 0\.\.1"):
+        ps.simulate(graph, ps.Costs(1, 2, network=network))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("duration", -1.0, r"duration of 0F0 \(task 0\) must be finite and >= 0, got -1\.0"),
+        ("duration", float("nan"), r"duration of 0F0 \(task 0\) must be finite and >= 0, got nan"),
+        ("duration", float("inf"), "duration of 0F0"),
+        ("latency", -1.0, "latency of 0F0"),
+        ("launch", float("nan"), "launch of 0F0"),
+        ("nbytes", -1.0, "nbytes of 0F0"),
+    ],
+)
+def test_bad_costs_of_a_task(column: str, value: float, message: str) -> None:
+    """SimPy would take NaN for a time; the task is named instead."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    costs = ps.Costs(1, 2).of(graph)
+    values = getattr(costs, column).copy()
+    values[0] = value
+    with pytest.raises(CostsError, match=message):
+        ps.simulate(graph, replace(costs, **{column: values}))
+
+
+def test_costs_of_other_tasks() -> None:
+    """As many values as tasks."""
+    graph, other = (ps.lower(ps.schedule("gpipe", 2, m)) for m in (2, 3))
+    with pytest.raises(
+        CostsError, match=f"duration has {len(other)} values for {len(graph)} tasks"
+    ):
+        ps.simulate(graph, ps.Costs(1, 2).of(other))
+
+
+def test_deadlock_is_found_before_anything_runs() -> None:
+    """A hand-built graph whose two tasks wait for each other."""
+    columns = ([1, 0], [0, 0], [0, 0], [0, 0], [0, 0])  # B0 before F0
+    graph = TaskGraph.build(Tasks(*(np.array(column) for column in columns)))
+    with pytest.raises(DeadlockError, match=r"device 0, compute: 0B0 \(position 0\) waits for"):
+        ps.simulate(graph, ps.Costs(1, 2))
