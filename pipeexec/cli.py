@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipesim.errors import ArgumentError, PipeError, PipeWarning
 
@@ -31,11 +32,21 @@ def _words(text: str) -> list[str]:
 
 
 def _counts(text: str) -> list[int]:
-    return [int(word) for word in _words(text)]
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not whole numbers: {text!r}") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises on wrong arguments, so that every mistake ends the same way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (see {self.prog} --help)")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="pipeexec",
         description="Run pipeline schedules on real devices, beside their prediction.",
         epilog=_EPILOG,
@@ -72,14 +83,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
-    arguments = _parser().parse_args(argv)
     with warnings.catch_warnings():
         warnings.simplefilter("always", PipeWarning)
         warnings.showwarning = _show_warning
         try:
+            arguments = _parser().parse_args(argv)
             return {"validate": _validate, "show": _show}[arguments.command](arguments)
         except PipeError as error:
-            print(f"pipeexec: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"pipeexec: error: {str(error).splitlines()[0]}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("pipeexec: interrupted", file=sys.stderr)
@@ -96,11 +107,17 @@ def _validate(arguments: argparse.Namespace) -> int:
     from pipeexec.models import MODELS, batches, build_model, split
     from pipeexec.run_directory import check_writable
     from pipeexec.validate import validate
-    from pipesim.errors import check_name
+    from pipesim.errors import check_count, check_name, number
 
+    rate = number(arguments.learning_rate)
+    if rate is None or not 0 <= rate < math.inf:
+        raise ArgumentError(
+            f"the learning rate must be a finite number >= 0, got {arguments.learning_rate}"
+        )
     path = arguments.results / arguments.name
     check_writable(path)
-    torch.manual_seed(arguments.seed)
+    # Torch takes 64 bits; a longer seed wraps, as that of the weights does.
+    torch.manual_seed(check_count("seed", arguments.seed, 0) % (1 << 63))
     torch.set_num_threads(1)
     spec = MODELS[check_name("model", arguments.model, MODELS)]
     sizes = {
@@ -117,7 +134,9 @@ def _validate(arguments: argparse.Namespace) -> int:
         None if arguments.balance else arguments.stages,
         balance=arguments.balance,
     )
-    batch = arguments.batch or _BATCH[arguments.model] * arguments.microbatches
+    batch = arguments.batch
+    if batch is None:
+        batch = _BATCH[arguments.model] * arguments.microbatches
     settings = {
         "model": arguments.model,
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in workload.options.items()},

@@ -12,7 +12,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
@@ -55,7 +55,7 @@ _SOURCES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepResult:
     """What a step brought.
 
@@ -231,7 +231,11 @@ class Pipeline:
             the original, ``timeline`` what ran before; the next step begins afresh.
         ArgumentError
             If the batch has fewer samples than there are micro-batches.
+        ExecutionError
+            If the pipeline is closed.
         """
+        if any(device.closed for device in self.devices):
+            raise ExecutionError("the pipeline is closed, and its threads ended; make a new one")
         run = _Run(self, inputs, targets)
         self._run = run
         if self.zero_grad:
@@ -240,13 +244,16 @@ class Pipeline:
         for held in self.held:
             held.now = held.peak = 0
         before = torch.get_rng_state()
-        with _garbage_collection_paused():
-            run.walk(self._plan)
-        self._run = None
-        self.n_steps += 1
+        try:
+            with _garbage_collection_paused():
+                run.walk(self._plan)
+        finally:
+            self._run = None
+            self.n_steps += 1
+            if run.failure is not None:
+                for stage in self.stages:
+                    stage.reset()
         if run.failure is not None:
-            for stage in self.stages:
-                stage.reset()
             raise run.error()
         self._check_randomness(before)
         losses = tuple(loss for loss in run.losses if loss is not None)
@@ -283,6 +290,8 @@ class Pipeline:
     def preserved(self) -> Iterator[None]:
         """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
         states = [copy.deepcopy(module.state_dict()) for module in self.modules]
+        # Buffers need not be in the state.
+        buffers = [[b.clone() for b in module.buffers()] for module in self.modules]
         gradients = [[None if p.grad is None else p.grad.clone() for p in module.parameters()]
                      for module in self.modules]  # fmt: skip
         optimizers = [None if o is None else copy.deepcopy(o.state_dict()) for o in self.optimizers]
@@ -291,8 +300,12 @@ class Pipeline:
             yield
         finally:
             self.n_steps = n_steps
-            for module, state, grads in zip(self.modules, states, gradients, strict=True):
+            for module, state, kept, grads in zip(
+                self.modules, states, buffers, gradients, strict=True
+            ):
                 module.load_state_dict(state)
+                for buffer, before in zip(module.buffers(), kept, strict=True):
+                    buffer.copy_(before)
                 for parameter, gradient in zip(module.parameters(), grads, strict=True):
                     parameter.grad = gradient
             for optimizer, saved in zip(self.optimizers, optimizers, strict=True):
@@ -304,7 +317,7 @@ class Pipeline:
 
         The step leaves parameters, buffers, gradients and optimizers as they were.
         """
-        meters = [Meter([*stage.parameters, *stage.buffers.values()]) for stage in self.stages]
+        meters = [Meter([*module.parameters(), *module.buffers()]) for module in self.modules]
         with self.preserved():
             try:
                 for stage, meter in zip(self.stages, meters, strict=True):
@@ -330,14 +343,8 @@ class Pipeline:
         return f"<Pipeline of {self.graph!r} on {', '.join(d.name for d in self.devices)}>"
 
 
-@dataclass
 class _Run:
     """One step under way: what tasks hand to each other, their events, and the first failure."""
-
-    pipeline: Pipeline
-    inputs: list[Values] = field(init=False)
-    targets: list[Any] = field(init=False)
-    weights: list[float] = field(init=False)
 
     def __init__(self, pipeline: Pipeline, inputs: Batch, targets: Any) -> None:
         graph = pipeline.graph
@@ -345,18 +352,23 @@ class _Run:
         self.pipeline = pipeline
         first, last = (pipeline.devices[graph.device_of_stage[s]].torch_device for s in (0, -1))
         parts, sizes = split_batch(inputs, m, "inputs")
-        self.inputs = [tuple(x.to(first, non_blocking=True) for x in part) for part in parts]
+        self.inputs: list[Values] = [
+            tuple(x.to(first, non_blocking=True) for x in part) for part in parts
+        ]
         labels, label_sizes = split_batch(targets, m, "targets")
         if label_sizes != sizes:
             raise ArgumentError(
                 f"inputs have {sum(sizes)} samples, targets {sum(label_sizes)}; give as many"
             )
         moved = [tuple(x.to(last, non_blocking=True) for x in part) for part in labels]
-        self.targets = moved if isinstance(targets, tuple) else [part[0] for part in moved]
+        self.targets: list[Any] = (
+            moved if isinstance(targets, tuple) else [part[0] for part in moved]
+        )
         mean = pipeline.loss_reduction == "mean"
         self.weights = [size / sum(sizes) if mean else 1.0 for size in sizes]
         self.losses: list[Tensor | None] = [None] * m
         self.values: list[Values | None] = [None] * len(graph)
+        self.zeros: list[Event] = []
         self.began: list[Event] = []
         self.ended: list[Event] = []
         self.ran = np.zeros(len(graph), dtype=bool)
@@ -464,7 +476,8 @@ def _send(run: _Run, task: _Planned) -> None:
     values = run.take(task.source)
     graph = run.pipeline.graph
     recv = int(graph.pair[task.id])
-    run.values[task.id] = transfer.send(values, run.pipeline.devices[graph.device[recv]])
+    target = run.pipeline.devices[graph.device[recv]]
+    run.values[task.id] = transfer.send(values, task.device, task.stream, target)
     run.nbytes[[task.id, recv]] = transfer.nbytes(values)
 
 
@@ -539,7 +552,11 @@ def split_batch(
     """
     tensors = batch if isinstance(batch, tuple) else (batch,)
     if not tensors or not all(isinstance(x, Tensor) and x.dim() > 0 for x in tensors):
-        raise ArgumentError(f"{name} must be a tensor of samples or a tuple of them, got {batch!r}")
+        raise ArgumentError(
+            f"{name} must be a tensor of samples or a tuple of them, got "
+            f"{type(batch).__name__}"
+            + (f" of {', '.join(map(_described, batch))}" if isinstance(batch, tuple) else "")
+        )
     lengths = {len(x) for x in tensors}
     if len(lengths) > 1:
         raise ArgumentError(f"the tensors of {name} have {sorted(lengths)} samples; give as many")
@@ -550,6 +567,10 @@ def split_batch(
         )
     parts = list(zip(*(x.tensor_split(n_microbatches) for x in tensors), strict=True))
     return parts, [len(part[0]) for part in parts]
+
+
+def _described(value: object) -> str:
+    return f"{value.dim()}-d tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _check_stages(stages: Sequence[nn.Module], graph: TaskGraph) -> None:

@@ -63,12 +63,15 @@ class Meter:
 
 
 class Receipt:
-    """Holds a tensor, counted by a meter for as long as this object lives."""
+    """Holds a tensor's values, counted by a meter for as long as this object lives.
+
+    Not the tensor itself: autograd also saves outputs, which would hold the graph that holds them.
+    """
 
     __slots__ = ("_meter", "_receipt", "tensor")
 
     def __init__(self, meter: Meter, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = tensor.detach()
         self._meter = meter
         self._receipt = meter.take(tensor)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeexec import transfer
-from pipeexec.executor import Batch, Pipeline, StepResult
+from pipeexec.executor import Batch, Pipeline, StepResult, split_batch
 from pipesim.costs import Costs
 from pipesim.errors import AccuracyWarning, check_count
 from pipesim.graph import TaskGraph
@@ -71,7 +71,7 @@ def profile(
     return measure(pipeline, inputs, targets, n_steps=n_steps, warm_up=warm_up).costs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Profile:
     """What was measured.
 
@@ -120,7 +120,9 @@ class Calibration:
         graph = pipeline.graph
         self.pipeline = pipeline
         n_microbatches = graph.n_microbatches + 1
-        self.size = max(1, _n_samples(inputs) // graph.n_microbatches)
+        for name, batch in (("inputs", inputs), ("targets", targets)):
+            _, sizes = split_batch(batch, graph.n_microbatches, name)
+        self.size = min(sizes)
         self.batch = tuple(_repeated(x, n_microbatches * self.size) for x in (inputs, targets))
         self.one = tuple(_repeated(x, self.size) for x in (inputs, targets))
         self.loaded = pipeline.with_graph(_calibration_graph(graph, n_microbatches))
@@ -146,7 +148,8 @@ class Calibration:
         """Bytes of activations that each stage holds for one micro-batch."""
         graph = self.pipeline.graph
         once = lower(breadth_first(Placement(graph.device_of_stage.tolist()), 1))
-        return self.pipeline.with_graph(once).held_bytes(*self.one)
+        # Not of `pipeline`, which may not have run yet: a first forward is given copies.
+        return self.loaded.with_graph(once).held_bytes(*self.one)
 
     def result(self) -> Profile:
         """Return the costs that the steps so far show."""
@@ -225,10 +228,6 @@ def _calibration_graph(graph: TaskGraph, n_microbatches: int) -> TaskGraph:
     return lower(breadth_first(placement, n_microbatches), recompute="always")
 
 
-def _n_samples(batch: Batch) -> int:
-    return len(batch[0] if isinstance(batch, tuple) else batch)
-
-
 def _repeated(batch: Batch, n_samples: int) -> Batch:
     """Return the first ``n_samples`` samples, beginning again where there are too few."""
     if isinstance(batch, tuple):
@@ -261,7 +260,7 @@ def _time_transfers(pipeline: Pipeline, repeat: int = 15) -> pd.DataFrame:
         for _ in range(repeat):
             zero = target.mark()
             began = out.record()
-            out.submit(lambda message=message: transfer.send(message, target))  # type: ignore[misc]
+            out.submit(lambda message=message: transfer.send(message, source, out, target))  # type: ignore[misc]
             into.wait_event(out.record())
             compute.wait_event(into.record())
             arrived = compute.record()

@@ -40,7 +40,7 @@ class OwnGenerator(TorchDispatchMode):
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.generator = torch.Generator(device).manual_seed(seed)
         self.drew = False
 

@@ -21,7 +21,7 @@ from pipesim.errors import RunDirectoryError
 
 __all__ = ["RECORD", "check_writable", "environment", "read_record", "write_directory"]
 
-#: Says how everything else came to be, and holds the checksum of every other file.
+#: Says how everything else came to be, and holds the checksum of every file, itself included.
 RECORD = "run.json"
 
 
@@ -80,20 +80,33 @@ def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         }
-        text = json.dumps({**record, **environment(), "files": files}, indent=2)
-        (folder / RECORD).write_text(text + "\n")
+        whole = {**record, **environment(), "files": files}
+        whole["checksum"] = _checksum_of_record(whole)
+        (folder / RECORD).write_text(json.dumps(whole, indent=2) + "\n")
         folder.chmod(0o755)
-        if path.exists():
-            old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-            os.replace(path, old / path.name)
-            os.replace(folder, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(folder, path)
+        _rename(folder, path)
     except OSError as error:
         raise RunDirectoryError(f"cannot write {path}: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rename(folder: Path, path: Path) -> None:
+    """Rename ``folder`` to ``path``; put an older run there back if that fails."""
+    if not path.exists():
+        os.replace(folder, path)
+        return
+    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    old = aside / path.name
+    try:
+        os.replace(path, old)
+        os.replace(folder, path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            os.replace(old, path)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -111,6 +124,11 @@ def read_record(path: Path) -> dict[str, Any]:
         raise RunDirectoryError(
             f"{path} is no whole run directory: cannot read {RECORD}: {error}"
         ) from error
+    if record.get("checksum") != _checksum_of_record(record):
+        raise RunDirectoryError(
+            f"{path / RECORD} is not what was written: it was edited since; run again, or copy the "
+            "directory anew"
+        )
     for name, checksum in files.items():
         file = path / name
         if not file.is_file():
@@ -125,6 +143,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def _checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _checksum_of_record(record: Mapping[str, Any]) -> str:
+    text = json.dumps({key: value for key, value in record.items() if key != "checksum"})
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _cpu_model() -> str:

@@ -83,7 +83,7 @@ class Stage:
         self.module, self.index, self.device = module, index, device
         self.held, self.finish = held, finish
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.buffers = dict(module.named_buffers())
+        self.buffers = [name for name, _ in module.named_buffers()]
         self.is_random: dict[bool, bool] = {}  # by training mode; unknown until the first forward
         self.modifies_input: bool | None = None  # unknown until the first forward
         self.meter: Meter | None = None  # counts the bytes held, where one is set
@@ -109,7 +109,7 @@ class Stage:
     def recompute(self, microbatch: int, seed: int) -> None:
         """Run R: F again, under the same random numbers, without updating buffers again."""
         leaves = self._leaves(self._inputs.pop(microbatch))
-        fresh = {name: buffer.clone() for name, buffer in self.buffers.items()}
+        fresh = {name: self.module.get_buffer(name).clone() for name in self.buffers}
         self._keep(microbatch, leaves, self._call(leaves, microbatch, seed, fresh))
         del self._input_receipts[microbatch]
 

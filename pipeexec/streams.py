@@ -8,6 +8,7 @@ waits, but in ``synchronize``. As on CUDA, an event must be recorded before it i
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -90,7 +91,7 @@ class CpuEvent:
 
 
 class CpuStream:
-    """A worker thread that runs its queue in order.
+    """A worker thread that runs its queue in order; it ends when nobody holds the stream.
 
     Parameters
     ----------
@@ -104,20 +105,14 @@ class CpuStream:
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._passed = threading.Lock()
         self._passed.acquire()
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []
         if prepare is not None:
             self._queue.put(prepare)
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=_serve, args=(self._queue, self._errors), name=name, daemon=True
+        )
         self._thread.start()
-
-    def _serve(self) -> None:
-        take = self._queue.get
-        while (work := take()) is not None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = self._error or error
-            del work  # an idle worker keeps nothing alive
+        weakref.finalize(self, self._queue.put, None)
 
     def _block(self, event: CpuEvent) -> None:
         if event.call_when_passed(self._passed.release):
@@ -142,14 +137,30 @@ class CpuStream:
     def synchronize(self) -> None:
         """Block the caller until everything has run; raise the first exception of raw work."""
         _wait(self.record())
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        _raise_first(self._errors)
 
     def close(self) -> None:
         """Run what was given, then end the thread."""
         self._queue.put(None)
         self._thread.join()
+
+
+def _serve(queue: SimpleQueue[Work | None], errors: list[BaseException]) -> None:
+    """Run a queue in this thread, which holds no more of the stream than that."""
+    while (work := queue.get()) is not None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        del work  # an idle worker keeps nothing alive
+
+
+def _raise_first(errors: list[BaseException]) -> None:
+    """Raise the first of the errors, if any, and forget them all."""
+    if errors:
+        first = errors[0]
+        errors.clear()
+        raise first
 
 
 class InlineStream:
@@ -163,7 +174,8 @@ class InlineStream:
         self._queue: deque[Work | CpuEvent] = deque()
         self._lock = threading.Lock()
         self._signals = 0
-        self._error: BaseException | None = None
+        self._watched: CpuEvent | None = None  # will call `_advance`
+        self._errors: list[BaseException] = []
 
     def _advance(self) -> None:
         """Run what is ready, unless another thread does: it then looks again for this signal."""
@@ -183,7 +195,7 @@ class InlineStream:
         while self._queue:
             work = self._queue[0]
             if isinstance(work, CpuEvent):
-                if work.time is None and work.call_when_passed(self._advance):
+                if work.time is None and (work is self._watched or self._watch(work)):
                     return
                 self._queue.popleft()
                 continue
@@ -191,7 +203,12 @@ class InlineStream:
             try:
                 work()
             except BaseException as error:
-                self._error = self._error or error
+                self._errors.append(error)
+
+    def _watch(self, event: CpuEvent) -> bool:
+        """Ask once, however often a blocked stream is given more; False if the event has passed."""
+        self._watched = event
+        return event.call_when_passed(self._advance)
 
     def submit(self, work: Work) -> None:
         """Let ``work`` run after everything that was given before."""
@@ -214,9 +231,7 @@ class InlineStream:
     def synchronize(self) -> None:
         """Block the caller until everything has run; raise the first exception of raw work."""
         _wait(self.record())
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        _raise_first(self._errors)
 
     def close(self) -> None:
         """Do nothing: there is no thread to end."""

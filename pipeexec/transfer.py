@@ -9,11 +9,15 @@ from pipeexec.streams import Stream
 __all__ = ["nbytes", "receive", "send"]
 
 
-def send(values: Values, target: Device) -> Values:
+def send(values: Values, source: Device, stream: Stream, target: Device) -> Values:
     """Return ``values`` on the target's memory: the same tensors where that is the same memory.
 
-    A copy is queued on the stream that runs this.
+    A copy is queued on ``stream``, the one of the source that runs this; it may be under way when
+    nothing else holds ``values`` any longer.
     """
+    for value in values:
+        if value is not None:
+            source.adopt(value, stream)
     return tuple(
         None if value is None else value.to(target.torch_device, non_blocking=True)
         for value in values

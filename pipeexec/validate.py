@@ -7,7 +7,7 @@ both. Each row's prediction comes from the calibration steps alone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +21,10 @@ from torch import nn
 from pipeexec.devices import DeviceLike
 from pipeexec.executor import Batch, Loss, Pipeline, StepResult
 from pipeexec.profile import Calibration, Profile
-from pipeexec.run_directory import command, read_record, write_directory
+from pipeexec.run_directory import RECORD, command, read_record, write_directory
 from pipesim.compare import Comparison
 from pipesim.costs import Costs
-from pipesim.errors import ArgumentError, check_count
+from pipesim.errors import ArgumentError, RunDirectoryError, check_count
 from pipesim.graph import TaskGraph
 from pipesim.simulate import replay, simulate
 from pipesim.timeline import Timeline
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Row", "Validation", "load_run", "validate"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One graph, predicted once and measured in several steps.
 
@@ -70,15 +70,15 @@ class Row:
     @property
     def errors(self) -> NDArray[np.float64]:
         """Predicted over measured makespan, minus 1, of every step."""
-        return self.predicted.makespan / np.asarray(self.makespans, dtype=np.float64) - 1.0
+        return np.array([self.predicted.makespan / seconds - 1.0 for seconds in self.makespans])
 
     @property
     def replay_errors(self) -> NDArray[np.float64]:
         """Replayed over measured makespan, minus 1, of every step."""
-        return np.asarray(self.replayed, dtype=np.float64) / np.asarray(self.makespans) - 1.0
+        return np.array([a / b - 1.0 for a, b in zip(self.replayed, self.makespans, strict=True)])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Validation:
     """Rows by name, and the profile that their predictions come from (None once loaded)."""
 
@@ -199,6 +199,8 @@ def load_run(path: Path | str) -> Validation:
     """
     path = Path(path)
     record = read_record(path)
+    if "rows" not in record:
+        raise RunDirectoryError(f"{path} holds no validation: {RECORD} lists no rows")
     costs = Costs.load(path / "costs.json")
     rows = {}
     for name, kept in record["rows"].items():
@@ -237,6 +239,12 @@ def validate(
     progress
         Called with a line of text now and then.
 
+    Raises
+    ------
+    ArgumentError
+        If there are no graphs, graphs that differ in placement or number of micro-batches, or too
+        few batches.
+
     Warns
     -----
     AccuracyWarning
@@ -248,7 +256,14 @@ def validate(
         raise ArgumentError("validate needs at least one graph")
     say = progress or (lambda _: None)
     first, *others = graphs.values()
-    source = iter(batches)
+    for name, graph in graphs.items():
+        if graph.n_microbatches != first.n_microbatches:
+            raise ArgumentError(
+                f"graph {name!r} has {graph.n_microbatches} micro-batches, the first "
+                f"{first.n_microbatches}: costs hold for one size of micro-batch; validate graphs "
+                "of as many micro-batches"
+            )
+    source = _taken(batches, n_steps + 1)
     with Pipeline(stages, first, devices, loss_fn, optimizer) as pipeline:
         pipelines = [pipeline, *(pipeline.with_graph(graph) for graph in others)]
         runs: list[list[StepResult]] = [[] for _ in pipelines]
@@ -272,6 +287,19 @@ def validate(
         for (name, graph), results, stage_bytes in zip(graphs.items(), runs, held, strict=True)
     }
     return Validation(rows, profile.costs, profile)
+
+
+def _taken(batches: Iterable[tuple[Batch, Any]], n_batches: int) -> Iterator[tuple[Batch, Any]]:
+    """Yield ``n_batches`` batches, or raise."""
+    source = iter(batches)
+    for number in range(n_batches):
+        try:
+            yield next(source)
+        except StopIteration:
+            raise ArgumentError(
+                f"got {number} batches, but {n_batches} are needed: one to warm up with, and one "
+                "a step"
+            ) from None
 
 
 def _row(

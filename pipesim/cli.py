@@ -1,11 +1,6 @@
 """The command ``pipesim``: simulate one schedule, compare several, list those that there are.
 
-Settings come from arguments, from a TOML file, or from both. Each source is a layer of nested
-tables, and a later layer overrides an earlier one key by key: the file's shared settings, then
-a ``[[schedule]]`` table's own, then the arguments. `EPILOG` shows the file.
-
-The file is long for the sake of one place: the flags, the keys of the TOML file and the keywords
-of the library are the same names, listed once.
+Settings come from arguments, from a TOML file, or from both; see `pipesim.settings`.
 """
 
 from __future__ import annotations
@@ -17,19 +12,17 @@ import os
 import re
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipesim.compare import compare
-from pipesim.costs import VALUE_FIELDS, Costs
-from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
-from pipesim.lower import lower
+from pipesim.costs import VALUE_FIELDS
+from pipesim.errors import ArgumentError, PipeError, suggestion
 from pipesim.metrics import device_table
-from pipesim.schedule import schedule, schedules
-from pipesim.simulate import simulate
+from pipesim.schedule import schedules
+from pipesim.settings import COUNTS, SETTINGS, Settings, cases, checked, merged, run
 from pipesim.timeline import Timeline, write_whole
 
 if TYPE_CHECKING:
@@ -64,8 +57,6 @@ Where no schedule needs settings of its own, schedule = ["gpipe", "1f1b"] is eno
 Names on the command line pick tables by label or name, or else name further schedules.
 """
 
-Settings = dict[str, Any]
-
 #: Flag, metavar and help of what is a setting of the same name; costs are added to them.
 _FLAGS = (
     ("--devices", "N", "number of devices"),
@@ -80,9 +71,6 @@ _SWITCHES = (
     ("--overlap", "transfers run beside compute"),
     ("--rendezvous", "a SEND waits until its RECV is reached"),
 )
-_COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
-_LOWERING = ("recompute", "overlap", "streams", "rendezvous", "hosts", "step")
-_SETTINGS = (*_COUNTS, *_LOWERING, "engine", "options", "costs")
 _FIGURES = (".pdf", ".png", ".svg")
 _MS, _GIB = 1e-3, 2.0**30
 _WIDTH, _ROW = 7.16, 0.25  # inches of a figure, and of a device's row or a bar in it
@@ -144,22 +132,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for run, summary in (
+    for work, summary in (
         (_simulate, "simulate a schedule; print its times and memory"),
         (_compare, "simulate several schedules; print a row for each"),
         (_schedules, "list the named schedules with their closed forms"),
     ):
         command = commands.add_parser(
-            run.__name__[1:],
+            work.__name__[1:],
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(run=run, parser=command, verbose=False)
+        command.set_defaults(run=work, parser=command, verbose=False)
         command.add_argument("--verbose", action="store_true", help="show all lines of an error")
-        if run is _schedules:
+        if work is _schedules:
             _add_flags(command, _FLAGS[:2])
         else:
             _add_settings(command)
@@ -242,108 +230,21 @@ def _figure(text: str) -> Path:
     return _writable(text)
 
 
-def _merged(*layers: Settings) -> Settings:
-    """Return settings in which a later layer overrides an earlier one, key by key."""
-    merged: Settings = {}
-    for layer in layers:
-        for key, new in layer.items():
-            old = merged.get(key)
-            both = isinstance(old, dict) and isinstance(new, dict)
-            merged[key] = _merged(merged[key], new) if both else new
-    return merged
-
-
 def _arguments(args: argparse.Namespace) -> Settings:
     """Return the settings that were given as arguments."""
     layer: Settings = {}
     for path, value in vars(args).items():
         for part in reversed(path.split(".")):
             value = {part: value}
-        layer = _merged(layer, value)
+        layer = merged(layer, value)
     given: Settings = layer.get("settings", {})
     if "options" in given:
         given["options"] = dict(given["options"])
-    return _checked("arguments", given, _SETTINGS, Path())
-
-
-def _checked(where: str, layer: object, known: tuple[str, ...], folder: Path) -> Settings:
-    """Return a layer whose keys are all known, with its file of costs read in."""
-    checked = _table(where, layer, known)
-    if "options" in checked:
-        _table(f"{where}: options", checked["options"], None)  # the schedule knows its own
-    if "costs" not in checked:
-        return checked
-    costs = _table(f"{where}: costs", checked["costs"], ("file", "network", *VALUE_FIELDS))
-    if "network" in costs:
-        _table(f"{where}: costs.network", costs["network"], ("latency", "bandwidth", "links"))
-    if "file" in costs:
-        costs = _merged(Costs.load(folder / str(costs.pop("file"))).to_dict(), costs)
-    return {**checked, "costs": costs}
-
-
-def _table(where: str, value: object, known: tuple[str, ...] | None) -> Settings:
-    """Return a copy of a table, whose keys must be among ``known``."""
-    if not isinstance(value, dict):
-        raise ArgumentError(f"{where} must be a table of settings, got {value!r}")
-    for key in value:
-        if known is not None and key not in known:
-            raise UnknownNameError(
-                f"{where}: unknown key {key!r}{suggestion(key, known)} (known: {', '.join(known)})"
-            )
-    return dict(value)
-
-
-def _read(path: Path) -> tuple[Settings, list[Settings]]:
-    """Return the shared settings of a TOML file, and its schedules' own."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"cannot read settings from {path}: {error}") from error
-    listed = content.get("schedule", [])
-    tables = []
-    for number, table in enumerate(listed if isinstance(listed, list) else [listed], 1):
-        where = f"{path}: schedule {number}"
-        table = {"name": table} if isinstance(table, str) else table
-        tables.append(_checked(where, table, ("name", "label", *_SETTINGS), path.parent))
-        if not isinstance(tables[-1].get("name"), str):
-            raise ArgumentError(f"{where} has no name; pipesim schedules lists them")
-    shared = _checked(str(path), content, ("schedule", *_SETTINGS), path.parent)
-    shared.pop("schedule", None)
-    return shared, tables
+    return checked("arguments", given, SETTINGS, Path())
 
 
 def _cases(args: argparse.Namespace) -> list[Settings]:
-    """Return the settings of each schedule that is to be simulated."""
-    shared, tables = _read(args.config) if "config" in args else ({}, [])
-    if args.names:
-        found = ([t for t in tables if name in (t.get("label"), t["name"])] or [{"name": name}]
-                 for name in args.names)  # fmt: skip
-        tables = [table for some in found for table in some]
-    if not tables:
-        raise ArgumentError("no schedule is named; pipesim schedules lists them")
-    given = _arguments(args)
-    cases = [_merged({"label": t["name"]}, shared, t, given) for t in tables]
-    takes = {name: set(text.split(", ")) for name, text in schedules()["options"].items()}
-    for case, table in zip(cases, tables, strict=True):
-        # A shared option is for the schedules that take it, if there is one.
-        others = set().union(*(takes.get(c["name"], ()) for c in cases))
-        foreign = others - takes.get(case["name"], others) - set(table.get("options", ()))
-        case["options"] = {k: v for k, v in case.get("options", {}).items() if k not in foreign}
-    return cases
-
-
-def _run(case: Settings) -> Timeline:
-    for key in _COUNTS:
-        if key not in case:
-            raise ArgumentError(f"{key} is missing; give --{key}, or {key} in the TOML file")
-    for key in case["options"]:
-        if key in ("name", *_COUNTS.values()):
-            raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
-    order = schedule(case["name"], case["devices"], case["microbatches"], **case["options"])
-    graph = lower(order, **{key: case[key] for key in _LOWERING if key in case})
-    engine = {"engine": case["engine"]} if "engine" in case else {}
-    timeline = simulate(graph, Costs.from_dict(case.get("costs", {})), **engine)
-    return timeline.with_name(str(case["label"]))
+    return cases(args.names, vars(args).get("config"), _arguments(args))
 
 
 def _simulate(args: argparse.Namespace) -> None:
@@ -351,7 +252,7 @@ def _simulate(args: argparse.Namespace) -> None:
     if len(cases) > 1:
         names = ", ".join(str(case["label"]) for case in cases)
         raise ArgumentError(f"simulate takes one schedule, got {names}; name one, or use compare")
-    timeline = _run(cases[0])
+    timeline = run(cases[0])
     _write_plot(args.plot, [timeline])
     if args.csv:
         timeline.save(args.csv)
@@ -382,7 +283,7 @@ def _compare(args: argparse.Namespace) -> None:
         if label in timelines:
             raise ArgumentError(f"two schedules are called {label!r}; give each a label of its own")
         try:
-            timelines[label] = _run(case)
+            timelines[label] = run(case)
         except PipeError as error:
             raise type(error)(f"{label}: {error}") from error
     table = compare(timelines)
@@ -401,7 +302,7 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _schedules(args: argparse.Namespace) -> None:
-    given = {_COUNTS[key]: count for key, count in _arguments(args).items()}
+    given = {COUNTS[key]: count for key, count in _arguments(args).items()}
     counts = {"n_devices": 4, "n_microbatches": 8, **given}
     table = schedules(**counts)
     print("p = {n_devices} devices, m = {n_microbatches} micro-batches; ".format(**counts)

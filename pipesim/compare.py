@@ -62,12 +62,17 @@ class Comparison:
     ------
     TimelineError
         If the two are not of the same tasks.
+    ArgumentError
+        If one of them is no timeline.
     """
 
     predicted: Timeline
     measured: Timeline
 
     def __post_init__(self) -> None:
+        for name, timeline in (("predicted", self.predicted), ("measured", self.measured)):
+            if not isinstance(timeline, Timeline):
+                raise ArgumentError(f"{name} is no Timeline but {type(timeline).__name__}")
         mine, other = self.predicted.graph, self.measured.graph
         if mine is other:
             return
@@ -84,7 +89,8 @@ class Comparison:
     @property
     def makespan_error(self) -> float:
         """Predicted over measured makespan, minus 1: negative where the run took longer."""
-        return self.predicted.makespan / self.measured.makespan - 1.0
+        measured = self.measured.makespan
+        return self.predicted.makespan / measured - 1.0 if measured else float("nan")
 
     @property
     def by_op(self) -> pd.DataFrame:

@@ -120,14 +120,12 @@ class Costs:
         if value is None and name == "recompute":
             return self.per_stage("forward", n_stages)
         if value is None and name == "backward":
-            parts = (self.per_stage(part, n_stages) for part in ("input_grad", "weight_grad"))
-            try:
-                return np.add(*parts)
-            except CostsError:
+            if self.input_grad is None or self.weight_grad is None:
                 raise CostsError(
                     "backward is missing, and so is input_grad or weight_grad; give the seconds "
                     "of B, or of both I and W"
-                ) from None
+                )
+            return self.per_stage("input_grad", n_stages) + self.per_stage("weight_grad", n_stages)
         if value is None:
             raise CostsError(f"{name} is missing, but the graph has tasks that need it")
         if isinstance(value, float):

@@ -122,8 +122,11 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
 
 
 def number(value: object) -> float | None:
-    """Return ``value`` as a float, or None where it is no real number (booleans are none)."""
+    """Return ``value`` as a float, or None where it is no real number, a boolean, or too large."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
-    value = float(value)
-    return None if math.isnan(value) else value
+    try:
+        got = float(value)
+    except OverflowError:  # an integer or a fraction beyond the largest float
+        return None
+    return None if math.isnan(got) else got

@@ -75,7 +75,8 @@ class CSR:
     @property
     def rows(self) -> Ints:
         """Row of each value."""
-        return np.repeat(np.arange(len(self)), np.diff(self.ptr))
+        rows: Ints = np.repeat(np.arange(len(self)), np.diff(self.ptr))
+        return rows
 
     def transposed(self) -> CSR:
         """Exchange rows and values (square: as many rows as different values)."""
@@ -85,7 +86,8 @@ class CSR:
         """Return the values of all ``rows``, one after the other."""
         counts = self.ptr[rows + 1] - self.ptr[rows]
         first = np.repeat(self.ptr[rows] - np.cumsum(counts) + counts, counts)
-        return self.values[first + np.arange(counts.sum())]
+        found: Ints = self.values[first + np.arange(counts.sum())]
+        return found
 
 
 class StreamKind:

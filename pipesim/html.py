@@ -40,7 +40,7 @@ def figure_html(figure: Figure, text: str) -> str:
     width = round(figure.get_figwidth() * 110)
     return (
         f'<img alt="{escape(text)}" src="data:image/png;base64,{image}" '
-        f'style="width:{width}px;max-width:100%;background:white">'
+        f'style="width:{width}px;max-width:100%;background:white"/>'
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
@@ -47,7 +48,8 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
         last. ``"dependency"``, ``"stream"`` (the task before it on its stream), ``"message"``
         (its SEND), ``"rendezvous"``, ``"link"`` (another message), ``"group"``, ``"host"`` (it was
         issued late; the chain begins there) or ``"start"`` (of the step).
-        ``gap`` is the time between the two tasks, such as latency (s).
+        ``gap`` is the time between the two tasks, such as latency (s); below 0 for a message that
+        is received while it is sent.
 
     Raises
     ------
@@ -56,10 +58,11 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     """
     if not timeline.ran.any():
         raise TimelineError(f"timeline {timeline.name!r} has no task that ran")
+    issued, link = _issued(timeline), _links(timeline)
     task: int | None = int(np.nanargmax(timeline.end))
     chain: list[tuple[int, str, float]] = []
     while task is not None:
-        before, cause = _cause(timeline, task)
+        before, cause = _cause(timeline, task, issued, link)
         gap = timeline.start[task] - (0.0 if before is None else timeline.end[before])
         chain.append((task, cause, gap))
         task = before
@@ -70,21 +73,29 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     return frame
 
 
-def _cause(timeline: Timeline, task: int) -> tuple[int | None, str]:
+def _cause(
+    timeline: Timeline, task: int, issued: NDArray[np.float64], link: NDArray[np.int64]
+) -> tuple[int | None, str]:
     """Return the task that ``task`` waited for last, and why; no task at the step's start."""
     graph, start, end = timeline.graph, timeline.start, timeline.end
-    candidates = [int(t) for t in graph.precedence[task] if timeline.ran[t]]
-    last = max(candidates, key=lambda t: (end[t], t), default=None)
-    if last is not None and (end[last] >= start[task] or graph.pair[task] == last):
+    before = [int(t) for t in graph.precedence[task] if timeline.ran[t]]
+    sender = int(graph.pair[task]) if graph.op[task] in RECVS else -1
+    if sender in before:
+        before.remove(sender)
+        if end[task] > start[task]:  # it ends with its SEND, whenever it was reached
+            return sender, "message"
+    last = max(before, key=lambda t: (end[t], t), default=None)
+    if last is not None and end[last] >= start[task]:
         return last, _relation(graph, task, last)
-    holder = _link_holder(timeline, task)
-    if holder is not None:
-        return holder, "link"
-    if last is None:
-        return None, "host" if start[task] > 0 else "start"
-    if timeline.costs is not None and np.any(np.asarray(timeline.costs.launch) > 0):
+    if issued[task] >= start[task] > 0:
         return None, "host"
-    return last, _relation(graph, task, last)
+    if sender >= 0:
+        return sender, "message"
+    if link[task] >= 0:
+        holders = np.flatnonzero((link == link[task]) & (end == start[task]) & (end > start))
+        if len(holders):
+            return int(holders[0]), "link"
+    return (None, "start") if last is None else (last, _relation(graph, task, last))
 
 
 def _relation(graph: TaskGraph, task: int, before: int) -> str:
@@ -98,14 +109,28 @@ def _relation(graph: TaskGraph, task: int, before: int) -> str:
     return "rendezvous" if graph.is_op(SENDS)[task] else "group"
 
 
-def _link_holder(timeline: Timeline, task: int) -> int | None:
-    """Return the message that left its link when the SEND ``task`` began, if there is one."""
+def _issued(timeline: Timeline) -> NDArray[np.float64]:
+    """Return when the hosts had issued each task and those it meets (rule 7), as costs have it."""
     graph = timeline.graph
-    if timeline.costs is None or graph.op[task] not in SENDS:
-        return None
-    link = timeline.costs.of(graph).link
-    others = np.flatnonzero(
-        (link == link[task]) & (timeline.end == timeline.start[task]) & ~graph.is_op(RECVS)
-    )
-    others = others[(others != task) & (timeline.duration[others] > 0)]
-    return int(others[0]) if len(others) else None
+    issued = np.zeros(len(graph))
+    if timeline.costs is None:
+        return issued
+    launch = timeline.costs.per_stage("launch", graph.n_stages)[graph.stage]
+    host = graph.host[graph.device]
+    for number in np.unique(host):
+        issued[host == number] = np.cumsum(launch[host == number])
+    together = issued.copy()
+    if graph.rendezvous:
+        sends = np.flatnonzero(graph.is_op(SENDS))
+        together[sends] = np.maximum(issued[sends], issued[graph.pair[sends]])
+    for number in np.unique(graph.group[graph.group >= 0]):
+        together[graph.group == number] = issued[graph.group == number].max()
+    return together
+
+
+def _links(timeline: Timeline) -> NDArray[np.int64]:
+    """Return the link of each SEND, and -1 for other tasks, or where it is not known."""
+    graph = timeline.graph
+    if timeline.costs is None:
+        return np.full(len(graph), -1, dtype=np.int64)
+    return np.where(graph.is_op(SENDS), timeline.costs.of(graph).link, -1)

@@ -172,6 +172,8 @@ def _checked_pairs(pairs: object) -> tuple[tuple[int, int], ...]:
 
 def check_keys(what: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
     """Raise for a key that ``what`` does not have."""
+    if not isinstance(values, Mapping):
+        raise NetworkError(f"{what} must be a table, got {values!r}")
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise NetworkError(f"{what} has no {unknown[0]!r} (it has: {', '.join(known)})")

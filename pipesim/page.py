@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from pipesim.errors import ArgumentError, check_count, number
-from pipesim.timeline import write_whole
+from pipesim.timeline import Timeline, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +24,10 @@ __all__ = [
     "TWO_COLUMNS",
     "add_legend",
     "axes_or_new",
+    "checked",
+    "end_of_axis",
     "figure",
+    "fits",
     "label",
     "legend_options",
     "rows_of_devices",
@@ -41,6 +46,7 @@ ROW, MARGIN, MOST = 0.25, 0.75, 5.0
 #: Points that a letter takes, of its size, and that a legend's entry takes beside its letters.
 LETTER, HANDLE = 0.56, 24.0
 _GREY = "#5A5A5A"
+_T = TypeVar("_T")
 
 
 def figure(
@@ -130,6 +136,27 @@ def save(what: Figure | Axes, *paths: Path | str) -> None:
             raise ArgumentError(f"cannot write a figure to {path}: {error}") from error
 
 
+def checked(what: object, kind: type[_T]) -> _T:
+    """Return ``what`` if it is of the kind that is drawn.
+
+    Raises
+    ------
+    ArgumentError
+        Otherwise.
+    """
+    if isinstance(what, kind):
+        return what
+    raise ArgumentError(f"cannot draw {what!r}: it is no {kind.__name__}")
+
+
+def end_of_axis(timeline: Timeline) -> float:
+    """Return where a time axis ends (s): right after the last event; 1 if there was none."""
+    began = timeline.start[~np.isnan(timeline.start)]
+    last = max(timeline.makespan, float(began.max(initial=0.0)))
+    # Tasks that never ended need room to be seen.
+    return last * (1.005 if timeline.complete else 1.05) or 1.0
+
+
 def axes_or_new(ax: Axes | None, rows: float) -> Axes:
     """Return ``ax``, or new axes two columns wide with room for ``rows``.
 
@@ -169,7 +196,8 @@ def rows_of_devices(ax: Axes, n_devices: int, until: float, unit: str) -> None:
 def _size(ax: Axes) -> tuple[float, float]:
     """Return width and height of the axes in points."""
     box = ax.bbox
-    return box.width * 72.0 / ax.figure.dpi, box.height * 72.0 / ax.figure.dpi
+    per_pixel = 72.0 / ax.figure.dpi
+    return float(box.width * per_pixel), float(box.height * per_pixel)
 
 
 def some_of(count: int, most: int) -> list[int]:
@@ -201,7 +229,8 @@ def add_legend(ax: Axes, handles: list[Any], labels: list[str]) -> float:
     options = legend_options(labels, _size(ax)[0])
     ax.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2,
               **options)  # fmt: skip
-    return math.ceil(len(labels) / options["ncols"]) * SMALL * 1.35 + 3.0
+    lines = math.ceil(len(labels) / int(options["ncols"]))
+    return lines * SMALL * 1.35 + 3.0
 
 
 def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None:
@@ -213,4 +242,5 @@ def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None
 
 def fits(ax: Axes, *texts: str) -> bool:
     """Tell whether texts have room beside each other above the axes."""
-    return sum(map(len, texts)) * FONT * LETTER + 10.0 < _size(ax)[0]
+    needed = sum(map(len, texts)) * FONT * LETTER + 10.0
+    return needed < _size(ax)[0]

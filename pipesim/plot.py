@@ -7,48 +7,42 @@ something is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from pipesim.charts import bars, memory
 from pipesim.compare import Comparison
-from pipesim.errors import ArgumentError, check_name, number
-from pipesim.graph import TaskGraph
+from pipesim.errors import ArgumentError, number
 from pipesim.html import figure_html, graph_html, note_html, schedule_html, table_html
 from pipesim.ops import Op
 from pipesim.page import (
-    FONT,
     ONE_COLUMN,
-    SMALL,
     TWO_COLUMNS,
     add_legend,
     axes_or_new,
+    checked,
+    end_of_axis,
     figure,
     fits,
-    label,
     legend_options,
     rows_of_devices,
     save,
     set_title,
     sized,
-    some_of,
 )
 from pipesim.style import (
+    INK,
     LABELS,
     PALETTE,
-    byte_unit,
-    chunks,
     format_bytes,
     format_error,
     format_time,
-    shades,
+    n_chunks,
     time_unit,
 )
 from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -73,8 +67,6 @@ __all__ = [
 TINT = 0.6
 #: Rows of a timeline that a device takes with its transfers, and in a comparison.
 WITH_TRANSFERS, COMPARED = 1.9, 1.5
-INK, DASHES = "#1C1C1C", (0, (3, 2))
-_T = TypeVar("_T")
 
 
 def timeline(
@@ -119,13 +111,13 @@ def timeline(
     UnknownNameError
         For an unknown unit.
     """
-    graph = _checked(timeline, Timeline).graph
+    graph = checked(timeline, Timeline).graph
     sign, scale = time_unit(timeline.makespan, unit)
     copies = transfers and not graph.on_compute.all()
     ax = axes_or_new(ax, graph.n_devices * (WITH_TRANSFERS if copies else 1.0))
     from pipesim import cells
 
-    rows_of_devices(ax, graph.n_devices, _until(timeline) * scale, sign)
+    rows_of_devices(ax, graph.n_devices, end_of_axis(timeline) * scale, sign)
     lanes = cells.with_transfers(graph) if copies else cells.one_lane(graph, 0.0, 0.8)
     cells.draw_bubbles(ax, lanes, timeline.makespan * scale)
     drawn = cells.draw_cells(ax, timeline, lanes, scale=scale, numbers=numbers)
@@ -133,7 +125,8 @@ def timeline(
         cells.draw_dependencies(ax, timeline, lanes, scale=scale)
     height = 0.0
     if legend and drawn:
-        height = add_legend(ax, *_handles(graph, drawn))
+        cut = len(timeline.frame) > int(timeline.ran.sum())
+        height = add_legend(ax, *cells.legend_entries(graph, drawn, unfinished=cut))
     if title:
         set_title(ax, title, height=height)
     return ax
@@ -169,10 +162,14 @@ def comparison(
     UnknownNameError
         For an unknown unit.
     """
-    graph = _checked(comparison, Comparison).predicted.graph
+    graph = checked(comparison, Comparison).predicted.graph
     ax = axes_or_new(ax, graph.n_devices * COMPARED)
     drawn = _draw_comparison(ax, comparison, _latest([comparison]), numbers, unit)
-    height = add_legend(ax, *_handles(graph, drawn, compared=True)) if legend else 0.0
+    height = 0.0
+    if legend:
+        from pipesim.cells import legend_entries
+
+        height = add_legend(ax, *legend_entries(graph, drawn, compared=True))
     _draw_heading(ax, comparison, comparison.measured.name if title is None else title, height)
     return ax
 
@@ -209,11 +206,13 @@ def overlay(
     """
     from matplotlib.figure import Figure
 
+    from pipesim.cells import legend_entries
+
     if not isinstance(comparisons, Mapping) or not comparisons:
         raise ArgumentError(
             f"overlay takes a mapping of titles to at least one comparison, got {comparisons!r}"
         )
-    all_of = [_checked(each, Comparison) for each in comparisons.values()]
+    all_of = [checked(each, Comparison) for each in comparisons.values()]
     if (number(width) or 0.0) <= 0:
         raise ArgumentError(f"width must be inches > 0, got {width!r}")
     rows = [0.36 * each.predicted.graph.n_devices for each in all_of]
@@ -226,115 +225,11 @@ def overlay(
         _draw_heading(ax, each, title, 0.0)
         if ax is not stacked[-1]:
             ax.set_xlabel("")
-    deepest = max((each.predicted.graph for each in all_of), key=_n_chunks)
-    handles, labels = _handles(deepest, drawn, compared=True)
+    deepest = max((each.predicted.graph for each in all_of), key=n_chunks)
+    handles, labels = legend_entries(deepest, drawn, compared=True)
     options = legend_options(labels, width * 72)
     whole.legend(handles, labels, loc="outside upper center", **options)
     return whole
-
-
-def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = None) -> Axes:
-    """Draw the bytes that each device holds over time; later devices are lighter.
-
-    Parameters
-    ----------
-    timeline
-        With costs.
-    ax
-        Where to draw.
-    unit
-        Of the time axis, as for `timeline`.
-
-    Raises
-    ------
-    ArgumentError
-        If ``timeline`` or ``ax`` is something else.
-    TimelineError
-        If the timeline has no costs.
-    UnknownNameError
-        For an unknown unit.
-    """
-    held = _checked(timeline, Timeline).memory()
-    sign, scale = time_unit(timeline.makespan, unit)
-    size_sign, size = byte_unit(float(held["nbytes"].max()))
-    ax = axes_or_new(ax, 6)
-    from matplotlib import colormaps
-
-    n_devices = timeline.n_devices
-    few = n_devices <= 8
-    styles: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (1.5, 1)), (0, (5, 1, 1, 1)))
-    for device in range(n_devices):
-        rows = held[held["device"] == device]
-        time = np.append(rows["time"], timeline.makespan) * scale
-        nbytes = np.append(rows["nbytes"], rows["nbytes"].iloc[-1]) / size
-        (line,) = ax.step(
-            time,
-            nbytes,
-            where="post",
-            color=colormaps["viridis"](0.88 * device / max(1, n_devices - 1)),
-            linestyle=styles[device % 4] if few else "-",
-            linewidth=1.4 if few else 0.8,
-            label=f"device {device}" if device in some_of(n_devices, 8) else "_",
-        )
-        line.set_gid(f"memory:{device}")
-    ax.set_xlim(0, _until(timeline) * scale)
-    ax.set_ylim(bottom=0)
-    label(ax, f"Time ({sign})", f"Memory held ({size_sign})")
-    ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL,
-              handlelength=2.4, borderaxespad=0.3)  # fmt: skip
-    return ax
-
-
-#: Title of each column of `pipesim.compare`, and how its values are written.
-_COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "makespan": ("Makespan", format_time),
-    "relative": ("Makespan, relative to the first", lambda value: f"{value:.2f}"),
-    "bubble_fraction": ("Bubble", lambda value: f"{value:.1%}"),
-    "throughput": ("Throughput (micro-batches/s)", lambda value: f"{value:.4g}"),
-    "peak_memory": ("Peak memory of the fullest device", format_bytes),
-}
-
-
-def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan") -> Axes:
-    """Draw a column of what `pipesim.compare` returns: a bar a schedule, the first on top.
-
-    Parameters
-    ----------
-    table
-        From `pipesim.compare`.
-    ax
-        Where to draw.
-    column
-        ``"makespan"``, ``"relative"``, ``"bubble_fraction"``, ``"throughput"`` or
-        ``"peak_memory"``. A value that is not known has no bar and is marked ``n/a``.
-
-    Raises
-    ------
-    ArgumentError
-        If ``table`` or ``ax`` is something else, or the table is empty.
-    UnknownNameError
-        For an unknown column.
-    """
-    title, write = _COLUMNS[check_name("column", column, _COLUMNS)]
-    if column not in getattr(table, "columns", ()) or not len(table):
-        raise ArgumentError(
-            f"bars takes a table from pipesim.compare with a column {column!r} and at least one "
-            f"row, got {type(table).__name__}"
-        )
-    ax = axes_or_new(ax, len(table))
-    values = table[column].to_numpy(float)
-    drawn = ax.barh(np.arange(len(values)), np.nan_to_num(values), 0.7, color=PALETTE[Op.F])
-    texts = ["n/a" if np.isnan(value) else write(value) for value in values.tolist()]
-    ax.bar_label(drawn, texts, padding=3, fontsize=SMALL)
-    ax.set_xlim(0, 1.12 * (np.nanmax(values) if (values > 0).any() else 1.0))
-    ax.set_ylim(len(values) - 0.5, -0.5)
-    label(ax, "", "")
-    ax.set_yticks(np.arange(len(values)), [str(name) for name in table.index], fontsize=FONT)
-    ax.set_xticks([])
-    ax.tick_params(axis="y", length=0)
-    ax.spines["bottom"].set_visible(False)
-    set_title(ax, title)
-    return ax
 
 
 def timeline_html(timeline: Timeline) -> str:
@@ -374,53 +269,11 @@ def comparison_html(comparison: Comparison) -> str:
     return figure_html(whole, repr(comparison)) + table_html(head, rows)
 
 
-def _checked(what: object, kind: type[_T]) -> _T:
-    """Return ``what`` if it is of the kind that is drawn."""
-    if isinstance(what, kind):
-        return what
-    raise ArgumentError(f"cannot draw {what!r}: it is no {kind.__name__}")
-
-
-def _until(timeline: Timeline) -> float:
-    """Return the end of the time axis: right after the last event; 1 if nothing happened."""
-    began = timeline.start[~np.isnan(timeline.start)]
-    last = max(timeline.makespan, float(began.max(initial=0.0)))
-    # Tasks that never ended need room to be seen.
-    return last * (1.005 if timeline.complete else 1.05) or 1.0
-
-
 def _latest(comparisons: Iterable[Comparison]) -> float:
     """Return where a time axis ends that all of them share."""
-    return max(_until(each) for both in comparisons for each in (both.predicted, both.measured))
-
-
-def _n_chunks(graph: TaskGraph) -> int:
-    return 1 + int(chunks(graph.device, graph.stage).max(initial=0))
-
-
-def _handles(
-    graph: TaskGraph, drawn: Mapping[Op, str | None], *, compared: bool = False
-) -> tuple[list[Any], list[str]]:
-    """Return a legend's handles and labels: what is compared, operations, chunks."""
-    from matplotlib.patches import Patch
-
-    entries: list[tuple[Any, str]] = []
-    if compared:
-        entries += [
-            (
-                Patch(facecolor="#E6E6E6", edgecolor=INK, linewidth=0.7, linestyle=DASHES),
-                "predicted",
-            ),
-            (Patch(facecolor="#A8A8A8", edgecolor=INK, linewidth=0.7), "measured"),
-        ]
-    for op in sorted(drawn):
-        patch = Patch(facecolor=PALETTE[op], edgecolor="white", linewidth=0, hatch=drawn[op])
-        entries.append((patch, LABELS[op]))
-    last = _n_chunks(graph) - 1
-    for chunk in dict.fromkeys((0, last)) if last else ():
-        grey = shades(np.array([Op.STEP]), np.array([chunk]), deepest=last)[0]
-        entries.append((Patch(facecolor=grey, linewidth=0), f"chunk {chunk}"))
-    return [handle for handle, _ in entries], [text for _, text in entries]
+    return max(
+        end_of_axis(each) for both in comparisons for each in (both.predicted, both.measured)
+    )
 
 
 def _draw_comparison(
@@ -434,7 +287,7 @@ def _draw_comparison(
     rows_of_devices(ax, graph.n_devices, until * scale, sign)
     drawn: dict[Op, str | None] = {}
     for name, each, offset, tint, style in (
-        ("predicted", comparison.predicted, -0.2, TINT, DASHES),
+        ("predicted", comparison.predicted, 0.2, TINT, cells.DASHES),
         ("measured", comparison.measured, 0.2, 0.0, "-"),
     ):
         lanes = cells.one_lane(graph, offset, 0.36)
@@ -442,7 +295,9 @@ def _draw_comparison(
         drawn |= cells.draw_cells(
             ax, each, lanes, scale=scale, name=name, tint=tint, numbers=numbers
         )
-        line = ax.axvline(each.makespan * scale, color=INK, linestyle=style, linewidth=0.8)
+        line = ax.axvline(
+            each.makespan * scale, color=INK, linestyle=style, linewidth=0.8, zorder=1.5
+        )
         line.set_gid(f"{name}:makespan")
     return drawn
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs import Costs, TaskCosts
 from pipesim.engines import simpy_engine
-from pipesim.errors import ArgumentError, TimelineError, check_name
+from pipesim.errors import ArgumentError, CostsError, TimelineError, check_name
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS, TRANSFERS
 from pipesim.timeline import Timeline
@@ -50,8 +50,23 @@ def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "simpy
         raise ArgumentError(f"costs must be a pipesim.Costs, got {costs!r}")
     verify(graph)
     tasks = costs.of(graph) if isinstance(costs, Costs) else costs
+    _check(graph, tasks)
     start, end = run(graph, tasks)
     return Timeline(graph, start, end, tasks.nbytes, tasks.costs)
+
+
+def _check(graph: TaskGraph, costs: TaskCosts) -> None:
+    """Raise unless each task has finite costs of at least 0; engines take them as they are."""
+    for name in ("duration", "latency", "launch", "nbytes", "link"):
+        values = getattr(costs, name)
+        if len(values) != len(graph):
+            raise CostsError(f"{name} has {len(values)} values for {len(graph)} tasks")
+        good = (np.isfinite(values) & (values >= 0)) | (name == "link")
+        if not good.all():
+            task = graph.task(int(np.argmin(good)))
+            raise CostsError(
+                f"{name} of {task} (task {task.id}) must be finite and >= 0, got {values[task.id]}"
+            )
 
 
 def replay(timeline: Timeline, *, engine: str = "simpy") -> Timeline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,22 +10,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import check_name
+from pipesim.graph import TaskGraph
 from pipesim.ops import Op
 
 __all__ = [
     "HATCHED",
+    "INK",
     "LABELS",
     "OUTLINES",
     "PALETTE",
     "TIME_UNITS",
+    "UNFINISHED",
     "byte_unit",
     "chunks",
     "format_bytes",
     "format_error",
     "format_time",
+    "n_chunks",
     "shades",
     "text_colours",
     "time_unit",
+    "whiteness",
 ]
 
 Floats = NDArray[np.float64]
@@ -48,7 +54,7 @@ PALETTE: Mapping[Op, str] = {
 #: Drawn with a hatch: the same work as F, done again.
 HATCHED = frozenset({Op.R})
 #: Outlines of pale cells.
-OUTLINES: Mapping[Op, str] = {**PALETTE, Op.R: PALETTE[Op.F]}
+OUTLINES: Mapping[Op, str] = {**PALETTE, Op.R: "#9CCBEC"}
 #: What legends call an operation.
 LABELS: Mapping[Op, str] = {
     Op.F: "forward",
@@ -67,7 +73,8 @@ LABELS: Mapping[Op, str] = {
 #: How many of a unit make a second.
 TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_DARK, _LIGHT = "#1C1C1C", "#FFFFFF"
+#: Text, arrows, lines; and the outline of a task that never ended.
+INK, UNFINISHED = "#1C1C1C", "#B22222"
 
 
 def _rgb(colour: str) -> list[float]:
@@ -81,10 +88,19 @@ def chunks(device: NDArray[Any], stage: NDArray[Any]) -> NDArray[np.int64]:
     return (np.arange(len(pairs)) - first)[index.ravel()]
 
 
-def shades(
-    op: NDArray[Any], chunk: NDArray[Any], tint: float = 0.0, *, deepest: int | None = None
-) -> Floats:
-    """Return red, green, blue (0..1) of each task; later chunks are lighter.
+def n_chunks(graph: TaskGraph) -> int:
+    """Return the most stages that any device runs."""
+    return 1 + int(chunks(graph.device, graph.stage).max(initial=0))
+
+
+def whiteness(chunk: NDArray[Any]) -> Floats:
+    """Return how much white each chunk's colour has mixed in, 0..1; later chunks are lighter."""
+    step = min(0.5, 0.75 / max(1, int(chunk.max(initial=0))))
+    return chunk.astype(np.float64) * step
+
+
+def shades(op: NDArray[Any], chunk: NDArray[Any], tint: float = 0.0) -> Floats:
+    """Return red, green, blue (0..1) of each task.
 
     Parameters
     ----------
@@ -92,23 +108,20 @@ def shades(
         One entry a task; see `chunks`.
     tint
         How much white to mix in besides, 0..1.
-    deepest
-        The last chunk there is; by default the last of ``chunk``.
     """
     table = np.zeros((len(Op), 3))
     for each, colour in PALETTE.items():
         table[each] = _rgb(colour)
-    deepest = int(chunk.max(initial=0)) if deepest is None else deepest
-    step = min(0.5, 0.75 / max(1, deepest))
-    kept = ((1 - chunk * step) * (1 - tint))[:, None]
-    return 1 - kept * (1 - table[op])
+    kept = ((1 - whiteness(chunk)) * (1 - tint))[:, None]
+    colours: Floats = 1 - kept * (1 - table[op])
+    return colours
 
 
 def text_colours(colours: Floats) -> list[str]:
     """Return dark or white for each background, whichever stands out more."""
     linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
     luminance = linear @ np.array([0.2126, 0.7152, 0.0722])
-    return [_DARK if value > 0.18 else _LIGHT for value in luminance]
+    return [INK if value > 0.18 else "#FFFFFF" for value in luminance]
 
 
 def time_unit(seconds: float, unit: str | None = None) -> tuple[str, float]:
@@ -138,11 +151,15 @@ def _significant(value: float) -> str:
     """Return three digits, and never an exponent."""
     if abs(value) >= 99.95:
         return f"{value:.0f}"
-    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.3g}"
+    if abs(value) >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if abs(value) >= 0.9995 else f"{value:.3g}"
 
 
 def format_time(seconds: float) -> str:
-    """Return seconds in a fitting unit, such as ``"412 ms"``."""
+    """Return seconds in a fitting unit, such as ``"412 ms"``; ``"n/a"`` for NaN."""
+    if math.isnan(seconds):
+        return "n/a"
     sign, scale = time_unit(seconds)
     return f"{_significant(seconds * scale)} {sign}"
 
@@ -154,5 +171,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_error(share: float) -> str:
-    """Return a signed share, such as ``"+1.7%"``."""
+    """Return a signed share, such as ``"+1.7%"``; ``"n/a"`` for NaN."""
+    if math.isnan(share):
+        return "n/a"
     return f"{share:+.1%}".replace("-", "\N{MINUS SIGN}")

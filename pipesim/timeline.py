@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from pipesim.costs import Costs
 from pipesim.errors import PipeError, TimelineError, suggestion
 from pipesim.graph import StreamKind, TaskGraph, Tasks
-from pipesim.ops import COMPUTE, Op
+from pipesim.ops import COMPUTE, Action, Op
 from pipesim.verify import verify
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["COLUMNS", "Timeline", "write_whole"]
 
 COLUMNS = ("device", "stream", "op", "stage", "microbatch", "start", "end", "nbytes")
+#: Operations that may be on a whole stage, without a micro-batch.
+_OF_STAGES = (Op.STEP.name, Op.REDUCE_GRAD.name, Op.ALL_TO_ALL.name)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -214,9 +217,12 @@ class Timeline:
 
         path = Path(path)
         try:
-            rows = pd.read_csv(path, dtype=str, keep_default_na=False)
+            text = path.read_text()
+            rows = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
         except (OSError, ValueError) as error:
             raise TimelineError(f"cannot read a timeline from {path}: {error}") from error
+        if not text.endswith("\n"):
+            raise TimelineError(f"{path} is no whole timeline: its last line was cut")
         try:
             return cls._from_rows(rows, costs=costs, name=name or path.stem)
         except PipeError as error:
@@ -237,10 +243,16 @@ class Timeline:
             rows[column] = _read(rows, column, lambda text: float(text or "nan"))
         _check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
         _check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
-        _check_rows(rows, (rows["device"] >= 0) & (rows["stage"] >= 0), "has a negative place")
+        for column in ("device", "stage", "microbatch"):
+            whole_stage = (column == "microbatch") & rows["op"].isin(_OF_STAGES)
+            in_range = (rows[column] >= np.where(whole_stage, -1, 0)) & (rows[column] < len(rows))
+            _check_rows(rows, in_range, f"has no valid {column}")
+        _check_rows(rows, ~np.isinf(rows["start"]), "starts never")
         ordered = (rows["end"] >= rows["start"]) | rows["end"].isna()
         _check_rows(rows, ordered & ~np.isinf(rows["end"]), "ends before it starts, or never")
-        _check_rows(rows, rows["nbytes"] >= 0, "has no valid nbytes")
+        _check_rows(
+            rows, np.isfinite(rows["nbytes"]) & (rows["nbytes"] >= 0), "has no valid nbytes"
+        )
         tasks = Tasks(
             op=np.array([Op[name] for name in rows["op"]], dtype=np.int64),
             device=rows["device"].to_numpy(np.int64),
@@ -248,6 +260,10 @@ class Timeline:
             microbatch=rows["microbatch"].to_numpy(np.int64),
             stream=rows["stream"].map(StreamKind.code).to_numpy(np.int64),
         )
+        _check_rows(
+            rows, tasks.stream <= StreamKind.recv(tasks.device.max()), "names a stream of no device"
+        )
+        _check_whole(tasks)
         graph = TaskGraph.wire(
             tasks,
             name=name,
@@ -272,15 +288,32 @@ def _read(rows: pd.DataFrame, column: str, read: Callable[[str], float]) -> list
 
 def _is_stream(name: object) -> bool:
     try:
-        StreamKind.code(str(name))
+        return StreamKind.name(StreamKind.code(str(name))) == name
     except (KeyError, ValueError):
         return False
-    return True
 
 
-def _check_rows(rows: pd.DataFrame, good: pd.Series[bool], problem: str) -> None:
+def _check_whole(tasks: Tasks) -> None:
+    """Raise if tasks that every step has are missing, as in a file that was cut between lines."""
+    if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
+        raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
+    shape = tasks.stage.max() + 1, tasks.microbatch.max() + 1
+    for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W)):
+        there = np.zeros(shape, dtype=bool)
+        of_op = np.isin(tasks.op, ops)
+        there[tasks.stage[of_op], tasks.microbatch[of_op]] = True
+        for stage, microbatch in np.argwhere(~there):
+            raise TimelineError(f"{Action(int(stage), ops[0], int(microbatch))} is missing")
+    n_steps = int((tasks.op == Op.STEP).sum())
+    if n_steps not in (0, shape[0]):
+        raise TimelineError(f"it has the STEP of {n_steps} of {shape[0]} stages")
+
+
+def _check_rows(
+    rows: pd.DataFrame, good: pd.Series[bool] | NDArray[np.bool_], problem: str
+) -> None:
     """Raise for the first row that is not good, by its line in the file."""
-    bad = np.flatnonzero(~good.to_numpy(bool))
+    bad = np.flatnonzero(~np.asarray(good, dtype=bool))
     if len(bad):
         values = ", ".join(map(str, rows.iloc[bad[0]].tolist()))
         raise TimelineError(f"line {bad[0] + 2} ({values}) {problem}")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
 from pipesim.graph import StreamKind, TaskGraph, Tasks
-from pipesim.ops import RECVS, SCHEDULED, SENDS, Action, Op
+from pipesim.ops import COMPUTE, RECVS, SCHEDULED, SENDS, Action, Op
 from pipesim.schedule import Schedule
 
 __all__ = ["compute_tasks", "verify"]
@@ -149,15 +149,27 @@ def _verify_graph(graph: TaskGraph) -> None:
     _, first, counts = np.unique(key, return_index=True, return_counts=True)
     if (counts > 1).any():
         raise GraphError(f"{graph.task(int(first[counts > 1][0]))} is in the graph twice")
+    for elsewhere in np.flatnonzero(graph.device_of_stage[graph.stage] != graph.device):
+        raise GraphError(
+            f"task {elsewhere} ({graph.task(int(elsewhere))}) is on device "
+            f"{graph.device[elsewhere]}, but stage {graph.stage[elsewhere]} lies on device "
+            f"{graph.device_of_stage[graph.stage[elsewhere]]} as well; a stage lies on one"
+        )
+    for aside in np.flatnonzero(graph.is_op(COMPUTE) & ~graph.on_compute):
+        raise GraphError(
+            f"task {aside} ({graph.task(int(aside))}) is on stream "
+            f"{graph.task(int(aside)).stream!r}; it belongs on 'compute'"
+        )
     _check_messages(graph)
     _check_deadlock(graph, f"graph {graph.name!r}")
     waits = graph.precedence
     late = np.flatnonzero(waits.values >= waits.rows)
     if len(late):
-        task, needed = graph.task(int(waits.rows[late[0]])), graph.task(int(waits.values[late[0]]))
+        first_late = graph.task(int(waits.rows[late[0]]))
+        needed = graph.task(int(waits.values[late[0]]))
         raise GraphError(
-            f"task {task.id} ({task}) waits for task {needed.id} ({needed}), which is issued "
-            "later; ids must be a topological order: build the graph with TaskGraph.build"
+            f"task {first_late.id} ({first_late}) waits for task {needed.id} ({needed}), "
+            "which is issued later; ids must be a topological order: build the graph with TaskGraph.build"
         )
 
 
@@ -180,7 +192,7 @@ def _check_messages(graph: TaskGraph) -> None:
         graph.stream[recvs][order][1:] == graph.stream[recvs][order][:-1]
     )
     for index in np.flatnonzero(swapped & same_streams):
-        early, late = (graph.task(int(recvs[order[index + k]])) for k in (0, 1))
+        early, late = (graph.task(int(recvs[order[index + k]])) for k in range(2))
         sent = graph.task(int(graph.pair[early.id]))
         raise GraphError(
             f"device {early.device} receives {late} before {early}, but device {sent.device} "
@@ -206,9 +218,8 @@ def _check_deadlock(graph: TaskGraph, label: str) -> None:
             f"  device {device}, {stream}: {graph.task(head)} (position {blocked[0]}) "
             f"waits for {waits}"
         )
-    more = (
-        [f"  ... and {len(lines) - _MOST_NAMED} more streams"] if len(lines) > _MOST_NAMED else []
-    )
+    more = len(lines) - _MOST_NAMED
+    rest = [f"  ... and {more} more streams"] if more > 0 else []
     raise DeadlockError(
         f"{label} deadlocks: {len(lines)} streams wait for each other; their blocked heads are\n"
         + "\n".join(lines[:_MOST_NAMED] + rest)

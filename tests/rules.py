@@ -1,10 +1,12 @@
 """DESIGN's rules of time, said a second time: what every engine's answer is checked against.
 
-Given a finished timeline, each start and end must be exactly what the rules make of the others. This
-needs no event loop, so that it shares nothing with an engine but the rules.
+Given a finished timeline, each start and end must be exactly what the rules make of the others.
+This needs no event loop, so that it shares nothing with an engine but the rules.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 
@@ -62,7 +64,7 @@ def assert_rules_hold(timeline: ps.Timeline, costs: ps.TaskCosts) -> None:
     n = len(graph)
     reached = issue_times(graph, costs)  # rule 7
     for queue in (graph.queues[k].tolist() for k in range(len(graph.queues))):
-        for before, task in zip(queue, queue[1:], strict=False):
+        for before, task in itertools.pairwise(queue):
             reached[task] = max(reached[task], end[before])  # rule 1
     for task in range(n):
         reached[task] = max([reached[task], *end[graph.dependencies[task]]])  # rule 2

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import pipesim as ps
-import pipesim.cli
+import pipesim.settings
 import pipesim.plot
 from pipesim.cli import EPILOG, main
 from pipesim.costs import VALUE_FIELDS
@@ -343,7 +343,9 @@ def test_unwritable_is_found_before_the_work(
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder.png").mkdir()
-    monkeypatch.setattr(pipesim.cli, "simulate", lambda *_, **__: pytest.fail("simulated first"))
+    monkeypatch.setattr(
+        pipesim.settings, "simulate", lambda *_, **__: pytest.fail("simulated first")
+    )
     err = fail(capsys, *command, *BASE, flag, tmp_path / name)
     assert f"argument {flag}: cannot write" in err
     assert str(tmp_path / name) in err
@@ -370,7 +372,7 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipesim.cli, "simulate", interrupt)
+    monkeypatch.setattr(pipesim.settings, "simulate", interrupt)
     assert main(["simulate", "1f1b", *BASE]) == 130
 
 

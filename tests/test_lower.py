@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,7 @@ def test_counts(schedule: ps.Schedule, options: dict[str, Any]) -> None:
     """As many R, messages and steps as the options say, and where they say."""
     graph = ps.lower(schedule, **options)
     device_of, m = schedule.placement.device_of, schedule.n_microbatches
-    crossings = sum(a != b for a, b in zip(device_of, device_of[1:], strict=False)) * m
+    crossings = sum(a != b for a, b in itertools.pairwise(device_of)) * m
     recomputed = {"never": 0, "always": m, "except_last": m - 1}[options["recompute"]]
     counted = {op: int((graph.op == op).sum()) for op in Op}
     assert counted[Op.R] == recomputed * schedule.n_stages

@@ -106,9 +106,7 @@ def test_docstring_grid_is_the_simulation(name: str) -> None:
     assert drawn, f"the docstring of {name!r} draws no grid"
     n_microbatches = 1 + max(map(int, re.findall(r"[A-Z](\d+)", drawn)))
     graph = ps.lower(ps.schedule(name, len(drawn.splitlines()), n_microbatches), step="none")
-    timeline = ps.simulate(
-        graph, ps.Costs(forward=1, backward=1, input_grad=1, weight_grad=1)
-    )
+    timeline = ps.simulate(graph, ps.Costs(forward=1, backward=1, input_grad=1, weight_grad=1))
     assert draw(timeline, transfers=False) == grid(drawn)
 
 

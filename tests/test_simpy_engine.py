@@ -50,7 +50,10 @@ def test_gpipe_waits_for_the_slowest_stage() -> None:
 
 def test_split_backward() -> None:
     """Rule 3: the gradient goes back after I; W fills the wait."""
-    orders = [["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]]
+    orders = [
+        ["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"],
+        ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"],
+    ]
     graph = ps.lower(ps.Schedule.from_orders(orders), step="none")
     timeline = ps.simulate(graph, ps.Costs(forward=1, input_grad=1, weight_grad=2))
     assert draw(timeline, transfers=False) == grid("""
@@ -63,13 +66,13 @@ def test_stages_of_one_device_hand_over_for_free() -> None:
     """Rule 4: the fold of a V has no message, the other edges have."""
     orders = [["0F0", "3F0", "3B0", "0B0"], ["1F0", "2F0", "2B0", "1B0"]]
     graph = ps.lower(ps.Schedule.from_orders(orders), step="none")
-    timeline = ps.simulate(
-        graph, ps.Costs(forward=1, backward=1, output_bytes=1, network=SLOW)
-    )
-    assert draw(timeline, transfers=False) == grid("""
+    timeline = ps.simulate(graph, ps.Costs(forward=1, backward=1, output_bytes=1, network=SLOW))
+    assert draw(timeline, transfers=False) == grid(
+        """
         0 | 0F0 ... ... ... ... 3F0 3B0 ... ... ... ... 0B0
         1 | ... ... 1F0 2F0 ... ... ... ... 2B0 1B0 ... ...
-    """.replace("...", ".."))
+    """.replace("...", "..")
+    )
 
 
 def test_transfers_overlap_compute() -> None:
@@ -99,10 +102,10 @@ def test_transfers_without_overlap() -> None:
 def test_one_copy_stream_blocks_at_its_head() -> None:
     """Rule 1: device 1 could send F0 at 5, but its copy stream waits for F1 from device 0."""
     costs = ps.Costs(forward=(3, 1, 1), backward=1, output_bytes=1, network=SLOW)
-    assert draw(run("gpipe", 3, 2, costs), rows="^[12]($| .*F|.*recv:[01]|.*send:2)") == grid("""
+    assert draw(run("gpipe", 3, 2, costs), rows="^[12]$|send:2|1 recv:0|2 recv:1") == grid("""
         1        | .. .. .. .. F0 .. .. F1 .. .. .. .. B1 B0 .. ..
-        1 send:2 | .. .. .. .. .. F0 .. .. F1 .. .. .. .. .. .. ..
         1 recv:0 | .. .. .. F0 .. .. F1 .. .. .. .. .. .. .. .. ..
+        1 send:2 | .. .. .. .. .. F0 .. .. F1 .. .. .. .. .. .. ..
         2        | .. .. .. .. .. .. F0 .. .. F1 B1 B0 .. .. .. ..
         2 recv:1 | .. .. .. .. .. F0 .. .. F1 .. .. .. .. .. .. ..
     """)
@@ -239,7 +242,6 @@ def shared(forward: tuple[int, int, int], nbytes: int) -> ps.Timeline:
 def test_shared_link_serves_the_smaller_id_of_one_moment() -> None:
     """Rule 8: 0SEND_F1 and 1SEND_F0 both want the link at 4; 0SEND_F1 was issued first."""
     timeline = shared(forward=(2, 1, 1), nbytes=1)
-    assert draw(timeline, rows="0$|1$|send:[12]|2$")[: len("0 send:1 | " + "F0 " * 7)]
     assert draw(timeline, rows="^0$|^1$|^2$|0 send:1|1 send:2") == grid("""
         0        | F0 F0 F1 F1 .. .. .. .. .. .. B1 B0
         0 send:1 | .. .. F0 .. F1 .. .. .. .. .. .. ..
@@ -320,6 +322,30 @@ def test_rules_hold(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
 
 
 @given(cases())
+def test_invariants(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """Streams and links do one thing at a time, and what is needed has ended before."""
+    graph, costs = case
+    timeline, tasks = ps.simulate(graph, costs), costs.of(graph)
+    start, end = timeline.start, timeline.end
+    assert timeline.complete
+    assert (start >= 0).all()
+    assert (timeline.duration >= 0).all()
+    for number in range(len(graph.queues)):
+        queue = graph.queues[number]
+        assert (end[queue][:-1] <= start[queue][1:]).all()
+    needs = graph.dependencies
+    assert (end[needs.values] <= start[needs.rows]).all()
+    recvs = np.flatnonzero(graph.is_op(RECVS))
+    assert (start[graph.pair[recvs]] <= start[recvs]).all()
+    assert (end[graph.pair[recvs]] <= end[recvs]).all()
+    held = np.flatnonzero(graph.is_op(SENDS) & (tasks.duration > 0))
+    for link in np.unique(tasks.link[held]):
+        mine = held[tasks.link[held] == link]
+        mine = mine[np.argsort(start[mine], kind="stable")]
+        assert (end[mine][:-1] <= start[mine][1:]).all()
+
+
+@given(cases())
 def test_lower_bounds(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """A step is no shorter than its longest chain, and than its busiest stream."""
     graph, costs = case
@@ -338,53 +364,14 @@ def test_lower_bounds(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
 
 
 @given(cases())
-def test_streams_and_dependencies(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
-    """No two tasks of a stream overlap, and what is needed has ended before."""
-    graph, costs = case
-    timeline = ps.simulate(graph, costs)
-    assert timeline.complete
-    assert (timeline.start >= 0).all()
-    assert (timeline.duration >= 0).all()
-    for number in range(len(graph.queues)):
-        queue = graph.queues[number]
-        assert (timeline.end[queue][:-1] <= timeline.start[queue][1:]).all()
-    needs = graph.dependencies
-    assert (timeline.end[needs.values] <= timeline.start[needs.rows]).all()
-    recvs = np.flatnonzero(graph.is_op(RECVS))
-    assert (timeline.start[graph.pair[recvs]] <= timeline.start[recvs]).all()
-    assert (timeline.end[graph.pair[recvs]] <= timeline.end[recvs]).all()
-
-
-@given(cases())
-def test_links_carry_one_message_at_a_time(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
-    """Rule 8: messages with bytes that share a link do not overlap."""
-    graph, costs = case
-    timeline, tasks = ps.simulate(graph, costs), costs.of(graph)
-    held = np.flatnonzero(graph.is_op(SENDS) & (tasks.duration > 0))
-    for link in np.unique(tasks.link[held]):
-        mine = held[tasks.link[held] == link]
-        mine = mine[np.argsort(timeline.start[mine], kind="stable")]
-        assert (timeline.end[mine][:-1] <= timeline.start[mine][1:]).all()
-
-
-@given(cases())
 def test_simulation_is_repeatable(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
-    """Twice the same, and the graph is left as it was."""
-    graph, costs = case
-    one, two = ps.simulate(graph, costs), ps.simulate(graph, costs)
-    assert (one.start == two.start).all()
-    assert (one.end == two.end).all()
-    assert one.graph is graph
-    assert one.costs is costs
-
-
-@given(cases())
-def test_replay_of_task_costs(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
-    """Costs of each task are what the engine is given in the end."""
+    """Twice the same, from costs of stages or of tasks, and the graph is left as it was."""
     graph, costs = case
     one, two = ps.simulate(graph, costs), ps.simulate(graph, costs.of(graph))
     assert (one.start == two.start).all()
     assert (one.end == two.end).all()
+    assert one.graph is two.graph is graph
+    assert one.costs is two.costs is costs
 
 
 def test_durations_of_compute_tasks_are_kept() -> None:

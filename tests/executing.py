@@ -1,0 +1,277 @@
+"""What the tests of pipeexec share: odd modules, the unsplit model, and a watchdog."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeexec as px
+import pipesim as ps
+from pipesim.ops import Op
+
+__all__ = [
+    "Faulty",
+    "Nap",
+    "assert_close",
+    "assert_order_respected",
+    "assert_same",
+    "cut",
+    "dense",
+    "gradients",
+    "mse",
+    "nap_stages",
+    "one_thread",
+    "pipeline",
+    "unsplit",
+    "within",
+]
+
+Call = Callable[[int, int, nn.Module, tuple[Tensor, ...]], Any]
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Return what ``call`` returns; fail, with every thread's stack, where it would hang."""
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((call(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        faulthandler.dump_traceback(sys.__stderr__)
+        pytest.fail(f"still running after {seconds} s")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch sum in one order: that of a CPU device, which has one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class Nap(nn.Module):
+    """Passes its input on; sleeps in forward and in backward, some random time where asked."""
+
+    def __init__(self, forward: float, backward: float, seed: int | None = None) -> None:
+        super().__init__()
+        self.seconds = forward, backward
+        self.draw = None if seed is None else random.Random(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = 1.0 if self.draw is None else self.draw.random()
+        return _Sleep.apply(x, *(share * seconds for seconds in self.seconds))
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Faulty) -> Tensor:
+        ctx.owner = owner
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.owner.count("backward")
+        return gradient, None
+
+
+class Faulty(nn.Module):
+    """Passes its input on; raises ``error`` in its ``at``-th (from 0) forward or backward.
+
+    A recompute counts as a forward.
+    """
+
+    def __init__(self, error: BaseException, **at: int) -> None:
+        super().__init__()
+        self.error, self.at = error, at
+        self.calls = {"forward": 0, "backward": 0}
+
+    def count(self, kind: str) -> None:
+        self.calls[kind] += 1
+        if self.at.get(kind) == self.calls[kind] - 1:
+            raise self.error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count("forward")
+        return _Raise.apply(x, self)
+
+    def repair(self) -> None:
+        self.at = {}
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def dense(n_layers: int, width: int = 6) -> nn.Sequential:
+    """Return a model of ``n_layers`` layers, each some arithmetic that can be told apart."""
+    torch.manual_seed(n_layers)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n_layers))
+    )
+
+
+def cut(model: nn.Sequential, counts: Sequence[int]) -> list[nn.Sequential]:
+    """Cut a model into stages of so many layers."""
+    ends = np.cumsum([0, *counts])
+    return [model[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def nap_stages(n_stages: int, forward: float = 5e-3, backward: float = 5e-3) -> list[nn.Sequential]:
+    """Return stages that sleep, so that they take their time whatever the cores do."""
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 4), Nap(forward, backward)) for _ in range(n_stages)]
+
+
+def pipeline(
+    stages: Sequence[nn.Module], graph: ps.TaskGraph, loss_fn: Any = mse, *args: Any, **options: Any
+) -> px.Pipeline:
+    """Return a pipeline on CPU workers."""
+    return px.Pipeline(stages, graph, ["cpu"] * graph.n_devices, loss_fn, *args, **options)
+
+
+def gradients(stages: Sequence[nn.Module]) -> list[Tensor | None]:
+    """Return the gradient of every parameter."""
+    return [parameter.grad for stage in stages for parameter in stage.parameters()]
+
+
+def unsplit(
+    stages: Sequence[nn.Module],
+    graph: ps.TaskGraph,
+    inputs: Any,
+    targets: Any,
+    loss_fn: Any = mse,
+    *,
+    reduction: str = "mean",
+    call: Call = lambda stage, microbatch, module, values: module(*values),
+) -> Tensor:
+    """Run the stages as one model, micro-batch by micro-batch; return the loss, set gradients.
+
+    The gradients of the micro-batches are added in the order in which the graph runs their
+    backwards: then the arithmetic is the pipeline's, and results must be equal to the last bit.
+    """
+    m = graph.n_microbatches
+    sizes = [part.numel() for part in torch.arange(_n_samples(inputs)).tensor_split(m)]
+    found: list[dict[nn.Parameter, Tensor | None]] = []
+    losses = []
+    with one_thread():
+        for microbatch, size in enumerate(sizes):
+            start = sum(sizes[:microbatch])
+            output = _part(inputs, start, size)
+            for index, module in enumerate(stages):
+                values = output if isinstance(output, tuple) else (output,)
+                output = call(index, microbatch, module, values)
+            target = _part(targets, start, size)
+            weight = size / sum(sizes) if reduction == "mean" else 1.0
+            loss = loss_fn(output, target) * weight
+            losses.append(loss.detach())
+            trained = [p for module in stages for p in module.parameters() if p.requires_grad]
+            grads = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
+            found.append(dict(zip(trained, grads, strict=True)))
+        for index, module in enumerate(stages):
+            for microbatch in _order_of_gradients(graph, index):
+                for parameter in module.parameters():
+                    gradient = found[microbatch].get(parameter)
+                    if gradient is not None:
+                        before = parameter.grad
+                        parameter.grad = gradient if before is None else before + gradient
+        return torch.stack(losses).sum()
+
+
+def _n_samples(batch: Any) -> int:
+    return len(batch[0] if isinstance(batch, tuple) else batch)
+
+
+def _part(batch: Any, start: int, size: int) -> Any:
+    """Return a copy of some samples, with which a stage may do what it likes."""
+    if isinstance(batch, tuple):
+        return tuple(x[start : start + size].clone() for x in batch)
+    return batch[start : start + size].clone()
+
+
+def _order_of_gradients(graph: ps.TaskGraph, stage: int) -> list[int]:
+    tasks = (graph.task(index) for index in range(len(graph)))
+    return [t.microbatch for t in tasks if t.stage == stage and t.op in (Op.B, Op.W)]
+
+
+def assert_same(stages: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
+    """Check that parameters, gradients and buffers are equal to the last bit."""
+    for index, (stage, other) in enumerate(zip(stages, others, strict=True)):
+        mine, its = (dict(s.named_parameters()) for s in (stage, other))
+        assert mine.keys() == its.keys()
+        for name, parameter in mine.items():
+            where = f"{name} of stage {index}"
+            assert torch.equal(parameter, its[name]), where
+            if its[name].grad is None:
+                assert parameter.grad is None, where
+            else:
+                assert parameter.grad is not None, where
+                assert torch.equal(parameter.grad, its[name].grad), where
+        buffers = dict(other.named_buffers())
+        for name, buffer in stage.named_buffers():
+            assert torch.equal(buffer, buffers[name]), f"{name} of stage {index}"
+
+
+def assert_close(
+    stages: Sequence[nn.Module], inputs: Any, targets: Any, loss_fn: Any = mse
+) -> None:
+    """Check the gradients against one backward of the whole batch.
+
+    Not to the last bit: a sum over 13 samples rounds differently from one over sums of 3 or 4.
+    """
+    whole = copy.deepcopy(list(stages))
+    for module in whole:
+        module.zero_grad()
+    with one_thread():
+        loss_fn(nn.Sequential(*whole)(inputs), targets).backward()
+    for mine, its in zip(gradients(stages), gradients(whole), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+def assert_order_respected(timeline: ps.Timeline) -> None:
+    """Check that no task of a measured step began before what it waits for had ended."""
+    waits = timeline.graph.precedence
+    late = timeline.end[waits.values] > timeline.start[waits.rows]
+    graph = timeline.graph
+    wrong = [f"{graph.task(int(waits.rows[k]))} before {graph.task(int(waits.values[k]))}"
+             for k in np.flatnonzero(late)]  # fmt: skip
+    assert not wrong, wrong
+    assert (timeline.end >= timeline.start).all()
+    assert (timeline.start >= 0).all()

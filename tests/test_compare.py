@@ -1,0 +1,137 @@
+"""Schedules beside each other, and a prediction beside a measurement."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from strategies import cases
+
+import pipesim as ps
+from pipesim.errors import ArgumentError, TimelineError
+
+
+def run(name: str, m: int = 4, **costs: Any) -> ps.Timeline:
+    """Simulate a schedule on two devices."""
+    return ps.simulate(ps.lower(ps.schedule(name, 2, m)), ps.Costs(1, 2, **costs))
+
+
+def measured(of: ps.Timeline, factor: float = 1.0) -> ps.Timeline:
+    """Return the same tasks with other times."""
+    return replace(of, start=of.start * factor, end=of.end * factor)
+
+
+def test_table() -> None:
+    """One row a timeline, in the order given; the first is what the others are relative to."""
+    table = ps.compare(
+        {"b": run("gpipe", activation_bytes=8), "a": run("1f1b", m=8, activation_bytes=8)}
+    )
+    assert table.index.tolist() == ["b", "a"]
+    assert table.index.name == "schedule"
+    assert list(table.columns) == [
+        "makespan", "relative", "bubble_fraction", "throughput", "peak_memory"
+    ]  # fmt: skip
+    assert table.loc["b"].tolist() == [15, 1, 1 / 5, 4 / 15, 32]
+    assert table.loc["a"].tolist() == [27, 27 / 15, 1 / 9, 8 / 27, 16]
+
+
+def test_table_without_costs() -> None:
+    """Memory is not known; the rest is."""
+    table = ps.compare({"mine": replace(run("gpipe"), costs=None)})
+    assert math.isnan(table.loc["mine", "peak_memory"])
+    assert table.loc["mine", "makespan"] == 15
+
+
+def test_table_of_nothing_that_took_time() -> None:
+    """No division by zero."""
+    table = ps.compare({"mine": replace(run("gpipe"), start=np.zeros(26), end=np.zeros(26))})
+    assert math.isnan(table.loc["mine", "relative"])
+
+
+@pytest.mark.parametrize("things", [{}, None, [], 3, "gpipe"])
+def test_nothing_to_compare(things: Any) -> None:
+    """A mapping with at least one timeline; a bare timeline or a list has no names."""
+    with pytest.raises(ArgumentError, match="compare takes a mapping of names to timelines with"):
+        ps.compare(things)
+
+
+def test_list_of_timelines() -> None:
+    """They have no names to list them by."""
+    with pytest.raises(ArgumentError, match="compare takes a mapping"):
+        ps.compare([run("gpipe")])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("thing", [None, 3, "t", ps.Costs(1, 1)])
+def test_no_timelines(thing: Any) -> None:
+    """The name of the one that is none."""
+    with pytest.raises(ArgumentError, match=f"'bad' is no Timeline but {type(thing).__name__}"):
+        ps.compare({"good": run("gpipe"), "bad": thing})
+    with pytest.raises(ArgumentError, match=f"predicted is no Timeline but {type(thing).__name__}"):
+        ps.Comparison(predicted=thing, measured=run("gpipe"))
+    with pytest.raises(ArgumentError, match=f"measured is no Timeline but {type(thing).__name__}"):
+        ps.Comparison(predicted=run("gpipe"), measured=thing)
+
+
+def test_comparison() -> None:
+    """Signed and relative: a run that took longer than predicted is an error below zero."""
+    predicted = run("gpipe")
+    comparison = ps.Comparison(predicted=predicted, measured=measured(predicted, 1.25))
+    assert comparison.makespan_error == 15 / 18.75 - 1
+    assert "error -20.0%" in repr(comparison)
+    by_op = comparison.by_op
+    assert by_op.loc["F"].tolist() == [8, 1, 1.25, 1 / 1.25 - 1]
+    assert by_op.loc["B"].tolist() == [8, 2, 2.5, 1 / 1.25 - 1]
+    assert by_op.index.name == "op"
+
+
+@given(cases())
+def test_of_itself(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """Nothing is wrong, for every operation that takes time."""
+    graph, costs = case
+    timeline = ps.simulate(graph, costs)
+    comparison = ps.Comparison(predicted=timeline, measured=timeline)
+    assert comparison.makespan_error == 0 or timeline.makespan == 0
+    assert comparison.by_op["count"].sum() == len(graph)
+    assert comparison.by_op["error"].dropna().eq(0).all()
+
+
+def test_of_a_saved_run(tmp_path: Path) -> None:
+    """The same tasks, in a graph of its own."""
+    predicted = run("1f1b")
+    measured(predicted, 2.0).save(tmp_path / "timeline.csv")
+    loaded = ps.Timeline.load(tmp_path / "timeline.csv")
+    assert ps.Comparison(predicted=predicted, measured=loaded).makespan_error == -0.5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ps.lower(ps.schedule("1f1b", 2, 4)),
+        ps.lower(ps.schedule("gpipe", 2, 5)),
+        ps.lower(ps.schedule("gpipe", 2, 4), recompute="always"),
+        ps.lower(ps.schedule("gpipe", 2, 4), overlap=False),
+        ps.lower(ps.schedule("gpipe", 2, 4, backward_order="forward")),
+    ],
+    ids=["schedule", "micro-batches", "recompute", "overlap", "order"],
+)
+def test_of_different_graphs(other: ps.TaskGraph) -> None:
+    """Both graphs are shown, and what to do."""
+    with pytest.raises(
+        TimelineError,
+        match=r"predicted \(<TaskGraph gpipe.*measured \(<.*not of the same tasks; simulate the g",
+    ):
+        ps.Comparison(predicted=run("gpipe"), measured=ps.simulate(other, ps.Costs(1, 2)))
+
+
+def test_of_a_run_in_which_nothing_ran() -> None:
+    """A step that failed at once."""
+    predicted = run("gpipe")
+    nothing = np.full(len(predicted), np.nan)
+    comparison = ps.Comparison(predicted, replace(predicted, start=nothing, end=nothing))
+    assert math.isnan(comparison.makespan_error)
+    assert "nan" in repr(comparison)

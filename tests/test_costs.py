@@ -1,0 +1,244 @@
+"""Costs: values a stage, defaults, the costs of each task, files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import cases, costs
+
+import pipesim as ps
+from pipesim.costs import _DURATION_OF, VALUE_FIELDS
+from pipesim.errors import CostsError, PipeError, UnknownNameError
+from pipesim.ops import COMPUTE, TRANSFERS, Op
+
+
+def test_one_value_or_one_a_stage() -> None:
+    """Scalars, tuples, lists and arrays, of any real type."""
+    given_values = [2, 2.0, (2, 2), [2, 2.0], np.array([2, 2]), np.float32(2), np.int64(2)]
+    for value in given_values:
+        got = ps.Costs(forward=value, backward=1).per_stage("forward", 2)
+        assert got.tolist() == [2.0, 2.0]
+        assert got.dtype == np.float64
+
+
+def test_defaults() -> None:
+    """R takes as long as F, and B as long as I and W together, unless they are given."""
+    mine = ps.Costs(forward=(1, 2), input_grad=3, weight_grad=(4, 5))
+    assert mine.per_stage("recompute", 2).tolist() == [1, 2]
+    assert mine.per_stage("backward", 2).tolist() == [7, 8]
+    full = ps.Costs(forward=1, backward=2, input_grad=3, weight_grad=4, recompute=5)
+    assert full.per_stage("recompute", 1).tolist() == [5]
+    assert full.per_stage("backward", 1).tolist() == [2]
+    assert full.per_stage("optimizer_step", 1).tolist() == [0]
+
+
+def test_costs_of_tasks_by_hand() -> None:
+    """Each operation has its own field, of its own stage; messages have their network's."""
+    orders = [["0F0", "0F1", "0B0", "0I1", "0W1"], ["1F0", "1F1", "1I0", "1B1", "1W0"]]
+    graph = ps.lower(ps.Schedule.from_orders(orders), recompute="except_last")
+    mine = ps.Costs(
+        forward=(1, 2),
+        backward=(3, 4),
+        input_grad=(5, 6),
+        weight_grad=(7, 8),
+        recompute=(9, 10),
+        optimizer_step=(11, 12),
+        launch=(13, 14),
+        output_bytes=(20, 999),
+        network=ps.Network(latency=15, bandwidth=10),
+    )
+    got = mine.of(graph)
+    table = {
+        str(graph.task(t)): (got.duration[t], got.latency[t], got.launch[t], got.nbytes[t])
+        for t in range(len(graph))
+    }
+    assert table["0F1"] == (1, 0, 13, 0)
+    assert table["1F1"] == (2, 0, 14, 0)
+    assert table["0B0"] == (3, 0, 13, 0)
+    assert table["1B1"] == (4, 0, 14, 0)
+    assert table["0I1"] == (5, 0, 13, 0)
+    assert table["1I0"] == (6, 0, 14, 0)
+    assert table["0W1"] == (7, 0, 13, 0)
+    assert table["1W0"] == (8, 0, 14, 0)
+    assert table["0R0"] == (9, 0, 13, 0)
+    assert table["1R0"] == (10, 0, 14, 0)
+    assert table["0STEP"] == (11, 0, 13, 0)
+    assert table["1STEP"] == (12, 0, 14, 0)
+    # The gradient of stage 1's input is as large as stage 0's output, 20 bytes.
+    assert table["0SEND_F1"] == (2, 15, 13, 20)
+    assert table["1SEND_B1"] == (2, 15, 14, 20)
+    assert table["1RECV_F1"] == (0, 15, 14, 20)
+    assert table["0RECV_B1"] == (0, 15, 13, 20)
+    assert got.costs is mine
+
+
+@given(cases())
+def test_task_costs_suit_the_graph(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """One finite value a task; links are those of the messages alone, the same at both ends."""
+    graph, mine = case
+    got = mine.of(graph)
+    for column in (got.duration, got.latency, got.launch, got.nbytes):
+        assert column.shape == (len(graph),)
+        assert (np.isfinite(column) & (column >= 0)).all()
+    transfers = graph.is_op(TRANSFERS)
+    assert (got.link[~transfers] == -1).all()
+    assert (got.latency[~transfers] == 0).all()
+    ends = np.flatnonzero(transfers)
+    for column in (got.link, got.latency, got.nbytes):
+        assert (column[ends] == column[graph.pair[ends]]).all()
+    assert (got.link[ends] >= 0).all()
+
+
+def test_every_operation_has_a_duration() -> None:
+    """A field, or the network; an operation without either would silently take no time."""
+    of_network = TRANSFERS | {Op.REDUCE_GRAD, Op.ALL_TO_ALL}
+    assert set(_DURATION_OF) == COMPUTE
+    assert set(_DURATION_OF) | of_network == set(Op)
+    assert set(_DURATION_OF.values()) <= set(VALUE_FIELDS)
+
+
+REQUIRED = sorted(set(VALUE_FIELDS) - {"backward", "input_grad", "weight_grad", "recompute"})
+
+
+@pytest.mark.parametrize("name", VALUE_FIELDS)
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        math.inf,
+        -math.inf,
+        -1e-9,
+        "1",
+        True,
+        np.False_,
+        1j,
+        Decimal(1),
+        {"0": 1},
+        {1.0},
+        [[1.0]],
+        [[1.0], [2.0, 3.0]],
+        10**400,
+    ],
+    ids=lambda value: repr(value)[:12],
+)
+def test_bad_value(name: str, value: Any) -> None:
+    """Field and value are named, and what is allowed; nothing else is raised."""
+    values = {"forward": 1.0, "backward": 1.0, name: value}
+    unit = "bytes" if name.endswith("bytes") else "seconds"
+    with pytest.raises(CostsError, match=f"{name}( of stage 0)? must be finite {unit} >= 0, got "):
+        ps.Costs(**values)
+
+
+@pytest.mark.parametrize("value", [float("nan"), math.inf, -1, None, "1", False])
+def test_bad_value_of_a_stage(value: Any) -> None:
+    """The stage is named too."""
+    with pytest.raises(CostsError, match="backward of stage 2 must be finite seconds >= 0, got"):
+        ps.Costs(forward=1, backward=(1, 1, value))
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_none(name: str) -> None:
+    """None stands for a default in four fields, and is wrong in the others."""
+    values = {"forward": 1.0, "backward": 1.0, name: None}
+    with pytest.raises(CostsError, match=rf"{name} (is missing; give|must be finite .*got None)"):
+        ps.Costs(**values)
+
+
+def test_empty_and_missing() -> None:
+    """No values at all."""
+    with pytest.raises(CostsError, match="backward is empty; give one value, or one a stage"):
+        ps.Costs(forward=1, backward=[])  # type: ignore[arg-type]
+    with pytest.raises(CostsError, match="forward is missing; give the seconds of F"):
+        ps.Costs()
+
+
+def test_wrong_length() -> None:
+    """The field, its length, and the number of stages; of a half of the backward as well."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2))
+    with pytest.raises(CostsError, match="forward has 3 values for 2 stages; give one, or one a"):
+        ps.Costs((1, 2, 3), 1).of(graph)
+    with pytest.raises(CostsError, match="output_bytes has 1 values for 2 stages"):
+        ps.Costs(1, 1, output_bytes=(5,)).of(graph)
+    with pytest.raises(CostsError, match="input_grad has 3 values for 2 stages"):
+        ps.Costs(1, input_grad=(1, 2, 3), weight_grad=1).of(graph)
+
+
+def test_missing_for_the_graph() -> None:
+    """Only what the graph has need of must be given."""
+    whole = ps.lower(ps.schedule("gpipe", 1, 1))
+    split = ps.lower(ps.Schedule.from_orders([["0F0", "0I0", "0W0"]]))
+    with pytest.raises(CostsError, match="backward is missing, and so is input_grad or weight_gr"):
+        ps.Costs(forward=1, input_grad=1).of(whole)
+    with pytest.raises(CostsError, match="input_grad is missing, but the graph has tasks that nee"):
+        ps.Costs(forward=1, backward=1).of(split)
+    ps.Costs(forward=1, backward=1).of(whole)
+    ps.Costs(forward=1, input_grad=1, weight_grad=1).of(split)
+
+
+def test_network_is_a_network() -> None:
+    """A table is read by `from_dict`, not here."""
+    with pytest.raises(CostsError, match=r"network must be a pipesim\.Network, got None"):
+        ps.Costs(1, 1, network=None)  # type: ignore[arg-type]
+
+
+def test_unknown_field() -> None:
+    """Asked for, or in a file, with the nearest known one."""
+    with pytest.raises(UnknownNameError, match="unknown cost 'foward'; did you mean 'forward'"):
+        ps.Costs(1, 1).per_stage("foward", 2)
+    with pytest.raises(UnknownNameError, match="unknown cost 'foward'; did you mean 'forward'"):
+        ps.Costs.from_dict({"foward": 1})
+
+
+@given(st.data())
+def test_file_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """JSON keeps every bit, endless bandwidth included."""
+    mine = data.draw(costs(3, 3))
+    path = tmp_path_factory.mktemp("costs") / "costs.json"
+    mine.save(path)
+    assert ps.Costs.load(path) == mine
+    assert ps.Costs.from_dict(mine.to_dict()) == mine
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot read costs from"),
+        ('{"forward": 1, "back', "cannot read costs from"),
+        ("[1, 2]", "holds no costs, but list"),
+        ("null", "holds no costs, but NoneType"),
+        ('{"backward": 1}', "forward is missing"),
+        ('{"forward": "1"}', "forward must be finite"),
+        ('{"forward": NaN}', "forward must be finite"),
+        ('{"forward": null}', "forward is missing"),
+        ('{"forward": 1, "frward": 1}', "unknown cost 'frward'; did you mean 'forward'"),
+        ('{"forward": 1, "network": null}', "network must be a table"),
+        ('{"forward": 1, "network": 3}', "network must be a table"),
+        ('{"forward": 1, "network": {"latncy": 1}}', "network has no 'latncy'"),
+        ('{"forward": 1, "network": {"latency": "1"}}', "latency must be finite"),
+        ('{"forward": 1, "network": {"links": 3}}', "links must be"),
+        ('{"forward": 1, "network": {"links": [3]}}', "links must be"),
+        ('{"forward": 1, "network": {"links": [{"latency": 1}]}}', "names no pairs"),
+        ('{"forward": 1, "network": {"links": [{"pairs": [[0]]}]}}', "pairs must be"),
+    ],
+)
+def test_edited_file(tmp_path: Path, text: str, message: str) -> None:
+    """Whatever a file holds, what is raised is ours."""
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(PipeError, match=message):
+        ps.Costs.load(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    """The path is named."""
+    with pytest.raises(CostsError, match=r"cannot read costs from .*nowhere\.json"):
+        ps.Costs.load(tmp_path / "nowhere.json")

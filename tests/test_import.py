@@ -1,0 +1,74 @@
+"""What `import pipesim` offers and loads."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import pipesim
+
+HEAVY = ("torch", "numba", "matplotlib.pyplot", "pandas")
+MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]
+
+
+def fresh(code: str) -> str:
+    """Run code in an interpreter of its own and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout.strip()
+
+
+def test_import_loads_nothing_heavy() -> None:
+    """A command that prints a table, or its help, need not wait for what it does not use."""
+    code = f"import sys, pipesim; print([m for m in {HEAVY!r} if m in sys.modules])"
+    assert fresh(code) == "[]"
+
+
+def test_simulation_loads_nothing_heavy() -> None:
+    """Nor does a simulation, down to the peak memory."""
+    code = f"""
+import sys
+import pipesim as ps
+timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), ps.Costs(1, 2, activation_bytes=1))
+timeline.makespan, timeline.bubble_fraction, timeline.peak_memory
+print([m for m in {HEAVY!r} if m in sys.modules])
+"""
+    assert fresh(code) == "[]"
+
+
+def test_all_is_what_there_is() -> None:
+    """Every name of ``__all__`` exists, once, in order."""
+    names = pipesim.__all__
+    assert names == sorted(set(names))
+    for name in names:
+        assert getattr(pipesim, name) is not None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_all_of_each_module(module: str) -> None:
+    """So does every name of each module's own."""
+    loaded = importlib.import_module(module)
+    for name in getattr(loaded, "__all__", []):
+        assert hasattr(loaded, name), f"{module}.__all__ names {name}"
+
+
+def test_functions_win_over_modules() -> None:
+    """``ps.schedule`` is the function, whatever is imported later."""
+    code = """
+import pipesim as ps
+import pipesim.schedules.gpipe, pipesim.schedule, pipesim.compare, pipesim.verify, pipesim.lower
+print(all(callable(getattr(ps, n)) for n in ("schedule", "schedules", "compare", "verify", "lower",
+                                             "simulate")))
+"""
+    assert fresh(code) == "True"
+
+
+def test_public_names_are_documented() -> None:
+    """`help` says something about each."""
+    for name in pipesim.__all__:
+        assert (getattr(pipesim, name).__doc__ or "").strip(), name

@@ -1,0 +1,195 @@
+"""Totals of a timeline, and its critical path."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from rules import issue_times
+from strategies import cases
+
+import pipesim as ps
+from pipesim.errors import TimelineError
+from pipesim.metrics import device_table
+from pipesim.ops import COMPUTE, RECVS
+
+SLOW = ps.Network(bandwidth=1)
+
+
+def run(name: str, p: int, m: int, costs: ps.Costs, **options: Any) -> ps.Timeline:
+    """Simulate a schedule without optimizer steps."""
+    return ps.simulate(ps.lower(ps.schedule(name, p, m), step="none", **options), costs)
+
+
+def path(timeline: ps.Timeline) -> str:
+    """Return the critical path as text: ``task(waited for, gap)``."""
+    return " ".join(
+        f"{timeline.graph.task(int(task))}({row.waited_for}{f' {row.gap:g}' if row.gap else ''})"
+        for task, row in timeline.critical_path().iterrows()
+    )
+
+
+def test_totals_by_hand() -> None:
+    """GPipe, two devices of different speed: 0..3 on one, 1..6 on the other, then back."""
+    costs = ps.Costs(forward=(1, 2), backward=(1, 2))
+    timeline = run("gpipe", 2, 2, costs)
+    # 0 | F0 F1 .. .. .. .. B1 .. B0
+    # 1 | .. F0 F0 F1 F1 B1 B1 B0 B0 then device 0 at 9
+    assert timeline.makespan == 10
+    assert timeline.busy.tolist() == [4, 8]
+    assert timeline.idle.tolist() == [6, 2]
+    assert timeline.utilization.tolist() == [0.4, 0.8]
+    assert timeline.bubble_fraction == 0.4
+    assert timeline.throughput == 0.2
+
+
+def test_recompute_is_not_a_bubble() -> None:
+    """R computes, and so does STEP; messages do not."""
+    costs = ps.Costs(1, 2, recompute=1, optimizer_step=3, output_bytes=1, network=SLOW)
+    timeline = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2), recompute="always"), costs)
+    assert timeline.busy.tolist() == [2 * (1 + 1 + 2) + 3] * 2
+
+
+def test_device_table() -> None:
+    """One row a device; memory where there are costs."""
+    timeline = run("1f1b", 2, 3, ps.Costs(1, 2, activation_bytes=4))
+    table = device_table(timeline)
+    assert list(table.columns) == ["busy", "idle", "utilization", "peak_memory"]
+    assert table["busy"].tolist() == [9, 9]
+    assert table["peak_memory"].tolist() == [8, 4]
+    assert "peak_memory" not in device_table(replace(timeline, costs=None))
+
+
+@given(cases())
+def test_totals(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """Busy and idle make up the makespan, and the bubble is the idle share."""
+    graph, costs = case
+    timeline = ps.simulate(graph, costs)
+    compute = graph.is_op(COMPUTE)
+    assert timeline.makespan == timeline.end.max()
+    for device in range(graph.n_devices):
+        mine = compute & (graph.device == device)
+        busy = math.fsum(timeline.end[mine]) - math.fsum(timeline.start[mine])
+        assert timeline.busy[device] == pytest.approx(busy, rel=1e-9, abs=1e-9)
+    assert timeline.idle == pytest.approx(timeline.makespan - timeline.busy)
+    assert 0 <= timeline.bubble_fraction <= 1
+    if timeline.makespan:
+        assert timeline.bubble_fraction == pytest.approx(1 - timeline.utilization.mean(), abs=1e-9)
+        assert timeline.throughput == graph.n_microbatches / timeline.makespan
+
+
+def test_nothing_ran() -> None:
+    """No division by zero."""
+    whole = run("gpipe", 2, 1, ps.Costs(1, 1))
+    nothing = np.full(len(whole), np.nan)
+    timeline = ps.Timeline(whole.graph, nothing, nothing, whole.nbytes, whole.costs)
+    assert timeline.makespan == 0
+    assert timeline.bubble_fraction == 1
+    assert timeline.throughput == 0
+    assert timeline.utilization.tolist() == [0, 0]
+    with pytest.raises(TimelineError, match="'gpipe' has no task that ran"):
+        timeline.critical_path()
+
+
+def test_critical_path_through_the_slowest_device() -> None:
+    """Down the first micro-batch, along device 1, and up the last."""
+    timeline = run("gpipe", 2, 2, ps.Costs(forward=(1, 2), backward=(1, 2)))
+    assert path(timeline) == (
+        "0F0(start) 0SEND_F0(dependency) 1RECV_F0(message) 1F0(dependency) 1F1(stream) "
+        "1B1(dependency) 1B0(stream) 1SEND_B0(dependency) 0RECV_B0(message) 0B0(dependency)"
+    )
+
+
+def test_critical_path_through_messages() -> None:
+    """Latency is a gap; a message that lasts is a task of its own."""
+    network = ps.Network(latency=5, bandwidth=1)
+    timeline = run("gpipe", 2, 1, ps.Costs(1, 2, output_bytes=3, network=network))
+    # RECV.start = SEND.start + 5, three seconds long: it begins 2 after the SEND has ended.
+    assert path(timeline) == (
+        "0F0(start) 0SEND_F0(dependency) 1RECV_F0(message 2) 1F0(dependency) 1B0(dependency) "
+        "1SEND_B0(dependency) 0RECV_B0(message 2) 0B0(dependency)"
+    )
+
+
+def test_critical_path_of_a_receive_that_waits_for_its_stream() -> None:
+    """Received late, on ``compute``: the stream is the cause, although the message is younger."""
+    costs = ps.Costs(forward=(1, 3), backward=1, output_bytes=1, network=SLOW)
+    assert path(run("gpipe", 2, 2, costs, overlap=False)).startswith(
+        "0F0(start) 0SEND_F0(dependency) 1RECV_F0(message -1) 1F0(dependency) 1RECV_F1(stream)"
+    )
+
+
+def test_critical_path_of_a_receive_that_waits_for_its_message() -> None:
+    """Reached at 8, but it ends with the message's tail, at 10: that is the cause."""
+    network = ps.Network(latency=2, bandwidth=1)
+    costs = ps.Costs(forward=(1, 2), backward=1, output_bytes=3, network=network)
+    timeline = run("gpipe", 2, 2, costs, overlap=False)
+    assert path(timeline).startswith(
+        "0F0(start) 0SEND_F0(dependency) 0F1(stream) 0SEND_F1(dependency) 1RECV_F1(message) "
+        "1F1(dependency)"
+    )
+
+
+def test_critical_path_through_a_long_latency() -> None:
+    """The message comes at 16, the stream is free at 14: not the stream's fault."""
+    costs = ps.Costs(forward=(3, 1), backward=(1, 2), network=ps.Network(latency=10))
+    assert path(run("gpipe", 2, 2, costs, overlap=False)) == (
+        "0F0(start) 0SEND_F0(dependency) 0F1(stream) 0SEND_F1(dependency) 1RECV_F1(message 10) "
+        "1F1(dependency) 1B1(dependency) 1SEND_B1(dependency) 1B0(stream) 1SEND_B0(dependency) "
+        "0RECV_B0(message 10) 0B0(dependency)"
+    )
+
+
+def test_critical_path_through_a_shared_link() -> None:
+    """0SEND_F1 waits from 8 to 9 for 1SEND_F0, which came first (rule 8)."""
+    link = ps.Link(latency=0, bandwidth=1, pairs=((0, 1), (1, 2)))
+    network = ps.Network(links=(link,))
+    costs = ps.Costs(forward=(4, 1, 1), backward=1, output_bytes=2, network=network)
+    assert "1SEND_F0(dependency) 0SEND_F1(link) 1RECV_F1(message" in path(run("gpipe", 3, 2, costs))
+
+
+def test_critical_path_of_a_host() -> None:
+    """The chain begins where a task was issued late (rule 7)."""
+    timeline = run("gpipe", 1, 2, ps.Costs(forward=1, backward=1, launch=3))
+    assert path(timeline) == "0B0(host 12)"
+    late = run("gpipe", 1, 2, ps.Costs(forward=5, backward=5, launch=1))
+    assert path(late) == "0F0(host 1) 0F1(stream) 0B1(dependency) 0B0(stream)"
+
+
+@given(cases())
+def test_critical_path(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """Gaps and durations add up to the makespan, and each link of the chain has its cause."""
+    graph, costs = case
+    timeline, tasks = ps.simulate(graph, costs), costs.of(graph)
+    chain = timeline.critical_path()
+    total = math.fsum(chain["gap"]) + math.fsum(chain["end"] - chain["start"])
+    assert total == pytest.approx(timeline.makespan, rel=1e-9, abs=1e-9)
+    assert chain["end"].iloc[-1] == timeline.makespan
+    start, end, issued = timeline.start, timeline.end, issue_times(graph, tasks)
+    before: int | None = None
+    for task, cause in zip(chain.index.tolist(), chain["waited_for"], strict=True):
+        label = f"{graph.task(task)} waited for {cause}"
+        if cause == "start":
+            assert before is None, label
+            assert start[task] == 0, label
+        elif cause == "host":
+            others = [task]
+            if graph.rendezvous and graph.pair[task] >= 0:
+                others.append(int(graph.pair[task]))
+            assert before is None, label
+            assert start[task] == max(issued[t] for t in others), label
+        elif cause == "message":
+            assert before == graph.pair[task], label
+            assert graph.op[task] in RECVS, label
+            latency = tasks.latency[task]
+            ends_with_it = end[task] == end[before] + latency
+            assert ends_with_it or start[task] == start[before] + latency, label
+            assert ends_with_it or end[task] == start[task], label
+        else:
+            assert before is not None, label
+            assert start[task] == end[before], label
+        before = task

@@ -1,0 +1,302 @@
+"""Timelines: columns, names, and the file that keeps one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import cases
+
+import pipesim as ps
+from pipesim.errors import PipeError, TimelineError
+from pipesim.timeline import COLUMNS, write_whole
+
+
+@pytest.fixture
+def timeline() -> ps.Timeline:
+    """Two stages, two micro-batches, messages that last."""
+    costs = ps.Costs(1, 2, output_bytes=3, network=ps.Network(latency=0.25, bandwidth=2))
+    return ps.simulate(ps.lower(ps.schedule("gpipe", 2, 2)), costs)
+
+
+def test_frame(timeline: ps.Timeline) -> None:
+    """The columns of DESIGN, a row a task, indexed by its id."""
+    frame = timeline.frame
+    assert tuple(frame.columns) == COLUMNS
+    assert frame.index.name == "task"
+    assert len(frame) == len(timeline) == len(timeline.graph)
+    first = frame.loc[0].to_dict()
+    assert first == {
+        "device": 0, "stream": "compute", "op": "F", "stage": 0, "microbatch": 0,
+        "start": 0.0, "end": 1.0, "nbytes": 0.0,
+    }  # fmt: skip
+    sends = frame[frame["op"] == "SEND_F"]
+    assert sends["stream"].tolist() == ["send:1", "send:1"]
+    assert sends["nbytes"].tolist() == [3.0, 3.0]
+    assert frame[frame["op"] == "STEP"]["microbatch"].tolist() == [-1, -1]
+
+
+def test_frame_of_a_partial_timeline(timeline: ps.Timeline) -> None:
+    """Tasks that never started have no row; one that did not end has no end."""
+    start, end = timeline.start.copy(), timeline.end.copy()
+    start[5:], end[4:] = np.nan, np.nan
+    partial = ps.Timeline(timeline.graph, start, end, timeline.nbytes)
+    assert partial.frame.index.tolist() == [0, 1, 2, 3, 4]
+    assert np.isnan(partial.frame.loc[4, "end"])
+    assert not partial.complete
+    assert partial.ran.sum() == 4
+    assert "only 4 ran" in repr(partial)
+
+
+def test_names_and_repr(timeline: ps.Timeline) -> None:
+    """By default the graph's name."""
+    assert timeline.name == "gpipe"
+    assert timeline.with_name("mine").name == "mine"
+    assert re.fullmatch(
+        r"<Timeline gpipe: \d+ tasks, makespan [\d.]+ s, bubble \d+\.\d%>", repr(timeline)
+    )
+    assert timeline.n_devices == 2
+    assert timeline.complete
+
+
+def test_one_value_a_task(timeline: ps.Timeline) -> None:
+    """Columns of another length are refused."""
+    with pytest.raises(TimelineError, match=r"of \d+ tasks got a column of shape \(3,\); give one"):
+        ps.Timeline(timeline.graph, timeline.start[:3], timeline.end, timeline.nbytes)
+
+
+def same(one: ps.Timeline, two: ps.Timeline) -> bool:
+    """Tell whether two timelines agree bit for bit, the wiring of their graphs included."""
+    a, b = one.graph, two.graph
+    columns = ("op", "device", "stage", "microbatch", "stream", "pair")
+    return (
+        all((getattr(a, column) == getattr(b, column)).all() for column in columns)
+        and a.streams == b.streams
+        and all(
+            getattr(a, count) == getattr(b, count)
+            for count in ("n_devices", "n_stages", "n_microbatches")
+        )
+        and all(
+            (x.ptr == y.ptr).all() and (x.values == y.values).all()
+            for x, y in ((a.dependencies, b.dependencies), (a.queues, b.queues))
+        )
+        and all(
+            np.array_equal(getattr(one, column), getattr(two, column), equal_nan=True)
+            for column in ("start", "end", "nbytes")
+        )
+    )  # fmt: skip
+
+
+@given(case=cases(), data=st.data())
+def test_round_trip(
+    tmp_path_factory: pytest.TempPathFactory,
+    case: tuple[ps.TaskGraph, ps.Costs],
+    data: st.DataObject,
+) -> None:
+    """What is loaded is what was saved, also after a failure."""
+    graph, costs = case
+    timeline = ps.simulate(graph, costs)
+    if data.draw(st.booleans()):
+        start, end = timeline.start.copy(), timeline.end.copy()
+        failed = data.draw(st.integers(0, len(graph) - 1))
+        end[failed:] = np.nan
+        start[failed + 1 :] = np.nan
+        timeline = ps.Timeline(graph, start, end, timeline.nbytes)
+    path = tmp_path_factory.mktemp("timeline") / "mine.csv"
+    timeline.save(path)
+    loaded = ps.Timeline.load(path, costs=costs)
+    assert same(timeline, loaded)
+    assert loaded.name == "mine"
+    assert loaded.costs is costs
+    assert loaded.makespan == timeline.makespan
+
+
+@given(st.data())
+def test_round_trip_of_any_number(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Measured times have all their bits."""
+    graph = ps.lower(ps.schedule("gpipe", 1, 1))
+    times = st.floats(0, 1e9, allow_nan=False)
+    start = np.array([data.draw(times) for _ in range(3)])
+    end = start + np.array([data.draw(times) for _ in range(3)])
+    path = tmp_path_factory.mktemp("timeline") / "mine.csv"
+    timeline = ps.Timeline(graph, start, end, np.zeros(3))
+    timeline.save(path)
+    assert same(timeline, ps.Timeline.load(path))
+
+
+def test_metrics_of_a_loaded_timeline(timeline: ps.Timeline, tmp_path: Path) -> None:
+    """Totals and critical path survive; memory needs costs."""
+    timeline.save(tmp_path / "t.csv")
+    loaded = ps.Timeline.load(tmp_path / "t.csv", costs=timeline.costs, name="again")
+    assert loaded.name == "again"
+    assert loaded.bubble_fraction == timeline.bubble_fraction
+    assert loaded.critical_path().equals(timeline.critical_path())
+    assert (loaded.peak_memory == timeline.peak_memory).all()
+    with pytest.raises(TimelineError, match="has no costs"):
+        _ = ps.Timeline.load(tmp_path / "t.csv").peak_memory
+
+
+def test_columns_in_any_order(timeline: ps.Timeline, tmp_path: Path) -> None:
+    """And more of them, as a spreadsheet may leave them."""
+    frame = timeline.frame[list(reversed(COLUMNS))].assign(note="mine")
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    assert same(timeline, ps.Timeline.load(tmp_path / "t.csv"))
+
+
+def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A writer that fails leaves the old file, and nothing beside it."""
+    path = tmp_path / "kept.csv"
+    path.write_text("old")
+
+    def fail(file: Path) -> None:
+        file.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, fail)
+    assert path.read_text() == "old"
+    write_whole(path, lambda file: file.write_text("new"))
+    assert path.read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["kept.csv"]
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()])
+def test_no_file(tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    """Nothing there, or a folder; the path is named."""
+    path = tmp_path / "t.csv"
+    make(path)
+    with pytest.raises(TimelineError, match=rf"cannot read a timeline from {path}"):
+        ps.Timeline.load(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n\n", b"{}\n", b"\x00\xff\xfe" * 40, b"\x89PNG\r\n\x1a\n\x00", b'a,"b\n', b"1\n1,2\n"],
+)
+def test_no_csv(tmp_path: Path, content: bytes) -> None:
+    """Whatever the file holds, what is raised is ours and names it."""
+    path = tmp_path / "t.csv"
+    path.write_bytes(content)
+    with pytest.raises(TimelineError, match=r"t\.csv"):
+        ps.Timeline.load(path)
+
+
+def test_cut_anywhere(tmp_path: Path) -> None:
+    """After any number of bytes, whole lines included."""
+    graph = ps.lower(ps.schedule("1f1b", 2, 1), step="none")
+    path = tmp_path / "t.csv"
+    ps.simulate(graph, ps.Costs(1, 2)).save(path)
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(TimelineError, match=r"t\.csv"):
+            ps.Timeline.load(path)
+
+
+Edit = Callable[[pd.DataFrame], Any]
+
+
+def put(row: int, column: str, value: object) -> Edit:
+    """Return an edit of one cell."""
+
+    def edit(rows: pd.DataFrame) -> None:
+        rows.loc[row, column] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda rows: rows.drop(columns="end"), "column 'end' is missing"),
+        (lambda rows: rows.rename(columns={"start": "strat"}), "'start' is missing.*mean 'strat'"),
+        (lambda rows: rows.iloc[:0], "it has no rows"),
+        (lambda rows: rows.drop(index=0), "0F0 is missing"),
+        (lambda rows: rows[rows["op"] != "B"], "0B0 is missing"),
+        (lambda rows: rows[rows["stage"] != 0], "device"),
+        (lambda rows: rows[rows["device"] != 1], "line 3 .* names a stream of no device"),
+        (lambda rows: rows[rows["op"] != "RECV_F"], r"SEND_F0\) has no counterpart at the other"),
+        (
+            lambda rows: rows[rows["op"] != "SEND_B"],
+            r"RECV_B[01]\) has no counterpart at the other",
+        ),
+        (lambda rows: rows.iloc[:-1], "it has the STEP of 1 of 2 stages"),
+        (lambda rows: pd.concat([rows, rows.iloc[[3]]]), "is in the graph twice"),
+        (lambda rows: rows.iloc[::-1], "deadlocks: 6 streams wait for each other"),
+        (lambda rows: rows.iloc[[0, 2, 1, *range(3, len(rows))]], "ids must be a topological"),
+        (put(0, "device", "x"), "line 2.*device is no number but 'x'"),
+        (put(0, "device", ""), "line 2.*device is no number but ''"),
+        (put(0, "device", "0.5"), r"line 2.*device is no number but '0\.5'"),
+        (put(0, "device", -1), "line 2 .* has no valid device"),
+        (put(0, "device", 10**30), "line 2 .* has no valid device"),
+        (put(0, "device", 2), "device 2, but stage 0|stage 0 lies on"),
+        (put(0, "device", 1), "0F0.* device"),
+        (put(0, "stage", 10**9), "line 2 .* has no valid stage"),
+        (put(0, "stage", -1), "line 2 .* has no valid stage"),
+        (put(0, "stage", 1), "twice|0F0 is missing"),
+        (put(0, "stage", 2), "is missing"),
+        (put(0, "microbatch", 10**9), "line 2 .* has no valid microbatch"),
+        (put(0, "microbatch", -1), "line 2 .* has no valid microbatch"),
+        (put(0, "microbatch", 1), "twice|0F0 is missing"),
+        (put(0, "microbatch", "nan"), "line 2.*microbatch is no number but 'nan'"),
+        (put(0, "op", "f"), "line 2 .* names an unknown op"),
+        (put(0, "op", ""), "line 2 .* names an unknown op"),
+        (put(0, "op", "B"), "twice|is missing"),
+        (put(0, "stream", "copmute"), "line 2 .* names an unknown stream"),
+        (put(0, "stream", "send:x"), "line 2 .* names an unknown stream"),
+        (put(0, "stream", "send:-1"), "line 2 .* names an unknown stream"),
+        (put(0, "stream", "send:7"), "line 2 .* names a stream of no device"),
+        (put(0, "stream", "recv:7"), "line 2 .* names a stream of no device"),
+        (put(0, "stream", "send:1"), r"0F0\) is on stream 'send:1'; it belongs on 'compute'"),
+        (put(0, "start", "abc"), "line 2.*start is no number but 'abc'"),
+        (put(0, "start", "inf"), "line 2 .* starts never"),
+        (put(0, "start", ""), "line 2 .* ends before it starts, or never"),
+        (put(0, "start", 99), "line 2 .* ends before it starts, or never"),
+        (put(0, "end", "inf"), "line 2 .* ends before it starts, or never"),
+        (put(0, "end", -1), "line 2 .* ends before it starts, or never"),
+        (put(0, "nbytes", -1), "line 2 .* has no valid nbytes"),
+        (put(0, "nbytes", ""), "line 2 .* has no valid nbytes"),
+        (put(0, "nbytes", "inf"), "line 2 .* has no valid nbytes"),
+    ],
+)
+def test_edited(timeline: ps.Timeline, tmp_path: Path, edit: Edit, message: str) -> None:
+    """Each kind of edit, with the file, and the line where there is one."""
+    rows = timeline.frame.reset_index(drop=True).astype(object)
+    edited = edit(rows)
+    (rows if edited is None else edited).to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(TimelineError, match=message) as caught:
+        ps.Timeline.load(tmp_path / "t.csv")
+    assert str(tmp_path / "t.csv") in str(caught.value)
+
+
+FUZZED = ["", "x", "-1", "-2", "0", "1", "2", "3", "99", "0.5", "nan", "inf", "1e400", "9" * 25]
+FUZZED += ["F", "STEP", "compute", "copy", "send:0", "recv:9", '"', ",", "\n"]
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_edited_in_any_way(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """One cell replaced by anything: a timeline that holds, or an error of ours; nothing else."""
+    timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 2)), ps.Costs(1, 2, output_bytes=1))
+    path = tmp_path_factory.mktemp("timeline") / "t.csv"
+    timeline.save(path)
+    lines = [line.split(",") for line in path.read_text().splitlines()]
+    row = data.draw(st.integers(0, len(lines) - 1))
+    column = data.draw(st.integers(0, len(COLUMNS) - 1))
+    lines[row][column] = data.draw(st.sampled_from(FUZZED))
+    path.write_text("".join(",".join(line) + "\n" for line in lines))
+    try:
+        loaded = ps.Timeline.load(path)
+    except PipeError:
+        return
+    ps.verify(loaded.graph)
+    assert (loaded.graph.op == timeline.graph.op).all()
