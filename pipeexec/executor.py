@@ -10,49 +10,32 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec import transfer
-from pipeexec.devices import Device, DeviceLike, make_devices
+from pipeexec.devices import DeviceLike, make_devices
 from pipeexec.meter import Meter
-from pipeexec.randomness import task_seed
-from pipeexec.stage import Held, Stage, Values
-from pipeexec.streams import Event, Stream
+from pipeexec.run import Batch, Run, plan
+from pipeexec.stage import Held, Stage
 from pipesim.errors import (
     ArgumentError,
     ExecutionError,
     NanLossWarning,
-    PipeError,
     RandomnessWarning,
-    StageError,
     check_name,
 )
 from pipesim.graph import TaskGraph
-from pipesim.ops import RECVS, Op
 from pipesim.timeline import Timeline
 from pipesim.verify import verify
 
-__all__ = ["Pipeline", "StepResult", "split_batch"]
+__all__ = ["Pipeline", "StepResult"]
 
 Loss = Callable[[Any, Any], Tensor]
-Batch = Tensor | tuple[Tensor, ...]
-#: Tasks whose result a task of the key takes; a RECV takes its SEND's.
-_SOURCES = {
-    Op.F: (Op.F, Op.RECV_F),
-    Op.B: (Op.B, Op.I, Op.RECV_B),
-    Op.I: (Op.B, Op.I, Op.RECV_B),
-    Op.SEND_F: (Op.F,),
-    Op.SEND_B: (Op.B, Op.I),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,20 +61,6 @@ class StepResult:
     timeline: Timeline
     peak_held: tuple[int, ...]
     host_seconds: float
-
-
-class _Planned(NamedTuple):
-    """What the host needs to know to issue one task."""
-
-    id: int
-    work: Callable[[_Run, _Planned], None]
-    stream: Stream
-    device: Device
-    stage: Stage
-    microbatch: int
-    waits: tuple[int, ...]
-    source: int
-    recomputed: bool
 
 
 class Pipeline:
@@ -159,7 +128,7 @@ class Pipeline:
         ]  # fmt: skip
         self.zero_grad = optimizer is not None
         self.n_steps = 0
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._set_graph(graph)
 
     def _set_graph(self, graph: TaskGraph) -> None:
@@ -179,7 +148,7 @@ class Pipeline:
                 zip(self.modules, graph.device_of_stage.tolist(), strict=True)
             )
         ]
-        self._plan = _plan(graph, self.stages, self.devices)
+        self._plan = plan(graph, self.stages, self.devices)
 
     def with_graph(self, graph: TaskGraph) -> Pipeline:
         """Return a pipeline that runs another graph with the same stages, devices, optimizers.
@@ -236,8 +205,15 @@ class Pipeline:
         """
         if any(device.closed for device in self.devices):
             raise ExecutionError("the pipeline is closed, and its threads ended; make a new one")
-        run = _Run(self, inputs, targets)
-        self._run = run
+        run = self._run = Run(
+            self.graph,
+            self.devices,
+            self.optimizers,
+            inputs,
+            targets,
+            is_mean=self.loss_reduction == "mean",
+            number=self.n_steps,
+        )
         if self.zero_grad:
             for module in self.modules:
                 module.zero_grad(set_to_none=True)
@@ -341,236 +317,6 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.graph!r} on {', '.join(d.name for d in self.devices)}>"
-
-
-class _Run:
-    """One step under way: what tasks hand to each other, their events, and the first failure."""
-
-    def __init__(self, pipeline: Pipeline, inputs: Batch, targets: Any) -> None:
-        graph = pipeline.graph
-        m = graph.n_microbatches
-        self.pipeline = pipeline
-        first, last = (pipeline.devices[graph.device_of_stage[s]].torch_device for s in (0, -1))
-        parts, sizes = split_batch(inputs, m, "inputs")
-        self.inputs: list[Values] = [
-            tuple(x.to(first, non_blocking=True) for x in part) for part in parts
-        ]
-        labels, label_sizes = split_batch(targets, m, "targets")
-        if label_sizes != sizes:
-            raise ArgumentError(
-                f"inputs have {sum(sizes)} samples, targets {sum(label_sizes)}; give as many"
-            )
-        moved = [tuple(x.to(last, non_blocking=True) for x in part) for part in labels]
-        self.targets: list[Any] = (
-            moved if isinstance(targets, tuple) else [part[0] for part in moved]
-        )
-        mean = pipeline.loss_reduction == "mean"
-        self.weights = [size / sum(sizes) if mean else 1.0 for size in sizes]
-        self.losses: list[Tensor | None] = [None] * m
-        self.values: list[Values | None] = [None] * len(graph)
-        self.zeros: list[Event] = []
-        self.began: list[Event] = []
-        self.ended: list[Event] = []
-        self.ran = np.zeros(len(graph), dtype=bool)
-        self.nbytes = np.zeros(len(graph))
-        self.failure: tuple[int, BaseException] | None = None
-        self.seed = torch.initial_seed()
-        self.host_seconds = 0.0
-
-    def walk(self, plan: Sequence[_Planned]) -> None:
-        """Issue every task, then wait for the devices."""
-        began, ended = self.began, self.ended
-        self.zeros = [device.mark() for device in self.pipeline.devices]
-        start = perf_counter()
-        try:
-            for task in plan:
-                stream = task.stream
-                for needed in task.waits:
-                    stream.wait_event(ended[needed])
-                began.append(stream.record())
-                stream.submit(partial(self._guarded, task))
-                ended.append(stream.record())
-            self.host_seconds = perf_counter() - start
-            for device in self.pipeline.devices:
-                device.synchronize()
-        except BaseException as error:
-            self.failure = self.failure or (-1, error)
-            for device in self.pipeline.devices:
-                device.synchronize()
-            raise
-
-    def _guarded(self, task: _Planned) -> None:
-        """Run a task, unless another has failed; what fails first stops all."""
-        if self.failure is not None:
-            return
-        try:
-            task.work(self, task)
-        except BaseException as error:
-            if self.failure is None:
-                self.failure = task.id, error
-        else:
-            self.ran[task.id] = True
-
-    def take(self, task: int) -> Values:
-        """Return what ``task`` produced, and let go of it."""
-        values, self.values[task] = self.values[task], None
-        return values or ()
-
-    def seed_of(self, task: _Planned) -> int:
-        """Return the seed of a task's random numbers."""
-        if not task.stage.is_random.get(task.stage.module.training, True):
-            return 0
-        return task_seed(self.seed, self.pipeline.n_steps, task.stage.index, task.microbatch)
-
-    def timeline(self) -> Timeline:
-        """Return when each task ran; NaN for those that did not."""
-        graph = self.pipeline.graph
-        start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
-        for task in np.flatnonzero(self.ran).tolist():
-            zero = self.zeros[graph.device[task]]
-            start[task] = self.began[task].seconds_since(zero)
-            end[task] = self.ended[task].seconds_since(zero)
-        return Timeline(graph, start, end, self.nbytes)
-
-    def error(self) -> PipeError:
-        """Return the error of the task that failed, naming it."""
-        assert self.failure is not None
-        index, cause = self.failure
-        task = self.pipeline.graph.task(index)
-        where = f"device {task.device}, stage {task.stage}, micro-batch {task.microbatch}"
-        error = StageError(
-            f"{task} failed ({where}): {type(cause).__name__}: {cause}; all other work was "
-            "stopped, and .timeline holds what ran before"
-        )
-        error.timeline = self.timeline()
-        error.__cause__ = cause
-        return error
-
-
-def _forward(run: _Run, task: _Planned) -> None:
-    values = run.inputs[task.microbatch] if task.source < 0 else run.take(task.source)
-    values = task.stage.forward(task.microbatch, values, run.seed_of(task), task.recomputed)
-    if task.stage.finish is None:
-        run.values[task.id] = values
-
-
-def _recompute(run: _Run, task: _Planned) -> None:
-    task.stage.recompute(task.microbatch, run.seed_of(task))
-
-
-def _backward(run: _Run, task: _Planned) -> None:
-    gradients = () if task.source < 0 else run.take(task.source)
-    run.values[task.id] = task.stage.backward(task.microbatch, gradients)
-
-
-def _input_grad(run: _Run, task: _Planned) -> None:
-    gradients = () if task.source < 0 else run.take(task.source)
-    run.values[task.id] = task.stage.input_grad(task.microbatch, gradients)
-
-
-def _weight_grad(run: _Run, task: _Planned) -> None:
-    task.stage.weight_grad(task.microbatch)
-
-
-def _send(run: _Run, task: _Planned) -> None:
-    values = run.take(task.source)
-    graph = run.pipeline.graph
-    recv = int(graph.pair[task.id])
-    target = run.pipeline.devices[graph.device[recv]]
-    run.values[task.id] = transfer.send(values, task.device, task.stream, target)
-    run.nbytes[[task.id, recv]] = transfer.nbytes(values)
-
-
-def _receive(run: _Run, task: _Planned) -> None:
-    consumer = task.device.stream("compute")
-    run.values[task.id] = transfer.receive(run.take(task.source), task.device, consumer)
-
-
-def _step(run: _Run, task: _Planned) -> None:
-    optimizer = run.pipeline.optimizers[task.stage.index]
-    if optimizer is not None:
-        optimizer.step()
-
-
-#: How each operation is run; `REDUCE_GRAD` and `ALL_TO_ALL` need many processes.
-WORK: Mapping[Op, Callable[[_Run, _Planned], None]] = {
-    Op.F: _forward,
-    Op.B: _backward,
-    Op.I: _input_grad,
-    Op.W: _weight_grad,
-    Op.R: _recompute,
-    Op.SEND_F: _send,
-    Op.RECV_F: _receive,
-    Op.SEND_B: _send,
-    Op.RECV_B: _receive,
-    Op.STEP: _step,
-}
-
-
-def _plan(graph: TaskGraph, stages: Sequence[Stage], devices: Sequence[Device]) -> list[_Planned]:
-    """Look up everything about each task that does not change from step to step."""
-    recomputed = {
-        (int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == Op.R)
-    }
-    planned = []
-    for index in range(len(graph)):
-        task = graph.task(index)
-        if task.op not in WORK:
-            raise ArgumentError(f"{task} cannot be run in one process; lower without {task.op}")
-        needed = graph.precedence[index].tolist()
-        sources = _SOURCES.get(task.op, ())
-        source = next(
-            (t for t in graph.dependencies[index].tolist() if graph.op[t] in sources
-             and (task.op in (Op.SEND_F, Op.SEND_B) or graph.op[t] in RECVS
-                  or graph.stage[t] != task.stage)), -1,
-        )  # fmt: skip
-        planned.append(
-            _Planned(
-                id=index,
-                work=WORK[task.op],
-                stream=devices[task.device].stream(task.stream),
-                device=devices[task.device],
-                stage=stages[task.stage],
-                microbatch=-1 if task.microbatch is None else task.microbatch,
-                waits=tuple({t for t in needed if graph.stream[t] != graph.stream[index]}),
-                source=int(graph.pair[index]) if task.op in RECVS else source,
-                recomputed=(task.stage, task.microbatch) in recomputed,
-            )
-        )
-    return planned
-
-
-def split_batch(
-    batch: Batch, n_microbatches: int, name: str
-) -> tuple[list[tuple[Tensor, ...]], list[int]]:
-    """Return the micro-batches of a batch, whose sizes differ by one at most, and the sizes.
-
-    Raises
-    ------
-    ArgumentError
-        If it holds no tensors, tensors of different length, or too few samples.
-    """
-    tensors = batch if isinstance(batch, tuple) else (batch,)
-    if not tensors or not all(isinstance(x, Tensor) and x.dim() > 0 for x in tensors):
-        raise ArgumentError(
-            f"{name} must be a tensor of samples or a tuple of them, got "
-            f"{type(batch).__name__}"
-            + (f" of {', '.join(map(_described, batch))}" if isinstance(batch, tuple) else "")
-        )
-    lengths = {len(x) for x in tensors}
-    if len(lengths) > 1:
-        raise ArgumentError(f"the tensors of {name} have {sorted(lengths)} samples; give as many")
-    if min(lengths) < n_microbatches:
-        raise ArgumentError(
-            f"{name} have {min(lengths)} samples, too few for {n_microbatches} micro-batches; "
-            "give a larger batch, or lower a schedule of fewer micro-batches"
-        )
-    parts = list(zip(*(x.tensor_split(n_microbatches) for x in tensors), strict=True))
-    return parts, [len(part[0]) for part in parts]
-
-
-def _described(value: object) -> str:
-    return f"{value.dim()}-d tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _check_stages(stages: Sequence[nn.Module], graph: TaskGraph) -> None:

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeexec import transfer
-from pipeexec.executor import Batch, Pipeline, StepResult, split_batch
+from pipeexec.executor import Pipeline, StepResult
+from pipeexec.run import Batch, split_batches
 from pipesim.costs import Costs
 from pipesim.errors import AccuracyWarning, check_count
 from pipesim.graph import TaskGraph
@@ -120,8 +121,7 @@ class Calibration:
         graph = pipeline.graph
         self.pipeline = pipeline
         n_microbatches = graph.n_microbatches + 1
-        for name, batch in (("inputs", inputs), ("targets", targets)):
-            _, sizes = split_batch(batch, graph.n_microbatches, name)
+        *_, sizes = split_batches(inputs, targets, graph.n_microbatches)
         self.size = min(sizes)
         self.batch = tuple(_repeated(x, n_microbatches * self.size) for x in (inputs, targets))
         self.one = tuple(_repeated(x, self.size) for x in (inputs, targets))
@@ -129,6 +129,7 @@ class Calibration:
         self.isolated = pipeline.with_graph(_calibration_graph(graph, 1))
         self.steps: list[StepResult] = []
         self.alone: list[StepResult] = []
+        self.optimizer_bytes: list[int] = []
 
     def warm_up(self, n_steps: int) -> None:
         """Run steps that do not count."""
@@ -142,6 +143,8 @@ class Calibration:
         with self.pipeline.preserved():
             self.steps.append(self.loaded.step(*self.batch))
             self.alone.append(self.isolated.step(*self.one))
+            # Now, since optimizers have no state before their first step.
+            self.optimizer_bytes = [_state_bytes(o) for o in self.pipeline.optimizers]
 
     @cached_property
     def held_bytes(self) -> list[int]:
@@ -196,20 +199,17 @@ class Calibration:
         sends = graph.op == Op.SEND_F
         output[graph.stage[sends]] = timeline.nbytes[sends]
         parameters = [sum(p.nbytes for p in m.parameters()) for m in self.pipeline.modules]
-        optimizer = [
-            sum(
-                value.nbytes
-                for state in (o.state.values() if o is not None else ())
-                for value in state.values()
-                if isinstance(value, Tensor)
-            )
-            for o in self.pipeline.optimizers
-        ]
         return {
             "output_bytes": tuple(output.tolist()),
             "parameter_bytes": tuple(map(float, parameters)),
-            "optimizer_bytes": tuple(map(float, optimizer)),
+            "optimizer_bytes": tuple(map(float, self.optimizer_bytes)),
         }
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    states = () if optimizer is None else optimizer.state.values()
+    tensors = (x for state in states for x in state.values() if isinstance(x, Tensor))
+    return sum(x.nbytes for x in tensors)
 
 
 def measure(

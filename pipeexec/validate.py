@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipeexec.devices import DeviceLike
-from pipeexec.executor import Batch, Loss, Pipeline, StepResult
+from pipeexec.executor import Loss, Pipeline, StepResult
 from pipeexec.profile import Calibration, Profile
+from pipeexec.run import Batch
 from pipeexec.run_directory import RECORD, command, read_record, write_directory
 from pipesim.compare import Comparison
 from pipesim.costs import Costs

@@ -76,9 +76,9 @@ class Comparison:
         mine, other = self.predicted.graph, self.measured.graph
         if mine is other:
             return
-        same = len(mine) == len(other) and all(
+        same = (len(mine), mine.streams) == (len(other), other.streams) and all(
             (getattr(mine, column) == getattr(other, column)).all()
-            for column in ("op", "device", "stage", "microbatch")
+            for column in ("op", "device", "stage", "microbatch", "stream")
         )
         if not same:
             raise TimelineError(

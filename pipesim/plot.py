@@ -287,7 +287,7 @@ def _draw_comparison(
     rows_of_devices(ax, graph.n_devices, until * scale, sign)
     drawn: dict[Op, str | None] = {}
     for name, each, offset, tint, style in (
-        ("predicted", comparison.predicted, 0.2, TINT, cells.DASHES),
+        ("predicted", comparison.predicted, -0.2, TINT, cells.DASHES),
         ("measured", comparison.measured, 0.2, 0.0, "-"),
     ):
         lanes = cells.one_lane(graph, offset, 0.36)

@@ -11,7 +11,7 @@ from pipesim.costs import Costs, TaskCosts
 from pipesim.engines import simpy_engine
 from pipesim.errors import ArgumentError, CostsError, TimelineError, check_name
 from pipesim.graph import TaskGraph
-from pipesim.ops import RECVS, TRANSFERS
+from pipesim.ops import RECVS
 from pipesim.timeline import Timeline
 from pipesim.verify import verify
 
@@ -88,12 +88,14 @@ def replay(timeline: Timeline, *, engine: str = "simpy") -> Timeline:
         )
     latency = np.zeros(len(graph))
     recvs = np.flatnonzero(graph.is_op(RECVS))
-    latency[recvs] = hand_over(timeline)[recvs]
-    latency[graph.pair[recvs]] = latency[recvs]
+    sends = graph.pair[recvs]
+    # A SEND holds its stream as long as it did, on a link of its own; the rest is latency.
+    latency[recvs] = np.maximum(0.0, hand_over(timeline)[recvs] - timeline.duration[sends])
+    latency[sends] = latency[recvs]
     costs = TaskCosts(
-        duration=np.where(graph.is_op(TRANSFERS), 0.0, timeline.duration),
+        duration=np.where(graph.is_op(RECVS), 0.0, timeline.duration),
         latency=latency,
-        link=np.full(len(graph), -1, dtype=np.int64),
+        link=np.arange(len(graph)),
         launch=np.zeros(len(graph)),
         nbytes=timeline.nbytes,
         costs=timeline.costs,

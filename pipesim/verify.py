@@ -169,7 +169,8 @@ def _verify_graph(graph: TaskGraph) -> None:
         needed = graph.task(int(waits.values[late[0]]))
         raise GraphError(
             f"task {first_late.id} ({first_late}) waits for task {needed.id} ({needed}), "
-            "which is issued later; ids must be a topological order: build the graph with TaskGraph.build"
+            "which is issued later; ids must be a topological order: build the graph with "
+            "TaskGraph.build"
         )
 
 

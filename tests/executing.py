@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipesim.ops import Op
+from pipesim.placement import Placement
 
 __all__ = [
     "Faulty",
@@ -33,6 +35,7 @@ __all__ = [
     "mse",
     "nap_stages",
     "one_thread",
+    "orders",
     "pipeline",
     "unsplit",
     "within",
@@ -140,7 +143,7 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def dense(n_layers: int, width: int = 6) -> nn.Sequential:
+def dense(n_layers: int, width: int = 16) -> nn.Sequential:
     """Return a model of ``n_layers`` layers, each some arithmetic that can be told apart."""
     torch.manual_seed(n_layers)
     return nn.Sequential(
@@ -151,13 +154,18 @@ def dense(n_layers: int, width: int = 6) -> nn.Sequential:
 def cut(model: nn.Sequential, counts: Sequence[int]) -> list[nn.Sequential]:
     """Cut a model into stages of so many layers."""
     ends = np.cumsum([0, *counts])
-    return [model[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    return [model[a:b] for a, b in pairwise(ends)]
 
 
 def nap_stages(n_stages: int, forward: float = 5e-3, backward: float = 5e-3) -> list[nn.Sequential]:
     """Return stages that sleep, so that they take their time whatever the cores do."""
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(4, 4), Nap(forward, backward)) for _ in range(n_stages)]
+
+
+def orders(*rows: str, placement: Placement | None = None) -> ps.Schedule:
+    """Return the schedule of a row of actions a device."""
+    return ps.Schedule.from_orders([row.split() for row in rows], placement=placement)
 
 
 def pipeline(
@@ -265,10 +273,10 @@ def assert_close(
         torch.testing.assert_close(mine, its)
 
 
-def assert_order_respected(timeline: ps.Timeline) -> None:
+def assert_order_respected(timeline: ps.Timeline, slack: float = 0.0) -> None:
     """Check that no task of a measured step began before what it waits for had ended."""
     waits = timeline.graph.precedence
-    late = timeline.end[waits.values] > timeline.start[waits.rows]
+    late = timeline.end[waits.values] > timeline.start[waits.rows] + slack
     graph = timeline.graph
     wrong = [f"{graph.task(int(waits.rows[k]))} before {graph.task(int(waits.values[k]))}"
              for k in np.flatnonzero(late)]  # fmt: skip

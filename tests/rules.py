@@ -7,13 +7,14 @@ This needs no event loop, so that it shares nothing with an engine but the rules
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 
 import pipesim as ps
 from pipesim.ops import Action, Op
 
-__all__ = ["assert_rules_hold", "dependencies"]
+__all__ = ["all_reduced", "assert_rules_hold", "dependencies", "issue_times"]
 
 
 def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
@@ -89,3 +90,18 @@ def assert_rules_hold(timeline: ps.Timeline, costs: ps.TaskCosts) -> None:
         else:
             assert start[task] == wanted[task], label
             assert end[task] == start[task] + costs.duration[task], label
+
+
+def all_reduced(**options: Any) -> ps.TaskGraph:
+    """Return two stages on two devices, whose gradients are reduced together at the end."""
+    actions = ["0F0", "1F0", "1B0", "0B0", "0REDUCE_GRAD", "1REDUCE_GRAD"]
+    parsed = [Action.parse(action) for action in actions]
+    columns = (
+        [int(a.op) for a in parsed],
+        [a.stage for a in parsed],  # stage i is on device i
+        [a.stage for a in parsed],
+        [-1 if a.microbatch is None else a.microbatch for a in parsed],
+        [0] * len(parsed),  # all on compute
+    )
+    tasks = ps.Tasks(*(np.array(column, dtype=np.int64) for column in columns))
+    return ps.TaskGraph.build(tasks, group=np.array([-1, -1, -1, -1, 7, 7]), **options)

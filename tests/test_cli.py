@@ -13,8 +13,8 @@ import pytest
 from matplotlib.figure import Figure
 
 import pipesim as ps
-import pipesim.settings
 import pipesim.plot
+import pipesim.settings
 from pipesim.cli import EPILOG, main
 from pipesim.costs import VALUE_FIELDS
 

@@ -143,6 +143,19 @@ def test_messages_keep_their_senders_order(graph: ps.TaskGraph) -> None:
         assert [graph.pair[r] for r in received] == sent
 
 
+def test_issue_order_by_hand() -> None:
+    """Cycle by cycle: what is computed, then what of it is sent, each SEND and RECV together."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2), step="none")
+    assert " ".join(str(graph.task(task)) for task in range(len(graph))) == (
+        "0F0 0SEND_F0 1RECV_F0 0F1 1F0 0SEND_F1 1RECV_F1 1F1 "
+        "1B1 1SEND_B1 0RECV_B1 0B1 1B0 1SEND_B0 0RECV_B0 0B0"
+    )
+    graph = ps.lower(ps.schedule("gpipe", 2, 1), step="none", overlap=False)
+    assert " ".join(str(graph.task(task)) for task in range(len(graph))) == (
+        "0F0 0SEND_F0 1RECV_F0 1F0 1B0 1SEND_B0 0RECV_B0 0B0"
+    )
+
+
 @given(schedules())
 def test_issue_order_is_the_clock_cycle(schedule: ps.Schedule) -> None:
     """By distance from the first, counted in compute tasks, then by device (rule 7)."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from rules import issue_times
+from rules import all_reduced, issue_times
 from strategies import cases
 
 import pipesim as ps
@@ -158,6 +158,29 @@ def test_critical_path_of_a_host() -> None:
     assert path(timeline) == "0B0(host 12)"
     late = run("gpipe", 1, 2, ps.Costs(forward=5, backward=5, launch=1))
     assert path(late) == "0F0(host 1) 0F1(stream) 0B1(dependency) 0B0(stream)"
+
+
+def test_critical_path_with_a_host_a_device() -> None:
+    """0F1 is the third that host 0 issues; what comes later waits for messages, not for hosts."""
+    costs = ps.Costs(1, 1, launch=1, network=ps.Network(latency=3))
+    assert path(run("gpipe", 2, 2, costs, hosts="per_device")) == (
+        "0F1(host 3) 0SEND_F1(dependency) 1RECV_F1(message 3) 1F1(dependency) 1B1(dependency) "
+        "1B0(stream) 1SEND_B0(dependency) 0RECV_B0(message 3) 0B0(dependency)"
+    )
+
+
+def test_critical_path_of_those_that_meet() -> None:
+    """The host that is late may be that of the other end, or of another member."""
+    costs = ps.Costs(1, (1, 20), launch=(1, 5), output_bytes=10, network=SLOW)
+    timeline = run("gpipe", 2, 1, costs, hosts="per_device", rendezvous=True)
+    # 0SEND_F0 is issued at 2, but 1RECV_F0 at 5.
+    assert path(timeline) == (
+        "0SEND_F0(host 5) 1RECV_F0(message -10) 1F0(dependency) 1B0(dependency) "
+        "1SEND_B0(dependency) 0RECV_B0(message -10) 0B0(dependency)"
+    )
+    # Device 1 is issued its part at 12, when all gradients have been there since 10.
+    graph = all_reduced(hosts="per_device")
+    assert path(ps.simulate(graph, ps.Costs(1, 1, launch=(1, 4)))) == "0REDUCE_GRAD(host 12)"
 
 
 @given(cases())

@@ -235,6 +235,13 @@ def test_the_legend_is_outside_the_cells_and_can_be_left_out() -> None:
     assert simulated().plot(ax=axes(), legend=False).get_legend() is None
 
 
+def test_a_legend_of_four_is_one_line_of_a_column() -> None:
+    ax = simulated("gpipe", 4, 4, recompute="always").plot(ax=axes(plot.ONE_COLUMN))
+    ax.figure.canvas.draw()
+    assert len({text.get_window_extent().y0 for text in ax.get_legend().get_texts()[:2]}) == 1
+    assert ax.get_legend().get_window_extent().height < 15 / 72 * ax.figure.dpi
+
+
 def test_a_legend_stays_within_a_column() -> None:
     timeline = simulated("gpipe", 4, 4, recompute="always")
     for make in (timeline.plot, ps.Comparison(timeline, measured(timeline)).plot):
@@ -327,6 +334,17 @@ def test_numbers_of_an_operation_are_drawn_all_or_none() -> None:
     assert of_drawn == [Op.B] * (4 * 16)
 
 
+def test_a_number_that_does_not_fit_its_cell_is_left_out() -> None:
+    ax = axes(7, 1)
+    ax.set_xlim(0, 61)
+    width, kinds = np.append(np.full(60, 1.0), 0.7), np.zeros(61, np.int8)
+    numbers = Numbers(
+        np.arange(61.0), np.zeros(61), width, np.ones(61), ["7"] * 61, ["k"] * 61, kinds
+    )
+    ax.add_artist(numbers)
+    assert numbers.fitting()[0].tolist() == list(range(60))
+
+
 def texts_in(ax: Axes, path: Path) -> list[str]:
     plot.save(ax, path)
     texts = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
@@ -370,7 +388,9 @@ def test_transfers_have_lanes_of_their_own(streams: str) -> None:
         assert (np.abs(cells[:, 2:].mean(axis=1) - tasks["device"]) < 0.5).all()
         below = cells[:, 2:].mean(axis=1) > tasks["device"]
         assert (below == (op in TRANSFERS)).all()
-    assert overlapping(np.concatenate(everything)) == 0
+    # No two lanes share any height, whatever the times of their messages.
+    lanes = np.unique(np.round(np.concatenate(everything)[:, 2:], 9), axis=0)
+    assert overlapping(np.column_stack([np.zeros(len(lanes)), np.ones(len(lanes)), lanes])) == 0
 
 
 def test_messages_of_pure_latency_are_ticks() -> None:
@@ -394,8 +414,13 @@ def test_transfers_on_the_compute_stream_are_drawn_there() -> None:
         assert len(cells) == (timeline.duration > 0).sum() > (timeline.graph.is_op(COMPUTE)).sum()
         assert set(np.round(cells[:, 2:].mean(axis=1), 9)) == {0.0, 1.0, 2.0, 3.0}
         assert overlapping(cells) == 0
-        # Messages next to nothing long do not take the others' gaps away.
-        assert found(ax, "cells:F").get_linewidth()[0] > 0.2
+
+
+def test_messages_next_to_nothing_long_take_no_gaps_away() -> None:
+    fast = dataclasses.replace(COSTS, network=ps.Network(bandwidth=1e15))
+    ax = simulated(overlap=False, costs=fast, recompute="always").plot(ax=axes())
+    assert found(ax, "cells:F").get_linewidth()[0] > 0.2
+    assert found(ax, "cells:R").get_hatch()
 
 
 def test_one_device_has_no_transfers_to_draw() -> None:
@@ -434,6 +459,7 @@ def test_unfinished_tasks_are_open_cells() -> None:
     cells = boxes(ax, "cells:unfinished")
     assert len(cells) > 0
     np.testing.assert_allclose(cells[:, 0], unfinished["start"])
+    assert (cells[:, 0] < 0.99 * ax.get_xlim()[1]).all()
     assert (cells[:, 1] > ax.get_xlim()[1]).all()
     assert "unfinished" in legend_of(ax.get_legend())
     assert "cells:unfinished" not in drawn(simulated().plot(ax=axes()))
@@ -447,6 +473,7 @@ def test_a_timeline_in_which_nothing_ran() -> None:
         ps.Comparison(simulated(), nothing).plot(ax=axes()),
     ):
         ax.figure.canvas.draw()
+    assert nothing.plot(ax=axes()).get_xlim() == (0, 1)
     assert "nothing ran" in ax.get_title(loc="right")
 
 

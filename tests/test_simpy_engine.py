@@ -12,13 +12,21 @@ import numpy as np
 import pytest
 from drawing import draw, grid, times
 from hypothesis import given
-from rules import assert_rules_hold
+from hypothesis import strategies as st
+from rules import all_reduced, assert_rules_hold
 from strategies import cases
 
 import pipesim as ps
-from pipesim.errors import ArgumentError, CostsError, DeadlockError, NetworkError, UnknownNameError
+from pipesim.errors import (
+    ArgumentError,
+    CostsError,
+    DeadlockError,
+    NetworkError,
+    TimelineError,
+    UnknownNameError,
+)
 from pipesim.graph import TaskGraph, Tasks
-from pipesim.ops import COMPUTE, RECVS, SENDS, Action
+from pipesim.ops import COMPUTE, RECVS, SENDS
 
 #: One second a byte: a message of ``output_bytes=1`` lasts a second.
 SLOW = ps.Network(bandwidth=1)
@@ -185,6 +193,16 @@ def test_one_host_a_device() -> None:
     """)
 
 
+def test_launch_of_each_stage() -> None:
+    """Rule 7: host 1 issues its RECV, F, B and SEND at 3, 6, 9 and 12."""
+    costs = ps.Costs(forward=1, backward=1, launch=(1, 3))
+    timeline = run("gpipe", 2, 1, costs, hosts="per_device")
+    assert draw(timeline, transfers=False) == grid("""
+        0 | .. F0 .. .. .. .. .. .. .. .. .. .. B0
+        1 | .. .. .. .. .. .. F0 .. .. B0 .. .. ..
+    """)
+
+
 def test_launch_of_short_and_long_tasks() -> None:
     """Rule 7: a host that is ahead of its device costs nothing but the first launch."""
     timeline = run("gpipe", 1, 3, ps.Costs(forward=2, backward=2, launch=1))
@@ -252,12 +270,26 @@ def test_shared_link_serves_the_smaller_id_of_one_moment() -> None:
 
 
 def test_shared_link_serves_who_came_first() -> None:
-    """Rule 8: 1SEND_F0 came at 7, 0SEND_F1, of the smaller id, at 8, and waits until 9."""
-    timeline = shared(forward=(4, 1, 1), nbytes=2)
-    sends = [str(timeline.graph.task(int(t))) for t in np.flatnonzero(timeline.graph.is_op(SENDS))]
-    assert sends.index("0SEND_F1") < sends.index("1SEND_F0")
-    assert times(timeline, "1SEND_F0") == (7, 9)
-    assert times(timeline, "0SEND_F1") == (9, 11)
+    """Rule 8: at 11, 2SEND_F0 has waited since 9, and 1SEND_F1, of the smaller id, since 10."""
+    link = ps.Link(latency=0, bandwidth=1, pairs=((0, 1), (1, 2), (2, 3)))
+    costs = ps.Costs(
+        forward=(1, 3, 1, 1),
+        backward=1,
+        output_bytes=(3, 1, 1, 0),
+        network=ps.Network(links=(link,)),
+    )
+    timeline = run("gpipe", 4, 3, costs)
+    names = [str(timeline.graph.task(task)) for task in range(len(timeline))]
+    assert names.index("1SEND_F0") < names.index("1SEND_F1") < names.index("2SEND_F0")
+    drawn = draw(timeline, rows="^[0-2]$|0 send:1|1 send:2|2 send:3")
+    assert [line[:50].rstrip() for line in drawn.splitlines()] == [
+        "0        | F0 F1 F2 .. .. .. .. .. .. .. .. .. ..",
+        "0 send:1 | .. F0 F0 F0 F1 F1 F1 .. F2 F2 F2 .. ..",
+        "1        | .. .. .. .. F0 F0 F0 F1 F1 F1 .. F2 F2",
+        "1 send:2 | .. .. .. .. .. .. .. F0 .. .. .. .. F1",
+        "2        | .. .. .. .. .. .. .. .. F0 .. .. .. ..",
+        "2 send:3 | .. .. .. .. .. .. .. .. .. .. .. F0 ..",
+    ]
 
 
 def test_links_of_their_own_do_not_wait() -> None:
@@ -265,21 +297,6 @@ def test_links_of_their_own_do_not_wait() -> None:
     costs = ps.Costs(forward=(2, 1, 1), backward=1, output_bytes=1, network=SLOW)
     timeline = run("gpipe", 3, 2, costs)
     assert times(timeline, "0SEND_F1") == times(timeline, "1SEND_F0") == (4, 5)
-
-
-def all_reduced() -> ps.TaskGraph:
-    """Return two stages on two devices, whose gradients are reduced together at the end."""
-    actions = ["0F0", "1F0", "1B0", "0B0", "0REDUCE_GRAD", "1REDUCE_GRAD"]
-    parsed = [Action.parse(action) for action in actions]
-    columns = (
-        [int(a.op) for a in parsed],
-        [a.stage for a in parsed],  # stage i is on device i
-        [a.stage for a in parsed],
-        [-1 if a.microbatch is None else a.microbatch for a in parsed],
-        [0] * len(parsed),  # all on compute
-    )
-    tasks = Tasks(*(np.array(column, dtype=np.int64) for column in columns))
-    return TaskGraph.build(tasks, group=np.array([-1, -1, -1, -1, 7, 7]))
 
 
 def test_collective_starts_when_all_members_are_there() -> None:
@@ -319,6 +336,24 @@ def test_rules_hold(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Rules 1 to 9, exactly, on random graphs, costs and networks."""
     graph, costs = case
     assert_rules_hold(ps.simulate(graph, costs), costs.of(graph))
+
+
+@given(
+    name=st.sampled_from(["gpipe", "1f1b"]),
+    m=st.integers(2, 5),
+    forward=st.tuples(*[st.integers(1, 4)] * 4),
+    nbytes=st.tuples(*[st.integers(1, 4)] * 4),
+    streams=st.sampled_from(["per_peer", "single"]),
+)
+def test_rules_hold_where_all_share_one_link(
+    name: str, m: int, forward: tuple[int, ...], nbytes: tuple[int, ...], streams: Any
+) -> None:
+    """Rule 8 with many ties and long queues."""
+    pairs = tuple((a, b) for a in range(4) for b in range(4) if abs(a - b) == 1)
+    network = ps.Network(links=(ps.Link(0, 1, pairs),))
+    costs = ps.Costs(forward, backward=2, output_bytes=nbytes, network=network)
+    timeline = run(name, 4, m, costs, streams=streams)
+    assert_rules_hold(timeline, costs.of(timeline.graph))
 
 
 @given(cases())
@@ -372,6 +407,25 @@ def test_simulation_is_repeatable(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert (one.end == two.end).all()
     assert one.graph is two.graph is graph
     assert one.costs is two.costs is costs
+
+
+@given(cases())
+def test_replay(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """A timeline replayed from its own durations is itself, but for what its host cost."""
+    graph, costs = case
+    timeline = ps.simulate(graph, replace(costs, launch=0.0))
+    again = ps.replay(timeline)
+    assert again.makespan == pytest.approx(timeline.makespan, rel=1e-9, abs=1e-9)
+    assert again.name == f"{timeline.name} replayed"
+
+
+def test_replay_of_a_partial_timeline() -> None:
+    """What did not run has no duration."""
+    timeline = run("gpipe", 2, 2, ps.Costs(1, 2))
+    end = timeline.end.copy()
+    end[-3:] = np.nan
+    with pytest.raises(TimelineError, match="'gpipe' is partial: 3 of 16 tasks did not run"):
+        ps.replay(replace(timeline, end=end))
 
 
 def test_durations_of_compute_tasks_are_kept() -> None:

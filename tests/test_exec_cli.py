@@ -1,0 +1,257 @@
+"""The command ``pipeexec``: what it prints, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pipeexec as px
+from pipeexec.cli import main
+from pipeexec.run_directory import read_record
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+SMALL = words("--layers 2 --width 16 --heads 2 --sequence 8 --microbatches 2 --batch 5 --steps 2")
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_torch() -> Iterator[None]:
+    """Restore what a command line may set, since it ends with its process."""
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
+
+
+@pytest.fixture
+def no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail if any step runs."""
+
+    def step(*_: Any) -> None:
+        raise AssertionError("a step ran")
+
+    monkeypatch.setattr(px.Pipeline, "step", step)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("A stranger clones it, types make demo, and looks at a figure.\n" * 5)
+    return path
+
+
+def fail(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """Run the command, which must fail with one line on stderr, and return that line."""
+    assert main([str(arg) for arg in args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = [line for line in err.splitlines() if not line.startswith("pipeexec: warning: ")]
+    assert len(lines) == 1, err
+    assert lines[0].startswith("pipeexec: error: ")
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Return the run directory of a small validation, and the arguments that made it."""
+    folder = tmp_path_factory.mktemp("cli")
+    text = folder / "text.txt"
+    text.write_text("to be or not to be, that is the question\n" * 10)
+    results = folder / "results"
+    return results / "small", [
+        *("validate", *SMALL, "--warm-up", "1", "--seed", "7", "--recompute", "never,always"),
+        *("--schedules", "1f1b", "--text", str(text), "--results", str(results)),
+        *("--name", "small"),
+    ]
+
+
+def test_validate_and_show(
+    demo: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row a schedule and mode, the costs, and where the figure is; `show` prints the same."""
+    path, arguments = demo
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    table, order, *rest = out.split("\n\n")
+    lines = table.splitlines()
+    assert "predicted ms" in lines[0]
+    assert "measured ms" in lines[0]
+    assert [" ".join(line.split()[:2]) for line in lines[1:]] == ["1f1b never", "1f1b always"]
+    assert "error: predicted over measured makespan" in out
+    assert "costs (ms; loaded: all stages running" in out
+    assert rest[-1] == f"wrote {path}: the figure is {path / 'overlay.png'}\n"
+    assert (path / "overlay.png").is_file()
+    told = err.splitlines()
+    assert [line for line in told if line.startswith("  round")]
+    assert all(line.startswith(("  ", "pipeexec: warning: ")) for line in told), err
+    assert any("below 1 ms" in line for line in told), "so small a model is no good to predict"
+
+    record = read_record(path)
+    assert (record["seed"], record["batch"], record["steps"]) == (7, 5, 2)
+    assert record["model"] == "gpt"
+    assert record["options"]["width"] == 16
+    assert sum(record["layers_of_stages"]) == 4
+    assert set(record["rows"]) == {"1f1b never", "1f1b always"}
+
+    assert main(["show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[: len(lines)] == lines
+    assert order in out
+
+
+def test_a_seed_makes_a_run_that_can_be_repeated(demo: tuple[Path, list[str]]) -> None:
+    """The same weights, data and dropout: the same losses."""
+    path, arguments = demo
+    losses = []
+    for name in ("first", "second"):
+        assert main([*arguments, "--dropout", "0.1", "--name", name]) == 0
+        rows = px.load_run(path.parent / name).rows
+        losses.append([row.losses for row in rows.values()])
+    assert losses[0] == losses[1]
+    assert len(losses[0][0]) == 2
+
+
+def test_an_image_model_on_uneven_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With transfers on the compute stream, and three stages on however many cores."""
+    arguments = words("validate --model convnet --layers 2 --width 4 --image-size 8 --classes 3")
+    arguments += words("--microbatches 2 --steps 1 --warm-up 0 --balance 2,1,1 --no-overlap")
+    arguments += words(f"--schedules gpipe --recompute except_last --results {tmp_path}")
+    assert main(arguments) == 0
+    run = px.load_run(tmp_path / "validate")
+    assert list(run.rows) == ["gpipe except_last"]
+    graph = run.rows["gpipe except_last"].measured.graph
+    assert graph.n_stages == 3
+    assert {name for _, name in graph.streams} == {"compute"}
+    assert read_record(tmp_path / "validate")["layers_of_stages"] == [2, 1, 1]
+    assert read_record(tmp_path / "validate")["batch"] == 8
+
+
+# Mistakes: one line, before any work
+
+
+@pytest.mark.usefixtures("no_step")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model gtp", "unknown model 'gtp'; did you mean 'gpt'"),
+        ("--schedules 1f1c", "unknown schedule '1f1c'; did you mean '1f1b'"),
+        ("--schedules gpipe,", None),
+        ("--schedules ,", "name at least one schedule and one recompute mode"),
+        ("--recompute sometimes", "unknown recompute mode 'sometimes'"),
+        ("--model convnet --heads 2", "unknown option of model 'convnet': 'heads'"),
+        ("--image-size 8", "unknown option of model 'gpt': 'image_size'"),
+        ("--devices cpu,tpu", "'tpu' is no device"),
+        ("--devices cpu", "the graph has 2 devices, got 1"),
+        ("--devices cpu,meta", "'meta' cannot run stages yet"),
+        ("--batch 3 --microbatches 4", "inputs have 3 samples, too few for 4 micro-batches"),
+        ("--batch 0", "batch must be at least 1, got 0"),
+        ("--batch -2", "batch must be at least 1, got -2"),
+        ("--stages 9 --layers 4", "more stages than layers: got n_stages=9 for a model of 6"),
+        ("--stages 0", "n_stages must be at least 1, got 0"),
+        ("--microbatches 0", "n_microbatches must be at least 1, got 0"),
+        ("--steps 0", "n_steps must be at least 1, got 0"),
+        ("--warm-up -1", "warm_up must be at least 0, got -1"),
+        ("--seed -1", "seed must be at least 0, got -1"),
+        ("--learning-rate -1", "learning rate must be a finite number >= 0, got -1.0"),
+        ("--learning-rate nan", "learning rate must be a finite number >= 0, got nan"),
+        ("--learning-rate inf", "learning rate must be a finite number >= 0, got inf"),
+        ("--balance 2,1", "balance [2, 1] shares out 3 layers, and the model has 6"),
+        ("--balance 2,x", "not whole numbers: '2,x'"),
+        ("--width 15", "d_model must be a multiple of n_heads"),
+        ("--dropout 2", "dropout must be a probability"),
+        ("--text /absent/file", "cannot read the text /absent/file: No such file"),
+        ("--stages two", "invalid int value: 'two'"),
+        ("--no-such-option", "unrecognized arguments: --no-such-option (see pipeexec --help)"),
+    ],
+)
+def test_mistakes(
+    arguments: str,
+    message: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And no run directory is left."""
+    if message is None:  # a trailing comma is none: the steps begin
+        with pytest.raises(AssertionError, match="a step ran"):
+            main(["validate", *arguments.split(), "--results", str(tmp_path)])
+        return
+    line = fail(capsys, "validate", *arguments.split(), "--results", tmp_path / "results")
+    assert message in line
+    if (tmp_path / "results").exists():
+        assert list((tmp_path / "results").iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_step")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_cuda_device_where_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = fail(capsys, "validate", "--devices", "cuda:0,cuda:1", "--results", tmp_path)
+    assert "'cuda:0' is not there: torch sees 0 CUDA devices" in line
+
+
+@pytest.mark.usefixtures("no_step")
+def test_results_that_cannot_be_written_are_found_before_the_work(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A parent that is a file cannot be written into, whoever asks."""
+    line = fail(capsys, "validate", "--results", text / "results")
+    assert "cannot write results in" in line
+    (tmp_path / "notes").mkdir()
+    line = fail(capsys, "validate", "--results", tmp_path, "--name", "notes")
+    assert "notes exists and is no run directory" in line
+
+
+def test_a_stage_that_fails_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: Any) -> None:
+        raise ValueError("several\nlines")
+
+    monkeypatch.setattr("pipeexec.models._Block.forward", forward)
+    assert main(["validate", *SMALL, "--results", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "pipeexec: error: 0F0 failed (device 0, stage 0, micro-batch 0): ValueError: seve" in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(px.Pipeline, "step", interrupted)
+    assert main(["validate", *SMALL, "--results", str(tmp_path)]) == 130
+    assert capsys.readouterr().err.endswith("pipeexec: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_show_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "absent is no whole run directory" in fail(capsys, "show", tmp_path / "absent")
+    assert "is no whole run directory" in fail(capsys, "show", tmp_path)
+
+
+def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "required: command" in fail(capsys)
+    assert "invalid choice: 'vaildate'" in fail(capsys, "vaildate")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["validate", "--help"], ["show", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("usage: pipeexec")
+    assert err == ""

@@ -1,0 +1,279 @@
+"""Measured costs: what they count, and that measuring leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from executing import Nap, assert_same, cut, dense, mse, nap_stages, orders, pipeline
+from torch import Tensor, nn
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.profile import Calibration, breadth_first
+from pipesim.errors import AccuracyWarning, ArgumentError
+from pipesim.ops import Op
+
+pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
+
+FORWARD, BACKWARD = 5e-3, 10e-3
+
+
+def lowered(p: int = 2, m: int = 3, **options: Any) -> ps.TaskGraph:
+    return ps.lower(ps.schedule("1f1b", p, m), **options)
+
+
+def data(n: int = 6, width: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, width, generator=generator), torch.randn(n, width, generator=generator)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def measured() -> px.Profile:
+    """What stages that sleep 5 ms in forward and 10 ms in backward are measured to take."""
+    with pipeline(nap_stages(2, FORWARD, BACKWARD), lowered(), mse, adam) as subject:
+        return px.measure(subject, *data(), n_steps=3, warm_up=1)
+
+
+def test_every_cost_of_a_whole_backward_is_measured(measured: px.Profile) -> None:
+    costs = measured.costs
+    values = costs.to_dict()
+    for name in ("forward", "backward", "recompute", "optimizer_step"):
+        assert len(values[name]) == 2, name
+        assert all(0 < value < math.inf for value in values[name]), name
+    assert costs.launch > 0
+    assert costs.network.latency > 0
+    assert min(costs.activation_bytes) > 0
+    assert min(costs.parameter_bytes) > 0
+    assert min(costs.optimizer_bytes) > 0
+
+
+def test_tasks_take_at_least_as_long_as_they_sleep(measured: px.Profile) -> None:
+    """And not ten times as long: a machine that slow is too busy to say anything."""
+    costs = measured.costs
+    for name, slept in (("forward", FORWARD), ("recompute", FORWARD), ("backward", BACKWARD)):
+        for seconds in getattr(costs, name):
+            assert slept <= seconds < 10 * slept, name
+    assert max(costs.optimizer_step) < FORWARD
+
+
+def test_the_table_has_a_row_an_operation_and_stage(measured: px.Profile) -> None:
+    table = measured.table
+    assert list(table.index) == [(op, stage) for op in ("F", "B", "R", "STEP") for stage in (0, 1)]
+    assert list(table.columns) == ["loaded", "spread", "isolated", "slow_down"]
+    assert tuple(table.loc["F", "loaded"]) == measured.costs.forward
+    assert (table.loc["F", "isolated"] >= FORWARD).all()
+    assert (table.loc["B", "isolated"] >= BACKWARD).all()
+    assert (table["spread"] >= 0).all()
+    np.testing.assert_allclose(table["slow_down"], table["loaded"] / table["isolated"])
+
+
+def test_transfers_are_measured_by_size(measured: px.Profile) -> None:
+    """Within one memory a message is handed over, whatever its size: bandwidth has no end."""
+    transfers = measured.transfers
+    assert list(transfers.columns) == ["nbytes", "seconds"]
+    assert transfers["nbytes"].is_monotonic_increasing
+    assert transfers["nbytes"].iloc[-1] >= 1 << 24
+    assert (transfers["seconds"] > 0).all()
+    assert measured.costs.network.bandwidth == math.inf
+
+
+def test_costs_predict_the_graph(measured: px.Profile) -> None:
+    """They are all that the simulator needs, for each recompute mode."""
+    for recompute in ("never", "always", "except_last"):
+        timeline = ps.simulate(lowered(recompute=recompute), measured.costs)
+        assert timeline.makespan >= 4 * (FORWARD + BACKWARD)
+        assert (timeline.peak_memory > 0).all()
+
+
+def test_bytes_by_hand(measured: px.Profile) -> None:
+    """Micro-batches of two samples of four floats through a linear layer of four.
+
+    Held: the input (and for the last stage the loss's: output and targets). Parameters: 4 x 4 + 4.
+    AdamW: two moments a parameter, and a step count a tensor.
+    """
+    costs = measured.costs
+    floats = 2 * 4
+    assert costs.output_bytes == (4 * floats, 0)
+    assert costs.activation_bytes[0] == 4 * floats
+    assert costs.parameter_bytes == (80, 80)
+    assert costs.optimizer_bytes == (2 * 80 + 2 * 4,) * 2
+
+
+def test_activation_bytes_of_a_chain_by_hand() -> None:
+    """Each linear layer keeps its input, tanh its output, which is the next one's input."""
+    stages = [
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 16)),
+        nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)),
+    ]
+    with pipeline(stages, lowered(), lambda output, target: (output - target).sum()) as subject:
+        costs = px.profile(subject, *data(), n_steps=1, warm_up=0)
+    assert costs.activation_bytes == (2 * (4 + 8) * 4, 2 * (16 + 8) * 4)
+    assert costs.output_bytes == (2 * 16 * 4, 0)
+    assert costs.optimizer_bytes == (0, 0)
+
+
+def test_held_bytes_are_those_of_the_whole_step() -> None:
+    """By hand, in 1F1B's order: two micro-batches on device 0, one on device 1.
+
+    The inputs of stage 0 are parts of one batch, which is held as a whole.
+    """
+    stages = [nn.Linear(4, 8), nn.Linear(8, 4)]
+    with pipeline(stages, lowered(), lambda output, target: (output - target).sum()) as subject:
+        subject.step(*data())
+        assert subject.held_bytes(*data()) == [6 * 4 * 4, 2 * 8 * 4]
+    gpipe = ps.lower(ps.schedule("gpipe", 2, 3))
+    with pipeline(stages, gpipe, lambda output, target: (output - target).sum()) as subject:
+        subject.step(*data())
+        assert subject.held_bytes(*data()) == [6 * 4 * 4, 3 * 2 * 8 * 4]
+
+
+def test_profiling_leaves_no_trace() -> None:
+    """Parameters, buffers, gradients and optimizers are as before, and so is the next step."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+    untouched = copy.deepcopy(stages)
+    with (
+        pipeline(stages, lowered(), mse, adam) as subject,
+        pipeline(untouched, lowered(), mse, adam) as other,
+    ):
+        for each in (subject, other):
+            each.step(*data())
+        profile = px.measure(subject, *data(), n_steps=2, warm_up=1)
+        subject.held_bytes(*data())
+        assert_same(stages, untouched)
+        assert torch.equal(subject.step(*data()).loss, other.step(*data()).loss)
+        assert_same(stages, untouched)
+        state, its = (s.optimizers[0].state_dict() for s in (subject, other))
+        torch.testing.assert_close(state, its, rtol=0, atol=0)
+    assert isinstance(profile.costs, ps.Costs)
+
+
+def test_profiling_before_the_first_step_leaves_no_trace() -> None:
+    """Optimizers have no state then, and gradients are missing."""
+    stages = cut(dense(2), [1, 1])
+    untouched = copy.deepcopy(stages)
+    with pipeline(stages, lowered(), mse, adam) as subject:
+        px.measure(subject, *data(width=16), n_steps=1, warm_up=1)
+        assert_same(stages, untouched)
+        assert all(not optimizer.state for optimizer in subject.optimizers)
+
+
+def test_gradients_that_were_gathered_are_kept() -> None:
+    """Without an optimizer they add up from step to step, but not those of the profile."""
+    stages = cut(dense(2), [1, 1])
+    with pipeline(stages, lowered()) as subject:
+        subject.step(*data(width=16))
+        before = [p.grad.clone() for stage in stages for p in stage.parameters()]
+        px.measure(subject, *data(width=16), n_steps=1, warm_up=1)
+        after = [p.grad for stage in stages for p in stage.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_short_tasks_are_warned_of() -> None:
+    """By task, and where the user called."""
+    with pipeline(cut(dense(2), [1, 1]), lowered()) as subject:
+        for call in (px.measure, px.profile):
+            with pytest.warns(AccuracyWarning, match=r"of stage \d takes 0\.\d+ ms: below 1") as w:
+                call(subject, *data(width=16), n_steps=2, warm_up=1)
+            assert w[0].message.args[0].endswith("use larger micro-batches or stages")
+
+
+def test_long_tasks_are_not() -> None:
+    with (
+        pipeline(nap_stages(2), lowered()) as subject,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("error", "below 1 ms", AccuracyWarning)
+        px.profile(subject, *data(), n_steps=1, warm_up=0)
+
+
+def test_unsteady_tasks_are_warned_of() -> None:
+    """A stage that sleeps longer in every other step."""
+
+    class Uneven(Nap):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            # Of a stage's steps: 4 forwards and recomputes under load, then one of each alone.
+            self.calls += 1
+            slow = (self.calls - 1) // 10 % 2
+            self.seconds = (2e-3 + 20e-3 * slow, 2e-3)
+            return super().forward(x)
+
+    stages = [nn.Sequential(nn.Linear(4, 4), Uneven(0, 0)), *nap_stages(1)]
+    with (
+        pipeline(stages, lowered()) as subject,
+        pytest.warns(AccuracyWarning, match=r"mean of [FR] of stage 0 moves by \d+% from step"),
+    ):
+        px.profile(subject, *data(), n_steps=4, warm_up=0)
+
+
+def test_one_device_has_no_transfers() -> None:
+    with pipeline(nap_stages(1), lowered(1)) as subject:
+        profile = px.measure(subject, *data(), n_steps=1, warm_up=0)
+    assert profile.transfers.empty
+    assert profile.costs.network == ps.Network()
+
+
+def test_stages_that_share_a_device() -> None:
+    graph = ps.lower(orders("0F0 0B0", "1F0 2F0 2B0 1B0"))
+    with pipeline(nap_stages(3, 2e-3, 2e-3), graph) as subject:
+        costs = px.profile(subject, *data(), n_steps=1, warm_up=0)
+    assert len(costs.forward) == 3
+    assert min(costs.forward) >= 2e-3
+    assert costs.output_bytes == (6 * 4 * 4, 0, 0)
+
+
+def test_the_calibration_is_of_another_schedule() -> None:
+    """One micro-batch more than the pipeline has, as large as its micro-batches; breadth first."""
+    with pipeline(nap_stages(2), lowered(m=3)) as subject:
+        calibration = Calibration(subject, *data(6))
+        graph = calibration.loaded.graph
+        assert graph.n_microbatches == 4
+        assert len(calibration.batch[0]) == 8
+        assert (graph.op == Op.R).sum() == 8
+        assert calibration.isolated.graph.n_microbatches == 1
+        assert len(calibration.one[0]) == 2
+
+
+def test_breadth_first() -> None:
+    schedule = breadth_first(ps.looped(2, 2), 2)
+    assert schedule.grid() == (
+        "device 0 | 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1\ndevice 1 | 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (data(2)[0], data(2)[1], "inputs have 2 samples, too few for 3 micro-batches"),
+        (data(6)[0], data(5)[1], "inputs have 6 samples, targets 5"),
+        ([1, 2, 3], data(6)[1], "inputs must be a tensor of samples"),
+    ],
+)
+def test_a_batch_that_does_not_suit(inputs: Any, targets: Any, message: str) -> None:
+    """Found before any step, though a profile repeats samples where it needs more."""
+    with (
+        pipeline(nap_stages(2), lowered()) as subject,
+        pytest.raises(ArgumentError, match=message),
+    ):
+        px.measure(subject, inputs, targets)
+
+
+@pytest.mark.parametrize("counts", [{"n_steps": 0}, {"n_steps": 1.5}, {"warm_up": -1}])
+def test_counts_of_steps(counts: dict[str, Any]) -> None:
+    with (
+        pipeline(nap_stages(2), lowered()) as subject,
+        pytest.raises(ArgumentError, match=next(iter(counts))),
+    ):
+        px.profile(subject, *data(), **{"n_steps": 1, "warm_up": 0, **counts})
