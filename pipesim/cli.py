@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipesim.compare import compare
 from pipesim.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, PipeError, suggestion
+from pipesim.files import write_whole
 from pipesim.metrics import device_table
 from pipesim.schedule import schedules
 from pipesim.settings import COUNTS, SETTINGS, Settings, cases, checked, merged, run
-from pipesim.timeline import Timeline, write_whole
+from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd

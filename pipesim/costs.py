@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import CostsError, check_name, number
+from pipesim.files import write_whole
 from pipesim.graph import TaskGraph
 from pipesim.network import Network
 from pipesim.ops import RECVS, SENDS, Op
@@ -184,8 +185,9 @@ class Costs:
         return cls(**{**values, "network": network})
 
     def save(self, path: Path | str) -> None:
-        """Write the costs as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        """Write the costs as JSON, whole or not at all."""
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        write_whole(Path(path), lambda file: file.write_text(text))
 
     @classmethod
     def load(cls, path: Path | str) -> Costs:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pipesim.errors import ArgumentError, check_count, number
-from pipesim.timeline import Timeline, write_whole
+from pipesim.files import write_whole
+from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

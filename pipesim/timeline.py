@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs import Costs
 from pipesim.errors import PipeError, TimelineError, suggestion
+from pipesim.files import write_whole
 from pipesim.graph import StreamKind, TaskGraph, Tasks
 from pipesim.ops import COMPUTE, Action, Op
 from pipesim.verify import verify
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["COLUMNS", "Timeline", "write_whole"]
+__all__ = ["COLUMNS", "Timeline"]
 
 COLUMNS = ("device", "stream", "op", "stage", "microbatch", "start", "end", "nbytes")
 #: Operations that may be on a whole stage, without a micro-batch.
@@ -322,16 +321,3 @@ def _check_rows(
 def bincount(rows: NDArray[Any], values: NDArray[np.float64], n_rows: int) -> NDArray[np.float64]:
     """Return the sum of ``values`` of each row; shape ``(n_rows,)``."""
     return np.bincount(rows, values, minlength=n_rows).astype(np.float64)
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then rename it: whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    try:
-        write(Path(temporary))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -16,7 +16,8 @@ from strategies import cases
 
 import pipesim as ps
 from pipesim.errors import PipeError, TimelineError
-from pipesim.timeline import COLUMNS, write_whole
+from pipesim.files import write_whole
+from pipesim.timeline import COLUMNS
 
 
 @pytest.fixture
