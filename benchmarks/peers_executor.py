@@ -41,7 +41,9 @@ def problem(options: dict[str, Any]) -> tuple[list[nn.Sequential], torch.Tensor,
 def ours(options: dict[str, Any], graph: ps.TaskGraph) -> tuple[Step, Callable[[], None]]:
     """Return a step of ours, in seconds, and what ends it."""
     stages, inputs, targets, loss = problem(options)
-    pipeline = px.Pipeline(stages, graph, ["cpu"] * options["stages"], loss)
+    pipeline = px.Pipeline(
+        stages, graph, ["cpu"] * options["stages"], loss, pin_threads=bool(options["pin"])
+    )
 
     def step() -> float:
         for stage in stages:
@@ -134,7 +136,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("stages", 2), ("microbatches", 8), ("size", 4), ("layers", 4),
-                          ("width", 128), ("sequence", 128), ("rounds", 20)):  # fmt: skip
+                          ("width", 128), ("sequence", 128), ("rounds", 20), ("pin", 1)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     options = vars(parser.parse_args())
     torch.set_num_threads(1)

@@ -36,7 +36,7 @@ class OwnGenerator(TorchDispatchMode):
     Attributes
     ----------
     drew
-        Whether any random operation ran.
+        Whether any random number was drawn.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -55,20 +55,24 @@ class OwnGenerator(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        self.drew = True
         if any(a.name == "generator" for a in func._schema.arguments):
+            self.drew = True
             if kwargs.get("generator") is None:
                 kwargs["generator"] = self.generator
             return func(*args, **kwargs)
         default = _default_generator(self.generator.device)
         with _DEFAULT_GENERATOR:
-            before = default.get_state()
-            default.set_state(self.generator.get_state())
+            theirs, ours = default.get_state(), self.generator.get_state()
+            default.set_state(ours)
             try:
                 return func(*args, **kwargs)
             finally:
-                self.generator.set_state(default.get_state())
-                default.set_state(before)
+                after = default.get_state()
+                default.set_state(theirs)
+                # Attention, for one, counts as random, but draws nothing without dropout.
+                if not torch.equal(after, ours):
+                    self.drew = True
+                    self.generator.set_state(after)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

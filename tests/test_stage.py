@@ -391,3 +391,17 @@ def test_a_dropped_forward_holds_its_input_only(x: Tensor) -> None:
     subject.forward(0, (x,), 0, True)
     assert subject.meter.now == 4 * 5 * 4
     assert subject.held.now == 0
+
+
+@pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.5, True)])
+def test_attention_is_random_only_with_dropout(dropout: float, draws: bool) -> None:
+    """Torch tags attention as random whatever its dropout; only what draws numbers must pay."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.view(1, 1, *x.shape)
+            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+
+    subject = stage(Attention())
+    subject.forward(0, (torch.ones(5, 4),), seed=5, recomputed=False)
+    assert subject.is_random == {True: draws}

@@ -30,7 +30,7 @@ def make() -> Iterator[Callable[[str], Stream]]:
 
     yield stream
     for each in made:
-        each.close()
+        within(5, each.close)
 
 
 KINDS = ("worker", "inline")
@@ -252,6 +252,39 @@ def test_an_event_that_passes_while_it_is_waited_for(make: Callable[[str], Strea
     for stream in (first, second, inline):
         within(30, stream.synchronize)
     assert len(count) == 2000
+
+
+def test_work_that_comes_as_a_stream_stops_running_is_run() -> None:
+    """The worst moment: the runner has looked for the last time, but has not yet said so."""
+    inline, ran = InlineStream(), []
+    drain = inline._drain
+    late = [lambda: ran.append("late")]
+
+    def drain_and_then_some() -> None:
+        drain()
+        if late:
+            inline.submit(late.pop())
+
+    inline._drain = drain_and_then_some
+    inline.submit(lambda: ran.append("first"))
+    assert ran == ["first", "late"]
+
+
+def test_an_event_that_passes_as_it_is_asked_says_so() -> None:
+    """The worst moment: it has not passed at the first look, and has before the lock is had."""
+
+    class LateLock:
+        def __enter__(self) -> None:
+            event._lock = threading.Lock()
+            event.fire()
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    event, told = CpuEvent(), []
+    event._lock = LateLock()
+    assert event.call_when_passed(lambda: told.append(1)) is False
+    assert told == []
 
 
 def threads(name: str) -> list[threading.Thread]:
