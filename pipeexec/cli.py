@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "never,always; also except_last)")  # fmt: skip
     add("--devices", type=_words, help="one a stage (default: cpu for each)")
     add("--no-overlap", action="store_true", help="transfers on the compute stream")
-    add("--steps", type=int, default=9, help="measured steps of each row (default: 9)")
+    add("--steps", type=int, default=21, help="measured steps of each row (default: 21)")
     add("--warm-up", type=int, default=2, help="steps before them (default: 2)")
     add("--learning-rate", type=float, default=3e-4, help="of AdamW (default: 3e-4)")
     add("--seed", type=int, default=0, help="of weights and data (default: 0)")

@@ -203,12 +203,13 @@ def _keep_freed_memory() -> None:
     time: 10 to 20 % of a forward's time, paid by some schedules and not by others. Nothing happens
     where the C library is another.
     """
-    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of malloc.h
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
         return
     mallopt(trim_threshold, 1 << 30)
+    mallopt(top_pad, 64 << 20)  # as large as a thread's heap, which is then never unmapped
     mallopt(mmap_threshold, 32 << 20)
 
 

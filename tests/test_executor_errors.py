@@ -305,9 +305,14 @@ def test_an_interrupt_of_the_caller_leaves_the_pipeline_usable() -> None:
     main = threading.main_thread().ident
     assert main is not None
     stages = [*cut(dense(2), [1, 1]), Interrupts(16, 16)]
+    # A process in the background may have been told to ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pipeline(stages, lowered("gpipe", 3, 4)) as subject:
-        with pytest.raises(KeyboardInterrupt):
-            subject.step(*data())
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                subject.step(*data())
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert stages[2].calls == 2
         check_recovery(subject, stages, lambda: None)
 
