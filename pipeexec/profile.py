@@ -81,8 +81,8 @@ class Profile:
     costs
         For the simulator.
     table
-        One row an operation and stage, durations in seconds: ``loaded`` (mean over a step's tasks,
-        median over steps), ``spread`` (standard deviation of the steps' means over ``loaded``),
+        One row an operation and stage, durations in seconds: ``loaded`` (mean over the tasks of
+        all steps), ``spread`` (standard deviation of the steps' means over ``loaded``),
         ``isolated`` (mean with all other devices idle), ``slow_down`` (loaded over isolated).
     transfers
         Seconds a message takes by ``nbytes``, between idle devices.
@@ -166,9 +166,9 @@ class Calibration:
                 np.array([_means(run.timeline, op, graph.n_stages) for run in runs])
                 for runs in (self.steps, self.alone)
             )
-            values[name] = tuple(np.median(loaded, axis=0).tolist())
+            values[name] = tuple(loaded.mean(axis=0).tolist())
             for stage in range(graph.n_stages):
-                seconds, alone = values[name][stage], float(np.median(isolated[:, stage]))
+                seconds, alone = values[name][stage], float(isolated[:, stage].mean())
                 rows.append(
                     {
                         "op": op.name,
@@ -182,7 +182,7 @@ class Calibration:
         issue = [run.host_seconds / len(graph) for run in self.steps]
         costs = Costs(
             **values,
-            launch=float(np.median(issue)),
+            launch=float(np.mean(issue)),
             activation_bytes=tuple(map(float, self.held_bytes)),
             network=_network(self.steps, transfers),
             **self._sizes(),
@@ -283,7 +283,7 @@ def _network(steps: Sequence[StepResult], transfers: pd.DataFrame) -> Network:
     grows = slope * largest["nbytes"] > 0.5 * largest["seconds"]
     waits = np.concatenate([hand_over(run.timeline, waited_only=True) for run in steps])
     waits = waits[~np.isnan(waits)]
-    latency = float(np.median(waits)) if len(waits) else float(max(idle, 0.0))
+    latency = float(waits.mean()) if len(waits) else float(max(idle, 0.0))
     return Network(latency=latency, bandwidth=float(1 / slope) if grows else math.inf)
 
 
