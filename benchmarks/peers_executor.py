@@ -135,8 +135,17 @@ def torch_step(options: dict[str, Any], name: str) -> tuple[Step, Callable[[], N
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("stages", 2), ("microbatches", 8), ("size", 4), ("layers", 4),
-                          ("width", 128), ("sequence", 128), ("rounds", 20), ("pin", 1)):  # fmt: skip
+    defaults = {
+        "stages": 2,
+        "microbatches": 8,
+        "size": 4,
+        "layers": 4,
+        "width": 128,
+        "sequence": 128,
+        "rounds": 20,
+        "pin": 1,
+    }
+    for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = vars(parser.parse_args())
     torch.set_num_threads(1)
