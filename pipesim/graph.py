@@ -36,7 +36,7 @@ class Rule(NamedTuple):
     through: Op | None = None
 
 
-#: Rule 3 of DESIGN's "What time means". ``STEP`` needs all of its stage's; see `_edges`.
+#: Rule 3 of docs/time.md. ``STEP`` needs all of its stage's; see `_edges`.
 RULES = (
     Rule((Op.F,), (Op.F,), -1, Op.RECV_F),
     Rule((Op.B, Op.I), (Op.B, Op.I), +1, Op.RECV_B),

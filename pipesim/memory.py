@@ -1,4 +1,4 @@
-"""Memory that each device holds over a timeline (rule 10 of DESIGN's "What time means")."""
+"""Memory that each device holds over a timeline (rule 10 of docs/time.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DESIGN's rules of time, said a second time: what every engine's answer is checked against.
+"""The rules of docs/time.md, said a second time: what every engine's answer is checked against.
 
 Given a finished timeline, each start and end must be exactly what the rules make of the others.
 This needs no event loop, so that it shares nothing with an engine but the rules.

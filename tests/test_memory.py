@@ -1,4 +1,4 @@
-"""Memory over time: rule 10 of DESIGN's "What time means"."""
+"""Memory over time: rule 10 of docs/time.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The reference engine against grids drawn by hand, and against the rules of time.
 
-The numbers of the rules are those of DESIGN, "What time means".
+The numbers of the rules are those of docs/time.md.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def timeline() -> ps.Timeline:
 
 
 def test_frame(timeline: ps.Timeline) -> None:
-    """The columns of DESIGN, a row a task, indexed by its id."""
+    """The public columns, a row a task, indexed by its id."""
     frame = timeline.frame
     assert tuple(frame.columns) == COLUMNS
     assert frame.index.name == "task"

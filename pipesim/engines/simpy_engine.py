@@ -1,4 +1,4 @@
-"""The reference engine: DESIGN's rules of time as SimPy processes, a host, a stream, a link each.
+"""The reference engine: the rules of docs/time.md as SimPy processes, hosts, streams, links.
 
 Times are made by ``max`` (waiting for several events) and ``+`` (timeouts) alone, so that other
 engines can be compared with ``==``.
