@@ -27,6 +27,7 @@ from pipesim.compare import Comparison
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, RunDirectoryError, check_count
 from pipesim.graph import TaskGraph
+from pipesim.memory import static
 from pipesim.simulate import replay, simulate
 from pipesim.timeline import Timeline
 
@@ -313,16 +314,12 @@ def _row(
     """Predict a graph and put its steps beside the prediction."""
     makespans = [result.timeline.makespan for result in results]
     middle = int(np.argsort(makespans)[len(makespans) // 2])
-    static = sum(
-        costs.per_stage(field, graph.n_stages) * times
-        for field, times in (("parameter_bytes", 2), ("optimizer_bytes", 1))
-    )
-    memory = np.bincount(graph.device_of_stage, static + np.array(held_bytes))
+    held = np.bincount(graph.device_of_stage, held_bytes, minlength=graph.n_devices)
     return Row(
         predicted=simulate(graph, costs).with_name(name),
         measured=results[middle].timeline.with_name(name),
         makespans=tuple(makespans),
         replayed=tuple(replay(result.timeline).makespan for result in results),
-        peak_memory=tuple(memory.tolist()),
+        peak_memory=tuple((static(graph, costs) + held).tolist()),
         losses=tuple(float(result.loss) for result in results),
     )
