@@ -7,50 +7,102 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import CostsError, check_name, number
 from pipesim.files import write_whole
-from pipesim.graph import TaskGraph
+from pipesim.graph import PAIRS, TaskGraph
 from pipesim.network import Network
 from pipesim.ops import RECVS, SENDS, Op
+from pipesim.tasks import Kinds
 
-__all__ = ["Costs", "TaskCosts"]
+__all__ = ["CostTable", "Costs", "TaskCosts"]
 
 PerStage = float | tuple[float, ...]
 _OPTIONAL = ("forward", "backward", "input_grad", "weight_grad", "recompute")
 
 
-@dataclass(frozen=True)
-class TaskCosts:
-    """What an engine needs of each task; arrays of shape ``(len(graph),)``.
+class CostTable(NamedTuple):
+    """Costs of tasks, one row for those whose costs are alike.
 
     Attributes
     ----------
     duration
-        Seconds that the task holds its stream; for a SEND ``nbytes / bandwidth``. Unused for a
-        RECV, whose times follow from its SEND (rule 4).
+        Seconds that a task holds its stream; for a SEND ``nbytes / bandwidth``. Unused for a
+        RECV, whose times follow from its SEND (rule 4). Shape ``(n_rows,)``, as the next ones.
     latency
         Seconds, of transfers.
-    link
-        Number of the link that a SEND holds; tasks with ``duration`` 0 hold none. -1 elsewhere.
     launch
-        Seconds that the host needs to issue the task (rule 7).
+        Seconds that the host needs to issue a task (rule 7).
     nbytes
         Bytes of each message; 0 elsewhere.
-    costs
-        Where the values come from, or None.
+    links
+        Numbers of the links that a SEND holds while it lasts, -1 for fewer; -1 elsewhere. Shape
+        ``(n_rows, most links of a message)``.
     """
 
     duration: NDArray[np.float64]
     latency: NDArray[np.float64]
-    link: NDArray[np.int64]
     launch: NDArray[np.float64]
     nbytes: NDArray[np.float64]
+    links: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TaskCosts:
+    """What an engine needs of each task.
+
+    The properties show one value a task: `duration`, `latency`, `launch`, `nbytes`, `links`.
+
+    Attributes
+    ----------
+    table
+        Costs, row by row.
+    row
+        The row of each task; shape ``(len(graph),)``.
+    drawn
+        Seconds of each task, where they are not those of its row, as with noise; or None.
+    costs
+        Where the values come from, or None.
+    """
+
+    table: CostTable
+    row: NDArray[Any]
+    drawn: NDArray[np.float64] | None = None
     costs: Costs | None = None
+
+    @classmethod
+    def of_tasks(cls, table: CostTable, costs: Costs | None = None) -> TaskCosts:
+        """Return costs that have a row a task."""
+        return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs)
+
+    @property
+    def duration(self) -> NDArray[np.float64]:
+        """Seconds that each task holds its stream; shape ``(len(graph),)``."""
+        return self.table.duration[self.row] if self.drawn is None else self.drawn
+
+    @property
+    def latency(self) -> NDArray[np.float64]:
+        """Seconds, of transfers; shape ``(len(graph),)``."""
+        return self.table.latency[self.row]
+
+    @property
+    def launch(self) -> NDArray[np.float64]:
+        """Seconds that the host needs to issue each task; shape ``(len(graph),)``."""
+        return self.table.launch[self.row]
+
+    @property
+    def nbytes(self) -> NDArray[np.float64]:
+        """Bytes of each message, 0 elsewhere; shape ``(len(graph),)``."""
+        return self.table.nbytes[self.row]
+
+    @property
+    def links(self) -> NDArray[np.int64]:
+        """Links that each SEND holds, padded by -1; shape ``(len(graph), most of one)``."""
+        return self.table.links[self.row]
 
 
 @dataclass(frozen=True)
@@ -138,29 +190,48 @@ class Costs:
         return np.array(value)
 
     def of(self, graph: TaskGraph) -> TaskCosts:
-        """Return the costs of each task of ``graph``."""
-        duration = np.zeros(len(graph))
+        """Return the costs of each task of ``graph``.
+
+        Raises
+        ------
+        CostsError
+            If an operation of the graph has none, or they are of another number of stages.
+        NetworkError
+            If a link names a device that the graph does not have.
+        """
+        kinds = graph.kinds
+        duration, latency = np.zeros(len(kinds)), np.zeros(len(kinds))
         for op, name in _DURATION_OF.items():
-            of_op = graph.op == op
+            of_op = kinds.op == op
             if of_op.any():
-                duration[of_op] = self.per_stage(name, graph.n_stages)[graph.stage[of_op]]
-        reduces = np.flatnonzero(graph.op == Op.REDUCE_GRAD)
-        nbytes = message_bytes(graph, self.per_stage("output_bytes", graph.n_stages))
-        gradients = self.per_stage("parameter_bytes", graph.n_stages)
-        for task in reduces:
-            members = int((graph.group == graph.group[task]).sum()) if graph.group[task] >= 0 else 1
-            duration[task] = self.network.all_reduce(gradients[graph.stage[task]], members)
-        sends = np.flatnonzero(graph.is_op(SENDS))
-        recvs = graph.pair[sends]
-        link = np.full(len(graph), -1, dtype=np.int64)
-        latency = np.zeros(len(graph))
-        link[sends], latency[sends], bandwidth = self.network.resolve(
-            graph.device[sends], graph.device[recvs], graph.n_devices
-        )
-        link[recvs], latency[recvs] = link[sends], latency[sends]
-        duration[sends] = nbytes[sends] / bandwidth
-        launch = self.per_stage("launch", graph.n_stages)[graph.stage]
-        return TaskCosts(duration, latency, link, launch, nbytes, self)
+                duration[of_op] = self.per_stage(name, graph.n_stages)[kinds.stage[of_op]]
+        nbytes = message_bytes(kinds, self.per_stage("output_bytes", graph.n_stages))
+        transfers = np.flatnonzero(kinds.is_op(SENDS | RECVS))
+        source, target = _ends(kinds, transfers)
+        routes = self.network.resolve(source, target, graph.n_devices)
+        latency[transfers] = routes.latency
+        links = np.full((len(kinds), routes.links.shape[1]), -1, dtype=np.int64)
+        is_send = kinds.is_op(SENDS)[transfers]
+        sends = transfers[is_send]
+        links[sends] = routes.links[is_send]
+        duration[sends] = nbytes[sends] / routes.bandwidth[is_send]
+        launch = self.per_stage("launch", graph.n_stages)[kinds.stage]
+        self._price_reductions(graph, duration)
+        table = CostTable(duration, latency, launch, nbytes, links)
+        return TaskCosts(table, graph.kind, None, self)
+
+    def _price_reductions(self, graph: TaskGraph, duration: NDArray[np.float64]) -> None:
+        """Fill the seconds of the kinds of REDUCE_GRAD (rule 9)."""
+        kinds, gradients = graph.kinds, self.per_stage("parameter_bytes", graph.n_stages)
+        priced = kinds.op != Op.REDUCE_GRAD
+        for number in range(len(graph.collectives)):
+            members = graph.kind[graph.collectives[number]]
+            if priced[members].all():
+                continue
+            for stage in np.unique(kinds.stage[members]):
+                of = members[kinds.stage[members] == stage]
+                duration[of] = self.network.all_reduce(gradients[stage], kinds.device[members])
+            priced[members] = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or TOML; unset fields are left out."""
@@ -221,13 +292,27 @@ _DURATION_OF = {
 }
 
 
-def message_bytes(graph: TaskGraph, output_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return bytes of each message: a stage's output, or the gradient of its input."""
-    nbytes = np.zeros(len(graph))
-    of_op = {op: graph.op == op for op in SENDS | RECVS}
+def message_bytes(kinds: Kinds, output_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return bytes of each kind of message: a stage's output, or the gradient of its input."""
+    nbytes = np.zeros(len(kinds))
     for op, offset in ((Op.SEND_F, 0), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 0)):
-        nbytes[of_op[op]] = output_bytes[graph.stage[of_op[op]] + offset]
+        of_op = kinds.op == op
+        nbytes[of_op] = output_bytes[kinds.stage[of_op] + offset]
     return nbytes
+
+
+def _ends(kinds: Kinds, transfers: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the sending and the receiving device of each kind of transfer."""
+    n_replicas, n_stages = (int(c.max(initial=0)) + 1 for c in (kinds.replica, kinds.stage))
+    device = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
+    device[kinds.op, kinds.replica, kinds.stage + 1] = kinds.device
+    ends = np.tile(kinds.device[transfers], (2, 1))
+    for recv, (send, offset) in PAIRS.items():
+        for op, other, away, end in ((recv, send, offset, 0), (send, recv, -offset, 1)):
+            of_op = kinds.op[transfers] == op
+            here = transfers[of_op]
+            ends[end, of_op] = device[other, kinds.replica[here], kinds.stage[here] + 1 + away]
+    return ends[0], ends[1]
 
 
 def _checked(name: str, value: object) -> PerStage:

@@ -47,6 +47,10 @@ class TimelineError(PipeError, ValueError):
     """A timeline that cannot be read, or that lacks what was asked of it."""
 
 
+class CapacityError(PipeError, MemoryError):
+    """What was asked for needs more memory than there is."""
+
+
 class RunDirectoryError(PipeError):
     """A run directory that cannot be written, or was truncated or edited."""
 
@@ -71,6 +75,10 @@ class OversubscriptionWarning(PipeWarning):
 
 class AccuracyWarning(PipeWarning):
     """Measured tasks are too short, or too noisy, for a good prediction."""
+
+
+class EngineWarning(PipeWarning):
+    """Another engine serves than the one asked for."""
 
 
 class NanLossWarning(PipeWarning):

@@ -2,12 +2,12 @@
 
 A graph is arrays: one entry a task in each column, dependencies and stream queues as CSR (the
 entries of row ``i`` are ``values[ptr[i]:ptr[i + 1]]``). Task ids are the issue order, and it is
-topological: whatever a task waits for has a smaller id. `Task` objects are views, made on demand.
+topological: whatever a task waits for has a smaller id. A task is stored as its kind and its
+micro-batch; the other columns and `Task` objects are made on demand.
 """
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -15,28 +15,36 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.capacity import check_memory
+from pipesim.csr import CSR, Ints, ids_dtype
 from pipesim.errors import ArgumentError, check_count
-from pipesim.ops import RECVS, SENDS, Action, Op
+from pipesim.levels import levels, stable_topological_order
+from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
+from pipesim.tasks import Kinds, StreamKind, Task, Tasks
+from pipesim.wiring import KindRules, index_tasks, wire
 
-__all__ = ["CSR", "RULES", "Rule", "Task", "TaskGraph", "Tasks"]
+__all__ = ["BYTES_PER_TASK", "RULES", "Rule", "TaskGraph"]
 
-Ints = NDArray[np.int64]
+#: What a graph holds of each task, and what wiring it needs besides (8).
+BYTES_PER_TASK = 32
 
 
 class Rule(NamedTuple):
     """Tasks of ``ops`` need the task of ``needs``, ``stage`` stages on, of their micro-batch.
 
-    Of several ``needs`` those count that exist. Where a message ``through`` exists, the task
-    needs that instead, and the message's sender needs what is sent.
+    Of several ``needs`` those count that exist; with ``every``, those of every micro-batch. Where
+    a task ``through`` exists, a message or a reduction, they need that instead; what it needs in
+    its turn has a rule of its own.
     """
 
     ops: tuple[Op, ...]
     needs: tuple[Op, ...]
     stage: int = 0
     through: Op | None = None
+    every: bool = False
 
 
-#: Rule 3 of docs/time.md. ``STEP`` needs all of its stage's; see `_edges`.
+#: Rule 3 of docs/time.md.
 RULES = (
     Rule((Op.F,), (Op.F,), -1, Op.RECV_F),
     Rule((Op.B, Op.I), (Op.B, Op.I), +1, Op.RECV_B),
@@ -45,138 +53,11 @@ RULES = (
     Rule((Op.W,), (Op.I,)),
     Rule((Op.SEND_F,), (Op.F,)),
     Rule((Op.SEND_B,), (Op.B, Op.I)),
+    Rule((Op.REDUCE_GRAD,), (Op.B, Op.W), every=True),
+    Rule((Op.STEP,), (Op.B, Op.W), through=Op.REDUCE_GRAD, every=True),
 )
-_STEP_NEEDS = (Op.B, Op.W)
 #: The message that a RECV receives: ``(SEND, stage offset of its sender)``.
 PAIRS = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
-
-
-@dataclass(frozen=True)
-class CSR:
-    """Compressed rows: row ``i`` is ``values[ptr[i]:ptr[i + 1]]``."""
-
-    ptr: Ints
-    values: Ints
-
-    @classmethod
-    def from_pairs(cls, rows: Ints, values: Ints, n_rows: int) -> CSR:
-        """Group ``values`` by ``rows``, keeping their order within a row."""
-        order = np.argsort(rows, kind="stable")
-        ptr = np.zeros(n_rows + 1, dtype=np.int64)
-        np.cumsum(np.bincount(rows, minlength=n_rows), out=ptr[1:])
-        return cls(ptr, values[order].astype(np.int64))
-
-    def __getitem__(self, row: int) -> Ints:
-        return self.values[self.ptr[row] : self.ptr[row + 1]]
-
-    def __len__(self) -> int:
-        return len(self.ptr) - 1
-
-    @property
-    def rows(self) -> Ints:
-        """Row of each value."""
-        rows: Ints = np.repeat(np.arange(len(self)), np.diff(self.ptr))
-        return rows
-
-    def transposed(self) -> CSR:
-        """Exchange rows and values (square: as many rows as different values)."""
-        return CSR.from_pairs(self.values, self.rows, len(self))
-
-    def of(self, rows: Ints) -> Ints:
-        """Return the values of all ``rows``, one after the other."""
-        counts = self.ptr[rows + 1] - self.ptr[rows]
-        first = np.repeat(self.ptr[rows] - np.cumsum(counts) + counts, counts)
-        found: Ints = self.values[first + np.arange(counts.sum())]
-        return found
-
-
-class StreamKind:
-    """Codes of the ``stream`` column of `Tasks`: which of its device's streams a task is on."""
-
-    COMPUTE = 0
-    COPY = -1
-
-    @staticmethod
-    def send(peer: Ints) -> Ints:
-        """Return the code of the copy stream to ``peer``."""
-        return 2 * peer + 1
-
-    @staticmethod
-    def recv(peer: Ints) -> Ints:
-        """Return the code of the copy stream from ``peer``."""
-        return 2 * peer + 2
-
-    @staticmethod
-    def name(code: int) -> str:
-        """Return ``compute``, ``copy``, ``send:3`` or ``recv:3``."""
-        if code <= 0:
-            return "copy" if code else "compute"
-        return f"send:{code // 2}" if code % 2 else f"recv:{code // 2 - 1}"
-
-    @staticmethod
-    def code(name: str) -> int:
-        """Return the code that `name` prints as ``name``."""
-        kind, _, peer = name.partition(":")
-        if peer:
-            return 2 * int(peer) + {"send": 1, "recv": 2}[kind]
-        return {"compute": StreamKind.COMPUTE, "copy": StreamKind.COPY}[kind]
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """Columns of tasks before they are wired into a graph; what lowering passes turn into more.
-
-    Attributes
-    ----------
-    op, device, stage
-        Operation, and where it runs.
-    microbatch
-        -1 for operations on a whole stage.
-    stream
-        A `StreamKind` code.
-    """
-
-    op: Ints
-    device: Ints
-    stage: Ints
-    microbatch: Ints
-    stream: Ints
-
-    def __len__(self) -> int:
-        return len(self.op)
-
-    def take(self, index: NDArray[Any]) -> Tasks:
-        """Return the tasks at ``index``, in that order."""
-        return Tasks(*(column[index] for column in self.columns()))
-
-    def columns(self) -> tuple[Ints, ...]:
-        """Return op, device, stage, microbatch and stream."""
-        return self.op, self.device, self.stage, self.microbatch, self.stream
-
-    @staticmethod
-    def joined(*parts: Tasks) -> Tasks:
-        """Concatenate."""
-        columns = zip(*(part.columns() for part in parts), strict=True)
-        return Tasks(*(np.concatenate(column) for column in columns))
-
-
-class Task(NamedTuple):
-    """A view of one task; ``str`` gives its action's text form."""
-
-    id: int
-    op: Op
-    device: int
-    stream: str
-    stage: int
-    microbatch: int | None
-
-    @property
-    def action(self) -> Action:
-        """The task's action, without its place."""
-        return Action(self.stage, self.op, self.microbatch)
-
-    def __str__(self) -> str:
-        return str(self.action)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -189,20 +70,21 @@ class TaskGraph:
     ----------
     name
         What tables and plots call it.
-    n_devices, n_stages, n_microbatches
-        Counts.
-    op, device, stage, microbatch
-        One entry a task; ``microbatch`` is -1 for operations on a whole stage.
-    stream
-        Index into ``streams``, whose entries are ``(device, name)``.
+    n_devices, n_stages, n_microbatches, n_replicas
+        Counts. Replica ``r`` of a pipeline of ``n`` devices is on devices ``r * n`` and on.
+    kinds
+        Operation, stage, replica, device and stream of each kind of task.
+    kind, microbatch
+        One entry a task; ``microbatch`` is -1 for operations on a whole stage. `op`, `device`,
+        `stage`, `replica` and `stream` are columns too.
+    streams
+        ``(device, name)`` of each stream.
     dependencies
         CSR: the tasks whose end a task needs (rule 3).
-    queues
-        CSR: the tasks of each stream, in the order in which it runs them (rule 1).
     pair
         The SEND of a RECV and the RECV of a SEND, else -1 (rule 4).
-    group
-        Members of one collective share a number; -1 otherwise (rule 9).
+    collectives
+        CSR: the members of each collective (rule 9).
     host
         Which host issues a device's tasks; shape ``(n_devices,)`` (rule 7).
     rendezvous
@@ -215,16 +97,15 @@ class TaskGraph:
     n_devices: int
     n_stages: int
     n_microbatches: int
-    op: NDArray[np.int8]
-    device: NDArray[np.int32]
-    stage: NDArray[np.int32]
+    n_replicas: int
+    kinds: Kinds
+    kind: NDArray[np.int32]
     microbatch: NDArray[np.int32]
-    stream: NDArray[np.int32]
     streams: tuple[tuple[int, str], ...]
+    stream_of_kind: Ints
     dependencies: CSR
-    queues: CSR
     pair: Ints
-    group: Ints
+    collectives: CSR
     host: Ints
     rendezvous: bool = False
     recompute: str = "never"
@@ -246,69 +127,115 @@ class TaskGraph:
 
         Where the order is not topological it is changed as little as needed, unless tasks wait
         for each other in a circle, which `pipesim.verify` reports.
-        """
-        options: dict[str, Any] = {
-            "name": name,
-            "hosts": hosts,
-            "rendezvous": rendezvous,
-            "recompute": recompute,
-            "overlap": overlap,
-        }
-        graph = cls.wire(tasks, group=group, **options)
-        waits = graph.precedence
-        if (waits.values < waits.rows).all():
-            return graph
-        order = _stable_topological_order(waits)
-        if len(order) < len(tasks):
-            return graph
-        group = None if group is None else group[order]
-        return cls.wire(tasks.take(order), group=group, **options)
 
-    @classmethod
-    def wire(
-        cls,
-        tasks: Tasks,
-        *,
-        name: str = "custom",
-        group: Ints | None = None,
-        hosts: str = "one",
-        rendezvous: bool = False,
-        recompute: str = "never",
-        overlap: bool = True,
-    ) -> TaskGraph:
-        """Do what `build` does, but keep the ids as they are given, topological or not."""
-        n_devices = int(tasks.device.max(initial=0)) + 1
-        n_codes = 2 * n_devices + 2
-        unique, stream = np.unique(tasks.device * n_codes + tasks.stream + 1, return_inverse=True)
-        return cls(
+        Parameters
+        ----------
+        tasks
+            Columns.
+        group
+            Tasks of one number, other than -1, are the members of one collective. By default the
+            tasks of a collective operation, stage and micro-batch are, over all replicas.
+        name, hosts, rendezvous, recompute, overlap
+            As `pipesim.lower` and the attributes say.
+        """
+        return cls.wire(
+            tasks,
+            group=group,
             name=name,
-            n_devices=n_devices,
-            n_stages=int(tasks.stage.max(initial=0)) + 1,
-            n_microbatches=int(tasks.microbatch.max(initial=0)) + 1,
-            op=tasks.op.astype(np.int8),
-            device=tasks.device.astype(np.int32),
-            stage=tasks.stage.astype(np.int32),
-            microbatch=tasks.microbatch.astype(np.int32),
-            stream=stream.astype(np.int32),
-            streams=tuple(
-                (key // n_codes, StreamKind.name(key % n_codes - 1)) for key in unique.tolist()
-            ),
-            dependencies=_dependencies(tasks),
-            queues=CSR.from_pairs(stream.astype(np.int64), np.arange(len(tasks)), len(unique)),
-            pair=_pairs(tasks),
-            group=np.full(len(tasks), -1, dtype=np.int64) if group is None else group,
-            host=np.zeros(n_devices, np.int64) if hosts == "one" else np.arange(n_devices),
+            hosts=hosts,
             rendezvous=rendezvous,
             recompute=recompute,
             overlap=overlap,
+        ).in_topological_order()
+
+    @classmethod
+    def wire(cls, tasks: Tasks, *, group: Ints | None = None, **options: Any) -> TaskGraph:
+        """Do what `build` does, but keep the ids as they are given, topological or not."""
+        kinds, kind = tasks.kinds()
+        return cls.of_kinds(kinds, kind, tasks.microbatch.astype(np.int32), group=group, **options)
+
+    @classmethod
+    def of_kinds(
+        cls,
+        kinds: Kinds,
+        kind: NDArray[np.int32],
+        microbatch: NDArray[np.int32],
+        *,
+        group: Ints | None = None,
+        hosts: str = "one",
+        name: str = "custom",
+        **labels: Any,
+    ) -> TaskGraph:
+        """Do what `wire` does, given the kind of each task."""
+        check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK)
+        n_devices = int(kinds.device.max(initial=0)) + 1
+        n_microbatches = int(microbatch.max(initial=-1)) + 1
+        n_codes = 2 * n_devices + 3
+        lowest = StreamKind.COLLECTIVE
+        unique, stream = np.unique(kinds.device * n_codes + kinds.stream - lowest, return_inverse=True)
+        dependencies, pair = _dependencies(kinds, kind, microbatch, n_microbatches)
+        if group is None:
+            group = _groups(kinds, kind, microbatch)
+        return cls(
+            name=name,
+            n_devices=n_devices,
+            n_stages=int(kinds.stage.max(initial=0)) + 1,
+            n_microbatches=n_microbatches,
+            n_replicas=int(kinds.replica.max(initial=0)) + 1,
+            kinds=kinds,
+            kind=kind,
+            microbatch=microbatch,
+            streams=tuple(
+                (key // n_codes, StreamKind.name(key % n_codes + lowest)) for key in unique.tolist()
+            ),
+            stream_of_kind=stream.astype(np.int32),
+            dependencies=dependencies,
+            pair=pair,
+            collectives=_members(group),
+            host=np.zeros(n_devices, np.int64) if hosts == "one" else np.arange(n_devices),
+            **labels,
         )
 
+    def in_topological_order(self) -> TaskGraph:
+        """Return the same tasks, moved as little as needed for ids to be a topological order.
+
+        The graph itself, if they are, or if no order would be.
+        """
+        waits = self.precedence
+        if (waits.values < waits.rows).all():
+            return self
+        order = stable_topological_order(waits)
+        if len(order) < len(self):
+            return self
+        return TaskGraph.of_kinds(
+            self.kinds,
+            self.kind[order],
+            self.microbatch[order],
+            group=self.group[order],
+            hosts="one" if len(np.unique(self.host)) == 1 else "per_device",
+            name=self.name,
+            rendezvous=self.rendezvous,
+            recompute=self.recompute,
+            overlap=self.overlap,
+        )
+
+    @property
+    def verified(self) -> bool:
+        """Whether `pipesim.verify` has passed this graph, or `pipesim.lower` has made it."""
+        return bool(self.__dict__.get("_verified", False))
+
+    def as_verified(self) -> TaskGraph:
+        """Return the graph, noted as `verified`; a changed copy is no longer."""
+        self.__dict__["_verified"] = True
+        return self
+
     def __len__(self) -> int:
-        return len(self.op)
+        return len(self.kind)
 
     def __repr__(self) -> str:
+        replicas = f"{self.n_replicas} replicas, " if self.n_replicas > 1 else ""
         return (
-            f"<TaskGraph {self.name}: {len(self)} tasks, {self.n_devices} devices, "
+            f"<TaskGraph {self.name}: {len(self)} tasks, {replicas}{self.n_devices} devices, "
             f"{self.n_stages} stages, {self.n_microbatches} micro-batches, "
             f"recompute={self.recompute}>"
         )
@@ -317,6 +244,44 @@ class TaskGraph:
         from pipesim.plot import graph_html
 
         return graph_html(self)
+
+    @cached_property
+    def op(self) -> NDArray[np.int8]:
+        """Operation of each task."""
+        return self.kinds.op.astype(np.int8)[self.kind]
+
+    @cached_property
+    def device(self) -> NDArray[np.int32]:
+        """Device of each task."""
+        return self.kinds.device.astype(np.int32)[self.kind]
+
+    @cached_property
+    def stage(self) -> NDArray[np.int32]:
+        """Stage of each task."""
+        return self.kinds.stage.astype(np.int32)[self.kind]
+
+    @cached_property
+    def replica(self) -> NDArray[np.int32]:
+        """Data-parallel replica of each task."""
+        return self.kinds.replica.astype(np.int32)[self.kind]
+
+    @cached_property
+    def stream(self) -> NDArray[np.int32]:
+        """Index into ``streams`` of each task's."""
+        stream: NDArray[np.int32] = self.stream_of_kind[self.kind]
+        return stream
+
+    @cached_property
+    def queues(self) -> CSR:
+        """The tasks of each stream, in the order in which it runs them: that of their ids."""
+        return CSR.group(self.stream, len(self.streams))
+
+    @cached_property
+    def group(self) -> NDArray[np.int32]:
+        """Number of the collective that each task is a member of, or -1."""
+        group = np.full(len(self), -1, dtype=np.int32)
+        group[self.collectives.values] = self.collectives.rows
+        return group
 
     def task(self, index: int) -> Task:
         """Return a view of task ``index``.
@@ -329,34 +294,37 @@ class TaskGraph:
         index = check_count("task id", index, minimum=0)
         if index >= len(self):
             raise ArgumentError(f"there is no task {index} in a graph of {len(self)} tasks")
-        microbatch = int(self.microbatch[index])
+        kind, microbatch = int(self.kind[index]), int(self.microbatch[index])
         return Task(
             index,
-            Op(self.op[index]),
-            int(self.device[index]),
-            self.streams[self.stream[index]][1],
-            int(self.stage[index]),
+            Op(self.kinds.op[kind]),
+            int(self.kinds.device[kind]),
+            self.streams[self.stream_of_kind[kind]][1],
+            int(self.kinds.stage[kind]),
             None if microbatch < 0 else microbatch,
+            int(self.kinds.replica[kind]),
         )
 
     def with_name(self, name: str) -> TaskGraph:
         """Return the same graph under another name."""
-        return replace(self, name=name)
+        graph = replace(self, name=name)
+        return graph.as_verified() if self.verified else graph
 
     def is_op(self, ops: frozenset[Op]) -> NDArray[np.bool_]:
         """Mark the tasks whose operation is one of ``ops``."""
-        return np.isin(self.op, sorted(ops))
+        marked: NDArray[np.bool_] = self.kinds.is_op(ops)[self.kind]
+        return marked
 
     @cached_property
     def on_compute(self) -> NDArray[np.bool_]:
         """Mark the tasks that occupy their device's compute stream."""
-        compute = [name == "compute" for _, name in self.streams]
-        return np.array(compute, dtype=bool)[self.stream]
+        marked: NDArray[np.bool_] = (self.kinds.stream == StreamKind.COMPUTE)[self.kind]
+        return marked
 
     @cached_property
     def queue_predecessor(self) -> Ints:
         """The task before each on its stream, or -1."""
-        before = np.full(len(self), -1, dtype=np.int64)
+        before = np.full(len(self), -1, dtype=ids_dtype(len(self)))
         follows = np.ones(len(self), dtype=bool)
         follows[self.queues.ptr[:-1]] = False
         position = np.flatnonzero(follows)
@@ -365,9 +333,10 @@ class TaskGraph:
 
     @cached_property
     def device_of_stage(self) -> Ints:
-        """Device that holds each stage; shape ``(n_stages,)``."""
+        """Device that holds each stage, of the first replica; shape ``(n_stages,)``."""
         device = np.zeros(self.n_stages, dtype=np.int64)
-        device[self.stage] = self.device
+        first = self.kinds.replica == 0
+        device[self.kinds.stage[first]] = self.kinds.device[first]
         return device
 
     @cached_property
@@ -388,10 +357,10 @@ class TaskGraph:
             sends = sends[before[self.pair[sends]] >= 0]
             rows.append(sends)
             values.append(before[self.pair[sends]])
-        if (self.group >= 0).any():
+        if len(self.collectives):
             own = CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(self))
-            for number in np.unique(self.group[self.group >= 0]):
-                members = np.flatnonzero(self.group == number)
+            for number in range(len(self.collectives)):
+                members = self.collectives[number]
                 needed = own.of(members)
                 rows.append(np.repeat(members, len(needed)))
                 values.append(np.tile(needed, len(members)))
@@ -400,93 +369,102 @@ class TaskGraph:
     @cached_property
     def levels(self) -> Ints:
         """Distance of each task from the first, in tasks; -1 for those that can never start."""
-        return _levels(self.precedence)
+        level = np.full(len(self), -1, dtype=np.int32)
+        sizes = np.diff(self.collectives.ptr).astype(np.int64)
+        levels(
+            self.kind,
+            self.stream_of_kind,
+            self.kinds.is_op(RECVS),
+            self.kinds.is_op(SENDS),
+            self.queues.ptr,
+            self.queues.values,
+            self.dependencies.ptr,
+            self.dependencies.values,
+            self.pair,
+            self.rendezvous,
+            self.group if len(sizes) else np.empty(0, np.int32),
+            sizes,
+            level,
+        )
+        return level
 
 
-def _index(tasks: Tasks, op: Op, n_stages: int, n_microbatches: int) -> Ints:
-    """Return the id of ``op`` of each ``(stage, microbatch)``, or -1; stages have a border of 1."""
-    index = np.full((n_stages + 2, n_microbatches), -1, dtype=np.int64)
-    ids = np.flatnonzero(tasks.op == op)
-    index[tasks.stage[ids] + 1, tasks.microbatch[ids]] = ids
-    return index
+def _kind_rules(kinds: Kinds, width: int) -> tuple[KindRules, int]:
+    """Turn `RULES` into tables of bases, ``width`` cells a kind; return them and how many cells."""
+    n_stages, n_replicas = int(kinds.stage.max(initial=0)) + 1, int(kinds.replica.max(initial=0)) + 1
+    # Cells by operation, replica and stage; kinds that differ in device or stream share theirs.
+    place = (kinds.op, kinds.replica, kinds.stage + 1)
+    cells = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
+    cells[place] = 1
+    cells = np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
 
+    def base(op: Op, of: Ints, offset: int) -> Ints:
+        return cells[op, kinds.replica[of], kinds.stage[of] + 1 + offset]
 
-def _dependencies(tasks: Tasks) -> CSR:
-    """Apply `RULES`."""
-    rows, values = _edges(tasks)
-    return CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(tasks))
-
-
-def _edges(tasks: Tasks) -> tuple[list[Ints], list[Ints]]:
-    """Return who needs whom, rule by rule."""
-    shape = int(tasks.stage.max(initial=0)) + 1, int(tasks.microbatch.max(initial=0)) + 1
-    present = set(np.unique(tasks.op).tolist())
-    index = {op: _index(tasks, op, *shape) for op in Op if op in present and op != Op.STEP}
-    rows: list[Ints] = [np.empty(0, np.int64)]
-    values: list[Ints] = [np.empty(0, np.int64)]
-
-    def add(consumers: Ints, producers: Ints) -> None:
-        exists = producers >= 0
-        rows.append(consumers[exists])
-        values.append(producers[exists])
-
-    for rule in RULES:
-        ids = np.flatnonzero(np.isin(tasks.op, rule.ops))
-        stage, microbatch = tasks.stage[ids] + 1, tasks.microbatch[ids]
-        if rule.through in index:
-            message = index[rule.through][stage, microbatch]
-            add(ids, message)
-            ids, stage, microbatch = (x[message < 0] for x in (ids, stage, microbatch))
-        for op in rule.needs:
-            if op in index:
-                add(ids, index[op][stage + rule.stage, microbatch])
-    steps = np.full(shape[0], -1, dtype=np.int64)
-    ids = np.flatnonzero(tasks.op == Op.STEP)
-    steps[tasks.stage[ids]] = ids
-    gradients = np.flatnonzero(np.isin(tasks.op, _STEP_NEEDS))
-    step_of = steps[tasks.stage[gradients]]
-    rows.append(step_of[step_of >= 0])
-    values.append(gradients[step_of >= 0])
-    return rows, values
-
-
-def _pairs(tasks: Tasks) -> Ints:
-    """Return the SEND of each RECV and the RECV of each SEND."""
-    shape = int(tasks.stage.max(initial=0)) + 1, int(tasks.microbatch.max(initial=0)) + 1
-    pair = np.full(len(tasks), -1, dtype=np.int64)
+    n_rules = max(sum(op in rule.ops for rule in RULES) for op in Op)
+    through = np.full((len(kinds), n_rules), -1, dtype=np.int64)
+    needs = np.full((len(kinds), n_rules, 2), -1, dtype=np.int64)
+    every = np.zeros((len(kinds), n_rules), dtype=bool)
+    pair = np.full(len(kinds), -1, dtype=np.int64)
+    for op in Op:
+        of = np.flatnonzero(kinds.op == op)
+        for number, rule in enumerate(rule for rule in RULES if op in rule.ops):
+            every[of, number] = rule.every
+            if rule.through is not None:
+                through[of, number] = base(rule.through, of, 0)
+            for choice, needed in enumerate(rule.needs):
+                needs[of, number, choice] = base(needed, of, rule.stage)
     for recv, (send, offset) in PAIRS.items():
-        ids = np.flatnonzero(tasks.op == recv)
-        senders = _index(tasks, send, *shape)[tasks.stage[ids] + 1 + offset, tasks.microbatch[ids]]
-        ids, senders = ids[senders >= 0], senders[senders >= 0]
-        pair[ids], pair[senders] = senders, ids
-    return pair
+        for op, other, away in ((recv, send, offset), (send, recv, -offset)):
+            of = np.flatnonzero(kinds.op == op)
+            pair[of] = base(other, of, away)
+    return KindRules(cells[place], through, needs, every, pair), int(cells.max(initial=-1)) + width
 
 
-def _levels(waits: CSR) -> Ints:
-    """Return the longest distance from a task that waits for nothing; -1 within circles."""
-    level = np.full(len(waits), -1, dtype=np.int64)
-    remaining = np.diff(waits.ptr)
-    followers = waits.transposed()
-    frontier, depth = np.flatnonzero(remaining == 0), 0
-    while len(frontier):
-        level[frontier] = depth
-        reached, times = np.unique(followers.of(frontier), return_counts=True)
-        remaining[reached] -= times
-        frontier, depth = reached[remaining[reached] == 0], depth + 1
-    return level
+def _dependencies(
+    kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32], n_microbatches: int
+) -> tuple[CSR, Ints]:
+    """Apply `RULES`; return dependencies and pairs."""
+    dtype = ids_dtype(len(kind))
+    rules, n_cells = _kind_rules(kinds, n_microbatches + 1)
+    index = np.full(n_cells, -1, dtype=dtype)
+    counts = np.zeros(len(kinds), dtype=np.int64)
+    index_tasks(kind, microbatch, rules.base, index, counts)
+    most = (rules.needs >= 0).sum(axis=2) * np.where(rules.every, n_microbatches, 1)
+    most = np.maximum(most, rules.through >= 0).sum(axis=1)  # of one task of each kind
+    ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
+    values = np.empty(int((most * counts).sum()), dtype=dtype)
+    total = wire(
+        kind, microbatch, index, n_microbatches, rules.through, rules.needs, rules.every,
+        rules.pair, ptr, values, pair,
+    )  # fmt: skip
+    return CSR(ptr, values[:total]), pair
 
 
-def _stable_topological_order(waits: CSR) -> Ints:
-    """Return a topological order that takes the smallest id it can; short if there is a circle."""
-    remaining = np.diff(waits.ptr).tolist()
-    followers = waits.transposed()
-    ready = [task for task, count in enumerate(remaining) if count == 0]
-    order = []
-    while ready:
-        task = heapq.heappop(ready)
-        order.append(task)
-        for follower in followers[task].tolist():
-            remaining[follower] -= 1
-            if remaining[follower] == 0:
-                heapq.heappush(ready, follower)
-    return np.array(order, dtype=np.int64)
+def task_twice(graph: TaskGraph) -> int:
+    """Return a task whose operation, stage, micro-batch and replica another has too, or -1."""
+    rules, n_cells = _kind_rules(graph.kinds, graph.n_microbatches + 1)
+    index, counts = np.full(n_cells, -1, dtype=ids_dtype(len(graph))), np.zeros(len(graph.kinds), np.int64)
+    return index_tasks(graph.kind, graph.microbatch, rules.base, index, counts)
+
+
+def _groups(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints | None:
+    """Number the collectives: one of each operation, stage and micro-batch, over all replicas."""
+    collective = kinds.is_op(COLLECTIVES)
+    if not collective.any():
+        return None
+    members = np.flatnonzero(collective[kind])
+    columns = (kinds.op[kind[members]], kinds.stage[kind[members]], microbatch[members])
+    _, numbers = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    group = np.full(len(kind), -1, dtype=np.int64)
+    group[members] = numbers.ravel()
+    return group
+
+
+def _members(group: Ints | None) -> CSR:
+    """Return the members of each group; groups are numbered anew, in order."""
+    if group is None or not (group >= 0).any():
+        return CSR(np.zeros(1, np.int64), np.empty(0, np.int64))
+    members = np.flatnonzero(group >= 0)
+    unique, number = np.unique(group[members], return_inverse=True)
+    return CSR.from_pairs(number, members, len(unique))

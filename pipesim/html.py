@@ -15,7 +15,7 @@ from pipesim.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.schedule import Schedule
 from pipesim.style import LABELS, chunks, shades, text_colours
-from pipesim.verify import compute_tasks, verify
+from pipesim.verify import compute_graph, verify
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,7 +58,7 @@ def schedule_html(schedule: Schedule) -> str:
     columns = np.arange(len(schedule)) - schedule.ptr[schedule.device]
     try:
         verify(schedule)
-        columns = TaskGraph.wire(compute_tasks(schedule)).levels
+        columns = compute_graph(schedule).levels
     except PipeError as error:
         problem = str(error).splitlines()[0]
     shown = min(int(columns.max(initial=-1)) + 1, MOST_CYCLES)

@@ -1,19 +1,26 @@
-"""From a schedule to a task graph, in named passes that each take and return tasks."""
+"""From a schedule to a task graph: in named passes over the kinds of task, and two loops."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, check_name
-from pipesim.graph import PAIRS, StreamKind, TaskGraph, Tasks
+from pipesim.capacity import check_memory
+from pipesim.csr import CSR, Ints
+from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.graph import BYTES_PER_TASK, PAIRS, TaskGraph
+from pipesim.jit import kernel
 from pipesim.ops import Op
 from pipesim.schedule import Schedule
-from pipesim.verify import compute_tasks, verify
+from pipesim.tasks import Kinds, StreamKind
+from pipesim.verify import compute_listing, verify, verify_listing
 
 __all__ = ["lower"]
+
+#: Start and end of a task, in seconds.
+_BYTES_OF_TIMES = 16
 
 Recompute = Literal["never", "always", "except_last"]
 RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "except_last")
@@ -28,6 +35,7 @@ def lower(
     rendezvous: bool = False,
     hosts: Literal["one", "per_device"] = "one",
     step: Literal["flush", "none"] = "flush",
+    n_replicas: int = 1,
 ) -> TaskGraph:
     """Lower a schedule to the tasks that the simulator and the executor run.
 
@@ -52,6 +60,10 @@ def lower(
     step
         ``"flush"`` ends with one optimizer step a stage, after all its gradients; ``"none"`` ends
         with the gradients.
+    n_replicas
+        Data-parallel replicas of the pipeline, each on devices of its own. Where there are
+        several, a stage's gradients are reduced over all of them, on a stream of its own if
+        transfers overlap, as soon as its last one is there; its optimizer step waits for that.
 
     Returns
     -------
@@ -64,6 +76,8 @@ def lower(
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
         If the transfers, so ordered, would wait for each other for ever.
+    CapacityError
+        If the graph and its times would not fit in memory.
     """
     check_name("recompute mode", recompute, RECOMPUTE)
     check_name("streams", streams, ("per_peer", "single"))
@@ -72,131 +86,263 @@ def lower(
     for name, flag in (("overlap", overlap), ("rendezvous", rendezvous)):
         if not isinstance(flag, bool):
             raise ArgumentError(f"{name} must be True or False, got {flag!r}")
+    n_replicas = check_count("n_replicas", n_replicas)
     if not isinstance(schedule, Schedule):
         raise ArgumentError(f"lower takes a Schedule, got {type(schedule).__name__}")
-    verify(schedule)
-    tasks = compute_tasks(schedule)
-    tasks = _add_recompute(tasks, recompute, schedule.n_microbatches)
-    tasks = _add_steps(tasks) if step == "flush" else tasks
-    tasks = _add_transfers(tasks, overlap, streams)
-    graph = TaskGraph.build(
-        tasks,
+    verify_listing(schedule)
+    # Each forward and backward comes with its SEND and RECV, save at the pipeline's ends.
+    n_tasks = 3 * len(schedule) * n_replicas
+    check_memory(f"a graph of {n_tasks:.3g} tasks", n_tasks * (BYTES_PER_TASK + _BYTES_OF_TIMES))
+    kinds, kind, microbatch = _with_recompute_and_steps(schedule, recompute, step)
+    compute = TaskGraph.of_kinds(kinds, kind, microbatch)
+    cycles = compute.levels
+    if cycles.min() < 0:
+        verify(schedule)  # says who waits for whom
+    kinds, partners = _add_partners(kinds, overlap, streams, reduces=n_replicas > 1)
+    issued = _issue(compute, CSR.group(cycles, int(cycles.max()) + 1), partners, overlap)
+    del compute, cycles, kind, microbatch
+    if n_replicas > 1:
+        issued = _replicate(issued, n_replicas, len(kinds))
+        kinds = kinds.replicated(n_replicas, schedule.n_devices)
+    graph = TaskGraph.of_kinds(
+        kinds,
+        issued.kind,
+        issued.microbatch,
         name=schedule.name,
         hosts=hosts,
         rendezvous=rendezvous,
         recompute=recompute,
         overlap=overlap,
     )
-    verify(graph)
-    return graph
+    if rendezvous and not overlap:  # only these may have to be reordered, or deadlock
+        graph = graph.in_topological_order()
+        verify(graph)
+    return graph.as_verified()
 
 
-def _add_recompute(tasks: Tasks, recompute: Recompute, n_microbatches: int) -> Tasks:
-    """Put R right before each backward whose forward kept no activations."""
-    if recompute == "never":
-        return tasks
-    recomputed = np.isin(tasks.op, (Op.B, Op.I))
-    if recompute == "except_last":
-        recomputed &= tasks.microbatch != n_microbatches - 1
-    backward = np.flatnonzero(recomputed)
-    added = tasks.take(backward)
-    added = Tasks(np.full_like(added.op, Op.R), *added.columns()[1:])
-    position = np.concatenate([np.arange(len(tasks)), backward - 0.5])
-    return Tasks.joined(tasks, added).take(np.argsort(position, kind="stable"))
-
-
-def _add_steps(tasks: Tasks) -> Tasks:
-    """End each device's order with the optimizer steps of its stages."""
-    stages, first = np.unique(tasks.stage, return_index=True)
-    steps = Tasks(
-        op=np.full_like(stages, Op.STEP),
-        device=tasks.device[first],
-        stage=stages,
-        microbatch=np.full_like(stages, -1),
-        stream=np.full_like(stages, StreamKind.COMPUTE),
+def _with_recompute_and_steps(
+    schedule: Schedule, recompute: str, step: str
+) -> tuple[Kinds, NDArray[np.int32], NDArray[np.int32]]:
+    """Put R right before each backward whose forward kept no activations, and STEPs last."""
+    kinds, kind = compute_listing(schedule)
+    microbatch = schedule.microbatch
+    recomputed = frozenset({Op.B, Op.I}) if recompute != "never" else frozenset()
+    backward = np.flatnonzero(kinds.is_op(recomputed))
+    homes = np.asarray(schedule.placement.device_of)
+    stages = np.arange(schedule.n_stages) if step == "flush" else np.empty(0, dtype=np.int64)
+    added = Kinds(
+        op=np.repeat([Op.R, Op.STEP], [len(backward), len(stages)]),
+        device=np.concatenate([kinds.device[backward], homes[stages]]),
+        stage=np.concatenate([kinds.stage[backward], stages]),
+        replica=np.zeros(len(backward) + len(stages)),
+        stream=np.full(len(backward) + len(stages), StreamKind.COMPUTE),
     )
-    joined = Tasks.joined(tasks, steps)
-    return joined.take(np.argsort(joined.device, kind="stable"))
-
-
-def _add_transfers(tasks: Tasks, overlap: bool, streams: str) -> Tasks:
-    """Add SEND and RECV wherever a neighbour is elsewhere; return all tasks in issue order.
-
-    The clock cycle of a task is its distance from the first. Overlapped transfers are issued
-    after the compute tasks of the cycle that produces them, each SEND followed by its RECV: one
-    order of messages for all devices, in which none can wait for another in a circle. Otherwise
-    a SEND follows its producer, and a RECV comes right before its consumer, or before that of a
-    message which its sender sends later.
-    """
-    cycle = TaskGraph.wire(tasks).levels
-    sends, recvs, producer, consumer = _messages(tasks, overlap, streams)
-    if overlap:
-        recv_cycle, phases = cycle[producer], (0, 1, 1)
-    else:
-        recv_cycle = _no_later_than_successors(sends, recvs, cycle[producer], cycle[consumer])
-        phases = (1, 2, 0)
-    everything = Tasks.joined(tasks, sends, recvs)
-    order = np.lexsort(
-        (
-            np.repeat([0, 0, 1], [len(tasks), len(sends), len(recvs)]),
-            np.concatenate([tasks.device, sends.device, cycle[producer] if not overlap
-                            else sends.device]),
-            np.repeat(phases, [len(tasks), len(sends), len(recvs)]),
-            np.concatenate([cycle, cycle[producer], recv_cycle]),
+    r_of = np.full(len(kinds), -1, dtype=np.int32)
+    r_of[backward] = len(kinds) + np.arange(len(backward))
+    dropped = r_of[kind] >= 0
+    if recompute == "except_last":
+        dropped &= microbatch != schedule.n_microbatches - 1
+    before = np.flatnonzero(dropped)
+    steps = (len(kinds) + len(backward) + stages).astype(np.int32)
+    position = np.concatenate([schedule.ptr[homes[stages] + 1], before])
+    kind, microbatch = (
+        np.insert(column, position, np.concatenate(new))
+        for column, new in (
+            (kind, [steps, r_of[kind[before]]]),
+            (microbatch, [np.full(len(steps), -1, np.int32), microbatch[before]]),
         )
-    )  # fmt: skip
-    return everything.take(order)
+    )
+    return kinds.joined(added), kind, microbatch
 
 
-def _messages(
-    tasks: Tasks, overlap: bool, streams: str
-) -> tuple[Tasks, Tasks, NDArray[np.int64], NDArray[np.int64]]:
-    """Return the SENDs and RECVs, message by message, and each one's producer and consumer."""
-    n_stages, n_microbatches = tasks.stage.max() + 1, tasks.microbatch.max() + 1
+class _Partners(NamedTuple):
+    """Kinds of task that come with each kind of compute task; -1 for none.
+
+    ``send`` and ``recv`` are the two ends of the message that carries its output, ``channel``
+    numbers the pair of devices, and ``reduce`` sums its stage's gradients, to which it adds.
+    """
+
+    send: Ints
+    recv: Ints
+    channel: Ints
+    reduce: Ints
+
+
+def _add_partners(
+    kinds: Kinds, overlap: bool, streams: str, reduces: bool
+) -> tuple[Kinds, _Partners]:
+    """Add the kinds of messages, wherever a neighbour is elsewhere, and of reductions."""
+    n_stages, n = int(kinds.stage.max()) + 1, len(kinds)
     device_of = np.zeros(n_stages, dtype=np.int64)
-    device_of[tasks.stage] = tasks.device
-    parts = []
+    device_of[kinds.stage] = kinds.device
+    partners = _Partners(*(np.full(n, -1, dtype=np.int32) for _ in range(4)))
     for recv, (send, offset) in PAIRS.items():
-        carried = (Op.F,) if send == Op.SEND_F else (Op.B, Op.I)
-        ids = np.flatnonzero(np.isin(tasks.op, carried))
-        index = np.full((n_stages, n_microbatches), -1, dtype=np.int64)
-        index[tasks.stage[ids], tasks.microbatch[ids]] = ids
-        to = tasks.stage[ids] - offset
-        ids, to = ids[(to >= 0) & (to < n_stages)], to[(to >= 0) & (to < n_stages)]
-        crosses = device_of[to] != tasks.device[ids]
-        ids, to = ids[crosses], to[crosses]
-        source, target, microbatch = tasks.device[ids], device_of[to], tasks.microbatch[ids]
+        carried = frozenset({Op.F} if send == Op.SEND_F else {Op.B, Op.I})
+        of = np.flatnonzero(kinds.is_op(carried))
+        to = kinds.stage[of] - offset
+        of, to = of[(to >= 0) & (to < n_stages)], to[(to >= 0) & (to < n_stages)]
+        of, to = (x[device_of[to] != kinds.device[of]] for x in (of, to))
+        # B and I of a stage share the kinds of their message.
+        stage, first, shared = np.unique(kinds.stage[of], return_index=True, return_inverse=True)
+        source, target = device_of[stage], device_of[to[first]]
         if not overlap:
-            codes = [np.full_like(ids, StreamKind.COMPUTE)] * 2
+            codes = [np.full_like(stage, StreamKind.COMPUTE)] * 2
         elif streams == "single":
-            codes = [np.full_like(ids, StreamKind.COPY)] * 2
+            codes = [np.full_like(stage, StreamKind.COPY)] * 2
         else:
             codes = [StreamKind.send(target), StreamKind.recv(source)]
-        parts.append(
-            (
-                Tasks(np.full_like(ids, send), source, tasks.stage[ids], microbatch, codes[0]),
-                Tasks(np.full_like(ids, recv), target, to, microbatch, codes[1]),
-                ids,
-                index[to, microbatch],
-            )
+        zeros = np.zeros_like(stage)
+        partners.send[of] = len(kinds) + shared
+        partners.recv[of] = len(kinds) + len(stage) + shared
+        partners.channel[of] = (source * (device_of.max() + 1) + target)[shared]
+        kinds = kinds.joined(
+            Kinds(np.full_like(stage, send), source, stage, zeros, codes[0]),
+            Kinds(np.full_like(stage, recv), target, to[first], zeros, codes[1]),
         )
-    sends, recvs, producers, consumers = zip(*parts, strict=True)
-    return (
-        Tasks.joined(*sends),
-        Tasks.joined(*recvs),
-        np.concatenate(producers),
-        np.concatenate(consumers),
+    if reduces:
+        of = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.W})))
+        stage, shared = np.unique(kinds.stage[of], return_inverse=True)
+        partners.reduce[of] = len(kinds) + shared
+        stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
+        op, code = np.full_like(stage, Op.REDUCE_GRAD), np.full_like(stage, stream)
+        kinds = kinds.joined(Kinds(op, device_of[stage], stage, np.zeros_like(stage), code))
+    return kinds, partners
+
+
+class _Issued(NamedTuple):
+    """Tasks in issue order, and where the phases of each clock cycle end."""
+
+    kind: NDArray[np.int32]
+    microbatch: NDArray[np.int32]
+    ends: Ints
+
+
+def _issue(compute: TaskGraph, cycles: CSR, partners: _Partners, overlap: bool) -> _Issued:
+    """Return all tasks in issue order: cycle by cycle, and in a cycle by device.
+
+    Overlapped transfers are issued after the compute tasks of the cycle that produces them, each
+    SEND followed by its RECV: one order of messages for all devices, in which none can wait for
+    another in a circle. Otherwise a SEND follows its producer, and a RECV comes right before its
+    consumer, or before that of a message which its sender sends later.
+    """
+    counts = np.bincount(compute.kind, minlength=len(partners.send))
+    n_messages = int(counts[partners.send >= 0].sum())
+    left = np.zeros(int(partners.reduce.max(initial=-1)) + 1, dtype=np.int64)
+    np.add.at(left, partners.reduce[partners.reduce >= 0], counts[partners.reduce >= 0])
+    n_tasks = len(compute) + 2 * n_messages + int((left > 0).sum())
+    kind, microbatch = np.empty(n_tasks, np.int32), np.empty(n_tasks, np.int32)
+    ends = np.empty((len(cycles), 4), dtype=np.int64)
+    channels, channel = np.unique(partners.channel, return_inverse=True)
+    sent = np.zeros(len(channels) + 1, dtype=np.int64)  # where each channel's messages begin
+    np.add.at(sent, channel + 1, np.where(partners.send >= 0, counts, 0))
+    sent = np.cumsum(sent)
+    _issue_tasks(
+        cycles.ptr,
+        cycles.values,
+        compute.kind,
+        compute.microbatch,
+        compute.dependencies.ptr,
+        compute.dependencies.values,
+        partners.send,
+        partners.recv,
+        channel,
+        compute.kinds.device,
+        partners.reduce,
+        left,
+        sent[:-1].copy(),
+        sent[:-1].copy(),
+        np.empty(0 if overlap else n_messages, np.int32),
+        np.empty(0 if overlap else len(compute), np.int64),
+        overlap,
+        kind,
+        microbatch,
+        ends,
     )
+    return _Issued(kind, microbatch, ends.ravel())
 
 
-def _no_later_than_successors(
-    sends: Tasks, recvs: Tasks, sent: NDArray[np.int64], consumed: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return the cycle of each RECV: its consumer's, or that of a message sent after it."""
-    channel = sends.device * (recvs.device.max(initial=0) + 1) + recvs.device
-    cycle = consumed.copy()
-    for number in np.unique(channel):
-        members = np.flatnonzero(channel == number)
-        members = members[np.argsort(sent[members])[::-1]]
-        cycle[members] = np.minimum.accumulate(consumed[members])
-    return cycle
+@kernel()
+def _issue_tasks(
+    cycles_ptr: Ints,
+    cycles: Ints,
+    kind: Ints,
+    microbatch: Ints,
+    needs_ptr: Ints,
+    needs: Ints,
+    send: Ints,
+    recv: Ints,
+    channel: Ints,
+    device: Ints,
+    reduce: Ints,
+    left: Ints,
+    sent: Ints,
+    received: Ints,
+    messages: Ints,
+    place: Ints,
+    overlap: bool,
+    issued_kind: Ints,
+    issued_microbatch: Ints,
+    ends: Ints,
+) -> None:
+    """Fill the last three; see `_issue`. ``messages`` are the producers, channel by channel."""
+    n = 0
+    for cycle in range(len(cycles_ptr) - 1):
+        first, last = cycles_ptr[cycle], cycles_ptr[cycle + 1]
+        for k in range(first, last) if not overlap else range(0):
+            task = cycles[k]
+            for j in range(needs_ptr[task], needs_ptr[task + 1]):
+                producer = needs[j]
+                if device[kind[producer]] == device[kind[task]]:
+                    continue
+                of = channel[kind[producer]]
+                while received[of] <= place[producer]:
+                    message = messages[received[of]]
+                    issued_kind[n] = recv[kind[message]]
+                    issued_microbatch[n] = microbatch[message]
+                    received[of] += 1
+                    n += 1
+        ends[cycle, 0] = n
+        for k in range(first, last):
+            issued_kind[n] = kind[cycles[k]]
+            issued_microbatch[n] = microbatch[cycles[k]]
+            n += 1
+        ends[cycle, 1] = n
+        for k in range(first, last):
+            task = cycles[k]
+            of = kind[task]
+            if send[of] < 0:
+                continue
+            issued_kind[n], issued_microbatch[n] = send[of], microbatch[task]
+            n += 1
+            if overlap:
+                issued_kind[n], issued_microbatch[n] = recv[of], microbatch[task]
+                n += 1
+            else:
+                place[task] = sent[channel[of]]
+                messages[place[task]] = task
+                sent[channel[of]] += 1
+        ends[cycle, 2] = n
+        for k in range(first, last):
+            of = reduce[kind[cycles[k]]]
+            if of < 0:
+                continue
+            left[of] -= 1
+            if left[of] == 0:
+                issued_kind[n], issued_microbatch[n] = of, -1
+                n += 1
+        ends[cycle, 3] = n
+
+
+def _replicate(issued: _Issued, n_replicas: int, n_kinds: int) -> _Issued:
+    """Repeat each phase of each cycle for each replica."""
+    starts = np.concatenate([[0], issued.ends[:-1]])
+    sizes = issued.ends - starts
+    phase = np.repeat(np.arange(len(sizes)), sizes)
+    within = np.arange(len(issued.kind)) - starts[phase]
+    kind = np.empty(n_replicas * len(issued.kind), dtype=np.int32)
+    microbatch = np.empty_like(kind)
+    for replica in range(n_replicas):
+        position = n_replicas * starts[phase] + replica * sizes[phase] + within
+        kind[position] = issued.kind + replica * n_kinds
+        microbatch[position] = issued.microbatch
+    return _Issued(kind, microbatch, n_replicas * issued.ends)

@@ -8,13 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
+from pipesim.csr import Ints
 from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
+from pipesim.jit import kernel
 from pipesim.ops import Op
 from pipesim.timeline import Timeline, bincount
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Floats = NDArray[np.float64]
 
 __all__ = ["changes", "over_time", "peak_memory", "static"]
 
@@ -24,7 +28,8 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     parameters, optimizer = (
         costs.per_stage(name, graph.n_stages) for name in ("parameter_bytes", "optimizer_bytes")
     )
-    return bincount(graph.device_of_stage, 2 * parameters + optimizer, graph.n_devices)
+    places = np.unique(np.stack([graph.kinds.device, graph.kinds.stage]), axis=1)
+    return bincount(places[0], (2 * parameters + optimizer)[places[1]], graph.n_devices)
 
 
 def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -33,29 +38,44 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
     F takes its activations, or only its input where R takes the rest. B gives all back; I keeps
     ``weight_grad_bytes`` for W to give back. The input of stage 0 is the caller's and counts as 0.
     """
-    activation, weight_grad, output = (
-        costs.per_stage(name, graph.n_stages)
-        for name in ("activation_bytes", "weight_grad_bytes", "output_bytes")
+    taken, kept, given = _of_kinds(graph, costs)
+    dropped = _dropped(graph)
+    if not len(dropped):
+        return taken[graph.kind], given[graph.kind]
+    cell = dropped[graph.replica, graph.stage, np.maximum(graph.microbatch, 0)]
+    return np.where(cell, kept[graph.kind], taken[graph.kind]), given[graph.kind]
+
+
+def _of_kinds(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], ...]:
+    """Return bytes that each kind takes, takes where R will take the rest, and gives back."""
+    kinds = graph.kinds
+    activation, weight_grad = (
+        costs.per_stage(name, graph.n_stages)[kinds.stage]
+        for name in ("activation_bytes", "weight_grad_bytes")
     )
-    kept_input = np.minimum(np.concatenate([[0.0], output[:-1]]), activation)
+    before = np.concatenate([[0.0], costs.per_stage("output_bytes", graph.n_stages)])[kinds.stage]
+    kept_input = np.minimum(before, activation)
     weight_grad = np.minimum(weight_grad, activation)
-    recomputed = np.zeros((graph.n_stages, graph.n_microbatches), dtype=bool)
-    of_r = graph.op == Op.R
-    recomputed[graph.stage[of_r], graph.microbatch[of_r]] = True
-    taken, given = np.zeros(len(graph)), np.zeros(len(graph))
+    zero = np.zeros(len(kinds))
 
-    def put(column: NDArray[np.float64], mask: NDArray[np.bool_], of_stage: NDArray[np.float64]
-            ) -> None:  # fmt: skip
-        column[mask] = of_stage[graph.stage[mask]]
+    def choose(*choices: tuple[Op, NDArray[np.float64]]) -> NDArray[np.float64]:
+        return np.select([kinds.op == op for op, _ in choices], [x for _, x in choices], zero)
 
-    dropped = recomputed[graph.stage, graph.microbatch]
-    put(taken, (graph.op == Op.F) & ~dropped, activation)
-    put(taken, (graph.op == Op.F) & dropped, kept_input)
-    put(taken, of_r, activation - kept_input)
-    put(given, graph.op == Op.B, activation)
-    put(given, graph.op == Op.I, activation - weight_grad)
-    put(given, graph.op == Op.W, weight_grad)
-    return taken, given
+    taken = choose((Op.F, activation), (Op.R, activation - kept_input))
+    given = choose((Op.B, activation), (Op.I, activation - weight_grad), (Op.W, weight_grad))
+    return taken, choose((Op.F, kept_input), (Op.R, taken)), given
+
+
+def _dropped(graph: TaskGraph) -> NDArray[np.bool_]:
+    """Mark each replica's stages' micro-batches that are recomputed; empty if there are none."""
+    recomputed = graph.kinds.op == Op.R
+    if not recomputed.any():
+        return np.empty((0, 0, 0), dtype=bool)
+    dropped = np.zeros((graph.n_replicas, graph.n_stages, graph.n_microbatches), dtype=bool)
+    of_r = np.flatnonzero(recomputed[graph.kind])
+    kind = graph.kind[of_r]
+    dropped[graph.kinds.replica[kind], graph.kinds.stage[kind], graph.microbatch[of_r]] = True
+    return dropped
 
 
 def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
@@ -66,11 +86,53 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
     TimelineError
         If the timeline has no costs.
     """
-    held = static(timeline.graph, _costs(timeline))
-    peak = held.copy()
-    for device, _, balance in _balances(timeline):
-        peak[device] += max(0.0, balance.max(initial=0.0))
-    return peak
+    graph, costs = timeline.graph, _costs(timeline)
+    held, peak = np.zeros(graph.n_devices), np.zeros(graph.n_devices)
+    _peaks(
+        graph.kind,
+        graph.microbatch,
+        graph.kinds.device,
+        graph.kinds.replica,
+        graph.kinds.stage,
+        *_of_kinds(graph, costs),
+        _dropped(graph),
+        timeline.start,
+        timeline.end,
+        held,
+        peak,
+    )
+    return static(graph, costs) + peak
+
+
+@kernel()
+def _peaks(
+    kind: Ints,
+    microbatch: Ints,
+    device: Ints,
+    replica: Ints,
+    stage: Ints,
+    taken: Floats,
+    kept: Floats,
+    given: Floats,
+    dropped: NDArray[np.bool_],
+    start: Floats,
+    end: Floats,
+    held: Floats,
+    peak: Floats,
+) -> None:
+    """Fill ``peak``. A device computes one task after the other, in order of ids."""
+    for task in range(len(kind)):
+        of = kind[task]
+        if (taken[of] == 0.0 and given[of] == 0.0) or np.isnan(start[task]):
+            continue
+        on = device[of]
+        if len(dropped) and dropped[replica[of], stage[of], microbatch[task]]:
+            held[on] += kept[of]
+        else:
+            held[on] += taken[of]
+        peak[on] = max(peak[on], held[on])
+        if not np.isnan(end[task]):
+            held[on] -= given[of]
 
 
 def over_time(timeline: Timeline) -> pd.DataFrame:

@@ -91,8 +91,10 @@ def _cause(
         return None, "host"
     if sender >= 0:
         return sender, "message"
-    if link[task] >= 0:
-        holders = np.flatnonzero((link == link[task]) & (end == start[task]) & (end > start))
+    mine = link[task][link[task] >= 0]
+    if len(mine):
+        holds = np.isin(link, mine).any(axis=1)
+        holders = np.flatnonzero(holds & (end == start[task]) & (end > start))
         if len(holders):
             return int(holders[0]), "link"
     return (None, "start") if last is None else (last, _relation(graph, task, last))
@@ -123,14 +125,15 @@ def _issued(timeline: Timeline) -> NDArray[np.float64]:
     if graph.rendezvous:
         sends = np.flatnonzero(graph.is_op(SENDS))
         together[sends] = np.maximum(issued[sends], issued[graph.pair[sends]])
-    for number in np.unique(graph.group[graph.group >= 0]):
-        together[graph.group == number] = issued[graph.group == number].max()
+    for number in range(len(graph.collectives)):
+        members = graph.collectives[number]
+        together[members] = issued[members].max()
     return together
 
 
 def _links(timeline: Timeline) -> NDArray[np.int64]:
-    """Return the link of each SEND, and -1 for other tasks, or where it is not known."""
+    """Return the links of each task, -1 for none or where they are not known."""
     graph = timeline.graph
     if timeline.costs is None:
-        return np.full(len(graph), -1, dtype=np.int64)
-    return np.where(graph.is_op(SENDS), timeline.costs.of(graph).link, -1)
+        return np.full((len(graph), 1), -1, dtype=np.int64)
+    return timeline.costs.of(graph).links

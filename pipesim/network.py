@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,14 @@ class Link:
         for a, b in self.pairs:
             if a == b:
                 raise NetworkError(f"link of {list(self.pairs)}: no link leads from {a} to {b}")
+
+
+class Routes(NamedTuple):
+    """Links (n, k), latency (n,), bandwidth (n,) of messages."""
+
+    links: NDArray[np.int64]
+    latency: NDArray[np.float64]
+    bandwidth: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class Network:
 
     def resolve(
         self, source: NDArray[Any], target: NDArray[Any], n_devices: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+    ) -> Routes:
         """Return number, latency (s) and bandwidth (bytes/s) of the link of each message.
 
         Links that `links` names are numbered first; a pair without one has number
@@ -116,10 +124,11 @@ class Network:
                 carried = (source == a) & (target == b)
                 number[carried] = index
                 latency[carried], bandwidth[carried] = link.latency, link.bandwidth
-        return number, latency, bandwidth
+        return Routes(number[:, None], latency, bandwidth)
 
-    def all_reduce(self, nbytes: float, n_members: int) -> float:
+    def all_reduce(self, nbytes: float, devices: NDArray[Any]) -> float:
         """Return seconds of a ring all-reduce (rule 9): ``2(n-1)/n * bytes/bandwidth + ...``."""
+        n_members = len(devices)
         share = 2 * (n_members - 1)
         return share / n_members * nbytes / self.bandwidth + share * self.latency
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipesim.errors import ArgumentError, suggestion
 
-__all__ = ["COMPUTE", "RECVS", "SCHEDULED", "SENDS", "TRANSFERS", "Action", "Op"]
+__all__ = ["COLLECTIVES", "COMPUTE", "RECVS", "SCHEDULED", "SENDS", "TRANSFERS", "Action", "Op"]
 
 
 class Op(IntEnum):
@@ -42,6 +42,8 @@ COMPUTE = SCHEDULED | {Op.R, Op.STEP}
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECVS
+#: What devices do together: all start when the last has come (rule 9).
+COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL})
 
 _ACTION = re.compile(r"\s*(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d*)\s*")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import Costs, TaskCosts
-from pipesim.engines import simpy_engine
-from pipesim.errors import ArgumentError, CostsError, TimelineError, check_name
+from pipesim import jit
+from pipesim.costs import Costs, CostTable, TaskCosts
+from pipesim.engines import compiled, simpy_engine
+from pipesim.errors import ArgumentError, CostsError, EngineWarning, TimelineError, check_name
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS
 from pipesim.timeline import Timeline
@@ -18,10 +20,10 @@ from pipesim.verify import verify
 __all__ = ["replay", "simulate"]
 
 Engine = Callable[[TaskGraph, TaskCosts], tuple[NDArray[np.float64], NDArray[np.float64]]]
-_ENGINES: dict[str, Engine] = {"simpy": simpy_engine.run}
+ENGINES: dict[str, Engine] = {"compiled": compiled.run, "simpy": simpy_engine.run}
 
 
-def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "simpy") -> Timeline:
+def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "compiled") -> Timeline:
     """Predict when each task of ``graph`` runs.
 
     Parameters
@@ -31,7 +33,8 @@ def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "simpy
     costs
         Of each stage, or, to replay a run, of each task.
     engine
-        ``"simpy"``, the reference.
+        ``"compiled"``, or ``"simpy"``, the readable reference. The answers are equal; without
+        numba, or where it is switched off, SimPy's serves for both, with an `EngineWarning`.
 
     Raises
     ------
@@ -40,7 +43,7 @@ def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "simpy
     DeadlockError
         If tasks would wait for each other for ever; nothing is run then.
     """
-    run = _ENGINES[check_name("engine", engine, _ENGINES)]
+    check_name("engine", engine, ENGINES)
     if not isinstance(graph, TaskGraph):
         raise ArgumentError(
             f"simulate takes a TaskGraph, got {type(graph).__name__}; lower the schedule first: "
@@ -51,29 +54,51 @@ def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "simpy
     verify(graph)
     tasks = costs.of(graph) if isinstance(costs, Costs) else costs
     _check(graph, tasks)
-    start, end = run(graph, tasks)
-    return Timeline(graph, start, end, tasks.nbytes, tasks.costs)
+    start, end = _engine(engine)(graph, tasks)
+    nbytes = None if tasks.row is graph.kind and tasks.costs else tasks.nbytes
+    return Timeline(graph, start, end, nbytes, tasks.costs)
+
+
+def _engine(name: str) -> Engine:
+    if name == "compiled" and not jit.available():
+        warnings.warn(
+            "numba is missing or switched off; SimPy's engine serves instead of the compiled one, "
+            "with the same answer some hundred times more slowly",
+            EngineWarning,
+            stacklevel=3,
+        )
+        name = "simpy"
+    return ENGINES[name]
 
 
 def _check(graph: TaskGraph, costs: TaskCosts) -> None:
     """Raise unless each task has finite costs of at least 0; engines take them as they are."""
-    for name in ("duration", "latency", "launch", "nbytes", "link"):
-        values = getattr(costs, name)
-        if len(values) != len(graph):
-            raise CostsError(f"{name} has {len(values)} values for {len(graph)} tasks")
-        good = (np.isfinite(values) & (values >= 0)) | (name == "link")
+    if len(costs.row) != len(graph):
+        raise CostsError(f"got the costs of {len(costs.row)} tasks for a graph of {len(graph)}")
+    columns = {name: getattr(costs.table, name) for name in ("duration", "latency", "launch")}
+    columns["nbytes"] = costs.table.nbytes
+    for name, values in columns.items():
+        good = np.isfinite(values) & (values >= 0)
         if not good.all():
-            task = graph.task(int(np.argmin(good)))
-            raise CostsError(
-                f"{name} of {task} (task {task.id}) must be finite and >= 0, got {values[task.id]}"
-            )
+            _refuse(graph, name, int(np.argmin(good[costs.row])), values[costs.row])
+    if costs.drawn is not None and not (np.isfinite(costs.drawn) & (costs.drawn >= 0)).all():
+        good = np.isfinite(costs.drawn) & (costs.drawn >= 0)
+        _refuse(graph, "duration", int(np.argmin(good)), costs.drawn)
 
 
-def replay(timeline: Timeline, *, engine: str = "simpy") -> Timeline:
+def _refuse(graph: TaskGraph, name: str, index: int, values: NDArray[np.float64]) -> None:
+    task = graph.task(index)
+    raise CostsError(
+        f"{name} of {task} (task {index}) must be finite and >= 0, got {values[index]}"
+    )
+
+
+def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     """Simulate a measured timeline from its own durations: a check of the graph, no prediction.
 
     Each task takes as long as it did. Each message takes from the start of its SEND to that of
     the task that waited for it, which includes waking up a waiting device, or else to its arrival.
+    Links are shared as the timeline's costs say, if it has any.
 
     Raises
     ------
@@ -89,17 +114,19 @@ def replay(timeline: Timeline, *, engine: str = "simpy") -> Timeline:
     latency = np.zeros(len(graph))
     recvs = np.flatnonzero(graph.is_op(RECVS))
     sends = graph.pair[recvs]
-    # A SEND holds its stream as long as it did, on a link of its own; the rest is latency.
+    # A SEND holds its stream and links as long as it did; the rest is latency.
     latency[recvs] = np.maximum(0.0, hand_over(timeline)[recvs] - timeline.duration[sends])
     latency[sends] = latency[recvs]
-    costs = TaskCosts(
+    own = np.arange(len(graph))[:, None]
+    links = own if timeline.costs is None else timeline.costs.of(graph).links
+    table = CostTable(
         duration=np.where(graph.is_op(RECVS), 0.0, timeline.duration),
         latency=latency,
-        link=np.arange(len(graph)),
         launch=np.zeros(len(graph)),
         nbytes=timeline.nbytes,
-        costs=timeline.costs,
+        links=links,
     )
+    costs = TaskCosts.of_tasks(table, timeline.costs)
     return simulate(graph, costs, engine=engine).with_name(f"{timeline.name} replayed")
 
 

@@ -13,10 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
+from pipesim.csr import Ints
 from pipesim.errors import PipeError, TimelineError, suggestion
 from pipesim.files import write_whole
-from pipesim.graph import StreamKind, TaskGraph, Tasks
+from pipesim.graph import TaskGraph
+from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, Action, Op
+from pipesim.tasks import StreamKind, Tasks
 from pipesim.verify import verify
 
 if TYPE_CHECKING:
@@ -40,8 +43,8 @@ class Timeline:
         What ran.
     start, end
         Seconds, shape ``(len(graph),)``; NaN for tasks that did not run, as after a failure.
-    nbytes
-        Bytes of each message; 0 for other tasks.
+    sizes
+        Bytes of each message, 0 for other tasks; None to take them from ``costs``. See `nbytes`.
     costs
         Costs that memory is computed with, or None.
     name
@@ -51,13 +54,13 @@ class Timeline:
     graph: TaskGraph
     start: NDArray[np.float64]
     end: NDArray[np.float64]
-    nbytes: NDArray[np.float64]
+    sizes: NDArray[np.float64] | None = None
     costs: Costs | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
-        for column in (self.start, self.end, self.nbytes):
-            if np.shape(column) != (len(self.graph),):
+        for column in (self.start, self.end, self.sizes):
+            if column is not None and np.shape(column) != (len(self.graph),):
                 raise TimelineError(
                     f"a timeline of {len(self.graph)} tasks got a column of shape "
                     f"{np.shape(column)}; give one value a task"
@@ -80,6 +83,13 @@ class Timeline:
 
         return timeline_html(self)
 
+    @cached_property
+    def nbytes(self) -> NDArray[np.float64]:
+        """Bytes of each message, 0 for other tasks; shape ``(len(graph),)``."""
+        if self.sizes is not None:
+            return self.sizes
+        return np.zeros(len(self)) if self.costs is None else self.costs.of(self.graph).nbytes
+
     @property
     def n_devices(self) -> int:
         """Number of devices."""
@@ -98,7 +108,8 @@ class Timeline:
     @property
     def makespan(self) -> float:
         """Seconds from time zero to the end of the last task; 0 if nothing ran."""
-        return float(np.nanmax(self.end)) if self.ran.any() else 0.0
+        latest = float(np.fmax.reduce(self.end, initial=np.nan))
+        return 0.0 if np.isnan(latest) else latest
 
     @property
     def duration(self) -> NDArray[np.float64]:
@@ -108,8 +119,10 @@ class Timeline:
     @cached_property
     def busy(self) -> NDArray[np.float64]:
         """Seconds that each device computes (F, B, I, W, R, STEP); shape ``(n_devices,)``."""
-        computed = self.graph.is_op(COMPUTE) & self.ran
-        return bincount(self.graph.device[computed], self.duration[computed], self.n_devices)
+        kinds = self.graph.kinds
+        seconds = np.zeros(len(kinds))
+        _add_durations(self.graph.kind, self.start, self.end, seconds)
+        return bincount(kinds.device, seconds * kinds.is_op(COMPUTE), self.n_devices)
 
     @property
     def idle(self) -> NDArray[np.float64]:
@@ -174,7 +187,8 @@ class Timeline:
         """The tasks that started, one row each, indexed by task id.
 
         Columns: ``device``, ``stream``, ``op``, ``stage``, ``microbatch`` (-1 for operations on a
-        whole stage), ``start``, ``end`` (s), ``nbytes`` (of messages).
+        whole stage), ``start``, ``end`` (s), ``nbytes`` (of messages); and ``replica``, where
+        there are several.
         """
         frame = self._all_rows()
         return frame[frame["start"].notna()]
@@ -195,6 +209,8 @@ class Timeline:
             "end": self.end,
             "nbytes": self.nbytes,
         }
+        if graph.n_replicas > 1:
+            columns["replica"] = graph.replica
         return pd.DataFrame(columns, index=pd.RangeIndex(len(graph), name="task"))
 
     def save(self, path: Path | str) -> None:
@@ -236,13 +252,15 @@ class Timeline:
             raise TimelineError(f"column {missing[0]!r} is missing{near}")
         if rows.empty:
             raise TimelineError("it has no rows")
-        for column in ("device", "stage", "microbatch"):
+        if "replica" not in rows:
+            rows["replica"] = "0"
+        for column in ("device", "stage", "microbatch", "replica"):
             rows[column] = _read(rows, column, int)
         for column in ("start", "end", "nbytes"):
             rows[column] = _read(rows, column, lambda text: float(text or "nan"))
         _check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
         _check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
-        for column in ("device", "stage", "microbatch"):
+        for column in ("device", "stage", "microbatch", "replica"):
             whole_stage = (column == "microbatch") & rows["op"].isin(_OF_STAGES)
             in_range = (rows[column] >= np.where(whole_stage, -1, 0)) & (rows[column] < len(rows))
             _check_rows(rows, in_range, f"has no valid {column}")
@@ -258,6 +276,7 @@ class Timeline:
             stage=rows["stage"].to_numpy(np.int64),
             microbatch=rows["microbatch"].to_numpy(np.int64),
             stream=rows["stream"].map(StreamKind.code).to_numpy(np.int64),
+            replica=rows["replica"].to_numpy(np.int64),
         )
         _check_rows(
             rows, tasks.stream <= StreamKind.recv(tasks.device.max()), "names a stream of no device"
@@ -296,16 +315,17 @@ def _check_whole(tasks: Tasks) -> None:
     """Raise if tasks that every step has are missing, as in a file that was cut between lines."""
     if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
         raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
-    shape = tasks.stage.max() + 1, tasks.microbatch.max() + 1
+    replica = np.zeros_like(tasks.op) if tasks.replica is None else tasks.replica
+    shape = replica.max() + 1, tasks.stage.max() + 1, tasks.microbatch.max() + 1
     for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W)):
         there = np.zeros(shape, dtype=bool)
         of_op = np.isin(tasks.op, ops)
-        there[tasks.stage[of_op], tasks.microbatch[of_op]] = True
-        for stage, microbatch in np.argwhere(~there):
+        there[replica[of_op], tasks.stage[of_op], tasks.microbatch[of_op]] = True
+        for _, stage, microbatch in np.argwhere(~there):
             raise TimelineError(f"{Action(int(stage), ops[0], int(microbatch))} is missing")
     n_steps = int((tasks.op == Op.STEP).sum())
-    if n_steps not in (0, shape[0]):
-        raise TimelineError(f"it has the STEP of {n_steps} of {shape[0]} stages")
+    if n_steps not in (0, shape[0] * shape[1]):
+        raise TimelineError(f"it has the STEP of {n_steps} of {shape[0] * shape[1]} stages")
 
 
 def _check_rows(
@@ -316,6 +336,16 @@ def _check_rows(
     if len(bad):
         values = ", ".join(map(str, rows.iloc[bad[0]].tolist()))
         raise TimelineError(f"line {bad[0] + 2} ({values}) {problem}")
+
+
+@kernel()
+def _add_durations(
+    kind: Ints, start: NDArray[np.float64], end: NDArray[np.float64], seconds: NDArray[np.float64]
+) -> None:
+    """Add the duration of each task that ran to its kind's ``seconds``."""
+    for task in range(len(kind)):
+        if not np.isnan(end[task]):
+            seconds[kind[task]] += end[task] - start[task]
 
 
 def bincount(rows: NDArray[Any], values: NDArray[np.float64], n_rows: int) -> NDArray[np.float64]:

@@ -8,11 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
-from pipesim.graph import StreamKind, TaskGraph, Tasks
+from pipesim.csr import Ints
+from pipesim.graph import TaskGraph, task_twice
+from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, RECVS, SCHEDULED, SENDS, Action, Op
 from pipesim.schedule import Schedule
+from pipesim.tasks import Kinds, StreamKind
 
-__all__ = ["compute_tasks", "verify"]
+__all__ = ["compute_graph", "compute_listing", "verify", "verify_listing"]
 
 _MOST_NAMED = 16
 
@@ -44,19 +47,60 @@ def verify(what: Schedule | TaskGraph) -> None:
         raise ArgumentError(f"verify takes a Schedule or a TaskGraph, got {type(what).__name__}")
 
 
-def compute_tasks(schedule: Schedule) -> Tasks:
-    """Return the compute actions of a schedule as tasks, device after device."""
-    stream = np.full(len(schedule), StreamKind.COMPUTE, dtype=np.int64)
-    columns = (schedule.op, schedule.device, schedule.stage, schedule.microbatch)
-    op, device, stage, microbatch = (column.astype(np.int64) for column in columns)
-    return Tasks(op, device, stage, microbatch, stream)
+def compute_listing(schedule: Schedule) -> tuple[Kinds, NDArray[np.int32]]:
+    """Return the kinds of compute action of a schedule, and each action's, device after device."""
+    homes = np.asarray(schedule.placement.device_of)
+    code = schedule.op * np.int32(schedule.n_stages) + schedule.stage
+    there = np.zeros(len(SCHEDULED) * schedule.n_stages, dtype=bool)
+    there[code] = True
+    op, stage = np.divmod(np.flatnonzero(there), schedule.n_stages)
+    zeros = np.zeros_like(op)
+    number = (np.cumsum(there) - 1).astype(np.int32)
+    return Kinds(op, homes[stage], stage, zeros, zeros + StreamKind.COMPUTE), number[code]
+
+
+def compute_graph(schedule: Schedule) -> TaskGraph:
+    """Return the compute actions of a schedule as a graph, device after device."""
+    return TaskGraph.of_kinds(*compute_listing(schedule), schedule.microbatch)
+
+
+def verify_listing(schedule: Schedule) -> None:
+    """Do what `verify` does for a schedule, except to see whether its order can run."""
+    n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
+    seen = np.zeros((n_stages, n_microbatches), dtype=np.uint8)
+    homes = np.asarray(schedule.placement.device_of)
+    if not _lists_all(
+        schedule.op, schedule.stage, schedule.microbatch, schedule.ptr, homes, seen
+    ):
+        _check_cells(schedule)
+        _check_counts(schedule)
+
+
+@kernel()
+def _lists_all(
+    op: Ints, stage: Ints, microbatch: Ints, ptr: Ints, home: Ints, seen: NDArray[np.uint8]
+) -> bool:
+    """Whether each cell has F, and B or else I and W, once, on its device; ``seen`` is zeros."""
+    n_stages, n_microbatches = seen.shape
+    for device in range(len(ptr) - 1):
+        for k in range(ptr[device], ptr[device + 1]):
+            s, m = stage[k], microbatch[k]
+            if not (0 <= op[k] <= 3 and 0 <= s < n_stages and 0 <= m < n_microbatches):
+                return False
+            bit = 1 << op[k]
+            if home[s] != device or seen[s, m] & bit:
+                return False
+            seen[s, m] |= bit
+    for s in range(n_stages):
+        for m in range(n_microbatches):
+            if seen[s, m] != 3 and seen[s, m] != 13:  # F and B; F, I and W
+                return False
+    return True
 
 
 def _verify_schedule(schedule: Schedule) -> None:
-    _check_cells(schedule)
-    _check_counts(schedule)
-    graph = TaskGraph.wire(compute_tasks(schedule))
-    _check_deadlock(graph, f"schedule {schedule.name!r}")
+    verify_listing(schedule)
+    _check_deadlock(compute_graph(schedule), f"schedule {schedule.name!r}")
 
 
 def _refuse(schedule: Schedule, index: SupportsIndex, problem: str) -> None:
@@ -136,24 +180,22 @@ def _check_counts(schedule: Schedule) -> None:
 
 
 def _verify_graph(graph: TaskGraph) -> None:
-    n = len(graph)
-    runs = np.bincount(graph.queues.values, minlength=n)
-    if len(runs) > n or (runs != 1).any():
-        task = int(np.flatnonzero(runs != 1)[0])
-        raise GraphError(f"task {task} is {runs[task]} times in the queues; every task runs once")
+    if graph.verified:
+        return
+    n, kinds = len(graph), graph.kinds
     if ((graph.dependencies.values < 0) | (graph.dependencies.values >= n)).any():
         raise GraphError(f"a dependency names a task outside 0..{n - 1}")
-    key = (graph.op.astype(np.int64) * (graph.n_stages + 1) + graph.stage) * (
-        graph.n_microbatches + 1
-    ) + graph.microbatch
-    _, first, counts = np.unique(key, return_index=True, return_counts=True)
-    if (counts > 1).any():
-        raise GraphError(f"{graph.task(int(first[counts > 1][0]))} is in the graph twice")
-    for elsewhere in np.flatnonzero(graph.device_of_stage[graph.stage] != graph.device):
+    twice = task_twice(graph)
+    if twice >= 0:
+        raise GraphError(f"{graph.task(twice)} is in the graph twice")
+    home = np.zeros((graph.n_replicas, graph.n_stages), dtype=np.int64)
+    home[kinds.replica, kinds.stage] = kinds.device
+    homes = home[kinds.replica, kinds.stage]
+    for elsewhere in np.flatnonzero((homes != kinds.device)[graph.kind]):
         raise GraphError(
             f"task {elsewhere} ({graph.task(int(elsewhere))}) is on device "
             f"{graph.device[elsewhere]}, but stage {graph.stage[elsewhere]} lies on device "
-            f"{graph.device_of_stage[graph.stage[elsewhere]]} as well; a stage lies on one"
+            f"{homes[graph.kind[elsewhere]]} as well; a stage lies on one"
         )
     for aside in np.flatnonzero(graph.is_op(COMPUTE) & ~graph.on_compute):
         raise GraphError(
@@ -172,6 +214,7 @@ def _verify_graph(graph: TaskGraph) -> None:
             "which is issued later; ids must be a topological order: build the graph with "
             "TaskGraph.build"
         )
+    graph.as_verified()
 
 
 def _check_messages(graph: TaskGraph) -> None:

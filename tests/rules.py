@@ -20,12 +20,16 @@ __all__ = ["all_reduced", "assert_rules_hold", "dependencies", "issue_times"]
 def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
     """Return what each task of a lowered graph needs, from rules 3 and 4 alone."""
     tasks = [graph.task(k) for k in range(len(graph))]
-    ids = {task.action: task.id for task in tasks}
+    ids = {(task.replica, task.action): task.id for task in tasks}
     found: list[set[int]] = []
-    for _, op, _, _, stage, m in tasks:
+    for _, op, _, _, stage, m, replica in tasks:
 
-        def any_of(of: int, *ops: Op, m: int | None = m) -> set[int]:
-            return {ids[Action(of, x, m)] for x in ops if Action(of, x, m) in ids}
+        def any_of(of: int, *ops: Op, m: int | None = m, r: int = replica) -> set[int]:
+            return {ids[r, Action(of, x, m)] for x in ops if (r, Action(of, x, m)) in ids}
+
+        def gradients(of: int, r: int = replica) -> set[int]:
+            places = [(t.replica, t.stage) for t in tasks]
+            return {t.id for t in tasks if places[t.id] == (r, of) and t.op in (Op.B, Op.W)}
 
         if op == Op.F:
             needed = any_of(stage, Op.RECV_F) or any_of(stage - 1, Op.F)
@@ -41,7 +45,9 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
         elif op == Op.SEND_B:
             needed = any_of(stage, Op.B, Op.I)
         elif op == Op.STEP:
-            needed = {t.id for t in tasks if t.stage == stage and t.op in (Op.B, Op.W)}
+            needed = any_of(stage, Op.REDUCE_GRAD) or gradients(stage)
+        elif op == Op.REDUCE_GRAD:
+            needed = gradients(stage)
         else:
             needed = set()
         found.append(needed)
@@ -78,9 +84,9 @@ def assert_rules_hold(timeline: ps.Timeline, costs: ps.TaskCosts) -> None:
     free: dict[int, float] = {}
     for task in sorted(range(n), key=lambda t: (wanted[t], t)):  # rule 8
         if graph.op[task] in (Op.SEND_F, Op.SEND_B) and costs.duration[task] > 0:
-            link = int(costs.link[task])
-            wanted[task] = max(wanted[task], free.get(link, 0.0))
-            free[link] = wanted[task] + costs.duration[task]
+            links = [link for link in costs.links[task].tolist() if link >= 0]
+            wanted[task] = max([wanted[task], *(free.get(link, 0.0) for link in links)])
+            free.update(dict.fromkeys(links, wanted[task] + costs.duration[task]))
     for task in range(n):
         label = f"{graph.task(task)} (task {task})"
         if graph.op[task] in (Op.RECV_F, Op.RECV_B):  # rule 4

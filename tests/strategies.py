@@ -34,6 +34,7 @@ seconds = st.one_of(
 )
 #: One device has no messages, so that it is drawn more rarely than the rest.
 device_counts = st.sampled_from([2, 3, 4, 2, 3, 4, 1])
+replica_counts = st.sampled_from([1, 1, 1, 2, 3])
 launches = st.sampled_from([0.0, 0.25, 1.0])
 sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
 
@@ -135,6 +136,7 @@ def lower_options(draw: st.DrawFn) -> dict[str, Any]:
         "rendezvous": overlap and draw(st.booleans()),
         "hosts": draw(st.sampled_from(["one", "per_device"])),
         "step": draw(st.sampled_from(["flush", "none"])),
+        "n_replicas": draw(replica_counts),
     }
 
 

@@ -17,7 +17,7 @@ from strategies import cases, costs
 import pipesim as ps
 from pipesim.costs import _DURATION_OF, VALUE_FIELDS
 from pipesim.errors import CostsError, PipeError, UnknownNameError
-from pipesim.ops import COMPUTE, TRANSFERS, Op
+from pipesim.ops import COMPUTE, SENDS, TRANSFERS, Op
 
 
 def test_one_value_or_one_a_stage() -> None:
@@ -89,12 +89,12 @@ def test_task_costs_suit_the_graph(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
         assert column.shape == (len(graph),)
         assert (np.isfinite(column) & (column >= 0)).all()
     transfers = graph.is_op(TRANSFERS)
-    assert (got.link[~transfers] == -1).all()
+    assert (got.links[~graph.is_op(SENDS)] == -1).all()
     assert (got.latency[~transfers] == 0).all()
     ends = np.flatnonzero(transfers)
-    for column in (got.link, got.latency, got.nbytes):
+    for column in (got.latency, got.nbytes):
         assert (column[ends] == column[graph.pair[ends]]).all()
-    assert (got.link[ends] >= 0).all()
+    assert (got.links[graph.is_op(SENDS)] >= 0).any(axis=1).all()
 
 
 def test_every_operation_has_a_duration() -> None:

@@ -27,7 +27,7 @@ from pipesim.errors import (
     StageError,
     UnknownNameError,
 )
-from pipesim.graph import StreamKind, Tasks
+from pipesim.tasks import StreamKind, Tasks
 from pipesim.ops import Op
 from pipesim.timeline import Timeline
 

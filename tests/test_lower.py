@@ -13,7 +13,7 @@ from strategies import graphs, lower_options, schedules
 import pipesim as ps
 from pipesim.errors import ArgumentError, UnknownNameError
 from pipesim.ops import COMPUTE, RECVS, SCHEDULED, SENDS, TRANSFERS, Op
-from pipesim.verify import compute_tasks
+from pipesim.verify import compute_graph
 
 
 def queue(graph: ps.TaskGraph, device: int, stream: str = "compute") -> str:
@@ -105,11 +105,14 @@ def test_compute_order_is_the_schedules(schedule: ps.Schedule, options: dict[str
     before = [str(action) for order in schedule.orders for action in order]
     graph = ps.lower(schedule, **options)
     for device, order in enumerate(schedule.orders):
-        mine = [t for t in np.flatnonzero(graph.device == device) if graph.op[t] in SCHEDULED]
-        assert tuple(graph.task(int(t)).action for t in mine) == order
+        for replica in range(graph.n_replicas):
+            on = device + replica * schedule.n_devices
+            mine = [t for t in np.flatnonzero(graph.device == on) if graph.op[t] in SCHEDULED]
+            assert tuple(graph.task(int(t)).action for t in mine) == order
+            assert (graph.replica[mine] == replica).all()
     assert before == [str(action) for order in schedule.orders for action in order]
     assert (graph.n_devices, graph.n_stages, graph.n_microbatches) == (
-        schedule.n_devices,
+        schedule.n_devices * options["n_replicas"],
         schedule.n_stages,
         schedule.n_microbatches,
     )
@@ -120,13 +123,16 @@ def test_counts(schedule: ps.Schedule, options: dict[str, Any]) -> None:
     """As many R, messages and steps as the options say, and where they say."""
     graph = ps.lower(schedule, **options)
     device_of, m = schedule.placement.device_of, schedule.n_microbatches
-    crossings = sum(a != b for a, b in itertools.pairwise(device_of)) * m
+    replicas = options["n_replicas"]
+    crossings = replicas * sum(a != b for a, b in itertools.pairwise(device_of)) * m
     recomputed = {"never": 0, "always": m, "except_last": m - 1}[options["recompute"]]
     counted = {op: int((graph.op == op).sum()) for op in Op}
-    assert counted[Op.R] == recomputed * schedule.n_stages
-    assert counted[Op.STEP] == (schedule.n_stages if options["step"] == "flush" else 0)
+    assert counted[Op.R] == replicas * recomputed * schedule.n_stages
+    a_stage = replicas * schedule.n_stages
+    assert counted[Op.STEP] == (a_stage if options["step"] == "flush" else 0)
+    assert counted[Op.REDUCE_GRAD] == (a_stage if replicas > 1 else 0)
     assert [counted[op] for op in sorted(TRANSFERS)] == [crossings] * 4
-    assert graph.is_op(COMPUTE).sum() + 4 * crossings == len(graph)
+    assert graph.is_op(COMPUTE).sum() + 4 * crossings + counted[Op.REDUCE_GRAD] == len(graph)
     on_compute = graph.on_compute[graph.is_op(TRANSFERS)]
     assert not on_compute.any() if options["overlap"] else on_compute.all()
     assert graph.on_compute[graph.is_op(COMPUTE)].all()
@@ -159,7 +165,7 @@ def test_issue_order_by_hand() -> None:
 @given(schedules())
 def test_issue_order_is_the_clock_cycle(schedule: ps.Schedule) -> None:
     """By distance from the first, counted in compute tasks, then by device (rule 7)."""
-    compute = ps.TaskGraph.wire(compute_tasks(schedule))
+    compute = compute_graph(schedule)
     level = {compute.task(t).action: int(compute.levels[t]) for t in range(len(compute))}
     graph = ps.lower(schedule, step="none")
     issued = [graph.task(t) for t in range(len(graph)) if graph.op[t] in COMPUTE]

@@ -21,7 +21,7 @@ from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
 from pipesim.graph import TaskGraph
 from pipesim.ops import COMPUTE, Action, Op
 from pipesim.schedule import _REGISTRY, ClosedForm, register
-from pipesim.verify import compute_tasks
+from pipesim.verify import compute_graph
 
 PUBLISHED = Path(__file__).parent / "published"
 NAMES = sorted(_REGISTRY)
@@ -114,7 +114,7 @@ def test_clock_cycle_of_torchgpipe() -> None:
     """GPipe's forwards run, and are issued, in torchgpipe's order for m = 4, n = 3."""
     example = published("torchgpipe_clock_cycle")["expected"]["example_m4_n3"]
     schedule = ps.schedule("gpipe", n_devices=3, n_microbatches=4)
-    compute = TaskGraph.wire(compute_tasks(schedule))
+    compute = compute_graph(schedule)
     forwards = np.flatnonzero(compute.op == Op.F)
     cycles = [
         [

@@ -17,6 +17,7 @@ from rules import all_reduced, assert_rules_hold
 from strategies import cases
 
 import pipesim as ps
+from pipesim.csr import CSR
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -25,8 +26,9 @@ from pipesim.errors import (
     TimelineError,
     UnknownNameError,
 )
-from pipesim.graph import TaskGraph, Tasks
+from pipesim.graph import TaskGraph
 from pipesim.ops import COMPUTE, RECVS, SENDS
+from pipesim.tasks import Tasks
 
 #: One second a byte: a message of ``output_bytes=1`` lasts a second.
 SLOW = ps.Network(bandwidth=1)
@@ -312,7 +314,8 @@ def test_collective_starts_when_all_members_are_there() -> None:
 
 def test_collective_of_one_is_free() -> None:
     """Rule 9 with n = 1."""
-    graph = replace(all_reduced(), group=np.array([-1, -1, -1, -1, 7, 8]))
+    one_each = CSR(np.array([0, 1, 2]), np.array([4, 5]))
+    graph = replace(all_reduced(), collectives=one_each)
     costs = ps.Costs(
         forward=1, backward=2, parameter_bytes=4, network=ps.Network(latency=1, bandwidth=2)
     )
@@ -374,8 +377,8 @@ def test_invariants(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert (start[graph.pair[recvs]] <= start[recvs]).all()
     assert (end[graph.pair[recvs]] <= end[recvs]).all()
     held = np.flatnonzero(graph.is_op(SENDS) & (tasks.duration > 0))
-    for link in np.unique(tasks.link[held]):
-        mine = held[tasks.link[held] == link]
+    for link in np.unique(tasks.links[held]):
+        mine = held[(tasks.links[held] == link).any(axis=1)]
         mine = mine[np.argsort(start[mine], kind="stable")]
         assert (end[mine][:-1] <= start[mine][1:]).all()
 
@@ -484,15 +487,22 @@ def test_bad_costs_of_a_task(column: str, value: float, message: str) -> None:
     costs = ps.Costs(1, 2).of(graph)
     values = getattr(costs, column).copy()
     values[0] = value
+    table = ps.CostTable(
+        **{name: getattr(costs, name) for name in ps.CostTable._fields if name != column},
+        **{column: values},
+    )
     with pytest.raises(CostsError, match=message):
-        ps.simulate(graph, replace(costs, **{column: values}))
+        ps.simulate(graph, ps.TaskCosts.of_tasks(table))
+    if column == "duration":
+        with pytest.raises(CostsError, match=message):
+            ps.simulate(graph, replace(costs, drawn=values))
 
 
 def test_costs_of_other_tasks() -> None:
     """As many values as tasks."""
     graph, other = (ps.lower(ps.schedule("gpipe", 2, m)) for m in (2, 3))
     with pytest.raises(
-        CostsError, match=f"duration has {len(other)} values for {len(graph)} tasks"
+        CostsError, match=f"got the costs of {len(other)} tasks for a graph of {len(graph)}"
     ):
         ps.simulate(graph, ps.Costs(1, 2).of(other))
 

@@ -76,7 +76,7 @@ def test_one_value_a_task(timeline: ps.Timeline) -> None:
 def same(one: ps.Timeline, two: ps.Timeline) -> bool:
     """Tell whether two timelines agree bit for bit, the wiring of their graphs included."""
     a, b = one.graph, two.graph
-    columns = ("op", "device", "stage", "microbatch", "stream", "pair")
+    columns = ("op", "device", "stage", "microbatch", "stream", "pair", "replica")
     return (
         all((getattr(a, column) == getattr(b, column)).all() for column in columns)
         and a.streams == b.streams

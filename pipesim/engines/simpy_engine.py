@@ -6,7 +6,9 @@ engines can be compared with ``==``.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Generator, Iterable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,23 +33,27 @@ def run(graph: TaskGraph, costs: TaskCosts) -> tuple[NDArray[np.float64], NDArra
     return step.start, step.end
 
 
-class _Link:
-    """Serves transfers first come, first served; of one moment, the smaller id first (rule 8)."""
+class _Links:
+    """Serve transfers first come, first served; of one moment, the smaller id first (rule 8).
+
+    A transfer that needs several links waits in the queue of each, and starts when it is the first
+    of all of them and all are free.
+    """
 
     def __init__(self, env: simpy.Environment) -> None:
         self.env = env
-        self.busy = False
-        self.waiting: list[tuple[float, int, simpy.Event]] = []
+        self.busy: set[int] = set()
+        self.waiting: list[tuple[float, int, frozenset[int], simpy.Event]] = []
 
-    def request(self, task: int) -> simpy.Event:
-        """Return an event that fires when ``task`` may hold the link."""
+    def request(self, task: int, links: frozenset[int]) -> simpy.Event:
+        """Return an event that fires when ``task`` may hold its links."""
         granted = self.env.event()
-        self.waiting.append((self.env.now, task, granted))
+        insort(self.waiting, (self.env.now, task, links, granted), key=itemgetter(0, 1))
         self._serve_later()
         return granted
 
-    def release(self) -> None:
-        self.busy = False
+    def release(self, links: frozenset[int]) -> None:
+        self.busy -= links
         self._serve_later()
 
     def _serve_later(self) -> None:
@@ -58,18 +64,23 @@ class _Link:
         self.env.schedule(event, priority=_LAST)  # type: ignore[arg-type]
 
     def _serve(self, _: simpy.Event) -> None:
-        if self.waiting and not self.busy:
-            first = min(self.waiting)
-            self.waiting.remove(first)
-            self.busy = True
-            first[2].succeed()
+        taken = set(self.busy)
+        for request in list(self.waiting):
+            _, _, links, granted = request
+            if taken.isdisjoint(links):
+                self.waiting.remove(request)
+                self.busy |= links
+                granted.succeed()
+            taken |= links  # later requests wait behind this one, served or not
 
 
 class _Step:
     """One simulated step: the events of every task, and the processes that fire them."""
 
     def __init__(self, graph: TaskGraph, costs: TaskCosts) -> None:
-        self.graph, self.costs = graph, costs
+        self.graph = graph
+        self.duration, self.latency = costs.duration, costs.latency
+        self.launch, self.link_numbers = costs.launch, costs.links
         self.env = env = simpy.Environment()
         n = len(graph)
         self.start, self.end = np.full(n, np.nan), np.full(n, np.nan)
@@ -79,7 +90,7 @@ class _Step:
         self.ended = [env.event() for _ in range(n)]
         self.head: dict[int, simpy.Event] = {}  # of a SEND: its first byte arrives
         self.tail: dict[int, simpy.Event] = {}  # of a SEND: its last byte arrives
-        self.links: dict[int, _Link] = {}
+        self.links = _Links(env)
         self.is_send, self.is_recv = graph.is_op(SENDS), graph.is_op(RECVS)
         host_of = graph.host[graph.device]
         for host in np.unique(host_of):
@@ -90,8 +101,8 @@ class _Step:
     def issue(self, tasks: Iterable[int]) -> Process:
         """Be a host: issue tasks in id order, each at its launch cost (rule 7)."""
         for task in tasks:
-            if self.costs.launch[task] > 0:
-                yield self.env.timeout(self.costs.launch[task])
+            if self.launch[task] > 0:
+                yield self.env.timeout(self.launch[task])
             self.issued[task].succeed()
 
     def serve(self, queue: Iterable[int]) -> Process:
@@ -119,24 +130,24 @@ class _Step:
         """Hold the stream for the task's duration, once all members of its group are here."""
         group = int(self.graph.group[task])
         if group >= 0:  # rule 9
-            for member in np.flatnonzero(self.graph.group == group).tolist():
+            for member in self.graph.collectives[group].tolist():
                 yield self.reached[member]
         self.begin(task)
-        yield self.env.timeout(self.costs.duration[task])
+        yield self.env.timeout(self.duration[task])
 
     def send(self, task: int) -> Process:
         """Hold link and stream for the bytes; head and tail arrive a latency later (rule 4)."""
         if self.graph.rendezvous:  # rule 6
             yield self.reached[self.graph.pair[task]]
-        duration, latency = self.costs.duration[task], self.costs.latency[task]
-        link = self.links.setdefault(int(self.costs.link[task]), _Link(self.env))
+        duration, latency = self.duration[task], self.latency[task]
+        links = frozenset(self.link_numbers[task].tolist()) - {-1}
         if duration > 0:
-            yield link.request(task)
+            yield self.links.request(task, links)
         self.head[task] = self.env.timeout(latency)
         self.begin(task)
         if duration > 0:
             yield self.env.timeout(duration)
-            link.release()
+            self.links.release(links)
         self.tail[task] = self.env.timeout(latency)
 
     def receive(self, task: int) -> Process:

@@ -1,0 +1,82 @@
+"""`CSR`: rows of different lengths in two arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.jit import kernel
+
+__all__ = ["CSR", "Ints", "ids_dtype"]
+
+#: Arrays of task ids and counts: 32 bits where they suffice, which halves what engines read.
+Ints = NDArray[Any]
+
+
+def ids_dtype(n: int) -> type[np.signedinteger[Any]]:
+    """Return the integer type for numbers up to ``n``."""
+    return np.int32 if n < 2**31 else np.int64
+
+
+@dataclass(frozen=True)
+class CSR:
+    """Compressed rows: row ``i`` is ``values[ptr[i]:ptr[i + 1]]``."""
+
+    ptr: Ints
+    values: Ints
+
+    @classmethod
+    def group(cls, rows: Ints, n_rows: int) -> CSR:
+        """Return the positions at which each row's number stands in ``rows``, in order."""
+        dtype = ids_dtype(len(rows))
+        ptr, values = np.zeros(n_rows + 1, dtype), np.empty(len(rows), dtype)
+        _group(rows, ptr, values)
+        return cls(ptr, values)
+
+    @classmethod
+    def from_pairs(cls, rows: Ints, values: Ints, n_rows: int) -> CSR:
+        """Group ``values`` by ``rows``, keeping their order within a row."""
+        grouped = cls.group(rows, n_rows)
+        return cls(grouped.ptr, values[grouped.values])
+
+    def __getitem__(self, row: int) -> Ints:
+        return self.values[self.ptr[row] : self.ptr[row + 1]]
+
+    def __len__(self) -> int:
+        return len(self.ptr) - 1
+
+    @property
+    def rows(self) -> Ints:
+        """Row of each value."""
+        rows: Ints = np.repeat(np.arange(len(self)), np.diff(self.ptr))
+        return rows
+
+    def transposed(self) -> CSR:
+        """Exchange rows and values (square: as many rows as different values)."""
+        return CSR.from_pairs(self.values, self.rows, len(self))
+
+    def of(self, rows: Ints) -> Ints:
+        """Return the values of all ``rows``, one after the other."""
+        counts = self.ptr[rows + 1] - self.ptr[rows]
+        first = np.repeat(self.ptr[rows] - np.cumsum(counts) + counts, counts)
+        found: Ints = self.values[first + np.arange(counts.sum())]
+        return found
+
+
+@kernel()
+def _group(rows: Ints, ptr: Ints, values: Ints) -> None:
+    """Sort positions by counting; ``ptr`` comes in as zeros."""
+    n_rows = len(ptr) - 1
+    for k in range(len(rows)):
+        ptr[rows[k] + 1] += 1
+    for row in range(n_rows):
+        ptr[row + 1] += ptr[row]
+    for k in range(len(rows)):
+        values[ptr[rows[k]]] = k
+        ptr[rows[k]] += 1
+    for row in range(n_rows, 0, -1):  # each row's end is the next one's beginning
+        ptr[row] = ptr[row - 1]
+    ptr[0] = 0

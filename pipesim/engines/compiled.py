@@ -1,0 +1,376 @@
+"""The fast engine: the rules of docs/time.md as loops over arrays, compiled by numba.
+
+Where no two streams share a link, every time follows from times of smaller ids: one pass in order
+of ids suffices (`_pass`). Otherwise transfers ask for their links in order of time: `_events`
+lets each stream walk until it meets a shared link, and serves the earliest request of all when
+none can walk on. Times are made by ``max`` and ``+`` alone, so that engines agree exactly.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs import TaskCosts
+from pipesim.csr import Ints
+from pipesim.graph import TaskGraph
+from pipesim.jit import kernel
+from pipesim.ops import RECVS, SENDS
+
+__all__ = ["run"]
+
+Floats = NDArray[np.float64]
+_SEND, _RECV = 1, 2
+
+
+class Plan(NamedTuple):
+    """What the loops read of a graph and its costs, whatever the durations.
+
+    Attributes
+    ----------
+    kind, stream, role
+        Kind of each task; stream of each kind, and whether it is a SEND (1), a RECV (2) or not.
+    row, latency
+        Row of costs of each task; latency of each row.
+    needs_ptr, needs, pair
+        Dependencies and partners.
+    issued
+        When each task has been issued (rule 7); empty where that costs nothing.
+    group, members_ptr, members
+        Collective of each task, empty where there is none; and the members of each.
+    rendezvous
+        Rule 6.
+    n_streams
+        Number of streams.
+    """
+
+    kind: Ints
+    stream: Ints
+    role: Ints
+    row: Ints
+    latency: Floats
+    needs_ptr: Ints
+    needs: Ints
+    pair: Ints
+    issued: Floats
+    group: Ints
+    members_ptr: Ints
+    members: Ints
+    rendezvous: bool
+    n_streams: int
+
+
+def run(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
+    """Return start and end of each task, in seconds."""
+    start, end = np.empty(len(graph)), np.empty(len(graph))
+    plan = planned(graph, costs)
+    drawn = np.empty(0) if costs.drawn is None else costs.drawn
+    shared = shared_links(graph, costs)
+    if shared is None:
+        _pass(*plan, costs.table.duration, drawn, start, end)
+    else:
+        run_events(graph, plan, shared, costs.table.duration, drawn, start, end)
+    return start, end
+
+
+def planned(graph: TaskGraph, costs: TaskCosts) -> Plan:
+    """Return the arrays that the loops read."""
+    role = _SEND * graph.kinds.is_op(SENDS) + _RECV * graph.kinds.is_op(RECVS)
+    collectives = graph.collectives
+    issued = np.empty(0)
+    if costs.table.launch.any():
+        issued = np.empty(len(graph))
+        host = graph.host[graph.kinds.device]
+        _issue(graph.kind, host, costs.row, costs.table.launch, np.zeros(host.max() + 1), issued)
+    return Plan(
+        kind=graph.kind,
+        stream=graph.stream_of_kind,
+        role=role.astype(np.int8),
+        row=costs.row,
+        latency=costs.table.latency,
+        needs_ptr=graph.dependencies.ptr,
+        needs=graph.dependencies.values,
+        pair=graph.pair,
+        issued=issued,
+        group=graph.group if len(collectives) else np.empty(0, np.int32),
+        members_ptr=collectives.ptr.astype(np.int64),
+        members=collectives.values.astype(np.int64),
+        rendezvous=graph.rendezvous,
+        n_streams=len(graph.streams),
+    )
+
+
+def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints | None:
+    """Return the links of each row, numbered from 0; None if no two streams share one.
+
+    A stream's own transfers never meet on a link, because they hold their stream as long.
+    """
+    sends = np.flatnonzero(graph.kinds.is_op(SENDS))
+    if not len(sends):
+        return None
+    if costs.row is graph.kind:
+        rows, streams = sends, graph.stream_of_kind[sends]
+    else:
+        of = np.flatnonzero(graph.is_op(SENDS))
+        rows, streams = costs.row[of], graph.stream_of_kind[graph.kind[of]]
+    links = costs.table.links[rows]
+    rows, streams = (np.repeat(x, links.shape[1])[links.ravel() >= 0] for x in (rows, streams))
+    used, number = np.unique(links[links >= 0], return_inverse=True)
+    users = np.unique(np.stack([number, streams]), axis=1)[0]
+    is_shared = np.bincount(users, minlength=len(used)) > 1
+    if not is_shared[number].any():
+        return None
+    numbered = np.full_like(costs.table.links, -1)
+    known = np.isin(costs.table.links, used)
+    numbered[known] = np.searchsorted(used, costs.table.links[known])
+    # A row keeps only the links that it may have to wait for.
+    return np.where((numbered >= 0) & is_shared[np.maximum(numbered, 0)], numbered, -1)
+
+
+def run_events(
+    graph: TaskGraph,
+    plan: Plan,
+    links: Ints,
+    duration: Floats,
+    drawn: Floats,
+    start: Floats,
+    end: Floats,
+) -> None:
+    """Fill start and end where links are shared."""
+    end.fill(np.nan)
+    free = np.zeros(int(links.max()) + 1)
+    queues = graph.queues
+    _events(*plan, duration, drawn, queues.ptr, queues.values, links, free, start, end)
+
+
+@kernel()
+def _issue(
+    kind: Ints, host: Ints, row: Ints, launch: Floats, clock: Floats, issued: Floats
+) -> None:
+    """Fill ``issued``: each host issues its tasks in order of ids (rule 7)."""
+    for task in range(len(kind)):
+        by = host[kind[task]]
+        clock[by] += launch[row[task]]
+        issued[task] = clock[by]
+
+
+@kernel()
+def _pass(
+    kind: Ints,
+    stream: Ints,
+    role: Ints,
+    row: Ints,
+    latency: Floats,
+    needs_ptr: Ints,
+    needs: Ints,
+    pair: Ints,
+    issued: Floats,
+    group: Ints,
+    members_ptr: Ints,
+    members: Ints,
+    rendezvous: bool,
+    n_streams: int,
+    duration: Floats,
+    drawn: Floats,
+    start: Floats,
+    end: Floats,
+) -> None:
+    """Fill start and end in order of ids."""
+    free = np.zeros(n_streams)  # when each stream has ended its last task
+    together = np.full(len(members_ptr) - 1, -1.0)  # when each collective starts
+    for task in range(len(kind)):
+        of = kind[task]
+        on = stream[of]
+        reached = free[on]
+        if len(issued):
+            reached = max(reached, issued[task])
+        for k in range(needs_ptr[task], needs_ptr[task + 1]):
+            reached = max(reached, end[needs[k]])
+        seconds = drawn[task] if len(drawn) else duration[row[task]]
+        if role[of] == 2:  # RECV: head and tail arrive a latency after they leave (rule 4)
+            late = latency[row[task]]
+            start[task] = max(reached, start[pair[task]] + late)
+            end[task] = max(start[task], end[pair[task]] + late)
+            free[on] = end[task]
+            continue
+        if role[of] == 1 and rendezvous:
+            other = pair[task]
+            reached = max(reached, free[stream[kind[other]]])
+            if len(issued):
+                reached = max(reached, issued[other])
+        if len(group) and group[task] >= 0:
+            number = group[task]
+            if together[number] < 0.0:  # the first member: what all wait for has run
+                for j in range(members_ptr[number], members_ptr[number + 1]):
+                    member = members[j]
+                    reached = max(reached, free[stream[kind[member]]])
+                    if len(issued):
+                        reached = max(reached, issued[member])
+                    for k in range(needs_ptr[member], needs_ptr[member + 1]):
+                        reached = max(reached, end[needs[k]])
+                together[number] = reached
+            reached = together[number]
+        start[task] = reached
+        end[task] = reached + seconds
+        free[on] = end[task]
+
+
+def _push(times: Floats, tasks: Ints, size: int, time: float, task: int) -> None:
+    """Add a request to a binary heap of ``size`` entries, ordered by time, then task."""
+    at = size
+    while at > 0:
+        above = (at - 1) // 2
+        if times[above] < time or (times[above] == time and tasks[above] < task):
+            break
+        times[at], tasks[at] = times[above], tasks[above]
+        at = above
+    times[at], tasks[at] = time, task
+
+
+def _pop(times: Floats, tasks: Ints, size: int) -> None:
+    """Take the first of ``size`` requests off the heap."""
+    size -= 1
+    time, task = times[size], tasks[size]
+    at = 0
+    while 2 * at + 1 < size:
+        below = 2 * at + 1
+        right = below + 1
+        if right < size and (
+            times[right] < times[below]
+            or (times[right] == times[below] and tasks[right] < tasks[below])
+        ):
+            below = right
+        if time < times[below] or (time == times[below] and task < tasks[below]):
+            break
+        times[at], tasks[at] = times[below], tasks[below]
+        at = below
+    times[at], tasks[at] = time, task
+
+
+@kernel(_push, _pop)
+def _events(
+    kind: Ints,
+    stream: Ints,
+    role: Ints,
+    row: Ints,
+    latency: Floats,
+    needs_ptr: Ints,
+    needs: Ints,
+    pair: Ints,
+    issued: Floats,
+    group: Ints,
+    members_ptr: Ints,
+    members: Ints,
+    rendezvous: bool,
+    n_streams: int,
+    duration: Floats,
+    drawn: Floats,
+    queue_ptr: Ints,
+    queue: Ints,
+    links: Ints,
+    link_free: Floats,
+    start: Floats,
+    end: Floats,
+) -> None:
+    """Fill start and end (comes in as NaN), streams walking and links serving in turn.
+
+    A stream that meets an unfinished task is listed with it, and walks on when it is finished. A
+    stream that meets a shared link puts its request on a heap. When no stream can walk, no request
+    earlier than the first on the heap can come any more, so that one is served (rule 8).
+    """
+    n_tasks, n_groups = len(kind), len(members_ptr) - 1
+    cursor = queue_ptr[:-1].copy()
+    free = np.zeros(n_streams)
+    waiting = np.full(n_tasks + n_groups, -1, np.int32)  # first stream that waits for a task
+    next_waiting = np.full(n_streams, -1, np.int32)
+    arrived, together = np.zeros(n_groups, np.int64), np.zeros(n_groups)
+    joined = np.zeros(n_streams, np.bool_)  # whether the stream's head is among the arrived
+    times, requests, n_requests = np.empty(n_streams), np.empty(n_streams, np.int64), 0
+    todo, n_todo = np.arange(n_streams), n_streams
+    while n_todo > 0 or n_requests > 0:
+        served = -1
+        if n_todo > 0:
+            n_todo -= 1
+            on = todo[n_todo]
+        else:
+            served = requests[0]
+            begin = times[0]
+            _pop(times, requests, n_requests)
+            n_requests -= 1
+            on = stream[kind[served]]
+        while cursor[on] < queue_ptr[on + 1]:
+            task = queue[cursor[on]]
+            of = kind[task]
+            seconds = drawn[task] if len(drawn) else duration[row[task]]
+            if task == served:
+                for k in range(links.shape[1]):
+                    if links[row[task], k] >= 0:
+                        begin = max(begin, link_free[links[row[task], k]])
+                finish = begin + seconds
+                for k in range(links.shape[1]):
+                    if links[row[task], k] >= 0:
+                        link_free[links[row[task], k]] = finish
+            else:
+                begin, blocker = free[on], -1
+                if len(issued):
+                    begin = max(begin, issued[task])
+                for k in range(needs_ptr[task], needs_ptr[task + 1]):
+                    if np.isnan(end[needs[k]]):
+                        blocker = needs[k]
+                        break
+                    begin = max(begin, end[needs[k]])
+                finish = begin + seconds
+                other = pair[task]
+                if blocker < 0 and role[of] == 2:
+                    if np.isnan(end[other]):
+                        blocker = other
+                    else:
+                        begin = max(begin, start[other] + latency[row[task]])
+                        finish = max(begin, end[other] + latency[row[task]])
+                elif blocker < 0 and role[of] == 1:
+                    if rendezvous:
+                        there = stream[kind[other]]
+                        if cursor[there] >= queue_ptr[there + 1] or queue[cursor[there]] != other:
+                            blocker = other
+                        begin = max(begin, free[there])
+                        if len(issued):
+                            begin = max(begin, issued[other])
+                    finish = begin + seconds
+                    if blocker < 0 and seconds > 0.0 and links[row[task], :].max() >= 0:
+                        _push(times, requests, n_requests, begin, task)
+                        n_requests += 1
+                        break
+                elif blocker < 0 and len(group) and group[task] >= 0:
+                    number = group[task]
+                    together[number] = max(together[number], begin)
+                    begin = together[number]
+                    finish = begin + seconds
+                    if not joined[on]:
+                        joined[on] = True
+                        arrived[number] += 1
+                    if arrived[number] < members_ptr[number + 1] - members_ptr[number]:
+                        blocker = n_tasks + number
+                if blocker >= 0:
+                    next_waiting[on] = waiting[blocker]
+                    waiting[blocker] = on
+                    break
+            start[task] = begin
+            end[task] = free[on] = finish
+            joined[on] = False
+            cursor[on] += 1
+            freed = task
+            for _ in range(3):  # those who wait for the task, for its group, for the next head
+                waiter = waiting[freed]
+                waiting[freed] = -1
+                while waiter >= 0:
+                    todo[n_todo] = waiter
+                    n_todo += 1
+                    waiter = next_waiting[waiter]
+                if freed == task and len(group) and group[task] >= 0:
+                    freed = n_tasks + group[task]
+                elif rendezvous and cursor[on] < queue_ptr[on + 1]:
+                    freed = queue[cursor[on]]
+                else:
+                    break

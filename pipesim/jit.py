@@ -1,0 +1,75 @@
+"""Loops over arrays: run as Python at first, compiled by numba once they have work to do.
+
+The only file that imports numba. A `kernel` is an ordinary function of arrays and numbers. Its
+first few thousand elements are worked through as Python, so that small examples neither import
+numba (0.3 s) nor compile (seconds, once: the result is cached on disk). Without numba, or with
+``NUMBA_DISABLE_JIT=1``, everything stays Python: the same answers, slowly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar
+
+import numpy as np
+
+__all__ = ["Kernel", "available", "kernel"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Elements that a kernel works through as Python before it is compiled: some 20 ms.
+PLAIN_ELEMENTS = 10_000
+
+
+def available() -> bool:
+    """Whether numba is there and switched on."""
+    switched_off = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+    return not switched_off and importlib.util.find_spec("numba") is not None
+
+
+class Kernel(Generic[P, T]):
+    """A function that is compiled when it is worth it; see `kernel`."""
+
+    def __init__(self, function: Callable[P, T], helpers: tuple[Callable[..., object], ...]):
+        self.function = function
+        self.helpers = helpers
+        self._seen = 0
+        self._compiled: Callable[P, T] | None = None
+        self.__doc__, self.__name__ = function.__doc__, function.__name__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._compiled is None:
+            self._seen += max((x.size for x in args if isinstance(x, np.ndarray)), default=0)
+            if self._seen <= PLAIN_ELEMENTS:
+                return self.function(*args, **kwargs)
+            self.compile()
+        assert self._compiled is not None
+        return self._compiled(*args, **kwargs)
+
+    def compile(self) -> None:
+        """Compile from the next call on, however small it is."""
+        if not available():
+            self._compiled = self.function
+            return
+        import numba
+        from numba.extending import register_jitable
+
+        for helper in self.helpers:
+            register_jitable(helper)
+        self._compiled = numba.njit(cache=True, nogil=True)(self.function)
+
+
+def kernel(
+    *helpers: Callable[..., object],
+) -> Callable[[Callable[P, T]], Kernel[P, T]]:
+    """Make the decorated function a `Kernel`.
+
+    Parameters
+    ----------
+    *helpers
+        Plain functions, of the same file, that it calls.
+    """
+    return lambda function: Kernel(function, helpers)

@@ -1,0 +1,96 @@
+"""Loops that turn rules, as tables of kinds, into the dependencies and pairs of tasks.
+
+Every task has a *cell*: its kind's base plus its micro-batch plus 1, so that a task on a whole
+stage (micro-batch -1) has one too. `index_tasks` notes which task is in each cell, `wire` looks
+up the cells that each task needs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipesim.csr import Ints
+from pipesim.jit import kernel
+
+__all__ = ["KindRules", "index_tasks", "wire"]
+
+
+class KindRules(NamedTuple):
+    """The rules of each kind, as bases of cells; -1 for none.
+
+    Attributes
+    ----------
+    base
+        Of the kind's own cells; shape ``(n_kinds,)``.
+    through
+        Of the message that stands in for what is needed; shape ``(n_kinds, n_rules)``.
+    needs
+        Of what is needed; shape ``(n_kinds, n_rules, 2)``.
+    every
+        Whether that is of every micro-batch; shape ``(n_kinds, n_rules)``.
+    pair
+        Of the other end of a message; shape ``(n_kinds,)``.
+    """
+
+    base: Ints
+    through: Ints
+    needs: Ints
+    every: Ints
+    pair: Ints
+
+
+@kernel()
+def index_tasks(kind: Ints, microbatch: Ints, base: Ints, index: Ints, counts: Ints) -> int:
+    """Fill ``index`` (comes in as -1) and ``counts`` (of each kind); return a task seen twice."""
+    twice = -1
+    for task in range(len(kind)):
+        of = kind[task]
+        counts[of] += 1
+        cell = base[of] + microbatch[task] + 1
+        if index[cell] < 0:
+            index[cell] = task
+        elif twice < 0:
+            twice = index[cell]
+    return twice
+
+
+@kernel()
+def wire(
+    kind: Ints,
+    microbatch: Ints,
+    index: Ints,
+    n_microbatches: int,
+    through: Ints,
+    needs: Ints,
+    every: Ints,
+    pair_base: Ints,
+    ptr: Ints,
+    values: Ints,
+    pair: Ints,
+) -> int:
+    """Fill dependencies (CSR) and pairs; return the number of dependencies."""
+    total = 0
+    n_rules = through.shape[1]
+    for task in range(len(kind)):
+        of, column = kind[task], microbatch[task] + 1
+        for rule in range(n_rules):
+            if through[of, rule] >= 0 and index[through[of, rule] + column] >= 0:
+                values[total] = index[through[of, rule] + column]
+                total += 1
+                continue
+            for choice in range(2):
+                base = needs[of, rule, choice]
+                if base < 0:
+                    continue
+                first, last = column, column
+                if every[of, rule]:
+                    first, last = 1, n_microbatches
+                for k in range(first, last + 1):
+                    if index[base + k] >= 0:
+                        values[total] = index[base + k]
+                        total += 1
+        ptr[task + 1] = total
+        pair[task] = -1
+        if pair_base[of] >= 0:
+            pair[task] = index[pair_base[of] + column]
+    return total
