@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,13 @@ from pipesim.files import write_whole
 from pipesim.graph import PAIRS, TaskGraph
 from pipesim.network import Network
 from pipesim.ops import RECVS, SENDS, Op
+from pipesim.split import Split
 from pipesim.tasks import Kinds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from pipesim.layers import Layers
 
 __all__ = ["CostTable", "Costs", "TaskCosts"]
 
@@ -224,8 +230,8 @@ class Costs:
         """Fill the seconds of the kinds of REDUCE_GRAD (rule 9)."""
         kinds, gradients = graph.kinds, self.per_stage("parameter_bytes", graph.n_stages)
         priced = kinds.op != Op.REDUCE_GRAD
-        for number in range(len(graph.collectives)):
-            members = graph.kind[graph.collectives[number]]
+        for row in range(len(graph.collectives)):
+            members = graph.kind[graph.collectives[row]]
             if priced[members].all():
                 continue
             for stage in np.unique(kinds.stage[members]):
@@ -276,6 +282,66 @@ class Costs:
         if not isinstance(values, dict):
             raise CostsError(f"{path} holds no costs, but {type(values).__name__}")
         return cls.from_dict(values)
+
+    @classmethod
+    def transformer(cls, layers_per_stage: Split, **settings: Any) -> Costs:
+        """Return the costs of a transformer's stages, from its sizes.
+
+        Parameters
+        ----------
+        layers_per_stage
+            Layers of each stage, or a number of stages that get as many each.
+        **settings
+            The fields of `pipesim.Transformer` (``hidden_size``, ``n_heads``, ...; ``n_layers``
+            may be left out where the layers of each stage are given) and the arguments of its
+            ``costs`` (``microbatch_size``, ``flops_per_second``, ``tensor_parallel``, ...).
+
+        Raises
+        ------
+        ArgumentError
+            For settings that are unknown, missing or impossible.
+
+        Examples
+        --------
+        >>> costs = Costs.transformer(
+        ...     [3, 3, 3, 2], hidden_size=1024, n_heads=16, sequence_length=1024,
+        ...     vocabulary_size=50304, microbatch_size=4, flops_per_second=150e12)
+        """
+        from pipesim.transformer import costs_from_sizes
+
+        return costs_from_sizes(layers_per_stage, **settings)
+
+    @classmethod
+    def from_layers(
+        cls,
+        layers: Layers | pd.DataFrame | Path | str,
+        split: Split,
+        *,
+        launch: float = 0.0,
+        network: Network | None = None,
+    ) -> Costs:
+        """Return the costs of stages made of profiled layers, from CSV or a DataFrame.
+
+        Parameters
+        ----------
+        layers
+            One row a layer; `pipesim.Layers` says which columns there are.
+        split
+            Layers of each stage, or a number of stages, of which the slowest then takes as
+            little time as it can (`pipesim.balanced_split`).
+        launch, network
+            As in `Costs`.
+
+        Raises
+        ------
+        CostsError
+            For a table that cannot be read, naming file, line and column.
+        ArgumentError
+            For a split that does not suit the number of layers.
+        """
+        from pipesim.layers import costs_from_layers
+
+        return costs_from_layers(layers, split, launch=launch, network=network)
 
 
 #: Every field of `Costs` that is a number or one number a stage.

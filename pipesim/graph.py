@@ -172,7 +172,9 @@ class TaskGraph:
         n_microbatches = int(microbatch.max(initial=-1)) + 1
         n_codes = 2 * n_devices + 3
         lowest = StreamKind.COLLECTIVE
-        unique, stream = np.unique(kinds.device * n_codes + kinds.stream - lowest, return_inverse=True)
+        unique, stream = np.unique(
+            kinds.device * n_codes + kinds.stream - lowest, return_inverse=True
+        )
         dependencies, pair = _dependencies(kinds, kind, microbatch, n_microbatches)
         if group is None:
             group = _groups(kinds, kind, microbatch)
@@ -391,7 +393,10 @@ class TaskGraph:
 
 def _kind_rules(kinds: Kinds, width: int) -> tuple[KindRules, int]:
     """Turn `RULES` into tables of bases, ``width`` cells a kind; return them and how many cells."""
-    n_stages, n_replicas = int(kinds.stage.max(initial=0)) + 1, int(kinds.replica.max(initial=0)) + 1
+    n_stages, n_replicas = (
+        int(kinds.stage.max(initial=0)) + 1,
+        int(kinds.replica.max(initial=0)) + 1,
+    )
     # Cells by operation, replica and stage; kinds that differ in device or stream share theirs.
     place = (kinds.op, kinds.replica, kinds.stage + 1)
     cells = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
@@ -444,7 +449,10 @@ def _dependencies(
 def task_twice(graph: TaskGraph) -> int:
     """Return a task whose operation, stage, micro-batch and replica another has too, or -1."""
     rules, n_cells = _kind_rules(graph.kinds, graph.n_microbatches + 1)
-    index, counts = np.full(n_cells, -1, dtype=ids_dtype(len(graph))), np.zeros(len(graph.kinds), np.int64)
+    index, counts = (
+        np.full(n_cells, -1, dtype=ids_dtype(len(graph))),
+        np.zeros(len(graph.kinds), np.int64),
+    )
     return index_tasks(graph.kind, graph.microbatch, rules.base, index, counts)
 
 

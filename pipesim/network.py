@@ -102,9 +102,7 @@ class Network:
         if twice:
             raise NetworkError(f"pair {min(twice)} is on more than one link; name it once")
 
-    def resolve(
-        self, source: NDArray[Any], target: NDArray[Any], n_devices: int
-    ) -> Routes:
+    def resolve(self, source: NDArray[Any], target: NDArray[Any], n_devices: int) -> Routes:
         """Return number, latency (s) and bandwidth (bytes/s) of the link of each message.
 
         Links that `links` names are numbered first; a pair without one has number

@@ -155,7 +155,8 @@ class Kinds:
         """
         replica = np.repeat(np.arange(n_replicas), len(self))
         op, device, stage, stream = (
-            np.tile(column, n_replicas) for column in (self.op, self.device, self.stage, self.stream)
+            np.tile(column, n_replicas)
+            for column in (self.op, self.device, self.stage, self.stream)
         )
         stream = np.where(stream > 0, stream + 2 * n_devices * replica, stream)  # of its peer
         return Kinds(op, device + n_devices * replica, stage, replica, stream)

@@ -7,8 +7,8 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
 from pipesim.csr import Ints
+from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
 from pipesim.graph import TaskGraph, task_twice
 from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, RECVS, SCHEDULED, SENDS, Action, Op
@@ -69,9 +69,7 @@ def verify_listing(schedule: Schedule) -> None:
     n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
     seen = np.zeros((n_stages, n_microbatches), dtype=np.uint8)
     homes = np.asarray(schedule.placement.device_of)
-    if not _lists_all(
-        schedule.op, schedule.stage, schedule.microbatch, schedule.ptr, homes, seen
-    ):
+    if not _lists_all(schedule.op, schedule.stage, schedule.microbatch, schedule.ptr, homes, seen):
         _check_cells(schedule)
         _check_counts(schedule)
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
-from rules import all_reduced, assert_rules_hold
+from rules import assert_rules_hold
 from strategies import cases
 
 import pipesim as ps
@@ -19,9 +15,7 @@ from pipesim.engines import compiled, simpy_engine
 def assert_engines_agree(graph: ps.TaskGraph, costs: ps.Costs | ps.TaskCosts) -> None:
     """Compare every start and end with ``==``."""
     tasks = costs if isinstance(costs, ps.TaskCosts) else costs.of(graph)
-    for mine, other in zip(
-        compiled.run(graph, tasks), simpy_engine.run(graph, tasks), strict=True
-    ):
+    for mine, other in zip(compiled.run(graph, tasks), simpy_engine.run(graph, tasks), strict=True):
         assert (mine == other).all()
 
 

@@ -27,8 +27,8 @@ from pipesim.errors import (
     StageError,
     UnknownNameError,
 )
-from pipesim.tasks import StreamKind, Tasks
 from pipesim.ops import Op
+from pipesim.tasks import StreamKind, Tasks
 from pipesim.timeline import Timeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

@@ -10,11 +10,11 @@ from rules import dependencies
 from strategies import graphs
 
 import pipesim as ps
-from pipesim.errors import ArgumentError
 from pipesim.csr import CSR
+from pipesim.errors import ArgumentError
 from pipesim.graph import PAIRS, RULES, TaskGraph
-from pipesim.tasks import StreamKind
 from pipesim.ops import RECVS, SENDS, Action, Op
+from pipesim.tasks import StreamKind
 
 
 @given(graphs())

@@ -18,7 +18,6 @@ from strategies import custom_schedules, schedules
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
-from pipesim.graph import TaskGraph
 from pipesim.ops import COMPUTE, Action, Op
 from pipesim.schedule import _REGISTRY, ClosedForm, register
 from pipesim.verify import compute_graph

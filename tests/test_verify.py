@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from strategies import graphs, schedules
 
 import pipesim as ps
-from pipesim.errors import DeadlockError, GraphError, PipeError, ScheduleError
 from pipesim.csr import CSR
+from pipesim.errors import DeadlockError, GraphError, PipeError, ScheduleError
 from pipesim.graph import TaskGraph
-from pipesim.tasks import StreamKind, Tasks
 from pipesim.ops import SCHEDULED, Action, Op
+from pipesim.tasks import StreamKind, Tasks
 
 
 def refusal(what: Any) -> str:

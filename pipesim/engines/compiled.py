@@ -374,3 +374,33 @@ def _events(
                     freed = queue[cursor[on]]
                 else:
                     break
+
+
+@kernel(mixed, look_up)
+def _draw(
+    kind: Ints,
+    row: Ints,
+    duration: Floats,
+    tables: Floats,
+    which: Ints,
+    computes: Ints,
+    device: Ints,
+    of_device: Floats,
+    keys: NDArray[np.uint64],
+    hit_every: float,
+    pause: float,
+    drawn: Floats,
+) -> None:
+    """Fill the seconds of each task in one scenario, as `Noise.draw` does."""
+    for task in range(len(kind)):
+        of = kind[task]
+        seconds = duration[row[task]]
+        if computes[of]:
+            seconds = seconds * of_device[device[of]]
+        if which[of] >= 0:
+            seconds = seconds * look_up(tables[which[of]], mixed(keys[0], np.uint64(task)))
+        if computes[of] and hit_every > 0.0:
+            bits = mixed(keys[2], np.uint64(task)) >> np.uint64(11)
+            if bits * 2.0**-53 * hit_every < seconds:
+                seconds = seconds + pause
+        drawn[task] = seconds

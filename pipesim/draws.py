@@ -1,0 +1,81 @@
+"""Random numbers that depend on what they are for, not on how many were drawn before.
+
+Every draw is a function of a key and an index (SplitMix64: Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014), so that a scenario is the same on one core or many,
+alone or among thousands. A distribution is a table of its quantiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.csr import Ints
+
+__all__ = ["BINS", "factors", "key", "look_up", "mixed", "quantile_table"]
+
+Floats = NDArray[np.float64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_BITS = 14
+#: Equally likely steps of a distribution; its two outermost are divided as often again.
+BINS = 1 << _BITS
+_TO_BIN, _TO_PART = np.uint64(64 - _BITS), np.uint64(64 - 2 * _BITS)
+_MASK = np.uint64(BINS - 1)
+
+
+def mixed(seed: Any, index: Any) -> Any:
+    """Return 64 random bits (uint64) for each index; also compiled."""
+    bits = seed + (index + np.uint64(1)) * _GOLDEN
+    bits = (bits ^ (bits >> _30)) * _FIRST
+    bits = (bits ^ (bits >> _27)) * _SECOND
+    return bits ^ (bits >> _31)
+
+
+def look_up(table: Any, bits: Any) -> Any:
+    """Return the quantile that 64 random bits stand for; compiled only."""
+    part = bits >> _TO_BIN
+    if part == np.uint64(0):
+        return table[1, (bits >> _TO_PART) & _MASK]
+    if part == _MASK:
+        return table[2, (bits >> _TO_PART) & _MASK]
+    return table[0, part]
+
+
+def factors(table: Floats, bits: NDArray[np.uint64]) -> Floats:
+    """Do what `look_up` does, for an array."""
+    part = (bits >> _TO_BIN).astype(np.int64)
+    within = ((bits >> _TO_PART) & _MASK).astype(np.int64)
+    row = np.where(part == 0, 1, np.where(part == BINS - 1, 2, 0))
+    found: Floats = table[row, np.where(row > 0, within, part)]
+    return found
+
+
+def key(seed: int, *numbers: int) -> np.uint64:
+    """Return the seed of the draws for one purpose in one scenario."""
+    state = np.array([seed % 2**64], dtype=np.uint64)
+    for number in numbers:
+        state = mixed(state, np.array([number], dtype=np.uint64))
+    value: np.uint64 = state[0]
+    return value
+
+
+def quantile_table(quantile: Any, slowest_of: int = 1) -> Floats:
+    """Tabulate a quantile function, or that of the largest of several draws.
+
+    Returns
+    -------
+    numpy.ndarray
+        Shape ``(3, BINS)``: at the middle of each bin; the first bin, and the last, divided again.
+    """
+    middle = (np.arange(BINS) + 0.5) / BINS
+    levels = np.stack([middle, middle / BINS, 1.0 - (1.0 - middle) / BINS])
+    table: Floats = np.asarray(quantile(levels ** (1.0 / slowest_of)), dtype=np.float64)
+    return table
+
+

@@ -1,0 +1,239 @@
+"""`Layers`: seconds and bytes of each layer of a model, from CSV, and any split into stages.
+
+The layers are in the order of the forward. A stage is a run of neighbours: it takes as long as its
+layers together, holds what they hold, and hands on the output of its last layer.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs import Costs
+from pipesim.errors import ArgumentError, CostsError, check_count, number, suggestion
+from pipesim.network import Network
+from pipesim.split import Split, balanced_split, checked_split
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["COLUMNS", "Layers", "costs_from_layers"]
+
+_SECONDS = ("forward", "backward", "input_grad", "weight_grad", "recompute", "optimizer_step")
+_BYTES = (
+    "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes", "optimizer_bytes",
+)  # fmt: skip
+#: Columns that a profile may have. Of the seconds, `forward` is needed, and `backward` or both
+#: `input_grad` and `weight_grad`.
+COLUMNS = (*_SECONDS, *_BYTES)
+#: A column for the reader's eye, which is not read.
+_NAMES = "layer"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Seconds and bytes of each layer, for one micro-batch.
+
+    Attributes
+    ----------
+    columns
+        One value a layer for each column that is known: fields of `Costs` but ``launch``, with
+        their meaning and units there, of a layer instead of a stage.
+    source
+        Where they come from, for messages; such as the path of a file.
+
+    Raises
+    ------
+    CostsError
+        For a missing or unknown column, columns of different lengths or without layers, and
+        values that are negative, NaN or infinite; naming source, layer and column.
+
+    Examples
+    --------
+    >>> layers = Layers({"forward": [1, 1, 4], "backward": [2, 2, 8], "output_bytes": [5, 6, 7]})
+    >>> layers.costs(2).forward, layers.costs(2).output_bytes
+    ((2.0, 4.0), (6.0, 7.0))
+    >>> layers.costs([1, 2]).forward
+    (1.0, 5.0)
+    """
+
+    columns: Mapping[str, Sequence[float]]
+    source: str = "layers"
+
+    def __post_init__(self) -> None:
+        _check_header(self.source, list(self.columns))
+        checked = {
+            name: tuple(
+                _checked(f"{self.source}, layer {row}, column {name!r}", name, value)
+                for row, value in enumerate(values)
+            )
+            for name, values in self.columns.items()
+        }
+        lengths = {name: len(values) for name, values in checked.items()}
+        if len(set(lengths.values())) > 1:
+            raise CostsError(f"{self.source}: columns differ in length ({lengths}); give one value "
+                             "a layer")  # fmt: skip
+        if not checked["forward"]:
+            raise CostsError(f"{self.source} has no layers; give a row for each")
+        object.__setattr__(self, "columns", checked)
+
+    def __len__(self) -> int:
+        return len(self.columns["forward"])
+
+    @classmethod
+    def read(cls, path: Path | str) -> Layers:
+        """Read a CSV file: a line of column names, then a line a layer, first layer first.
+
+        A column ``layer`` may hold names, which are not read. Empty lines are passed over.
+
+        Raises
+        ------
+        CostsError
+            If the file cannot be read, or is no such table; naming file, line and column, and
+            the nearest known column.
+        """
+        try:
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                reader = csv.reader(file, strict=True)
+                lines = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
+        except (OSError, ValueError, csv.Error) as error:
+            raise CostsError(f"cannot read layers from {path}: {error}") from error
+        if not lines:
+            raise CostsError(f"{path} is empty; its first line must name columns, of {COLUMNS}")
+        header = [name.strip() for name in lines[0][1]]
+        _check_header(f"{path}, line {lines[0][0]}", [name for name in header if name != _NAMES])
+        columns: dict[str, list[float]] = {name: [] for name in header if name != _NAMES}
+        for line, row in lines[1:]:
+            if len(row) != len(header):
+                raise CostsError(
+                    f"{path}, line {line}: {len(row)} values for {len(header)} columns; give one "
+                    "value a column"
+                )
+            for name, text in zip(header, row, strict=True):
+                if name != _NAMES:
+                    where = f"{path}, line {line}, column {name!r}"
+                    columns[name].append(_checked(where, name, text))
+        return cls(columns, str(path))
+
+    @classmethod
+    def from_frame(cls, frame: pd.DataFrame) -> Layers:
+        """Take a `pandas.DataFrame` of one row a layer, with the columns of the CSV file."""
+        names = [str(name) for name in frame.columns]
+        _check_header("frame", [name for name in names if name != _NAMES])
+        values = {name: frame.iloc[:, i].tolist() for i, name in enumerate(names)}
+        values.pop(_NAMES, None)
+        return cls(values, "frame")
+
+    @property
+    def seconds(self) -> NDArray[np.float64]:
+        """Seconds of forward and backward of each layer; shape ``(len(layers),)``."""
+        backward = self.columns.get("backward")
+        if backward is None:
+            halves = self.columns["input_grad"], self.columns["weight_grad"]
+            backward = tuple(i + w for i, w in zip(*halves, strict=True))
+        both: NDArray[np.float64] = np.array(self.columns["forward"]) + np.array(backward)
+        return both
+
+    def costs(self, split: Split, *, launch: float = 0.0, network: Network | None = None) -> Costs:
+        """Return the costs of stages made of these layers.
+
+        Parameters
+        ----------
+        split
+            Layers of each stage, in order. Or the number of stages: then the slowest of them
+            takes as little time as it can (`pipesim.balanced_split` of `seconds`).
+        launch, network
+            As in `Costs`.
+
+        Returns
+        -------
+        Costs
+            Seconds and bytes summed over each stage's layers; ``output_bytes`` are those of its
+            last layer.
+
+        Raises
+        ------
+        ArgumentError
+            For a split that does not sum to the number of layers, has an empty stage, or has more
+            stages than there are layers.
+        """
+        if isinstance(split, Integral):
+            split = balanced_split(self.seconds.tolist(), check_count("split", split))
+        sizes = checked_split(split, len(self), "split")
+        values: dict[str, Any] = {
+            name: tuple(
+                part[-1] if name == "output_bytes" else math.fsum(part)
+                for part in _parts(column, sizes)
+            )
+            for name, column in self.columns.items()
+        }
+        return Costs(**values, launch=launch, network=Network() if network is None else network)
+
+
+def costs_from_layers(
+    layers: Layers | pd.DataFrame | Path | str,
+    split: Split,
+    *,
+    launch: float = 0.0,
+    network: Network | None = None,
+) -> Costs:
+    """Return `Layers.costs` of the layers of a path, a frame or `Layers`."""
+    if isinstance(layers, (str, Path)):
+        layers = Layers.read(layers)
+    elif not isinstance(layers, Layers):
+        if not hasattr(layers, "iloc"):
+            raise ArgumentError(
+                f"layers must be the path of a CSV file, a DataFrame or Layers, got {layers!r}"
+            )
+        layers = Layers.from_frame(layers)
+    return layers.costs(split, launch=launch, network=network)
+
+
+def _parts(column: Sequence[float], sizes: Sequence[int]) -> Iterator[Sequence[float]]:
+    """Yield each stage's share of a column."""
+    first = 0
+    for size in sizes:
+        yield column[first : first + size]
+        first += size
+
+
+def _check_header(where: str, names: list[str]) -> None:
+    """Raise for columns that are unknown, named twice or missing."""
+    for name in names:
+        if name not in COLUMNS:
+            raise CostsError(
+                f"{where}: unknown column {name!r}{suggestion(name, COLUMNS)} "
+                f"(known: {', '.join((_NAMES, *COLUMNS))})"
+            )
+        if names.count(name) > 1:
+            raise CostsError(f"{where}: column {name!r} is there twice; give it once")
+    if "forward" not in names:
+        raise CostsError(f"{where}: column 'forward' is missing; give the seconds of F")
+    halves = {"input_grad", "weight_grad"} - set(names)
+    if len(halves) == 1 or (halves and "backward" not in names):
+        missing = "backward" if len(halves) == 2 else min(halves)
+        raise CostsError(
+            f"{where}: column {missing!r} is missing; give the seconds of B in 'backward', or "
+            "those of I and W in 'input_grad' and 'weight_grad'"
+        )
+
+
+def _checked(where: str, name: str, value: object) -> float:
+    """Return a value as a float."""
+    got: float | None
+    try:
+        got = number(float(value) if isinstance(value, str) else value)
+    except ValueError:
+        got = None
+    if got is None or not 0 <= got < math.inf:
+        unit = "bytes" if name.endswith("bytes") else "seconds"
+        raise CostsError(f"{where}: must be finite {unit} >= 0, got {value!r}")
+    return got

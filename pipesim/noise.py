@@ -1,0 +1,303 @@
+"""What makes steps differ: noise of tasks and devices, stragglers, slow links, and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim import draws
+from pipesim.costs import TaskCosts
+from pipesim.errors import ArgumentError, check_count, check_name, number
+from pipesim.graph import PAIRS, TaskGraph
+from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
+
+__all__ = ["Distribution", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]
+
+Floats = NDArray[np.float64]
+#: What draws are for; with seed and scenario it makes their key.
+_OF_TASKS, _OF_DEVICES, _OF_FAILURES = range(3)
+
+
+class Distribution(Protocol):
+    """Of factors on a duration, by its quantile function."""
+
+    def quantile(self, level: Floats) -> Floats:
+        """Return the factors below which shares ``level`` (0..1, exclusive) of all draws lie."""
+
+
+def _standard_normal(level: Floats) -> Floats:
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse(x) for x in level.ravel().tolist()]).reshape(level.shape)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Factors of mean 1 and standard deviation ``std``; none is below 0."""
+
+    std: float
+
+    def __post_init__(self) -> None:
+        _check_spread("std", self.std)
+
+    def quantile(self, level: Floats) -> Floats:
+        """See `Distribution`."""
+        return np.maximum(0.0, 1.0 + self.std * _standard_normal(level))
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Factors of mean 1 whose logarithm has the standard deviation ``sigma``."""
+
+    sigma: float
+
+    def __post_init__(self) -> None:
+        _check_spread("sigma", self.sigma)
+
+    def quantile(self, level: Floats) -> Floats:
+        """See `Distribution`."""
+        return np.exp(self.sigma * _standard_normal(level) - self.sigma**2 / 2)
+
+
+@dataclass(frozen=True)
+class Empirical:
+    """Measured values, each as likely as the others, divided by their mean.
+
+    Parameters
+    ----------
+    samples
+        Such as the seconds that an operation took, step after step.
+
+    Raises
+    ------
+    ArgumentError
+        If there are none, or one is negative or not finite, or all are 0.
+    """
+
+    samples: Sequence[float] | Floats
+
+    def __post_init__(self) -> None:
+        try:
+            values = np.sort(np.asarray(self.samples, dtype=np.float64).ravel())
+        except (TypeError, ValueError):
+            raise ArgumentError(f"samples must be numbers, got {self.samples!r}") from None
+        if not len(values):
+            raise ArgumentError("samples are empty; give at least one measured value")
+        bad = values[~(np.isfinite(values) & (values >= 0))]
+        if len(bad):
+            raise ArgumentError(f"samples must be finite and >= 0, got {bad[0]}")
+        if not values.any():
+            raise ArgumentError("samples are all 0; a factor cannot be made of them")
+        object.__setattr__(self, "samples", tuple(values.tolist()))
+
+    def quantile(self, level: Floats) -> Floats:
+        """See `Distribution`."""
+        values = np.array(self.samples) / np.mean(self.samples)
+        found: Floats = values[np.minimum((level * len(values)).astype(np.int64), len(values) - 1)]
+        return found
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Pauses, as after a failure: a task that is hit lasts ``pause`` longer.
+
+    Attributes
+    ----------
+    every
+        Seconds of work between failures of one GPU, on average. A task of d seconds is hit with
+        the chance d / every.
+    pause
+        Seconds until the device goes on.
+    """
+
+    every: float
+    pause: float
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", "> 0"), ("pause", ">= 0")):
+            value = number(getattr(self, name))
+            if value is None or not 0 <= value < np.inf or (value == 0 and least == "> 0"):
+                raise ArgumentError(
+                    f"{name} must be finite seconds {least}, got {getattr(self, name)!r}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """How the durations of tasks vary from scenario to scenario.
+
+    A compute task of d seconds on device x lasts ``d * slow[x] * device factor * task factor``,
+    and a pause longer where it is hit. Messages and collectives take their ``message`` factor.
+
+    Attributes
+    ----------
+    seed
+        A whole number. The same seed and scenario give the same durations, always.
+    task
+        Factors of compute tasks, drawn for each: one distribution, or one an operation.
+    device
+        Factors of devices, drawn once a scenario.
+    message
+        Factors of the seconds of messages and collectives (not of latency), drawn for each.
+    gpus_per_device
+        GPUs that work in step as one device, such as a tensor-parallel group: of the factors of
+        each, the largest counts, and any one's failure is the device's.
+    slow_devices
+        Constant factors on compute tasks, by device.
+    slow_links
+        Constant factors on seconds and latency of messages, by (sender, receiver).
+    failures
+        Pauses.
+
+    Raises
+    ------
+    ArgumentError
+        For a missing seed, factors that are not positive, and operations that do not compute.
+
+    Examples
+    --------
+    >>> noise = Noise(task=LogNormal(0.02), slow_devices={3: 1.2}, seed=0)
+    """
+
+    seed: int | None = None
+    task: Distribution | Mapping[str, Distribution] | None = None
+    device: Distribution | None = None
+    message: Distribution | None = None
+    gpus_per_device: int = 1
+    slow_devices: Mapping[int, float] = field(default_factory=dict)
+    slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    failures: Failures | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed is None:
+            raise ArgumentError("noise needs a seed, so that it can be repeated: Noise(seed=0)")
+        check_count("seed", self.seed, minimum=0)
+        check_count("gpus_per_device", self.gpus_per_device)
+        given = dict(self.task) if isinstance(self.task, Mapping) else {"task": self.task}
+        for name in given if isinstance(self.task, Mapping) else ():
+            check_name("compute operation", name, [op.name for op in COMPUTE])
+        for name, value in {**given, "device": self.device, "message": self.message}.items():
+            if value is not None and not hasattr(value, "quantile"):
+                raise ArgumentError(f"{name} must be a distribution, got {value!r}")
+        if not isinstance(self.failures, Failures | None):
+            raise ArgumentError(f"failures must be a pipesim.Failures, got {self.failures!r}")
+        for name in ("slow_devices", "slow_links"):
+            for where, factor in getattr(self, name).items():
+                got = number(factor)
+                if got is None or not 0 < got < np.inf:
+                    raise ArgumentError(f"{name}[{where!r}] must be a factor > 0, got {factor!r}")
+
+    def slowed(self, graph: TaskGraph, costs: TaskCosts) -> TaskCosts:
+        """Return costs with the constant factors of slow devices and links in them.
+
+        Raises
+        ------
+        ArgumentError
+            For a device that the graph does not have.
+        """
+        if not self.slow_devices and not self.slow_links:
+            return costs
+        known = graph.n_devices
+        for device in {*self.slow_devices, *(d for link in self.slow_links for d in link)}:
+            if check_count("a slow device", device, minimum=0) >= known:
+                raise ArgumentError(
+                    f"device {device} is slow, but there are {known} devices, 0..{known - 1}"
+                )
+        on_device = np.ones(known)
+        on_device[list(self.slow_devices)] = list(self.slow_devices.values())
+        computes = graph.is_op(COMPUTE)
+        factor = np.where(computes, on_device[graph.device], 1.0)
+        source, target = _ends(graph)
+        for (a, b), slower in self.slow_links.items():
+            factor[(source == a) & (target == b)] = slower
+        table = costs.table._replace(
+            duration=costs.duration * factor,
+            latency=costs.latency * np.where(computes, 1.0, factor),
+            launch=costs.launch,
+            nbytes=costs.nbytes,
+            links=costs.links,
+        )
+        return TaskCosts.of_tasks(table, costs.costs)
+
+    def tables(self, graph: TaskGraph) -> tuple[Floats, NDArray[np.int8]]:
+        """Return the quantiles of each distribution, and which one each kind of task draws from.
+
+        Shapes ``(n, 3, BINS)`` and ``(n_kinds,)``; -1 for kinds that do not vary.
+        """
+        kinds = graph.kinds
+        which = np.full(len(kinds), -1, dtype=np.int8)
+        tables = []
+        by_op = self.task if isinstance(self.task, Mapping) else None
+        plan: list[tuple[Distribution | None, Any, int]] = [
+            (self.message, kinds.is_op(SENDS | COLLECTIVES), 1)
+        ]
+        if by_op is None:
+            plan.append((self.task, kinds.is_op(COMPUTE), self.gpus_per_device))  # type: ignore[arg-type]
+        else:
+            plan += [(d, kinds.op == Op[op], self.gpus_per_device) for op, d in by_op.items()]
+        for distribution, members, gpus in plan:
+            if distribution is not None and members.any():
+                which[members] = len(tables)
+                tables.append(draws.quantile_table(distribution.quantile, gpus))
+        return np.array(tables).reshape(-1, 3, draws.BINS), which
+
+    def device_factors(self, n_devices: int, scenarios: Sequence[int]) -> Floats:
+        """Return the factor of each device in each scenario; shape ``(n, n_devices)``."""
+        if self.device is None:
+            return np.ones((len(scenarios), n_devices))
+        table = draws.quantile_table(self.device.quantile, self.gpus_per_device)
+        index = np.arange(n_devices, dtype=np.uint64)
+        keys = self.keys(scenarios)[:, _OF_DEVICES]
+        return np.stack([draws.factors(table, draws.mixed(k, index)) for k in keys])
+
+    def keys(self, scenarios: Sequence[int]) -> NDArray[np.uint64]:
+        """Return the keys of draws for tasks, devices and failures; shape ``(n, 3)``."""
+        assert self.seed is not None
+        purposes = (_OF_TASKS, _OF_DEVICES, _OF_FAILURES)
+        return np.array(
+            [[draws.key(self.seed, k, purpose) for purpose in purposes] for k in scenarios],
+            dtype=np.uint64,
+        ).reshape(-1, len(purposes))
+
+    @property
+    def hit_every(self) -> float:
+        """Seconds of work between failures of one device; 0 for none."""
+        return 0.0 if self.failures is None else self.failures.every / self.gpus_per_device
+
+    def draw(self, graph: TaskGraph, costs: TaskCosts, scenario: int = 0) -> TaskCosts:
+        """Return the costs of one scenario: what its tasks take, one by one."""
+        costs = self.slowed(graph, costs)
+        tables, which = self.tables(graph)
+        keys = self.keys([scenario])[0]
+        index = np.arange(len(graph), dtype=np.uint64)
+        of_device = self.device_factors(graph.n_devices, [scenario])[0]
+        computes = graph.is_op(COMPUTE)
+        drawn = costs.duration * np.where(computes, of_device[graph.device], 1.0)
+        for number_, table in enumerate(tables):
+            mine = np.flatnonzero((which == number_)[graph.kind])
+            drawn[mine] *= draws.factors(table, draws.mixed(keys[_OF_TASKS], index[mine]))
+        if self.failures is not None:
+            share = (draws.mixed(keys[_OF_FAILURES], index) >> np.uint64(11)) * 2.0**-53
+            drawn += np.where(computes & (share * self.hit_every < drawn), self.failures.pause, 0.0)
+        return replace(costs, drawn=drawn)
+
+
+def _ends(graph: TaskGraph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the sending and the receiving device of each transfer, -1 for other tasks."""
+    transfers = np.flatnonzero(graph.is_op(TRANSFERS) & (graph.pair >= 0))
+    mine, other = graph.device[transfers], graph.device[graph.pair[transfers]]
+    receives = np.isin(graph.op[transfers], list(PAIRS))
+    ends = np.full((2, len(graph)), -1, dtype=np.int64)
+    ends[0, transfers] = np.where(receives, other, mine)
+    ends[1, transfers] = np.where(receives, mine, other)
+    return ends[0], ends[1]
+
+
+def _check_spread(name: str, value: object) -> None:
+    got = number(value)
+    if got is None or not 0 <= got < np.inf:
+        raise ArgumentError(f"{name} must be finite and >= 0, got {value!r}")

@@ -1,0 +1,319 @@
+"""`Transformer`: parameters, FLOPs and `Costs` of a decoder-only transformer, from its sizes.
+
+Letters of the formulas, here and in `pipesim.shard`: s tokens a sequence, b sequences a
+micro-batch (B a batch), h hidden size, a heads, k size of all keys of a token (h, unless heads
+share them), f inner size of the MLP, g matrices of the MLP that read its input (1, or 2 where it
+is gated), v vocabulary, L layers, t tensor-parallel size.
+
+Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
+arXiv 2104.04473. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", arXiv 2205.05198. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from inspect import signature
+from math import inf
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipesim.costs import Costs
+from pipesim.errors import ArgumentError, check_count, check_name, number
+from pipesim.network import Network
+from pipesim.split import Split, checked_counts
+
+if TYPE_CHECKING:
+    from pipesim.shard import Shard
+
+__all__ = ["RECOMPUTE", "Recompute", "Transformer", "check_divides", "costs_from_sizes"]
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE = ("none", "selective", "full")
+
+_COUNTS = (
+    "hidden_size", "n_layers", "n_heads", "sequence_length", "vocabulary_size", "ffn_size",
+    "n_kv_heads",
+)  # fmt: skip
+_SWITCHES = ("gated_mlp", "biases", "learned_positions", "dropout", "tied_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder-only transformer. The defaults are GPT-3's shape, as in the papers' formulas.
+
+    Attributes
+    ----------
+    hidden_size, n_layers, n_heads, sequence_length, vocabulary_size
+        h, L, a, s and v. Each head has h/a elements.
+    ffn_size
+        f; 0 (the default) stands for 4h.
+    n_kv_heads
+        Heads of keys and values, each shared by as many heads of queries (grouped-query
+        attention); 0 (the default) stands for a.
+    gated_mlp
+        Whether the MLP is ``down(act(gate(x)) * up(x))`` (SwiGLU), of three matrices.
+    biases
+        Whether linear maps have biases, and norms a shift (LayerNorm, not RMSNorm). The LM head
+        has none.
+    learned_positions
+        Whether positions have parameters, sh.
+    dropout
+        Whether softmax, attention, MLP and embedding have dropout on what they put out.
+    tied_embeddings
+        Whether the LM head's matrix is that of the embedding. First and last stage hold a copy
+        each, unless they are one.
+    bytes_per_parameter, bytes_per_gradient, bytes_per_activation
+        Bytes of an element; 2 for bfloat16.
+    optimizer_bytes_per_parameter
+        12 (the default) for Adam in mixed precision: weights and two moments in 32 bits.
+
+    Raises
+    ------
+    ArgumentError
+        For sizes that are no whole numbers, heads that do not divide the hidden size, key and
+        value heads that do not divide the heads, and bytes that are impossible.
+
+    Examples
+    --------
+    >>> llama = Transformer(  # Llama 3 405B, arXiv 2407.21783, table 3
+    ...     hidden_size=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_size=53248,
+    ...     sequence_length=8192, vocabulary_size=128256, gated_mlp=True, biases=False,
+    ...     learned_positions=False, dropout=False, tied_embeddings=False)
+    >>> f"{llama.n_parameters:.4g}"
+    '4.059e+11'
+    """
+
+    hidden_size: int
+    n_layers: int
+    n_heads: int
+    sequence_length: int
+    vocabulary_size: int
+    ffn_size: int = 0
+    n_kv_heads: int = 0
+    gated_mlp: bool = False
+    biases: bool = True
+    learned_positions: bool = True
+    dropout: bool = True
+    tied_embeddings: bool = True
+    bytes_per_parameter: float = 2
+    bytes_per_gradient: float = 2
+    bytes_per_activation: float = 2
+    optimizer_bytes_per_parameter: float = 12
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _COUNTS:
+                checked: float = check_count(field.name, value, int(field.default is MISSING))
+                object.__setattr__(self, field.name, checked)
+            elif field.name in _SWITCHES:
+                check_switch(field.name, value)
+            else:
+                _check_rate(field.name, value, "bytes")
+        object.__setattr__(self, "ffn_size", self.ffn_size or 4 * self.hidden_size)
+        object.__setattr__(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
+        check_divides("n_heads", self.n_heads, "hidden_size", self.hidden_size)
+        check_divides("n_kv_heads", self.n_kv_heads, "n_heads", self.n_heads)
+        if self.optimizer_bytes_per_parameter + self.bytes_per_gradient < self.bytes_per_parameter:
+            raise ArgumentError(
+                "bytes_per_gradient + optimizer_bytes_per_parameter must be at least "
+                f"bytes_per_parameter={self.bytes_per_parameter:g}, because memory counts "
+                "gradients as large as parameters; got "
+                f"{self.bytes_per_gradient:g} + {self.optimizer_bytes_per_parameter:g}"
+            )
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of all keys of a token, k; its values have as many."""
+        return self.hidden_size // self.n_heads * self.n_kv_heads
+
+    @property
+    def mlp_inputs(self) -> int:
+        """Matrices of the MLP that read its input, g."""
+        return 2 if self.gated_mlp else 1
+
+    @property
+    def layer_matrices(self) -> int:
+        """Parameters of a layer's linear maps but for biases: h(h + 2k) + hh + (g + 1)hf."""
+        h = self.hidden_size
+        return h * (2 * h + 2 * self.kv_size + (self.mlp_inputs + 1) * self.ffn_size)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of a norm."""
+        return self.hidden_size * (1 + self.biases)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of a layer: `layer_matrices`, biases and two norms.
+
+        12hh + 13h with GPT-3's shape (arXiv 2104.04473, equation 2).
+        """
+        outputs = 3 * self.hidden_size + 2 * self.kv_size + self.mlp_inputs * self.ffn_size
+        return self.layer_matrices + outputs * self.biases + 2 * self.norm_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding: vh, and sh of learned positions."""
+        positions = self.sequence_length if self.learned_positions else 0
+        return (self.vocabulary_size + positions) * self.hidden_size
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the final norm, and of the LM head, vh, unless it is tied."""
+        matrix = 0 if self.tied_embeddings else self.vocabulary_size * self.hidden_size
+        return self.norm_parameters + matrix
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters of the model; a tied matrix counts once."""
+        ends = self.embedding_parameters + self.head_parameters
+        return self.n_layers * self.layer_parameters + ends
+
+    def linear_flops(self, microbatch_size: int = 1) -> int:
+        """FLOPs of a layer's linear maps, forward: 2bs `layer_matrices`; 24bshh for GPT-3."""
+        return 2 * self._tokens(microbatch_size) * self.layer_matrices
+
+    def core_flops(self, microbatch_size: int = 1) -> int:
+        """FLOPs of a layer's attention core (scores, and the sum of values), forward: 4bssh.
+
+        The causal mask is not counted as a saving, as in the papers.
+        """
+        return 4 * self._tokens(microbatch_size) * self.sequence_length * self.hidden_size
+
+    def layer_flops(self, microbatch_size: int = 1) -> int:
+        """FLOPs of a layer, forward, matrix products alone (arXiv 2205.05198, appendix A)."""
+        return self.linear_flops(microbatch_size) + self.core_flops(microbatch_size)
+
+    def head_flops(self, microbatch_size: int = 1) -> int:
+        """FLOPs of the LM head, forward: 2bshv. Looking up the embedding counts as none."""
+        return 2 * self._tokens(microbatch_size) * self.hidden_size * self.vocabulary_size
+
+    def recomputed_flops(self, microbatch_size: int = 1, recompute: Recompute = "none") -> int:
+        """FLOPs of a layer that are done again: none, the attention core's, or the layer's."""
+        check_name("recompute", recompute, RECOMPUTE)
+        core, linear = self.core_flops(microbatch_size), self.linear_flops(microbatch_size)
+        return {"none": 0, "selective": core, "full": core + linear}[recompute]
+
+    def step_flops(self, batch_size: int = 1, recompute: Recompute = "none") -> int:
+        """FLOPs of a batch: forward, backward (twice as many), and what is done again.
+
+        With GPT-3's shape 72BLshh(1 + s/6h + v/12hL) without recompute (arXiv 2205.05198,
+        appendix A) and 96BLshh(1 + s/6h + v/16hL) with full recompute (arXiv 2104.04473,
+        equation 3).
+
+        Notes
+        -----
+        Selective recompute adds one forward of the attention core, 4Bssh a layer. The hardware
+        FLOPs of arXiv 2205.05198, 72BLshh(1 + s/3h + v/12hL), have three times that.
+        """
+        once = self.n_layers * self.layer_flops(batch_size) + self.head_flops(batch_size)
+        return 3 * once + self.n_layers * self.recomputed_flops(batch_size, recompute)
+
+    def shard(
+        self,
+        *,
+        microbatch_size: int = 1,
+        tensor_parallel: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+    ) -> Shard:
+        """Return what one GPU holds and computes; see `pipesim.shard.Shard`."""
+        from pipesim.shard import Shard
+
+        return Shard(self, microbatch_size, tensor_parallel, sequence_parallel, recompute)
+
+    def costs(
+        self,
+        layers_per_stage: Split,
+        *,
+        microbatch_size: int,
+        flops_per_second: float,
+        tensor_parallel: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+        optimizer_step: float = 0.0,
+        launch: float = 0.0,
+        network: Network | None = None,
+    ) -> Costs:
+        """Return the costs of stages; the embedding is on the first, the LM head on the last.
+
+        Parameters
+        ----------
+        layers_per_stage
+            Layers of each stage, in order (first and last may have none), or a number of stages
+            that get as many each.
+        microbatch_size
+            Sequences of a micro-batch.
+        flops_per_second
+            FLOP/s that a GPU achieves (not its peak), while it waits for messages of its
+            tensor-parallel group included.
+        tensor_parallel, sequence_parallel, recompute
+            As in `pipesim.shard.Shard`, whose ``costs`` says how each value is computed.
+        optimizer_step, launch, network
+            As in `Costs`.
+
+        Raises
+        ------
+        ArgumentError
+            For layers that do not sum to the model's or do not divide evenly, a tensor-parallel
+            size that does not divide what it splits, a rate that is not positive, and an unknown
+            ``recompute`` (`UnknownNameError`).
+        """
+        _check_rate("flops_per_second", flops_per_second, "FLOP/s")
+        shard = self.shard(
+            microbatch_size=microbatch_size,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+        )
+        values = shard.stages(layers_per_stage, flops_per_second)
+        others = {"optimizer_step": optimizer_step, "launch": launch}
+        return Costs(**values, **others, network=Network() if network is None else network)
+
+    def _tokens(self, microbatch_size: int) -> int:
+        return check_count("microbatch_size", microbatch_size) * self.sequence_length
+
+
+def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
+    """Return ``Transformer(...).costs(layers_per_stage, ...)``; settings are those of both.
+
+    ``n_layers`` may be left out where the layers of each stage are given.
+    """
+    sizes = {field.name: field.default for field in fields(Transformer)}
+    options = signature(Transformer.costs).parameters
+    named = {name: p for name, p in options.items() if p.kind == p.KEYWORD_ONLY}
+    for name in settings:
+        check_name("setting of a transformer", name, (*sizes, *named))
+    if "n_layers" not in settings and not isinstance(layers_per_stage, Integral):
+        counts = checked_counts(layers_per_stage, "layers_per_stage", ends_may_be_empty=True)
+        settings = {**settings, "n_layers": sum(counts)}
+    needed = [name for name, default in sizes.items() if default is MISSING]
+    needed += [name for name, p in named.items() if p.default is p.empty]
+    missing = [name for name in needed if name not in settings]
+    if missing:
+        raise ArgumentError(f"{missing[0]} is missing; a transformer needs {', '.join(needed)}")
+    model = Transformer(**{name: value for name, value in settings.items() if name in sizes})
+    return model.costs(layers_per_stage, **{k: v for k, v in settings.items() if k in named})
+
+
+def check_divides(name: str, value: int, of: str, whole: int) -> None:
+    """Raise if ``value`` does not divide ``whole``."""
+    if whole % value:
+        raise ArgumentError(
+            f"{name}={value} does not divide {of}={whole}; choose {name} such that it does"
+        )
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise if ``value`` is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} must be True or False, got {value!r}")
+
+
+def _check_rate(name: str, value: object, unit: str) -> None:
+    got = number(value)
+    least = "> 0" if unit == "FLOP/s" else ">= 0"
+    if got is None or not 0 <= got < inf or (got == 0 and unit == "FLOP/s"):
+        raise ArgumentError(f"{name} must be finite {unit} {least}, got {value!r}")

@@ -1,0 +1,261 @@
+"""Costs of transformers: by hand, summed over stages, from sizes, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipesim as ps
+from pipesim.costs import VALUE_FIELDS
+from pipesim.errors import ArgumentError, CostsError, PipeError, UnknownNameError
+
+#: Sizes for tests in which only some setting matters.
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "n_heads": 4,
+    "sequence_length": 16,
+    "vocabulary_size": 100,
+}
+SMALL = ps.Transformer(**SIZES, n_layers=8)
+RUN: dict[str, Any] = {"microbatch_size": 2, "flops_per_second": 1e12}
+
+
+def test_stages_by_hand() -> None:
+    """A small gated model with shared key and value heads, over two GPUs, all summed by hand."""
+    model = ps.Transformer(
+        hidden_size=8, n_layers=3, n_heads=4, n_kv_heads=2, sequence_length=10, ffn_size=6,
+        vocabulary_size=100, gated_mlp=True, biases=False, learned_positions=False, dropout=False,
+        tied_embeddings=False, bytes_per_gradient=4,
+    )  # fmt: skip
+    # Q 8x8, K and V 8x4 each, projection 8x8; gate, up and down 8x6 each.
+    matrices = 64 + 2 * 32 + 64 + 3 * 48
+    assert model.layer_parameters == matrices + 2 * 8
+    assert model.n_parameters == 3 * (matrices + 16) + 2 * 800 + 8
+    costs = model.costs((2, 1), microbatch_size=3, flops_per_second=10.0, tensor_parallel=2,
+                        recompute="selective", optimizer_step=7, launch=5)  # fmt: skip
+    tokens = 30
+    linear, core, head = 2 * tokens * matrices, 4 * tokens * 10 * 8, 2 * tokens * 800
+    values = costs.to_dict()
+    assert (
+        values["forward"]
+        == values["recompute"]
+        == pytest.approx((2 * (linear + core) / 20, (linear + core + head) / 20))
+    )
+    assert values["input_grad"] == pytest.approx(
+        (2 * (linear + 3 * core) / 20, (linear + 3 * core + head) / 20)
+    )
+    assert values["weight_grad"] == pytest.approx((2 * linear / 20, (linear + head) / 20))
+    assert values["output_bytes"] == (tokens * 16, tokens * 16)
+    # Whole: inputs of norms, QKV, MLP. Split: Q, K, V, input of projection; gate, up, product.
+    layer = tokens * (4 * 8 * 2 + (8 + 4 + 4 + 8 + 6 + 6 + 6) * 2 / 2)
+    head_bytes = tokens * (2 * 8 * 2 + 100 * 4 / 2)
+    assert values["activation_bytes"] == (2 * layer, layer + head_bytes)
+    # Inputs of QKV, projection, gate with up, down; gradients of the outputs of all of them.
+    held = tokens * 2 * ((8 + 8 + 8 + 8) + (8 + 6 + 8 + 4 + 4 + 6 + 6) / 2)
+    assert values["weight_grad_bytes"] == (
+        2 * held + tokens * 16, held + tokens * 16 + tokens * 400 / 2
+    )  # fmt: skip
+    parameters = np.array([2 * (matrices / 2 + 16) + 400, matrices / 2 + 16 + 8 + 400])
+    assert values["parameter_bytes"] == tuple(2 * parameters)
+    assert values["optimizer_bytes"] == tuple(14 * parameters)  # 12, and 2 of the gradients' 4
+    assert (values["optimizer_step"], values["launch"]) == (7, 5)
+
+
+def test_parameters_of_a_gpu_by_hand() -> None:
+    """Matrices and the biases of QKV and the MLP's inner layer are split; all else is whole."""
+    costs = SMALL.costs([3, 5], **RUN, tensor_parallel=4)
+    matrices, inner_biases = 12 * 64 * 64, 3 * 64 + 4 * 64
+    layer = (matrices + inner_biases) / 4 + 2 * 64 + 2 * 2 * 64
+    embedding, positions, norm = 100 * 64 / 4, 16 * 64, 2 * 64
+    parameters = 3 * layer + embedding + positions, 5 * layer + embedding + norm
+    assert costs.per_stage("parameter_bytes", 2).tolist() == [2 * n for n in parameters]
+
+
+@pytest.mark.parametrize(("gradient", "total"), [(2, 16), (4, 18)])
+def test_bytes_held_for_a_parameter(gradient: int, total: int) -> None:
+    """Adam in mixed precision holds 16 bytes a parameter, or 18 with gradients in 32 bits."""
+    model = ps.Transformer(**SIZES, n_layers=2, bytes_per_gradient=gradient)
+    costs = model.costs(1, **RUN)
+    held = 2 * costs.per_stage("parameter_bytes", 1) + costs.per_stage("optimizer_bytes", 1)
+    assert held.tolist() == [total * model.n_parameters]
+
+
+def test_tied_embeddings() -> None:
+    """First and last stage have a copy each, but one stage has one."""
+    for tied in (True, False):
+        model = ps.Transformer(**SIZES, n_layers=4, tied_embeddings=tied)
+        matrix = 2 * 100 * 64
+        one, two = (sum(model.costs(n, **RUN).per_stage("parameter_bytes", n)) for n in (1, 2))
+        assert one == 2 * model.n_parameters
+        assert two - one == (matrix if tied else 0)
+
+
+def test_full_recompute_is_r_within_b() -> None:
+    """B of a stage of layers alone takes as long as R and B would; its forward stays."""
+    none, full = (SMALL.costs(4, **RUN, recompute=r) for r in ("none", "full"))
+    r_and_b = none.per_stage("recompute", 4) + none.per_stage("backward", 4)
+    assert full.per_stage("backward", 4)[:3] == pytest.approx(r_and_b[:3], rel=1e-12)
+    assert full.forward == none.forward
+    head = SMALL.head_flops(2) / 1e12
+    assert full.per_stage("backward", 4)[3] == pytest.approx(r_and_b[3] - head, rel=1e-12)
+
+
+def test_door() -> None:
+    """`Costs.transformer` takes the settings of both, and counts the layers."""
+    network = ps.Network(latency=1e-6, bandwidth=1e11)
+    run = {**RUN, "tensor_parallel": 2, "recompute": "full", "network": network}
+    mine = ps.Costs.transformer([3, 5], **SIZES, **run)
+    assert mine == SMALL.costs((3, 5), **run)
+    assert mine == ps.Costs.transformer(np.array([3, 5]), **SIZES, **run)
+    assert mine.network is network
+    assert ps.Costs.transformer(4, **SIZES, n_layers=8, **RUN) == SMALL.costs([2, 2, 2, 2], **RUN)
+    timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), mine)
+    assert timeline.complete
+
+
+models = st.builds(
+    lambda heads, shared, size, gated, dropout, biases, tied, layers: ps.Transformer(
+        hidden_size=8 * heads * size,
+        n_heads=8 * heads,
+        n_kv_heads=8 if shared else 0,
+        n_layers=layers,
+        sequence_length=32,
+        vocabulary_size=100,
+        ffn_size=24 * size if gated else 0,
+        gated_mlp=gated,
+        dropout=dropout,
+        biases=biases,
+        tied_embeddings=tied,
+    ),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(1, 8),
+    *[st.booleans()] * 4,
+    st.integers(1, 12),
+)
+recomputes = st.sampled_from(["none", "selective", "full"])
+sizes = st.sampled_from([1, 2, 4, 8])
+
+
+@given(models, sizes, st.booleans(), recomputes, st.data())
+def test_stages_sum_to_the_model(
+    model: ps.Transformer, t: int, sequence: bool, recompute: Any, data: st.DataObject
+) -> None:
+    """However its layers are dealt, the stages have the model's FLOPs, activations and weights."""
+    n_stages = data.draw(st.integers(1, model.n_layers))
+    cuts = data.draw(st.permutations(range(1, model.n_layers)).map(lambda c: c[: n_stages - 1]))
+    split = np.diff([0, *sorted(cuts), model.n_layers]).tolist()
+    costs = model.costs(
+        split, microbatch_size=3, flops_per_second=1e9, tensor_parallel=t,
+        sequence_parallel=sequence, recompute=recompute,
+    )  # fmt: skip
+    total = {name: costs.per_stage(name, n_stages).sum() for name in VALUE_FIELDS}
+    flops = (total["forward"] + total["backward"]) * t * 1e9
+    assert flops == pytest.approx(model.step_flops(3, recompute), rel=1e-9)
+    halves = total["input_grad"] + total["weight_grad"]
+    assert total["backward"] == pytest.approx(halves, rel=1e-9)
+    part = model.shard(microbatch_size=3, tensor_parallel=t, sequence_parallel=sequence,
+                       recompute=recompute)  # fmt: skip
+    activations = model.n_layers * part.layer_activation_bytes
+    activations += part.embedding_activation_bytes + part.head_activation_bytes
+    assert total["activation_bytes"] == pytest.approx(activations, rel=1e-9)
+    copies = 100 * model.hidden_size * (model.tied_embeddings and n_stages > 1)
+    if t == 1:
+        assert total["parameter_bytes"] == 2 * (model.n_parameters + copies)
+    assert t * total["parameter_bytes"] >= 2 * (model.n_parameters + copies) - 1e-6
+
+
+@given(models, st.booleans(), recomputes)
+def test_more_gpus_never_hold_more(model: ps.Transformer, sequence: bool, recompute: Any) -> None:
+    """Nor does sequence parallelism, or more recompute; time goes down as FLOPs are divided."""
+    run = {**RUN, "recompute": recompute, "sequence_parallel": sequence}
+    for t in (1, 2, 4):
+        less, more = (model.costs(1, **run, tensor_parallel=n) for n in (t, 2 * t))
+        for name in VALUE_FIELDS:
+            assert more.per_stage(name, 1)[0] <= less.per_stage(name, 1)[0], name
+        assert more.per_stage("forward", 1) == pytest.approx(less.per_stage("forward", 1) / 2)
+    plain, split = (
+        model.shard(tensor_parallel=4, sequence_parallel=sp, recompute=recompute)
+        for sp in (False, True)
+    )
+    assert split.layer_activation_bytes <= plain.layer_activation_bytes
+    held = [
+        model.shard(sequence_parallel=sequence, recompute=r).layer_activation_bytes
+        for r in ("none", "selective", "full")
+    ]
+    assert held == sorted(held, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"n_heads": 0}, "n_heads must be at least 1, got 0"),
+        ({"hidden_size": -64}, "hidden_size must be at least 1, got -64"),
+        ({"hidden_size": 64.0}, "hidden_size must be a whole number, got 64.0"),
+        ({"n_layers": True}, "n_layers must be a whole number, got True"),
+        ({"ffn_size": -1}, "ffn_size must be at least 0, got -1"),
+        ({"vocabulary_size": None}, "vocabulary_size must be a whole number, got None"),
+        ({"n_heads": 5}, "n_heads=5 does not divide hidden_size=64; choose n_heads such that"),
+        ({"n_kv_heads": 3}, "n_kv_heads=3 does not divide n_heads=4"),
+        ({"gated_mlp": 1}, "gated_mlp must be True or False, got 1"),
+        ({"bytes_per_activation": math.nan}, "bytes_per_activation must be finite bytes >= 0, got"),
+        ({"bytes_per_parameter": "2"}, "bytes_per_parameter must be finite bytes >= 0, got '2'"),
+        ({"optimizer_bytes_per_parameter": 0, "bytes_per_gradient": 1}, "must be at least bytes_p"),
+        ({"microbatch_size": 0}, "microbatch_size must be at least 1, got 0"),
+        ({"flops_per_second": -1.0}, r"flops_per_second must be finite FLOP/s > 0, got -1\.0"),
+        ({"flops_per_second": 0}, "flops_per_second must be finite FLOP/s > 0, got 0"),
+        ({"flops_per_second": math.inf}, "flops_per_second must be finite FLOP/s > 0, got inf"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be at least 1, got 0"),
+        ({"tensor_parallel": 8}, "tensor_parallel=8 does not divide n_heads=4; choose tensor_par"),
+        ({"tensor_parallel": 4, "n_kv_heads": 2}, "tensor_parallel=4 does not divide n_kv_heads=2"),
+        ({"tensor_parallel": 4, "ffn_size": 6}, "tensor_parallel=4 does not divide ffn_size=6"),
+        (
+            {"tensor_parallel": 4, "sequence_parallel": True, "sequence_length": 6},
+            "tensor_parallel=4 does not divide sequence_length=6",
+        ),
+        ({"sequence_parallel": "yes"}, "sequence_parallel must be True or False, got 'yes'"),
+        ({"recompute": "sel"}, "unknown recompute 'sel'; did you mean 'selective'"),
+        ({"recompute": None}, "unknown recompute None"),
+        ({"layers_per_stage": 3}, "8 layers do not divide into 3 stages .* such as .2, 3, 3."),
+        ({"layers_per_stage": 9}, "8 layers do not divide into 9 stages"),
+        ({"layers_per_stage": 0}, "layers_per_stage must be at least 1, got 0"),
+        ({"layers_per_stage": [4, 3]}, "sums to 7 layers, but there are 8; every layer"),
+        ({"layers_per_stage": [4, 0, 4]}, "layers of stage 1 must be at least 1, got 0"),
+        ({"layers_per_stage": [9, -1]}, "layers of stage 1 must be at least 0, got -1"),
+        ({"layers_per_stage": [4.0, 4]}, r"layers of stage 0 must be a whole number, got 4\.0"),
+        ({"layers_per_stage": "44"}, "must be a number of stages or the layers of each stage"),
+        ({"layers_per_stage": []}, "must be a number of stages or the layers of each stage"),
+        ({"layers_per_stage": None}, "must be a number of stages or the layers of each stage"),
+        ({"hiden_size": 64}, "unknown setting of a transformer 'hiden_size'; did you mean 'hidden"),
+    ],
+)
+def test_bad_input(wrong: dict[str, Any], message: str) -> None:
+    """What is wrong, what was got and what is allowed."""
+    settings = {"layers_per_stage": [4, 4], **SIZES, "n_layers": 8, **RUN, **wrong}
+    with pytest.raises(ArgumentError, match=message):
+        ps.Costs.transformer(**settings)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "vocabulary_size", "flops_per_second"])
+def test_missing_setting(name: str) -> None:
+    """It is named, and so is everything that is needed."""
+    settings = {name_: value for name_, value in {**SIZES, **RUN}.items() if name_ != name}
+    with pytest.raises(ArgumentError, match=f"{name} is missing; a transformer needs hidden_size"):
+        ps.Costs.transformer([1, 2], **settings)
+    with pytest.raises(ArgumentError, match="n_layers is missing"):
+        ps.Costs.transformer(2, **SIZES, **RUN)
+
+
+def test_errors_are_ours() -> None:
+    """Of an unknown name, of the values of `Costs`, and of the network."""
+    with pytest.raises(UnknownNameError):
+        SMALL.step_flops(1, "all")  # type: ignore[arg-type]
+    with pytest.raises(CostsError, match="launch must be finite seconds >= 0, got -1"):
+        SMALL.costs(1, **RUN, launch=-1)
+    with pytest.raises(PipeError, match=r"network must be a pipesim\.Network, got 0"):
+        SMALL.costs(1, **RUN, network=0)  # type: ignore[arg-type]
