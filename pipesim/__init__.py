@@ -4,10 +4,15 @@ from pipesim.compare import Comparison, compare
 from pipesim.costs import Costs, CostTable, TaskCosts
 from pipesim.graph import TaskGraph
 from pipesim.layers import Layers
+from pipesim.links import Link, Nodes
 from pipesim.lower import lower
-from pipesim.network import Link, Network
+from pipesim.machines import machines
+from pipesim.network import Network
+from pipesim.noise import Empirical, Failures, LogNormal, Noise, Normal
 from pipesim.ops import Action, Op
 from pipesim.placement import Placement, linear, looped, v_shaped
+from pipesim.routes import Routes
+from pipesim.scenarios import Scenarios, simulate_many
 from pipesim.schedule import ClosedForm, Schedule, register, schedule
 from pipesim.shard import Shard
 from pipesim.simulate import replay, simulate
@@ -26,11 +31,19 @@ __all__ = [
     "Comparison",
     "CostTable",
     "Costs",
+    "Empirical",
+    "Failures",
     "Layers",
     "Link",
+    "LogNormal",
     "Network",
+    "Nodes",
+    "Noise",
+    "Normal",
     "Op",
     "Placement",
+    "Routes",
+    "Scenarios",
     "Schedule",
     "Shard",
     "Task",
@@ -44,11 +57,13 @@ __all__ = [
     "linear",
     "looped",
     "lower",
+    "machines",
     "register",
     "replay",
     "schedule",
     "schedules",
     "simulate",
+    "simulate_many",
     "v_shaped",
     "verify",
 ]

@@ -88,27 +88,34 @@ class TaskCosts:
     @property
     def duration(self) -> NDArray[np.float64]:
         """Seconds that each task holds its stream; shape ``(len(graph),)``."""
-        return self.table.duration[self.row] if self.drawn is None else self.drawn
+        if self.drawn is not None:
+            return self.drawn
+        values: NDArray[np.float64] = self.table.duration[self.row]
+        return values
 
     @property
     def latency(self) -> NDArray[np.float64]:
         """Seconds, of transfers; shape ``(len(graph),)``."""
-        return self.table.latency[self.row]
+        values: NDArray[np.float64] = self.table.latency[self.row]
+        return values
 
     @property
     def launch(self) -> NDArray[np.float64]:
         """Seconds that the host needs to issue each task; shape ``(len(graph),)``."""
-        return self.table.launch[self.row]
+        values: NDArray[np.float64] = self.table.launch[self.row]
+        return values
 
     @property
     def nbytes(self) -> NDArray[np.float64]:
         """Bytes of each message, 0 elsewhere; shape ``(len(graph),)``."""
-        return self.table.nbytes[self.row]
+        values: NDArray[np.float64] = self.table.nbytes[self.row]
+        return values
 
     @property
     def links(self) -> NDArray[np.int64]:
         """Links that each SEND holds, padded by -1; shape ``(len(graph), most of one)``."""
-        return self.table.links[self.row]
+        values: NDArray[np.int64] = self.table.links[self.row]
+        return values
 
 
 @dataclass(frozen=True)
@@ -213,7 +220,7 @@ class Costs:
                 duration[of_op] = self.per_stage(name, graph.n_stages)[kinds.stage[of_op]]
         nbytes = message_bytes(kinds, self.per_stage("output_bytes", graph.n_stages))
         transfers = np.flatnonzero(kinds.is_op(SENDS | RECVS))
-        source, target = _ends(kinds, transfers)
+        source, target = message_ends(kinds, transfers)
         routes = self.network.resolve(source, target, graph.n_devices)
         latency[transfers] = routes.latency
         links = np.full((len(kinds), routes.links.shape[1]), -1, dtype=np.int64)
@@ -236,7 +243,9 @@ class Costs:
                 continue
             for stage in np.unique(kinds.stage[members]):
                 of = members[kinds.stage[members] == stage]
-                duration[of] = self.network.all_reduce(gradients[stage], kinds.device[members])
+                duration[of] = self.network.all_reduce(
+                    gradients[stage], np.unique(kinds.device[members])
+                )
             priced[members] = True
 
     def to_dict(self) -> dict[str, Any]:
@@ -367,8 +376,10 @@ def message_bytes(kinds: Kinds, output_bytes: NDArray[np.float64]) -> NDArray[np
     return nbytes
 
 
-def _ends(kinds: Kinds, transfers: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sending and the receiving device of each kind of transfer."""
+def message_ends(
+    kinds: Kinds, transfers: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the sending and the receiving device of kinds that are transfers."""
     n_replicas, n_stages = (int(c.max(initial=0)) + 1 for c in (kinds.replica, kinds.stage))
     device = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
     device[kinds.op, kinds.replica, kinds.stage + 1] = kinds.device

@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
-
-__all__ = ["BINS", "factors", "key", "look_up", "mixed", "quantile_table"]
+__all__ = ["BINS", "factors", "key", "look_up", "mixed", "quantile_table", "shares"]
 
 Floats = NDArray[np.float64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
-_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_11, _27, _30, _31 = np.uint64(11), np.uint64(27), np.uint64(30), np.uint64(31)
 _BITS = 14
 #: Equally likely steps of a distribution; its two outermost are divided as often again.
 BINS = 1 << _BITS
@@ -56,6 +54,11 @@ def factors(table: Floats, bits: NDArray[np.uint64]) -> Floats:
     return found
 
 
+def shares(bits: Any) -> Any:
+    """Return numbers from 0 to below 1 for random bits; also compiled."""
+    return (bits >> _11) * 2.0**-53
+
+
 def key(seed: int, *numbers: int) -> np.uint64:
     """Return the seed of the draws for one purpose in one scenario."""
     state = np.array([seed % 2**64], dtype=np.uint64)
@@ -77,5 +80,3 @@ def quantile_table(quantile: Any, slowest_of: int = 1) -> Floats:
     levels = np.stack([middle, middle / BINS, 1.0 - (1.0 - middle) / BINS])
     table: Floats = np.asarray(quantile(levels ** (1.0 / slowest_of)), dtype=np.float64)
     return table
-
-

@@ -404,7 +404,8 @@ def _kind_rules(kinds: Kinds, width: int) -> tuple[KindRules, int]:
     cells = np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
 
     def base(op: Op, of: Ints, offset: int) -> Ints:
-        return cells[op, kinds.replica[of], kinds.stage[of] + 1 + offset]
+        found: Ints = cells[op, kinds.replica[of], kinds.stage[of] + 1 + offset]
+        return found
 
     n_rules = max(sum(op in rule.ops for rule in RULES) for op in Op)
     through = np.full((len(kinds), n_rules), -1, dtype=np.int64)

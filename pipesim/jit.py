@@ -41,6 +41,7 @@ class Kernel(Generic[P, T]):
         self.__doc__, self.__name__ = function.__doc__, function.__name__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run, as Python or compiled."""
         if self._compiled is None:
             self._seen += max((x.size for x in args if isinstance(x, np.ndarray)), default=0)
             if self._seen <= PLAIN_ELEMENTS:

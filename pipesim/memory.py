@@ -46,7 +46,7 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
     return np.where(cell, kept[graph.kind], taken[graph.kind]), given[graph.kind]
 
 
-def _of_kinds(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], ...]:
+def _of_kinds(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     """Return bytes that each kind takes, takes where R will take the rest, and gives back."""
     kinds = graph.kinds
     activation, weight_grad = (

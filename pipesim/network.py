@@ -1,82 +1,53 @@
-"""Links between devices: how long a message takes, and which messages share a link."""
+"""Networks: how long a message takes, which messages share a link, how long collectives last."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from pipesim.errors import NetworkError, check_count, number
+from pipesim.collectives import all_to_all, ring_all_reduce, tree_all_reduce
+from pipesim.errors import NetworkError, check_name, number
+from pipesim.links import MAX_DEVICE, Link, Nodes, check_keys, check_speed, endless, finite
+from pipesim.machines import machine
+from pipesim.matrix import matrix_links, read_links
+from pipesim.routes import Router, Routes
 
-__all__ = ["Link", "Network"]
+__all__ = ["Link", "Network", "Nodes", "Routes"]
 
-
-def _check_speed(where: str, latency: object, bandwidth: object) -> None:
-    seconds, rate = number(latency), number(bandwidth)
-    if seconds is None or not 0 <= seconds < math.inf:
-        raise NetworkError(f"{where}: latency must be finite and >= 0 s, got {latency!r}")
-    if rate is None or rate <= 0:
-        raise NetworkError(
-            f"{where}: bandwidth must be > 0 bytes/s (math.inf for pure latency), got {bandwidth!r}"
-        )
-
-
-@dataclass(frozen=True)
-class Link:
-    """One link and the directed pairs of devices whose messages it carries, one at a time.
-
-    Attributes
-    ----------
-    latency
-        Seconds.
-    bandwidth
-        Bytes a second; ``math.inf`` for pure latency.
-    pairs
-        ``(sender, receiver)`` pairs. Several pairs of one link share it (rule 8).
-    """
-
-    latency: float
-    bandwidth: float
-    pairs: tuple[tuple[int, int], ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pairs", _checked_pairs(self.pairs))
-        _check_speed(f"link of {list(self.pairs)}", self.latency, self.bandwidth)
-        for a, b in self.pairs:
-            if a == b:
-                raise NetworkError(f"link of {list(self.pairs)}: no link leads from {a} to {b}")
-
-
-class Routes(NamedTuple):
-    """Links (n, k), latency (n,), bandwidth (n,) of messages."""
-
-    links: NDArray[np.int64]
-    latency: NDArray[np.float64]
-    bandwidth: NDArray[np.float64]
+#: Algorithms of an all-reduce.
+ALL_REDUCE = {"ring": ring_all_reduce, "tree": tree_all_reduce}
 
 
 @dataclass(frozen=True)
 class Network:
-    """Every directed pair of devices has a link of its own, unless ``links`` says otherwise.
+    """What carries messages: ``links`` for the pairs that they name, ``nodes`` for the others.
+
+    Without ``nodes``, every other directed pair of devices has a link of its own.
 
     Attributes
     ----------
     latency
-        Seconds, of every pair that ``links`` does not name.
+        Seconds, of every pair that ``links`` does not name. Nodes have latencies of their own.
     bandwidth
         Bytes a second, likewise; ``math.inf`` (the default) makes messages pure latency.
     links
-        Links of particular pairs, which may be shared.
+        Links of particular pairs, which may be shared. Their messages hold nothing else.
+    nodes
+        Ports and NICs that all other messages hold, or None.
 
     Raises
     ------
     NetworkError
         For a negative or non-finite latency, a bandwidth that is not positive, a pair that is
-        named twice or leads from a device to itself.
+        named twice or leads from a device to itself, a latency or bandwidth beside ``nodes``.
 
     Examples
     --------
@@ -84,115 +55,254 @@ class Network:
 
     >>> slow = [Link(10e-6, 12e9, ((0, 2), (1, 2))), Link(10e-6, 12e9, ((2, 0), (2, 1)))]
     >>> network = Network(latency=2e-6, bandwidth=200e9, links=slow)
+
+    Nodes of eight devices, each with a port into its node and a NIC out of it:
+
+    >>> network = Network.preset("dgx_h100")
+    >>> network.all_reduce(2e9, range(8)) < network.all_reduce(2e9, range(0, 64, 8))
+    True
     """
 
     latency: float = 0.0
     bandwidth: float = math.inf
     links: tuple[Link, ...] = ()
+    nodes: Nodes | None = None
 
     def __post_init__(self) -> None:
-        _check_speed("network", self.latency, self.bandwidth)
+        check_speed("network", self.latency, self.bandwidth)
         if not isinstance(self.links, (tuple, list)) or not all(
             isinstance(link, Link) for link in self.links
         ):
             raise NetworkError(f"links must be a sequence of Link, got {self.links!r}")
         object.__setattr__(self, "links", tuple(self.links))
         pairs = [pair for link in self.links for pair in link.pairs]
-        twice = {pair for pair in pairs if pairs.count(pair) > 1}
-        if twice:
-            raise NetworkError(f"pair {min(twice)} is on more than one link; name it once")
+        if len(set(pairs)) < len(pairs):
+            twice = min(pair for pair, count in Counter(pairs).items() if count > 1)
+            raise NetworkError(f"pair {twice} is on more than one link; name it once")
+        if self.nodes is None:
+            return
+        if not isinstance(self.nodes, Nodes):
+            raise NetworkError(f"nodes must be a pipesim.Nodes, got {self.nodes!r}")
+        if self.latency != 0 or not math.isinf(self.bandwidth):
+            raise NetworkError(
+                f"network: nodes have port_latency, nic_latency and bandwidths of their own, but "
+                f"latency is {self.latency!r} and bandwidth {self.bandwidth!r} beside them; "
+                f"leave out the one or the other (latency = 0, bandwidth = inf)"
+            )
+
+    @functools.cached_property
+    def _router(self) -> Router:
+        return Router(self.links, self.nodes, self.latency, self.bandwidth)
 
     def resolve(self, source: NDArray[Any], target: NDArray[Any], n_devices: int) -> Routes:
-        """Return number, latency (s) and bandwidth (bytes/s) of the link of each message.
+        """Return the links that each message holds, its latency (s) and its bandwidth (bytes/s).
 
-        Links that `links` names are numbered first; a pair without one has number
-        ``len(links) + source * n_devices + target``.
+        Parameters
+        ----------
+        source, target
+            Devices at both ends of each message, shape ``(n,)``.
+        n_devices
+            How many devices there are.
+
+        Raises
+        ------
+        NetworkError
+            If a message or a link has an end that is none of these devices.
         """
-        own = len(self.links)
-        number = own + source.astype(np.int64) * n_devices + target
-        latency = np.full(len(number), float(self.latency))
-        bandwidth = np.full(len(number), float(self.bandwidth))
-        for index, link in enumerate(self.links):
-            for a, b in link.pairs:
-                if max(a, b) >= n_devices:
-                    raise NetworkError(
-                        f"link {index} names device {max(a, b)}; there are {n_devices} devices, "
-                        f"0..{n_devices - 1}"
-                    )
-                carried = (source == a) & (target == b)
-                number[carried] = index
-                latency[carried], bandwidth[carried] = link.latency, link.bandwidth
-        return Routes(number[:, None], latency, bandwidth)
+        self._router.check_devices(n_devices)
+        source, target = np.asarray(source, np.int64), np.asarray(target, np.int64)
+        for ends in (source, target):
+            wrong = ends[(ends < 0) | (ends >= n_devices)]
+            if len(wrong):
+                raise NetworkError(
+                    f"a message names device {wrong[0]}; there are {n_devices} devices, "
+                    f"0..{n_devices - 1}"
+                )
+        return self._router.routes(source, target, n_devices)
 
-    def all_reduce(self, nbytes: float, devices: NDArray[Any]) -> float:
-        """Return seconds of a ring all-reduce (rule 9): ``2(n-1)/n * bytes/bandwidth + ...``."""
-        n_members = len(devices)
-        share = 2 * (n_members - 1)
-        return share / n_members * nbytes / self.bandwidth + share * self.latency
+    def all_reduce(
+        self, nbytes: float, devices: Sequence[int] | NDArray[Any], algorithm: str = "ring"
+    ) -> float:
+        """Return seconds of an all-reduce (rule 9); 0 for one member.
+
+        Ring: ``2(n-1)/n * nbytes / bandwidth + 2(n-1) * latency``. Double binary tree:
+        ``2 * nbytes / bandwidth + 2 * ceil(log2 n) * latency``. Both take the slowest latency and
+        bandwidth of their hops, and hops that hold one link share its bandwidth; see
+        `pipesim.collectives` for the sources.
+
+        Parameters
+        ----------
+        nbytes
+            Bytes that each member brings.
+        devices
+            The members, each once; the ring visits them in this order.
+        algorithm
+            ``"ring"`` or ``"tree"``.
+
+        Raises
+        ------
+        NetworkError
+            For bytes that are not finite or negative, and members that are no devices.
+        UnknownNameError
+            For another algorithm.
+        """
+        seconds = ALL_REDUCE[check_name("all-reduce", algorithm, ALL_REDUCE)]
+        size, members = _collective("all-reduce", nbytes, devices)
+        return seconds(self._router, size, members) if len(members) > 1 else 0.0
+
+    def all_to_all(self, nbytes: float, devices: Sequence[int] | NDArray[Any]) -> float:
+        """Return seconds in which each member sends ``nbytes / n`` to each other; 0 for one member.
+
+        The largest latency of a pair, and the time of whatever is busiest: a device's ends or
+        ports, ``(n-1)/n * nbytes / bandwidth``; a NIC, ``messages / n * nbytes / nic_bandwidth``
+        for all messages that its devices exchange with other nodes; a link in ``links``, likewise
+        for its pairs.
+
+        Parameters
+        ----------
+        nbytes
+            Bytes that each member brings, the n-th part that it keeps included.
+        devices
+            The members, each once, in any order.
+
+        Raises
+        ------
+        NetworkError
+            For bytes that are not finite or negative, and members that are no devices.
+        """
+        size, members = _collective("all-to-all", nbytes, devices)
+        return all_to_all(self._router, size, members) if len(members) > 1 else 0.0
+
+    @classmethod
+    def preset(cls, name: str, efficiency: float = 1.0) -> Network:
+        """Return the network of a common machine; `pipesim.machines` lists them.
+
+        Parameters
+        ----------
+        name
+            Such as ``"dgx_h100"``.
+        efficiency
+            The part of the nominal bandwidths that messages reach, above 0 and at most 1.
+
+        Raises
+        ------
+        UnknownNameError
+            Naming the nearest known name and all of them.
+        NetworkError
+            For an efficiency out of range.
+        """
+        nodes = machine(name).nodes
+        part = number(efficiency)
+        if part is None or not 0 < part <= 1:
+            raise NetworkError(f"efficiency must be above 0 and at most 1, got {efficiency!r}")
+        port, nic = nodes.port_bandwidth * part, nodes.nic_bandwidth * part
+        return cls(nodes=replace(nodes, port_bandwidth=port, nic_bandwidth=nic))
+
+    @classmethod
+    def from_csv(
+        cls, path: Path | str, *, latency: float = 0.0, bandwidth: float = math.inf
+    ) -> Network:
+        """Read links from a CSV file with the columns ``source,target,latency,bandwidth[,link]``.
+
+        One directed pair of devices a row, in seconds and bytes a second; an empty bandwidth, or
+        ``inf``, is endless. Rows with the same ``link``, a name of your choice, share one link and
+        must agree on its latency and bandwidth.
+
+        Parameters
+        ----------
+        path
+            The file.
+        latency, bandwidth
+            Of pairs that it does not name.
+
+        Raises
+        ------
+        NetworkError
+            Naming file, line and column.
+        """
+        return cls(latency, bandwidth, read_links(Path(path)))
+
+    @classmethod
+    def from_matrix(cls, latency: ArrayLike, bandwidth: ArrayLike) -> Network:
+        """Return a network in which every pair has a link of its own.
+
+        Parameters
+        ----------
+        latency, bandwidth
+            Seconds and bytes a second, shape ``(n_devices, n_devices)``, from the row's device to
+            the column's; one of them may be a single number. Diagonals are not read.
+
+        Raises
+        ------
+        NetworkError
+            For other shapes, and for values out of range, naming the pair.
+        """
+        return cls(links=matrix_links(latency, bandwidth))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; endless bandwidth is None."""
+        nodes = {} if self.nodes is None else {"nodes": self.nodes.to_dict()}
         return {
-            **_speed_to_dict(self.latency, self.bandwidth),
-            "links": [
-                {**_speed_to_dict(k.latency, k.bandwidth), "pairs": [list(p) for p in k.pairs]}
-                for k in self.links
-            ],
+            "latency": self.latency,
+            "bandwidth": finite(self.bandwidth),
+            "links": [link.to_dict() for link in self.links],
+            **nodes,
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Network:
-        """Read what `to_dict` wrote.
+        """Read what `to_dict` wrote; ``preset = "dgx_h100"`` stands for the nodes of a machine.
 
         Raises
         ------
         NetworkError
             Naming an unknown key or a missing one.
+        UnknownNameError
+            For an unknown preset.
         """
-        check_keys("network", values, ("latency", "bandwidth", "links"))
+        check_keys("network", values, KEYS)
         links = values.get("links", ())
         if not isinstance(links, (tuple, list)) or not all(isinstance(x, Mapping) for x in links):
             raise NetworkError(f"links must be a list of tables, got {links!r}")
-        for link in links:
-            check_keys("link", link, ("latency", "bandwidth", "pairs"))
-            if "pairs" not in link:
-                raise NetworkError(f"link {dict(link)} names no pairs; add pairs = [[0, 1]]")
+        nodes = None
+        if "preset" in values and values.get("nodes") is not None:
+            raise NetworkError("network has both preset and nodes; leave out one of them")
+        if "preset" in values:
+            nodes = machine(values["preset"]).nodes
+        elif values.get("nodes") is not None:
+            nodes = Nodes.from_dict(values["nodes"])
         return cls(
-            **_speed_from_dict(values),
-            links=tuple(Link(**_speed_from_dict(link), pairs=link["pairs"]) for link in links),
+            values.get("latency", 0.0),
+            endless(values.get("bandwidth")),
+            tuple(Link.from_dict(link) for link in links),
+            nodes,
         )
 
 
-def _checked_pairs(pairs: object) -> tuple[tuple[int, int], ...]:
-    """Return pairs of device numbers as tuples."""
-    if not isinstance(pairs, (tuple, list)) or not all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
-    ):
+#: What a table of settings may say of a network.
+KEYS = ("latency", "bandwidth", "links", "nodes", "preset")
+
+
+def _collective(
+    what: str, nbytes: object, devices: Iterable[Any]
+) -> tuple[float, NDArray[np.int64]]:
+    """Return bytes and members of a collective operation, checked."""
+    size = number(nbytes)
+    if size is None or not 0 <= size < math.inf:
+        raise NetworkError(f"{what}: bytes must be finite and >= 0, got {nbytes!r}")
+    try:
+        members = np.asarray(devices)
+    except ValueError:  # a ragged sequence
+        members = np.empty((0, 0))
+    if members.ndim != 1 or not len(members) or members.dtype.kind not in "iu":
         raise NetworkError(
-            f"pairs must be a list of (sender, receiver), such as [[0, 1]], got {pairs!r}"
+            f"{what}: devices must be a sequence of device numbers, such as [0, 1], got {devices!r}"
         )
-    return tuple(
-        (check_count("sender of a link", a, 0), check_count("receiver of a link", b, 0))
-        for a, b in pairs
-    )
-
-
-def check_keys(what: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise for a key that ``what`` does not have."""
-    if not isinstance(values, Mapping):
-        raise NetworkError(f"{what} must be a table, got {values!r}")
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise NetworkError(f"{what} has no {unknown[0]!r} (it has: {', '.join(known)})")
-
-
-def _speed_to_dict(latency: float, bandwidth: float) -> dict[str, float | None]:
-    return {"latency": latency, "bandwidth": None if math.isinf(bandwidth) else bandwidth}
-
-
-def _speed_from_dict(values: Mapping[str, Any]) -> dict[str, float]:
-    bandwidth = values.get("bandwidth")
-    return {
-        "latency": values.get("latency", 0.0),
-        "bandwidth": math.inf if bandwidth is None else bandwidth,
-    }
+    for wrong in members[(members < 0) | (members > MAX_DEVICE)]:
+        raise NetworkError(f"{what}: a device must be 0 to {MAX_DEVICE}, got {wrong}")
+    distinct, counts = np.unique(members, return_counts=True)
+    if len(distinct) < len(members):
+        raise NetworkError(
+            f"{what}: device {distinct[counts > 1][0]} is named twice; name each member once"
+        )
+    return size, members.astype(np.int64)

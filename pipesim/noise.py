@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from statistics import NormalDist
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim import draws
-from pipesim.costs import TaskCosts
+from pipesim.costs import CostTable, TaskCosts, message_ends
 from pipesim.errors import ArgumentError, check_count, check_name, number
-from pipesim.graph import PAIRS, TaskGraph
+from pipesim.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
 
-__all__ = ["Distribution", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]
+__all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]
 
 Floats = NDArray[np.float64]
 #: What draws are for; with seed and scenario it makes their key.
@@ -24,10 +25,35 @@ _OF_TASKS, _OF_DEVICES, _OF_FAILURES = range(3)
 
 
 class Distribution(Protocol):
-    """Of factors on a duration, by its quantile function."""
+    """Of factors on a duration, by its quantile function; hashable, as a frozen dataclass is."""
+
+    def __hash__(self) -> int: ...
 
     def quantile(self, level: Floats) -> Floats:
         """Return the factors below which shares ``level`` (0..1, exclusive) of all draws lie."""
+
+
+class Draws(NamedTuple):
+    """Noise as engines take it.
+
+    Attributes
+    ----------
+    tables
+        Quantiles of each distribution; shape ``(n, 3, BINS)``.
+    which
+        Distribution that each kind of task draws from, or -1; shape ``(n_kinds,)``.
+    computes, device
+        Of each kind: whether it computes, and where.
+    hit_every, pause
+        Seconds of a device's work between failures, 0 for none; and how long each takes.
+    """
+
+    tables: Floats
+    which: NDArray[np.int8]
+    computes: NDArray[np.bool_]
+    device: NDArray[np.int64]
+    hit_every: float
+    pause: float
 
 
 def _standard_normal(level: Floats) -> Floats:
@@ -207,49 +233,59 @@ class Noise:
                 raise ArgumentError(
                     f"device {device} is slow, but there are {known} devices, 0..{known - 1}"
                 )
-        on_device = np.ones(known)
+        kinds, on_device = graph.kinds, np.ones(known)
         on_device[list(self.slow_devices)] = list(self.slow_devices.values())
-        computes = graph.is_op(COMPUTE)
-        factor = np.where(computes, on_device[graph.device], 1.0)
-        source, target = _ends(graph)
+        factor = np.where(kinds.is_op(COMPUTE), on_device[kinds.device], 1.0)
+        transfers = np.flatnonzero(kinds.is_op(TRANSFERS))
+        source, target = message_ends(kinds, transfers)
         for (a, b), slower in self.slow_links.items():
-            factor[(source == a) & (target == b)] = slower
+            factor[transfers[(source == a) & (target == b)]] = slower
+        if costs.row is not graph.kind:  # a row a task
+            columns = (column[costs.row] for column in costs.table)
+            costs = TaskCosts.of_tasks(CostTable(*columns), costs.costs)
+            factor, is_transfer = factor[graph.kind], graph.is_op(TRANSFERS)
+        else:
+            is_transfer = kinds.is_op(TRANSFERS)
         table = costs.table._replace(
-            duration=costs.duration * factor,
-            latency=costs.latency * np.where(computes, 1.0, factor),
-            launch=costs.launch,
-            nbytes=costs.nbytes,
-            links=costs.links,
+            duration=costs.table.duration * factor,
+            latency=costs.table.latency * np.where(is_transfer, factor, 1.0),
         )
-        return TaskCosts.of_tasks(table, costs.costs)
+        return replace(costs, table=table)
 
-    def tables(self, graph: TaskGraph) -> tuple[Floats, NDArray[np.int8]]:
-        """Return the quantiles of each distribution, and which one each kind of task draws from.
-
-        Shapes ``(n, 3, BINS)`` and ``(n_kinds,)``; -1 for kinds that do not vary.
-        """
+    def prepare(self, graph: TaskGraph) -> Draws:
+        """Return what draws need of a graph."""
         kinds = graph.kinds
         which = np.full(len(kinds), -1, dtype=np.int8)
-        tables = []
-        by_op = self.task if isinstance(self.task, Mapping) else None
-        plan: list[tuple[Distribution | None, Any, int]] = [
-            (self.message, kinds.is_op(SENDS | COLLECTIVES), 1)
+        by_op = self.task if isinstance(self.task, Mapping) else {}
+        varying: list[tuple[Distribution | None, NDArray[np.bool_], int]] = [
+            (self.message, kinds.is_op(SENDS | COLLECTIVES), 1),
+            *((d, kinds.op == Op[op], self.gpus_per_device) for op, d in by_op.items()),
         ]
-        if by_op is None:
-            plan.append((self.task, kinds.is_op(COMPUTE), self.gpus_per_device))  # type: ignore[arg-type]
-        else:
-            plan += [(d, kinds.op == Op[op], self.gpus_per_device) for op, d in by_op.items()]
-        for distribution, members, gpus in plan:
+        if self.task is not None and not isinstance(self.task, Mapping):
+            varying.append((self.task, kinds.is_op(COMPUTE), self.gpus_per_device))
+        tables: list[Floats] = []
+        for distribution, members, gpus in varying:
             if distribution is not None and members.any():
                 which[members] = len(tables)
-                tables.append(draws.quantile_table(distribution.quantile, gpus))
-        return np.array(tables).reshape(-1, 3, draws.BINS), which
+                tables.append(_table(distribution, gpus))
+        hit_every, pause = 0.0, 0.0
+        if self.failures is not None:
+            hit_every = self.failures.every / self.gpus_per_device
+            pause = float(self.failures.pause)
+        return Draws(
+            np.array(tables, dtype=np.float64).reshape(-1, 3, draws.BINS),
+            which,
+            kinds.is_op(COMPUTE),
+            kinds.device,
+            hit_every,
+            pause,
+        )
 
     def device_factors(self, n_devices: int, scenarios: Sequence[int]) -> Floats:
         """Return the factor of each device in each scenario; shape ``(n, n_devices)``."""
         if self.device is None:
             return np.ones((len(scenarios), n_devices))
-        table = draws.quantile_table(self.device.quantile, self.gpus_per_device)
+        table = _table(self.device, self.gpus_per_device)
         index = np.arange(n_devices, dtype=np.uint64)
         keys = self.keys(scenarios)[:, _OF_DEVICES]
         return np.stack([draws.factors(table, draws.mixed(k, index)) for k in keys])
@@ -263,38 +299,31 @@ class Noise:
             dtype=np.uint64,
         ).reshape(-1, len(purposes))
 
-    @property
-    def hit_every(self) -> float:
-        """Seconds of work between failures of one device; 0 for none."""
-        return 0.0 if self.failures is None else self.failures.every / self.gpus_per_device
-
-    def draw(self, graph: TaskGraph, costs: TaskCosts, scenario: int = 0) -> TaskCosts:
+    def applied(self, graph: TaskGraph, costs: TaskCosts, scenario: int = 0) -> TaskCosts:
         """Return the costs of one scenario: what its tasks take, one by one."""
         costs = self.slowed(graph, costs)
-        tables, which = self.tables(graph)
+        return replace(costs, drawn=self.draw(graph, costs, scenario))
+
+    def draw(self, graph: TaskGraph, costs: TaskCosts, scenario: int) -> Floats:
+        """Return the seconds of each task in one scenario, from costs that are `slowed`."""
+        prepared = self.prepare(graph)
         keys = self.keys([scenario])[0]
         index = np.arange(len(graph), dtype=np.uint64)
         of_device = self.device_factors(graph.n_devices, [scenario])[0]
-        computes = graph.is_op(COMPUTE)
-        drawn = costs.duration * np.where(computes, of_device[graph.device], 1.0)
-        for number_, table in enumerate(tables):
-            mine = np.flatnonzero((which == number_)[graph.kind])
+        computes = prepared.computes[graph.kind]
+        drawn: Floats = costs.duration * np.where(computes, of_device[graph.device], 1.0)
+        for row, table in enumerate(prepared.tables):
+            mine = np.flatnonzero((prepared.which == row)[graph.kind])
             drawn[mine] *= draws.factors(table, draws.mixed(keys[_OF_TASKS], index[mine]))
-        if self.failures is not None:
-            share = (draws.mixed(keys[_OF_FAILURES], index) >> np.uint64(11)) * 2.0**-53
-            drawn += np.where(computes & (share * self.hit_every < drawn), self.failures.pause, 0.0)
-        return replace(costs, drawn=drawn)
+        if prepared.hit_every > 0:
+            hit = draws.shares(draws.mixed(keys[_OF_FAILURES], index)) * prepared.hit_every < drawn
+            drawn += np.where(computes & hit, prepared.pause, 0.0)
+        return drawn
 
 
-def _ends(graph: TaskGraph) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sending and the receiving device of each transfer, -1 for other tasks."""
-    transfers = np.flatnonzero(graph.is_op(TRANSFERS) & (graph.pair >= 0))
-    mine, other = graph.device[transfers], graph.device[graph.pair[transfers]]
-    receives = np.isin(graph.op[transfers], list(PAIRS))
-    ends = np.full((2, len(graph)), -1, dtype=np.int64)
-    ends[0, transfers] = np.where(receives, other, mine)
-    ends[1, transfers] = np.where(receives, mine, other)
-    return ends[0], ends[1]
+@lru_cache(maxsize=64)
+def _table(distribution: Distribution, slowest_of: int) -> Floats:
+    return draws.quantile_table(distribution.quantile, slowest_of)
 
 
 def _check_spread(name: str, value: object) -> None:

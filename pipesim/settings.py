@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from pipesim.costs import VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, suggestion
+from pipesim.links import Nodes
 from pipesim.lower import lower
+from pipesim.network import KEYS
 from pipesim.schedule import schedule, schedules
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
@@ -24,6 +27,7 @@ Settings = dict[str, Any]
 
 COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
 _LOWERING = ("recompute", "overlap", "streams", "rendezvous", "hosts", "step")
+_NODES = tuple(field.name for field in fields(Nodes))
 SETTINGS = (*COUNTS, *_LOWERING, "engine", "options", "costs")
 
 
@@ -47,7 +51,9 @@ def checked(where: str, layer: object, known: tuple[str, ...], folder: Path) -> 
         return table
     costs = _table(f"{where}: costs", table["costs"], ("file", "network", *VALUE_FIELDS))
     if "network" in costs:
-        _table(f"{where}: costs.network", costs["network"], ("latency", "bandwidth", "links"))
+        network = _table(f"{where}: costs.network", costs["network"], KEYS)
+        if "nodes" in network:
+            _table(f"{where}: costs.network.nodes", network["nodes"], _NODES)
     if "file" in costs:
         costs = merged(Costs.load(folder / str(costs.pop("file"))).to_dict(), costs)
     return {**table, "costs": costs}

@@ -11,8 +11,16 @@ from numpy.typing import NDArray
 from pipesim import jit
 from pipesim.costs import Costs, CostTable, TaskCosts
 from pipesim.engines import compiled, simpy_engine
-from pipesim.errors import ArgumentError, CostsError, EngineWarning, TimelineError, check_name
+from pipesim.errors import (
+    ArgumentError,
+    CostsError,
+    EngineWarning,
+    TimelineError,
+    check_count,
+    check_name,
+)
 from pipesim.graph import TaskGraph
+from pipesim.noise import Noise
 from pipesim.ops import RECVS
 from pipesim.timeline import Timeline
 from pipesim.verify import verify
@@ -23,7 +31,14 @@ Engine = Callable[[TaskGraph, TaskCosts], tuple[NDArray[np.float64], NDArray[np.
 ENGINES: dict[str, Engine] = {"compiled": compiled.run, "simpy": simpy_engine.run}
 
 
-def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "compiled") -> Timeline:
+def simulate(
+    graph: TaskGraph,
+    costs: Costs | TaskCosts,
+    *,
+    engine: str = "compiled",
+    noise: Noise | None = None,
+    scenario: int = 0,
+) -> Timeline:
     """Predict when each task of ``graph`` runs.
 
     Parameters
@@ -35,6 +50,9 @@ def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "compi
     engine
         ``"compiled"``, or ``"simpy"``, the readable reference. The answers are equal; without
         numba, or where it is switched off, SimPy's serves for both, with an `EngineWarning`.
+    noise, scenario
+        Vary the durations as this noise does in this one of its scenarios, counted from 0; see
+        `pipesim.simulate_many` for many at once.
 
     Raises
     ------
@@ -44,6 +62,16 @@ def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "compi
         If tasks would wait for each other for ever; nothing is run then.
     """
     check_name("engine", engine, ENGINES)
+    tasks = checked_costs(graph, costs)
+    if noise is not None:
+        tasks = checked_noise(noise).applied(graph, tasks, check_count("scenario", scenario, 0))
+    start, end = _engine(engine)(graph, tasks)
+    nbytes = None if tasks.row is graph.kind and tasks.costs else tasks.nbytes
+    return Timeline(graph, start, end, nbytes, tasks.costs)
+
+
+def checked_costs(graph: TaskGraph, costs: Costs | TaskCosts) -> TaskCosts:
+    """Verify a graph and return its costs, verified."""
     if not isinstance(graph, TaskGraph):
         raise ArgumentError(
             f"simulate takes a TaskGraph, got {type(graph).__name__}; lower the schedule first: "
@@ -54,9 +82,17 @@ def simulate(graph: TaskGraph, costs: Costs | TaskCosts, *, engine: str = "compi
     verify(graph)
     tasks = costs.of(graph) if isinstance(costs, Costs) else costs
     _check(graph, tasks)
-    start, end = _engine(engine)(graph, tasks)
-    nbytes = None if tasks.row is graph.kind and tasks.costs else tasks.nbytes
-    return Timeline(graph, start, end, nbytes, tasks.costs)
+    return tasks
+
+
+def checked_noise(noise: object) -> Noise:
+    """Return ``noise`` if it is one."""
+    if not isinstance(noise, Noise):
+        raise ArgumentError(
+            f"noise must be a pipesim.Noise, such as "
+            f"ps.Noise(task=ps.LogNormal(0.02), seed=0), got {noise!r}"
+        )
+    return noise
 
 
 def _engine(name: str) -> Engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class StreamKind:
     COMPUTE = 0
     COPY = -1
     COLLECTIVE = -2
-    _NAMES = {COMPUTE: "compute", COPY: "copy", COLLECTIVE: "collective"}
+    _NAMES: ClassVar = {COMPUTE: "compute", COPY: "copy", COLLECTIVE: "collective"}
 
     @staticmethod
     def send(peer: Ints) -> Ints:

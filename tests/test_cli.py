@@ -471,11 +471,30 @@ def test_links_of_pairs(capsys: pytest.CaptureFixture[str], config: Path) -> Non
     assert ["makespan", "1033.0", "ms"] in rows(out)
 
 
+def test_nodes(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    """Ports and NICs, in numbers or as a machine's preset; an argument beside them is refused."""
+    nodes = "devices_per_node = 1, nic_latency = 1.0"
+    config.write_text(SHARED + f"[costs.network.nodes]\n{nodes.replace(', ', chr(10))}\n")
+    out = succeed(capsys, "simulate", "gpipe", "--config", config, "--devices", 2)
+    assert ["makespan", "2027.0", "ms"] in rows(out)  # 9 F and B of 1 and 2 ms, and both ways
+    config.write_text(SHARED + 'network = { preset = "dgx_h100" }\n')
+    assert "makespan" in succeed(capsys, "simulate", "gpipe", "--config", config)
+    assert "leave out the one or the other" in fail(
+        capsys, "simulate", "gpipe", "--config", config, "--latency", "1e-6"
+    )
+
+
 BAD_TOML = {
     "malformed": ("devices = 4\nmicrobatches = \n", "(at line 2, column"),
     "unknown key": ("device = 4", "unknown key 'device'; did you mean 'devices'?"),
     "unknown cost": ("[costs]\nfoward = 1", "costs: unknown key 'foward'; did you mean 'forward'?"),
     "unknown of network": ("costs.network.latncy = 1", "did you mean 'latency'?"),
+    "unknown of nodes": ("costs.network.nodes.n_nic = 1", "did you mean 'n_nics'?"),
+    "nodes of wrong kind": ("costs.network.nodes = 8", "costs.network.nodes must be a table"),
+    "unknown machine": (
+        'schedule = "gpipe"\n' + SHARED + 'network.preset = "dgx_h10"',
+        "did you mean 'dgx_h100'?",
+    ),
     "unknown of schedule": ('[[schedule]]\nnam = "x"', "schedule 1: unknown key 'nam'; did you me"),
     "nameless": ("[[schedule]]\ndevices = 4", "schedule 1 has no name"),
     "name of wrong kind": ("[[schedule]]\nname = [4]", "schedule 1 has no name"),

@@ -1,8 +1,11 @@
-"""Networks: which link carries a message, how fast, and what is refused."""
+"""Networks: which links carry a message, how fast, how long collectives last, what is refused."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,21 +15,54 @@ from hypothesis import strategies as st
 from strategies import networks
 
 import pipesim as ps
-from pipesim.errors import NetworkError, PipeError
+from pipesim.errors import NetworkError, PipeError, UnknownNameError
 
 
 def resolve(network: ps.Network, *pairs: tuple[int, int], n_devices: int = 4) -> list[Any]:
-    """Return number, latency and bandwidth of each pair's link."""
+    """Return links (a frozen set), latency and bandwidth of each pair's message."""
     source, target = np.array(pairs).T
-    columns = network.resolve(source, target, n_devices)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+    routes = network.resolve(source, target, n_devices)
+    assert routes.links.dtype == np.int64
+    assert routes.links.shape[0] == len(pairs) == len(routes.latency) == len(routes.bandwidth)
+    assert routes.links.shape[1] >= 1
+    held = []
+    for row in routes.links.tolist():
+        links = [link for link in row if link >= 0]
+        assert row == links + [-1] * (len(row) - len(links)), "padded at the end"
+        assert len(set(links)) == len(links)
+        held.append(frozenset(links))
+    return list(zip(held, routes.latency.tolist(), routes.bandwidth.tolist(), strict=True))
+
+
+def contend(network: ps.Network, one: tuple[int, int], two: tuple[int, int], n: int = 16) -> bool:
+    """Whether two messages have a link in common."""
+    (links, _, _), (others, _, _) = resolve(network, one, two, n_devices=n)
+    return bool(links & others)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> ps.Network:
+    """Draw nodes of one to four devices, and sometimes a link beside them."""
+    per_node = draw(st.sampled_from([1, 2, 4]))
+    speed = st.sampled_from([1.0, 2.0, 8.0, math.inf])
+    nodes = ps.Nodes(
+        per_node,
+        port_latency=draw(st.sampled_from([0.0, 1.0])),
+        port_bandwidth=draw(speed),
+        nic_latency=draw(st.sampled_from([0.0, 3.0])),
+        nic_bandwidth=draw(speed),
+        n_nics=draw(st.sampled_from([k for k in (1, 2, 4) if per_node % k == 0])),
+    )
+    links = (ps.Link(5, 0.5, ((0, 1), (1, 2))),) if draw(st.booleans()) else ()
+    return ps.Network(links=links, nodes=nodes)
 
 
 def test_uniform() -> None:
     """Every directed pair has a link of its own."""
     network = ps.Network(latency=2, bandwidth=8)
     links = resolve(network, (0, 1), (1, 0), (0, 2), (3, 2))
-    assert len({number for number, _, _ in links}) == 4
+    assert len(frozenset().union(*(held for held, _, _ in links))) == 4
+    assert all(len(held) == 1 for held, _, _ in links)
     assert {(latency, bandwidth) for _, latency, bandwidth in links} == {(2.0, 8.0)}
 
 
@@ -35,10 +71,10 @@ def test_named_pairs() -> None:
     links = [ps.Link(5, 1, ((0, 2), (1, 2))), ps.Link(6, 2, ((2, 0),))]
     network = ps.Network(latency=1, bandwidth=math.inf, links=links)  # type: ignore[arg-type]
     there, too, back, other = resolve(network, (0, 2), (1, 2), (2, 0), (0, 1))
-    assert there == too == (0, 5.0, 1.0)
-    assert back == (1, 6.0, 2.0)
+    assert there == too == ({0}, 5.0, 1.0)
+    assert back == ({1}, 6.0, 2.0)
     assert other[1:] == (1.0, math.inf)
-    assert other[0] >= 2
+    assert min(other[0]) >= 2
 
 
 @given(st.data())
@@ -53,19 +89,12 @@ def test_pairs_share_only_named_links(data: st.DataObject) -> None:
             assert (number[one] == number[two]) == together
 
 
-def test_all_reduce() -> None:
-    """Rule 9: 2(n-1)/n * bytes / bandwidth + 2(n-1) * latency."""
-    network = ps.Network(latency=1, bandwidth=8)
-    assert network.all_reduce(64, 4) == 2 * 3 / 4 * 64 / 8 + 2 * 3 * 1
-    assert network.all_reduce(64, 1) == 0
-    assert ps.Network(latency=1).all_reduce(64, 2) == 2
-
-
 @given(st.data())
 def test_plain_values_round_trip(data: st.DataObject) -> None:
-    """`to_dict` and `from_dict` are inverse."""
-    network = data.draw(networks(4))
+    """`to_dict` and `from_dict` are inverse, through JSON as well."""
+    network = data.draw(st.one_of(networks(4), clusters()))
     assert ps.Network.from_dict(network.to_dict()) == network
+    assert ps.Network.from_dict(json.loads(json.dumps(network.to_dict()))) == network
 
 
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, None, "1", True])
@@ -135,10 +164,452 @@ def test_devices_that_do_not_exist() -> None:
         ({"links": [{"pairs": [[0, 1]], "speed": 1}]}, "link has no 'speed'"),
         ({"links": [{"latency": 1}]}, r"names no pairs; add pairs = \[\[0, 1\]\]"),
         ({"links": 1}, "links must be a list of tables"),
+        ({"nodes": 8}, "nodes must be a table, got 8"),
+        ({"nodes": {"devices": 8}}, "nodes has no 'devices'"),
+        ({"nodes": {"n_nics": 8}}, "lack a size; add devices_per_node = 8"),
+        ({"preset": "dgx_h10"}, "unknown machine 'dgx_h10'; did you mean 'dgx_h100'"),
+        ({"preset": ["dgx_h100"]}, "unknown machine"),
+        ({"preset": "dgx_h100", "nodes": {"devices_per_node": 8}}, "both preset and nodes"),
+        ({"preset": "dgx_h100", "latency": 1e-6}, "leave out the one or the other"),
         (None, "network must be a table"),
     ],
 )
 def test_bad_plain_values(values: Any, message: str) -> None:
     """As a file may hold them."""
-    with pytest.raises(NetworkError, match=message):
+    with pytest.raises(PipeError, match=message):
         ps.Network.from_dict(values)
+
+
+def test_messages_of_devices_that_do_not_exist() -> None:
+    """Their numbers would be taken for other links."""
+    for pair in ((0, 4), (4, 0), (-1, 0)):
+        with pytest.raises(NetworkError, match=r"a message names device (4|-1); there are 4 dev"):
+            resolve(ps.Network(), pair)
+
+
+# Nodes
+
+
+#: Two nodes of four devices and two NICs each; ports are eight times as fast as NICs.
+NODES = ps.Nodes(4, port_latency=1, port_bandwidth=8, nic_latency=3, nic_bandwidth=1, n_nics=2)
+CLUSTER = ps.Network(nodes=NODES)
+
+
+def test_message_inside_a_node() -> None:
+    """It holds the sender's port out and the receiver's port in."""
+    ((held, latency, bandwidth),) = resolve(CLUSTER, (0, 3), n_devices=8)
+    assert (len(held), latency, bandwidth) == (2, 1.0, 8.0)
+    assert contend(CLUSTER, (0, 3), (0, 1))  # the port out of 0
+    assert contend(CLUSTER, (0, 3), (2, 3))  # the port into 3
+    assert not contend(CLUSTER, (0, 3), (3, 0))  # full duplex
+    assert not contend(CLUSTER, (0, 1), (1, 2))
+    assert not contend(CLUSTER, (0, 1), (2, 3))
+
+
+def test_message_between_nodes() -> None:
+    """It holds a NIC at both ends as well, and devices 0, 1 and 2, 3 of a node share theirs."""
+    ((held, latency, bandwidth),) = resolve(CLUSTER, (0, 4), n_devices=8)
+    assert (len(held), latency, bandwidth) == (4, 3.0, 1.0)
+    assert contend(CLUSTER, (0, 4), (1, 6))  # the NIC out of 0 and 1
+    assert contend(CLUSTER, (0, 4), (3, 5))  # the NIC into 4 and 5
+    assert contend(CLUSTER, (0, 4), (0, 1))  # the port out of 0
+    assert contend(CLUSTER, (0, 4), (5, 4))  # the port into 4
+    assert not contend(CLUSTER, (0, 4), (4, 0))  # full duplex
+    assert not contend(CLUSTER, (0, 4), (2, 6))  # other NICs
+    assert not contend(CLUSTER, (0, 4), (1, 2))
+
+
+def test_numbers_of_nics() -> None:
+    """One a device unless it is given; one for all; messages inside a node need none."""
+    own = ps.Network(nodes=ps.Nodes(4, nic_bandwidth=1))
+    one = ps.Network(nodes=ps.Nodes(4, nic_bandwidth=1, n_nics=1))
+    assert not contend(own, (0, 4), (1, 5))
+    assert contend(one, (0, 4), (3, 7))
+    assert not contend(one, (0, 4), (4, 0))
+    assert resolve(one, (0, 1), n_devices=8) == [(frozenset(), 0.0, math.inf)]
+
+
+def test_endless_bandwidth_is_never_held() -> None:
+    """Rule 4: a port that takes no time does not keep others waiting for the NIC's time."""
+    network = ps.Network(nodes=ps.Nodes(2, port_bandwidth=4))
+    assert resolve(network, (0, 2))[0][2] == 4
+    assert not contend(ps.Network(nodes=ps.Nodes(2, port_bandwidth=4, n_nics=1)), (0, 2), (1, 3))
+    slow_port = ps.Network(nodes=ps.Nodes(2, port_bandwidth=4, nic_bandwidth=9, n_nics=1))
+    assert contend(slow_port, (0, 2), (1, 3))
+    assert resolve(slow_port, (0, 2))[0][2] == 4
+
+
+def test_links_beside_nodes() -> None:
+    """A pair that a link names holds that link alone."""
+    network = ps.Network(links=(ps.Link(7, 5, ((0, 1), (0, 4))),), nodes=NODES)
+    near, far, other = resolve(network, (0, 1), (0, 4), (0, 2), n_devices=8)
+    assert near == far == ({0}, 7.0, 5.0)
+    assert other[1:] == (1.0, 8.0)
+    assert not near[0] & other[0]
+
+
+@given(clusters(), st.integers(3, 9), st.data())
+def test_links_of_nodes_by_hand(network: ps.Network, n: int, data: st.DataObject) -> None:
+    """Pairs contend where their ends, or their nodes' NICs, are the same, and nowhere else."""
+    nodes = network.nodes
+    assert nodes is not None
+    assert nodes.n_nics is not None
+    pairs = list(itertools.permutations(range(n), 2))
+    named = {pair for link in network.links for pair in link.pairs}
+
+    def holds(a: int, b: int) -> set[tuple[Any, ...]]:
+        if (a, b) in named:
+            return {("link",)}
+        each = nodes.devices_per_node // nodes.n_nics
+        ports = {("out", a), ("in", b)} if nodes.port_bandwidth < math.inf else set()
+        far = a // nodes.devices_per_node != b // nodes.devices_per_node
+        nics = {("nic out", a // each), ("nic in", b // each)}
+        return ports | (nics if far and nodes.nic_bandwidth < math.inf else set())
+
+    got = resolve(network, *pairs, n_devices=n)
+    for (one, (links, _, _)), (two, (others, _, _)) in itertools.product(
+        zip(pairs, got, strict=True), repeat=2
+    ):
+        assert len(links & others) == len(holds(*one) & holds(*two)), (one, two)
+    there, back = data.draw(st.sampled_from(pairs)), got
+    if there not in named and there[::-1] not in named:  # the same both ways, on other links
+        here, other = back[pairs.index(there)], back[pairs.index(there[::-1])]
+        assert here[1:] == other[1:]
+        assert not here[0] & other[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"devices_per_node": 0}, "nodes: devices_per_node must be at least 1, got 0"),
+        ({"devices_per_node": 2.0}, "nodes: devices_per_node must be a whole number"),
+        ({"devices_per_node": 2**31}, "nodes: devices_per_node must be at most"),
+        ({"n_nics": 0}, "nodes: n_nics must be at least 1, got 0"),
+        ({"n_nics": 3}, "3 NICs cannot be shared evenly by 8 devices; give a divisor of 8"),
+        ({"n_nics": 16}, "16 NICs cannot be shared evenly by 8 devices"),
+        ({"port_bandwidth": 0}, "nodes: port_bandwidth must be > 0 bytes/s"),
+        ({"nic_bandwidth": -1}, "nodes: nic_bandwidth must be > 0 bytes/s"),
+        ({"nic_bandwidth": math.nan}, "nodes: nic_bandwidth must be > 0 bytes/s"),
+        ({"port_latency": -1e-9}, "nodes: port_latency must be finite and >= 0 s, got -1e-09"),
+        ({"nic_latency": math.inf}, "nodes: nic_latency must be finite and >= 0 s, got inf"),
+    ],
+)
+def test_bad_nodes(values: dict[str, Any], message: str) -> None:
+    """The field is named, and what is allowed."""
+    with pytest.raises(PipeError, match=message):
+        ps.Nodes(**{"devices_per_node": 8, **values})
+
+
+def test_nodes_are_nodes() -> None:
+    """Nor do they stand beside a latency or bandwidth that no message would have."""
+    with pytest.raises(NetworkError, match=r"nodes must be a pipesim\.Nodes, got 8"):
+        ps.Network(nodes=8)  # type: ignore[arg-type]
+    for values in ({"latency": 1.0}, {"bandwidth": 1.0}):
+        with pytest.raises(NetworkError, match="leave out the one or the other"):
+            ps.Network(nodes=NODES, **values)
+
+
+# Collective operations
+
+
+def test_ring_all_reduce() -> None:
+    """Rule 9: 2(n-1)/n * bytes / bandwidth + 2(n-1) * latency."""
+    network = ps.Network(latency=1, bandwidth=8)
+    assert network.all_reduce(64, range(4)) == 2 * 3 / 4 * 64 / 8 + 2 * 3 * 1
+    assert network.all_reduce(64, [2]) == 0
+    assert ps.Network(latency=1).all_reduce(64, np.array([3, 1])) == 2
+
+
+def test_ring_takes_the_slowest_hop() -> None:
+    """The slowest latency and bandwidth of the hops, also of the one that closes the ring."""
+    slow = ps.Network(1, 8, (ps.Link(5, 4, ((2, 0),)),))
+    assert slow.all_reduce(12, [0, 1, 2]) == 4 / 3 * 12 / 4 + 4 * 5
+    assert slow.all_reduce(12, [0, 2, 1]) == 4 / 3 * 12 / 8 + 4 * 1  # the other way round
+    shared = ps.Network(1, 8, (ps.Link(1, 8, ((0, 1), (1, 2))),))
+    assert shared.all_reduce(12, [0, 1, 2]) == 4 / 3 * 12 / 4 + 4 * 1
+
+
+def test_ring_over_nodes() -> None:
+    """Inside a node at the port's rate; beyond it at the NIC's, which hops may share."""
+    assert CLUSTER.all_reduce(8, range(4)) == 6 / 4 * 8 / 8 + 6 * 1
+    assert CLUSTER.all_reduce(8, range(8)) == 14 / 8 * 8 / 1 + 14 * 3  # one hop a NIC
+    # 0 and 1 have one NIC: as 0 4 1 5 it carries two hops each way, as 0 1 4 5 one.
+    assert CLUSTER.all_reduce(8, [0, 4, 1, 5]) == 6 / 4 * 8 / 0.5 + 6 * 3
+    assert CLUSTER.all_reduce(8, [0, 1, 4, 5]) == 6 / 4 * 8 / 1 + 6 * 3
+    # With a port slower than the NIC, two hops on the NIC are still as fast as the port.
+    nodes = ps.Nodes(2, port_bandwidth=1, nic_bandwidth=2, n_nics=1)
+    assert ps.Network(nodes=nodes).all_reduce(4, [0, 2, 1, 3]) == 6 / 4 * 4 / 1
+
+
+@pytest.mark.parametrize(("n", "depth"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
+def test_tree_all_reduce(n: int, depth: int) -> None:
+    """2 * bytes / bandwidth + 2 * ceil(log2 n) * latency."""
+    network = ps.Network(latency=1, bandwidth=8)
+    assert network.all_reduce(64, range(n), "tree") == 2 * 64 / 8 + 2 * depth
+    assert network.all_reduce(64, [n], "tree") == 0
+    ports = ps.Network(nodes=ps.Nodes(n, port_latency=1, port_bandwidth=8))
+    assert ports.all_reduce(64, range(n), "tree") == 2 * 64 / 8 + 2 * depth
+
+
+def test_tree_shares_links() -> None:
+    """One link for all pairs carries both trees' 2(n-1) edges twice, half of the bytes on each."""
+    for n in (4, 5, 8):
+        pairs = tuple(itertools.permutations(range(n), 2))
+        network = ps.Network(links=(ps.Link(0, 2, pairs),))
+        assert network.all_reduce(64, range(n), "tree") == pytest.approx(4 * (n - 1) * 32 / 2)
+
+
+def test_all_to_all() -> None:
+    """(n-1)/n * bytes over a device's end, all pairs' bytes over a link of all; one latency."""
+    network = ps.Network(latency=1, bandwidth=8)
+    assert network.all_to_all(64, range(4)) == 3 / 4 * 64 / 8 + 1
+    assert network.all_to_all(64, [3]) == 0
+    pairs = tuple(itertools.permutations(range(4), 2))
+    links = tuple(ps.Link(1, 8, (pair,)) for pair in pairs)
+    assert ps.Network(links=links).all_to_all(64, range(4)) == 3 / 4 * 64 / 8 + 1
+    assert ps.Network(links=(ps.Link(1, 8, pairs),)).all_to_all(64, range(4)) == 12 * 16 / 8 + 1
+
+
+def test_all_to_all_over_nodes() -> None:
+    """The port inside a node; two devices' messages to four others on each NIC."""
+    assert CLUSTER.all_to_all(8, range(4)) == 3 / 4 * 8 / 8 + 1
+    assert CLUSTER.all_to_all(8, range(8)) == 2 * 4 / 8 * 8 / 1 + 3
+    assert CLUSTER.all_to_all(8, [0, 4]) == 1 / 2 * 8 / 1 + 3
+    fast = ps.Nodes(4, port_bandwidth=8, nic_bandwidth=1000)
+    assert ps.Network(nodes=fast).all_to_all(8, range(8)) == 7 / 8 * 8 / 8
+    # What a link of its own carries leaves the NICs to the rest.
+    there = ps.Link(5, 2, ((0, 4), (1, 4), (0, 5), (1, 5)))
+    back = ps.Link(5, 2, tuple((b, a) for a, b in there.pairs))
+    members = [0, 1, 4, 5]
+    assert ps.Network(links=(there,), nodes=NODES).all_to_all(8, members) == 4 * 2 / 1 + 5
+    assert ps.Network(links=(there, back), nodes=NODES).all_to_all(8, members) == 4 * 2 / 2 + 5
+
+
+@given(st.data(), st.integers(3, 7), st.floats(0, 1e9), st.sampled_from(["ring", "tree"]))
+def test_collectives_are_not_faster_than_the_wire(
+    data: st.DataObject, n: int, nbytes: float, algorithm: str
+) -> None:
+    """No faster than the fastest link allows, nor than with a slower network's links unshared."""
+    network = data.draw(st.one_of(networks(n), clusters()))
+    members = data.draw(st.permutations(range(n)))
+    routes = network.resolve(*np.array(list(itertools.permutations(range(n), 2))).T, n)
+    least = 2 * (n - 1) / n * nbytes / routes.bandwidth.max()
+    got = network.all_reduce(nbytes, members, algorithm)
+    assert got >= least * (1 - 1e-9)
+    assert got >= 2 * routes.latency.min()
+    assert network.all_to_all(nbytes, members) >= routes.latency.max()
+    assert network.all_to_all(nbytes, members) == pytest.approx(
+        network.all_to_all(nbytes, sorted(members))
+    )
+    assert network.all_reduce(2 * nbytes, members, algorithm) >= got
+
+
+@given(clusters(), st.integers(3, 9))
+def test_all_to_all_by_adding_up(network: ps.Network, n: int) -> None:
+    """The closed form is the busiest link's total, where every pair's message is added up."""
+    pairs = list(itertools.permutations(range(n), 2))
+    nodes, busy = network.nodes, dict[Any, float]()
+    assert nodes is not None
+    for (a, b), (held, _, bandwidth) in zip(
+        pairs, resolve(network, *pairs, n_devices=n), strict=True
+    ):
+        if any((a, b) in link.pairs for link in network.links):
+            speeds = {("link",): bandwidth, ("out", a): bandwidth, ("in", b): bandwidth}
+        else:
+            speeds = {("out", a): nodes.port_bandwidth, ("in", b): nodes.port_bandwidth}
+            if a // nodes.devices_per_node != b // nodes.devices_per_node:
+                speeds |= {("nic", k): nodes.nic_bandwidth for k in sorted(held)[-2:]}
+        for key, speed in speeds.items():
+            busy[key] = busy.get(key, 0.0) + 1 / n / speed
+    latency = max(t for _, t, _ in resolve(network, *pairs, n_devices=n))
+    assert network.all_to_all(1, range(n)) == pytest.approx(max(busy.values()) + latency)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "devices", "message"),
+    [
+        (-1, [0, 1], "bytes must be finite and >= 0, got -1"),
+        (math.nan, [0, 1], "bytes must be finite and >= 0, got nan"),
+        (math.inf, [0, 1], "bytes must be finite"),
+        ("1", [0, 1], "bytes must be finite"),
+        (1, 4, r"devices must be a sequence of device numbers, such as \[0, 1\], got 4"),
+        (1, [], "devices must be a sequence"),
+        (1, [0.0, 1.0], "devices must be a sequence"),
+        (1, [True, False], "devices must be a sequence"),
+        (1, [[0, 1]], "devices must be a sequence"),
+        (1, [[0], [1, 2]], "devices must be a sequence"),
+        (1, "01", "devices must be a sequence"),
+        (1, [0, -1], "a device must be 0 to 2147483647, got -1"),
+        (1, [0, 2**31], "a device must be 0 to 2147483647, got 2147483648"),
+        (1, [3, 0, 3], "device 3 is named twice; name each member once"),
+    ],
+)
+def test_bad_collectives(nbytes: Any, devices: Any, message: str) -> None:
+    """Bytes, and members that are different devices."""
+    for operation in (ps.Network().all_reduce, ps.Network().all_to_all):
+        with pytest.raises(NetworkError, match=message):
+            operation(nbytes, devices)
+
+
+def test_unknown_algorithm() -> None:
+    """The nearest known one is named."""
+    with pytest.raises(UnknownNameError, match="unknown all-reduce 'rng'; did you mean 'ring'"):
+        ps.Network().all_reduce(1, [0, 1], "rng")
+
+
+# Machines
+
+
+def test_presets() -> None:
+    """The listing has what the networks have."""
+    listed = ps.machines()
+    assert list(listed.index) == ["dgx_a100", "dgx_h100", "dgx_h200", "dgx_b200"]
+    for name, row in listed.iterrows():
+        network = ps.Network.preset(str(name))
+        assert network == ps.Network.from_dict({"preset": name})
+        assert network.nodes is not None
+        for field, value in network.nodes.to_dict().items():
+            assert row[field] == value, (name, field)
+    assert listed["port_bandwidth"].tolist() == [300e9, 450e9, 450e9, 900e9]
+    assert listed["nic_bandwidth"].tolist() == [25e9, 50e9, 50e9, 50e9]
+    assert listed["memory"].tolist() == [80e9, 80e9, 141e9, 180e9]
+
+
+def test_efficiency() -> None:
+    """The part of the nominal bandwidths that is reached; latencies stay."""
+    full, part = ps.Network.preset("dgx_a100").nodes, ps.Network.preset("dgx_a100", 0.5).nodes
+    assert full is not None
+    assert part is not None
+    assert (part.port_bandwidth, part.nic_bandwidth) == (150e9, 12.5e9)
+    assert part.nic_latency == full.nic_latency
+    for wrong in (0, 1.1, -1, math.nan, "1"):
+        with pytest.raises(NetworkError, match="efficiency must be above 0 and at most 1, got"):
+            ps.Network.preset("dgx_a100", wrong)  # type: ignore[arg-type]
+
+
+def test_unknown_preset() -> None:
+    """The nearest known one is named."""
+    with pytest.raises(UnknownNameError, match=r"'dgx_h100'\?.*known: dgx_a100, dgx_b200"):
+        ps.Network.preset("h100")
+
+
+# A matrix
+
+
+def test_csv(tmp_path: Path) -> None:
+    """A link a row, but for rows with the same name; the rest is as in `Network`."""
+    path = tmp_path / "links.csv"
+    path.write_text(
+        "source, target, latency, bandwidth, link\n"
+        "0,2,1e-6,5e9,trunk\n"
+        "\n"
+        "1,2,1e-6,5e9, trunk \n"
+        "2,0,2e-6,,\n"
+        "2,1,0,inf,\n"
+    )
+    assert ps.Network.from_csv(path, latency=3, bandwidth=7) == ps.Network(
+        3,
+        7,
+        (
+            ps.Link(1e-6, 5e9, ((0, 2), (1, 2))),
+            ps.Link(2e-6, math.inf, ((2, 0),)),
+            ps.Link(0, math.inf, ((2, 1),)),
+        ),
+    )
+    path.write_bytes(b"\xef\xbb\xbfsource,target,latency,bandwidth\r\n0,1,1e-6,5e9\r\n")
+    assert ps.Network.from_csv(str(path)).links == (ps.Link(1e-6, 5e9, ((0, 1),)),)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("", "names no links; add a row such as"),
+        ("0,1,0", "line 2: 3 values for the 5 columns"),
+        ("0,1,0,1,a,b", "line 2: 6 values for the 5 columns"),
+        ("0,1,0,1,\n\n0,x,0,1,", "line 4, column target: must be a device number, .*got 'x'"),
+        ("-1,0,0,1,", "line 2, column source: must be a device number, 0 to 2147483647, got '-1'"),
+        ("0.5,0,0,1,", "line 2, column source: must be a device number"),
+        ("nan,0,0,1,", "line 2, column source: must be a device number"),
+        ("0,2147483648,0,1,", "line 2, column target: must be a device number"),
+        ("0,,0,1,", "line 2, column target: must be a device number, .*got ''"),
+        ("3,3,0,1,", "line 2, column target: must be another device than source, got '3'"),
+        ("0,1,-1,1,", "line 2, column latency: must be finite and >= 0 s, got '-1'"),
+        ("0,1,inf,1,", "line 2, column latency: must be finite"),
+        ("0,1,nan,1,", "line 2, column latency: must be finite"),
+        ("0,1,,1,", "line 2, column latency: must be finite and >= 0 s, got ''"),
+        ("0,1,0,0,", "line 2, column bandwidth: must be > 0 bytes/s .*got '0'"),
+        ("0,1,0,-1,", "line 2, column bandwidth: must be > 0"),
+        ("0,1,0,nan,", "line 2, column bandwidth: must be > 0"),
+        ("0,1,0,fast,", "line 2, column bandwidth: must be > 0 .*got 'fast'"),
+        ("0,1,0,1,\n2,3,0,1,\n0,1,0,1,", r"line 4: pair \(0, 1\) is in line 2 already"),
+        ("5,6,0,1,\n0,1,0,1,\n5,6,0,1,\n0,1,0,1,", r"line 4: pair \(5, 6\) is in line 2 already"),
+        ("0,1,0,1,a\n1,2,0,2,a", "line 3, column link: 'a' has latency 0.0 and bandwidth 1.0 in"),
+        ('0,1,0,1,"a', "line 2: unexpected end of data"),
+    ],
+)
+def test_bad_csv(tmp_path: Path, rows: str, message: str) -> None:
+    """File, line and column are named."""
+    path = tmp_path / "links.csv"
+    path.write_text("source,target,latency,bandwidth,link\n" + rows)
+    with pytest.raises(NetworkError, match=rf"links\.csv.*{message}"):
+        ps.Network.from_csv(path)
+
+
+def test_unreadable_csv(tmp_path: Path) -> None:
+    """No file, no text, no such columns."""
+    path = tmp_path / "links.csv"
+    with pytest.raises(NetworkError, match=r"cannot read links from .*links\.csv"):
+        ps.Network.from_csv(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(NetworkError, match=r"cannot read links from .*links\.csv"):
+        ps.Network.from_csv(path)
+    for header in ("", "0,1,0,1\n", "target,source,latency,bandwidth\n"):
+        path.write_text(header)
+        with pytest.raises(NetworkError, match="line 1: the columns must be source,target,latency"):
+            ps.Network.from_csv(path)
+
+
+def test_matrix() -> None:
+    """A link a pair; the diagonal is not read."""
+    network = ps.Network.from_matrix(2.0, [[0, 1], [3, math.nan]])
+    assert network == ps.Network(links=(ps.Link(2, 1, ((0, 1),)), ps.Link(2, 3, ((1, 0),))))
+    lag = np.arange(9.0).reshape(3, 3)
+    for (a, b), route in zip(
+        [(0, 1), (2, 0), (1, 2)],
+        resolve(ps.Network.from_matrix(lag, lag + 1), (0, 1), (2, 0), (1, 2)),
+        strict=True,
+    ):
+        assert route[1:] == (lag[a, b], lag[a, b] + 1)
+
+
+@pytest.mark.parametrize(
+    ("latency", "bandwidth", "message"),
+    [
+        ([[0, 1], [1, 0]], [[1, 0], [1, 1]], "bandwidth from 0 to 1 must be > 0 bytes/s, got 0.0"),
+        ([[0, 1], [-1, 0]], 1, "latency from 1 to 0 must be finite and >= 0 s, got -1.0"),
+        ([[0, 1], [math.nan, 0]], 1, "latency from 1 to 0 must be finite"),
+        (0, 1, "must be square"),
+        ([0, 1], 1, "must be square"),
+        ([[0, 1]], 1, "must be square"),
+        ([[0, 1], [1, 0]], [1, 2], "must be square"),
+        ([[0, 1], [1]], 1, "must be arrays of numbers"),
+        ("a", 1, "must be arrays of numbers"),
+    ],
+)
+def test_bad_matrix(latency: Any, bandwidth: Any, message: str) -> None:
+    """The pair is named."""
+    with pytest.raises(NetworkError, match=message):
+        ps.Network.from_matrix(latency, bandwidth)
+
+
+def test_full_matrix_of_many_devices() -> None:
+    """Each of 40 x 39 links keeps its own values, whatever order they are asked in."""
+    rng = np.random.default_rng(0)
+    lag, speed = rng.random((2, 40, 40)) + 1
+    network = ps.Network.from_matrix(lag, speed)
+    source, target = np.divmod(rng.permutation(1600), 40)
+    different = source != target
+    routes = network.resolve(source[different], target[different], 40)
+    assert (routes.latency == lag[source, target][different]).all()
+    assert (routes.bandwidth == speed[source, target][different]).all()
+    assert len(np.unique(routes.links)) == 40 * 39

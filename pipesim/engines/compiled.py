@@ -8,6 +8,7 @@ none can walk on. Times are made by ``max`` and ``+`` alone, so that engines agr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +16,18 @@ from numpy.typing import NDArray
 
 from pipesim.costs import TaskCosts
 from pipesim.csr import Ints
+from pipesim.draws import look_up, mixed, shares
 from pipesim.graph import TaskGraph
 from pipesim.jit import kernel
+from pipesim.noise import Noise
 from pipesim.ops import RECVS, SENDS
 
-__all__ = ["run"]
+__all__ = ["Many", "run"]
 
 Floats = NDArray[np.float64]
 _SEND, _RECV = 1, 2
+#: Scenarios that are simulated side by side.
+LANES = 32
 
 
 class Plan(NamedTuple):
@@ -73,6 +78,51 @@ def run(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
     else:
         run_events(graph, plan, shared, costs.table.duration, drawn, start, end)
     return start, end
+
+
+class Many:
+    """Scenarios of noise on one graph, ready to run in any number and on any thread.
+
+    ``costs`` have the constant factors of `Noise.slowed` in them already.
+    """
+
+    def __init__(self, graph: TaskGraph, costs: TaskCosts, noise: Noise) -> None:
+        self.graph, self.costs, self.noise = graph, costs, noise
+        self.prepared = noise.prepare(graph)
+        self.plan = planned(graph, costs)
+        self.shared = shared_links(graph, costs)
+        if self.shared is None:
+            ptr, needs = np.zeros_like(self.plan.needs_ptr), np.empty_like(self.plan.needs)
+            reach = _prune(*self.plan, ptr, needs)
+            self.plan = self.plan._replace(needs_ptr=ptr, needs=needs)
+            self.window = 1 << int(reach).bit_length()
+            _pass_many.compile()  # its 64-bit arithmetic wraps round, which Python's does not
+
+    def __call__(self, scenarios: Sequence[int]) -> tuple[Floats, Floats]:
+        """Return makespan (s), and seconds that all devices compute, of each scenario."""
+        makespan, busy = np.zeros(len(scenarios)), np.zeros(len(scenarios))
+        seconds = self.costs.table.duration
+        if self.shared is not None:
+            times = np.empty((2, len(self.graph)))
+            for k, scenario in enumerate(scenarios):
+                drawn = self.noise.draw(self.graph, self.costs, scenario)
+                run_events(self.graph, self.plan, self.shared, seconds, drawn, *times)
+                makespan[k] = times[1].max()
+                busy[k] = drawn[self.prepared.computes[self.graph.kind]].sum()
+            return makespan, busy
+        times = np.empty((2, self.window, len(scenarios)))
+        _pass_many(
+            *self.plan,
+            seconds,
+            *self.prepared,
+            self.noise.device_factors(self.graph.n_devices, scenarios),
+            self.noise.keys(scenarios),
+            times[0],
+            times[1],
+            makespan,
+            busy,
+        )
+        return makespan, busy
 
 
 def planned(graph: TaskGraph, costs: TaskCosts) -> Plan:
@@ -376,31 +426,156 @@ def _events(
                     break
 
 
-@kernel(mixed, look_up)
-def _draw(
+@kernel()
+def _prune(
     kind: Ints,
+    stream: Ints,
+    role: Ints,
     row: Ints,
+    latency: Floats,
+    needs_ptr: Ints,
+    needs: Ints,
+    pair: Ints,
+    issued: Floats,
+    group: Ints,
+    members_ptr: Ints,
+    members: Ints,
+    rendezvous: bool,
+    n_streams: int,
+    kept_ptr: Ints,
+    kept: Ints,
+) -> int:
+    """Keep the needs on other streams, since a stream's own order says the rest.
+
+    Returns how many ids a task looks back at most.
+    """
+    total, reach = 0, 1
+    for task in range(len(kind)):
+        on = stream[kind[task]]
+        for k in range(needs_ptr[task], needs_ptr[task + 1]):
+            if stream[kind[needs[k]]] != on:
+                kept[total] = needs[k]
+                total += 1
+                reach = max(reach, task - needs[k])
+        kept_ptr[task + 1] = total
+        if role[kind[task]] == 2:
+            reach = max(reach, task - pair[task])
+    for number in range(len(members_ptr) - 1):
+        first = members[members_ptr[number]]
+        for j in range(members_ptr[number], members_ptr[number + 1]):
+            first = min(first, members[j])
+        for j in range(members_ptr[number], members_ptr[number + 1]):
+            member = members[j]
+            for k in range(kept_ptr[member], kept_ptr[member + 1]):
+                reach = max(reach, first - kept[k])
+    return reach
+
+
+@kernel(mixed, look_up, shares)
+def _pass_many(
+    kind: Ints,
+    stream: Ints,
+    role: Ints,
+    row: Ints,
+    latency: Floats,
+    needs_ptr: Ints,
+    needs: Ints,
+    pair: Ints,
+    issued: Floats,
+    group: Ints,
+    members_ptr: Ints,
+    members: Ints,
+    rendezvous: bool,
+    n_streams: int,
     duration: Floats,
     tables: Floats,
     which: Ints,
-    computes: Ints,
+    computes: NDArray[np.bool_],
     device: Ints,
-    of_device: Floats,
-    keys: NDArray[np.uint64],
     hit_every: float,
     pause: float,
-    drawn: Floats,
+    of_device: Floats,
+    keys: NDArray[np.uint64],
+    start: Floats,
+    end: Floats,
+    makespan: Floats,
+    busy: Floats,
 ) -> None:
-    """Fill the seconds of each task in one scenario, as `Noise.draw` does."""
+    """Do what `_pass` does for several scenarios at once, drawing each task's seconds.
+
+    ``start`` (used for SENDs) and ``end`` have a column a scenario, and as many rows as ids that
+    a task may have to look back: each row serves in turn. Adds to ``makespan`` and ``busy``
+    (seconds that all devices compute), which come in as zeros.
+    """
+    last = len(end) - 1  # a power of two, less 1
+    n = len(makespan)
+    free = np.zeros((n_streams, n))
+    together = np.full((len(members_ptr) - 1, n), -1.0)
+    reached, seconds = np.empty(n), np.empty(n)
     for task in range(len(kind)):
         of = kind[task]
-        seconds = duration[row[task]]
+        on = stream[of]
+        base = duration[row[task]]
         if computes[of]:
-            seconds = seconds * of_device[device[of]]
+            for k in range(n):
+                seconds[k] = base * of_device[k, device[of]]
+        else:
+            for k in range(n):
+                seconds[k] = base
         if which[of] >= 0:
-            seconds = seconds * look_up(tables[which[of]], mixed(keys[0], np.uint64(task)))
-        if computes[of] and hit_every > 0.0:
-            bits = mixed(keys[2], np.uint64(task)) >> np.uint64(11)
-            if bits * 2.0**-53 * hit_every < seconds:
-                seconds = seconds + pause
-        drawn[task] = seconds
+            table = tables[which[of]]
+            for k in range(n):
+                seconds[k] = seconds[k] * look_up(table, mixed(keys[k, 0], np.uint64(task)))
+        if computes[of]:
+            if hit_every > 0.0:
+                for k in range(n):
+                    share = shares(mixed(keys[k, 2], np.uint64(task)))
+                    if share * hit_every < seconds[k]:
+                        seconds[k] = seconds[k] + pause
+            for k in range(n):
+                busy[k] += seconds[k]
+        at = issued[task] if len(issued) else 0.0
+        for k in range(n):
+            reached[k] = max(free[on, k], at)
+        for j in range(needs_ptr[task], needs_ptr[task + 1]):
+            needed = needs[j] & last
+            for k in range(n):
+                reached[k] = max(reached[k], end[needed, k])
+        if role[of] == 2:
+            late, other = latency[row[task]], pair[task] & last
+            for k in range(n):
+                first = max(reached[k], start[other, k] + late)
+                end[task & last, k] = max(first, end[other, k] + late)
+                free[on, k] = end[task & last, k]
+            continue
+        if role[of] == 1 and rendezvous:
+            there = stream[kind[pair[task]]]
+            at = issued[pair[task]] if len(issued) else 0.0
+            for k in range(n):
+                reached[k] = max(max(reached[k], free[there, k]), at)
+        if len(group) and group[task] >= 0:
+            number = group[task]
+            if together[number, 0] < 0.0:
+                for i in range(members_ptr[number], members_ptr[number + 1]):
+                    member = members[i]
+                    there = stream[kind[member]]
+                    at = issued[member] if len(issued) else 0.0
+                    for k in range(n):
+                        reached[k] = max(max(reached[k], free[there, k]), at)
+                    for j in range(needs_ptr[member], needs_ptr[member + 1]):
+                        needed = needs[j] & last
+                        for k in range(n):
+                            reached[k] = max(reached[k], end[needed, k])
+                for k in range(n):
+                    together[number, k] = reached[k]
+            for k in range(n):
+                reached[k] = together[number, k]
+        if role[of] == 1:
+            for k in range(n):
+                start[task & last, k] = reached[k]
+        for k in range(n):
+            end[task & last, k] = reached[k] + seconds[k]
+            free[on, k] = end[task & last, k]
+    for on in range(n_streams):
+        for k in range(n):
+            makespan[k] = max(makespan[k], free[on, k])

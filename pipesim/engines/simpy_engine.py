@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Generator, Iterable
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import simpy
@@ -33,6 +33,15 @@ def run(graph: TaskGraph, costs: TaskCosts) -> tuple[NDArray[np.float64], NDArra
     return step.start, step.end
 
 
+class _Request(NamedTuple):
+    """A transfer that waits for its links since a moment; ``granted`` lets it go."""
+
+    since: float
+    task: int
+    links: frozenset[int]
+    granted: simpy.Event
+
+
 class _Links:
     """Serve transfers first come, first served; of one moment, the smaller id first (rule 8).
 
@@ -43,12 +52,12 @@ class _Links:
     def __init__(self, env: simpy.Environment) -> None:
         self.env = env
         self.busy: set[int] = set()
-        self.waiting: list[tuple[float, int, frozenset[int], simpy.Event]] = []
+        self.waiting: list[_Request] = []
 
     def request(self, task: int, links: frozenset[int]) -> simpy.Event:
         """Return an event that fires when ``task`` may hold its links."""
         granted = self.env.event()
-        insort(self.waiting, (self.env.now, task, links, granted), key=itemgetter(0, 1))
+        insort(self.waiting, _Request(self.env.now, task, links, granted), key=itemgetter(0, 1))
         self._serve_later()
         return granted
 
@@ -66,12 +75,11 @@ class _Links:
     def _serve(self, _: simpy.Event) -> None:
         taken = set(self.busy)
         for request in list(self.waiting):
-            _, _, links, granted = request
-            if taken.isdisjoint(links):
+            if taken.isdisjoint(request.links):
                 self.waiting.remove(request)
-                self.busy |= links
-                granted.succeed()
-            taken |= links  # later requests wait behind this one, served or not
+                self.busy |= request.links
+                request.granted.succeed()
+            taken |= request.links  # later requests wait behind this one, served or not
 
 
 class _Step:

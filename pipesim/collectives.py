@@ -1,0 +1,135 @@
+"""Seconds that collective operations last, in closed form (rule 9).
+
+For n members with b bytes each; latency and bandwidth are those of the slowest hop:
+
+=================  ==============================================================================
+ring all-reduce    ``2(n-1)/n * b / bandwidth + 2(n-1) * latency``
+tree all-reduce    ``2 * b / bandwidth + 2 * ceil(log2 n) * latency``
+all-to-all         ``max over links of (messages * b/n / bandwidth) + latency``
+=================  ==============================================================================
+
+Ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+JPDC 69(2), 2009. Tree: the double binary tree of Sanders, Speck and Träff, "Two-tree algorithms for
+full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, in the form of NCCL
+(https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/): each tree
+carries half of the bytes up and down again, and a member inside one tree is a leaf of the other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.links import Nodes
+from pipesim.routes import Paths, Router
+
+__all__ = ["all_to_all", "ring_all_reduce", "tree_all_reduce"]
+
+Devices = NDArray[np.int64]
+
+
+def ring_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
+    """Return the seconds of a ring all-reduce; the ring visits ``devices`` in their order.
+
+    A link that k hops of the ring hold serves each at 1/k of its bandwidth.
+    """
+    n = len(devices)
+    paths = router.paths(devices, np.roll(devices, -1), int(devices.max()) + 1)
+    steps = 2 * (n - 1)
+    return steps / n * nbytes / _slowest(paths, 1) + steps * float(paths.latency.max())
+
+
+def tree_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
+    """Return the seconds of a double-binary-tree all-reduce over ``devices`` in their order.
+
+    No member sends or receives along more than four edges, half of the bytes on each, which is
+    where ``2 * nbytes`` comes from. A link that k > 4 edges hold serves each at 4/k of its
+    bandwidth.
+    """
+    child, parent = _double_tree(len(devices))
+    ends = np.concatenate([child, parent]), np.concatenate([parent, child])  # up, then down
+    paths = router.paths(devices[ends[0]], devices[ends[1]], int(devices.max()) + 1)
+    depth = (len(devices) - 1).bit_length()
+    return 2 * nbytes / _slowest(paths, 4) + 2 * depth * float(paths.latency.max())
+
+
+def all_to_all(router: Router, nbytes: float, devices: Devices) -> float:
+    """Return the seconds in which each member sends ``nbytes / n`` to each other.
+
+    All messages are there at once. Each member's ends carry its n - 1 messages one after another,
+    (n-1)/n of the bytes each way; a NIC carries those of its devices that leave or enter the node,
+    and a link that `Network.links` names those of its pairs, which hold no port and no NIC. The
+    busiest of them, and the largest latency, say how long it lasts.
+    """
+    n = len(devices)
+    share = nbytes / n
+    i, j, link = _named_pairs(router, devices)
+    named = share / router.link_bandwidth[link]  # seconds of each named message
+    port = router.bandwidth if router.nodes is None else router.nodes.port_bandwidth
+    busy = [np.bincount(link, weights=named, minlength=1).max()]
+    for end in (i, j):
+        others = n - 1 - np.bincount(end, minlength=n)
+        busy.append((others * (share / port) + np.bincount(end, named, minlength=n)).max())
+    latency = router.link_latency[link].max(initial=0.0)
+    if router.nodes is not None:
+        messages, slowest = _between_nodes(router.nodes, devices, i, j)
+        busy.append(messages * (share / router.nodes.nic_bandwidth))
+        latency = max(latency, slowest)
+    elif len(link) < n * (n - 1):
+        latency = max(latency, router.latency)
+    return float(max(busy)) + float(latency)
+
+
+def _slowest(paths: Paths, free: int) -> float:
+    """Return bytes a second of the slowest link, where up to ``free`` messages do not share it."""
+    _, at, users = np.unique(paths.links, return_inverse=True, return_counts=True)
+    sharing = np.maximum(users[at].reshape(paths.links.shape) / free, 1)
+    return float(np.where(paths.links >= 0, paths.capacity / sharing, math.inf).min())
+
+
+def _double_tree(n: int) -> tuple[Devices, Devices]:
+    """Return child and parent of each edge of both trees, as positions below ``n``.
+
+    The first tree visits the positions in order: its leaves are odd. The second is its mirror
+    image, or for odd n the first one moved on by one, so that its leaves are even.
+    """
+    child = np.arange(1, n)
+    low = child & -child
+    parent = np.where(child & (2 * low), child - low, child + low)
+    parent = np.where(parent < n, parent, child - low)
+    second = [(end + 1) % n if n % 2 else n - 1 - end for end in (child, parent)]
+    return np.concatenate([child, second[0]]), np.concatenate([parent, second[1]])
+
+
+def _named_pairs(router: Router, devices: Devices) -> tuple[Devices, Devices, Devices]:
+    """Return positions of sender and receiver, and link, of each named pair of two members."""
+    order = np.argsort(devices)
+    ends, member = [], np.ones(len(router.link), dtype=bool)
+    for end in (router.source, router.target):
+        at = np.minimum(np.searchsorted(devices, end, sorter=order), len(devices) - 1)
+        member &= devices[order[at]] == end
+        ends.append(order[at])
+    return ends[0][member], ends[1][member], router.link[member]
+
+
+def _between_nodes(nodes: Nodes, devices: Devices, i: Devices, j: Devices) -> tuple[float, float]:
+    """Return messages of the busiest NIC in one direction, and the largest latency.
+
+    Those from position ``i`` to position ``j`` go elsewhere.
+    """
+    n = len(devices)
+    node = nodes.node_of(devices)
+    _, at, size = np.unique(node, return_inverse=True, return_counts=True)
+    outside = n - size[at]  # receivers in other nodes, of each sender; and the other way round
+    elsewhere = node[i] != node[j]
+    _, nic = np.unique(nodes.nic_of(devices), return_inverse=True)
+    messages = max(
+        np.bincount(nic, weights=outside - np.bincount(end[elsewhere], minlength=n)).max()
+        for end in (i, j)
+    )
+    n_across = int(outside.sum()) - int(elsewhere.sum())
+    n_inside = n * (n - 1) - len(i) - n_across
+    latency = max(nodes.nic_latency if n_across else 0.0, nodes.port_latency if n_inside else 0.0)
+    return float(messages), latency

@@ -1,0 +1,231 @@
+"""What a network is made of: links of particular pairs, and nodes with ports and NICs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import NetworkError, check_count, number
+
+__all__ = ["MAX_DEVICE", "Link", "Nodes", "check_keys", "check_speed"]
+
+#: Largest device number that a network takes, so that a pair of them fits 64 bits.
+MAX_DEVICE = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)  # slots: a full matrix of 512 devices has 261,632 links
+class Link:
+    """One link and the directed pairs of devices whose messages it carries, one at a time.
+
+    Attributes
+    ----------
+    latency
+        Seconds.
+    bandwidth
+        Bytes a second; ``math.inf`` for pure latency.
+    pairs
+        ``(sender, receiver)`` pairs. Several pairs of one link share it (rule 8).
+
+    Raises
+    ------
+    NetworkError
+        For a negative or non-finite latency, a bandwidth that is not positive, or a pair that
+        leads from a device to itself.
+    """
+
+    latency: float
+    bandwidth: float
+    pairs: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pairs", _checked_pairs(self.pairs))
+        check_speed(self, self.latency, self.bandwidth)
+        for a, b in self.pairs:
+            if a == b:
+                raise NetworkError(f"{self}: no link leads from {a} to {b}")
+
+    def __str__(self) -> str:
+        return f"link of {list(self.pairs)}"
+
+    @classmethod
+    def unchecked(
+        cls, latency: float, bandwidth: float, pairs: tuple[tuple[int, int], ...]
+    ) -> Link:
+        """Return a link of values that were checked all at once, without checking them again."""
+        link = object.__new__(cls)
+        object.__setattr__(link, "latency", latency)
+        object.__setattr__(link, "bandwidth", bandwidth)
+        object.__setattr__(link, "pairs", pairs)
+        return link
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; endless bandwidth is None."""
+        return {
+            "latency": self.latency,
+            "bandwidth": finite(self.bandwidth),
+            "pairs": [list(pair) for pair in self.pairs],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Link:
+        """Read what `to_dict` wrote.
+
+        Raises
+        ------
+        NetworkError
+            Naming an unknown key or a missing one.
+        """
+        check_keys("link", values, ("latency", "bandwidth", "pairs"))
+        if "pairs" not in values:
+            raise NetworkError(f"link {dict(values)} names no pairs; add pairs = [[0, 1]]")
+        return cls(values.get("latency", 0.0), endless(values.get("bandwidth")), values["pairs"])
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Machines of several devices: a port a device, and NICs that the devices of a node share.
+
+    Node k has the devices ``k * devices_per_node`` and following. Inside a node a message holds
+    the sender's outgoing port and the receiver's incoming port, for ``port_latency`` and at
+    ``port_bandwidth``. Between nodes it holds those two ports, a NIC out of the sender's node and
+    a NIC into the receiver's, for ``nic_latency`` and at the smaller of both bandwidths. Ports and
+    NICs carry one message at a time in each direction (full duplex). One of endless bandwidth is
+    never held, since no message occupies it for any time (rule 4).
+
+    Attributes
+    ----------
+    devices_per_node
+        Devices of each node; the last node may have fewer.
+    port_latency, nic_latency
+        Seconds, of a message inside a node and of one between nodes.
+    port_bandwidth, nic_bandwidth
+        Bytes a second of one port and of one NIC, in each direction; ``math.inf`` for pure latency.
+    n_nics
+        NICs of each node: a divisor of ``devices_per_node``, one a device unless it is given.
+        Device d of a node uses NIC ``d * n_nics // devices_per_node``.
+
+    Raises
+    ------
+    NetworkError
+        For counts, latencies or bandwidths out of range, naming the field.
+
+    Examples
+    --------
+    Nodes of eight devices that share four NICs by twos:
+
+    >>> nodes = Nodes(8, port_bandwidth=300e9, nic_latency=5e-6, nic_bandwidth=25e9, n_nics=4)
+    """
+
+    devices_per_node: int
+    port_latency: float = 0.0
+    port_bandwidth: float = math.inf
+    nic_latency: float = 0.0
+    nic_bandwidth: float = math.inf
+    n_nics: int | None = None
+
+    def __post_init__(self) -> None:
+        per_node = check_count("nodes: devices_per_node", self.devices_per_node)
+        n_nics = per_node if self.n_nics is None else check_count("nodes: n_nics", self.n_nics)
+        if per_node > MAX_DEVICE:
+            raise NetworkError(f"nodes: devices_per_node must be at most {MAX_DEVICE}")
+        if per_node % n_nics:
+            raise NetworkError(
+                f"nodes: {n_nics} NICs cannot be shared evenly by {per_node} devices; give a "
+                f"divisor of {per_node} (for several NICs a device, multiply nic_bandwidth)"
+            )
+        object.__setattr__(self, "devices_per_node", per_node)
+        object.__setattr__(self, "n_nics", n_nics)
+        for name in ("port", "nic"):
+            latency, bandwidth = f"{name}_latency", f"{name}_bandwidth"
+            check_speed("nodes", getattr(self, latency), getattr(self, bandwidth), f"{name}_")
+            object.__setattr__(self, latency, float(getattr(self, latency)))
+            object.__setattr__(self, bandwidth, float(getattr(self, bandwidth)))
+
+    @property
+    def nics_per_node(self) -> int:
+        """NICs of each node; what ``n_nics`` says once it is checked."""
+        return self.devices_per_node if self.n_nics is None else self.n_nics
+
+    def node_of(self, devices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the node of each device."""
+        return np.floor_divide(devices, self.devices_per_node)
+
+    def nic_of(self, devices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the NIC of each device, numbered through all nodes."""
+        local = devices % self.devices_per_node
+        first = self.node_of(devices) * self.nics_per_node
+        return first + local * self.nics_per_node // self.devices_per_node
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; endless bandwidth is None."""
+        return {k: finite(v) if "bandwidth" in k else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Nodes:
+        """Read what `to_dict` wrote.
+
+        Raises
+        ------
+        NetworkError
+            Naming an unknown key or a missing one.
+        """
+        check_keys("nodes", values, [f.name for f in fields(cls)])
+        if "devices_per_node" not in values:
+            raise NetworkError(f"nodes {dict(values)} lack a size; add devices_per_node = 8")
+        return cls(**{k: endless(v) if "bandwidth" in k else v for k, v in values.items()})
+
+
+def check_speed(where: object, latency: object, bandwidth: object, prefix: str = "") -> None:
+    """Raise unless a latency is finite and not negative, and a bandwidth positive."""
+    seconds, rate = number(latency), number(bandwidth)
+    if seconds is None or not 0 <= seconds < math.inf:
+        raise NetworkError(f"{where}: {prefix}latency must be finite and >= 0 s, got {latency!r}")
+    if rate is None or rate <= 0:
+        raise NetworkError(
+            f"{where}: {prefix}bandwidth must be > 0 bytes/s (math.inf for pure latency), "
+            f"got {bandwidth!r}"
+        )
+
+
+def check_keys(what: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise for a key that ``what`` does not have."""
+    if not isinstance(values, Mapping):
+        raise NetworkError(f"{what} must be a table, got {values!r}")
+    known = tuple(known)
+    for key in values:
+        if key not in known:
+            raise NetworkError(f"{what} has no {key!r} (it has: {', '.join(known)})")
+
+
+def finite(bandwidth: float) -> float | None:
+    """Return a bandwidth as JSON has it: None where it is endless."""
+    return None if math.isinf(bandwidth) else bandwidth
+
+
+def endless(bandwidth: Any) -> Any:
+    """Return a bandwidth as JSON had it: endless where it is None."""
+    return math.inf if bandwidth is None else bandwidth
+
+
+def _checked_pairs(pairs: object) -> tuple[tuple[int, int], ...]:
+    """Return pairs of device numbers as tuples."""
+    if not isinstance(pairs, (tuple, list)) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
+    ):
+        raise NetworkError(
+            f"pairs must be a list of (sender, receiver), such as [[0, 1]], got {pairs!r}"
+        )
+    return tuple([(_device("sender", a), _device("receiver", b)) for a, b in pairs])
+
+
+def _device(end: str, value: object) -> int:
+    """Return the number of a device at one end of a link."""
+    got = value if type(value) is int and value >= 0 else check_count(f"{end} of a link", value, 0)
+    if got > MAX_DEVICE:
+        raise NetworkError(f"{end} of a link must be at most {MAX_DEVICE}, got {got}")
+    return got

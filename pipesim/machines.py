@@ -1,0 +1,114 @@
+"""Common machines: devices, memory, ports and NICs of a node, with the source of each number.
+
+========  ========  ======  ===================  ================  ============
+name      devices   memory  NVLink, each way     NICs, each way    source
+========  ========  ======  ===================  ================  ============
+dgx_a100  8 A100    80 GB   3rd gen., 300 GB/s   8 x HDR 200 Gb/s  [1]_, [2]_
+dgx_h100  8 H100    80 GB   4th gen., 450 GB/s   8 x NDR 400 Gb/s  [3]_, [4]_
+dgx_h200  8 H200    141 GB  4th gen., 450 GB/s   8 x NDR 400 Gb/s  [3]_, [5]_
+dgx_b200  8 B200    180 GB  5th gen., 900 GB/s   8 x NDR 400 Gb/s  [6]_
+========  ========  ======  ===================  ================  ============
+
+NVIDIA states NVLink's bandwidth of both directions together (600, 900 and 1800 GB/s a device); a
+port has half of it each way. Memory is in units of 10^9 bytes. These are nominal rates: messages
+reach less, which ``Network.preset(name, efficiency=...)`` takes into account.
+
+Latencies are assumed to be the same for all machines: 3.4 us inside a node and 14 us between
+nodes. That is a step of a ring over NVLink, and over the network, with the Simple protocol in
+NCCL's table ``hwLat`` [7]_, by which NCCL chooses its algorithm. It is no measurement of these
+machines: where latency matters, measure yours.
+
+References
+----------
+.. [1] NVIDIA, "DGX A100 System User Guide", Introduction (the system of 640 GB; that of 320 GB has
+   40 GB a device), https://docs.nvidia.com/dgx/dgxa100-user-guide/introduction-to-dgxa100.html
+.. [2] NVIDIA, "Introducing NVIDIA HGX A100" (NVLink: 600 GB/s),
+   https://developer.nvidia.com/blog/introducing-hgx-a100-most-powerful-accelerated-server-platform-for-ai-hpc/
+.. [3] NVIDIA, "DGX H100/H200 User Guide", Introduction (a ConnectX-7 for each device),
+   https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html
+.. [4] NVIDIA, "Introducing NVIDIA HGX H100" (NVLink: 900 GB/s),
+   https://developer.nvidia.com/blog/introducing-nvidia-hgx-h100-an-accelerated-server-platform-for-ai-and-high-performance-computing/
+.. [5] NVIDIA, "H200 Tensor Core GPU", https://www.nvidia.com/en-us/data-center/h200/
+.. [6] NVIDIA, "DGX B200 User Guide", Introduction (1,440 GB and 14.4 TB/s for 8 devices),
+   https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html
+.. [7] NCCL, https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipesim.errors import check_name
+from pipesim.links import Nodes
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["MACHINES", "Machine", "machine", "machines"]
+
+#: Seconds of a message inside a node, and between nodes; see above.
+_PORT_LATENCY, _NIC_LATENCY = 3.4e-6, 14e-6
+#: Bytes a second of 200 and of 400 Gb/s.
+_HDR, _NDR = 25e9, 50e9
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of node.
+
+    Attributes
+    ----------
+    summary
+        What it is.
+    nodes
+        Its devices, ports and NICs, at nominal rates.
+    memory
+        Bytes of each device.
+    """
+
+    summary: str
+    nodes: Nodes
+    memory: float
+
+
+def _dgx(device: str, memory: float, nvlink: float, nic: float) -> Machine:
+    """Return a node of eight devices, with a NIC each."""
+    nodes = Nodes(8, _PORT_LATENCY, nvlink, _NIC_LATENCY, nic, n_nics=8)
+    return Machine(f"NVIDIA DGX {device}, InfiniBand between nodes", nodes, memory)
+
+
+MACHINES = {
+    "dgx_a100": _dgx("A100", 80e9, 300e9, _HDR),
+    "dgx_h100": _dgx("H100", 80e9, 450e9, _NDR),
+    "dgx_h200": _dgx("H200", 141e9, 450e9, _NDR),
+    "dgx_b200": _dgx("B200", 180e9, 900e9, _NDR),
+}
+
+
+def machine(name: str) -> Machine:
+    """Return the machine of a name.
+
+    Raises
+    ------
+    UnknownNameError
+        Naming the nearest known name and all of them.
+    """
+    return MACHINES[check_name("machine", name, MACHINES)]
+
+
+def machines() -> pd.DataFrame:
+    """List the machines that `Network.preset` knows, one row a name; seconds and bytes.
+
+    Examples
+    --------
+    >>> machines().loc["dgx_h100", "port_bandwidth"]
+    np.float64(450000000000.0)
+    """
+    import pandas as pd
+
+    rows = {
+        name: {"summary": m.summary, "memory": m.memory, **m.nodes.to_dict()}
+        for name, m in MACHINES.items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name")

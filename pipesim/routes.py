@@ -1,0 +1,145 @@
+"""Routes of messages through a network: the links each holds, its latency and its bandwidth."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import NetworkError
+from pipesim.links import Link, Nodes
+
+__all__ = ["Paths", "Router", "Routes"]
+
+
+class Routes(NamedTuple):
+    """How each of n messages travels. Two messages contend if they have a link in common.
+
+    Attributes
+    ----------
+    links
+        Shape ``(n, k)``: numbers (>= 0) of the links that a message holds, then -1.
+    latency
+        Seconds, shape ``(n,)``.
+    bandwidth
+        Bytes a second, shape ``(n,)``: that of the slowest of its links; may be infinite.
+    """
+
+    links: NDArray[np.int64]
+    latency: NDArray[np.float64]
+    bandwidth: NDArray[np.float64]
+
+
+class Paths(NamedTuple):
+    """Routes before the slowest link is sought: ``capacity``, bytes a second, is that of each."""
+
+    links: NDArray[np.int64]
+    capacity: NDArray[np.float64]
+    latency: NDArray[np.float64]
+
+
+class Router:
+    """The links of a network as arrays, sorted for look-up.
+
+    Links that ``links`` names are numbered first. After them come, without nodes, the own links of
+    the pairs (``source * n_devices + target``), and with nodes the ports out and in, one each a
+    device, and the NICs out and in.
+
+    Attributes
+    ----------
+    source, target, link
+        Each pair that ``links`` names and its link's number, sorted by ``source``, then ``target``.
+    link_latency, link_bandwidth
+        Of each link in ``links``.
+    """
+
+    def __init__(
+        self, links: Sequence[Link], nodes: Nodes | None, latency: float, bandwidth: float
+    ) -> None:
+        self.nodes, self.latency, self.bandwidth = nodes, float(latency), float(bandwidth)
+        numbers = itertools.chain.from_iterable(p for link in links for p in link.pairs)
+        ends = np.fromiter(numbers, dtype=np.int64).reshape(-1, 2)
+        size = np.fromiter((len(link.pairs) for link in links), dtype=np.int64, count=len(links))
+        link = np.repeat(np.arange(len(links)), size)
+        order = np.lexsort((ends[:, 1], ends[:, 0]))
+        self.source, self.target, self.link = ends[order, 0], ends[order, 1], link[order]
+        self.n_named = int(ends.max(initial=-1)) + 1  # the named devices are below this
+        self._key = self.source * self.n_named + self.target
+        self.link_latency = np.array([k.latency for k in links], dtype=np.float64)
+        self.link_bandwidth = np.array([k.bandwidth for k in links], dtype=np.float64)
+
+    def check_devices(self, n_devices: int) -> None:
+        """Raise if ``links`` names a device that there is not."""
+        if self.n_named <= n_devices:
+            return
+        highest = np.maximum(self.source, self.target)
+        first = int(self.link[highest >= n_devices].min())
+        device = int(highest[self.link == first].max())
+        raise NetworkError(
+            f"link {first} names device {device}; there are {n_devices} devices, 0..{n_devices - 1}"
+        )
+
+    def named(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of the link that names each pair, or -1."""
+        if not len(self._key):
+            return np.full(len(source), -1, dtype=np.int64)
+        known = (source < self.n_named) & (target < self.n_named)
+        key = np.where(known, source * self.n_named + target, -1)
+        at = np.minimum(np.searchsorted(self._key, key), len(self._key) - 1)
+        return np.where(self._key[at] == key, self.link[at], -1)
+
+    def paths(self, source: NDArray[np.int64], target: NDArray[np.int64], n_devices: int) -> Paths:
+        """Return the path of each message; its ends must be below ``n_devices``."""
+        n_links = len(self.link_latency)
+        if self.nodes is None:
+            links = (n_links + source * n_devices + target)[:, np.newaxis]
+            capacity = np.full(links.shape, self.bandwidth)
+            latency = np.full(len(links), self.latency)
+        else:
+            links, capacity, latency = _through(self.nodes, n_links, source, target, n_devices)
+        named = self.named(source, target)
+        rows = np.flatnonzero(named >= 0)
+        links[rows], capacity[rows] = -1, math.inf
+        links[rows, 0] = named[rows]
+        capacity[rows, 0] = self.link_bandwidth[named[rows]]
+        latency[rows] = self.link_latency[named[rows]]
+        return Paths(links, capacity, latency)
+
+    def routes(
+        self, source: NDArray[np.int64], target: NDArray[np.int64], n_devices: int
+    ) -> Routes:
+        """Return the route of each message; its ends must be below ``n_devices``."""
+        links, capacity, latency = self.paths(source, target, n_devices)
+        return Routes(links, latency, capacity.min(axis=1))
+
+
+def _through(
+    nodes: Nodes,
+    first: int,
+    source: NDArray[np.int64],
+    target: NDArray[np.int64],
+    n_devices: int,
+) -> Paths:
+    """Return paths over ports and NICs, whose numbers begin at ``first``."""
+    across = nodes.node_of(source) != nodes.node_of(target)
+    n_nics = -(-n_devices // nodes.devices_per_node) * nodes.nics_per_node
+    columns, speed = [], []
+    if math.isfinite(nodes.port_bandwidth):
+        columns += [first + source, first + n_devices + target]
+        speed += [nodes.port_bandwidth] * 2
+    if math.isfinite(nodes.nic_bandwidth):
+        nics = first + 2 * n_devices
+        columns += [
+            np.where(across, nics + nodes.nic_of(source), -1),
+            np.where(across, nics + n_nics + nodes.nic_of(target), -1),
+        ]
+        speed += [nodes.nic_bandwidth] * 2
+    if not columns:
+        columns, speed = [np.full(len(source), -1, dtype=np.int64)], [math.inf]
+    links = np.stack(columns, axis=1)
+    capacity = np.where(links >= 0, np.array(speed), math.inf)
+    return Paths(links, capacity, np.where(across, nodes.nic_latency, nodes.port_latency))

@@ -1,0 +1,169 @@
+"""`simulate_many`: one graph in many scenarios of noise, on all cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim import jit
+from pipesim.capacity import check_memory
+from pipesim.costs import Costs, TaskCosts
+from pipesim.engines import compiled, simpy_engine
+from pipesim.errors import ArgumentError, check_count
+from pipesim.graph import TaskGraph
+from pipesim.noise import Noise
+from pipesim.ops import COMPUTE
+from pipesim.simulate import checked_costs, checked_noise, simulate
+from pipesim.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Scenarios", "simulate_many"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, repr=False)
+class Scenarios:
+    """What many scenarios of noise make of a step.
+
+    Attributes
+    ----------
+    graph, costs, noise
+        What was simulated.
+    makespan
+        Seconds of each scenario's step; shape ``(n,)``.
+    bubble_fraction
+        Share of all devices' time that is not computing, 0..1, likewise.
+    quiet_makespan
+        Seconds of the step without noise.
+    """
+
+    graph: TaskGraph
+    costs: Costs | TaskCosts
+    noise: Noise
+    makespan: Floats
+    bubble_fraction: Floats
+    quiet_makespan: float
+
+    def __len__(self) -> int:
+        return len(self.makespan)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Scenarios of {self.graph.name}: {len(self)}, median makespan "
+            f"{np.median(self.makespan):.6g} s, without noise {self.quiet_makespan:.6g} s>"
+        )
+
+    def percentiles(self, levels: Sequence[float] = (1, 5, 25, 50, 75, 95, 99)) -> pd.DataFrame:
+        """Return percentiles, indexed by ``percentile`` (0..100).
+
+        Columns: ``makespan`` (s), ``slowdown`` (makespan over that without noise) and
+        ``bubble_fraction`` (0..1), each by itself.
+
+        Raises
+        ------
+        ArgumentError
+            For levels outside 0..100.
+        """
+        import pandas as pd
+
+        if not len(levels) or not all(0 <= level <= 100 for level in levels):
+            raise ArgumentError(f"levels must be percentiles from 0 to 100, got {levels!r}")
+        makespan = np.percentile(self.makespan, levels)
+        columns = {
+            "makespan": makespan,
+            "slowdown": makespan / self.quiet_makespan if self.quiet_makespan else np.nan,
+            "bubble_fraction": np.percentile(self.bubble_fraction, levels),
+        }
+        return pd.DataFrame(columns, index=pd.Index(list(levels), name="percentile"))
+
+    def timeline(self, scenario: int) -> Timeline:
+        """Simulate one of the scenarios again, with every start and end."""
+        if check_count("scenario", scenario, minimum=0) >= len(self):
+            raise ArgumentError(f"there is no scenario {scenario} of {len(self)}, counted from 0")
+        return simulate(self.graph, self.costs, noise=self.noise, scenario=scenario)
+
+
+def simulate_many(
+    graph: TaskGraph,
+    costs: Costs | TaskCosts,
+    noise: Noise,
+    n: int,
+    *,
+    n_jobs: int = -1,
+    progress: bool = True,
+) -> Scenarios:
+    """Simulate scenarios 0 to ``n - 1`` of ``noise``.
+
+    Scenario ``k`` is what ``simulate(graph, costs, noise=noise, scenario=k)`` returns, whatever
+    the number of scenarios or cores.
+
+    Parameters
+    ----------
+    graph, costs
+        As `pipesim.simulate` takes them.
+    noise
+        What varies, and its seed.
+    n
+        Number of scenarios.
+    n_jobs
+        Threads; -1 for one a core.
+    progress
+        Whether to show a progress bar, once it has taken a second.
+
+    Raises
+    ------
+    ArgumentError
+        For noise that is none, or does not suit the graph, and counts that are no counts.
+    CapacityError
+        If the scenarios that run at once would not fit in memory.
+    """
+    from tqdm.auto import tqdm
+
+    n = check_count("n", n)
+    if n_jobs != -1:
+        n_jobs = check_count("n_jobs", n_jobs)
+    workers = (len(os.sched_getaffinity(0)) if n_jobs == -1 else n_jobs) or 1
+    tasks = checked_costs(graph, costs)
+    slowed = checked_noise(noise).slowed(graph, tasks)
+    check_memory(f"{workers} scenarios of {len(graph):.3g} tasks", workers * 16 * len(graph))
+    quiet = simulate(graph, tasks).makespan
+    makespan, busy = np.empty(n), np.empty(n)
+    parts = [np.arange(k, min(k + compiled.LANES, n)) for k in range(0, n, compiled.LANES)]
+    many = (compiled.Many if jit.available() else _OneByOne)(graph, slowed, noise)
+
+    def work(part: NDArray[np.int64]) -> int:
+        makespan[part], busy[part] = many(part.tolist())
+        return len(part)
+
+    with tqdm(total=n, unit="scenario", disable=not progress, delay=1.0) as bar:
+        bar.update(work(parts[0]))  # compiles, once
+        with ThreadPoolExecutor(workers) as pool:
+            for job in as_completed([pool.submit(work, part) for part in parts[1:]]):
+                bar.update(job.result())
+    time = graph.n_devices * makespan
+    bubble = np.where(time > 0, 1.0 - busy / np.where(time > 0, time, 1.0), 1.0)
+    return Scenarios(graph, costs, noise, makespan, np.maximum(bubble, 0.0), quiet)
+
+
+class _OneByOne:
+    """Does what `compiled.Many` does, without numba."""
+
+    def __init__(self, graph: TaskGraph, costs: TaskCosts, noise: Noise) -> None:
+        self.graph, self.costs, self.noise = graph, costs, noise
+
+    def __call__(self, scenarios: Sequence[int]) -> tuple[Floats, Floats]:
+        makespan, busy = np.empty(len(scenarios)), np.empty(len(scenarios))
+        for k, scenario in enumerate(scenarios):
+            drawn = self.noise.draw(self.graph, self.costs, scenario)
+            _, end = simpy_engine.run(self.graph, replace(self.costs, drawn=drawn))
+            makespan[k], busy[k] = end.max(), drawn[self.graph.is_op(COMPUTE)].sum()
+        return makespan, busy
