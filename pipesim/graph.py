@@ -407,24 +407,27 @@ def _kind_rules(kinds: Kinds, width: int) -> tuple[KindRules, int]:
         found: Ints = cells[op, kinds.replica[of], kinds.stage[of] + 1 + offset]
         return found
 
-    n_rules = max(sum(op in rule.ops for rule in RULES) for op in Op)
-    through = np.full((len(kinds), n_rules), -1, dtype=np.int64)
-    needs = np.full((len(kinds), n_rules, 2), -1, dtype=np.int64)
-    every = np.zeros((len(kinds), n_rules), dtype=bool)
+    kind_of: list[Ints] = []
+    through: list[Ints] = []
+    needs: list[Ints] = []
+    every: list[Ints] = []
+    for rule in RULES:
+        of = np.flatnonzero(kinds.is_op(frozenset(rule.ops)))
+        none = np.full(len(of), -1, dtype=np.int64)
+        choices = [base(needed, of, rule.stage) for needed in rule.needs]
+        kind_of.append(of)
+        through.append(none if rule.through is None else base(rule.through, of, 0))
+        needs.append(np.stack([*choices, none][:2], axis=1))
+        every.append(np.full(len(of), rule.every))
+    applies = (np.concatenate(needs).max(axis=1) >= 0) | (np.concatenate(through) >= 0)
+    rules = CSR.group(np.concatenate(kind_of)[applies], len(kinds))
     pair = np.full(len(kinds), -1, dtype=np.int64)
-    for op in Op:
-        of = np.flatnonzero(kinds.op == op)
-        for number, rule in enumerate(rule for rule in RULES if op in rule.ops):
-            every[of, number] = rule.every
-            if rule.through is not None:
-                through[of, number] = base(rule.through, of, 0)
-            for choice, needed in enumerate(rule.needs):
-                needs[of, number, choice] = base(needed, of, rule.stage)
     for recv, (send, offset) in PAIRS.items():
         for op, other, away in ((recv, send, offset), (send, recv, -offset)):
             of = np.flatnonzero(kinds.op == op)
             pair[of] = base(other, of, away)
-    return KindRules(cells[place], through, needs, every, pair), int(cells.max(initial=-1)) + width
+    tables = (np.concatenate(column)[applies][rules.values] for column in (through, needs, every))
+    return KindRules(cells[place], pair, rules.ptr, *tables), int(cells.max(initial=-1)) + width
 
 
 def _dependencies(
@@ -436,14 +439,11 @@ def _dependencies(
     index = np.full(n_cells, -1, dtype=dtype)
     counts = np.zeros(len(kinds), dtype=np.int64)
     index_tasks(kind, microbatch, rules.base, index, counts)
-    most = (rules.needs >= 0).sum(axis=2) * np.where(rules.every, n_microbatches, 1)
-    most = np.maximum(most, rules.through >= 0).sum(axis=1)  # of one task of each kind
+    most = (rules.needs >= 0).sum(axis=1) * np.where(rules.every, n_microbatches, 1)
+    most = np.maximum(most, rules.through >= 0) * np.repeat(counts, np.diff(rules.ptr))
     ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
-    values = np.empty(int((most * counts).sum()), dtype=dtype)
-    total = wire(
-        kind, microbatch, index, n_microbatches, rules.through, rules.needs, rules.every,
-        rules.pair, ptr, values, pair,
-    )  # fmt: skip
+    values = np.empty(int(most.sum()), dtype=dtype)
+    total = wire(kind, microbatch, index, n_microbatches, *rules[1:], ptr, values, pair)
     return CSR(ptr, values[:total]), pair
 
 

@@ -22,21 +22,24 @@ class KindRules(NamedTuple):
     ----------
     base
         Of the kind's own cells; shape ``(n_kinds,)``.
-    through
-        Of the message that stands in for what is needed; shape ``(n_kinds, n_rules)``.
-    needs
-        Of what is needed; shape ``(n_kinds, n_rules, 2)``.
-    every
-        Whether that is of every micro-batch; shape ``(n_kinds, n_rules)``.
     pair
-        Of the other end of a message; shape ``(n_kinds,)``.
+        Of the other end of a message, likewise.
+    ptr
+        Kind ``k`` has rules ``ptr[k]`` to ``ptr[k + 1]``.
+    through
+        Of the message that stands in for what is needed; shape ``(n_rules,)``.
+    needs
+        Of what is needed; shape ``(n_rules, 2)``.
+    every
+        Whether that is of every micro-batch; shape ``(n_rules,)``.
     """
 
     base: Ints
+    pair: Ints
+    ptr: Ints
     through: Ints
     needs: Ints
     every: Ints
-    pair: Ints
 
 
 @kernel()
@@ -60,34 +63,39 @@ def wire(
     microbatch: Ints,
     index: Ints,
     n_microbatches: int,
+    pair_base: Ints,
+    rules_ptr: Ints,
     through: Ints,
     needs: Ints,
     every: Ints,
-    pair_base: Ints,
     ptr: Ints,
     values: Ints,
     pair: Ints,
 ) -> int:
     """Fill dependencies (CSR) and pairs; return the number of dependencies."""
     total = 0
-    n_rules = through.shape[1]
     for task in range(len(kind)):
         of, column = kind[task], microbatch[task] + 1
-        for rule in range(n_rules):
-            if through[of, rule] >= 0 and index[through[of, rule] + column] >= 0:
-                values[total] = index[through[of, rule] + column]
-                total += 1
-                continue
+        for rule in range(rules_ptr[of], rules_ptr[of + 1]):
+            if through[rule] >= 0:
+                found = index[through[rule] + column]
+                if found >= 0:
+                    values[total] = found
+                    total += 1
+                    continue
             for choice in range(2):
-                base = needs[of, rule, choice]
+                base = needs[rule, choice]
                 if base < 0:
                     continue
-                first, last = column, column
-                if every[of, rule]:
-                    first, last = 1, n_microbatches
-                for k in range(first, last + 1):
-                    if index[base + k] >= 0:
-                        values[total] = index[base + k]
+                if not every[rule]:
+                    found = index[base + column]
+                    if found >= 0:
+                        values[total] = found
+                        total += 1
+                    continue
+                for cell in range(base + 1, base + 1 + n_microbatches):
+                    if index[cell] >= 0:
+                        values[total] = index[cell]
                         total += 1
         ptr[task + 1] = total
         pair[task] = -1
