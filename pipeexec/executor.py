@@ -112,6 +112,11 @@ class Pipeline:
     ) -> None:
         check_name("loss_reduction", loss_reduction, ("mean", "sum"))
         _check_stages(stages, graph)
+        if graph.n_replicas > 1:
+            raise ArgumentError(
+                f"the graph has {graph.n_replicas} data-parallel replicas, which can be simulated "
+                "but not run yet; lower the schedule with n_replicas=1"
+            )
         if len(devices) != graph.n_devices:
             raise ArgumentError(
                 f"the graph has {graph.n_devices} devices, got {len(devices)}: {list(devices)!r}; "

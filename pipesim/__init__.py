@@ -17,6 +17,7 @@ from pipesim.schedule import ClosedForm, Schedule, register, schedule
 from pipesim.shard import Shard
 from pipesim.simulate import replay, simulate
 from pipesim.split import balanced_split
+from pipesim.sweep import sweep
 from pipesim.tasks import Task, Tasks
 from pipesim.timeline import Timeline
 from pipesim.transformer import Transformer
@@ -64,6 +65,7 @@ __all__ = [
     "schedules",
     "simulate",
     "simulate_many",
+    "sweep",
     "v_shaped",
     "verify",
 ]

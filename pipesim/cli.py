@@ -1,4 +1,4 @@
-"""The command ``pipesim``: simulate one schedule, compare several, list those that there are.
+"""The command ``pipesim``: simulate one schedule, compare several, sweep over settings, list.
 
 Settings come from arguments, from a TOML file, or from both; see `pipesim.settings`.
 """
@@ -21,9 +21,21 @@ from pipesim.compare import compare
 from pipesim.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, PipeError, suggestion
 from pipesim.files import write_whole
+from pipesim.grid import grid_rows
 from pipesim.metrics import device_table
 from pipesim.schedule import schedules
-from pipesim.settings import COUNTS, SETTINGS, Settings, cases, checked, merged, run
+from pipesim.settings import (
+    COUNTS,
+    FLAT,
+    SETTINGS,
+    Settings,
+    cases,
+    checked,
+    place,
+    read_grid,
+    run,
+)
+from pipesim.sweep import RESULTS, run_rows
 from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -57,6 +69,18 @@ A TOML file (--config) holds the same settings; arguments override it:
 Where no schedule needs settings of its own, schedule = ["gpipe", "1f1b"] is enough.
 Names on the command line pick tables by label or name, or else name further schedules.
 """
+SWEEP_EPILOG = """\
+A TOML file (--config) holds settings as for pipesim compare, and the values to combine:
+
+  devices = 4
+  costs = { forward = 1e-3, backward = 2e-3 }
+
+  [grid]                    # every combination; the last key varies fastest
+  schedule = ["gpipe", "1f1b"]
+  microbatches = [4, 8, 16]
+  recompute = ["never", "always"]
+
+Keys of a grid: """
 
 #: Flag, metavar and help of what is a setting of the same name; costs are added to them.
 _FLAGS = (
@@ -136,6 +160,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for work, summary in (
         (_simulate, "simulate a schedule; print its times and memory"),
         (_compare, "simulate several schedules; print a row for each"),
+        (_sweep, "simulate every combination of values; print a row for each"),
         (_schedules, "list the named schedules with their closed forms"),
     ):
         command = commands.add_parser(
@@ -161,12 +186,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
     """Add what simulate and compare take; settings go to ``settings.<their path>``."""
-    command.epilog = EPILOG
+    sweeps = command.get_default("run") is _sweep
+    command.epilog = f"{SWEEP_EPILOG}{', '.join(FLAT)}, options." if sweeps else EPILOG
     add = command.add_argument
     add("names", nargs="*", metavar="SCHEDULE", default=[], help="pipesim schedules lists them")
     add("--config", type=Path, metavar="FILE.toml", help="settings; see below")
-    add("--plot", type=_figure, metavar="FILE", default=None, help=", ".join(_FIGURES))
-    add("--csv", type=_writable, metavar="FILE", default=None, help="timeline, or comparison (s)")
+    if sweeps:
+        add("--grid", action="append", type=_option, metavar="KEY=A,B,...", default=[],
+            help="values of a setting; overrides the file's")  # fmt: skip
+        add("--jobs", type=_value, metavar="N", default=-1, help="processes; -1: one a core")
+        add("--out", type=_writable, metavar="FILE.jsonl", default=None,
+            help="append rows as they come; run again, it goes on where it stopped")  # fmt: skip
+    else:
+        add("--plot", type=_figure, metavar="FILE", default=None, help=", ".join(_FIGURES))
+    add("--csv", type=_writable, metavar="FILE", default=None, help="what is shown, in s and bytes")
     _add_flags(command, _FLAGS)
     for flag, text in _SWITCHES:
         action = argparse.BooleanOptionalAction
@@ -235,9 +268,7 @@ def _arguments(args: argparse.Namespace) -> Settings:
     """Return the settings that were given as arguments."""
     layer: Settings = {}
     for path, value in vars(args).items():
-        for part in reversed(path.split(".")):
-            value = {part: value}
-        layer = merged(layer, value)
+        layer = place(layer, path.split("."), value)
     given: Settings = layer.get("settings", {})
     if "options" in given:
         given["options"] = dict(given["options"])
@@ -302,6 +333,33 @@ def _compare(args: argparse.Namespace) -> None:
     print(_aligned(columns))
 
 
+def _sweep(args: argparse.Namespace) -> None:
+    config = vars(args).get("config")
+    grid = read_grid(config) if config else {}
+    grid |= {key: values if isinstance(values, list) else [values] for key, values in args.grid}
+    listed = grid.pop("schedule", [])
+    names = args.names or ([listed] if isinstance(listed, str) else listed)
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ArgumentError(f"grid: schedule must be a list of names, got {listed!r}")
+    found = cases(names, config, _arguments(args), more=("grid",))
+    show = sys.stderr.isatty()
+    rows = grid_rows(found, grid)
+    table = run_rows(rows, path=args.out, n_jobs=args.jobs, backend=None, progress=show)
+    if args.csv:
+        write_whole(args.csv, lambda file: table.to_csv(file, index=False))
+    given = table.drop(columns=[*RESULTS])
+    columns = {
+        **{str(key): ["-" if v != v or v is None else str(v) for v in given[key]] for key in given},
+        "makespan (ms)": _numbers(table["makespan"], _MS),
+        "bubble": [f"{share:.1%}" if share == share else "-" for share in table["bubble_fraction"]],
+        "micro-batches/s": _numbers(table["throughput"]),
+        "peak memory (GiB)": _numbers(table["peak_memory"], _GIB),
+    }
+    print(_aligned(columns))
+    for row, error in table["error"].dropna().items():
+        print(f"row {row}: {error}")
+
+
 def _schedules(args: argparse.Namespace) -> None:
     given = {COUNTS[key]: count for key, count in _arguments(args).items()}
     counts = {"n_devices": 4, "n_microbatches": 8, **given}
@@ -324,9 +382,10 @@ def _schedules(args: argparse.Namespace) -> None:
 def _numbers(values: Iterable[float], unit: float = 1.0) -> list[str]:
     """Return values in ``unit``, all with the decimals that show five digits of the largest."""
     scaled = [float(value) / unit for value in values]
-    largest = max(scaled)
+    largest = max((value for value in scaled if not math.isnan(value)), default=0.0)
     digits = math.floor(math.log10(largest)) if 0 < largest < math.inf else 4
-    return [f"{value:.{min(max(4 - digits, 0), 9)}f}" for value in scaled]
+    decimals = min(max(4 - digits, 0), 9)
+    return ["-" if math.isnan(value) else f"{value:.{decimals}f}" for value in scaled]
 
 
 def _aligned(columns: dict[str, list[str]], align: str = ">") -> str:

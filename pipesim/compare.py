@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "compare", "summary"]
 
 
 def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
@@ -41,17 +41,21 @@ def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
         if not isinstance(timeline, Timeline):
             raise ArgumentError(f"{name!r} is no Timeline but {type(timeline).__name__}")
     first = next(iter(timelines.values())).makespan
-    rows = {
-        name: {
-            "makespan": t.makespan,
-            "relative": t.makespan / first if first else float("nan"),
-            "bubble_fraction": t.bubble_fraction,
-            "throughput": t.throughput,
-            "peak_memory": float("nan") if t.costs is None else float(t.peak_memory.max()),
-        }
-        for name, t in timelines.items()
+    rows = {name: summary(timeline) for name, timeline in timelines.items()}
+    table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("schedule")
+    table.insert(1, "relative", table["makespan"] / first if first else float("nan"))
+    return table
+
+
+def summary(timeline: Timeline) -> dict[str, float]:
+    """Return what tables say of a timeline: the columns of `compare` but for ``relative``."""
+    known = timeline.costs is not None
+    return {
+        "makespan": timeline.makespan,
+        "bubble_fraction": timeline.bubble_fraction,
+        "throughput": timeline.throughput,
+        "peak_memory": float(timeline.peak_memory.max()) if known else float("nan"),
     }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("schedule")
 
 
 @dataclass(frozen=True)

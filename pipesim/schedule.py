@@ -25,7 +25,15 @@ from pipesim.placement import Placement
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["ClosedForm", "Schedule", "ScheduleInfo", "register", "schedule", "schedules"]
+__all__ = [
+    "ClosedForm",
+    "Schedule",
+    "ScheduleInfo",
+    "register",
+    "schedule",
+    "schedule_info",
+    "schedules",
+]
 
 DeviceOrder = tuple[Sequence[int] | NDArray[Any], ...]
 
@@ -255,6 +263,25 @@ class ScheduleInfo:
         """Names of the options that ``build`` takes beside the two counts."""
         return tuple(inspect.signature(self.build).parameters)[2:]
 
+    def check_options(self, options: Iterable[str]) -> None:
+        """Raise `UnknownNameError` for an option that ``build`` does not take."""
+        for option in options:
+            if option not in self.options:
+                raise UnknownNameError(
+                    f"schedule {self.name!r} takes no option {option!r}"
+                    f"{suggestion(option, self.options)} "
+                    f"(it takes: {', '.join(self.options) or 'none'})"
+                )
+
+    def make(self, n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
+        """Build the schedule; `schedule` says what of."""
+        self.check_options(options)
+        return self.build(
+            check_count("n_devices", n_devices),
+            check_count("n_microbatches", n_microbatches),
+            **options,
+        )
+
 
 _REGISTRY: dict[str, ScheduleInfo] = {}
 
@@ -271,6 +298,11 @@ def register(
         return build
 
     return decorate
+
+
+def schedule_info(name: object) -> ScheduleInfo:
+    """Return what the registry knows of a schedule, or raise `UnknownNameError`."""
+    return _REGISTRY[check_name("schedule", name, _REGISTRY)]
 
 
 def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
@@ -299,18 +331,7 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
     device 0 | 0F0 0F1 0B0 0F2 0B1 0B2
     device 1 | 1F0 1B0 1F1 1B1 1F2 1B2
     """
-    info = _REGISTRY[check_name("schedule", name, _REGISTRY)]
-    for option in options:
-        if option not in info.options:
-            raise UnknownNameError(
-                f"schedule {name!r} takes no option {option!r}{suggestion(option, info.options)} "
-                f"(it takes: {', '.join(info.options) or 'none'})"
-            )
-    return info.build(
-        check_count("n_devices", n_devices),
-        check_count("n_microbatches", n_microbatches),
-        **options,
-    )
+    return schedule_info(name).make(n_devices, n_microbatches, **options)
 
 
 def schedules(n_devices: int = 4, n_microbatches: int = 8) -> pd.DataFrame:

@@ -2,12 +2,13 @@
 
 A later layer overrides an earlier one key by key: a file's shared settings, then a
 ``[[schedule]]`` table's own, then the arguments. ``pipesim simulate --help`` shows the file.
+A sweep names settings flat, without tables: `FLAT` says where each belongs.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,45 @@ from pipesim.errors import ArgumentError, UnknownNameError, suggestion
 from pipesim.links import Nodes
 from pipesim.lower import lower
 from pipesim.network import KEYS
-from pipesim.schedule import schedule, schedules
+from pipesim.schedule import ScheduleInfo, schedule_info, schedules
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
 
-__all__ = ["COUNTS", "SETTINGS", "Settings", "cases", "checked", "merged", "run"]
+__all__ = [
+    "COUNTS",
+    "FLAT",
+    "SETTINGS",
+    "Settings",
+    "cases",
+    "check_counts",
+    "checked",
+    "drop_foreign_options",
+    "merged",
+    "nested",
+    "path_of",
+    "place",
+    "read_grid",
+    "run",
+]
 
 Settings = dict[str, Any]
 
 COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
-_LOWERING = ("recompute", "overlap", "streams", "rendezvous", "hosts", "step")
+_LOWERING = ("recompute", "overlap", "streams", "rendezvous", "hosts", "step", "n_replicas")
 _NODES = tuple(field.name for field in fields(Nodes))
 SETTINGS = (*COUNTS, *_LOWERING, "engine", "options", "costs")
+
+#: Where a setting that is named flat belongs; names that are not here are options of a schedule.
+FLAT: dict[str, tuple[str, ...]] = {
+    "schedule": ("name",),
+    **{flat: (key,) for key, flat in COUNTS.items()},
+    **{key: (key,) for key in (*_LOWERING, "engine", "costs")},
+    # `recompute` is how the graph is lowered, not how long R takes.
+    **{"recompute_time" if k == "recompute" else k: ("costs", k) for k in VALUE_FIELDS},
+    "network": ("costs", "network"),
+    "latency": ("costs", "network", "latency"),
+    "bandwidth": ("costs", "network", "bandwidth"),
+}
 
 
 def merged(*layers: Settings) -> Settings:
@@ -40,6 +68,26 @@ def merged(*layers: Settings) -> Settings:
             both = isinstance(old, dict) and isinstance(new, dict)
             result[key] = merged(result[key], new) if both else new
     return result
+
+
+def place(layer: Settings, path: Sequence[str], value: Any) -> Settings:
+    """Return settings with ``value`` at the end of a path of keys."""
+    for part in reversed(path):
+        value = {part: value}
+    return merged(layer, value)
+
+
+def path_of(key: str) -> tuple[str, ...]:
+    """Return where a setting that is named flat belongs."""
+    return FLAT.get(key, ("options", key))
+
+
+def nested(flat: Mapping[str, Any]) -> Settings:
+    """Return flat settings as tables; whole costs and networks first, parts override them."""
+    layer: Settings = {}
+    for key in sorted(flat, key=lambda key: len(FLAT.get(key, ()))):
+        layer = place(layer, path_of(key), flat[key])
+    return layer
 
 
 def checked(where: str, layer: object, known: tuple[str, ...], folder: Path) -> Settings:
@@ -71,12 +119,21 @@ def _table(where: str, value: object, known: tuple[str, ...] | None) -> Settings
     return dict(value)
 
 
-def _read(path: Path) -> tuple[Settings, list[Settings]]:
-    """Return the shared settings of a TOML file, and its schedules' own."""
+def _content(path: Path) -> Settings:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"cannot read settings from {path}: {error}") from error
+
+
+def read_grid(path: Path) -> Settings:
+    """Return the table ``[grid]`` of a TOML file, which is empty where there is none."""
+    return _table(f"{path}: grid", _content(path).get("grid", {}), None)
+
+
+def _read(path: Path, more: tuple[str, ...]) -> tuple[Settings, list[Settings]]:
+    """Return the shared settings of a TOML file, and its schedules' own."""
+    content = _content(path)
     listed = content.get("schedule", [])
     tables = []
     for number, table in enumerate(listed if isinstance(listed, list) else [listed], 1):
@@ -85,12 +142,13 @@ def _read(path: Path) -> tuple[Settings, list[Settings]]:
         tables.append(checked(where, table, ("name", "label", *SETTINGS), path.parent))
         if not isinstance(tables[-1].get("name"), str):
             raise ArgumentError(f"{where} has no name; pipesim schedules lists them")
-    shared = checked(str(path), content, ("schedule", *SETTINGS), path.parent)
-    shared.pop("schedule", None)
-    return shared, tables
+    shared = checked(str(path), content, ("schedule", *more, *SETTINGS), path.parent)
+    return {key: value for key, value in shared.items() if key in SETTINGS}, tables
 
 
-def cases(names: Sequence[str], config: Path | None, given: Settings) -> list[Settings]:
+def cases(
+    names: Sequence[str], config: Path | None, given: Settings, *, more: tuple[str, ...] = ()
+) -> list[Settings]:
     """Return the settings of each schedule that is to be simulated.
 
     Parameters
@@ -101,13 +159,15 @@ def cases(names: Sequence[str], config: Path | None, given: Settings) -> list[Se
         The TOML file, if there is one.
     given
         The arguments' layer.
+    more
+        Tables of the file that are read elsewhere.
 
     Raises
     ------
     ArgumentError
         For a file that cannot be read, unknown keys, or no schedule at all.
     """
-    shared, tables = ({}, []) if config is None else _read(config)
+    shared, tables = ({}, []) if config is None else _read(config, more)
     if names:
         found = ([t for t in tables if name in (t.get("label"), t["name"])] or [{"name": name}]
                  for name in names)  # fmt: skip
@@ -115,24 +175,40 @@ def cases(names: Sequence[str], config: Path | None, given: Settings) -> list[Se
     if not tables:
         raise ArgumentError("no schedule is named; pipesim schedules lists them")
     found_cases = [merged({"label": t["name"]}, shared, t, given) for t in tables]
-    takes = {name: set(text.split(", ")) for name, text in schedules()["options"].items()}
-    for case, table in zip(found_cases, tables, strict=True):
-        # A shared option is for the schedules that take it, if there is one.
-        others = set().union(*(takes.get(c["name"], ()) for c in found_cases))
-        foreign = others - takes.get(case["name"], others) - set(table.get("options", ()))
-        case["options"] = {k: v for k, v in case.get("options", {}).items() if k not in foreign}
+    drop_foreign_options(found_cases, [t.get("options", ()) for t in tables])
     return found_cases
 
 
-def run(case: Settings) -> Timeline:
-    """Simulate the schedule of one case, and give the timeline its label."""
+def drop_foreign_options(cases: Sequence[Settings], own: Sequence[Iterable[str]]) -> None:
+    """Leave a shared option to the schedules that take it, if there is one.
+
+    Options in ``own`` were given to that very case: they stay, and are refused where wrong.
+    """
+    takes = {name: set(text.split(", ")) for name, text in schedules()["options"].items()}
+    others = set().union(*(takes.get(case["name"], ()) for case in cases))
+    for case, mine in zip(cases, own, strict=True):
+        foreign = others - takes.get(case["name"], others) - set(mine)
+        case["options"] = {k: v for k, v in case.get("options", {}).items() if k not in foreign}
+
+
+def check_counts(case: Settings) -> None:
+    """Raise unless a case says how many devices and micro-batches there are."""
     for key in COUNTS:
         if key not in case:
             raise ArgumentError(f"{key} is missing; give --{key}, or {key} in the TOML file")
+
+
+def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
+    """Simulate the schedule of one case, and give the timeline its label.
+
+    ``info`` is that of the case's schedule, where this process may not have it registered.
+    """
+    check_counts(case)
     for key in case["options"]:
         if key in ("name", *COUNTS.values()):
             raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
-    order = schedule(case["name"], case["devices"], case["microbatches"], **case["options"])
+    info = info or schedule_info(case["name"])
+    order = info.make(case["devices"], case["microbatches"], **case["options"])
     graph = lower(order, **{key: case[key] for key in _LOWERING if key in case})
     engine = {"engine": case["engine"]} if "engine" in case else {}
     timeline = simulate(graph, Costs.from_dict(case.get("costs", {})), **engine)

@@ -141,9 +141,9 @@ def lower_options(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> ps.TaskGraph:
-    """Lowered schedules."""
-    return ps.lower(draw(schedules()), **draw(lower_options()))
+def graphs(draw: st.DrawFn, **fixed: Any) -> ps.TaskGraph:
+    """Lowered schedules; some options may be ``fixed``."""
+    return ps.lower(draw(schedules()), **{**draw(lower_options()), **fixed})
 
 
 @st.composite

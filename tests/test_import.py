@@ -11,7 +11,7 @@ import pytest
 
 import pipesim
 
-HEAVY = ("torch", "numba", "matplotlib.pyplot", "pandas")
+HEAVY = ("torch", "numba", "matplotlib.pyplot", "pandas", "joblib", "tqdm", "distributed")
 MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]
 
 
@@ -62,8 +62,9 @@ def test_functions_win_over_modules() -> None:
     code = """
 import pipesim as ps
 import pipesim.schedules.gpipe, pipesim.schedule, pipesim.compare, pipesim.verify, pipesim.lower
+import pipesim.sweep
 print(all(callable(getattr(ps, n)) for n in ("schedule", "schedules", "compare", "verify", "lower",
-                                             "simulate")))
+                                             "simulate", "sweep")))
 """
     assert fresh(code) == "True"
 

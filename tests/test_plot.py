@@ -59,7 +59,7 @@ def measured(timeline: Timeline, seed: int = 0) -> Timeline:
     tasks = timeline.costs.of(timeline.graph)
     noise = np.random.default_rng(seed).normal(0.05, 0.05, len(tasks.duration))
     return ps.simulate(
-        timeline.graph, dataclasses.replace(tasks, duration=tasks.duration * np.exp(noise))
+        timeline.graph, dataclasses.replace(tasks, drawn=tasks.duration * np.exp(noise))
     ).with_name("run")
 
 

@@ -24,8 +24,9 @@ def test_there_is_something_to_run() -> None:
 
 @pytest.mark.parametrize("code", PYTHON)
 @pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
-def test_code(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the text leaves to the reader (stages, batch, loss) is a small model here."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(mpl.rcParams, "backend", "agg")
     workload = build_model("gpt", layers=2, width=16, sequence=16)
     inputs, targets = workload.make_batch(8, 0)
