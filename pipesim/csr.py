@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipesim.jit import kernel
 
-__all__ = ["CSR", "Ints", "ids_dtype"]
+__all__ = ["CSR", "Ints", "count", "ids_dtype"]
 
 #: Arrays of task ids and counts: 32 bits where they suffice, which halves what engines read.
 Ints = NDArray[Any]
@@ -29,11 +29,14 @@ class CSR:
     values: Ints
 
     @classmethod
-    def group(cls, rows: Ints, n_rows: int) -> CSR:
-        """Return the positions at which each row's number stands in ``rows``, in order."""
-        dtype = ids_dtype(len(rows))
-        ptr, values = np.zeros(n_rows + 1, dtype), np.empty(len(rows), dtype)
-        _group(rows, ptr, values)
+    def group(cls, labels: Ints, n_rows: int, row_of: Ints | None = None) -> CSR:
+        """Return the positions at which each row's number stands in ``labels``, in order.
+
+        With ``row_of``, each label's row is looked up there.
+        """
+        dtype = ids_dtype(len(labels))
+        ptr, values = np.zeros(n_rows + 1, dtype), np.empty(len(labels), dtype)
+        _group(labels, np.arange(n_rows) if row_of is None else row_of, ptr, values)
         return cls(ptr, values)
 
     @classmethod
@@ -66,17 +69,31 @@ class CSR:
         return found
 
 
+def count(labels: Ints, n_labels: int) -> NDArray[np.int64]:
+    """Return how often each label stands in ``labels``."""
+    counts = np.zeros(n_labels, dtype=np.int64)
+    _count(labels, counts)
+    return counts
+
+
 @kernel()
-def _group(rows: Ints, ptr: Ints, values: Ints) -> None:
+def _count(labels: Ints, counts: Ints) -> None:
+    for k in range(len(labels)):
+        counts[labels[k]] += 1
+
+
+@kernel()
+def _group(labels: Ints, row_of: Ints, ptr: Ints, values: Ints) -> None:
     """Sort positions by counting; ``ptr`` comes in as zeros."""
     n_rows = len(ptr) - 1
-    for k in range(len(rows)):
-        ptr[rows[k] + 1] += 1
+    for k in range(len(labels)):
+        ptr[row_of[labels[k]] + 1] += 1
     for row in range(n_rows):
         ptr[row + 1] += ptr[row]
-    for k in range(len(rows)):
-        values[ptr[rows[k]]] = k
-        ptr[rows[k]] += 1
+    for k in range(len(labels)):
+        row = row_of[labels[k]]
+        values[ptr[row]] = k
+        ptr[row] += 1
     for row in range(n_rows, 0, -1):  # each row's end is the next one's beginning
         ptr[row] = ptr[row - 1]
     ptr[0] = 0

@@ -276,7 +276,7 @@ class TaskGraph:
     @cached_property
     def queues(self) -> CSR:
         """The tasks of each stream, in the order in which it runs them: that of their ids."""
-        return CSR.group(self.stream, len(self.streams))
+        return CSR.group(self.kind, len(self.streams), self.stream_of_kind)
 
     @cached_property
     def group(self) -> NDArray[np.int32]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.capacity import check_memory
-from pipesim.csr import CSR, Ints
+from pipesim.csr import CSR, Ints, count
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.graph import BYTES_PER_TASK, PAIRS, TaskGraph
 from pipesim.jit import kernel
@@ -139,10 +139,9 @@ def _with_recompute_and_steps(
     )
     r_of = np.full(len(kinds), -1, dtype=np.int32)
     r_of[backward] = len(kinds) + np.arange(len(backward))
-    dropped = r_of[kind] >= 0
+    before = np.flatnonzero(r_of[kind] >= 0) if len(backward) else np.empty(0, dtype=np.int64)
     if recompute == "except_last":
-        dropped &= microbatch != schedule.n_microbatches - 1
-    before = np.flatnonzero(dropped)
+        before = before[microbatch[before] != schedule.n_microbatches - 1]
     steps = (len(kinds) + len(backward) + stages).astype(np.int32)
     position = np.concatenate([schedule.ptr[homes[stages] + 1], before])
     kind, microbatch = (
@@ -225,7 +224,7 @@ def _issue(compute: TaskGraph, cycles: CSR, partners: _Partners, overlap: bool) 
     another in a circle. Otherwise a SEND follows its producer, and a RECV comes right before its
     consumer, or before that of a message which its sender sends later.
     """
-    counts = np.bincount(compute.kind, minlength=len(partners.send))
+    counts = count(compute.kind, len(partners.send))
     n_messages = int(counts[partners.send >= 0].sum())
     left = np.zeros(int(partners.reduce.max(initial=-1)) + 1, dtype=np.int64)
     np.add.at(left, partners.reduce[partners.reduce >= 0], counts[partners.reduce >= 0])

@@ -73,7 +73,11 @@ class Schedule:
         cls, name: str, placement: Placement, n_microbatches: int, devices: Iterable[DeviceOrder]
     ) -> Schedule:
         """Make a schedule from ``(ops, stages, microbatches)`` of each device."""
-        columns = [[np.atleast_1d(column) for column in device] for device in devices]
+        types = (np.int8, np.int32, np.int32)
+        columns = [
+            [np.asarray(column, dtype) for column, dtype in zip(device, types, strict=True)]
+            for device in devices
+        ]
         op, stage, microbatch = (
             np.concatenate([device[k] for device in columns]) for k in range(3)
         )
@@ -81,9 +85,9 @@ class Schedule:
             name=name,
             placement=placement,
             n_microbatches=check_count("n_microbatches", n_microbatches),
-            op=op.astype(np.int8),
-            stage=stage.astype(np.int32),
-            microbatch=microbatch.astype(np.int32),
+            op=op,
+            stage=stage,
+            microbatch=microbatch,
             ptr=np.cumsum([0, *(len(device[0]) for device in columns)], dtype=np.int64),
         )
 
