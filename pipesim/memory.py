@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
-from pipesim.csr import Ints
+from pipesim.csr import Ints, count
 from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.jit import kernel
 from pipesim.ops import Op
+from pipesim.tasks import StreamKind
 from pipesim.timeline import Timeline, bincount
 
 if TYPE_CHECKING:
@@ -88,20 +89,73 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
     """
     graph, costs = timeline.graph, _costs(timeline)
     held, peak = np.zeros(graph.n_devices), np.zeros(graph.n_devices)
-    _peaks(
+    _peaks(*_walked(timeline), held, peak)
+    return static(graph, costs) + peak
+
+
+def over_time(timeline: Timeline) -> pd.DataFrame:
+    """Return bytes held at each start and end of a device's compute tasks.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``device``, ``time`` (s), ``nbytes``; by device, then in order of time. The first row of
+        a device is what it holds throughout, at time 0.
+
+    Raises
+    ------
+    TimelineError
+        If the timeline has no costs.
+    """
+    import pandas as pd
+
+    graph, held = timeline.graph, static(timeline.graph, _costs(timeline))
+    on_compute = graph.kinds.stream == StreamKind.COMPUTE
+    tasks = count(graph.kind, len(graph.kinds)) * on_compute
+    counts = 1 + 2 * bincount(graph.kinds.device, tasks, graph.n_devices).astype(np.int64)
+    first = np.cumsum(counts) - counts
+    time, nbytes = np.zeros(counts.sum()), np.zeros(counts.sum())
+    nbytes[first] = held
+    cursor = first + 1
+    _changes(*_walked(timeline), on_compute, held, cursor, time, nbytes)
+    written = cursor - first  # fewer than there is room for where tasks did not run
+    device = np.repeat(np.arange(graph.n_devices), counts)
+    frame = pd.DataFrame({"device": device, "time": time, "nbytes": nbytes})
+    if (written == counts).all():
+        return frame
+    kept = np.arange(len(device)) - np.repeat(first, counts) < np.repeat(written, counts)
+    return frame[kept].reset_index(drop=True)
+
+
+class _Walked(NamedTuple):
+    """What both loops read: columns of the graph, bytes of its kinds, and times."""
+
+    kind: Ints
+    microbatch: Ints
+    device: Ints
+    replica: Ints
+    stage: Ints
+    taken: Floats
+    kept: Floats
+    given: Floats
+    dropped: NDArray[np.bool_]
+    start: Floats
+    end: Floats
+
+
+def _walked(timeline: Timeline) -> _Walked:
+    graph, kinds = timeline.graph, timeline.graph.kinds
+    return _Walked(
         graph.kind,
         graph.microbatch,
-        graph.kinds.device,
-        graph.kinds.replica,
-        graph.kinds.stage,
-        *_of_kinds(graph, costs),
+        kinds.device,
+        kinds.replica,
+        kinds.stage,
+        *_of_kinds(graph, _costs(timeline)),
         _dropped(graph),
         timeline.start,
         timeline.end,
-        held,
-        peak,
     )
-    return static(graph, costs) + peak
 
 
 @kernel()
@@ -135,26 +189,45 @@ def _peaks(
             held[on] -= given[of]
 
 
-def over_time(timeline: Timeline) -> pd.DataFrame:
-    """Return bytes held after each change.
-
-    Returns
-    -------
-    pandas.DataFrame
-        ``device``, ``time`` (s), ``nbytes``; by device, then in order of time. The first row of
-        a device is what it holds throughout, at time 0.
-    """
-    import pandas as pd
-
-    held = static(timeline.graph, _costs(timeline))
-    parts = [pd.DataFrame({"device": np.arange(len(held)), "time": 0.0, "nbytes": held})]
-    for device, time, balance in _balances(timeline):
-        parts.append(
-            pd.DataFrame({"device": device, "time": time, "nbytes": held[device] + balance})
-        )
-    return pd.concat(parts, ignore_index=True).sort_values("device", kind="stable").reset_index(
-        drop=True
-    )  # fmt: skip
+@kernel()
+def _changes(
+    kind: Ints,
+    microbatch: Ints,
+    device: Ints,
+    replica: Ints,
+    stage: Ints,
+    taken: Floats,
+    kept: Floats,
+    given: Floats,
+    dropped: NDArray[np.bool_],
+    start: Floats,
+    end: Floats,
+    on_compute: NDArray[np.bool_],
+    static_bytes: Floats,
+    cursor: Ints,
+    time: Floats,
+    nbytes: Floats,
+) -> None:
+    """Fill ``time`` and ``nbytes`` from each device's ``cursor`` on."""
+    balance = np.zeros(len(static_bytes))
+    for task in range(len(kind)):
+        of = kind[task]
+        if not on_compute[of] or np.isnan(start[task]):
+            continue
+        on = device[of]
+        if len(dropped) and microbatch[task] >= 0:
+            was_dropped = dropped[replica[of], stage[of], microbatch[task]]
+        else:
+            was_dropped = False
+        balance[on] += kept[of] if was_dropped else taken[of]
+        time[cursor[on]] = start[task]
+        nbytes[cursor[on]] = static_bytes[on] + balance[on]
+        cursor[on] += 1
+        if not np.isnan(end[task]):
+            balance[on] -= given[of]
+            time[cursor[on]] = end[task]
+            nbytes[cursor[on]] = static_bytes[on] + balance[on]
+            cursor[on] += 1
 
 
 def _costs(timeline: Timeline) -> Costs:
@@ -164,26 +237,3 @@ def _costs(timeline: Timeline) -> Costs:
             "load it with Timeline.load(path, costs=...)"
         )
     return timeline.costs
-
-
-def _balances(
-    timeline: Timeline,
-) -> list[tuple[int, NDArray[np.float64], NDArray[np.float64]]]:
-    """Return device, times and bytes held beyond `static`, at every start and end in turn.
-
-    A device's compute tasks run one after the other, so their order is the queue's.
-    """
-    graph = timeline.graph
-    taken, given = changes(graph, _costs(timeline))
-    balances = []
-    for number, (device, stream) in enumerate(graph.streams):
-        queue = graph.queues[number]
-        queue = queue[~np.isnan(timeline.start[queue])]
-        if stream != "compute" or not len(queue):
-            continue
-        ended = timeline.ran[queue]
-        times = np.column_stack([timeline.start[queue], timeline.end[queue]]).ravel()
-        steps = np.column_stack([taken[queue], -given[queue] * ended]).ravel()
-        known = ~np.isnan(times)
-        balances.append((device, times[known], np.cumsum(steps)[known]))
-    return balances

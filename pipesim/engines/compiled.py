@@ -189,10 +189,10 @@ def run_events(
     end: Floats,
 ) -> None:
     """Fill start and end where links are shared."""
-    end.fill(np.nan)
-    free = np.zeros(int(links.max()) + 1)
+    end.fill(-1.0)
+    free, asks = np.zeros(int(links.max()) + 1), links.max(axis=1) >= 0
     queues = graph.queues
-    _events(*plan, duration, drawn, queues.ptr, queues.values, links, free, start, end)
+    _events(*plan, duration, drawn, queues.ptr, queues.values, links, asks, free, start, end)
 
 
 @kernel()
@@ -299,7 +299,18 @@ def _pop(times: Floats, tasks: Ints, size: int) -> None:
     times[at], tasks[at] = time, task
 
 
-@kernel(_push, _pop)
+def _wake(waiting: Ints, next_waiting: Ints, of: int, todo: Ints, n_todo: int) -> int:
+    """Move the streams that wait for ``of`` to ``todo``; return how many are there now."""
+    stream = waiting[of]
+    waiting[of] = -1
+    while stream >= 0:
+        todo[n_todo] = stream
+        n_todo += 1
+        stream = next_waiting[stream]
+    return n_todo
+
+
+@kernel(_push, _pop, _wake)
 def _events(
     kind: Ints,
     stream: Ints,
@@ -320,15 +331,17 @@ def _events(
     queue_ptr: Ints,
     queue: Ints,
     links: Ints,
+    asks: NDArray[np.bool_],
     link_free: Floats,
     start: Floats,
     end: Floats,
 ) -> None:
-    """Fill start and end (comes in as NaN), streams walking and links serving in turn.
+    """Fill start and end (comes in as -1), streams walking and links serving in turn.
 
     A stream that meets an unfinished task is listed with it, and walks on when it is finished. A
-    stream that meets a shared link puts its request on a heap. When no stream can walk, no request
-    earlier than the first on the heap can come any more, so that one is served (rule 8).
+    stream that meets a shared link (``asks``) puts its request on a heap. When no stream can walk,
+    no request earlier than the first on the heap can come any more, so that one is served (rule
+    8). Long, because calls would cost as much as what they do.
     """
     n_tasks, n_groups = len(kind), len(members_ptr) - 1
     cursor = queue_ptr[:-1].copy()
@@ -341,89 +354,82 @@ def _events(
     todo, n_todo = np.arange(n_streams), n_streams
     while n_todo > 0 or n_requests > 0:
         served = -1
+        begin = 0.0
         if n_todo > 0:
             n_todo -= 1
             on = todo[n_todo]
         else:
-            served = requests[0]
-            begin = times[0]
+            served, begin = requests[0], times[0]
             _pop(times, requests, n_requests)
             n_requests -= 1
             on = stream[kind[served]]
         while cursor[on] < queue_ptr[on + 1]:
             task = queue[cursor[on]]
-            of = kind[task]
-            seconds = drawn[task] if len(drawn) else duration[row[task]]
-            if task == served:
-                for k in range(links.shape[1]):
-                    if links[row[task], k] >= 0:
-                        begin = max(begin, link_free[links[row[task], k]])
-                finish = begin + seconds
-                for k in range(links.shape[1]):
-                    if links[row[task], k] >= 0:
-                        link_free[links[row[task], k]] = finish
-            else:
-                begin, blocker = free[on], -1
-                if len(issued):
-                    begin = max(begin, issued[task])
+            of, at, blocker = kind[task], row[task], -1
+            if task != served:
+                begin = free[on]
                 for k in range(needs_ptr[task], needs_ptr[task + 1]):
-                    if np.isnan(end[needs[k]]):
+                    ended = end[needs[k]]
+                    if ended < 0.0:
                         blocker = needs[k]
                         break
-                    begin = max(begin, end[needs[k]])
-                finish = begin + seconds
-                other = pair[task]
-                if blocker < 0 and role[of] == 2:
-                    if np.isnan(end[other]):
+                    begin = max(begin, ended)
+                if blocker < 0 and role[of] == 2 and end[pair[task]] < 0.0:
+                    blocker = pair[task]
+                if blocker < 0 and role[of] == 1 and rendezvous:
+                    other = pair[task]
+                    there = stream[kind[other]]
+                    if cursor[there] >= queue_ptr[there + 1] or queue[cursor[there]] != other:
                         blocker = other
-                    else:
-                        begin = max(begin, start[other] + latency[row[task]])
-                        finish = max(begin, end[other] + latency[row[task]])
-                elif blocker < 0 and role[of] == 1:
-                    if rendezvous:
-                        there = stream[kind[other]]
-                        if cursor[there] >= queue_ptr[there + 1] or queue[cursor[there]] != other:
-                            blocker = other
-                        begin = max(begin, free[there])
-                        if len(issued):
-                            begin = max(begin, issued[other])
-                    finish = begin + seconds
-                    if blocker < 0 and seconds > 0.0 and links[row[task], :].max() >= 0:
-                        _push(times, requests, n_requests, begin, task)
-                        n_requests += 1
-                        break
-                elif blocker < 0 and len(group) and group[task] >= 0:
-                    number = group[task]
-                    together[number] = max(together[number], begin)
-                    begin = together[number]
-                    finish = begin + seconds
-                    if not joined[on]:
-                        joined[on] = True
-                        arrived[number] += 1
-                    if arrived[number] < members_ptr[number + 1] - members_ptr[number]:
-                        blocker = n_tasks + number
+                    begin = max(begin, free[there])
+                    if len(issued):
+                        begin = max(begin, issued[other])
                 if blocker >= 0:
                     next_waiting[on] = waiting[blocker]
                     waiting[blocker] = on
                     break
+                if len(issued):
+                    begin = max(begin, issued[task])
+            seconds = drawn[task] if len(drawn) else duration[at]
+            finish = 0.0
+            if role[of] == 2:  # RECV: head and tail arrive a latency after they leave (rule 4)
+                begin = max(begin, start[pair[task]] + latency[at])
+                finish = max(begin, end[pair[task]] + latency[at])
+            elif role[of] == 1 and asks[at] and seconds > 0.0:
+                if task != served:
+                    _push(times, requests, n_requests, begin, task)
+                    n_requests += 1
+                    break
+                for k in range(links.shape[1]):
+                    if links[at, k] >= 0:
+                        begin = max(begin, link_free[links[at, k]])
+                finish = begin + seconds
+                for k in range(links.shape[1]):
+                    if links[at, k] >= 0:
+                        link_free[links[at, k]] = finish
+            else:
+                if len(group) and group[task] >= 0:
+                    number = group[task]
+                    together[number] = max(together[number], begin)
+                    begin = together[number]
+                    if not joined[on]:
+                        joined[on] = True
+                        arrived[number] += 1
+                    if arrived[number] < members_ptr[number + 1] - members_ptr[number]:
+                        next_waiting[on] = waiting[n_tasks + number]
+                        waiting[n_tasks + number] = on
+                        break
+                finish = begin + seconds
             start[task] = begin
             end[task] = free[on] = finish
-            joined[on] = False
             cursor[on] += 1
-            freed = task
-            for _ in range(3):  # those who wait for the task, for its group, for the next head
-                waiter = waiting[freed]
-                waiting[freed] = -1
-                while waiter >= 0:
-                    todo[n_todo] = waiter
-                    n_todo += 1
-                    waiter = next_waiting[waiter]
-                if freed == task and len(group) and group[task] >= 0:
-                    freed = n_tasks + group[task]
-                elif rendezvous and cursor[on] < queue_ptr[on + 1]:
-                    freed = queue[cursor[on]]
-                else:
-                    break
+            if waiting[task] >= 0:
+                n_todo = _wake(waiting, next_waiting, task, todo, n_todo)
+            if len(group) and group[task] >= 0:
+                joined[on] = False
+                n_todo = _wake(waiting, next_waiting, n_tasks + group[task], todo, n_todo)
+            if rendezvous and cursor[on] < queue_ptr[on + 1]:  # who waits for the next head
+                n_todo = _wake(waiting, next_waiting, queue[cursor[on]], todo, n_todo)
 
 
 @kernel()
