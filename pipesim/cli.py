@@ -86,6 +86,7 @@ Keys of a grid: """
 _FLAGS = (
     ("--devices", "N", "number of devices"),
     ("--microbatches", "N", "number of micro-batches of a step"),
+    ("--replicas", "N", "data-parallel replicas of the pipeline"),
     ("--recompute", "MODE", "never, always or except_last"),
     ("--streams", "KIND", "per_peer copy streams, or a single one a device"),
     ("--hosts", "KIND", "one host that issues for all devices, or one per_device"),

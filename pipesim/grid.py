@@ -21,6 +21,7 @@ from pipesim.schedule import schedule_info, schedules
 from pipesim.settings import (
     COUNTS,
     FLAT,
+    LOWERING,
     SETTINGS,
     Settings,
     check_counts,
@@ -74,7 +75,7 @@ def rows(configurations: object, base: object) -> list[Row]:
 
 def grid_rows(cases: Sequence[Settings], grid: Mapping[str, Any]) -> list[Row]:
     """Return a row for each case of `pipesim.settings.cases` and combination of a grid's values."""
-    grid = {COUNTS.get(key, key): values for key, values in grid.items()}
+    grid = {{**LOWERING, **COUNTS}.get(key, key): values for key, values in grid.items()}
     shown, found, own = [], [], []
     for case, point in itertools.product(cases, _product(grid)):
         shown.append({"schedule": case["label"], **point})

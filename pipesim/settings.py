@@ -25,6 +25,7 @@ from pipesim.timeline import Timeline
 __all__ = [
     "COUNTS",
     "FLAT",
+    "LOWERING",
     "SETTINGS",
     "Settings",
     "cases",
@@ -42,15 +43,20 @@ __all__ = [
 Settings = dict[str, Any]
 
 COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
-_LOWERING = ("recompute", "overlap", "streams", "rendezvous", "hosts", "step", "n_replicas")
+#: The argument of `lower` that each setting is.
+LOWERING = {
+    "replicas": "n_replicas",
+    **{k: k for k in ("recompute", "overlap", "streams", "rendezvous", "hosts", "step")},
+}
 _NODES = tuple(field.name for field in fields(Nodes))
-SETTINGS = (*COUNTS, *_LOWERING, "engine", "options", "costs")
+SETTINGS = (*COUNTS, *LOWERING, "engine", "options", "costs")
 
 #: Where a setting that is named flat belongs; names that are not here are options of a schedule.
 FLAT: dict[str, tuple[str, ...]] = {
     "schedule": ("name",),
     **{flat: (key,) for key, flat in COUNTS.items()},
-    **{key: (key,) for key in (*_LOWERING, "engine", "costs")},
+    **{flat: (key,) for key, flat in LOWERING.items()},
+    **{key: (key,) for key in ("engine", "costs")},
     # `recompute` is how the graph is lowered, not how long R takes.
     **{"recompute_time" if k == "recompute" else k: ("costs", k) for k in VALUE_FIELDS},
     "network": ("costs", "network"),
@@ -209,7 +215,7 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
             raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
     info = info or schedule_info(case["name"])
     order = info.make(case["devices"], case["microbatches"], **case["options"])
-    graph = lower(order, **{key: case[key] for key in _LOWERING if key in case})
+    graph = lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
     engine = {"engine": case["engine"]} if "engine" in case else {}
     timeline = simulate(graph, Costs.from_dict(case.get("costs", {})), **engine)
     return timeline.with_name(str(case["label"]))

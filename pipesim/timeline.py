@@ -144,8 +144,9 @@ class Timeline:
 
     @property
     def throughput(self) -> float:
-        """Micro-batches a second."""
-        return self.graph.n_microbatches / self.makespan if self.makespan else 0.0
+        """Micro-batches a second, of all replicas."""
+        n_microbatches = self.graph.n_replicas * self.graph.n_microbatches
+        return n_microbatches / self.makespan if self.makespan else 0.0
 
     @property
     def peak_memory(self) -> NDArray[np.float64]:
