@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipesim.collectives import all_to_all, ring_all_reduce, tree_all_reduce
-from pipesim.errors import NetworkError, check_name, number
+from pipesim.errors import NetworkError, check_count, check_name, number
 from pipesim.links import MAX_DEVICE, Link, Nodes, check_keys, check_speed, endless, finite
 from pipesim.machines import machine
 from pipesim.matrix import matrix_links, read_links
@@ -174,7 +174,7 @@ class Network:
         return all_to_all(self._router, size, members) if len(members) > 1 else 0.0
 
     @classmethod
-    def preset(cls, name: str, efficiency: float = 1.0) -> Network:
+    def preset(cls, name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> Network:
         """Return the network of a common machine; `pipesim.machines` lists them.
 
         Parameters
@@ -183,20 +183,37 @@ class Network:
             Such as ``"dgx_h100"``.
         efficiency
             The part of the nominal bandwidths that messages reach, above 0 and at most 1.
+        gpus_per_device
+            GPUs that work in step as one device, such as a tensor-parallel group. Bytes are then
+            those of one GPU, as `Costs.transformer` has them, and so are port and NIC.
 
         Raises
         ------
         UnknownNameError
             Naming the nearest known name and all of them.
         NetworkError
-            For an efficiency out of range.
+            For an efficiency out of range, and GPUs that do not divide those of a node.
         """
         nodes = machine(name).nodes
         part = number(efficiency)
         if part is None or not 0 < part <= 1:
             raise NetworkError(f"efficiency must be above 0 and at most 1, got {efficiency!r}")
+        size = check_count("gpus_per_device", gpus_per_device)
+        if nodes.devices_per_node % size:
+            raise NetworkError(
+                f"gpus_per_device must divide the {nodes.devices_per_node} GPUs of a node of "
+                f"{name}, got {size}"
+            )
         port, nic = nodes.port_bandwidth * part, nodes.nic_bandwidth * part
-        return cls(nodes=replace(nodes, port_bandwidth=port, nic_bandwidth=nic))
+        return cls(
+            nodes=replace(
+                nodes,
+                devices_per_node=nodes.devices_per_node // size,
+                port_bandwidth=port,
+                nic_bandwidth=nic,
+                n_nics=None,
+            )
+        )
 
     @classmethod
     def from_csv(

@@ -168,7 +168,7 @@ class Noise:
     device
         Factors of devices, drawn once a scenario.
     message
-        Factors of the seconds of messages and collectives (not of latency), drawn for each.
+        Factors of the seconds of messages (not of latency) and collectives, drawn for each.
     gpus_per_device
         GPUs that work in step as one device, such as a tensor-parallel group: of the factors of
         each, the largest counts, and any one's failure is the device's.
@@ -309,6 +309,9 @@ class Noise:
         prepared = self.prepare(graph)
         keys = self.keys([scenario])[0]
         index = np.arange(len(graph), dtype=np.uint64)
+        # Members of a collective last equally long: they draw what its first one does.
+        members, first = graph.collectives, graph.collectives.ptr[:-1]
+        index[members.values] = np.repeat(members.values[first], np.diff(members.ptr))
         of_device = self.device_factors(graph.n_devices, [scenario])[0]
         computes = prepared.computes[graph.kind]
         drawn: Floats = costs.duration * np.where(computes, of_device[graph.device], 1.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -126,8 +127,6 @@ def simulate_many(
     CapacityError
         If the scenarios that run at once would not fit in memory.
     """
-    from tqdm.auto import tqdm
-
     n = check_count("n", n)
     if n_jobs != -1:
         n_jobs = check_count("n_jobs", n_jobs)
@@ -137,21 +136,32 @@ def simulate_many(
     check_memory(f"{workers} scenarios of {len(graph):.3g} tasks", workers * 16 * len(graph))
     quiet = simulate(graph, tasks).makespan
     makespan, busy = np.empty(n), np.empty(n)
-    parts = [np.arange(k, min(k + compiled.LANES, n)) for k in range(0, n, compiled.LANES)]
+    size = max(1, min(compiled.LANES, -(-n // workers)))
+    parts = [np.arange(k, min(k + size, n)) for k in range(0, n, size)]
     many = (compiled.Many if jit.available() else _OneByOne)(graph, slowed, noise)
 
     def work(part: NDArray[np.int64]) -> int:
         makespan[part], busy[part] = many(part.tolist())
         return len(part)
 
-    with tqdm(total=n, unit="scenario", disable=not progress, delay=1.0) as bar:
-        bar.update(work(parts[0]))  # compiles, once
-        with ThreadPoolExecutor(workers) as pool:
-            for job in as_completed([pool.submit(work, part) for part in parts[1:]]):
-                bar.update(job.result())
+    with _bar(n, progress) as done, ThreadPoolExecutor(workers) as pool:
+        for job in as_completed([pool.submit(work, part) for part in parts]):
+            done(job.result())
     time = graph.n_devices * makespan
     bubble = np.where(time > 0, 1.0 - busy / np.where(time > 0, time, 1.0), 1.0)
     return Scenarios(graph, costs, noise, makespan, np.maximum(bubble, 0.0), quiet)
+
+
+@contextmanager
+def _bar(n: int, progress: bool) -> Iterator[Callable[[int], object]]:
+    """Yield what to call with the number of scenarios that are done."""
+    if not progress:
+        yield lambda _: None
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(total=n, unit="scenario", delay=1.0) as bar:
+        yield bar.update
 
 
 class _OneByOne:

@@ -1,9 +1,10 @@
 """The fast engine: the rules of docs/time.md as loops over arrays, compiled by numba.
 
-Where no two streams share a link, every time follows from times of smaller ids: one pass in order
-of ids suffices (`_pass`). Otherwise transfers ask for their links in order of time: `_events`
-lets each stream walk until it meets a shared link, and serves the earliest request of all when
-none can walk on. Times are made by ``max`` and ``+`` alone, so that engines agree exactly.
+Where no transfer waits for a link, every time follows from times of smaller ids: one pass in order
+of ids suffices (`_pass`), which gives up when two transfers meet on a link. Then transfers ask for
+their links in order of time: `_events` lets each stream walk until it meets a shared link, and
+serves the earliest request of all when none can walk on. Times are made by ``max`` and ``+``
+alone, so that engines agree exactly.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Plan(NamedTuple):
         Rule 6.
     n_streams
         Number of streams.
+    links, asks
+        Links of each row that several streams share, numbered from 0, or -1; and whether it has
+        any.
     """
 
     kind: Ints
@@ -65,6 +69,13 @@ class Plan(NamedTuple):
     members: Ints
     rendezvous: bool
     n_streams: int
+    links: Ints
+    asks: NDArray[np.bool_]
+
+    @property
+    def n_links(self) -> int:
+        """Number of links that several streams share."""
+        return int(self.links.max(initial=-1)) + 1
 
 
 def run(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
@@ -72,11 +83,8 @@ def run(graph: TaskGraph, costs: TaskCosts) -> tuple[Floats, Floats]:
     start, end = np.empty(len(graph)), np.empty(len(graph))
     plan = planned(graph, costs)
     drawn = np.empty(0) if costs.drawn is None else costs.drawn
-    shared = shared_links(graph, costs)
-    if shared is None:
-        _pass(*plan, costs.table.duration, drawn, start, end)
-    else:
-        run_events(graph, plan, shared, costs.table.duration, drawn, start, end)
+    if not _pass(*plan, costs.table.duration, drawn, np.zeros(plan.n_links), start, end):
+        run_events(graph, plan, costs.table.duration, drawn, start, end)
     return start, end
 
 
@@ -90,29 +98,19 @@ class Many:
         self.graph, self.costs, self.noise = graph, costs, noise
         self.prepared = noise.prepare(graph)
         self.plan = planned(graph, costs)
-        self.shared = shared_links(graph, costs)
-        if self.shared is None:
-            ptr, needs = np.zeros_like(self.plan.needs_ptr), np.empty_like(self.plan.needs)
-            reach = _prune(*self.plan, ptr, needs)
-            self.plan = self.plan._replace(needs_ptr=ptr, needs=needs)
-            self.window = 1 << int(reach).bit_length()
-            _pass_many.compile()  # its 64-bit arithmetic wraps round, which Python's does not
+        ptr, needs = np.zeros_like(self.plan.needs_ptr), np.empty_like(self.plan.needs)
+        reach = _prune(*self.plan, ptr, needs)
+        self.pruned = self.plan._replace(needs_ptr=ptr, needs=needs)
+        self.window = 1 << int(reach).bit_length()
+        _pass_many.compile()  # its 64-bit arithmetic wraps round, which Python's does not
 
     def __call__(self, scenarios: Sequence[int]) -> tuple[Floats, Floats]:
         """Return makespan (s), and seconds that all devices compute, of each scenario."""
-        makespan, busy = np.zeros(len(scenarios)), np.zeros(len(scenarios))
-        seconds = self.costs.table.duration
-        if self.shared is not None:
-            times = np.empty((2, len(self.graph)))
-            for k, scenario in enumerate(scenarios):
-                drawn = self.noise.draw(self.graph, self.costs, scenario)
-                run_events(self.graph, self.plan, self.shared, seconds, drawn, *times)
-                makespan[k] = times[1].max()
-                busy[k] = drawn[self.prepared.computes[self.graph.kind]].sum()
-            return makespan, busy
-        times = np.empty((2, self.window, len(scenarios)))
+        n, seconds = len(scenarios), self.costs.table.duration
+        makespan, busy, met = np.zeros(n), np.zeros(n), np.zeros(n, dtype=bool)
+        times = np.empty((2, self.window, n))
         _pass_many(
-            *self.plan,
+            *self.pruned,
             seconds,
             *self.prepared,
             self.noise.device_factors(self.graph.n_devices, scenarios),
@@ -121,14 +119,20 @@ class Many:
             times[1],
             makespan,
             busy,
+            met,
         )
+        for k in np.flatnonzero(met).tolist():
+            drawn = self.noise.draw(self.graph, self.costs, scenarios[k])
+            start, end = np.empty(len(self.graph)), np.empty(len(self.graph))
+            run_events(self.graph, self.plan, seconds, drawn, start, end)
+            makespan[k] = end.max()
         return makespan, busy
 
 
 def planned(graph: TaskGraph, costs: TaskCosts) -> Plan:
     """Return the arrays that the loops read."""
     role = _SEND * graph.kinds.is_op(SENDS) + _RECV * graph.kinds.is_op(RECVS)
-    collectives = graph.collectives
+    collectives, links = graph.collectives, shared_links(graph, costs)
     issued = np.empty(0)
     if costs.table.launch.any():
         issued = np.empty(len(graph))
@@ -149,50 +153,45 @@ def planned(graph: TaskGraph, costs: TaskCosts) -> Plan:
         members=collectives.values.astype(np.int64),
         rendezvous=graph.rendezvous,
         n_streams=len(graph.streams),
+        links=links,
+        asks=links.max(axis=1) >= 0,
     )
 
 
-def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints | None:
-    """Return the links of each row, numbered from 0; None if no two streams share one.
+def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints:
+    """Return the links of each row that several streams share, numbered from 0; -1 for none.
 
     A stream's own transfers never meet on a link, because they hold their stream as long.
     """
+    none = np.full((len(costs.table.duration), 1), -1, dtype=np.int64)
     sends = np.flatnonzero(graph.kinds.is_op(SENDS))
-    if not len(sends):
-        return None
     if costs.row is graph.kind:
         rows, streams = sends, graph.stream_of_kind[sends]
     else:
         of = np.flatnonzero(graph.is_op(SENDS))
         rows, streams = costs.row[of], graph.stream_of_kind[graph.kind[of]]
     links = costs.table.links[rows]
+    if not (links >= 0).any():
+        return none
     rows, streams = (np.repeat(x, links.shape[1])[links.ravel() >= 0] for x in (rows, streams))
     used, number = np.unique(links[links >= 0], return_inverse=True)
     users = np.unique(np.stack([number, streams]), axis=1)[0]
     is_shared = np.bincount(users, minlength=len(used)) > 1
-    if not is_shared[number].any():
-        return None
-    numbered = np.full_like(costs.table.links, -1)
-    known = np.isin(costs.table.links, used)
-    numbered[known] = np.searchsorted(used, costs.table.links[known])
-    # A row keeps only the links that it may have to wait for.
-    return np.where((numbered >= 0) & is_shared[np.maximum(numbered, 0)], numbered, -1)
+    if not is_shared.any():
+        return none
+    place = np.minimum(np.searchsorted(used, costs.table.links), len(used) - 1)
+    found = (used[place] == costs.table.links) & is_shared[place]
+    return np.where(found, (np.cumsum(is_shared) - 1)[place], -1)
 
 
 def run_events(
-    graph: TaskGraph,
-    plan: Plan,
-    links: Ints,
-    duration: Floats,
-    drawn: Floats,
-    start: Floats,
-    end: Floats,
+    graph: TaskGraph, plan: Plan, duration: Floats, drawn: Floats, start: Floats, end: Floats
 ) -> None:
-    """Fill start and end where links are shared."""
+    """Fill start and end where transfers wait for links."""
     end.fill(-1.0)
-    free, asks = np.zeros(int(links.max()) + 1), links.max(axis=1) >= 0
     queues = graph.queues
-    _events(*plan, duration, drawn, queues.ptr, queues.values, links, asks, free, start, end)
+    free = np.zeros(plan.n_links)
+    _events(*plan, duration, drawn, queues.ptr, queues.values, free, start, end)
 
 
 @kernel()
@@ -222,12 +221,15 @@ def _pass(
     members: Ints,
     rendezvous: bool,
     n_streams: int,
+    links: Ints,
+    asks: NDArray[np.bool_],
     duration: Floats,
     drawn: Floats,
+    link_free: Floats,
     start: Floats,
     end: Floats,
-) -> None:
-    """Fill start and end in order of ids."""
+) -> bool:
+    """Fill start and end in order of ids; return False if two transfers met on a link."""
     free = np.zeros(n_streams)  # when each stream has ended its last task
     together = np.full(len(members_ptr) - 1, -1.0)  # when each collective starts
     for task in range(len(kind)):
@@ -265,6 +267,14 @@ def _pass(
         start[task] = reached
         end[task] = reached + seconds
         free[on] = end[task]
+        if role[of] == 1 and asks[row[task]] and seconds > 0.0:
+            for k in range(links.shape[1]):
+                link = links[row[task], k]
+                if link >= 0 and reached < link_free[link]:
+                    return False
+                if link >= 0:
+                    link_free[link] = end[task]
+    return True
 
 
 def _push(times: Floats, tasks: Ints, size: int, time: float, task: int) -> None:
@@ -326,12 +336,12 @@ def _events(
     members: Ints,
     rendezvous: bool,
     n_streams: int,
+    links: Ints,
+    asks: NDArray[np.bool_],
     duration: Floats,
     drawn: Floats,
     queue_ptr: Ints,
     queue: Ints,
-    links: Ints,
-    asks: NDArray[np.bool_],
     link_free: Floats,
     start: Floats,
     end: Floats,
@@ -448,6 +458,8 @@ def _prune(
     members: Ints,
     rendezvous: bool,
     n_streams: int,
+    links: Ints,
+    asks: NDArray[np.bool_],
     kept_ptr: Ints,
     kept: Ints,
 ) -> int:
@@ -493,6 +505,8 @@ def _pass_many(
     members: Ints,
     rendezvous: bool,
     n_streams: int,
+    links: Ints,
+    asks: NDArray[np.bool_],
     duration: Floats,
     tables: Floats,
     which: Ints,
@@ -506,16 +520,19 @@ def _pass_many(
     end: Floats,
     makespan: Floats,
     busy: Floats,
+    met: NDArray[np.bool_],
 ) -> None:
     """Do what `_pass` does for several scenarios at once, drawing each task's seconds.
 
     ``start`` (used for SENDs) and ``end`` have a column a scenario, and as many rows as ids that
     a task may have to look back: each row serves in turn. Adds to ``makespan`` and ``busy``
-    (seconds that all devices compute), which come in as zeros.
+    (seconds that all devices compute), which come in as zeros. Marks the scenarios in which two
+    transfers ``met`` on a link, where the other results are wrong.
     """
     last = len(end) - 1  # a power of two, less 1
     n = len(makespan)
     free = np.zeros((n_streams, n))
+    link_free = np.zeros((links.max() + 1, n))
     together = np.full((len(members_ptr) - 1, n), -1.0)
     reached, seconds = np.empty(n), np.empty(n)
     for task in range(len(kind)):
@@ -529,9 +546,11 @@ def _pass_many(
             for k in range(n):
                 seconds[k] = base
         if which[of] >= 0:
-            table = tables[which[of]]
+            table, draw = tables[which[of]], np.uint64(task)
+            if len(group) and group[task] >= 0:  # members of a collective last equally long
+                draw = np.uint64(members[members_ptr[group[task]]])
             for k in range(n):
-                seconds[k] = seconds[k] * look_up(table, mixed(keys[k, 0], np.uint64(task)))
+                seconds[k] = seconds[k] * look_up(table, mixed(keys[k, 0], draw))
         if computes[of]:
             if hit_every > 0.0:
                 for k in range(n):
@@ -582,6 +601,16 @@ def _pass_many(
         for k in range(n):
             end[task & last, k] = reached[k] + seconds[k]
             free[on, k] = end[task & last, k]
+        if role[of] == 1 and asks[row[task]]:
+            for j in range(links.shape[1]):
+                link = links[row[task], j]
+                if link < 0:
+                    continue
+                for k in range(n):
+                    if seconds[k] > 0.0:
+                        if reached[k] < link_free[link, k]:
+                            met[k] = True
+                        link_free[link, k] = free[on, k]
     for on in range(n_streams):
         for k in range(n):
             makespan[k] = max(makespan[k], free[on, k])
