@@ -6,7 +6,7 @@ STAMP := .venv/.stamp
 BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint fuzz bench clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -23,6 +23,9 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo
+
+fuzz: $(STAMP)  ## compare the engines on 6,000 random graphs, with noise and without
+	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_compiled_engine.py --hypothesis-show-statistics
 
 bench: $(STAMP)  ## run every script in benchmarks/
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -78,5 +78,6 @@ def quantile_table(quantile: Any, slowest_of: int = 1) -> Floats:
     """
     middle = (np.arange(BINS) + 0.5) / BINS
     levels = np.stack([middle, middle / BINS, 1.0 - (1.0 - middle) / BINS])
-    table: Floats = np.asarray(quantile(levels ** (1.0 / slowest_of)), dtype=np.float64)
+    below_one = np.minimum(levels ** (1.0 / slowest_of), 1.0 - 2.0**-53)
+    table: Floats = np.asarray(quantile(below_one), dtype=np.float64)
     return table

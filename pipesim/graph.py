@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_memory
+from pipesim.capacity import BYTES_PER_TASK, check_memory
 from pipesim.csr import CSR, Ints, ids_dtype
 from pipesim.errors import ArgumentError, check_count
 from pipesim.levels import levels, stable_topological_order
@@ -23,10 +23,7 @@ from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.wiring import KindRules, index_tasks, wire
 
-__all__ = ["BYTES_PER_TASK", "RULES", "Rule", "TaskGraph"]
-
-#: What a graph holds of each task, and what wiring it needs besides (8).
-BYTES_PER_TASK = 32
+__all__ = ["RULES", "Rule", "TaskGraph"]
 
 
 class Rule(NamedTuple):

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_memory
+from pipesim.capacity import check_tasks
 from pipesim.csr import CSR, Ints, count
 from pipesim.errors import ArgumentError, check_count, check_name
-from pipesim.graph import BYTES_PER_TASK, PAIRS, TaskGraph
+from pipesim.graph import PAIRS, TaskGraph
 from pipesim.jit import kernel
 from pipesim.ops import Op
 from pipesim.schedule import Schedule
@@ -18,9 +18,6 @@ from pipesim.tasks import Kinds, StreamKind
 from pipesim.verify import compute_listing, verify, verify_listing
 
 __all__ = ["lower"]
-
-#: Start and end of a task, in seconds.
-_BYTES_OF_TIMES = 16
 
 Recompute = Literal["never", "always", "except_last"]
 RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "except_last")
@@ -90,9 +87,7 @@ def lower(
     if not isinstance(schedule, Schedule):
         raise ArgumentError(f"lower takes a Schedule, got {type(schedule).__name__}")
     verify_listing(schedule)
-    # Each forward and backward comes with its SEND and RECV, save at the pipeline's ends.
-    n_tasks = 3 * len(schedule) * n_replicas
-    check_memory(f"a graph of {n_tasks:.3g} tasks", n_tasks * (BYTES_PER_TASK + _BYTES_OF_TIMES))
+    check_tasks(len(schedule) * n_replicas)
     kinds, kind, microbatch = _with_recompute_and_steps(schedule, recompute, step)
     compute = TaskGraph.of_kinds(kinds, kind, microbatch)
     cycles = compute.levels

@@ -63,7 +63,10 @@ def _standard_normal(level: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Normal:
-    """Factors of mean 1 and standard deviation ``std``; none is below 0."""
+    """Factors of mean 1 and standard deviation ``std``; those below 0 are 0.
+
+    That is one in three million where ``std`` is 0.2; far beyond, the mean is above 1.
+    """
 
     std: float
 
@@ -168,7 +171,8 @@ class Noise:
     device
         Factors of devices, drawn once a scenario.
     message
-        Factors of the seconds of messages (not of latency) and collectives, drawn for each.
+        Factors of the seconds of messages (not of their latency) and collectives, drawn for each;
+        all members of a collective last as long.
     gpus_per_device
         GPUs that work in step as one device, such as a tensor-parallel group: of the factors of
         each, the largest counts, and any one's failure is the device's.
@@ -201,21 +205,22 @@ class Noise:
     def __post_init__(self) -> None:
         if self.seed is None:
             raise ArgumentError("noise needs a seed, so that it can be repeated: Noise(seed=0)")
-        check_count("seed", self.seed, minimum=0)
-        check_count("gpus_per_device", self.gpus_per_device)
+        for name, least in (("seed", 0), ("gpus_per_device", 1)):  # as ints, numpy's included
+            object.__setattr__(self, name, check_count(name, getattr(self, name), least))
         given = dict(self.task) if isinstance(self.task, Mapping) else {"task": self.task}
         for name in given if isinstance(self.task, Mapping) else ():
             check_name("compute operation", name, [op.name for op in COMPUTE])
         for name, value in {**given, "device": self.device, "message": self.message}.items():
-            if value is not None and not hasattr(value, "quantile"):
-                raise ArgumentError(f"{name} must be a distribution, got {value!r}")
+            _check_distribution(name, value)
         if not isinstance(self.failures, Failures | None):
             raise ArgumentError(f"failures must be a pipesim.Failures, got {self.failures!r}")
-        for name in ("slow_devices", "slow_links"):
-            for where, factor in getattr(self, name).items():
-                got = number(factor)
-                if got is None or not 0 < got < np.inf:
-                    raise ArgumentError(f"{name}[{where!r}] must be a factor > 0, got {factor!r}")
+        _check_factors("slow_devices", self.slow_devices, "{3: 1.2}")
+        _check_factors("slow_links", self.slow_links, "{(0, 1): 1.2}")
+        for link in self.slow_links:
+            if not (isinstance(link, tuple) and len(link) == 2):
+                raise ArgumentError(
+                    f"slow_links names pairs of sender and receiver, such as (0, 1), got {link!r}"
+                )
 
     def slowed(self, graph: TaskGraph, costs: TaskCosts) -> TaskCosts:
         """Return costs with the constant factors of slow devices and links in them.
@@ -225,6 +230,10 @@ class Noise:
         ArgumentError
             For a device that the graph does not have.
         """
+        if costs.drawn is not None:  # from here on these are the seconds that vary
+            columns = (column[costs.row] for column in costs.table)
+            table = CostTable(*columns)._replace(duration=costs.drawn)
+            costs = TaskCosts.of_tasks(table, costs.costs)
         if not self.slow_devices and not self.slow_links:
             return costs
         known = graph.n_devices
@@ -309,9 +318,8 @@ class Noise:
         prepared = self.prepare(graph)
         keys = self.keys([scenario])[0]
         index = np.arange(len(graph), dtype=np.uint64)
-        # Members of a collective last equally long: they draw what its first one does.
-        members, first = graph.collectives, graph.collectives.ptr[:-1]
-        index[members.values] = np.repeat(members.values[first], np.diff(members.ptr))
+        groups = graph.collectives  # all members last what the first one draws
+        index[groups.values] = groups.values[groups.ptr[groups.rows]]
         of_device = self.device_factors(graph.n_devices, [scenario])[0]
         computes = prepared.computes[graph.kind]
         drawn: Floats = costs.duration * np.where(computes, of_device[graph.device], 1.0)
@@ -326,7 +334,33 @@ class Noise:
 
 @lru_cache(maxsize=64)
 def _table(distribution: Distribution, slowest_of: int) -> Floats:
-    return draws.quantile_table(distribution.quantile, slowest_of)
+    table = draws.quantile_table(distribution.quantile, slowest_of)
+    bad = table[~(np.isfinite(table) & (table >= 0))]
+    if len(bad):
+        raise ArgumentError(f"factors must be finite and >= 0, but {distribution!r} has {bad[0]}")
+    return table
+
+
+def _check_distribution(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, type) or not hasattr(value, "quantile"):
+        raise ArgumentError(f"{name} must be a distribution, such as Normal(0.02), got {value!r}")
+    try:
+        hash(value)  # its table is made once
+    except TypeError:
+        raise ArgumentError(
+            f"{name} must be hashable, as a frozen dataclass is, got {value!r}"
+        ) from None
+
+
+def _check_factors(name: str, factors: object, example: str) -> None:
+    if not isinstance(factors, Mapping):
+        raise ArgumentError(f"{name} must be a mapping, such as {example}, got {factors!r}")
+    for where, factor in factors.items():
+        got = number(factor)
+        if got is None or not 0 < got < np.inf:
+            raise ArgumentError(f"{name}[{where!r}] must be a factor > 0, got {factor!r}")
 
 
 def _check_spread(name: str, value: object) -> None:

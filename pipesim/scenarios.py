@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from pipesim import jit
 from pipesim.capacity import check_memory
 from pipesim.costs import Costs, TaskCosts
 from pipesim.engines import compiled, simpy_engine
-from pipesim.errors import ArgumentError, check_count
+from pipesim.errors import ArgumentError, check_count, number
 from pipesim.graph import TaskGraph
 from pipesim.noise import Noise
 from pipesim.ops import COMPUTE
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["Scenarios", "simulate_many"]
 
 Floats = NDArray[np.float64]
+#: Makespan, bubble and number of a scenario, and its share of the list of parts.
+_BYTES_PER_SCENARIO = 40
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,7 +78,8 @@ class Scenarios:
         """
         import pandas as pd
 
-        if not len(levels) or not all(0 <= level <= 100 for level in levels):
+        checked = [number(level) for level in levels] if isinstance(levels, Iterable) else []
+        if not checked or not all(x is not None and 0 <= x <= 100 for x in checked):
             raise ArgumentError(f"levels must be percentiles from 0 to 100, got {levels!r}")
         makespan = np.percentile(self.makespan, levels)
         columns = {
@@ -125,11 +128,12 @@ def simulate_many(
     ArgumentError
         For noise that is none, or does not suit the graph, and counts that are no counts.
     CapacityError
-        If the scenarios that run at once would not fit in memory.
+        If the scenarios that run at once, or all results, would not fit in memory.
     """
     n = check_count("n", n)
     if n_jobs != -1:
         n_jobs = check_count("n_jobs", n_jobs)
+    check_memory("holding all scenarios", n * _BYTES_PER_SCENARIO, f"ask for fewer than n={n}")
     workers = (len(os.sched_getaffinity(0)) if n_jobs == -1 else n_jobs) or 1
     tasks = checked_costs(graph, costs)
     slowed = checked_noise(noise).slowed(graph, tasks)

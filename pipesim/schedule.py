@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.capacity import check_schedule
 from pipesim.errors import (
     ArgumentError,
     ScheduleError,
@@ -283,11 +284,10 @@ class ScheduleInfo:
     def make(self, n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
         """Build the schedule; `schedule` says what of."""
         self.check_options(options)
-        return self.build(
-            check_count("n_devices", n_devices),
-            check_count("n_microbatches", n_microbatches),
-            **options,
-        )
+        n_devices = check_count("n_devices", n_devices)
+        n_microbatches = check_count("n_microbatches", n_microbatches)
+        check_schedule(self.name, 2 * n_devices * n_microbatches)  # F and B, on each device
+        return self.build(n_devices, n_microbatches, **options)
 
 
 _REGISTRY: dict[str, ScheduleInfo] = {}
@@ -330,6 +330,8 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
         For an unknown name or option, with the nearest known one.
     ArgumentError
         For counts that are fractional, boolean, zero or negative.
+    CapacityError
+        If it would not fit in memory.
 
     Examples
     --------

@@ -21,7 +21,9 @@ def draw(timeline: ps.Timeline, *, transfers: bool = True, rows: str = "") -> st
     show. ``rows`` keeps the rows whose label matches it.
     """
     graph = timeline.graph
-    several = graph.n_stages > graph.n_devices
+    places = np.stack([graph.kinds.replica, graph.kinds.device, graph.kinds.stage])
+    homes = np.unique(places, axis=1)
+    several = np.unique(homes[:2], axis=1).shape[1] < homes.shape[1]
     width = round(timeline.makespan)
     drawn = []
     order = sorted(enumerate(graph.streams), key=lambda s: (s[1][0], s[1][1] != "compute"))

@@ -1,4 +1,4 @@
-"""Hypothesis strategies that the tests share: schedules, graphs, costs and networks."""
+"""Hypothesis strategies that the tests share: schedules, graphs, costs, networks and noise."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from pipesim.placement import Placement
 __all__ = [
     "actions",
     "cases",
+    "clusters",
     "costs",
     "custom_schedules",
     "graphs",
+    "linked_networks",
     "lower_options",
     "named_schedules",
     "networks",
+    "noises",
     "placements",
     "schedules",
 ]
@@ -147,13 +150,35 @@ def graphs(draw: st.DrawFn, **fixed: Any) -> ps.TaskGraph:
 
 
 @st.composite
-def networks(draw: st.DrawFn, n_devices: int) -> ps.Network:
+def linked_networks(draw: st.DrawFn, n_devices: int) -> ps.Network:
     """Uniform networks, and some in which links are shared by up to all pairs."""
     pairs = [(a, b) for a in range(n_devices) for b in range(n_devices) if a != b]
     owner = [draw(st.integers(-2, 1)) for _ in pairs]  # below 0: a link of its own
     groups = [[p for p, o in zip(pairs, owner, strict=True) if o == k] for k in (0, 1)]
     links = [ps.Link(draw(seconds), draw(bandwidths()), tuple(g)) for g in groups if g]
     return ps.Network(draw(seconds), draw(bandwidths()), tuple(links))
+
+
+@st.composite
+def clusters(draw: st.DrawFn, n_devices: int = 3) -> ps.Network:
+    """Draw nodes of one to four devices, and sometimes a link beside them."""
+    per_node = draw(st.sampled_from([2, 1, 4]))
+    speed = st.sampled_from([1.0, 2.0, 8.0, math.inf])
+    nodes = ps.Nodes(
+        per_node,
+        port_latency=draw(st.sampled_from([0.0, 1.0])),
+        port_bandwidth=draw(speed),
+        nic_latency=draw(st.sampled_from([0.0, 3.0])),
+        nic_bandwidth=draw(speed),
+        n_nics=draw(st.sampled_from([k for k in (1, 2, 4) if per_node % k == 0])),
+    )
+    links = (ps.Link(5, 0.5, ((0, 1), (1, 2))),) if n_devices > 2 and draw(st.booleans()) else ()
+    return ps.Network(links=links, nodes=nodes)
+
+
+def networks(n_devices: int) -> st.SearchStrategy[ps.Network]:
+    """Links of pairs, and nodes with ports and NICs."""
+    return st.one_of(linked_networks(n_devices), clusters(n_devices))
 
 
 def bandwidths() -> st.SearchStrategy[float]:
@@ -191,3 +216,32 @@ def cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
     """Return a graph, and costs that suit it."""
     graph = draw(graphs())
     return graph, draw(costs(graph.n_stages, graph.n_devices))
+
+
+def distributions() -> st.SearchStrategy[Any]:
+    """Every kind of distribution; some draw 0 now and then, which takes no time at all."""
+    return st.one_of(
+        st.sampled_from([0.0, 0.02, 0.5]).map(ps.Normal),
+        st.sampled_from([0.0, 0.02, 0.5]).map(ps.LogNormal),
+        st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=4)
+        .filter(any)
+        .map(ps.Empirical),
+    )
+
+
+@st.composite
+def noises(draw: st.DrawFn, n_devices: int) -> ps.Noise:
+    """Noise of tasks, devices and messages, slow devices and links, and failures."""
+    maybe = st.one_of(st.none(), distributions())
+    by_op = st.dictionaries(st.sampled_from(["F", "B", "I", "W", "R", "STEP"]), distributions())
+    devices, factors = st.integers(0, n_devices - 1), st.sampled_from([0.5, 1.5, 2.0])
+    return ps.Noise(
+        seed=draw(st.integers(0, 2**64)),
+        task=draw(st.one_of(maybe, by_op)),
+        device=draw(maybe),
+        message=draw(maybe),
+        gpus_per_device=draw(st.sampled_from([1, 2, 8])),
+        slow_devices=draw(st.dictionaries(devices, factors, max_size=2)),
+        slow_links=draw(st.dictionaries(st.tuples(devices, devices), factors, max_size=3)),
+        failures=draw(st.sampled_from([None, ps.Failures(every=8, pause=5)])),
+    )

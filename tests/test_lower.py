@@ -162,6 +162,65 @@ def test_issue_order_by_hand() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("overlap", "issued"),
+    [
+        (
+            True,
+            "0:0F0 1:0F0 0:0SEND_F0 0:1RECV_F0 1:0SEND_F0 1:1RECV_F0 0:1F0 1:1F0 0:1B0 1:1B0 "
+            "0:1SEND_B0 0:0RECV_B0 1:1SEND_B0 1:0RECV_B0 0:1REDUCE_GRAD 1:1REDUCE_GRAD "
+            "0:0B0 0:1STEP 1:0B0 1:1STEP 0:0REDUCE_GRAD 1:0REDUCE_GRAD 0:0STEP 1:0STEP",
+        ),
+        (
+            False,
+            "0:0F0 1:0F0 0:0SEND_F0 1:0SEND_F0 0:1RECV_F0 1:1RECV_F0 0:1F0 1:1F0 0:1B0 1:1B0 "
+            "0:1SEND_B0 1:1SEND_B0 0:1REDUCE_GRAD 1:1REDUCE_GRAD 0:0RECV_B0 1:0RECV_B0 "
+            "0:0B0 0:1STEP 1:0B0 1:1STEP 0:0REDUCE_GRAD 1:0REDUCE_GRAD 0:0STEP 1:0STEP",
+        ),
+    ],
+)
+def test_issue_order_of_replicas_by_hand(overlap: bool, issued: str) -> None:
+    """Each phase of each cycle for one replica after the other (``replica:action``)."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 1), n_replicas=2, overlap=overlap)
+    tasks = [graph.task(task) for task in range(len(graph))]
+    assert " ".join(f"{task.replica}:{task}" for task in tasks) == issued
+    assert graph.collectives.values.tolist() == [  # stage 0's, then stage 1's
+        *(t.id for t in tasks if str(t) == "0REDUCE_GRAD"),
+        *(t.id for t in tasks if str(t) == "1REDUCE_GRAD"),
+    ]
+    assert graph.collectives.ptr.tolist() == [0, 2, 4]
+
+
+def test_replicas_have_devices_and_streams_of_their_own() -> None:
+    """Replica 1 of two devices is on devices 2 and 3, and sends to its own."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2), n_replicas=2, hosts="per_device")
+    assert (graph.n_devices, graph.n_stages, graph.n_replicas) == (4, 2, 2)
+    assert graph.host.tolist() == [0, 1, 2, 3]
+    assert queue(graph, 2, "send:3") == "0SEND_F0 0SEND_F1"
+    assert queue(graph, 3, "recv:2") == "1RECV_F0 1RECV_F1"
+    assert queue(graph, 3, "collective") == "1REDUCE_GRAD"
+    assert queue(graph, 3) == "1F0 1F1 1B1 1B0 1STEP"
+    assert repr(graph).startswith("<TaskGraph gpipe: 40 tasks, 2 replicas, 4 devices, 2 stages")
+
+
+@given(schedule=schedules(), options=lower_options())
+def test_replicas_are_alike(schedule: ps.Schedule, options: dict[str, Any]) -> None:
+    """Each is the graph of one pipeline, but for its reductions and what comes after them."""
+    many = ps.lower(schedule, **{**options, "n_replicas": 3})
+    alone = ps.lower(schedule, **{**options, "n_replicas": 1})
+    wanted = [str(alone.task(task)) for task in range(len(alone))]
+    for replica in range(3):
+        mine = [many.task(int(t)) for t in np.flatnonzero(many.replica == replica)]
+        left = [str(task) for task in mine if task.op != Op.REDUCE_GRAD]
+        assert sorted(left) == sorted(wanted)
+        if not (options["rendezvous"] and not options["overlap"]):
+            assert left == wanted
+    for number in range(len(many.collectives)):
+        members = [many.task(int(t)) for t in many.collectives[number]]
+        assert [task.replica for task in members] == [0, 1, 2]
+        assert len({task.action for task in members}) == 1
+
+
 @given(schedules())
 def test_issue_order_is_the_clock_cycle(schedule: ps.Schedule) -> None:
     """By distance from the first, counted in compute tasks, then by device (rule 7)."""

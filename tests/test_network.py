@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import networks
+from strategies import clusters, linked_networks, networks
 
 import pipesim as ps
 from pipesim.errors import NetworkError, PipeError, UnknownNameError
@@ -40,23 +40,6 @@ def contend(network: ps.Network, one: tuple[int, int], two: tuple[int, int], n: 
     return bool(links & others)
 
 
-@st.composite
-def clusters(draw: st.DrawFn) -> ps.Network:
-    """Draw nodes of one to four devices, and sometimes a link beside them."""
-    per_node = draw(st.sampled_from([1, 2, 4]))
-    speed = st.sampled_from([1.0, 2.0, 8.0, math.inf])
-    nodes = ps.Nodes(
-        per_node,
-        port_latency=draw(st.sampled_from([0.0, 1.0])),
-        port_bandwidth=draw(speed),
-        nic_latency=draw(st.sampled_from([0.0, 3.0])),
-        nic_bandwidth=draw(speed),
-        n_nics=draw(st.sampled_from([k for k in (1, 2, 4) if per_node % k == 0])),
-    )
-    links = (ps.Link(5, 0.5, ((0, 1), (1, 2))),) if draw(st.booleans()) else ()
-    return ps.Network(links=links, nodes=nodes)
-
-
 def test_uniform() -> None:
     """Every directed pair has a link of its own."""
     network = ps.Network(latency=2, bandwidth=8)
@@ -80,7 +63,7 @@ def test_named_pairs() -> None:
 @given(st.data())
 def test_pairs_share_only_named_links(data: st.DataObject) -> None:
     """Two pairs have one number if, and only if, one link names both."""
-    network = data.draw(networks(3))
+    network = data.draw(linked_networks(3))
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     number = dict(zip(pairs, (n for n, _, _ in resolve(network, *pairs, n_devices=3)), strict=True))
     for one in pairs:
@@ -92,7 +75,7 @@ def test_pairs_share_only_named_links(data: st.DataObject) -> None:
 @given(st.data())
 def test_plain_values_round_trip(data: st.DataObject) -> None:
     """`to_dict` and `from_dict` are inverse, through JSON as well."""
-    network = data.draw(st.one_of(networks(4), clusters()))
+    network = data.draw(networks(4))
     assert ps.Network.from_dict(network.to_dict()) == network
     assert ps.Network.from_dict(json.loads(json.dumps(network.to_dict()))) == network
 
@@ -390,7 +373,7 @@ def test_collectives_are_not_faster_than_the_wire(
     data: st.DataObject, n: int, nbytes: float, algorithm: str
 ) -> None:
     """No faster than the fastest link allows, nor than with a slower network's links unshared."""
-    network = data.draw(st.one_of(networks(n), clusters()))
+    network = data.draw(networks(n))
     members = data.draw(st.permutations(range(n)))
     routes = network.resolve(*np.array(list(itertools.permutations(range(n), 2))).T, n)
     least = 2 * (n - 1) / n * nbytes / routes.bandwidth.max()

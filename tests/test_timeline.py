@@ -82,11 +82,15 @@ def same(one: ps.Timeline, two: ps.Timeline) -> bool:
         and a.streams == b.streams
         and all(
             getattr(a, count) == getattr(b, count)
-            for count in ("n_devices", "n_stages", "n_microbatches")
+            for count in ("n_devices", "n_stages", "n_microbatches", "n_replicas")
         )
         and all(
             (x.ptr == y.ptr).all() and (x.values == y.values).all()
-            for x, y in ((a.dependencies, b.dependencies), (a.queues, b.queues))
+            for x, y in (
+                (a.dependencies, b.dependencies),
+                (a.queues, b.queues),
+                (a.collectives, b.collectives),
+            )
         )
         and all(
             np.array_equal(getattr(one, column), getattr(two, column), equal_nan=True)
@@ -301,3 +305,58 @@ def test_edited_in_any_way(tmp_path_factory: pytest.TempPathFactory, data: st.Da
         return
     ps.verify(loaded.graph)
     assert (loaded.graph.op == timeline.graph.op).all()
+
+
+def test_replicas_in_a_file(tmp_path: Path) -> None:
+    """A column more, where there are several; their reductions are put together again."""
+    schedule = ps.schedule("1f1b", 2, 2)
+    costs = ps.Costs(1, 2, parameter_bytes=4, network=ps.Network(bandwidth=1))
+    noise = ps.Noise(seed=0, task=ps.LogNormal(0.3), message=ps.LogNormal(0.3))
+    path = tmp_path / "t.csv"
+    alone = ps.simulate(ps.lower(schedule), costs)
+    alone.save(path)
+    assert path.read_text().splitlines()[0].split(",") == list(COLUMNS)
+    assert "replica" not in alone.frame
+    timeline = ps.simulate(ps.lower(schedule, n_replicas=3), costs, noise=noise)
+    timeline.save(path)
+    assert path.read_text().splitlines()[0].split(",") == [*COLUMNS, "replica"]
+    loaded = ps.Timeline.load(path, costs=costs)
+    assert same(loaded, timeline)
+    assert loaded.graph.n_replicas == 3
+    assert loaded.frame["replica"].tolist() == timeline.frame["replica"].tolist()
+    assert (loaded.peak_memory == timeline.peak_memory).all()
+    assert (loaded.busy == timeline.busy).all()
+    assert ps.replay(loaded).makespan == pytest.approx(timeline.makespan)
+
+
+@pytest.mark.parametrize(
+    ("replica", "message"),
+    [
+        ("x", "line 2: replica is no number but 'x'"),
+        ("", "line 2: replica is no number but ''"),
+        ("-1", "line 2 .* has no valid replica"),
+        ("99", "line 2 .* has no valid replica"),
+        ("2", "0F0 is missing"),
+    ],
+)
+def test_bad_replica_in_a_file(tmp_path: Path, replica: str, message: str) -> None:
+    """The line is named, or what is missing from it."""
+    path = tmp_path / "t.csv"
+    graph = ps.lower(ps.schedule("gpipe", 2, 1), n_replicas=2)
+    ps.simulate(graph, ps.Costs(1, 2)).save(path)
+    lines = path.read_text().splitlines()
+    lines[1] = lines[1].rpartition(",")[0] + "," + replica
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(TimelineError, match=message):
+        ps.Timeline.load(path)
+
+
+def test_replicas_in_a_file_that_does_not_say_so(tmp_path: Path) -> None:
+    """Without the column each task would be there twice."""
+    path = tmp_path / "t.csv"
+    graph = ps.lower(ps.schedule("gpipe", 2, 1), n_replicas=2)
+    ps.simulate(graph, ps.Costs(1, 2)).save(path)
+    lines = [line.rpartition(",")[0] for line in path.read_text().splitlines()]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(TimelineError, match="it has the STEP of 4 of 2 stages"):
+        ps.Timeline.load(path)

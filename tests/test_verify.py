@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rules import all_reduced
 from strategies import graphs, schedules
 
 import pipesim as ps
@@ -36,8 +37,12 @@ def test_schedules_pass(schedule: ps.Schedule) -> None:
 
 @given(graphs())
 def test_graphs_pass(graph: ps.TaskGraph) -> None:
-    """Whatever lowering makes."""
-    ps.verify(graph)
+    """Whatever lowering makes; it says so without looking, and a copy is looked at."""
+    assert graph.verified
+    copy = replace(graph)
+    assert not copy.verified
+    ps.verify(copy)
+    assert copy.verified
 
 
 def test_missing_action() -> None:
@@ -249,3 +254,46 @@ def test_transfers_that_deadlock() -> None:
         ps.lower(schedule, overlap=False, rendezvous=True)
     for device, head in enumerate(("0SEND_F2", "1SEND_F1", "2SEND_B0")):
         assert f"device {device}, compute: {head} (position" in str(caught.value)
+
+
+def test_changed_graphs_are_verified_again() -> None:
+    """A copy with other columns has passed nothing yet; one under another name has."""
+    graph = two_stages()
+    assert graph.with_name("other").verified
+    assert not graph.with_name("other").rendezvous
+    waits = replace(graph, host=np.arange(graph.n_devices))
+    assert not waits.verified
+    ps.simulate(waits, ps.Costs(1, 2))
+    assert waits.verified
+    values = graph.dependencies.values.copy()
+    values[0] = len(graph)
+    broken = replace(graph, dependencies=CSR(graph.dependencies.ptr, values))
+    for look in (ps.verify, lambda g: ps.simulate(g, ps.Costs(1, 2))):
+        with pytest.raises(GraphError, match="a dependency names a task outside"):
+            look(broken)
+    assert not broken.verified
+    assert not broken.with_name("other").verified
+
+
+def test_collectives_that_deadlock() -> None:
+    """Two devices that reduce two stages in opposite orders."""
+    op = np.full(4, Op.REDUCE_GRAD)
+    device, stage = np.array([0, 0, 1, 1]), np.array([0, 1, 1, 0])
+    tasks = Tasks(op, device, stage, np.full(4, -1), np.zeros(4, dtype=np.int64), device)
+    graph = TaskGraph.build(tasks)
+    assert graph.collectives.values.tolist() == [0, 3, 1, 2]
+    assert graph.levels.tolist() == [-1] * 4
+    with pytest.raises(DeadlockError, match="deadlocks: 2 streams wait for each other") as caught:
+        ps.verify(graph)
+    for on, head in enumerate(("0REDUCE_GRAD", "1REDUCE_GRAD")):
+        assert f"device {on}, compute: {head} (position 0) waits for" in str(caught.value)
+    again = Tasks(op, device, stage[[0, 1, 0, 1]], tasks.microbatch, tasks.stream, device)
+    ps.verify(TaskGraph.build(again))
+
+
+def test_levels_of_a_collective() -> None:
+    """Its members have one: that of the last to come."""
+    graph = all_reduced()
+    names = [str(graph.task(task)) for task in range(len(graph))]
+    assert names == ["0F0", "1F0", "1B0", "0B0", "0REDUCE_GRAD", "1REDUCE_GRAD"]
+    assert graph.levels.tolist() == [0, 1, 2, 3, 4, 4]

@@ -1,0 +1,50 @@
+"""Run every kernel as Python, or compiled, however little work it has."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pipesim  # noqa: F401  # its modules are looked through
+from pipesim.jit import Kernel
+
+__all__ = ["as_python", "compiled", "every_kernel"]
+
+
+def every_kernel() -> list[Kernel[..., Any]]:
+    """Return the kernels of all modules of pipesim."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("pipesim.")]
+    return [k for module in modules for k in vars(module).values() if isinstance(k, Kernel)]
+
+
+def as_python() -> Any:
+    """Return a context in which no kernel is compiled."""
+    return _running(lambda kernel: kernel.function)
+
+
+def compiled() -> Any:
+    """Return a context in which every kernel is."""
+    return _running(_dispatcher)
+
+
+@contextmanager
+def _running(choose: Callable[[Kernel[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    before = {kernel: kernel._compiled for kernel in every_kernel()}
+    try:
+        for kernel in before:
+            kernel._compiled = choose(kernel)
+        yield
+    finally:
+        for kernel, function in before.items():
+            kernel._compiled = function
+
+
+@functools.cache
+def _dispatcher(kernel: Kernel[..., Any]) -> Callable[..., Any]:
+    """Compile once."""
+    kernel.compile()
+    assert kernel._compiled is not None
+    return kernel._compiled

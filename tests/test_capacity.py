@@ -1,0 +1,103 @@
+"""What does not fit in memory is refused before it is allocated."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import pipesim as ps
+from pipesim import capacity
+from pipesim.errors import CapacityError, PipeError
+from pipesim.graph import TaskGraph
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 24 GB left."""
+    monkeypatch.setattr(capacity, "available_memory", lambda: 24 * 10**9)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("name", list(ps.schedules().index))
+def test_schedule_of_very_many_actions(name: str) -> None:
+    """Refused at once, with what its graph would need: 48 bytes a task, its times included."""
+    with pytest.raises(CapacityError) as caught:
+        ps.schedule(name, 1_000_000, 1_000_000)
+    assert str(caught.value) == (
+        f"schedule {name!r} of 2e+12 actions needs 1e+05 GB and its graph of 6e+12 tasks "
+        "2.88e+05 GB, but 24 GB are available; use fewer micro-batches, devices or replicas"
+    )
+    with pytest.raises(CapacityError, match=r"of 1e\+300 actions needs 1e\+291 GB"):
+        ps.schedule(name, 10**400, 10**400)
+
+
+@pytest.mark.usefixtures("_small")
+def test_schedule_that_just_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 bytes an action while it is built."""
+    monkeypatch.setattr(capacity, "available_memory", lambda: 50 * 2 * 4 * 8)
+    assert len(ps.schedule("1f1b", 4, 8)) == 64
+    monkeypatch.setattr(capacity, "available_memory", lambda: 50 * 2 * 4 * 8 - 1)
+    with pytest.raises(CapacityError, match=r"of 64 actions needs .* its graph of 192 tasks"):
+        ps.schedule("1f1b", 4, 8)
+
+
+@pytest.mark.usefixtures("_small")
+def test_graph_of_very_many_replicas() -> None:
+    """10^10 tasks of 48 bytes."""
+    schedule = ps.schedule("1f1b", 10, 100)
+    with pytest.raises(CapacityError) as caught:
+        ps.lower(schedule, n_replicas=10**10 // 6000)
+    assert str(caught.value) == (
+        "a graph of 1e+10 tasks needs 480 GB, and 24 GB are available; "
+        "use fewer micro-batches, devices or replicas"
+    )
+    with pytest.raises(CapacityError, match=r"a graph of 1e\+300 tasks"):
+        ps.lower(schedule, n_replicas=10**400)
+
+
+def test_graph_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its dependencies are made."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 4))
+    monkeypatch.setattr(capacity, "available_memory", lambda: 100)
+    with pytest.raises(CapacityError, match="a graph of 34 tasks needs "):
+        TaskGraph.of_kinds(graph.kinds, graph.kind, graph.microbatch)
+
+
+def test_scenarios_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start and end of each task, for as many scenarios as run at once."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 4))
+    monkeypatch.setattr(capacity, "available_memory", lambda: 3 * 16 * len(graph))
+    noise = ps.Noise(seed=0)
+    options: dict[str, Any] = {"n": 4, "progress": False}
+    ps.simulate_many(graph, ps.Costs(1, 2), noise, n_jobs=3, **options)
+    with pytest.raises(CapacityError, match="4 scenarios of 34 tasks needs "):
+        ps.simulate_many(graph, ps.Costs(1, 2), noise, n_jobs=4, **options)
+
+
+def test_very_many_scenarios() -> None:
+    """Refused before their results have a place."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 4))
+    with pytest.raises(
+        CapacityError, match=r"holding all scenarios needs 4e\+06 GB, .*fewer than n"
+    ):
+        ps.simulate_many(graph, ps.Costs(1, 2), ps.Noise(seed=0), 10**14)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2", None])
+def test_numbers_of_replicas(wrong: Any) -> None:
+    """Whole, and at least one."""
+    with pytest.raises(PipeError, match=rf"n_replicas must be .*got {re.escape(repr(wrong))}"):
+        ps.lower(ps.schedule("gpipe", 2, 2), n_replicas=wrong)
+
+
+def test_available_memory() -> None:
+    """More than a megabyte, less than an exabyte."""
+    assert 2**20 < capacity.available_memory() < 2**60
+
+
+def test_capacity_is_a_memory_error() -> None:
+    """So that callers who catch Python's own get it."""
+    assert issubclass(CapacityError, MemoryError)
+    assert issubclass(CapacityError, PipeError)

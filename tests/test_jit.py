@@ -1,0 +1,119 @@
+"""When a kernel is compiled, and that it never has to be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipesim import jit
+from pipesim.jit import PLAIN_ELEMENTS, Kernel, kernel
+
+
+def _twice(x: float) -> float:
+    return 2 * x
+
+
+def doubled() -> Kernel[..., Any]:
+    """Return a kernel that has not run yet, with a helper."""
+
+    @kernel(_twice)
+    def total(values: np.ndarray, first: int = 0) -> float:
+        """Twice the sum from ``first`` on."""
+        found = 0.0
+        for k in range(first, len(values)):
+            found += _twice(values[k])
+        return found
+
+    return total
+
+
+def is_compiled(kernel: Kernel[..., Any]) -> bool:
+    """Whether numba has it."""
+    return hasattr(kernel._compiled, "py_func")
+
+
+def test_plain_at_first() -> None:
+    """Until it has worked through so many elements, counted by its largest array."""
+    total, values = doubled(), np.ones(PLAIN_ELEMENTS // 4)
+    for _ in range(4):
+        assert total(values) == PLAIN_ELEMENTS / 2
+        assert total._compiled is None
+    assert total(np.ones(1)) == 2
+    assert is_compiled(total)
+    assert total(values) == PLAIN_ELEMENTS / 2
+    assert total(np.ones(3)) == 6
+
+
+def test_one_large_call_is_compiled() -> None:
+    """At once."""
+    total = doubled()
+    assert total(np.ones(PLAIN_ELEMENTS + 1), 1) == 2 * PLAIN_ELEMENTS
+    assert is_compiled(total)
+
+
+def test_numbers_do_not_count() -> None:
+    """Without an array there is no work that would be worth it."""
+
+    @kernel()
+    def triple(x: int) -> int:
+        return 3 * x
+
+    assert [triple(10**6) for _ in range(3)] == [3 * 10**6] * 3
+    assert triple._compiled is None
+
+
+def test_on_request() -> None:
+    """However small."""
+    total = doubled()
+    total.compile()
+    assert is_compiled(total)
+    assert total(np.array([1.0, 4.0])) == 10
+
+
+@pytest.mark.parametrize("value", ["1", "true", "2"])
+def test_switched_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba's own variable; everything stays Python, and says the same."""
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", value)
+    assert not jit.available()
+    total = doubled()
+    assert total(np.ones(PLAIN_ELEMENTS + 1)) == 2 * PLAIN_ELEMENTS + 2
+    assert not is_compiled(total)
+    total.compile()
+    assert total._compiled is total.function
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_switched_on(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As numba reads it."""
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", value)
+    assert jit.available()
+
+
+def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where numba cannot be imported."""
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert not jit.available()
+    total = doubled()
+    assert total(np.ones(PLAIN_ELEMENTS + 1)) == 2 * PLAIN_ELEMENTS + 2
+    assert total._compiled is total.function
+
+
+def test_names() -> None:
+    """A kernel is called what its function is called."""
+    total = doubled()
+    assert (total.__name__, total.__doc__) == ("total", "Twice the sum from ``first`` on.")
+
+
+def test_small_steps_do_not_load_numba() -> None:
+    """Which takes longer than they do."""
+    code = (
+        "import sys, pipesim as ps\n"
+        "graph = ps.lower(ps.schedule('1f1b', 4, 8), n_replicas=2)\n"
+        "ps.simulate(graph, ps.Costs(1, 2)).peak_memory\n"
+        "assert 'numba' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
