@@ -14,7 +14,7 @@ BYTES_PER_TASK = 32
 #: Start and end of a task, in seconds.
 _BYTES_OF_TIMES = 16
 #: What building a named schedule takes of each action at its peak; 9 of them stay.
-_BYTES_PER_ACTION = 20
+_BYTES_PER_ACTION = 24
 #: Each forward and backward comes with its SEND and RECV, save at the pipeline's ends.
 _TASKS_PER_ACTION = 3
 #: A whole number that is still a float; larger ones are said to be as large.

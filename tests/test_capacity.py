@@ -26,7 +26,7 @@ def test_schedule_of_very_many_actions(name: str) -> None:
     with pytest.raises(CapacityError) as caught:
         ps.schedule(name, 1_000_000, 1_000_000)
     assert str(caught.value) == (
-        f"schedule {name!r} of 2e+12 actions needs 1e+05 GB and its graph of 6e+12 tasks "
+        f"schedule {name!r} of 2e+12 actions needs 4.8e+04 GB and its graph of 6e+12 tasks "
         "2.88e+05 GB, but 24 GB are available; use fewer micro-batches, devices or replicas"
     )
     with pytest.raises(CapacityError, match=r"of 1e\+300 actions needs 1e\+291 GB"):
@@ -35,10 +35,10 @@ def test_schedule_of_very_many_actions(name: str) -> None:
 
 @pytest.mark.usefixtures("_small")
 def test_schedule_that_just_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """50 bytes an action while it is built."""
-    monkeypatch.setattr(capacity, "available_memory", lambda: 50 * 2 * 4 * 8)
+    """24 bytes an action while it is built."""
+    monkeypatch.setattr(capacity, "available_memory", lambda: 24 * 2 * 4 * 8)
     assert len(ps.schedule("1f1b", 4, 8)) == 64
-    monkeypatch.setattr(capacity, "available_memory", lambda: 50 * 2 * 4 * 8 - 1)
+    monkeypatch.setattr(capacity, "available_memory", lambda: 24 * 2 * 4 * 8 - 1)
     with pytest.raises(CapacityError, match=r"of 64 actions needs .* its graph of 192 tasks"):
         ps.schedule("1f1b", 4, 8)
 

@@ -299,7 +299,10 @@ BAD = {
     "fraction": (["simulate", "1f1b", *BASE, "--devices", "2.5"], "whole number, got 2.5"),
     "boolean": (["simulate", "1f1b", *BASE, "--devices", "true"], "whole number, got True"),
     "word": (["simulate", "1f1b", *BASE, "--devices", "four"], "whole number, got 'four'"),
-    "too large": (["simulate", "1f1b", *BASE, "--microbatches", "1" * 30], "too large"),
+    "too large": (
+        ["simulate", "1f1b", *BASE, "--microbatches", "1" * 30],
+        "use fewer micro-batches",
+    ),
     "no forward": (["simulate", "1f1b", *SHAPE], "forward is missing"),
     "no backward": (["simulate", "1f1b", *SHAPE, "--forward", "1"], "backward is missing"),
     "nan": (["simulate", "1f1b", *BASE, "--forward", "nan"], "forward must be finite"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipesim import jit
-from pipesim.jit import PLAIN_ELEMENTS, Kernel, kernel
+from pipesim.jit import PLAIN_ELEMENTS_UNCACHED, Kernel, kernel
 
 
 def _twice(x: float) -> float:
@@ -38,20 +38,20 @@ def is_compiled(kernel: Kernel[..., Any]) -> bool:
 
 def test_plain_at_first() -> None:
     """Until it has worked through so many elements, counted by its largest array."""
-    total, values = doubled(), np.ones(PLAIN_ELEMENTS // 4)
+    total, values = doubled(), np.ones(PLAIN_ELEMENTS_UNCACHED // 4)
     for _ in range(4):
-        assert total(values) == PLAIN_ELEMENTS / 2
+        assert total(values) == PLAIN_ELEMENTS_UNCACHED / 2
         assert total._compiled is None
     assert total(np.ones(1)) == 2
     assert is_compiled(total)
-    assert total(values) == PLAIN_ELEMENTS / 2
+    assert total(values) == PLAIN_ELEMENTS_UNCACHED / 2
     assert total(np.ones(3)) == 6
 
 
 def test_one_large_call_is_compiled() -> None:
     """At once."""
     total = doubled()
-    assert total(np.ones(PLAIN_ELEMENTS + 1), 1) == 2 * PLAIN_ELEMENTS
+    assert total(np.ones(PLAIN_ELEMENTS_UNCACHED + 1), 1) == 2 * PLAIN_ELEMENTS_UNCACHED
     assert is_compiled(total)
 
 
@@ -80,7 +80,7 @@ def test_switched_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_DISABLE_JIT", value)
     assert not jit.available()
     total = doubled()
-    assert total(np.ones(PLAIN_ELEMENTS + 1)) == 2 * PLAIN_ELEMENTS + 2
+    assert total(np.ones(PLAIN_ELEMENTS_UNCACHED + 1)) == 2 * PLAIN_ELEMENTS_UNCACHED + 2
     assert not is_compiled(total)
     total.compile()
     assert total._compiled is total.function
@@ -98,7 +98,7 @@ def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     assert not jit.available()
     total = doubled()
-    assert total(np.ones(PLAIN_ELEMENTS + 1)) == 2 * PLAIN_ELEMENTS + 2
+    assert total(np.ones(PLAIN_ELEMENTS_UNCACHED + 1)) == 2 * PLAIN_ELEMENTS_UNCACHED + 2
     assert total._compiled is total.function
 
 

@@ -79,7 +79,9 @@ def test_totals(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert 0 <= timeline.bubble_fraction <= 1
     if timeline.makespan:
         assert timeline.bubble_fraction == pytest.approx(1 - timeline.utilization.mean(), abs=1e-9)
-        assert timeline.throughput == graph.n_microbatches / timeline.makespan
+        assert timeline.throughput == pytest.approx(
+            graph.n_replicas * graph.n_microbatches / timeline.makespan
+        )
 
 
 def test_nothing_ran() -> None:
