@@ -27,7 +27,7 @@ import pipesim as ps
 FORWARD, BACKWARD = 1.0, 2.0
 LATENCY, SECONDS = 0.001, 0.25  # of a message, where there are transfers
 PHASES = ("generate", "lower", "simulate")
-#: CPU seconds of peers that no registry has, measured earlier on one such core.
+#: CPU seconds of peers from their repositories, measured earlier on one such core.
 EARLIER = (
     ("Victarry/PP-Schedule-Visualization", 0.0044, 9.2, ""),
     ("Primus' simulator", 0.017, 4.0, ""),
@@ -294,7 +294,7 @@ def main() -> None:
             lines += compare(p, m, transfers, n_rounds)
     drift = f"{pace * 1e9:.0f} ns before this run, {machine.pace() * 1e9:.0f} ns after it"
     lines += ["", f"An addition in a Python loop, which shows drift: {drift}"]
-    lines += ["", "Not in a registry: CPU seconds measured earlier on one such core, without"]
+    lines += ["", "From their repositories: CPU seconds measured earlier on one such core, without"]
     lines += ["communication, not in this run; so no ratio is given"]
     body = [[name, f"{a:g}", f"{b:g}", note] for name, a, b, note in EARLIER]
     lines += machine.table(("", "(8, 64)", "(64, 1024)", ""), body, 1)
