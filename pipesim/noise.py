@@ -309,7 +309,15 @@ class Noise:
         ).reshape(-1, len(purposes))
 
     def applied(self, graph: TaskGraph, costs: TaskCosts, scenario: int = 0) -> TaskCosts:
-        """Return the costs of one scenario: what its tasks take, one by one."""
+        """Return the costs of one scenario: what its tasks take, one by one.
+
+        Raises
+        ------
+        ArgumentError
+            For a scenario that is no whole number from 0 to 2^63 - 1.
+        """
+        if check_count("scenario", scenario, minimum=0) >= 2**63:
+            raise ArgumentError(f"scenario must be below 2^63, got {scenario}")
         costs = self.slowed(graph, costs)
         return replace(costs, drawn=self.draw(graph, costs, scenario))
 

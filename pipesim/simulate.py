@@ -16,7 +16,6 @@ from pipesim.errors import (
     CostsError,
     EngineWarning,
     TimelineError,
-    check_count,
     check_name,
 )
 from pipesim.graph import TaskGraph
@@ -64,7 +63,7 @@ def simulate(
     check_name("engine", engine, ENGINES)
     tasks = checked_costs(graph, costs)
     if noise is not None:
-        tasks = checked_noise(noise).applied(graph, tasks, check_count("scenario", scenario, 0))
+        tasks = checked_noise(noise).applied(graph, tasks, scenario)
     start, end = _engine(engine)(graph, tasks)
     nbytes = None if tasks.row is graph.kind and tasks.costs else tasks.nbytes
     return Timeline(graph, start, end, nbytes, tasks.costs)

@@ -22,6 +22,8 @@ from pipesim.ops import COMPUTE, Action, Op
 from pipesim.schedule import _REGISTRY, ClosedForm, register
 from pipesim.verify import compute_graph
 
+pytestmark = pytest.mark.usefixtures("each_engine")
+
 PUBLISHED = Path(__file__).parent / "published"
 NAMES = sorted(_REGISTRY)
 

@@ -478,14 +478,6 @@ def _prune(
         kept_ptr[task + 1] = total
         if role[kind[task]] == 2:
             reach = max(reach, task - pair[task])
-    for number in range(len(members_ptr) - 1):
-        first = members[members_ptr[number]]
-        for j in range(members_ptr[number], members_ptr[number + 1]):
-            first = min(first, members[j])
-        for j in range(members_ptr[number], members_ptr[number + 1]):
-            member = members[j]
-            for k in range(kept_ptr[member], kept_ptr[member + 1]):
-                reach = max(reach, first - kept[k])
     return reach
 
 

@@ -1,4 +1,4 @@
-"""The reference engine against grids drawn by hand, and against the rules of time.
+"""Each engine against grids drawn by hand, and against the rules of time.
 
 The numbers of the rules are those of docs/time.md.
 """
@@ -29,6 +29,8 @@ from pipesim.errors import (
 from pipesim.graph import TaskGraph
 from pipesim.ops import COMPUTE, RECVS, SENDS
 from pipesim.tasks import Tasks
+
+pytestmark = pytest.mark.usefixtures("each_engine")
 
 #: One second a byte: a message of ``output_bytes=1`` lasts a second.
 SLOW = ps.Network(bandwidth=1)
