@@ -23,7 +23,22 @@ _ADVICE = "use fewer micro-batches, devices or replicas"
 
 
 def available_memory() -> int:
-    """Return the bytes that this machine can still give out without swapping."""
+    """Return the bytes that this process can still get: of the machine, and of its cgroup."""
+    return min([_of_machine(), *_of_cgroup()])
+
+
+def _of_cgroup() -> list[int]:
+    """Return what is left under the limit of a container or job, if there is one (cgroup v2)."""
+    try:
+        name = Path("/proc/self/cgroup").read_text().split("0::", 1)[1].split("\n", 1)[0]
+        folder = Path("/sys/fs/cgroup") / name.lstrip("/")
+        limit, used = ((folder / f"memory.{x}").read_text() for x in ("max", "current"))
+        return [max(0, int(limit) - int(used))]
+    except (OSError, ValueError, IndexError):  # another version, no limit, or no cgroup
+        return []
+
+
+def _of_machine() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -67,19 +82,30 @@ def check_schedule(name: str, n_actions: int) -> None:
 
 
 def check_tasks(n_actions: int) -> None:
-    """Raise if the graph of ``n_actions`` compute actions, and its times, would not fit.
+    """Raise if the graph of ``n_actions`` compute actions would not fit, as far as is known yet.
 
     Raises
     ------
     CapacityError
         Saying how many tasks that are, and what they need.
     """
-    tasks, nbytes = _tasks(n_actions)
-    check_memory(f"a graph of {_count(tasks)} tasks", nbytes)
+    check_graph(_TASKS_PER_ACTION * n_actions)
+
+
+def check_graph(n_tasks: int) -> None:
+    """Raise if a graph of so many tasks, and their times, would not fit.
+
+    Raises
+    ------
+    CapacityError
+        Saying how many tasks that are, and what they need.
+    """
+    nbytes = n_tasks * (BYTES_PER_TASK + _BYTES_OF_TIMES)
+    check_memory(f"a graph of {_count(n_tasks)} tasks", nbytes)
 
 
 def _tasks(n_actions: int) -> tuple[int, int]:
-    """Return the tasks of ``n_actions``, at most, and the bytes of their graph and times."""
+    """Return about how many tasks ``n_actions`` make, and the bytes of their graph and times."""
     tasks = _TASKS_PER_ACTION * n_actions
     return tasks, tasks * (BYTES_PER_TASK + _BYTES_OF_TIMES)
 

@@ -213,6 +213,11 @@ class Costs:
             If a link names a device that the graph does not have.
         """
         kinds = graph.kinds
+        if (kinds.op == Op.ALL_TO_ALL).any():
+            raise CostsError(
+                "the graph has ALL_TO_ALL tasks, which Costs cannot price yet; give ps.TaskCosts "
+                "with their seconds (Network.all_to_all computes them)"
+            )
         duration, latency = np.zeros(len(kinds)), np.zeros(len(kinds))
         for op, name in _DURATION_OF.items():
             of_op = kinds.op == op

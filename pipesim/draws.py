@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BINS", "factors", "key", "look_up", "mixed", "quantile_table", "shares"]
+__all__ = ["BINS", "factors", "keys", "look_up", "mixed", "quantile_table", "shares"]
 
 Floats = NDArray[np.float64]
 
@@ -59,13 +59,12 @@ def shares(bits: Any) -> Any:
     return (bits >> _11) * 2.0**-53
 
 
-def key(seed: int, *numbers: int) -> np.uint64:
-    """Return the seed of the draws for one purpose in one scenario."""
-    state = np.array([seed % 2**64], dtype=np.uint64)
-    for number in numbers:
-        state = mixed(state, np.array([number], dtype=np.uint64))
-    value: np.uint64 = state[0]
-    return value
+def keys(seed: int, scenarios: Any, n_purposes: int) -> NDArray[np.uint64]:
+    """Return the keys of each purpose's draws in each scenario; shape ``(n, n_purposes)``."""
+    of_seed = np.array([[seed % 2**64]], dtype=np.uint64)
+    of_scenario = mixed(of_seed, np.asarray(scenarios, dtype=np.uint64)[:, None])
+    found: NDArray[np.uint64] = mixed(of_scenario, np.arange(n_purposes, dtype=np.uint64)[None, :])
+    return found
 
 
 def quantile_table(quantile: Any, slowest_of: int = 1) -> Floats:

@@ -325,7 +325,8 @@ class TaskGraph:
         """The task before each on its stream, or -1."""
         before = np.full(len(self), -1, dtype=ids_dtype(len(self)))
         follows = np.ones(len(self), dtype=bool)
-        follows[self.queues.ptr[:-1]] = False
+        starts = self.queues.ptr[:-1]
+        follows[starts[starts < len(self)]] = False
         position = np.flatnonzero(follows)
         before[self.queues.values[position]] = self.queues.values[position - 1]
         return before
@@ -343,7 +344,8 @@ class TaskGraph:
         """Everything that must have begun or ended before a task can start, as CSR.
 
         Dependencies and the stream's predecessor; for a RECV its SEND; with rendezvous, for a
-        SEND what its RECV waits for; for a collective what its other members wait for.
+        SEND what its RECV waits for; for a collective what its other members wait for, the last
+        task of each stream.
         """
         before = self.queue_predecessor
         queued = np.flatnonzero(before >= 0)
@@ -360,7 +362,9 @@ class TaskGraph:
             own = CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(self))
             for number in range(len(self.collectives)):
                 members = self.collectives[number]
-                needed = own.of(members)
+                # Of each stream the last, since that has the others before it.
+                needed = np.sort(own.of(members))[::-1]
+                needed = needed[np.unique(self.stream[needed], return_index=True)[1]]
                 rows.append(np.repeat(members, len(needed)))
                 values.append(np.tile(needed, len(members)))
         return CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(self))
@@ -431,13 +435,13 @@ def _dependencies(
     kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32], n_microbatches: int
 ) -> tuple[CSR, Ints]:
     """Apply `RULES`; return dependencies and pairs."""
-    dtype = ids_dtype(len(kind))
     rules, n_cells = _kind_rules(kinds, n_microbatches + 1)
-    index = np.full(n_cells, -1, dtype=dtype)
+    index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
     counts = np.zeros(len(kinds), dtype=np.int64)
     index_tasks(kind, microbatch, rules.base, index, counts)
     most = (rules.needs >= 0).sum(axis=1) * np.where(rules.every, n_microbatches, 1)
     most = np.maximum(most, rules.through >= 0) * np.repeat(counts, np.diff(rules.ptr))
+    dtype = ids_dtype(max(len(kind), int(most.sum())))
     ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
     values = np.empty(int(most.sum()), dtype=dtype)
     total = wire(kind, microbatch, index, n_microbatches, *rules[1:], ptr, values, pair)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import zlib
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -59,7 +60,7 @@ class Kernel(Generic[P, T]):
     def cached(self) -> bool:
         """Whether numba seems to have compiled the function before."""
         code = self.function.__code__
-        name = f"{Path(code.co_filename).stem}.{code.co_name}-{code.co_firstlineno}.*.nbi"
+        name = f"{Path(code.co_filename).stem}.{code.co_name}*-{code.co_firstlineno}.*.nbi"
         folders = [Path(code.co_filename).parent / "__pycache__"]
         if "NUMBA_CACHE_DIR" in os.environ:
             folders = list(Path(os.environ["NUMBA_CACHE_DIR"]).glob("*"))
@@ -67,12 +68,20 @@ class Kernel(Generic[P, T]):
 
     def compile(self) -> None:
         """Compile from the next call on, however small it is."""
+        if self._compiled is not None:
+            return
         if not available():
             self._compiled = self.function
             return
         import numba
         from numba.extending import register_jitable
 
+        elsewhere = {h.__code__.co_filename for h in self.helpers} - {
+            self.function.__code__.co_filename
+        }
+        if elsewhere:  # numba's cache knows when the kernel's file has changed, but not these
+            stamps = [os.stat(path).st_mtime_ns for path in sorted(elsewhere)]
+            self.function.__qualname__ += f"_{zlib.crc32(repr(stamps).encode()):08x}"
         for helper in self.helpers:
             register_jitable(helper)
         self._compiled = numba.njit(cache=True, nogil=True)(self.function)
@@ -86,6 +95,6 @@ def kernel(
     Parameters
     ----------
     *helpers
-        Plain functions, of the same file, that it calls.
+        Plain functions that it calls.
     """
     return lambda function: Kernel(function, helpers)

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_tasks
+from pipesim.capacity import check_graph, check_tasks
 from pipesim.csr import CSR, Ints, count
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.graph import PAIRS, TaskGraph
@@ -94,7 +94,9 @@ def lower(
     if cycles.min() < 0:
         verify(schedule)  # says who waits for whom
     kinds, partners = _add_partners(kinds, overlap, streams, reduces=n_replicas > 1)
-    issued = _issue(compute, CSR.group(cycles, int(cycles.max()) + 1), partners, overlap)
+    issued = _issue(
+        compute, CSR.group(cycles, int(cycles.max()) + 1), partners, overlap, n_replicas
+    )
     del compute, cycles, kind, microbatch
     if n_replicas > 1:
         issued = _replicate(issued, n_replicas, len(kinds))
@@ -211,8 +213,10 @@ class _Issued(NamedTuple):
     ends: Ints
 
 
-def _issue(compute: TaskGraph, cycles: CSR, partners: _Partners, overlap: bool) -> _Issued:
-    """Return all tasks in issue order: cycle by cycle, and in a cycle by device.
+def _issue(
+    compute: TaskGraph, cycles: CSR, partners: _Partners, overlap: bool, n_replicas: int
+) -> _Issued:
+    """Return one replica's tasks in issue order: cycle by cycle, and in a cycle by device.
 
     Overlapped transfers are issued after the compute tasks of the cycle that produces them, each
     SEND followed by its RECV: one order of messages for all devices, in which none can wait for
@@ -224,6 +228,7 @@ def _issue(compute: TaskGraph, cycles: CSR, partners: _Partners, overlap: bool) 
     left = np.zeros(int(partners.reduce.max(initial=-1)) + 1, dtype=np.int64)
     np.add.at(left, partners.reduce[partners.reduce >= 0], counts[partners.reduce >= 0])
     n_tasks = len(compute) + 2 * n_messages + int((left > 0).sum())
+    check_graph(n_tasks * n_replicas)
     kind, microbatch = np.empty(n_tasks, np.int32), np.empty(n_tasks, np.int32)
     ends = np.empty((len(cycles), 4), dtype=np.int64)
     channels, channel = np.unique(partners.channel, return_inverse=True)
@@ -245,7 +250,7 @@ def _issue(compute: TaskGraph, cycles: CSR, partners: _Partners, overlap: bool) 
         left,
         sent[:-1].copy(),
         sent[:-1].copy(),
-        np.empty(0 if overlap else n_messages, np.int32),
+        np.empty(0 if overlap else n_messages, compute.pair.dtype),
         np.empty(0 if overlap else len(compute), np.int64),
         overlap,
         kind,

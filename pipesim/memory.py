@@ -12,8 +12,7 @@ from pipesim.csr import Ints, count
 from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.jit import kernel
-from pipesim.ops import Op
-from pipesim.tasks import StreamKind
+from pipesim.ops import COMPUTE, Op
 from pipesim.timeline import Timeline, bincount
 
 if TYPE_CHECKING:
@@ -110,14 +109,14 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
     import pandas as pd
 
     graph, held = timeline.graph, static(timeline.graph, _costs(timeline))
-    on_compute = graph.kinds.stream == StreamKind.COMPUTE
-    tasks = count(graph.kind, len(graph.kinds)) * on_compute
+    computes = graph.kinds.is_op(COMPUTE)
+    tasks = (count(graph.kind, len(graph.kinds)) * computes).astype(np.float64)
     counts = 1 + 2 * bincount(graph.kinds.device, tasks, graph.n_devices).astype(np.int64)
     first = np.cumsum(counts) - counts
     time, nbytes = np.zeros(counts.sum()), np.zeros(counts.sum())
     nbytes[first] = held
     cursor = first + 1
-    _changes(*_walked(timeline), on_compute, held, cursor, time, nbytes)
+    _changes(*_walked(timeline), computes, held, cursor, time, nbytes)
     written = cursor - first  # fewer than there is room for where tasks did not run
     device = np.repeat(np.arange(graph.n_devices), counts)
     frame = pd.DataFrame({"device": device, "time": time, "nbytes": nbytes})
@@ -202,7 +201,7 @@ def _changes(
     dropped: NDArray[np.bool_],
     start: Floats,
     end: Floats,
-    on_compute: NDArray[np.bool_],
+    computes: NDArray[np.bool_],
     static_bytes: Floats,
     cursor: Ints,
     time: Floats,
@@ -212,7 +211,7 @@ def _changes(
     balance = np.zeros(len(static_bytes))
     for task in range(len(kind)):
         of = kind[task]
-        if not on_compute[of] or np.isnan(start[task]):
+        if not computes[of] or np.isnan(start[task]):
             continue
         on = device[of]
         if len(dropped) and microbatch[task] >= 0:

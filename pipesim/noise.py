@@ -21,7 +21,8 @@ __all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise
 
 Floats = NDArray[np.float64]
 #: What draws are for; with seed and scenario it makes their key.
-_OF_TASKS, _OF_DEVICES, _OF_FAILURES = range(3)
+_N_PURPOSES = 3
+_OF_TASKS, _OF_DEVICES, _OF_FAILURES = range(_N_PURPOSES)
 
 
 class Distribution(Protocol):
@@ -179,7 +180,8 @@ class Noise:
     slow_devices
         Constant factors on compute tasks, by device.
     slow_links
-        Constant factors on seconds and latency of messages, by (sender, receiver).
+        Constant factors on seconds and latency of messages, by (sender, receiver). Collectives are
+        not slowed by them.
     failures
         Pauses.
 
@@ -248,7 +250,10 @@ class Noise:
         transfers = np.flatnonzero(kinds.is_op(TRANSFERS))
         source, target = message_ends(kinds, transfers)
         for (a, b), slower in self.slow_links.items():
-            factor[transfers[(source == a) & (target == b)]] = slower
+            on_link = transfers[(source == a) & (target == b)]
+            if not len(on_link):
+                raise ArgumentError(f"no message goes from device {a} to {b}; it cannot be slow")
+            factor[on_link] = slower
         if costs.row is not graph.kind:  # a row a task
             columns = (column[costs.row] for column in costs.table)
             costs = TaskCosts.of_tasks(CostTable(*columns), costs.costs)
@@ -296,17 +301,13 @@ class Noise:
             return np.ones((len(scenarios), n_devices))
         table = _table(self.device, self.gpus_per_device)
         index = np.arange(n_devices, dtype=np.uint64)
-        keys = self.keys(scenarios)[:, _OF_DEVICES]
-        return np.stack([draws.factors(table, draws.mixed(k, index)) for k in keys])
+        keys = self.keys(scenarios)[:, _OF_DEVICES, None]
+        return draws.factors(table, draws.mixed(keys, index[None, :]))
 
     def keys(self, scenarios: Sequence[int]) -> NDArray[np.uint64]:
         """Return the keys of draws for tasks, devices and failures; shape ``(n, 3)``."""
         assert self.seed is not None
-        purposes = (_OF_TASKS, _OF_DEVICES, _OF_FAILURES)
-        return np.array(
-            [[draws.key(self.seed, k, purpose) for purpose in purposes] for k in scenarios],
-            dtype=np.uint64,
-        ).reshape(-1, len(purposes))
+        return draws.keys(int(self.seed), scenarios, _N_PURPOSES)
 
     def applied(self, graph: TaskGraph, costs: TaskCosts, scenario: int = 0) -> TaskCosts:
         """Return the costs of one scenario: what its tasks take, one by one.

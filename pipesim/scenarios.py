@@ -30,7 +30,7 @@ __all__ = ["Scenarios", "simulate_many"]
 
 Floats = NDArray[np.float64]
 #: Makespan, bubble and number of a scenario, and its share of the list of parts.
-_BYTES_PER_SCENARIO = 40
+_BYTES_PER_SCENARIO = 80
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,8 +107,8 @@ def simulate_many(
 ) -> Scenarios:
     """Simulate scenarios 0 to ``n - 1`` of ``noise``.
 
-    Scenario ``k`` is what ``simulate(graph, costs, noise=noise, scenario=k)`` returns, whatever
-    the number of scenarios or cores.
+    Scenario ``k`` has the makespan of ``simulate(graph, costs, noise=noise, scenario=k)``, exactly,
+    whatever the number of scenarios or cores; and its bubble, but for rounding of sums.
 
     Parameters
     ----------
@@ -137,20 +137,29 @@ def simulate_many(
     workers = (len(os.sched_getaffinity(0)) if n_jobs == -1 else n_jobs) or 1
     tasks = checked_costs(graph, costs)
     slowed = checked_noise(noise).slowed(graph, tasks)
-    check_memory(f"{workers} scenarios of {len(graph):.3g} tasks", workers * 16 * len(graph))
     quiet = simulate(graph, tasks).makespan
     makespan, busy = np.empty(n), np.empty(n)
     size = max(1, min(compiled.LANES, -(-n // workers)))
     parts = [np.arange(k, min(k + size, n)) for k in range(0, n, size)]
     many = (compiled.Many if jit.available() else _OneByOne)(graph, slowed, noise)
+    at_once = min(workers, len(parts))
+    check_memory(
+        f"running {at_once} x {size} scenarios of {len(graph):,} tasks at once",
+        at_once * many.nbytes(size),
+        "use fewer n_jobs",
+    )
 
     def work(part: NDArray[np.int64]) -> int:
         makespan[part], busy[part] = many(part.tolist())
         return len(part)
 
     with _bar(n, progress) as done, ThreadPoolExecutor(workers) as pool:
-        for job in as_completed([pool.submit(work, part) for part in parts]):
-            done(job.result())
+        try:
+            for job in as_completed([pool.submit(work, part) for part in parts]):
+                done(job.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     time = graph.n_devices * makespan
     bubble = np.where(time > 0, 1.0 - busy / np.where(time > 0, time, 1.0), 1.0)
     return Scenarios(graph, costs, noise, makespan, np.maximum(bubble, 0.0), quiet)
@@ -170,6 +179,11 @@ def _bar(n: int, progress: bool) -> Iterator[Callable[[int], object]]:
 
 class _OneByOne:
     """Does what `compiled.Many` does, without numba."""
+
+    @staticmethod
+    def nbytes(_: int) -> int:
+        """Not known: SimPy's events are no arrays."""
+        return 0
 
     def __init__(self, graph: TaskGraph, costs: TaskCosts, noise: Noise) -> None:
         self.graph, self.costs, self.noise = graph, costs, noise

@@ -11,13 +11,15 @@ from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
 from pipesim.graph import TaskGraph, task_twice
 from pipesim.jit import kernel
-from pipesim.ops import COMPUTE, RECVS, SCHEDULED, SENDS, Action, Op
+from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SCHEDULED, SENDS, Action, Op
 from pipesim.schedule import Schedule
 from pipesim.tasks import Kinds, StreamKind
 
 __all__ = ["compute_graph", "compute_listing", "verify", "verify_listing"]
 
 _MOST_NAMED = 16
+#: Where more than so many actions are missing for each that is there, they are not searched for.
+_MOST_CELLS_PER_ACTION = 1000
 
 
 def verify(what: Schedule | TaskGraph) -> None:
@@ -67,6 +69,12 @@ def compute_graph(schedule: Schedule) -> TaskGraph:
 def verify_listing(schedule: Schedule) -> None:
     """Do what `verify` does for a schedule, except to see whether its order can run."""
     n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
+    if n_stages * n_microbatches > _MOST_CELLS_PER_ACTION * len(schedule):
+        raise ScheduleError(
+            f"schedule {schedule.name!r} lists {len(schedule)} actions, but {n_stages} stages and "
+            f"n_microbatches={n_microbatches} need at least {2 * n_stages * n_microbatches}; give "
+            "the number of micro-batches that it has"
+        )
     seen = np.zeros((n_stages, n_microbatches), dtype=np.uint8)
     homes = np.asarray(schedule.placement.device_of)
     if not _lists_all(schedule.op, schedule.stage, schedule.microbatch, schedule.ptr, homes, seen):
@@ -199,6 +207,12 @@ def _verify_graph(graph: TaskGraph) -> None:
         raise GraphError(
             f"task {aside} ({graph.task(int(aside))}) is on stream "
             f"{graph.task(int(aside)).stream!r}; it belongs on 'compute'"
+        )
+    members = graph.collectives.values
+    for other in members[~graph.is_op(COLLECTIVES)[members]]:
+        raise GraphError(
+            f"task {other} ({graph.task(int(other))}) is in a group; only collectives "
+            f"({', '.join(op.name for op in sorted(COLLECTIVES))}) have members"
         )
     _check_messages(graph)
     _check_deadlock(graph, f"graph {graph.name!r}")

@@ -6,10 +6,11 @@ import heapq
 import math
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.ops import Action, Op
+from pipesim.ops import SENDS, Action, Op
 from pipesim.placement import Placement
 
 __all__ = [
@@ -230,11 +231,15 @@ def distributions() -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def noises(draw: st.DrawFn, n_devices: int) -> ps.Noise:
+def noises(draw: st.DrawFn, graph: ps.TaskGraph) -> ps.Noise:
     """Noise of tasks, devices and messages, slow devices and links, and failures."""
     maybe = st.one_of(st.none(), distributions())
     by_op = st.dictionaries(st.sampled_from(["F", "B", "I", "W", "R", "STEP"]), distributions())
-    devices, factors = st.integers(0, n_devices - 1), st.sampled_from([0.5, 1.5, 2.0])
+    devices, factors = st.integers(0, graph.n_devices - 1), st.sampled_from([0.5, 1.5, 2.0])
+    sends = np.flatnonzero(graph.is_op(SENDS))
+    ends = zip(graph.device[sends].tolist(), graph.device[graph.pair[sends]].tolist(), strict=True)
+    pairs = sorted(set(ends))
+    links = st.dictionaries(st.sampled_from(pairs), factors, max_size=3) if pairs else st.just({})
     return ps.Noise(
         seed=draw(st.integers(0, 2**64)),
         task=draw(st.one_of(maybe, by_op)),
@@ -242,6 +247,6 @@ def noises(draw: st.DrawFn, n_devices: int) -> ps.Noise:
         message=draw(maybe),
         gpus_per_device=draw(st.sampled_from([1, 2, 8])),
         slow_devices=draw(st.dictionaries(devices, factors, max_size=2)),
-        slow_links=draw(st.dictionaries(st.tuples(devices, devices), factors, max_size=3)),
+        slow_links=draw(links),
         failures=draw(st.sampled_from([None, ps.Failures(every=8, pause=5)])),
     )

@@ -9,6 +9,7 @@ import pytest
 
 import pipesim as ps
 from pipesim import capacity
+from pipesim.engines import compiled
 from pipesim.errors import CapacityError, PipeError
 from pipesim.graph import TaskGraph
 
@@ -66,21 +67,22 @@ def test_graph_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scenarios_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start and end of each task, for as many scenarios as run at once."""
-    graph = ps.lower(ps.schedule("gpipe", 2, 4))
-    monkeypatch.setattr(capacity, "available_memory", lambda: 3 * 16 * len(graph))
-    noise = ps.Noise(seed=0)
+    """Start and end of as many tasks as one may look back, for as many scenarios as run at once."""
+    graph, costs, noise = ps.lower(ps.schedule("gpipe", 8, 16)), ps.Costs(1, 2), ps.Noise(seed=0)
     options: dict[str, Any] = {"n": 4, "progress": False}
-    ps.simulate_many(graph, ps.Costs(1, 2), noise, n_jobs=3, **options)
-    with pytest.raises(CapacityError, match="4 scenarios of 34 tasks needs "):
-        ps.simulate_many(graph, ps.Costs(1, 2), noise, n_jobs=4, **options)
+    needed = compiled.Many(graph, costs.of(graph), noise).nbytes(1)
+    monkeypatch.setattr(capacity, "available_memory", lambda: 4 * needed)
+    ps.simulate_many(graph, costs, noise, n_jobs=4, **options)
+    monkeypatch.setattr(capacity, "available_memory", lambda: 4 * needed - 1)
+    with pytest.raises(CapacityError, match="running 4 x 1 scenarios of 712 tasks at once needs "):
+        ps.simulate_many(graph, costs, noise, n_jobs=4, **options)
 
 
 def test_very_many_scenarios() -> None:
     """Refused before their results have a place."""
     graph = ps.lower(ps.schedule("gpipe", 2, 4))
     with pytest.raises(
-        CapacityError, match=r"holding all scenarios needs 4e\+06 GB, .*fewer than n"
+        CapacityError, match=r"holding all scenarios needs 8e\+06 GB, .*fewer than n"
     ):
         ps.simulate_many(graph, ps.Costs(1, 2), ps.Noise(seed=0), 10**14)
 

@@ -70,7 +70,7 @@ def test_engines_agree(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
 def test_engines_agree_on_noise(data: st.DataObject) -> None:
     """Each task lasts what it draws, sometimes nothing at all."""
     graph, of_stages = data.draw(cases())
-    noise = data.draw(noises(graph.n_devices))
+    noise = data.draw(noises(graph))
     tasks = noise.applied(graph, of_stages.of(graph), data.draw(st.integers(0, 9)))
     describe(graph, tasks)
     assert_rules_hold(assert_engines_agree(graph, tasks), tasks)

@@ -321,7 +321,7 @@ def test_scenarios_are_the_same_on_any_number_of_threads() -> None:
 def test_scenarios_are_what_simulate_says(data: st.DataObject) -> None:
     """With and without contention, rendezvous, launch and replicas, on the same bits."""
     graph, costs = data.draw(cases())
-    noise = data.draw(noises(graph.n_devices))
+    noise = data.draw(noises(graph))
     many = ps.simulate_many(graph, costs, noise, 3, progress=False)
     assert many.quiet_makespan == ps.simulate(graph, costs).makespan
     for k in range(3):

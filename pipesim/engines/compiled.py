@@ -104,6 +104,11 @@ class Many:
         self.window = 1 << int(reach).bit_length()
         _pass_many.compile()  # its 64-bit arithmetic wraps round, which Python's does not
 
+    def nbytes(self, n_scenarios: int) -> int:
+        """Return bytes of the times that a call with so many scenarios holds at once."""
+        one_by_one = 24 * len(self.graph) if self.plan.n_links else 0  # where transfers met
+        return 16 * self.window * n_scenarios + one_by_one
+
     def __call__(self, scenarios: Sequence[int]) -> tuple[Floats, Floats]:
         """Return makespan (s), and seconds that all devices compute, of each scenario."""
         n, seconds = len(scenarios), self.costs.table.duration
@@ -463,19 +468,25 @@ def _prune(
     kept_ptr: Ints,
     kept: Ints,
 ) -> int:
-    """Keep the needs on other streams, since a stream's own order says the rest.
+    """Keep the last need on each other stream, since the streams' own order says the rest.
 
     Returns how many ids a task looks back at most.
     """
     total, reach = 0, 1
     for task in range(len(kind)):
-        on = stream[kind[task]]
+        last = stream[kind[task]]
+        first = total
         for k in range(needs_ptr[task], needs_ptr[task + 1]):
-            if stream[kind[needs[k]]] != on:
+            other = stream[kind[needs[k]]]
+            if other == last and total > first:  # another of the same stream: the later one counts
+                kept[total - 1] = max(kept[total - 1], needs[k])
+            elif other != stream[kind[task]]:
                 kept[total] = needs[k]
                 total += 1
-                reach = max(reach, task - needs[k])
+                last = other
         kept_ptr[task + 1] = total
+        for k in range(first, total):
+            reach = max(reach, task - kept[k])
         if role[kind[task]] == 2:
             reach = max(reach, task - pair[task])
     return reach
