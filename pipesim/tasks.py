@@ -141,7 +141,9 @@ class Kinds:
 
     def is_op(self, ops: frozenset[Op]) -> Ints:
         """Mark the kinds whose operation is one of ``ops``."""
-        return np.isin(self.op, sorted(ops))
+        marked = np.zeros(len(Op), dtype=bool)
+        marked[list(ops)] = True
+        return marked[self.op]
 
     def joined(self, *others: Kinds) -> Kinds:
         """Return the kinds of all, these first."""
