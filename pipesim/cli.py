@@ -55,7 +55,8 @@ A TOML file (--config) holds the same settings; arguments override it:
   forward = 1e-3
   backward = [2e-3, 2e-3, 2e-3, 3e-3]
   output_bytes = 4194304
-  network = { latency = 20e-6, bandwidth = 25e9 }    # or { preset = "dgx_h100" }, or nodes, links
+  network = { latency = 20e-6, bandwidth = 25e9 }    # or nodes, links, or a machine:
+  # network = { preset = "dgx_h100", gpus_per_device = 8, efficiency = 0.8 }
 
   [[schedule]]              # a table a schedule; it may override any setting above
   name = "gpipe"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipesim.jit import kernel
 
-__all__ = ["CSR", "Ints", "count", "ids_dtype"]
+__all__ = ["CSR", "Ints", "bincount", "count", "ids_dtype"]
 
 #: Arrays of task ids and counts: 32 bits where they suffice, which halves what engines read.
 Ints = NDArray[Any]
@@ -74,6 +74,11 @@ def count(labels: Ints, n_labels: int) -> NDArray[np.int64]:
     counts = np.zeros(n_labels, dtype=np.int64)
     _count(labels, counts)
     return counts
+
+
+def bincount(rows: Ints, values: NDArray[np.float64], n_rows: int) -> NDArray[np.float64]:
+    """Return the sum of ``values`` of each row; shape ``(n_rows,)``."""
+    return np.bincount(rows, values, minlength=n_rows).astype(np.float64)
 
 
 @kernel()

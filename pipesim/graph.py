@@ -20,7 +20,7 @@ from pipesim.csr import CSR, Ints, ids_dtype
 from pipesim.errors import ArgumentError, check_count
 from pipesim.levels import levels, stable_topological_order
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
-from pipesim.tasks import Kinds, StreamKind, Task, Tasks
+from pipesim.tasks import Kinds, StreamKind, Task, Tasks, checked_tasks
 from pipesim.wiring import KindRules, index_tasks, wire
 
 __all__ = ["RULES", "Rule", "TaskGraph"]
@@ -128,12 +128,21 @@ class TaskGraph:
         Parameters
         ----------
         tasks
-            Columns.
+            Columns: arrays, or lists, of integers.
         group
-            Tasks of one number, other than -1, are the members of one collective. By default the
-            tasks of a collective operation, stage and micro-batch are, over all replicas.
+            One number a task. Tasks of one number, other than -1, are the members of one
+            collective. By default the tasks of a collective operation, stage and micro-batch are,
+            over all replicas.
         name, hosts, rendezvous, recompute, overlap
             As `pipesim.lower` and the attributes say.
+
+        Raises
+        ------
+        GraphError
+            For columns that hold no integers, differ in length or have a value out of range,
+            naming column and row.
+        CapacityError
+            If the graph would not fit in memory.
         """
         return cls.wire(
             tasks,
@@ -148,6 +157,7 @@ class TaskGraph:
     @classmethod
     def wire(cls, tasks: Tasks, *, group: Ints | None = None, **options: Any) -> TaskGraph:
         """Do what `build` does, but keep the ids as they are given, topological or not."""
+        tasks, group = checked_tasks(tasks, group)
         kinds, kind = tasks.kinds()
         return cls.of_kinds(kinds, kind, tasks.microbatch.astype(np.int32), group=group, **options)
 

@@ -17,7 +17,7 @@ import numpy as np
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.network import Network
-from pipesim.schedule import schedule_info, schedules
+from pipesim.schedule import options_of_schedules, schedule_info
 from pipesim.settings import (
     COUNTS,
     FLAT,
@@ -57,16 +57,18 @@ class Row:
 
 def rows(configurations: object, base: object) -> list[Row]:
     """Return the rows of `pipesim.sweep`'s arguments; it names the errors."""
+    known = _known()
     if isinstance(configurations, Mapping):
-        given, is_grid = _product(configurations), True
+        given, is_grid = _product(configurations, known), True
     elif isinstance(configurations, Sequence) and not isinstance(configurations, str):
-        given, is_grid = [_flat(f"row {k}", row) for k, row in enumerate(configurations)], False
+        given = [_flat(f"row {k}", row, known) for k, row in enumerate(configurations)]
+        is_grid = False
     else:
         raise ArgumentError(
             "sweep takes a mapping of keys to lists of values, or a sequence of mappings, got "
             f"{configurations!r}"
         )
-    shared = _flat("base", base)
+    shared = _flat("base", base, known)
     layers = [_over(shared, row) for row in given]
     cases = [_case(f"row {number}", row) for number, row in enumerate(layers)]
     found = _rows(given, cases, [[] if is_grid else list(row) for row in given])
@@ -77,7 +79,7 @@ def grid_rows(cases: Sequence[Settings], grid: Mapping[str, Any]) -> list[Row]:
     """Return a row for each case of `pipesim.settings.cases` and combination of a grid's values."""
     grid = {{**LOWERING, **COUNTS}.get(key, key): values for key, values in grid.items()}
     shown, found, own = [], [], []
-    for case, point in itertools.product(cases, _product(grid)):
+    for case, point in itertools.product(cases, _product(grid, _known())):
         shown.append({"schedule": case["label"], **point})
         layer = checked(f"grid, {_text(point)}", nested(point), SETTINGS, Path())
         found.append(merged(case, layer))
@@ -95,9 +97,15 @@ def _text(row: Flat) -> str:
     return ", ".join(f"{key} {cell(value)}" for key, value in row.items())
 
 
-def _product(grid: Mapping[str, Any]) -> list[Flat]:
+def _known() -> tuple[str, ...]:
+    """Return the keys that a row may have: settings, and the options of all schedules."""
+    options = {option for taken in options_of_schedules().values() for option in taken}
+    return (*FLAT, *sorted(options - set(FLAT)))
+
+
+def _product(grid: Mapping[str, Any], known: Sequence[str]) -> list[Flat]:
     """Return every combination of a grid's values."""
-    _flat("grid", dict.fromkeys(grid))
+    _flat("grid", dict.fromkeys(grid), known)
     for key, values in grid.items():
         if not isinstance(values, (list, tuple, range, np.ndarray)) or len(values) == 0:
             raise ArgumentError(
@@ -108,12 +116,10 @@ def _product(grid: Mapping[str, Any]) -> list[Flat]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*plain)]
 
 
-def _flat(where: str, row: Any) -> Flat:
-    """Return the values of a row that are given, as plain ones, if all its keys are known."""
+def _flat(where: str, row: Any, known: Sequence[str]) -> Flat:
+    """Return the values of a row that are given, as plain ones, if its keys are ``known``."""
     if not isinstance(row, Mapping):
         raise ArgumentError(f"{where} must be a mapping of keys to values, got {row!r}")
-    options = {k for text in schedules()["options"] for k in text.split(", ") if k}
-    known = [*FLAT, *sorted(options - set(FLAT))]
     for key in row:
         if key not in known:
             near = suggestion(key, known)

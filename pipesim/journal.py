@@ -31,7 +31,8 @@ class Journal:
     Raises
     ------
     ArgumentError
-        If the file cannot be written, is being written, or holds something else.
+        If the file cannot be written or locked, is being written, is no regular file (a device
+        might be read without end), or holds something else.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -40,13 +41,7 @@ class Journal:
         self._file: BinaryIO
 
     def __enter__(self) -> Self:
-        try:
-            self._file = self.path.open("a+b", buffering=0)
-        except OSError as error:
-            raise ArgumentError(
-                f"cannot write {self.path}: {error.strerror}; name a file in a folder that can be "
-                "written"
-            ) from error
+        self._open()
         try:
             self._lock()
             self._read()
@@ -71,12 +66,34 @@ class Journal:
             data = data[self._file.write(data) :]
         self.rows[digest] = dict(row)
 
+    def _open(self) -> None:
+        try:
+            regular = self.path.is_file() or not self.path.exists()
+            if regular:
+                self._file = self.path.open("a+b", buffering=0)
+        except (OSError, ValueError) as error:  # ValueError: no path can have a null character
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ArgumentError(
+                f"cannot write {self.path}: {reason}; name a file in a folder that can be written"
+            ) from error
+        if not regular:
+            raise ArgumentError(
+                f"cannot write {self.path}: it is a folder, a device or a pipe; name a regular "
+                "file, or one that is not there yet"
+            )
+
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ArgumentError(
                 f"another sweep is writing {self.path}; wait for it, or name another file"
+            ) from error
+        except OSError as error:  # a network file system may have no locks
+            raise ArgumentError(
+                f"cannot lock {self.path}: {error.strerror}; its file system may have no locks "
+                "(flock), without which two sweeps could write at once; name a file on another, "
+                "such as a local disk"
             ) from error
 
     def _read(self) -> None:

@@ -34,6 +34,7 @@ _BYTES = (
 #: Columns that a profile may have. Of the seconds, `forward` is needed, and `backward` or both
 #: `input_grad` and `weight_grad`.
 COLUMNS = (*_SECONDS, *_BYTES)
+_EXAMPLE = '{"forward": [1e-3, 1e-3], "backward": [2e-3, 2e-3]}'
 #: A column for the reader's eye, which is not read.
 _NAMES = "layer"
 
@@ -53,8 +54,9 @@ class Layers:
     Raises
     ------
     CostsError
-        For a missing or unknown column, columns of different lengths or without layers, and
-        values that are negative, NaN or infinite; naming source, layer and column.
+        For a missing or unknown column, columns that are no sequences, of different lengths or
+        without layers, and values that are negative, NaN or infinite; naming source, layer and
+        column.
 
     Examples
     --------
@@ -69,11 +71,16 @@ class Layers:
     source: str = "layers"
 
     def __post_init__(self) -> None:
+        if not hasattr(self.columns, "items"):
+            raise CostsError(
+                f"{self.source} must be a mapping of column names to values, got "
+                f"{self.columns!r:.60}; give such as {_EXAMPLE}"
+            )
         _check_header(self.source, list(self.columns))
         checked = {
             name: tuple(
                 _checked(f"{self.source}, layer {row}, column {name!r}", name, value)
-                for row, value in enumerate(values)
+                for row, value in enumerate(_listed(self.source, name, values))
             )
             for name, values in self.columns.items()
         }
@@ -224,6 +231,19 @@ def _check_header(where: str, names: list[str]) -> None:
             f"{where}: column {missing!r} is missing; give the seconds of B in 'backward', or "
             "those of I and W in 'input_grad' and 'weight_grad'"
         )
+
+
+def _listed(where: str, name: str, values: object) -> tuple[object, ...]:
+    """Return the values of a column, if they are a sequence."""
+    try:
+        if isinstance(values, (str, bytes, Mapping)):
+            raise TypeError  # their parts are letters, numbers and keys
+        return tuple(values)  # type: ignore[arg-type]  # raises for what has no values
+    except TypeError:
+        raise CostsError(
+            f"{where}, column {name!r} must be a sequence of one value a layer, got "
+            f"{values!r:.60}; give a list, such as {_EXAMPLE}"
+        ) from None
 
 
 def _checked(where: str, name: str, value: object) -> float:

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
-from pipesim.csr import Ints, count
+from pipesim.csr import Ints, bincount, count
 from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, Op
-from pipesim.timeline import Timeline, bincount
+from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd

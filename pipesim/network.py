@@ -270,10 +270,12 @@ class Network:
     def from_dict(cls, values: Mapping[str, Any]) -> Network:
         """Read what `to_dict` wrote; ``preset = "dgx_h100"`` stands for the nodes of a machine.
 
+        ``efficiency`` and ``gpus_per_device`` beside it are those of `preset`.
+
         Raises
         ------
         NetworkError
-            Naming an unknown key or a missing one.
+            Naming an unknown key, a missing one, or one that is out of range.
         UnknownNameError
             For an unknown preset.
         """
@@ -284,8 +286,14 @@ class Network:
         nodes = None
         if "preset" in values and values.get("nodes") is not None:
             raise NetworkError("network has both preset and nodes; leave out one of them")
+        of_preset = {key: values[key] for key in _OF_PRESET if key in values}
+        if of_preset and "preset" not in values:
+            raise NetworkError(
+                f"network has {' and '.join(of_preset)} without a preset to apply to; add "
+                'preset = "dgx_h100", or say in latency, bandwidth or nodes what messages reach'
+            )
         if "preset" in values:
-            nodes = machine(values["preset"]).nodes
+            nodes = cls.preset(values["preset"], **of_preset).nodes
         elif values.get("nodes") is not None:
             nodes = Nodes.from_dict(values["nodes"])
         return cls(
@@ -296,8 +304,10 @@ class Network:
         )
 
 
+#: Arguments of `Network.preset` that may stand beside its name.
+_OF_PRESET = ("efficiency", "gpus_per_device")
 #: What a table of settings may say of a network.
-KEYS = ("latency", "bandwidth", "links", "nodes", "preset")
+KEYS = ("latency", "bandwidth", "links", "nodes", "preset", *_OF_PRESET)
 
 
 def _collective(

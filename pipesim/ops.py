@@ -12,7 +12,17 @@ from typing import NamedTuple
 
 from pipesim.errors import ArgumentError, suggestion
 
-__all__ = ["COLLECTIVES", "COMPUTE", "RECVS", "SCHEDULED", "SENDS", "TRANSFERS", "Action", "Op"]
+__all__ = [
+    "COLLECTIVES",
+    "COMPUTE",
+    "OF_STAGES",
+    "RECVS",
+    "SCHEDULED",
+    "SENDS",
+    "TRANSFERS",
+    "Action",
+    "Op",
+]
 
 
 class Op(IntEnum):
@@ -44,6 +54,8 @@ RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECVS
 #: What devices do together: all start when the last has come (rule 9).
 COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL})
+#: What may be on a whole stage, without a micro-batch.
+OF_STAGES = COLLECTIVES | {Op.STEP}
 
 _ACTION = re.compile(r"\s*(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d*)\s*")
 

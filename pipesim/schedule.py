@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,11 +32,15 @@ __all__ = [
     "ClosedForm",
     "Schedule",
     "ScheduleInfo",
+    "options_of_schedules",
     "register",
     "schedule",
     "schedule_info",
     "schedules",
 ]
+
+#: Largest number of a stage or a micro-batch: columns have 32 bits.
+_LARGEST = int(np.iinfo(np.int32).max)
 
 DeviceOrder = tuple[Sequence[int] | NDArray[Any], ...]
 
@@ -129,14 +135,19 @@ class Schedule:
                         f"device {device}, position {position}: {action} is out of range; number "
                         "stages and micro-batches from 0"
                     )
+                if max(action.stage, action.microbatch) > _LARGEST:
+                    raise ScheduleError(
+                        f"device {device}, position {position}: {action} is out of range; stages "
+                        f"and micro-batches go from 0 to {_LARGEST}"
+                    )
         if placement is None:
             home: dict[int, int] = {}
             for device, order in enumerate(parsed):
                 for action in order:
                     home.setdefault(action.stage, device)
-            missing = sorted(set(range(max(home) + 1)) - set(home))
-            if missing:
-                raise ScheduleError(f"no action names stage {missing[0]}; number stages from 0")
+            missing = next(stage for stage in itertools.count() if stage not in home)
+            if missing < len(home):
+                raise ScheduleError(f"no action names stage {missing}; number stages from 0")
             placement = Placement([home[stage] for stage in range(len(home))])
         if len(parsed) != placement.n_devices:
             raise ScheduleError(
@@ -343,6 +354,11 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
     return schedule_info(name).make(n_devices, n_microbatches, **options)
 
 
+def options_of_schedules() -> dict[str, tuple[str, ...]]:
+    """Return the names of the options that each named schedule takes."""
+    return {name: info.options for name, info in _REGISTRY.items()}
+
+
 def schedules(n_devices: int = 4, n_microbatches: int = 8) -> pd.DataFrame:
     """List the named schedules, with their closed forms as text and as numbers.
 
@@ -351,7 +367,7 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8) -> pd.DataFrame:
     pandas.DataFrame
         Indexed by name: ``summary``, ``bubble_formula``, ``bubble`` (0..1),
         ``activations_formula``, ``activations`` (micro-batches held by the fullest device),
-        ``options``, ``source``.
+        ``options``, ``source``. A number is NaN where its formula fails for these counts.
     """
     import pandas as pd
 
@@ -360,12 +376,20 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8) -> pd.DataFrame:
         info.name: {
             "summary": info.summary,
             "bubble_formula": info.bubble.text,
-            "bubble": info.bubble.value(*counts),
+            "bubble": _value(info.bubble, *counts),
             "activations_formula": info.activations.text,
-            "activations": info.activations.value(*counts),
+            "activations": _value(info.activations, *counts),
             "options": ", ".join(info.options),
             "source": info.source,
         }
         for info in _REGISTRY.values()
     }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("schedule")
+
+
+def _value(form: ClosedForm, n_devices: int, n_microbatches: int) -> float:
+    """Return a formula's number, or NaN where it has none; one schedule is not to hide the rest."""
+    try:
+        return form.value(n_devices, n_microbatches)
+    except Exception:  # whatever a schedule of the user's own may raise
+        return math.nan

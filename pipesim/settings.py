@@ -18,7 +18,7 @@ from pipesim.errors import ArgumentError, UnknownNameError, suggestion
 from pipesim.links import Nodes
 from pipesim.lower import lower
 from pipesim.network import KEYS
-from pipesim.schedule import ScheduleInfo, schedule_info, schedules
+from pipesim.schedule import ScheduleInfo, options_of_schedules, schedule_info
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
 
@@ -190,7 +190,7 @@ def drop_foreign_options(cases: Sequence[Settings], own: Sequence[Iterable[str]]
 
     Options in ``own`` were given to that very case: they stay, and are refused where wrong.
     """
-    takes = {name: set(text.split(", ")) for name, text in schedules()["options"].items()}
+    takes = {name: set(options) for name, options in options_of_schedules().items()}
     others = set().union(*(takes.get(case["name"], ()) for case in cases))
     for case, mine in zip(cases, own, strict=True):
         foreign = others - takes.get(case["name"], others) - set(mine)

@@ -106,7 +106,7 @@ def balanced_split(seconds: Sequence[float], n_stages: int) -> tuple[int, ...]:
     Raises
     ------
     ArgumentError
-        If there are more stages than layers.
+        If there are more stages than layers, or ``seconds`` is no sequence.
     CostsError
         For a weight that is negative, NaN or infinite.
 
@@ -121,7 +121,13 @@ def balanced_split(seconds: Sequence[float], n_stages: int) -> tuple[int, ...]:
     >>> balanced_split([1, 1, 1, 1, 1, 1, 3], 3)
     (3, 3, 1)
     """
-    weights = _whole(list(seconds))
+    try:
+        listed = list(seconds)
+    except TypeError:
+        raise ArgumentError(
+            f"seconds must be a sequence of one weight a layer, such as [1, 1, 3], got {seconds!r}"
+        ) from None
+    weights = _whole(listed)
     n_layers = len(weights)
     if check_count("n_stages", n_stages) > n_layers:
         raise ArgumentError(

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
-from pipesim.csr import Ints
+from pipesim.csr import Ints, bincount
 from pipesim.errors import PipeError, TimelineError, suggestion
 from pipesim.files import write_whole
 from pipesim.graph import TaskGraph
 from pipesim.jit import kernel
-from pipesim.ops import COMPUTE, Action, Op
+from pipesim.ops import COMPUTE, OF_STAGES, Action, Op
 from pipesim.tasks import StreamKind, Tasks
 from pipesim.verify import verify
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["COLUMNS", "Timeline"]
 
 COLUMNS = ("device", "stream", "op", "stage", "microbatch", "start", "end", "nbytes")
-#: Operations that may be on a whole stage, without a micro-batch.
-_OF_STAGES = (Op.STEP.name, Op.REDUCE_GRAD.name, Op.ALL_TO_ALL.name)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -262,7 +260,7 @@ class Timeline:
         _check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
         _check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
         for column in ("device", "stage", "microbatch", "replica"):
-            whole_stage = (column == "microbatch") & rows["op"].isin(_OF_STAGES)
+            whole_stage = (column == "microbatch") & rows["op"].isin([op.name for op in OF_STAGES])
             in_range = (rows[column] >= np.where(whole_stage, -1, 0)) & (rows[column] < len(rows))
             _check_rows(rows, in_range, f"has no valid {column}")
         _check_rows(rows, ~np.isinf(rows["start"]), "starts never")
@@ -271,16 +269,16 @@ class Timeline:
         _check_rows(
             rows, np.isfinite(rows["nbytes"]) & (rows["nbytes"] >= 0), "has no valid nbytes"
         )
+        streams = rows["stream"].map(StreamKind.code)  # of any size, until they are checked
+        of_devices = streams <= StreamKind.recv(rows["device"].max())
+        _check_rows(rows, of_devices, "names a stream of no device")
         tasks = Tasks(
             op=np.array([Op[name] for name in rows["op"]], dtype=np.int64),
             device=rows["device"].to_numpy(np.int64),
             stage=rows["stage"].to_numpy(np.int64),
             microbatch=rows["microbatch"].to_numpy(np.int64),
-            stream=rows["stream"].map(StreamKind.code).to_numpy(np.int64),
+            stream=streams.to_numpy(np.int64),
             replica=rows["replica"].to_numpy(np.int64),
-        )
-        _check_rows(
-            rows, tasks.stream <= StreamKind.recv(tasks.device.max()), "names a stream of no device"
         )
         _check_whole(tasks)
         graph = TaskGraph.wire(
@@ -347,8 +345,3 @@ def _add_durations(
     for task in range(len(kind)):
         if not np.isnan(end[task]):
             seconds[kind[task]] += end[task] - start[task]
-
-
-def bincount(rows: NDArray[Any], values: NDArray[np.float64], n_rows: int) -> NDArray[np.float64]:
-    """Return the sum of ``values`` of each row; shape ``(n_rows,)``."""
-    return np.bincount(rows, values, minlength=n_rows).astype(np.float64)

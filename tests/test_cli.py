@@ -482,6 +482,14 @@ def test_nodes(capsys: pytest.CaptureFixture[str], config: Path) -> None:
     assert ["makespan", "2027.0", "ms"] in rows(out)  # 9 F and B of 1 and 2 ms, and both ways
     config.write_text(SHARED + 'network = { preset = "dgx_h100" }\n')
     assert "makespan" in succeed(capsys, "simulate", "gpipe", "--config", config)
+    of_groups = 'network = { preset = "dgx_h100", gpus_per_device = 8, efficiency = 0.8 }'
+    assert of_groups in EPILOG
+    sizes = (
+        "devices = 2\nmicrobatches = 1\n[costs]\nforward = 1\nbackward = 2\noutput_bytes = 40e9\n"
+    )
+    config.write_text(sizes + of_groups)
+    out = succeed(capsys, "simulate", "gpipe", "--config", config)
+    assert ["makespan", "8000.0", "ms"] in rows(out)  # both messages at 0.8 of a NIC's 50 GB/s
     assert "leave out the one or the other" in fail(
         capsys, "simulate", "gpipe", "--config", config, "--latency", "1e-6"
     )
@@ -492,6 +500,14 @@ BAD_TOML = {
     "unknown key": ("device = 4", "unknown key 'device'; did you mean 'devices'?"),
     "unknown cost": ("[costs]\nfoward = 1", "costs: unknown key 'foward'; did you mean 'forward'?"),
     "unknown of network": ("costs.network.latncy = 1", "did you mean 'latency'?"),
+    "efficiency of no machine": (
+        'schedule = "gpipe"\n' + SHARED + "network.efficiency = 0.8",
+        "efficiency without a preset",
+    ),
+    "GPUs that do not divide": (
+        'schedule = "gpipe"\n' + SHARED + 'network = { preset = "dgx_h100", gpus_per_device = 3 }',
+        "gpus_per_device must divide the 8 GPUs",
+    ),
     "unknown of nodes": ("costs.network.nodes.n_nic = 1", "did you mean 'n_nics'?"),
     "nodes of wrong kind": ("costs.network.nodes = 8", "costs.network.nodes must be a table"),
     "unknown machine": (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels import as_python, compiled
 
-from pipesim.csr import CSR, ids_dtype
+from pipesim.csr import CSR, bincount, ids_dtype
 
 #: A number of rows, and the row of each value.
 rows_of_values = st.integers(1, 6).flatmap(
@@ -24,6 +24,15 @@ def test_by_hand() -> None:
     assert csr.rows.tolist() == [0, 2, 2, 3]
     assert csr.of(np.array([2, 1, 0, 2])).tolist() == [5, 7, 6, 5, 7]
     assert csr.of(np.array([], dtype=np.int64)).tolist() == []
+
+
+def test_bincount_by_hand() -> None:
+    """Sums of each row, as floats; a row may be empty."""
+    sums = bincount(np.array([2, 0, 2]), np.array([5.0, 6.0, 7.0]), 4)
+    assert sums.tolist() == [6.0, 0.0, 12.0, 0.0]
+    none = bincount(np.empty(0, np.int64), np.empty(0), 2)
+    assert none.dtype == np.float64
+    assert none.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("mode", [compiled, as_python])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +15,7 @@ from strategies import graphs
 
 import pipesim as ps
 from pipesim.csr import CSR
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, CapacityError, GraphError
 from pipesim.graph import PAIRS, RULES, TaskGraph
 from pipesim.ops import RECVS, SENDS, Action, Op
 from pipesim.tasks import StreamKind
@@ -142,14 +146,134 @@ def test_build_mends_the_order(graph: ps.TaskGraph) -> None:
         *(graph.op, graph.device, graph.stage, graph.microbatch),
         *(np.array(by_stream), graph.replica),
     )
-    tasks = ps.Tasks(*(column.astype(np.int64) for column in columns))
-    shuffled = tasks.take(np.argsort(graph.stream, kind="stable"))
+    order = np.argsort(graph.stream, kind="stable")
+    shuffled = ps.Tasks(*(column[order] for column in columns))
     again = TaskGraph.build(shuffled, rendezvous=graph.rendezvous)
     ps.verify(again)
     for mine, other in zip(range(len(again.queues)), range(len(graph.queues)), strict=True):
         assert [str(again.task(t)) for t in again.queues[mine]] == [
             str(graph.task(t)) for t in graph.queues[other]
         ]
+
+
+#: F and B of one micro-batch, of the first of two stages, and what runs on the second device.
+COLUMNS = {
+    "op": [Op.F, Op.F, Op.B, Op.B, Op.STEP],
+    "device": [0, 1, 1, 0, 1],
+    "stage": [0, 1, 1, 0, 1],
+    "microbatch": [0, 0, 0, 0, -1],
+    "stream": [StreamKind.COMPUTE] * 5,
+    "replica": [0] * 5,
+}
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        list,
+        tuple,
+        pd.Series,
+        lambda column: pd.Series(column, dtype="Int64"),
+        lambda column: np.array(column, dtype=object),
+        lambda column: np.array(column, dtype=np.int8),
+        lambda column: np.array(column, dtype=np.int8)[::-1][::-1],
+    ],
+)
+def test_columns_are_any_integers(convert: Callable[[list[int]], Any]) -> None:
+    """Lists, series and small integers make the graph that arrays of 64 bits make."""
+    arrays = {name: np.array(column, dtype=np.int64) for name, column in COLUMNS.items()}
+    wanted = TaskGraph.build(ps.Tasks(**arrays))
+    graph = TaskGraph.build(
+        ps.Tasks(**{name: convert(column) for name, column in COLUMNS.items()}),
+        group=convert([-1] * 5),
+    )
+    assert [graph.task(t) for t in range(5)] == [wanted.task(t) for t in range(5)]
+    assert graph.dependencies.values.tolist() == wanted.dependencies.values.tolist()
+    assert graph.streams == wanted.streams == ((0, "compute"), (1, "compute"))
+    ps.verify(graph)
+
+
+def test_small_integers_do_not_overflow() -> None:
+    """Streams 127 and -2 are 129 apart, which is -127 in 8 bits: 3 of the device before."""
+    columns = ([Op.F] * 3, [63, 62, 0], [0, 0, 1], [0, 1, 0], [127, 1, -2])
+    graph = TaskGraph.build(ps.Tasks(*(np.array(column, np.int8) for column in columns)))
+    assert graph.streams == ((0, "collective"), (62, "send:0"), (63, "send:63"))
+
+
+def test_tasks_without_any() -> None:
+    """Empty lists, which numpy takes for floats."""
+    assert len(TaskGraph.build(ps.Tasks([], [], [], [], []))) == 0  # type: ignore[arg-type]
+
+
+def changed(name: str, row: int, value: object) -> dict[str, Any]:
+    """Return a column with another value in one row."""
+    column: list[Any] = list(COLUMNS[name])
+    column[row] = value
+    return {name: column}
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (changed("op", 2, 12), "row 2: op must be 0 to 11, got 12; operations are 0 F, 1 B"),
+        (changed("op", 2, -1), "row 2: op must be 0 to 11, got -1"),
+        (changed("device", 3, -1), "row 3: device must be 0 to 2147483646, got -1; number them f"),
+        (changed("device", 3, 10**30), f"row 3: device must be 0 to 2147483646, got {10**30}"),
+        (changed("stage", 1, -1), "row 1: stage must be 0 to 2147483646, got -1"),
+        (changed("stage", 1, 2**31 - 1), "row 1: stage must be 0 to 2147483646, got 2147483647"),
+        (changed("replica", 4, -1), "row 4: replica must be 0 to 2147483646, got -1"),
+        (changed("microbatch", 4, -2), "row 4: microbatch must be -1 to 2147483646, got -2"),
+        (
+            changed("microbatch", 3, -1),
+            r"row 3: microbatch is -1, but B of stage 0 is of one micro-batch; .*\(only REDUCE_GR",
+        ),
+        (changed("stream", 0, 11), "row 0: stream must be -2 to 4, got 11; there are 2 devices, t"),
+        (changed("stream", 1, 5), r"row 1: stream must be -2 to 4, got 5; .* stream is recv:1;"),
+        (changed("stream", 1, -3), "row 1: stream must be -2 to 4, got -3"),
+        (changed("stage", 1, 0.5), r"row 1: stage must be an integer, got 0\.5 \(float\); give"),
+        (changed("stage", 1, "1"), r"row 1: stage must be an integer, got '1' \(str\)"),
+        (changed("stage", 1, None), "row 1: stage must be an integer, got None"),
+        ({"op": np.zeros(5)}, r"row 0: op must be an integer, got .*0\.0.*float64"),
+        ({"op": np.zeros(5, dtype=bool)}, "row 0: op must be an integer, got .*False"),
+        ({"op": np.full(5, 2**64 - 1, np.uint64)}, f"row 0: op must be 0 to 11, got {2**64 - 1}"),
+        ({"op": None}, "column 'op' must be a sequence of integers, one a task, got None"),
+        ({"op": 3}, "column 'op' must be a sequence of integers, one a task, got 3"),
+        ({"op": "FFBBW"}, "column 'op' must be a sequence of integers, one a task, got 'FFBBW'"),
+        ({"op": [[0], [1, 2]]}, "column 'op' must be a sequence of integers"),
+        ({"op": np.zeros((5, 1), int)}, "column 'op' must be a sequence of integers"),
+        (
+            {"stage": [0, 1]},
+            r"columns differ in length \(.*'device': 5, 'stage': 2, .*; give one v",
+        ),
+        ({"group": [-1]}, "columns differ in length .*'group': 1"),
+        ({"group": [-1, -1, -1, -1, -2]}, "row 4: group must be -1 to .*, got -2; give -1 to tas"),
+        ({"group": [-1, -1, -1, -1, 0.0]}, r"row 4: group must be an integer, got 0\.0"),
+    ],
+)
+def test_bad_columns(column: dict[str, Any], message: str) -> None:
+    """Column, row and value are named, with what is allowed, whoever wires the graph."""
+    given = {**COLUMNS, **column}
+    group = given.pop("group", None)
+    for make in (TaskGraph.build, TaskGraph.wire):
+        with pytest.raises(GraphError, match=message):
+            make(ps.Tasks(**given), group=group)
+
+
+def test_numbers_far_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 32 bits each, but together beyond memory, or beyond what can be told apart."""
+    monkeypatch.setattr("pipesim.capacity.available_memory", lambda: 10**10)
+    with pytest.raises(CapacityError, match=r"stages to 2147483646 and .*from 0, without gaps"):
+        TaskGraph.build(ps.Tasks(**{**COLUMNS, **changed("stage", 4, 2**31 - 2)}))
+    far = {"device": [0, 10**6] * 2, "stage": [0, 10**6] * 2, "stream": [0, 2 * 10**6] * 2}
+    tasks = ps.Tasks(op=[0, 1] * 2, microbatch=[0] * 4, replica=[0, 3] * 2, **far)  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="devices to 1000000, of stages to 1000000 and of replic"):
+        TaskGraph.build(tasks)
+
+
+def test_no_tasks_at_all() -> None:
+    """Columns that are in nothing."""
+    with pytest.raises(GraphError, match=r"a graph is wired from pipesim\.Tasks, got list"):
+        TaskGraph.build([[0], [0], [0], [0], [0]])  # type: ignore[arg-type]
 
 
 def test_rules_cover_the_operations() -> None:

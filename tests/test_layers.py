@@ -199,9 +199,12 @@ def test_balanced_split_by_hand() -> None:
         ([math.nan, 2], 1, "seconds of layer 0 must be finite and >= 0, got nan"),
         ([math.inf, 2], 1, "seconds of layer 0 must be finite and >= 0, got inf"),
         (["1", 2], 1, "seconds of layer 0 must be finite and >= 0, got '1'"),
+        (5, 1, r"seconds must be a sequence of one weight a layer, such as .*, got 5"),
+        (None, 1, "seconds must be a sequence of one weight a layer"),
+        (np.array(5.0), 1, "seconds must be a sequence of one weight a layer"),
     ],
 )
-def test_bad_balanced_split(seconds: list[float], n_stages: int, message: str) -> None:
+def test_bad_balanced_split(seconds: Any, n_stages: int, message: str) -> None:
     """Layer and value are named."""
     with pytest.raises(PipeError, match=message):
         ps.balanced_split(seconds, n_stages)
@@ -279,5 +282,12 @@ def test_bad_layers(tmp_path: Path) -> None:
         ps.Layers({"forward": [1, 2], "backward": [1]})
     with pytest.raises(CostsError, match=r"layers, layer 0, column 'forward': must be .* got None"):
         ps.Layers({"forward": [None], "backward": [1]})  # type: ignore[list-item]
+    for wrong in (1.0, np.array(1.0), None, "12", {0: 1.0}):
+        for columns in ({"forward": wrong, "backward": [1]}, {"backward": [1], "forward": wrong}):
+            with pytest.raises(CostsError, match="column 'forward' must be a sequence of one val"):
+                ps.Layers(columns)  # type: ignore[arg-type]
+    for wrong in (1.0, None, [1.0]):
+        with pytest.raises(CostsError, match="layers must be a mapping of column names to values"):
+            ps.Layers(wrong)  # type: ignore[arg-type]
     with pytest.raises(CostsError, match="layers has no layers; give a row for each"):
         ps.Layers({"forward": [], "backward": []})

@@ -154,6 +154,12 @@ def test_devices_that_do_not_exist() -> None:
         ({"preset": ["dgx_h100"]}, "unknown machine"),
         ({"preset": "dgx_h100", "nodes": {"devices_per_node": 8}}, "both preset and nodes"),
         ({"preset": "dgx_h100", "latency": 1e-6}, "leave out the one or the other"),
+        ({"preset": "dgx_h100", "efficiency": 1.5}, "efficiency must be above 0 and at most 1"),
+        ({"preset": "dgx_h100", "efficiency": "1"}, "efficiency must be above 0 and at most 1"),
+        ({"preset": "dgx_h100", "gpus_per_device": 3}, "must divide the 8 GPUs of a node of dgx_h"),
+        ({"preset": "dgx_h100", "gpus_per_device": 1.0}, "gpus_per_device must be a whole number"),
+        ({"efficiency": 0.5}, "network has efficiency without a preset to apply to; add preset ="),
+        ({"gpus_per_device": 8, "nodes": {"devices_per_node": 8}}, "has gpus_per_device without"),
         (None, "network must be a table"),
     ],
 )
@@ -468,6 +474,16 @@ def test_efficiency() -> None:
     for wrong in (0, 1.1, -1, math.nan, "1"):
         with pytest.raises(NetworkError, match="efficiency must be above 0 and at most 1, got"):
             ps.Network.preset("dgx_a100", wrong)  # type: ignore[arg-type]
+
+
+def test_preset_from_plain_values() -> None:
+    """What `Network.preset` takes may stand beside the name, as in a file."""
+    values = {"preset": "dgx_h100", "gpus_per_device": 4, "efficiency": 0.8}
+    network = ps.Network.from_dict(values)
+    assert network == ps.Network.preset("dgx_h100", efficiency=0.8, gpus_per_device=4)
+    assert network.nodes is not None
+    assert (network.nodes.devices_per_node, network.nodes.port_bandwidth) == (2, 360e9)
+    assert ps.Network.from_dict(network.to_dict()) == network
 
 
 def test_unknown_preset() -> None:

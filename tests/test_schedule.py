@@ -242,6 +242,19 @@ def test_custom_placement_is_read_off_the_orders() -> None:
         ([["0F0"]], {"n_microbatches": 0}, ArgumentError, "n_microbatches must be at least 1"),
         ([[Action(-1, Op.F, 0)]], {}, ScheduleError, "-1F0 is out of range; number stages"),
         ([[Action(0, Op.F, -1)]], {}, ScheduleError, "0F-1 is out of range"),
+        (
+            [["0F99999999999", "0B0"]],
+            {},
+            ScheduleError,
+            "device 0, position 0: 0F99999999999 is out of range; .* go from 0 to 2147483647",
+        ),
+        (
+            [["0F0"], ["1F0", "2147483648F0"]],
+            {"n_microbatches": 1, "placement": ps.linear(2)},
+            ScheduleError,
+            "device 1, position 1: 2147483648F0 is out of range; .* go from 0 to 2147483647",
+        ),
+        ([["0F0", "2147483647F0"]], {}, ScheduleError, "no action names stage 1; number stages"),
     ],
 )
 def test_bad_custom_orders(
@@ -326,6 +339,24 @@ def test_listing() -> None:
     assert table.loc["gpipe", "activations"] == 8
     assert table.loc["gpipe", "options"] == "backward_order"
     assert table["source"].str.contains("arXiv").all()
+
+
+def test_listing_of_a_formula_that_fails() -> None:
+    """It has no number for these counts; the others have theirs."""
+
+    def fails(n_devices: int, n_microbatches: int) -> float:
+        raise ZeroDivisionError
+
+    bad, good = ClosedForm("1 / 0", fails), ClosedForm("3", lambda p, m: 3)
+    register("own", summary="", source="", bubble=bad, activations=good)(_REGISTRY["gpipe"].build)
+    try:
+        table = ps.schedules(n_devices=4, n_microbatches=8)
+    finally:
+        del _REGISTRY["own"]
+    assert np.isnan(table.loc["own", "bubble"])
+    assert table.loc["own", "bubble_formula"] == "1 / 0"
+    assert table.loc["own", "activations"] == 3
+    assert table.loc["1f1b", "bubble"] == 3 / 11
 
 
 def test_a_name_is_registered_once() -> None:

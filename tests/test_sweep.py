@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import json
 import os
@@ -229,6 +230,9 @@ def test_refused_before_anything_runs(configurations: Any, says: str, log: Path)
         ({"backend": "locky", "n_jobs": 2}, "joblib cannot use the backend 'locky'"),
         ({"base": {"n_device": 2}}, "base: unknown key 'n_device'; did you mean 'n_devices'?"),
         ({"path": "/no/such/folder/rows"}, "cannot write /no/such/folder/rows: No such file"),
+        ({"path": "/dev/full"}, "cannot write /dev/full: it is a folder, a device or a pipe; name"),
+        ({"path": "/"}, "cannot write /: it is a folder, a device or a pipe; name a regular file"),
+        ({"path": "a\0b"}, "cannot write a\0b: embedded null"),
     ],
 )
 def test_bad_options(options: dict[str, Any], says: str) -> None:
@@ -241,6 +245,45 @@ def test_none_is_as_if_it_were_not_given() -> None:
     grid = {"schedule": ["1f1b"], "recompute": [None, "always"], "n_devices": [None]}
     table = sweep(grid, base={**BASE, "n_microbatches": 2})
     assert table["makespan"].tolist() == pytest.approx([9e-3, 11e-3])
+
+
+def test_a_formula_that_fails_stops_no_sweep(tmp_path: Path) -> None:
+    """Rows and options need the names of a schedule's options, not its closed forms."""
+
+    def fails(n_devices: int, n_microbatches: int) -> float:
+        raise ZeroDivisionError
+
+    asked = []
+
+    def counted(n_devices: int, n_microbatches: int) -> float:
+        asked.append(n_devices)
+        return 0.0
+
+    forms = {"bubble": ps.ClosedForm("1 / 0", fails), "activations": ps.ClosedForm("0", counted)}
+
+    @ps.register("own", summary="", source="", **forms)
+    def build(n_devices: int, n_microbatches: int, extra: int = 0) -> ps.Schedule:
+        return ps.schedule("1f1b", n_devices, n_microbatches)
+
+    try:
+        rows = [{**GOOD, "schedule": name} for name in ("own", "1f1b")]
+        table = sweep([{**rows[0], "extra": 3}, rows[1]])
+        grid = sweep({"schedule": ["own", "1f1b"], "extra": [1, 2]}, base={**BASE, **GOOD})
+    finally:
+        _REGISTRY.pop("own")
+    assert table["makespan"].tolist() == pytest.approx([9e-3, 9e-3])
+    assert grid["schedule"].tolist() == ["own", "own", "1f1b"]
+    assert asked == []
+
+
+def test_a_preset_and_its_options_are_a_network() -> None:
+    """As a table, which is the same row as the network itself."""
+    table = {"preset": "dgx_h100", "gpus_per_device": 8, "efficiency": 0.8}
+    network = ps.Network.preset("dgx_h100", gpus_per_device=8, efficiency=0.8)
+    rows = sweep({"network": [table, network]}, base={**BASE, **GOOD, "output_bytes": 40e6})
+    assert rows["makespan"][0] == rows["makespan"][1] > 9e-3 + 2 * 1e-3
+    with pytest.raises(UnknownNameError, match="unknown key 'eficiency'; did you mean 'efficienc"):
+        sweep([{**GOOD, "network": {**table, "eficiency": 1}}])
 
 
 def test_every_option_of_lower_is_a_key() -> None:
@@ -330,6 +373,25 @@ def test_one_sweep_writes_at_a_time(tmp_path: Path) -> None:
     with Journal(path), pytest.raises(ArgumentError, match="another sweep is writing"):
         sweep([GOOD], path=path)
     sweep([GOOD], path=path)
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    """It would wait for a writer, or for ever."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ArgumentError, match="it is a folder, a device or a pipe"):
+        sweep([GOOD], path=path)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(ArgumentError, match=r"may have no locks .* on another") as it:
+        sweep([GOOD], path=path)
+    assert f"cannot lock {path}: {os.strerror(errno.ENOLCK)}" in str(it.value)
 
 
 KILLED = """

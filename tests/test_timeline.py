@@ -261,6 +261,9 @@ def put(row: int, column: str, value: object) -> Edit:
         (put(0, "stream", "send:-1"), "line 2 .* names an unknown stream"),
         (put(0, "stream", "send:7"), "line 2 .* names a stream of no device"),
         (put(0, "stream", "recv:7"), "line 2 .* names a stream of no device"),
+        (put(1, "stream", f"send:{'9' * 20}"), "line 3 .* names a stream of no device"),
+        (put(1, "stream", f"recv:{2**62}"), "line 3 .* names a stream of no device"),
+        (put(1, "stream", f"send:{'9' * 5000}"), "line 3 .* names an unknown stream"),
         (put(0, "stream", "send:1"), r"0F0\) is on stream 'send:1'; it belongs on 'compute'"),
         (put(0, "start", "abc"), "line 2.*start is no number but 'abc'"),
         (put(0, "start", "inf"), "line 2 .* starts never"),
@@ -284,7 +287,7 @@ def test_edited(timeline: ps.Timeline, tmp_path: Path, edit: Edit, message: str)
 
 
 FUZZED = ["", "x", "-1", "-2", "0", "1", "2", "3", "99", "0.5", "nan", "inf", "1e400", "9" * 25]
-FUZZED += ["F", "STEP", "compute", "copy", "send:0", "recv:9", '"', ",", "\n"]
+FUZZED += ["F", "STEP", "compute", "copy", "send:0", "recv:9", "send:" + "9" * 20, '"', ",", "\n"]
 
 
 @settings(max_examples=120)

@@ -209,7 +209,8 @@ def test_dependency_on_nothing() -> None:
 
 def test_send_without_its_recv() -> None:
     """Neither end of a message can do without the other."""
-    tasks = hand_built("0F0", "0SEND_F0", device=(0, 0), stream=(0, int(StreamKind.send(1))))  # type: ignore[arg-type]
+    send = int(StreamKind.send(1))  # type: ignore[arg-type]
+    tasks = hand_built("0F0", "0SEND_F0", "1F0", device=(0, 0, 1), stream=(0, send, 0))
     with pytest.raises(GraphError, match=r"task 1 \(0SEND_F0\) has no counterpart"):
         ps.verify(TaskGraph.build(tasks))
 
