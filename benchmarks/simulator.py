@@ -87,6 +87,8 @@ def available() -> tuple[list[str], bool]:
     """Return the engines that there are, and whether scenarios can be simulated."""
     code = (
         "import json, sys, pipesim as ps\n"
+        "large = ps.lower(ps.schedule('1f1b', 64, 1024))\n"  # fills numba's cache
+        "ps.simulate(large, ps.Costs(1.0, 2.0)).peak_memory\n"
         "graph, found = ps.lower(ps.schedule('1f1b', 2, 2)), []\n"
         f"for name in {list(ENGINES)}:\n"
         "    try: ps.simulate(graph, ps.Costs(1.0, 2.0), engine=name)\n"
