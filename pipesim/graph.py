@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipesim.capacity import BYTES_PER_TASK, check_memory
 from pipesim.csr import CSR, Ints, ids_dtype
-from pipesim.errors import ArgumentError, check_count
+from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.levels import levels, stable_topological_order
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.tasks import Kinds, StreamKind, Task, Tasks, checked_tasks
@@ -174,6 +174,7 @@ class TaskGraph:
         **labels: Any,
     ) -> TaskGraph:
         """Do what `wire` does, given the kind of each task."""
+        check_name("hosts", hosts, ("one", "per_device"))
         check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK)
         n_devices = int(kinds.device.max(initial=0)) + 1
         n_microbatches = int(microbatch.max(initial=-1)) + 1

@@ -57,8 +57,13 @@ def simulate(
     ------
     CostsError
         If the costs lack an operation of the graph, or are of another number of stages.
-    DeadlockError
-        If tasks would wait for each other for ever; nothing is run then.
+    GraphError
+        If the graph breaks an invariant; `DeadlockError` if tasks would wait for each other for
+        ever. Nothing is run then.
+    NetworkError
+        If a link names a device that the graph does not have.
+    ArgumentError
+        For an unknown engine, noise that does not suit the graph, or arguments of another type.
     """
     check_name("engine", engine, ENGINES)
     tasks = checked_costs(graph, costs)

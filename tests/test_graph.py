@@ -15,7 +15,7 @@ from strategies import graphs
 
 import pipesim as ps
 from pipesim.csr import CSR
-from pipesim.errors import ArgumentError, CapacityError, GraphError
+from pipesim.errors import ArgumentError, CapacityError, GraphError, UnknownNameError
 from pipesim.graph import PAIRS, RULES, TaskGraph
 from pipesim.ops import RECVS, SENDS, Action, Op
 from pipesim.tasks import StreamKind
@@ -308,3 +308,10 @@ def test_stream_names(peer: int) -> None:
     """A stream's name and its code are inverse, as timelines need them when they are loaded."""
     for name in ("compute", "copy", f"send:{peer}", f"recv:{peer}"):
         assert StreamKind.name(StreamKind.code(name)) == name
+
+
+def test_unknown_hosts() -> None:
+    """A graph of one's own has hosts of a known kind too."""
+    one = np.zeros(1, dtype=np.int64)
+    with pytest.raises(UnknownNameError, match=r"unknown hosts 'two' \(known: one, per_device\)"):
+        TaskGraph.build(ps.Tasks(one, one, one, one, one), hosts="two")  # type: ignore[arg-type]
