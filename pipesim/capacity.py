@@ -7,7 +7,14 @@ from pathlib import Path
 
 from pipesim.errors import CapacityError
 
-__all__ = ["BYTES_PER_TASK", "available_memory", "check_memory", "check_schedule", "check_tasks"]
+__all__ = [
+    "BYTES_PER_TASK",
+    "available_memory",
+    "check_graph",
+    "check_memory",
+    "check_schedule",
+    "check_tasks",
+]
 
 #: What a graph holds of each task, and what wiring it needs besides (8).
 BYTES_PER_TASK = 32
@@ -15,7 +22,7 @@ BYTES_PER_TASK = 32
 _BYTES_OF_TIMES = 16
 #: What building a named schedule takes of each action at its peak; 9 of them stay.
 _BYTES_PER_ACTION = 24
-#: Each forward and backward comes with its SEND and RECV, save at the pipeline's ends.
+#: About: each forward and backward comes with its SEND and RECV, save at the pipeline's ends.
 _TASKS_PER_ACTION = 3
 #: A whole number that is still a float; larger ones are said to be as large.
 _MOST = 10**300
@@ -73,11 +80,11 @@ def check_schedule(name: str, n_actions: int) -> None:
     """
     there, nbytes = available_memory(), n_actions * _BYTES_PER_ACTION
     if nbytes > there:
-        tasks, of_tasks = _tasks(n_actions)
+        n_tasks = _TASKS_PER_ACTION * n_actions
+        needed = f"{_gigabytes(nbytes)} and its graph of {_count(n_tasks)} tasks "
         raise CapacityError(
-            f"schedule {name!r} of {_count(n_actions)} actions needs {_gigabytes(nbytes)} and its "
-            f"graph of {_count(tasks)} tasks {_gigabytes(of_tasks)}, but {_gigabytes(there)} are "
-            f"available; {_ADVICE}"
+            f"schedule {name!r} of {_count(n_actions)} actions needs {needed}"
+            f"{_gigabytes(_graph_bytes(n_tasks))}, but {_gigabytes(there)} are available; {_ADVICE}"
         )
 
 
@@ -100,14 +107,12 @@ def check_graph(n_tasks: int) -> None:
     CapacityError
         Saying how many tasks that are, and what they need.
     """
-    nbytes = n_tasks * (BYTES_PER_TASK + _BYTES_OF_TIMES)
-    check_memory(f"a graph of {_count(n_tasks)} tasks", nbytes)
+    check_memory(f"a graph of {_count(n_tasks)} tasks", _graph_bytes(n_tasks))
 
 
-def _tasks(n_actions: int) -> tuple[int, int]:
-    """Return about how many tasks ``n_actions`` make, and the bytes of their graph and times."""
-    tasks = _TASKS_PER_ACTION * n_actions
-    return tasks, tasks * (BYTES_PER_TASK + _BYTES_OF_TIMES)
+def _graph_bytes(n_tasks: int) -> int:
+    """Return the bytes of a graph and its times."""
+    return n_tasks * (BYTES_PER_TASK + _BYTES_OF_TIMES)
 
 
 def _count(n: int) -> str:

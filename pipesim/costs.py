@@ -85,6 +85,11 @@ class TaskCosts:
         """Return costs that have a row a task."""
         return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs)
 
+    def per_task(self) -> TaskCosts:
+        """Return the same costs with a row a task, which has what was drawn."""
+        table = CostTable(self.duration, self.latency, self.launch, self.nbytes, self.links)
+        return TaskCosts.of_tasks(table, self.costs)
+
     @property
     def duration(self) -> NDArray[np.float64]:
         """Seconds that each task holds its stream; shape ``(len(graph),)``."""

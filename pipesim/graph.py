@@ -446,10 +446,7 @@ def _dependencies(
     kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32], n_microbatches: int
 ) -> tuple[CSR, Ints]:
     """Apply `RULES`; return dependencies and pairs."""
-    rules, n_cells = _kind_rules(kinds, n_microbatches + 1)
-    index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
-    counts = np.zeros(len(kinds), dtype=np.int64)
-    index_tasks(kind, microbatch, rules.base, index, counts)
+    rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches)
     most = (rules.needs >= 0).sum(axis=1) * np.where(rules.every, n_microbatches, 1)
     most = np.maximum(most, rules.through >= 0) * np.repeat(counts, np.diff(rules.ptr))
     dtype = ids_dtype(max(len(kind), int(most.sum())))
@@ -461,12 +458,18 @@ def _dependencies(
 
 def task_twice(graph: TaskGraph) -> int:
     """Return a task whose operation, stage, micro-batch and replica another has too, or -1."""
-    rules, n_cells = _kind_rules(graph.kinds, graph.n_microbatches + 1)
-    index, counts = (
-        np.full(n_cells, -1, dtype=ids_dtype(len(graph))),
-        np.zeros(len(graph.kinds), np.int64),
-    )
-    return index_tasks(graph.kind, graph.microbatch, rules.base, index, counts)
+    *_, twice = _indexed(graph.kinds, graph.kind, graph.microbatch, graph.n_microbatches)
+    return twice
+
+
+def _indexed(
+    kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32], n_microbatches: int
+) -> tuple[KindRules, Ints, Ints, int]:
+    """Return the rules of kinds, each cell's task, tasks of each kind, and a task seen twice."""
+    rules, n_cells = _kind_rules(kinds, n_microbatches + 1)
+    index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
+    counts = np.zeros(len(kinds), dtype=np.int64)
+    return rules, index, counts, index_tasks(kind, microbatch, rules.base, index, counts)
 
 
 def _groups(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints | None:

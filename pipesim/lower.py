@@ -93,7 +93,7 @@ def lower(
     cycles = compute.levels
     if cycles.min() < 0:
         verify(schedule)  # says who waits for whom
-    kinds, partners = _add_partners(kinds, overlap, streams, reduces=n_replicas > 1)
+    kinds, partners = _add_partners(compute, overlap, streams, reduces=n_replicas > 1)
     issued = _issue(
         compute, CSR.group(cycles, int(cycles.max()) + 1), partners, overlap, n_replicas
     )
@@ -165,13 +165,11 @@ class _Partners(NamedTuple):
 
 
 def _add_partners(
-    kinds: Kinds, overlap: bool, streams: str, reduces: bool
+    compute: TaskGraph, overlap: bool, streams: str, reduces: bool
 ) -> tuple[Kinds, _Partners]:
     """Add the kinds of messages, wherever a neighbour is elsewhere, and of reductions."""
-    n_stages, n = int(kinds.stage.max()) + 1, len(kinds)
-    device_of = np.zeros(n_stages, dtype=np.int64)
-    device_of[kinds.stage] = kinds.device
-    partners = _Partners(*(np.full(n, -1, dtype=np.int32) for _ in range(4)))
+    kinds, n_stages, device_of = compute.kinds, compute.n_stages, compute.device_of_stage
+    partners = _Partners(*(np.full(len(kinds), -1, dtype=np.int32) for _ in range(4)))
     for recv, (send, offset) in PAIRS.items():
         carried = frozenset({Op.F} if send == Op.SEND_F else {Op.B, Op.I})
         of = np.flatnonzero(kinds.is_op(carried))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim import draws
-from pipesim.costs import CostTable, TaskCosts, message_ends
+from pipesim.costs import TaskCosts, message_ends
 from pipesim.errors import ArgumentError, check_count, check_name, number
 from pipesim.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
@@ -233,9 +233,7 @@ class Noise:
             For a device that the graph does not have.
         """
         if costs.drawn is not None:  # from here on these are the seconds that vary
-            columns = (column[costs.row] for column in costs.table)
-            table = CostTable(*columns)._replace(duration=costs.drawn)
-            costs = TaskCosts.of_tasks(table, costs.costs)
+            costs = costs.per_task()
         if not self.slow_devices and not self.slow_links:
             return costs
         known = graph.n_devices
@@ -255,8 +253,7 @@ class Noise:
                 raise ArgumentError(f"no message goes from device {a} to {b}; it cannot be slow")
             factor[on_link] = slower
         if costs.row is not graph.kind:  # a row a task
-            columns = (column[costs.row] for column in costs.table)
-            costs = TaskCosts.of_tasks(CostTable(*columns), costs.costs)
+            costs = costs.per_task()
             factor, is_transfer = factor[graph.kind], graph.is_op(TRANSFERS)
         else:
             is_transfer = kinds.is_op(TRANSFERS)

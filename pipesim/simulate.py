@@ -27,6 +27,8 @@ from pipesim.verify import verify
 __all__ = ["replay", "simulate"]
 
 Engine = Callable[[TaskGraph, TaskCosts], tuple[NDArray[np.float64], NDArray[np.float64]]]
+#: Columns of costs that must be numbers of at least 0.
+_CHECKED = ("duration", "latency", "launch", "nbytes")
 ENGINES: dict[str, Engine] = {"compiled": compiled.run, "simpy": simpy_engine.run}
 
 
@@ -115,22 +117,19 @@ def _check(graph: TaskGraph, costs: TaskCosts) -> None:
     """Raise unless each task has finite costs of at least 0; engines take them as they are."""
     if len(costs.row) != len(graph):
         raise CostsError(f"got the costs of {len(costs.row)} tasks for a graph of {len(graph)}")
-    columns = {name: getattr(costs.table, name) for name in ("duration", "latency", "launch")}
-    columns["nbytes"] = costs.table.nbytes
-    for name, values in columns.items():
+    columns = [(name, getattr(costs.table, name)) for name in _CHECKED]
+    if costs.drawn is not None:
+        columns.append(("duration", costs.drawn))
+    for name, values in columns:
         good = np.isfinite(values) & (values >= 0)
-        if not good.all():
-            _refuse(graph, name, int(np.argmin(good[costs.row])), values[costs.row])
-    if costs.drawn is not None and not (np.isfinite(costs.drawn) & (costs.drawn >= 0)).all():
-        good = np.isfinite(costs.drawn) & (costs.drawn >= 0)
-        _refuse(graph, "duration", int(np.argmin(good)), costs.drawn)
-
-
-def _refuse(graph: TaskGraph, name: str, index: int, values: NDArray[np.float64]) -> None:
-    task = graph.task(index)
-    raise CostsError(
-        f"{name} of {task} (task {index}) must be finite and >= 0, got {values[index]}"
-    )
+        if good.all():
+            continue
+        if values is not costs.drawn:
+            good, values = good[costs.row], values[costs.row]
+        task = graph.task(int(np.argmin(good)))
+        raise CostsError(
+            f"{name} of {task} (task {task.id}) must be finite and >= 0, got {values[task.id]}"
+        )
 
 
 def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
