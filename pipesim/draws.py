@@ -16,6 +16,10 @@ __all__ = ["BINS", "factors", "keys", "look_up", "mixed", "quantile_table", "sha
 
 Floats = NDArray[np.float64]
 
+#: What draws are for; with seed and scenario it makes their key.
+N_PURPOSES = 3
+OF_TASKS, OF_DEVICES, OF_FAILURES = range(N_PURPOSES)
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
@@ -59,11 +63,11 @@ def shares(bits: Any) -> Any:
     return (bits >> _11) * 2.0**-53
 
 
-def keys(seed: int, scenarios: Any, n_purposes: int) -> NDArray[np.uint64]:
-    """Return the keys of each purpose's draws in each scenario; shape ``(n, n_purposes)``."""
+def keys(seed: int, scenarios: Any) -> NDArray[np.uint64]:
+    """Return the keys of draws for each purpose in each scenario; shape ``(n, N_PURPOSES)``."""
     of_seed = np.array([[seed % 2**64]], dtype=np.uint64)
     of_scenario = mixed(of_seed, np.asarray(scenarios, dtype=np.uint64)[:, None])
-    found: NDArray[np.uint64] = mixed(of_scenario, np.arange(n_purposes, dtype=np.uint64)[None, :])
+    found: NDArray[np.uint64] = mixed(of_scenario, np.arange(N_PURPOSES, dtype=np.uint64)[None, :])
     return found
 
 

@@ -20,9 +20,6 @@ from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
 __all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]
 
 Floats = NDArray[np.float64]
-#: What draws are for; with seed and scenario it makes their key.
-_N_PURPOSES = 3
-_OF_TASKS, _OF_DEVICES, _OF_FAILURES = range(_N_PURPOSES)
 
 
 class Distribution(Protocol):
@@ -298,13 +295,13 @@ class Noise:
             return np.ones((len(scenarios), n_devices))
         table = _table(self.device, self.gpus_per_device)
         index = np.arange(n_devices, dtype=np.uint64)
-        keys = self.keys(scenarios)[:, _OF_DEVICES, None]
+        keys = self.keys(scenarios)[:, draws.OF_DEVICES, None]
         return draws.factors(table, draws.mixed(keys, index[None, :]))
 
     def keys(self, scenarios: Sequence[int]) -> NDArray[np.uint64]:
         """Return the keys of draws for tasks, devices and failures; shape ``(n, 3)``."""
         assert self.seed is not None
-        return draws.keys(int(self.seed), scenarios, _N_PURPOSES)
+        return draws.keys(int(self.seed), scenarios)
 
     def applied(self, graph: TaskGraph, costs: TaskCosts, scenario: int = 0) -> TaskCosts:
         """Return the costs of one scenario: what its tasks take, one by one.
@@ -331,9 +328,12 @@ class Noise:
         drawn: Floats = costs.duration * np.where(computes, of_device[graph.device], 1.0)
         for row, table in enumerate(prepared.tables):
             mine = np.flatnonzero((prepared.which == row)[graph.kind])
-            drawn[mine] *= draws.factors(table, draws.mixed(keys[_OF_TASKS], index[mine]))
+            drawn[mine] *= draws.factors(table, draws.mixed(keys[draws.OF_TASKS], index[mine]))
         if prepared.hit_every > 0:
-            hit = draws.shares(draws.mixed(keys[_OF_FAILURES], index)) * prepared.hit_every < drawn
+            hit = (
+                draws.shares(draws.mixed(keys[draws.OF_FAILURES], index)) * prepared.hit_every
+                < drawn
+            )
             drawn += np.where(computes & hit, prepared.pause, 0.0)
         return drawn
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.csr import Ints
+from pipesim.engines import RECV, SEND
 from pipesim.jit import kernel
 
 __all__ = ["events"]
@@ -123,9 +124,9 @@ def events(
                         blocker = needs[k]
                         break
                     begin = max(begin, ended)
-                if blocker < 0 and role[of] == 2 and end[pair[task]] < 0.0:
+                if blocker < 0 and role[of] == RECV and end[pair[task]] < 0.0:
                     blocker = pair[task]
-                if blocker < 0 and role[of] == 1 and rendezvous:
+                if blocker < 0 and role[of] == SEND and rendezvous:
                     other = pair[task]
                     there = stream[kind[other]]
                     if cursor[there] >= queue_ptr[there + 1] or queue[cursor[there]] != other:
@@ -141,10 +142,10 @@ def events(
                     begin = max(begin, issued[task])
             seconds = drawn[task] if len(drawn) else duration[at]
             finish = 0.0
-            if role[of] == 2:  # RECV: head and tail arrive a latency after they leave (rule 4)
+            if role[of] == RECV:  # RECV: head and tail arrive a latency after they leave (rule 4)
                 begin = max(begin, start[pair[task]] + latency[at])
                 finish = max(begin, end[pair[task]] + latency[at])
-            elif role[of] == 1 and asks[at] and seconds > 0.0:
+            elif role[of] == SEND and asks[at] and seconds > 0.0:
                 if task != served:
                     _push(times, requests, n_requests, begin, task)
                     n_requests += 1

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.csr import Ints
-from pipesim.draws import look_up, mixed, shares
+from pipesim.draws import OF_FAILURES, OF_TASKS, look_up, mixed, shares
+from pipesim.engines import RECV, SEND
 from pipesim.jit import kernel
 
 __all__ = ["issue", "one_pass", "pass_many", "prune"]
@@ -62,13 +63,13 @@ def one_pass(
         for k in range(needs_ptr[task], needs_ptr[task + 1]):
             reached = max(reached, end[needs[k]])
         seconds = drawn[task] if len(drawn) else duration[row[task]]
-        if role[of] == 2:  # RECV: head and tail arrive a latency after they leave (rule 4)
+        if role[of] == RECV:  # RECV: head and tail arrive a latency after they leave (rule 4)
             late = latency[row[task]]
             start[task] = max(reached, start[pair[task]] + late)
             end[task] = max(start[task], end[pair[task]] + late)
             free[on] = end[task]
             continue
-        if role[of] == 1 and rendezvous:
+        if role[of] == SEND and rendezvous:
             other = pair[task]
             reached = max(reached, free[stream[kind[other]]])
             if len(issued):
@@ -88,7 +89,7 @@ def one_pass(
         start[task] = reached
         end[task] = reached + seconds
         free[on] = end[task]
-        if role[of] == 1 and asks[row[task]] and seconds > 0.0:
+        if role[of] == SEND and asks[row[task]] and seconds > 0.0:
             for k in range(links.shape[1]):
                 link = links[row[task], k]
                 if link >= 0 and reached < link_free[link]:
@@ -138,7 +139,7 @@ def prune(
         kept_ptr[task + 1] = total
         for k in range(first, total):
             reach = max(reach, task - kept[k])
-        if role[kind[task]] == 2:
+        if role[kind[task]] == RECV:
             reach = max(reach, task - pair[task])
     return reach
 
@@ -204,11 +205,11 @@ def pass_many(
             if len(group) and group[task] >= 0:  # members of a collective last equally long
                 draw = np.uint64(members[members_ptr[group[task]]])
             for k in range(n):
-                seconds[k] = seconds[k] * look_up(table, mixed(keys[k, 0], draw))
+                seconds[k] = seconds[k] * look_up(table, mixed(keys[k, OF_TASKS], draw))
         if computes[of]:
             if hit_every > 0.0:
                 for k in range(n):
-                    share = shares(mixed(keys[k, 2], np.uint64(task)))
+                    share = shares(mixed(keys[k, OF_FAILURES], np.uint64(task)))
                     if share * hit_every < seconds[k]:
                         seconds[k] = seconds[k] + pause
             for k in range(n):
@@ -220,14 +221,14 @@ def pass_many(
             needed = needs[j] & last
             for k in range(n):
                 reached[k] = max(reached[k], end[needed, k])
-        if role[of] == 2:
+        if role[of] == RECV:
             late, other = latency[row[task]], pair[task] & last
             for k in range(n):
                 first = max(reached[k], start[other, k] + late)
                 end[task & last, k] = max(first, end[other, k] + late)
                 free[on, k] = end[task & last, k]
             continue
-        if role[of] == 1 and rendezvous:
+        if role[of] == SEND and rendezvous:
             there = stream[kind[pair[task]]]
             at = issued[pair[task]] if len(issued) else 0.0
             for k in range(n):
@@ -249,13 +250,13 @@ def pass_many(
                     together[number, k] = reached[k]
             for k in range(n):
                 reached[k] = together[number, k]
-        if role[of] == 1:
+        if role[of] == SEND:
             for k in range(n):
                 start[task & last, k] = reached[k]
         for k in range(n):
             end[task & last, k] = reached[k] + seconds[k]
             free[on, k] = end[task & last, k]
-        if role[of] == 1 and asks[row[task]]:
+        if role[of] == SEND and asks[row[task]]:
             for j in range(links.shape[1]):
                 link = links[row[task], j]
                 if link < 0:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs import TaskCosts
 from pipesim.csr import Ints
+from pipesim.engines import RECV, SEND
 from pipesim.engines.by_events import events
 from pipesim.engines.by_ids import issue, one_pass, pass_many, prune
 from pipesim.graph import TaskGraph
@@ -26,7 +27,6 @@ from pipesim.ops import RECVS, SENDS
 __all__ = ["Many", "run"]
 
 Floats = NDArray[np.float64]
-_SEND, _RECV = 1, 2
 #: Scenarios that are simulated side by side.
 LANES = 32
 
@@ -136,7 +136,7 @@ class Many:
 
 def planned(graph: TaskGraph, costs: TaskCosts) -> Plan:
     """Return the arrays that the loops read."""
-    role = _SEND * graph.kinds.is_op(SENDS) + _RECV * graph.kinds.is_op(RECVS)
+    role = SEND * graph.kinds.is_op(SENDS) + RECV * graph.kinds.is_op(RECVS)
     collectives, links = graph.collectives, shared_links(graph, costs)
     issued = np.empty(0)
     if costs.table.launch.any():
