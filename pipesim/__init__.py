@@ -9,11 +9,12 @@ from pipesim.lower import lower
 from pipesim.machines import machines
 from pipesim.network import Network
 from pipesim.noise import Empirical, Failures, LogNormal, Noise, Normal
-from pipesim.ops import Action, Op
-from pipesim.placement import Placement, linear, looped, v_shaped
+from pipesim.ops import Action, Op, Overlapped
+from pipesim.placement import Placement, bidirectional, linear, looped, v_shaped, waves
+from pipesim.registry import ClosedForm, Counts, register, schedule
 from pipesim.routes import Routes
 from pipesim.scenarios import Scenarios, simulate_many
-from pipesim.schedule import ClosedForm, Schedule, register, schedule
+from pipesim.schedule import Schedule
 from pipesim.shard import Shard
 from pipesim.simulate import replay, simulate
 from pipesim.split import balanced_split
@@ -24,7 +25,7 @@ from pipesim.transformer import Transformer
 from pipesim.verify import verify
 
 import pipesim.schedules  # noqa: F401  # isort: skip  # registers them
-from pipesim.schedule import schedules  # isort: skip  # the listing takes the package's name
+from pipesim.registry import schedules  # isort: skip  # the listing takes the package's name
 
 __all__ = [
     "Action",
@@ -32,6 +33,7 @@ __all__ = [
     "Comparison",
     "CostTable",
     "Costs",
+    "Counts",
     "Empirical",
     "Failures",
     "Layers",
@@ -42,6 +44,7 @@ __all__ = [
     "Noise",
     "Normal",
     "Op",
+    "Overlapped",
     "Placement",
     "Routes",
     "Scenarios",
@@ -54,6 +57,7 @@ __all__ = [
     "Timeline",
     "Transformer",
     "balanced_split",
+    "bidirectional",
     "compare",
     "linear",
     "looped",
@@ -68,4 +72,5 @@ __all__ = [
     "sweep",
     "v_shaped",
     "verify",
+    "waves",
 ]

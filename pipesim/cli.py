@@ -23,7 +23,7 @@ from pipesim.errors import ArgumentError, PipeError, suggestion
 from pipesim.files import write_whole
 from pipesim.grid import grid_rows
 from pipesim.metrics import device_table
-from pipesim.schedule import schedules
+from pipesim.registry import schedules
 from pipesim.settings import (
     COUNTS,
     FLAT,

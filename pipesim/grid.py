@@ -17,7 +17,7 @@ import numpy as np
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.network import Network
-from pipesim.schedule import options_of_schedules, schedule_info
+from pipesim.registry import options_of_schedules, schedule_info
 from pipesim.settings import (
     COUNTS,
     FLAT,

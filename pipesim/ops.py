@@ -1,5 +1,7 @@
 """Operations, sets of operations, and `Action`: one operation of one stage on one micro-batch.
 
+Two of them that run as one are `Overlapped`.
+
 The letters and the text form are those of torch.distributed.pipelining. Beware: papers on zero
 bubble write B for the gradient of the input alone, which is ``I`` here and in torch.
 """
@@ -22,6 +24,8 @@ __all__ = [
     "TRANSFERS",
     "Action",
     "Op",
+    "Overlapped",
+    "parse_action",
 ]
 
 
@@ -58,6 +62,7 @@ COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL})
 OF_STAGES = COLLECTIVES | {Op.STEP}
 
 _ACTION = re.compile(r"\s*(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d*)\s*")
+_OVERLAPPED = re.compile(r"\s*\(([^();]*);([^();]*)\)OVERLAP_F_B\s*")
 
 
 class Action(NamedTuple):
@@ -97,3 +102,40 @@ class Action(NamedTuple):
                 f"(known: {', '.join(Op.__members__)})"
             )
         return cls(int(stage), Op[op], int(microbatch) if microbatch else None)
+
+
+class Overlapped(NamedTuple):
+    """The F of one micro-batch and the B of another, which a device runs as one compute action.
+
+    It starts when both can, lasts as long as `pipesim.Costs.overlapped` says, and the results of
+    both come at its end (DualPipe, DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
+
+    >>> str(Overlapped(Action(0, Op.F, 4), Action(7, Op.B, 1)))
+    '(0F4;7B1)OVERLAP_F_B'
+    """
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+def parse_action(text: str) -> Action | Overlapped:
+    """Read an action, or two that overlap, from the text form.
+
+    Raises
+    ------
+    ArgumentError
+        If the text is no action, or those that overlap are not an F and a B.
+    """
+    match = _OVERLAPPED.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return Action.parse(text)
+    forward, backward = (Action.parse(part) for part in match.groups())
+    if forward.op != Op.F or backward.op != Op.B:
+        raise ArgumentError(
+            f"{text!r} overlaps {forward.op} with {backward.op}; write the F first and the B "
+            "second, such as '(0F4;7B1)OVERLAP_F_B'"
+        )
+    return Overlapped(forward, backward)

@@ -5,34 +5,56 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipesim.errors import ArgumentError, check_count
 
-__all__ = ["Placement", "linear", "looped", "v_shaped"]
+__all__ = ["Placement", "bidirectional", "linear", "looped", "v_shaped", "waves"]
 
 
 @dataclass(frozen=True)
 class Placement:
     """``device_of[s]`` is the device that holds stage ``s``; every device holds at least one.
 
+    In a bidirectional placement micro-batches take several paths through the devices, and each
+    path has a copy of the stages: ``paths[k][s]`` is the device of stage ``s`` on path ``k``, and
+    ``device_of`` is the first path.
+
     Raises
     ------
     ArgumentError
-        If a device number is not a whole number from 0, or a device is left without a stage.
+        If a device number is not a whole number from 0, a device is left without a stage, or the
+        paths are of different length.
     """
 
-    device_of: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...]
 
-    def __init__(self, device_of: Sequence[int]) -> None:
-        devices = tuple(
-            check_count(f"the device of stage {s}", d, 0) for s, d in enumerate(device_of)
+    def __init__(self, device_of: Sequence[int], *others: Sequence[int]) -> None:
+        paths = tuple(
+            tuple(check_count(f"the device of stage {s}", d, 0) for s, d in enumerate(path))
+            for path in (device_of, *others)
         )
-        idle = sorted(set(range(max(devices, default=0) + 1)) - set(devices))
+        for path in paths[1:]:
+            if len(path) != len(paths[0]):
+                raise ArgumentError(
+                    f"paths of {len(paths[0])} and of {len(path)} stages; each micro-batch goes "
+                    "through the same stages, so give paths of one length"
+                )
+        used = {device for path in paths for device in path}
+        idle = sorted(set(range(max(used, default=0) + 1)) - used)
         if idle:
+            places = ", ".join(str(list(path)) for path in paths)
             raise ArgumentError(
-                f"placement {list(devices)} leaves device {idle[0]} without a stage; "
+                f"placement {places} leaves device {idle[0]} without a stage; "
                 "number the devices from 0 without gaps"
             )
-        object.__setattr__(self, "device_of", devices)
+        object.__setattr__(self, "paths", paths)
+
+    @property
+    def device_of(self) -> tuple[int, ...]:
+        """Device of each stage, on the first path."""
+        return self.paths[0]
 
     @property
     def n_stages(self) -> int:
@@ -40,18 +62,27 @@ class Placement:
         return len(self.device_of)
 
     @property
+    def n_paths(self) -> int:
+        """Number of paths, which is how many copies of each stage there are."""
+        return len(self.paths)
+
+    @property
     def n_devices(self) -> int:
         """Number of devices."""
-        return max(self.device_of) + 1
+        return 1 + max(max(path) for path in self.paths)
 
     @property
     def n_chunks(self) -> int:
-        """Most stages that any device holds."""
-        return max(self.device_of.count(device) for device in range(self.n_devices))
+        """Most stages that any device holds, copies counted."""
+        return max(len(self.stages_of(device)) for device in range(self.n_devices))
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """Return the stages that ``device`` holds, in ascending order."""
-        return tuple(s for s, d in enumerate(self.device_of) if d == device)
+        """Return the stages that ``device`` holds, path after path, in ascending order."""
+        return tuple(s for path in self.paths for s, d in enumerate(path) if d == device)
+
+    def path_of(self, n_microbatches: int) -> NDArray[np.int64]:
+        """Return the path of each micro-batch: the first ones take the first, in equal shares."""
+        return np.arange(n_microbatches) * self.n_paths // n_microbatches
 
 
 def linear(n_devices: int) -> Placement:
@@ -68,5 +99,17 @@ def looped(n_devices: int, n_chunks: int) -> Placement:
 
 def v_shaped(n_devices: int) -> Placement:
     """Place two stages a device, down and up again, so that device 0 holds the first and last."""
+    return waves(n_devices, 1)
+
+
+def waves(n_devices: int, n_waves: int) -> Placement:
+    """Go down and up the devices ``n_waves`` times, two stages a device each (Hanayo, 2308.15762)."""
     n_devices = check_count("n_devices", n_devices)
-    return Placement([*range(n_devices), *reversed(range(n_devices))])
+    down = range(n_devices)
+    return Placement([*down, *reversed(down)] * check_count("n_waves", n_waves))
+
+
+def bidirectional(n_devices: int) -> Placement:
+    """Place the stages down the devices and a copy of them up (Chimera, arXiv 2107.06925)."""
+    down = range(check_count("n_devices", n_devices))
+    return Placement(down, tuple(reversed(down)))

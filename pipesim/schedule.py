@@ -1,48 +1,30 @@
-"""`Schedule`: each device's order of compute actions, and the registry of named schedules."""
+"""`Schedule`: each device's order of compute actions."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_schedule
-from pipesim.errors import (
-    ArgumentError,
-    ScheduleError,
-    UnknownNameError,
-    check_count,
-    check_name,
-    suggestion,
-)
-from pipesim.ops import SCHEDULED, Action, Op
+from pipesim.errors import ScheduleError, check_count, check_name
+from pipesim.ops import SCHEDULED, Action, Op, Overlapped, parse_action
 from pipesim.placement import Placement
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-__all__ = [
-    "ClosedForm",
-    "Schedule",
-    "ScheduleInfo",
-    "options_of_schedules",
-    "register",
-    "schedule",
-    "schedule_info",
-    "schedules",
-]
+__all__ = ["VERSIONS", "DeviceOrder", "Schedule", "Versions"]
 
 #: Largest number of a stage or a micro-batch: columns have 32 bits.
 _LARGEST = int(np.iinfo(np.int32).max)
 
+#: ``(ops, stages, microbatches)`` of a device, and where there are some, which overlap.
 DeviceOrder = tuple[Sequence[int] | NDArray[Any], ...]
+#: Which weights the F of a micro-batch sees; see `Schedule`.
+Versions = Literal["one", "stashed", "double_buffered"]
+VERSIONS: tuple[Versions, ...] = ("one", "stashed", "double_buffered")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,6 +47,15 @@ class Schedule:
         One entry an action, the actions of device 0 first.
     ptr
         Actions ``ptr[d]`` to ``ptr[d + 1]`` are device ``d``'s; shape ``(n_devices + 1,)``.
+    overlapped
+        Marks each F that runs overlapped with the B listed right after it; None if none does.
+    n_batches
+        Number of mini-batches, of as many micro-batches each. After each comes an optimizer step.
+    weight_versions
+        ``"one"``: a stage has one set of weights, and a step is one mini-batch. ``"stashed"``: F
+        sees the newest weights, which are kept for its backward (PipeDream, arXiv 1806.03377,
+        section 3.3). ``"double_buffered"``: F of mini-batch ``t`` sees those of ``t - 2``'s step, so
+        that there are never more than two (PipeDream-2BW, arXiv 2006.09503, section 3.1).
     """
 
     name: str
@@ -74,19 +65,25 @@ class Schedule:
     stage: NDArray[np.int32]
     microbatch: NDArray[np.int32]
     ptr: NDArray[np.int64]
+    overlapped: NDArray[np.bool_] | None = None
+    n_batches: int = 1
+    weight_versions: Versions = "one"
 
     @classmethod
     def from_columns(
         cls, name: str, placement: Placement, n_microbatches: int, devices: Iterable[DeviceOrder]
     ) -> Schedule:
-        """Make a schedule from ``(ops, stages, microbatches)`` of each device."""
-        types = (np.int8, np.int32, np.int32)
+        """Make a schedule from ``(ops, stages, microbatches)`` of each device.
+
+        A fourth column marks each F that is overlapped with the B after it.
+        """
+        types = (np.int8, np.int32, np.int32, np.bool_)
         columns = [
-            [np.asarray(column, dtype) for column, dtype in zip(device, types, strict=True)]
+            [np.asarray(column, dtype) for column, dtype in zip(device, types, strict=False)]
             for device in devices
         ]
-        op, stage, microbatch = (
-            np.concatenate([device[k] for device in columns]) for k in range(3)
+        op, stage, microbatch, *overlapped = (
+            np.concatenate([device[k] for device in columns]) for k in range(len(columns[0]))
         )
         return cls(
             name=name,
@@ -96,12 +93,13 @@ class Schedule:
             stage=stage,
             microbatch=microbatch,
             ptr=np.cumsum([0, *(len(device[0]) for device in columns)], dtype=np.int64),
+            overlapped=overlapped[0] if overlapped and overlapped[0].any() else None,
         )
 
     @classmethod
     def from_orders(
         cls,
-        orders: Sequence[Sequence[Action | str]],
+        orders: Sequence[Sequence[Action | Overlapped | str]],
         *,
         placement: Placement | None = None,
         n_microbatches: int | None = None,
@@ -119,48 +117,52 @@ class Schedule:
         ScheduleError
             If an action is none that a schedule may list.
         """
-        parsed = [[a if isinstance(a, Action) else Action.parse(a) for a in o] for o in orders]
+        parsed = [[parse_action(a) if isinstance(a, str) else a for a in o] for o in orders]
         if not any(parsed):
             raise ScheduleError("a schedule needs at least one action; got none")
-        for device, order in enumerate(parsed):
-            for position, action in enumerate(order):
-                if action.op not in SCHEDULED or action.microbatch is None:
-                    raise ScheduleError(
-                        f"device {device}, position {position}: {action} is not a compute action; "
-                        f"a schedule lists {', '.join(op.name for op in sorted(SCHEDULED))} of "
-                        "one micro-batch, and lower() adds the rest"
-                    )
-                if action.stage < 0 or action.microbatch < 0:
-                    raise ScheduleError(
-                        f"device {device}, position {position}: {action} is out of range; number "
-                        "stages and micro-batches from 0"
-                    )
-                if max(action.stage, action.microbatch) > _LARGEST:
-                    raise ScheduleError(
-                        f"device {device}, position {position}: {action} is out of range; stages "
-                        f"and micro-batches go from 0 to {_LARGEST}"
-                    )
+        singles = [list(_singles(device, order)) for device, order in enumerate(parsed)]
         if placement is None:
-            home: dict[int, int] = {}
-            for device, order in enumerate(parsed):
-                for action in order:
-                    home.setdefault(action.stage, device)
-            missing = next(stage for stage in itertools.count() if stage not in home)
-            if missing < len(home):
-                raise ScheduleError(f"no action names stage {missing}; number stages from 0")
-            placement = Placement([home[stage] for stage in range(len(home))])
+            placement = _read_off(singles)
         if len(parsed) != placement.n_devices:
             raise ScheduleError(
                 f"got the orders of {len(parsed)} devices for a placement on "
                 f"{placement.n_devices}; give one order a device"
             )
         if n_microbatches is None:
-            n_microbatches = 1 + max(a.microbatch or 0 for order in parsed for a in order)
+            n_microbatches = 1 + max(a.microbatch or 0 for order in singles for a, _ in order)
         columns = (
-            ([a.op for a in o], [a.stage for a in o], [a.microbatch or 0 for a in o])
-            for o in parsed
+            (
+                [a.op for a, _ in o],
+                [a.stage for a, _ in o],
+                [a.microbatch or 0 for a, _ in o],
+                [overlapped for _, overlapped in o],
+            )
+            for o in singles
         )
         return cls.from_columns(name, placement, n_microbatches, columns)
+
+    def with_name(self, name: str) -> Schedule:
+        """Return the same schedule under another name."""
+        return replace(self, name=name)
+
+    def with_updates(self, n_batches: int, weight_versions: Versions) -> Schedule:
+        """Return the same orders, as several mini-batches between which weights are updated.
+
+        Raises
+        ------
+        ArgumentError
+            If it is unknown which weights F is to see.
+        ScheduleError
+            If the micro-batches cannot be dealt evenly to so many mini-batches.
+        """
+        check_name("weight_versions", weight_versions, VERSIONS)
+        n_batches = check_count("n_batches", n_batches)
+        if self.n_microbatches % n_batches:
+            raise ScheduleError(
+                f"n_batches={n_batches} mini-batches cannot share {self.n_microbatches} "
+                "micro-batches evenly; give a divisor"
+            )
+        return replace(self, n_batches=n_batches, weight_versions=weight_versions)
 
     @property
     def n_devices(self) -> int:
@@ -178,7 +180,12 @@ class Schedule:
         return np.repeat(np.arange(self.n_devices, dtype=np.int32), np.diff(self.ptr))
 
     @cached_property
-    def orders(self) -> tuple[tuple[Action, ...], ...]:
+    def path(self) -> NDArray[np.int64]:
+        """Path that each action's micro-batch takes through the placement."""
+        return self.placement.path_of(self.n_microbatches)[self.microbatch]
+
+    @cached_property
+    def orders(self) -> tuple[tuple[Action | Overlapped, ...], ...]:
         """One sequence of compute actions a device."""
         actions = [
             Action(stage, Op(op), microbatch)
@@ -186,7 +193,18 @@ class Schedule:
                 self.stage.tolist(), self.op.tolist(), self.microbatch.tolist(), strict=True
             )
         ]
-        return tuple(tuple(actions[a:b]) for a, b in zip(self.ptr, self.ptr[1:], strict=False))
+        bounds = list(itertools.pairwise(self.ptr.tolist()))
+        if self.overlapped is None:
+            return tuple(tuple(actions[a:b]) for a, b in bounds)
+        marks = self.overlapped.tolist()
+        return tuple(tuple(_joined(actions[a:b], marks[a:b])) for a, b in bounds)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return device, and position in its order, of the action at ``index`` of the columns."""
+        device = int(np.searchsorted(self.ptr, index, side="right")) - 1
+        first = int(self.ptr[device])
+        merged = 0 if self.overlapped is None else int(self.overlapped[first:index].sum())
+        return device, index - first - merged
 
     def __len__(self) -> int:
         return len(self.op)
@@ -196,9 +214,11 @@ class Schedule:
             isinstance(other, Schedule)
             and self.placement == other.placement
             and self.n_microbatches == other.n_microbatches
+            and self.n_batches == other.n_batches
+            and self.weight_versions == other.weight_versions
             and all(
                 np.array_equal(getattr(self, column), getattr(other, column))
-                for column in ("op", "stage", "microbatch", "ptr")
+                for column in ("op", "stage", "microbatch", "ptr", "overlapped")
             )
         )
 
@@ -246,150 +266,48 @@ class Schedule:
         return schedule_html(self)
 
 
-@dataclass(frozen=True)
-class ClosedForm:
-    """A formula, as text and as a function of ``(n_devices, n_microbatches)``."""
-
-    text: str
-    value: Callable[[int, int], float]
-
-
-@dataclass(frozen=True)
-class ScheduleInfo:
-    """What the registry knows of a named schedule.
-
-    Attributes
-    ----------
-    name, summary, source
-        What it is called, what it does in a line, and the paper.
-    bubble
-        Idle share of the devices, 0..1, for stages of equal cost and free transfers.
-    activations
-        Most micro-batches whose activations any device holds, without recompute.
-    build
-        ``build(n_devices, n_microbatches, **options)`` makes the schedule.
-    """
-
-    name: str
-    summary: str
-    source: str
-    bubble: ClosedForm
-    activations: ClosedForm
-    build: Callable[..., Schedule]
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Names of the options that ``build`` takes beside the two counts."""
-        return tuple(inspect.signature(self.build).parameters)[2:]
-
-    def check_options(self, options: Iterable[str]) -> None:
-        """Raise `UnknownNameError` for an option that ``build`` does not take."""
-        for option in options:
-            if option not in self.options:
-                raise UnknownNameError(
-                    f"schedule {self.name!r} takes no option {option!r}"
-                    f"{suggestion(option, self.options)} "
-                    f"(it takes: {', '.join(self.options) or 'none'})"
+def _singles(device: int, order: Sequence[Action | Overlapped]) -> Iterator[tuple[Action, bool]]:
+    """Yield the actions of an order, checked, and whether each is overlapped with the next."""
+    for position, listed in enumerate(order):
+        parts = listed if isinstance(listed, Overlapped) else (listed,)
+        for k, action in enumerate(parts):
+            where = f"device {device}, position {position}: {action}"
+            if action.op not in SCHEDULED or action.microbatch is None:
+                raise ScheduleError(
+                    f"{where} is not a compute action; "
+                    f"a schedule lists {', '.join(op.name for op in sorted(SCHEDULED))} of "
+                    "one micro-batch, and lower() adds the rest"
                 )
-
-    def make(self, n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
-        """Build the schedule; `schedule` says what of."""
-        self.check_options(options)
-        n_devices = check_count("n_devices", n_devices)
-        n_microbatches = check_count("n_microbatches", n_microbatches)
-        check_schedule(self.name, 2 * n_devices * n_microbatches)  # F and B, on each device
-        return self.build(n_devices, n_microbatches, **options)
-
-
-_REGISTRY: dict[str, ScheduleInfo] = {}
+            if action.stage < 0 or action.microbatch < 0:
+                raise ScheduleError(
+                    f"{where} is out of range; number stages and micro-batches from 0"
+                )
+            if max(action.stage, action.microbatch) > _LARGEST:
+                raise ScheduleError(
+                    f"{where} is out of range; stages and micro-batches go from 0 to {_LARGEST}"
+                )
+            yield action, len(parts) == 2 and k == 0
 
 
-def register(
-    name: str, *, summary: str, source: str, bubble: ClosedForm, activations: ClosedForm
-) -> Callable[[Callable[..., Schedule]], Callable[..., Schedule]]:
-    """Register the decorated builder under ``name``; see `ScheduleInfo` for the arguments."""
-
-    def decorate(build: Callable[..., Schedule]) -> Callable[..., Schedule]:
-        if name in _REGISTRY:
-            raise ArgumentError(f"a schedule named {name!r} is registered already")
-        _REGISTRY[name] = ScheduleInfo(name, summary, source, bubble, activations, build)
-        return build
-
-    return decorate
+def _read_off(orders: Sequence[Sequence[tuple[Action, bool]]]) -> Placement:
+    """Return the placement in which each stage lies where it is first named."""
+    home: dict[int, int] = {}
+    for device, order in enumerate(orders):
+        for action, _ in order:
+            home.setdefault(action.stage, device)
+    missing = next(stage for stage in itertools.count() if stage not in home)
+    if missing < len(home):
+        raise ScheduleError(f"no action names stage {missing}; number stages from 0")
+    return Placement([home[stage] for stage in range(len(home))])
 
 
-def schedule_info(name: object) -> ScheduleInfo:
-    """Return what the registry knows of a schedule, or raise `UnknownNameError`."""
-    return _REGISTRY[check_name("schedule", name, _REGISTRY)]
-
-
-def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
-    """Build a named schedule.
-
-    Parameters
-    ----------
-    name
-        One of the names that `schedules` lists.
-    n_devices, n_microbatches
-        Whole numbers of at least 1.
-    **options
-        What the schedule takes besides, such as ``backward_order`` for ``"gpipe"``.
-
-    Raises
-    ------
-    UnknownNameError
-        For an unknown name or option, with the nearest known one.
-    ArgumentError
-        For counts that are fractional, boolean, zero or negative.
-    CapacityError
-        If it would not fit in memory.
-
-    Examples
-    --------
-    >>> import pipesim as ps
-    >>> print(ps.schedule("1f1b", n_devices=2, n_microbatches=3).grid())
-    device 0 | 0F0 0F1 0B0 0F2 0B1 0B2
-    device 1 | 1F0 1B0 1F1 1B1 1F2 1B2
-    """
-    return schedule_info(name).make(n_devices, n_microbatches, **options)
-
-
-def options_of_schedules() -> dict[str, tuple[str, ...]]:
-    """Return the names of the options that each named schedule takes."""
-    return {name: info.options for name, info in _REGISTRY.items()}
-
-
-def schedules(n_devices: int = 4, n_microbatches: int = 8) -> pd.DataFrame:
-    """List the named schedules, with their closed forms as text and as numbers.
-
-    Returns
-    -------
-    pandas.DataFrame
-        Indexed by name: ``summary``, ``bubble_formula``, ``bubble`` (0..1),
-        ``activations_formula``, ``activations`` (micro-batches held by the fullest device),
-        ``options``, ``source``. A number is NaN where its formula fails for these counts.
-    """
-    import pandas as pd
-
-    counts = check_count("n_devices", n_devices), check_count("n_microbatches", n_microbatches)
-    rows = {
-        info.name: {
-            "summary": info.summary,
-            "bubble_formula": info.bubble.text,
-            "bubble": _value(info.bubble, *counts),
-            "activations_formula": info.activations.text,
-            "activations": _value(info.activations, *counts),
-            "options": ", ".join(info.options),
-            "source": info.source,
-        }
-        for info in _REGISTRY.values()
-    }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("schedule")
-
-
-def _value(form: ClosedForm, n_devices: int, n_microbatches: int) -> float:
-    """Return a formula's number, or NaN where it has none; one schedule is not to hide the rest."""
-    try:
-        return form.value(n_devices, n_microbatches)
-    except Exception:  # whatever a schedule of the user's own may raise
-        return math.nan
+def _joined(actions: list[Action], overlapped: list[bool]) -> Iterator[Action | Overlapped]:
+    """Yield the actions of a device; those that overlap as one."""
+    position = 0
+    while position < len(actions):
+        if overlapped[position] and position + 1 < len(actions):
+            yield Overlapped(actions[position], actions[position + 1])
+            position += 2
+        else:
+            yield actions[position]
+            position += 1

@@ -18,7 +18,7 @@ from pipesim.errors import ArgumentError, UnknownNameError, suggestion
 from pipesim.links import Nodes
 from pipesim.lower import lower
 from pipesim.network import KEYS
-from pipesim.schedule import ScheduleInfo, options_of_schedules, schedule_info
+from pipesim.registry import ScheduleInfo, options_of_schedules, schedule_info
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
 

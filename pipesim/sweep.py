@@ -14,7 +14,7 @@ from pipesim.compare import summary
 from pipesim.errors import ArgumentError, PipeError
 from pipesim.grid import Row, cell, rows, version
 from pipesim.journal import Journal
-from pipesim.schedule import ScheduleInfo, schedule_info
+from pipesim.registry import ScheduleInfo, schedule_info
 from pipesim.settings import Settings, run
 from pipesim.workers import Lost, spread
 

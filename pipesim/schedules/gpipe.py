@@ -7,7 +7,8 @@ import numpy as np
 from pipesim.errors import check_name
 from pipesim.ops import Op
 from pipesim.placement import linear
-from pipesim.schedule import ClosedForm, Schedule, register
+from pipesim.registry import ClosedForm, register
+from pipesim.schedule import Schedule
 
 
 @register(

@@ -8,7 +8,8 @@ import numpy as np
 
 from pipesim.ops import Op
 from pipesim.placement import linear
-from pipesim.schedule import ClosedForm, DeviceOrder, Schedule, register
+from pipesim.registry import ClosedForm, register
+from pipesim.schedule import DeviceOrder, Schedule
 
 
 @register(
