@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["CostTable", "Costs", "TaskCosts"]
 
 PerStage = float | tuple[float, ...]
-_OPTIONAL = ("forward", "backward", "input_grad", "weight_grad", "recompute")
+_OPTIONAL = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute")
 
 
 class CostTable(NamedTuple):
@@ -133,6 +133,9 @@ class Costs:
         Seconds of F and of B.
     input_grad, weight_grad
         Seconds of I and of W. ``backward`` defaults to their sum.
+    overlapped
+        Seconds of an F and a B that run as one action; defaults to the sum of both. Where their
+        stages differ each counts with its share, as ``forward`` and ``backward`` divide it.
     recompute
         Seconds of R; defaults to ``forward``.
     optimizer_step, launch
@@ -159,6 +162,7 @@ class Costs:
     backward: PerStage | None = None
     input_grad: PerStage | None = None
     weight_grad: PerStage | None = None
+    overlapped: PerStage | None = None
     recompute: PerStage | None = None
     optimizer_step: PerStage = 0.0
     launch: PerStage = 0.0
@@ -190,6 +194,8 @@ class Costs:
         value = getattr(self, check_name("cost", name, VALUE_FIELDS))
         if value is None and name == "recompute":
             return self.per_stage("forward", n_stages)
+        if value is None and name == "overlapped":
+            return self.per_stage("forward", n_stages) + self.per_stage("backward", n_stages)
         if value is None and name == "backward":
             if self.input_grad is None or self.weight_grad is None:
                 raise CostsError(
@@ -228,6 +234,8 @@ class Costs:
             of_op = kinds.op == op
             if of_op.any():
                 duration[of_op] = self.per_stage(name, graph.n_stages)[kinds.stage[of_op]]
+        if self.overlapped is not None and kinds.overlapped.any():
+            self._price_overlaps(graph, duration)
         nbytes = message_bytes(kinds, self.per_stage("output_bytes", graph.n_stages))
         transfers = np.flatnonzero(kinds.is_op(SENDS | RECVS))
         source, target = message_ends(kinds, transfers)
@@ -242,6 +250,18 @@ class Costs:
         self._price_reductions(graph, duration)
         table = CostTable(duration, latency, launch, nbytes, links)
         return TaskCosts(table, graph.kind, None, self)
+
+    def _price_overlaps(self, graph: TaskGraph, duration: NDArray[np.float64]) -> None:
+        """Fill the seconds of the halves of overlapped actions."""
+        forward, backward, both = (
+            self.per_stage(name, graph.n_stages) for name in ("forward", "backward", "overlapped")
+        )
+        alone = forward + backward
+        share = np.divide(forward, alone, out=np.full_like(alone, 0.5), where=alone > 0)
+        halves = np.flatnonzero(graph.kinds.overlapped)
+        first = (both * share)[graph.kinds.stage[halves]]
+        whole = both[graph.kinds.stage[halves]]
+        duration[halves] = np.where(graph.kinds.op[halves] == Op.F, first, whole - first)
 
     def _price_reductions(self, graph: TaskGraph, duration: NDArray[np.float64]) -> None:
         """Fill the seconds of the kinds of REDUCE_GRAD (rule 9)."""

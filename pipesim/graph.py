@@ -20,18 +20,19 @@ from pipesim.csr import CSR, Ints, ids_dtype
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.levels import levels, stable_topological_order
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
+from pipesim.schedule import Versions
 from pipesim.tasks import Kinds, StreamKind, Task, Tasks, checked_tasks
 from pipesim.wiring import KindRules, index_tasks, wire
 
-__all__ = ["RULES", "Rule", "TaskGraph"]
+__all__ = ["RULES", "Rule", "TaskGraph", "overlapped_pairs", "task_twice", "wired"]
 
 
 class Rule(NamedTuple):
     """Tasks of ``ops`` need the task of ``needs``, ``stage`` stages on, of their micro-batch.
 
-    Of several ``needs`` those count that exist; with ``every``, those of every micro-batch. Where
-    a task ``through`` exists, a message or a reduction, they need that instead; what it needs in
-    its turn has a rule of its own.
+    Of several ``needs`` those count that exist; with ``every``, those of every micro-batch of the
+    mini-batch. Where a task ``through`` exists, a message or a reduction, they need that instead;
+    what it needs in its turn has a rule of its own.
     """
 
     ops: tuple[Op, ...]
@@ -68,7 +69,9 @@ class TaskGraph:
     name
         What tables and plots call it.
     n_devices, n_stages, n_microbatches, n_replicas
-        Counts. Replica ``r`` of a pipeline of ``n`` devices is on devices ``r * n`` and on.
+        Counts. Replicas are copies of the model, whose gradients are reduced over all of them: the
+        paths of a bidirectional pipeline, on the same devices, and data-parallel ones, on devices
+        of their own.
     kinds
         Operation, stage, replica, device and stream of each kind of task.
     kind, microbatch
@@ -88,6 +91,10 @@ class TaskGraph:
         Whether a SEND waits until its RECV is reached (rule 6).
     recompute, overlap
         What the graph was lowered with; labels only.
+    n_batches
+        Number of mini-batches, each with an optimizer step of its own.
+    weight_versions
+        Which weights F sees, as `pipesim.Schedule` says.
     """
 
     name: str
@@ -107,6 +114,8 @@ class TaskGraph:
     rendezvous: bool = False
     recompute: str = "never"
     overlap: bool = True
+    n_batches: int = 1
+    weight_versions: Versions = "one"
 
     @classmethod
     def build(
@@ -171,6 +180,7 @@ class TaskGraph:
         group: Ints | None = None,
         hosts: str = "one",
         name: str = "custom",
+        n_batches: int = 1,
         **labels: Any,
     ) -> TaskGraph:
         """Do what `wire` does, given the kind of each task."""
@@ -183,7 +193,8 @@ class TaskGraph:
         unique, stream = np.unique(
             kinds.device * n_codes + kinds.stream - lowest, return_inverse=True
         )
-        dependencies, pair = _dependencies(kinds, kind, microbatch, n_microbatches)
+        data, pair = wired(kinds, kind, microbatch, n_microbatches // n_batches, stream)
+        dependencies = _with_ends(data, kinds, kind, stream)
         if group is None:
             group = _groups(kinds, kind, microbatch)
         return cls(
@@ -203,6 +214,7 @@ class TaskGraph:
             pair=pair,
             collectives=_members(group),
             host=np.zeros(n_devices, np.int64) if hosts == "one" else np.arange(n_devices),
+            n_batches=n_batches,
             **labels,
         )
 
@@ -227,6 +239,8 @@ class TaskGraph:
             rendezvous=self.rendezvous,
             recompute=self.recompute,
             overlap=self.overlap,
+            n_batches=self.n_batches,
+            weight_versions=self.weight_versions,
         )
 
     @property
@@ -343,12 +357,17 @@ class TaskGraph:
         return before
 
     @cached_property
+    def homes(self) -> Ints:
+        """Device that holds each replica's stages; shape ``(n_replicas, n_stages)``."""
+        homes = np.zeros((self.n_replicas, self.n_stages), dtype=np.int64)
+        homes[self.kinds.replica, self.kinds.stage] = self.kinds.device
+        return homes
+
+    @property
     def device_of_stage(self) -> Ints:
         """Device that holds each stage, of the first replica; shape ``(n_stages,)``."""
-        device = np.zeros(self.n_stages, dtype=np.int64)
-        first = self.kinds.replica == 0
-        device[self.kinds.stage[first]] = self.kinds.device[first]
-        return device
+        first: Ints = self.homes[0]
+        return first
 
     @cached_property
     def precedence(self) -> CSR:
@@ -442,18 +461,61 @@ def _kind_rules(kinds: Kinds, width: int) -> tuple[KindRules, int]:
     return KindRules(cells[place], pair, rules.ptr, *tables), int(cells.max(initial=-1)) + width
 
 
-def _dependencies(
-    kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32], n_microbatches: int
+def wired(
+    kinds: Kinds, kind: Ints, microbatch: Ints, batch_size: int, stream_of_kind: Ints
 ) -> tuple[CSR, Ints]:
-    """Apply `RULES`; return dependencies and pairs."""
+    """Apply `RULES`; return what each task needs before it can start, and pairs.
+
+    An overlapped F needs what its B needs.
+    """
+    n_microbatches = int(microbatch.max(initial=-1)) + 1
     rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches)
     most = (rules.needs >= 0).sum(axis=1) * np.where(rules.every, n_microbatches, 1)
     most = np.maximum(most, rules.through >= 0) * np.repeat(counts, np.diff(rules.ptr))
     dtype = ids_dtype(max(len(kind), int(most.sum())))
     ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
     values = np.empty(int(most.sum()), dtype=dtype)
-    total = wire(kind, microbatch, index, n_microbatches, *rules[1:], ptr, values, pair)
-    return CSR(ptr, values[:total]), pair
+    total = wire(kind, microbatch, index, n_microbatches, batch_size, *rules[1:], ptr, values, pair)
+    needs = CSR(ptr, values[:total])
+    if kinds.overlapped.any():
+        forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
+        rows = np.repeat(forward, np.diff(needs.ptr)[backward])
+        needs = _joined(needs, rows, needs.of(backward))
+    return needs, pair
+
+
+def _with_ends(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CSR:
+    """Add that what needs an overlapped F needs its B too: results come at the action's end."""
+    if not kinds.overlapped.any():
+        return needs
+    forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
+    end_of = np.full(len(kind), -1, dtype=np.int64)
+    end_of[forward] = backward
+    ends = end_of[needs.values]
+    later = (ends >= 0) & (ends != needs.rows)
+    return _joined(needs, needs.rows[later], ends[later])
+
+
+def _joined(needs: CSR, rows: Ints, values: Ints) -> CSR:
+    """Add values to rows of a CSR, after those that are there."""
+    all_rows, all_values = np.concatenate([needs.rows, rows]), [needs.values, values]
+    return CSR.from_pairs(all_rows, np.concatenate(all_values), len(needs))
+
+
+def overlapped_pairs(kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> tuple[Ints, Ints]:
+    """Return the F halves and the B halves of overlapped actions; short if they do not pair up.
+
+    The B of an overlapped F is the task after it on its stream.
+    """
+    halves = np.flatnonzero((kinds.overlapped > 0)[kind])
+    halves = halves[np.argsort(stream_of_kind[kind[halves]], kind="stable")]
+    first, second = halves[:-1], halves[1:]
+    together = (
+        (stream_of_kind[kind[first]] == stream_of_kind[kind[second]])
+        & (kinds.op[kind[first]] == Op.F)
+        & (kinds.op[kind[second]] == Op.B)
+    )
+    return first[together], second[together]
 
 
 def task_twice(graph: TaskGraph) -> int:

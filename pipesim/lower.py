@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pipesim.capacity import check_graph, check_tasks
 from pipesim.csr import CSR, Ints, count
 from pipesim.errors import ArgumentError, check_count, check_name
-from pipesim.graph import PAIRS, TaskGraph
+from pipesim.graph import PAIRS, TaskGraph, overlapped_pairs, wired
 from pipesim.jit import kernel
 from pipesim.ops import Op
 from pipesim.schedule import Schedule
@@ -55,12 +55,13 @@ def lower(
     hosts
         ``"one"`` host issues for all devices, or one ``"per_device"`` (rule 7).
     step
-        ``"flush"`` ends with one optimizer step a stage, after all its gradients; ``"none"`` ends
-        with the gradients.
+        ``"flush"`` ends with one optimizer step a stage, after all its gradients, or after those
+        of each mini-batch; ``"none"`` ends with the gradients.
     n_replicas
         Data-parallel replicas of the pipeline, each on devices of its own. Where there are
         several, a stage's gradients are reduced over all of them, on a stream of its own if
         transfers overlap, as soon as its last one is there; its optimizer step waits for that.
+        The paths of a bidirectional placement are replicas too, on the same devices.
 
     Returns
     -------
@@ -89,11 +90,15 @@ def lower(
     verify_listing(schedule)
     check_tasks(len(schedule) * n_replicas)
     kinds, kind, microbatch = _with_recompute_and_steps(schedule, recompute, step)
-    compute = TaskGraph.of_kinds(kinds, kind, microbatch)
+    n_batches = schedule.n_batches
+    compute = TaskGraph.of_kinds(kinds, kind, microbatch, n_batches=n_batches)
     cycles = compute.levels
     if cycles.min() < 0:
         verify(schedule)  # says who waits for whom
-    kinds, partners = _add_partners(compute, overlap, streams, reduces=n_replicas > 1)
+    if schedule.placement.n_paths > 1:
+        cycles = _with_late_steps(compute, cycles)
+    reduces = n_replicas * schedule.placement.n_paths > 1
+    kinds, partners = _add_partners(compute, overlap, streams, reduces)
     issued = _issue(
         compute, CSR.group(cycles, int(cycles.max()) + 1), partners, overlap, n_replicas
     )
@@ -110,6 +115,8 @@ def lower(
         rendezvous=rendezvous,
         recompute=recompute,
         overlap=overlap,
+        n_batches=n_batches,
+        weight_versions=schedule.weight_versions,
     )
     if rendezvous and not overlap:  # only these may have to be reordered, or deadlock
         graph = graph.in_topological_order()
@@ -120,47 +127,85 @@ def lower(
 def _with_recompute_and_steps(
     schedule: Schedule, recompute: str, step: str
 ) -> tuple[Kinds, NDArray[np.int32], NDArray[np.int32]]:
-    """Put R right before each backward whose forward kept no activations, and STEPs last."""
+    """Put R right before each backward whose forward kept no activations, and STEPs last.
+
+    Of several mini-batches each has its STEPs, after the last backward of the stage.
+    """
     kinds, kind = compute_listing(schedule)
     microbatch = schedule.microbatch
     recomputed = frozenset({Op.B, Op.I}) if recompute != "never" else frozenset()
     backward = np.flatnonzero(kinds.is_op(recomputed))
-    homes = np.asarray(schedule.placement.device_of)
-    stages = np.arange(schedule.n_stages) if step == "flush" else np.empty(0, dtype=np.int64)
+    homes = np.asarray(schedule.placement.paths)
+    path, stage = (
+        x.ravel() if step == "flush" else np.empty(0, dtype=np.int64)
+        for x in np.indices(homes.shape)
+    )
+    n_added = len(backward) + len(stage)
     added = Kinds(
-        op=np.repeat([Op.R, Op.STEP], [len(backward), len(stages)]),
-        device=np.concatenate([kinds.device[backward], homes[stages]]),
-        stage=np.concatenate([kinds.stage[backward], stages]),
-        replica=np.zeros(len(backward) + len(stages)),
-        stream=np.full(len(backward) + len(stages), StreamKind.COMPUTE),
+        op=np.repeat([Op.R, Op.STEP], [len(backward), len(stage)]),
+        device=np.concatenate([kinds.device[backward], homes[path, stage]]),
+        stage=np.concatenate([kinds.stage[backward], stage]),
+        replica=np.concatenate([kinds.replica[backward], path]),
+        stream=np.full(n_added, StreamKind.COMPUTE),
     )
     r_of = np.full(len(kinds), -1, dtype=np.int32)
     r_of[backward] = len(kinds) + np.arange(len(backward))
     before = np.flatnonzero(r_of[kind] >= 0) if len(backward) else np.empty(0, dtype=np.int64)
     if recompute == "except_last":
         before = before[microbatch[before] != schedule.n_microbatches - 1]
-    steps = (len(kinds) + len(backward) + stages).astype(np.int32)
-    position = np.concatenate([schedule.ptr[homes[stages] + 1], before])
+    places = before - kinds.overlapped[kind[before]]  # not between the halves of one action
+    steps, step_microbatch, step_places = _steps(schedule, path, stage)
+    position = np.concatenate([step_places, places])
     kind, microbatch = (
         np.insert(column, position, np.concatenate(new))
         for column, new in (
-            (kind, [steps, r_of[kind[before]]]),
-            (microbatch, [np.full(len(steps), -1, np.int32), microbatch[before]]),
+            (kind, [(len(kinds) + len(backward) + steps).astype(np.int32), r_of[kind[before]]]),
+            (microbatch, [step_microbatch, microbatch[before]]),
         )
     )
     return kinds.joined(added), kind, microbatch
+
+
+def _steps(schedule: Schedule, path: Ints, stage: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return, of each STEP, which of the given stages it is of, its micro-batch, and its place."""
+    homes, n_batches = np.asarray(schedule.placement.paths), schedule.n_batches
+    of = np.arange(len(stage))
+    if n_batches == 1:
+        return of, np.full(len(of), -1, np.int32), schedule.ptr[homes[path, stage] + 1]
+    size = schedule.n_microbatches // n_batches
+    backward = np.flatnonzero((schedule.op == Op.B) | (schedule.op == Op.W))
+    last = np.zeros((*homes.shape, n_batches), dtype=np.int64)
+    place = (schedule.path, schedule.stage, schedule.microbatch // size)
+    np.maximum.at(last, tuple(column[backward] for column in place), backward + 1)
+    of, batch = np.repeat(of, n_batches), np.tile(np.arange(n_batches), len(of))
+    microbatch = ((batch + 1) * size - 1).astype(np.int32)
+    return of, microbatch, last[path[of], stage[of], batch]
+
+
+def _with_late_steps(compute: TaskGraph, cycles: Ints) -> Ints:
+    """Return the cycles with each STEP after the gradients of its stage on all paths."""
+    cycles, stage = cycles.copy(), compute.stage
+    gradients = np.flatnonzero(compute.is_op(frozenset({Op.B, Op.W})))
+    done = np.zeros(compute.n_stages, dtype=cycles.dtype)
+    np.maximum.at(done, stage[gradients], cycles[gradients])
+    for step in np.flatnonzero(compute.is_op(frozenset({Op.STEP}))).tolist():
+        before = cycles[compute.queue_predecessor[step]]
+        cycles[step] = 1 + max(before, done[stage[step]])
+    return cycles
 
 
 class _Partners(NamedTuple):
     """Kinds of task that come with each kind of compute task; -1 for none.
 
     ``send`` and ``recv`` are the two ends of the message that carries its output, ``channel``
-    numbers the pair of devices, and ``reduce`` sums its stage's gradients, to which it adds.
+    numbers the pair of devices. ``adds_to`` is the stage to whose gradients it adds, and row ``s``
+    of ``reduce`` the kinds that sum those of stage ``s`` over all paths.
     """
 
     send: Ints
     recv: Ints
     channel: Ints
+    adds_to: Ints
     reduce: Ints
 
 
@@ -168,38 +213,45 @@ def _add_partners(
     compute: TaskGraph, overlap: bool, streams: str, reduces: bool
 ) -> tuple[Kinds, _Partners]:
     """Add the kinds of messages, wherever a neighbour is elsewhere, and of reductions."""
-    kinds, n_stages, device_of = compute.kinds, compute.n_stages, compute.device_of_stage
-    partners = _Partners(*(np.full(len(kinds), -1, dtype=np.int32) for _ in range(4)))
+    kinds, n_stages = compute.kinds, compute.n_stages
+    homes = compute.homes
+    n_devices = int(homes.max()) + 1
+    none = np.full((4, len(kinds)), -1, dtype=np.int32)
+    partners = _Partners(none[0], none[1], none[2], none[3], np.empty((0, len(homes)), np.int32))
     for recv, (send, offset) in PAIRS.items():
         carried = frozenset({Op.F} if send == Op.SEND_F else {Op.B, Op.I})
         of = np.flatnonzero(kinds.is_op(carried))
         to = kinds.stage[of] - offset
         of, to = of[(to >= 0) & (to < n_stages)], to[(to >= 0) & (to < n_stages)]
-        of, to = (x[device_of[to] != kinds.device[of]] for x in (of, to))
+        of, to = (x[homes[kinds.replica[of], to] != kinds.device[of]] for x in (of, to))
         # B and I of a stage share the kinds of their message.
-        stage, first, shared = np.unique(kinds.stage[of], return_index=True, return_inverse=True)
-        source, target = device_of[stage], device_of[to[first]]
+        place, first, shared = np.unique(
+            kinds.replica[of] * n_stages + kinds.stage[of], return_index=True, return_inverse=True
+        )
+        replica, stage = np.divmod(place, n_stages)
+        source, target = homes[replica, stage], homes[replica, to[first]]
         if not overlap:
             codes = [np.full_like(stage, StreamKind.COMPUTE)] * 2
         elif streams == "single":
             codes = [np.full_like(stage, StreamKind.COPY)] * 2
         else:
             codes = [StreamKind.send(target), StreamKind.recv(source)]
-        zeros = np.zeros_like(stage)
         partners.send[of] = len(kinds) + shared
         partners.recv[of] = len(kinds) + len(stage) + shared
-        partners.channel[of] = (source * (device_of.max() + 1) + target)[shared]
+        partners.channel[of] = (source * n_devices + target)[shared]
         kinds = kinds.joined(
-            Kinds(np.full_like(stage, send), source, stage, zeros, codes[0]),
-            Kinds(np.full_like(stage, recv), target, to[first], zeros, codes[1]),
+            Kinds(np.full_like(stage, send), source, stage, replica, codes[0]),
+            Kinds(np.full_like(stage, recv), target, to[first], replica, codes[1]),
         )
     if reduces:
         of = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.W})))
-        stage, shared = np.unique(kinds.stage[of], return_inverse=True)
-        partners.reduce[of] = len(kinds) + shared
+        partners.adds_to[of] = kinds.stage[of]
+        stage, replica = (x.ravel() for x in np.indices(homes.T.shape))
+        reduce = len(kinds) + np.arange(len(stage), dtype=np.int32).reshape(homes.T.shape)
+        partners = partners._replace(reduce=reduce)
         stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
         op, code = np.full_like(stage, Op.REDUCE_GRAD), np.full_like(stage, stream)
-        kinds = kinds.joined(Kinds(op, device_of[stage], stage, np.zeros_like(stage), code))
+        kinds = kinds.joined(Kinds(op, homes[replica, stage], stage, replica, code))
     return kinds, partners
 
 
@@ -218,17 +270,25 @@ def _issue(
 
     Overlapped transfers are issued after the compute tasks of the cycle that produces them, each
     SEND followed by its RECV: one order of messages for all devices, in which none can wait for
-    another in a circle. Otherwise a SEND follows its producer, and a RECV comes right before its
-    consumer, or before that of a message which its sender sends later.
+    another in a circle. Likewise the members of a reduction are issued together. Otherwise a SEND
+    follows its producer, and a RECV comes right before its consumer, or before that of a message
+    which its sender sends later.
     """
     counts = count(compute.kind, len(partners.send))
     n_messages = int(counts[partners.send >= 0].sum())
-    left = np.zeros(int(partners.reduce.max(initial=-1)) + 1, dtype=np.int64)
-    np.add.at(left, partners.reduce[partners.reduce >= 0], counts[partners.reduce >= 0])
-    n_tasks = len(compute) + 2 * n_messages + int((left > 0).sum())
+    n_batches, size = compute.n_batches, compute.n_microbatches // compute.n_batches
+    adds = partners.adds_to >= 0
+    gradients = np.zeros(len(partners.reduce), dtype=np.int64)
+    np.add.at(gradients, partners.adds_to[adds], counts[adds])
+    left = np.repeat(gradients[:, None] // n_batches, n_batches, axis=1)  # of each mini-batch
+    n_tasks = len(compute) + 2 * n_messages + n_batches * partners.reduce.size
     check_graph(n_tasks * n_replicas)
     kind, microbatch = np.empty(n_tasks, np.int32), np.empty(n_tasks, np.int32)
     ends = np.empty((len(cycles), 4), dtype=np.int64)
+    needs = compute.dependencies
+    if compute.kinds.overlapped.any() and not overlap:  # just the data, whose messages are sought
+        columns = compute.kinds, compute.kind, compute.microbatch
+        needs, _ = wired(*columns, size, compute.stream_of_kind)
     channels, channel = np.unique(partners.channel, return_inverse=True)
     sent = np.zeros(len(channels) + 1, dtype=np.int64)  # where each channel's messages begin
     np.add.at(sent, channel + 1, np.where(partners.send >= 0, counts, 0))
@@ -238,14 +298,17 @@ def _issue(
         cycles.values,
         compute.kind,
         compute.microbatch,
-        compute.dependencies.ptr,
-        compute.dependencies.values,
+        needs.ptr,
+        needs.values,
+        _sent_with(compute),
         partners.send,
         partners.recv,
         channel,
         compute.kinds.device,
+        partners.adds_to,
         partners.reduce,
         left,
+        size,
         sent[:-1].copy(),
         sent[:-1].copy(),
         np.empty(0 if overlap else n_messages, compute.pair.dtype),
@@ -258,6 +321,20 @@ def _issue(
     return _Issued(kind, microbatch, ends.ravel())
 
 
+def _sent_with(compute: TaskGraph) -> Ints:
+    """Return the F whose output is sent with each task's, -1 for none; empty if there are none.
+
+    What an overlapped action computes is there at its end, so that the messages of both halves
+    follow the second.
+    """
+    if not compute.kinds.overlapped.any():
+        return np.empty(0, dtype=np.int64)
+    forward, backward = overlapped_pairs(compute.kinds, compute.kind, compute.stream_of_kind)
+    sent_with = np.full(len(compute), -1, dtype=np.int64)
+    sent_with[backward], sent_with[forward] = forward, -2
+    return sent_with
+
+
 @kernel()
 def _issue_tasks(
     cycles_ptr: Ints,
@@ -266,12 +343,15 @@ def _issue_tasks(
     microbatch: Ints,
     needs_ptr: Ints,
     needs: Ints,
+    sent_with: Ints,
     send: Ints,
     recv: Ints,
     channel: Ints,
     device: Ints,
+    adds_to: Ints,
     reduce: Ints,
     left: Ints,
+    batch_size: int,
     sent: Ints,
     received: Ints,
     messages: Ints,
@@ -283,6 +363,7 @@ def _issue_tasks(
 ) -> None:
     """Fill the last three; see `_issue`. ``messages`` are the producers, channel by channel."""
     n = 0
+    several = left.shape[1] > 1
     for cycle in range(len(cycles_ptr) - 1):
         first, last = cycles_ptr[cycle], cycles_ptr[cycle + 1]
         for k in range(first, last) if not overlap else range(0):
@@ -305,27 +386,31 @@ def _issue_tasks(
             n += 1
         ends[cycle, 1] = n
         for k in range(first, last):
-            task = cycles[k]
-            of = kind[task]
-            if send[of] < 0:
-                continue
-            issued_kind[n], issued_microbatch[n] = send[of], microbatch[task]
-            n += 1
-            if overlap:
-                issued_kind[n], issued_microbatch[n] = recv[of], microbatch[task]
+            held_back = sent_with[cycles[k]] if len(sent_with) else -1
+            for half in range(2):  # what an overlapped forward sends, then what the task does
+                task = held_back if half == 0 else cycles[k]
+                if task < 0 or held_back == -2 or send[kind[task]] < 0:
+                    continue
+                of = kind[task]
+                issued_kind[n], issued_microbatch[n] = send[of], microbatch[task]
                 n += 1
-            else:
-                place[task] = sent[channel[of]]
-                messages[place[task]] = task
-                sent[channel[of]] += 1
+                if overlap:
+                    issued_kind[n], issued_microbatch[n] = recv[of], microbatch[task]
+                    n += 1
+                else:
+                    place[task] = sent[channel[of]]
+                    messages[place[task]] = task
+                    sent[channel[of]] += 1
         ends[cycle, 2] = n
         for k in range(first, last):
-            of = reduce[kind[cycles[k]]]
-            if of < 0:
+            of = adds_to[kind[cycles[k]]]
+            if of < 0 or len(reduce) == 0:
                 continue
-            left[of] -= 1
-            if left[of] == 0:
-                issued_kind[n], issued_microbatch[n] = of, -1
+            batch = microbatch[cycles[k]] // batch_size
+            left[of, batch] -= 1
+            for path in range(reduce.shape[1]) if left[of, batch] == 0 else range(0):
+                issued_kind[n] = reduce[of, path]
+                issued_microbatch[n] = (batch + 1) * batch_size - 1 if several else -1
                 n += 1
         ends[cycle, 3] = n
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,16 +21,45 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-__all__ = ["changes", "over_time", "peak_memory", "static"]
+__all__ = ["changes", "over_time", "peak_memory", "static", "weight_versions"]
 
 
 def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
-    """Return bytes that each device holds throughout: parameters, gradients, optimizer state."""
+    """Return bytes that each device holds throughout: parameters, gradients, optimizer state.
+
+    Parameters count once for each version of them that a stage holds; see `weight_versions`.
+    """
     parameters, optimizer = (
         costs.per_stage(name, graph.n_stages) for name in ("parameter_bytes", "optimizer_bytes")
     )
-    places = np.unique(np.stack([graph.kinds.device, graph.kinds.stage]), axis=1)
-    return bincount(places[0], (2 * parameters + optimizer)[places[1]], graph.n_devices)
+    held = (weight_versions(graph) + 1) * parameters + optimizer
+    return bincount(graph.homes.ravel(), held.ravel(), graph.n_devices)
+
+
+def weight_versions(graph: TaskGraph) -> NDArray[np.int64]:
+    """Return the most versions of its weights that each stage holds at once.
+
+    One; two where they are double-buffered; where they are stashed, the newest and all with which
+    a micro-batch in flight has begun. Shape ``(n_replicas, n_stages)``.
+    """
+    most = np.ones((graph.n_replicas, graph.n_stages), dtype=np.int64)
+    if graph.weight_versions == "double_buffered":
+        return most + 1
+    if graph.weight_versions == "one":
+        return most
+    newest = np.zeros_like(most)
+    in_flight: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    relevant = graph.is_op(frozenset({Op.F, Op.B, Op.W, Op.STEP}))
+    for task in map(graph.task, np.flatnonzero(relevant).tolist()):
+        of = task.replica, task.stage
+        if task.op == Op.STEP:
+            newest[of] += 1
+        elif task.op == Op.F:
+            in_flight[of][task.microbatch or 0] = int(newest[of])
+        else:
+            in_flight[of].pop(task.microbatch or 0)
+        most[of] = max(most[of], len({int(newest[of]), *in_flight[of].values()}))
+    return most
 
 
 def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

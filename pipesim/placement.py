@@ -24,8 +24,8 @@ class Placement:
     Raises
     ------
     ArgumentError
-        If a device number is not a whole number from 0, a device is left without a stage, or the
-        paths are of different length.
+        If a device number is not a whole number from 0, a device is left without a stage, or
+        paths are of different length or have the same stage on the same device.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -40,6 +40,12 @@ class Placement:
                 raise ArgumentError(
                     f"paths of {len(paths[0])} and of {len(path)} stages; each micro-batch goes "
                     "through the same stages, so give paths of one length"
+                )
+        for stage, devices in enumerate(zip(*paths, strict=True)):
+            if len(set(devices)) < len(devices):
+                raise ArgumentError(
+                    f"stage {stage} lies on devices {list(devices)}: copies of a stage belong on "
+                    "different devices"
                 )
         used = {device for path in paths for device in path}
         idle = sorted(set(range(max(used, default=0) + 1)) - used)
@@ -103,13 +109,23 @@ def v_shaped(n_devices: int) -> Placement:
 
 
 def waves(n_devices: int, n_waves: int) -> Placement:
-    """Go down and up the devices ``n_waves`` times, two stages a device each (Hanayo, 2308.15762)."""
+    """Go down and up the devices ``n_waves`` times (Hanayo, arXiv 2308.15762): two stages each."""
     n_devices = check_count("n_devices", n_devices)
     down = range(n_devices)
     return Placement([*down, *reversed(down)] * check_count("n_waves", n_waves))
 
 
 def bidirectional(n_devices: int) -> Placement:
-    """Place the stages down the devices and a copy of them up (Chimera, arXiv 2107.06925)."""
+    """Place the stages down the devices and a copy of them up (Chimera, arXiv 2107.06925).
+
+    Raises
+    ------
+    ArgumentError
+        If the number of devices is odd, so that the middle one would hold a stage twice.
+    """
     down = range(check_count("n_devices", n_devices))
+    if n_devices % 2:
+        raise ArgumentError(
+            f"a bidirectional placement needs an even number of devices, got {n_devices}"
+        )
     return Placement(down, tuple(reversed(down)))

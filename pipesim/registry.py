@@ -79,6 +79,7 @@ class Counts(NamedTuple):
 
 _UNKNOWN = ClosedForm("", lambda p, m: math.nan, exact=False)
 _ONE = ClosedForm("1", lambda p, m: 1)
+_ANY = Counts()
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class ScheduleInfo:
     bubble: ClosedForm = _UNKNOWN
     activations: ClosedForm = _UNKNOWN
     parameters: ClosedForm = _ONE
-    counts: Counts = Counts()
+    counts: Counts = _ANY
 
     def check_options(self, options: Iterable[str]) -> None:
         """Raise `UnknownNameError` for an option that ``build`` does not take."""
@@ -157,7 +158,7 @@ def register(
     bubble: ClosedForm = _UNKNOWN,
     activations: ClosedForm = _UNKNOWN,
     parameters: ClosedForm = _ONE,
-    counts: Counts = Counts(),  # noqa: B008 - a named tuple
+    counts: Counts = _ANY,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function under ``name``; see `ScheduleInfo` for the arguments.
 

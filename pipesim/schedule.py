@@ -54,8 +54,8 @@ class Schedule:
     weight_versions
         ``"one"``: a stage has one set of weights, and a step is one mini-batch. ``"stashed"``: F
         sees the newest weights, which are kept for its backward (PipeDream, arXiv 1806.03377,
-        section 3.3). ``"double_buffered"``: F of mini-batch ``t`` sees those of ``t - 2``'s step, so
-        that there are never more than two (PipeDream-2BW, arXiv 2006.09503, section 3.1).
+        section 3.3). ``"double_buffered"``: F of mini-batch ``t`` sees those of the step after
+        ``t - 2``, so that there are never more than two (PipeDream-2BW, arXiv 2006.09503, 3.1).
     """
 
     name: str
@@ -78,7 +78,7 @@ class Schedule:
         A fourth column marks each F that is overlapped with the B after it.
         """
         types = (np.int8, np.int32, np.int32, np.bool_)
-        columns = [
+        columns: list[list[NDArray[Any]]] = [
             [np.asarray(column, dtype) for column, dtype in zip(device, types, strict=False)]
             for device in devices
         ]

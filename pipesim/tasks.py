@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from pipesim.ops import OF_STAGES, Action, Op
 
 __all__ = ["Kinds", "StreamKind", "Task", "Tasks", "checked_tasks"]
 
+
 #: Largest number of a device, stage, replica or micro-batch, so that counts of them fit 32 bits.
 _LARGEST = 2**31 - 2
 _FROM_0 = "number them from 0"
@@ -26,6 +27,7 @@ _RANGES = {
     "stage": (0, _LARGEST, _FROM_0),
     "microbatch": (-1, _LARGEST, f"{_FROM_0}, and give -1 for operations on a whole stage"),
     "replica": (0, _LARGEST, _FROM_0),
+    "overlapped": (0, 1, "mark both halves of an overlapped F and B by 1"),
     "group": (-1, 2**63 - 1, "give -1 to tasks that are of no collective"),
 }
 
@@ -99,7 +101,11 @@ class Tasks:
     stream
         A `StreamKind` code.
     replica
-        Which data-parallel replica of the pipeline; None where there is one.
+        Which copy of the model: a data-parallel replica, or a path of a bidirectional pipeline;
+        None where there is one.
+    overlapped
+        1 for an F, and the B right after it on the compute stream, that run as one action, else 0;
+        None where there are none.
     """
 
     op: Ints
@@ -108,14 +114,18 @@ class Tasks:
     microbatch: Ints
     stream: Ints
     replica: Ints | None = None
+    overlapped: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.op)
 
     def kinds(self) -> tuple[Kinds, Ints]:
         """Return the different kinds among the tasks, in order, and each task's."""
-        replica = np.zeros_like(self.op) if self.replica is None else self.replica
-        columns = (self.device, self.stream, self.op, self.stage, replica)
+        replica, overlapped = (
+            np.zeros_like(self.op) if column is None else column
+            for column in (self.replica, self.overlapped)
+        )
+        columns = (self.device, self.stream, self.op, self.stage, replica, overlapped)
         lowest = [int(column.min(initial=0)) for column in columns]
         widths = [int(c.max(initial=0)) - low + 1 for c, low in zip(columns, lowest, strict=True)]
         if math.prod(widths) >= 2**63:
@@ -128,8 +138,8 @@ class Tasks:
         for column, low, width in zip(columns, lowest, widths, strict=True):
             key = key * width + (column - low)
         _, first, kind = np.unique(key, return_index=True, return_inverse=True)
-        device, stream, op, stage, replica = (column[first] for column in columns)
-        return Kinds(op, device, stage, replica, stream), kind.astype(np.int32)
+        device, stream, op, stage, replica, overlapped = (column[first] for column in columns)
+        return Kinds(op, device, stage, replica, stream, overlapped), kind.astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,8 @@ class Kinds:
         One entry a kind.
     stream
         A `StreamKind` code.
+    overlapped
+        1 for halves of overlapped actions, else 0; zeros where it is not given.
     """
 
     op: Ints
@@ -151,10 +163,13 @@ class Kinds:
     stage: Ints
     replica: Ints
     stream: Ints
+    overlapped: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
-        for name in ("op", "device", "stage", "replica", "stream"):
-            object.__setattr__(self, name, getattr(self, name).astype(np.int64))
+        if len(self.overlapped) != len(self.op):
+            object.__setattr__(self, "overlapped", np.zeros_like(self.op))
+        for column in fields(self):
+            object.__setattr__(self, column.name, getattr(self, column.name).astype(np.int64))
 
     def __len__(self) -> int:
         return len(self.op)
@@ -167,21 +182,26 @@ class Kinds:
 
     def joined(self, *others: Kinds) -> Kinds:
         """Return the kinds of all, these first."""
-        columns = ((k.op, k.device, k.stage, k.replica, k.stream) for k in (self, *others))
-        return Kinds(*map(np.concatenate, zip(*columns, strict=True)))
+        return Kinds(
+            *(
+                np.concatenate([getattr(kinds, column.name) for kinds in (self, *others)])
+                for column in fields(self)
+            )
+        )
 
     def replicated(self, n_replicas: int, n_devices: int) -> Kinds:
         """Return ``n_replicas`` copies, each on ``n_devices`` devices of its own.
 
-        Kind ``k`` of replica ``r`` is number ``r * len(self) + k``.
+        Kind ``k`` of copy ``c`` is number ``c * len(self) + k``; what was replica ``r`` of ``n``
+        is replica ``c * n + r``.
         """
-        replica = np.repeat(np.arange(n_replicas), len(self))
-        op, device, stage, stream = (
-            np.tile(column, n_replicas)
-            for column in (self.op, self.device, self.stage, self.stream)
+        copy = np.repeat(np.arange(n_replicas), len(self))
+        op, device, stage, replica, stream, overlapped = (
+            np.tile(getattr(self, column.name), n_replicas) for column in fields(self)
         )
-        stream = np.where(stream > 0, stream + 2 * n_devices * replica, stream)  # of its peer
-        return Kinds(op, device + n_devices * replica, stage, replica, stream)
+        stream = np.where(stream > 0, stream + 2 * n_devices * copy, stream)  # of its peer
+        replica += copy * (int(self.replica.max(initial=0)) + 1)
+        return Kinds(op, device + n_devices * copy, stage, replica, stream, overlapped)
 
 
 def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | None]:
@@ -198,12 +218,12 @@ def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | No
     """
     if not isinstance(tasks, Tasks):
         raise GraphError(f"a graph is wired from pipesim.Tasks, got {type(tasks).__name__}")
-    given = {field.name: getattr(tasks, field.name) for field in fields(Tasks)}
+    given = {column.name: getattr(tasks, column.name) for column in fields(Tasks)}
     given["group"] = group
     columns = {
         name: _integers(name, column)
         for name, column in given.items()
-        if column is not None or name not in ("replica", "group")
+        if column is not None or name not in ("replica", "overlapped", "group")
     }
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:

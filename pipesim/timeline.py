@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
-from pipesim.csr import Ints, bincount
+from pipesim.csr import Ints, bincount, count
 from pipesim.errors import PipeError, TimelineError, suggestion
 from pipesim.files import write_whole
 from pipesim.graph import TaskGraph
@@ -143,7 +143,9 @@ class Timeline:
     @property
     def throughput(self) -> float:
         """Micro-batches a second, of all replicas."""
-        n_microbatches = self.graph.n_replicas * self.graph.n_microbatches
+        kinds = self.graph.kinds
+        first = np.flatnonzero((kinds.op == Op.F) & (kinds.stage == 0))
+        n_microbatches = int(count(self.graph.kind, len(kinds))[first].sum())
         return n_microbatches / self.makespan if self.makespan else 0.0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import SupportsIndex
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
-from pipesim.graph import TaskGraph, task_twice
+from pipesim.graph import TaskGraph, overlapped_pairs, task_twice
 from pipesim.jit import kernel
 from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SCHEDULED, SENDS, Action, Op
 from pipesim.schedule import Schedule
@@ -26,9 +27,11 @@ def verify(what: Schedule | TaskGraph) -> None:
     """Raise if a schedule or a task graph breaks an invariant; return None if all hold.
 
     A schedule must list, for every stage and micro-batch, one F and either one B or one I and one
-    W, on the device that holds the stage, in an order that can run. A graph's streams must run
-    every task once, its messages must pair up and keep their sender's order, its ids must be a
-    topological order, and nothing may wait for itself in a circle.
+    W, on the device that holds the stage, in an order that can run; an F is overlapped with the B
+    after it; and of several mini-batches, a stage ends the backward of one before the next one's,
+    and has the weights that a forward needs. A graph's streams must run every task once, its
+    messages must pair up and keep their sender's order, its ids must be a topological order, and
+    nothing may wait for itself in a circle.
 
     Raises
     ------
@@ -50,20 +53,41 @@ def verify(what: Schedule | TaskGraph) -> None:
 
 
 def compute_listing(schedule: Schedule) -> tuple[Kinds, NDArray[np.int32]]:
-    """Return the kinds of compute action of a schedule, and each action's, device after device."""
-    homes = np.asarray(schedule.placement.device_of)
+    """Return the kinds of compute action of a schedule, and each action's, device after device.
+
+    The paths of a bidirectional placement are replicas. Halves of overlapped actions are kinds of
+    their own.
+    """
+    homes = np.asarray(schedule.placement.paths)
+    shape = len(SCHEDULED), schedule.n_stages, schedule.placement.n_paths, 2
     code = schedule.op * np.int32(schedule.n_stages) + schedule.stage
-    there = np.zeros(len(SCHEDULED) * schedule.n_stages, dtype=bool)
+    if shape[2] > 1 or schedule.overlapped is not None:
+        code = (code * np.int64(shape[2]) + schedule.path) * 2 + _halves(schedule)
+    else:
+        shape = (*shape[:2], 1, 1)
+    there = np.zeros(math.prod(shape), dtype=bool)
     there[code] = True
-    op, stage = np.divmod(np.flatnonzero(there), schedule.n_stages)
-    zeros = np.zeros_like(op)
+    op, stage, path, half = np.unravel_index(np.flatnonzero(there), shape)
     number = (np.cumsum(there) - 1).astype(np.int32)
-    return Kinds(op, homes[stage], stage, zeros, zeros + StreamKind.COMPUTE), number[code]
+    stream = np.full_like(op, StreamKind.COMPUTE)
+    kinds = Kinds(op, homes[path, stage], stage, path, stream, half)
+    return kinds, number[code]
+
+
+def _halves(schedule: Schedule) -> NDArray[np.bool_]:
+    """Mark both halves of each overlapped action."""
+    if schedule.overlapped is None:
+        return np.zeros(len(schedule), dtype=bool)
+    after = np.zeros_like(schedule.overlapped)
+    after[1:] = schedule.overlapped[:-1]
+    return schedule.overlapped | after
 
 
 def compute_graph(schedule: Schedule) -> TaskGraph:
     """Return the compute actions of a schedule as a graph, device after device."""
-    return TaskGraph.of_kinds(*compute_listing(schedule), schedule.microbatch)
+    return TaskGraph.of_kinds(
+        *compute_listing(schedule), schedule.microbatch, n_batches=schedule.n_batches
+    )
 
 
 def verify_listing(schedule: Schedule) -> None:
@@ -75,16 +99,26 @@ def verify_listing(schedule: Schedule) -> None:
             f"n_microbatches={n_microbatches} need at least {2 * n_stages * n_microbatches}; give "
             "the number of micro-batches that it has"
         )
+    _check_paths(schedule)
     seen = np.zeros((n_stages, n_microbatches), dtype=np.uint8)
-    homes = np.asarray(schedule.placement.device_of)
-    if not _lists_all(schedule.op, schedule.stage, schedule.microbatch, schedule.ptr, homes, seen):
+    columns = schedule.op, schedule.stage, schedule.microbatch, schedule.ptr
+    paths = schedule.placement.path_of(n_microbatches)
+    if not _lists_all(*columns, np.asarray(schedule.placement.paths), paths, seen):
         _check_cells(schedule)
         _check_counts(schedule)
+    _check_overlaps(schedule)
+    _check_updates(schedule)
 
 
 @kernel()
 def _lists_all(
-    op: Ints, stage: Ints, microbatch: Ints, ptr: Ints, home: Ints, seen: NDArray[np.uint8]
+    op: Ints,
+    stage: Ints,
+    microbatch: Ints,
+    ptr: Ints,
+    home: Ints,
+    path: Ints,
+    seen: NDArray[np.uint8],
 ) -> bool:
     """Whether each cell has F, and B or else I and W, once, on its device; ``seen`` is zeros."""
     n_stages, n_microbatches = seen.shape
@@ -94,7 +128,7 @@ def _lists_all(
             if not (0 <= op[k] <= 3 and 0 <= s < n_stages and 0 <= m < n_microbatches):
                 return False
             bit = 1 << op[k]
-            if home[s] != device or seen[s, m] & bit:
+            if home[path[m], s] != device or seen[s, m] & bit:
                 return False
             seen[s, m] |= bit
     for s in range(n_stages):
@@ -111,9 +145,7 @@ def _verify_schedule(schedule: Schedule) -> None:
 
 def _refuse(schedule: Schedule, index: SupportsIndex, problem: str) -> None:
     """Raise for the action at ``index`` of the columns."""
-    index = int(index)
-    device = int(schedule.device[index])
-    position = index - int(schedule.ptr[device])
+    device, position = schedule.place(int(index))
     action = schedule.orders[device][position]
     raise ScheduleError(
         f"schedule {schedule.name!r}: device {device}, position {position}: {action} {problem}\n"
@@ -132,10 +164,11 @@ def _check_cells(schedule: Schedule) -> None:
         (schedule.microbatch < 0) | (schedule.microbatch >= n_microbatches)
     ):
         _refuse(schedule, index, f"names a micro-batch outside 0..{n_microbatches - 1}")
-    home = np.asarray(schedule.placement.device_of)[schedule.stage]
+    home = np.asarray(schedule.placement.paths)[schedule.path, schedule.stage]
     for index in np.flatnonzero(home != schedule.device):
+        of_path = f" for micro-batch {schedule.microbatch[index]}"
         _refuse(schedule, index, f"is misplaced: stage {schedule.stage[index]} lies on device "
-                                 f"{home[index]}")  # fmt: skip
+                f"{home[index]}{of_path if schedule.placement.n_paths > 1 else ''}")  # fmt: skip
     _, first = np.unique(_keys(schedule), return_index=True)
     repeated = np.ones(len(schedule), dtype=bool)
     repeated[first] = False
@@ -176,13 +209,68 @@ def _check_counts(schedule: Schedule) -> None:
     }
     for op, cells in missing.items():
         for stage, microbatch in np.argwhere(cells):
-            device = schedule.placement.device_of[stage]
-            end = int(schedule.ptr[device + 1] - schedule.ptr[device])
+            path = schedule.placement.path_of(schedule.n_microbatches)[microbatch]
+            device = schedule.placement.paths[path][stage]
+            end = len(schedule.orders[device])
             raise ScheduleError(
                 f"schedule {schedule.name!r}: device {device} lacks "
                 f"{Action(int(stage), op, int(microbatch))} ({int(cells.sum())} {op.name} missing "
                 f"in all); add it to the order\n{schedule.grid(mark=(device, end))}"
             )
+
+
+def _check_paths(schedule: Schedule) -> None:
+    """Check that each path has a micro-batch."""
+    if schedule.n_microbatches < schedule.placement.n_paths:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {schedule.n_microbatches} micro-batches for the "
+            f"{schedule.placement.n_paths} paths of its placement; give each path one at least"
+        )
+
+
+def _check_overlaps(schedule: Schedule) -> None:
+    """Check that each overlapped action is an F and the B after it."""
+    if schedule.overlapped is None:
+        return
+    for index in np.flatnonzero(schedule.overlapped).tolist():
+        last = index + 1 == schedule.ptr[schedule.place(index)[0] + 1]
+        if schedule.op[index] != Op.F or last or schedule.op[index + 1] != Op.B:
+            _refuse(schedule, index, "is overlapped with nothing: what overlaps is an F with the "
+                                     "B listed right after it")  # fmt: skip
+
+
+def _check_updates(schedule: Schedule) -> None:
+    """Check mini-batches: how many, their order on each stage, and the weights that F needs."""
+    name, n_batches, versions = schedule.name, schedule.n_batches, schedule.weight_versions
+    if n_batches == 1:
+        return
+    if versions == "one" or schedule.n_microbatches % n_batches:
+        raise ScheduleError(
+            f"schedule {name!r} has {n_batches} mini-batches of {schedule.n_microbatches} "
+            f"micro-batches in all and weight_versions={versions!r}; mini-batches are of one size, "
+            'and several in a step need "stashed" or "double_buffered" weights'
+        )
+    batch = schedule.microbatch // (schedule.n_microbatches // n_batches)
+    ends = np.flatnonzero(np.isin(schedule.op, (Op.B, Op.W)))
+    place = np.lexsort((ends, schedule.stage[ends], schedule.path[ends]))
+    ends = ends[place]
+    same = (np.diff(schedule.stage[ends]) == 0) & (np.diff(schedule.path[ends]) == 0)
+    for k in np.flatnonzero(same & (np.diff(batch[ends]) < 0)):
+        _refuse(schedule, ends[k + 1], "belongs to an earlier mini-batch than the backward before "
+                                       "it; a stage steps after each mini-batch")  # fmt: skip
+    if versions == "double_buffered":
+        _check_buffers(schedule, batch, ends)
+
+
+def _check_buffers(schedule: Schedule, batch: Ints, ends: Ints) -> None:
+    """Check that F of mini-batch t comes after the whole backward of t - 2 on its stage."""
+    last = np.full((schedule.placement.n_paths, schedule.n_stages, schedule.n_batches), -1)
+    last[schedule.path[ends], schedule.stage[ends], batch[ends]] = ends
+    forward = np.flatnonzero((schedule.op == Op.F) & (batch >= 2))
+    needed = last[schedule.path[forward], schedule.stage[forward], batch[forward] - 2]
+    for index in forward[needed > forward]:
+        _refuse(schedule, index, f"needs the weights that mini-batch {batch[index] - 2} leaves, "
+                "whose backward comes later; give mini-batches more micro-batches")  # fmt: skip
 
 
 def _verify_graph(graph: TaskGraph) -> None:
@@ -194,9 +282,7 @@ def _verify_graph(graph: TaskGraph) -> None:
     twice = task_twice(graph)
     if twice >= 0:
         raise GraphError(f"{graph.task(twice)} is in the graph twice")
-    home = np.zeros((graph.n_replicas, graph.n_stages), dtype=np.int64)
-    home[kinds.replica, kinds.stage] = kinds.device
-    homes = home[kinds.replica, kinds.stage]
+    homes = graph.homes[kinds.replica, kinds.stage]
     for elsewhere in np.flatnonzero((homes != kinds.device)[graph.kind]):
         raise GraphError(
             f"task {elsewhere} ({graph.task(int(elsewhere))}) is on device "
@@ -214,6 +300,7 @@ def _verify_graph(graph: TaskGraph) -> None:
             f"task {other} ({graph.task(int(other))}) is in a group; only collectives "
             f"({', '.join(op.name for op in sorted(COLLECTIVES))}) have members"
         )
+    _check_halves(graph)
     _check_messages(graph)
     _check_deadlock(graph, f"graph {graph.name!r}")
     waits = graph.precedence
@@ -227,6 +314,18 @@ def _verify_graph(graph: TaskGraph) -> None:
             "TaskGraph.build"
         )
     graph.as_verified()
+
+
+def _check_halves(graph: TaskGraph) -> None:
+    """Check that overlapped tasks are an F and the B right after it on its stream."""
+    halves = np.flatnonzero((graph.kinds.overlapped > 0)[graph.kind])
+    forward, backward = overlapped_pairs(graph.kinds, graph.kind, graph.stream_of_kind)
+    whole = graph.queue_predecessor[backward] == forward
+    for half in np.setdiff1d(halves, np.concatenate([forward[whole], backward[whole]])):
+        raise GraphError(
+            f"task {half} ({graph.task(int(half))}) is overlapped with nothing: what overlaps is "
+            "an F with the B right after it on its stream"
+        )
 
 
 def _check_messages(graph: TaskGraph) -> None:

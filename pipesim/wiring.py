@@ -31,7 +31,7 @@ class KindRules(NamedTuple):
     needs
         Of what is needed; shape ``(n_rules, 2)``.
     every
-        Whether that is of every micro-batch; shape ``(n_rules,)``.
+        Whether that is of every micro-batch of the task's mini-batch; shape ``(n_rules,)``.
     """
 
     base: Ints
@@ -63,6 +63,7 @@ def wire(
     microbatch: Ints,
     index: Ints,
     n_microbatches: int,
+    batch_size: int,
     pair_base: Ints,
     rules_ptr: Ints,
     through: Ints,
@@ -72,7 +73,11 @@ def wire(
     values: Ints,
     pair: Ints,
 ) -> int:
-    """Fill dependencies (CSR) and pairs; return the number of dependencies."""
+    """Fill dependencies (CSR) and pairs; return the number of dependencies.
+
+    A task on a whole stage has the number of the last micro-batch of its mini-batch, or none where
+    there is one mini-batch.
+    """
     total = 0
     for task in range(len(kind)):
         of, column = kind[task], microbatch[task] + 1
@@ -93,7 +98,9 @@ def wire(
                         values[total] = found
                         total += 1
                     continue
-                for cell in range(base + 1, base + 1 + n_microbatches):
+                last = n_microbatches if column == 0 else column
+                first = 0 if column == 0 else max(0, column - batch_size)
+                for cell in range(base + 1 + first, base + 1 + last):
                     if index[cell] >= 0:
                         values[total] = index[cell]
                         total += 1

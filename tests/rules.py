@@ -20,6 +20,7 @@ __all__ = ["all_reduced", "assert_rules_hold", "dependencies", "issue_times"]
 def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
     """Return what each task of a lowered graph needs, from rules 3 and 4 alone."""
     tasks = [graph.task(k) for k in range(len(graph))]
+    size = graph.n_microbatches // graph.n_batches
     ids = {(task.replica, task.action): task.id for task in tasks}
     found: list[set[int]] = []
     for _, op, _, _, stage, m, replica in tasks:
@@ -27,9 +28,13 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
         def any_of(of: int, *ops: Op, m: int | None = m, r: int = replica) -> set[int]:
             return {ids[r, Action(of, x, m)] for x in ops if (r, Action(of, x, m)) in ids}
 
-        def gradients(of: int, r: int = replica) -> set[int]:
-            places = [(t.replica, t.stage) for t in tasks]
-            return {t.id for t in tasks if places[t.id] == (r, of) and t.op in (Op.B, Op.W)}
+        def gradients(of: int, m: int | None = m, r: int = replica) -> set[int]:
+            batch = range(graph.n_microbatches) if m is None else range(m + 1 - size, m + 1)
+            return {
+                t.id for t in tasks
+                if (t.replica, t.stage) == (r, of) and t.op in (Op.B, Op.W)
+                and t.microbatch in batch
+            }  # fmt: skip
 
         if op == Op.F:
             needed = any_of(stage, Op.RECV_F) or any_of(stage - 1, Op.F)
@@ -51,7 +56,21 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
         else:
             needed = set()
         found.append(needed)
-    return found
+    return _with_overlaps(graph, found)
+
+
+def _with_overlaps(graph: ps.TaskGraph, needs: list[set[int]]) -> list[set[int]]:
+    """Halves of one action start together, and what they compute is there at its end."""
+    halves = [k for k in range(len(graph)) if graph.kinds.overlapped[graph.kind[k]]]
+    ends = {}
+    for forward in (k for k in halves if graph.op[k] == Op.F):
+        mine = [k for k in halves if graph.device[k] == graph.device[forward] and k > forward]
+        ends[forward] = min(mine)
+        needs[forward] = needs[forward] | needs[ends[forward]]
+    return [
+        needed | {end for forward, end in ends.items() if forward in needed and end != k}
+        for k, needed in enumerate(needs)
+    ]
 
 
 def issue_times(graph: ps.TaskGraph, costs: ps.TaskCosts) -> np.ndarray:

@@ -10,8 +10,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 import pipesim as ps
+from pipesim.errors import PipeError
 from pipesim.ops import SENDS, Action, Op
 from pipesim.placement import Placement
+from pipesim.registry import schedule_info
+from pipesim.schedule import VERSIONS
 
 __all__ = [
     "actions",
@@ -54,16 +57,17 @@ def actions() -> st.SearchStrategy[Action]:
 
 
 def named_schedules(max_microbatches: int = 6) -> st.SearchStrategy[ps.Schedule]:
-    """Every registered schedule, in small sizes."""
-    return st.builds(
-        ps.schedule, st.sampled_from(NAMES), device_counts, st.integers(1, max_microbatches)
+    """Every registered schedule, in small sizes that it allows."""
+    counts = st.tuples(st.sampled_from(NAMES), device_counts, st.integers(1, max_microbatches))
+    return counts.filter(lambda c: schedule_info(c[0]).allows(*c[1:])).map(
+        lambda c: ps.schedule(*c)
     )
 
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    """Linear, looped and V placements, and any other that leaves no device empty."""
-    kind = draw(st.sampled_from(["linear", "looped", "v", "any"]))
+    """Linear, looped, V and bidirectional ones, and any other that leaves no device empty."""
+    kind = draw(st.sampled_from(["linear", "looped", "v", "any", "bidirectional"]))
     n_devices = draw(device_counts)
     if kind == "linear":
         return ps.linear(n_devices)
@@ -71,6 +75,8 @@ def placements(draw: st.DrawFn) -> Placement:
         return ps.looped(n_devices, draw(st.integers(1, 2)))
     if kind == "v":
         return ps.v_shaped(n_devices)
+    if kind == "bidirectional":
+        return ps.bidirectional(2 * draw(st.integers(1, 2)))
     others = draw(st.lists(st.integers(0, n_devices - 1), max_size=3))
     return Placement(draw(st.permutations([*range(n_devices), *others])))
 
@@ -97,7 +103,8 @@ def custom_schedules(draw: st.DrawFn, max_microbatches: int = 3) -> ps.Schedule:
     Each stage and micro-batch has its own choice of a whole backward (B) or a split one (I, W).
     """
     placement = draw(placements())
-    n_microbatches = draw(st.integers(1, max_microbatches))
+    n_microbatches = draw(st.integers(placement.n_paths, max_microbatches))
+    path = placement.path_of(n_microbatches)
     cells = [(s, m) for s in range(placement.n_stages) for m in range(n_microbatches)]
     split = draw(st.sampled_from(["none", "all", "some"]))
     halves = set(cells if split == "all" else [])
@@ -115,13 +122,41 @@ def custom_schedules(draw: st.DrawFn, max_microbatches: int = 3) -> ps.Schedule:
     orders: list[list[Action]] = [[] for _ in range(placement.n_devices)]
     while ready:
         _, action = heapq.heappop(ready)
-        orders[placement.device_of[action.stage]].append(action)
+        orders[placement.paths[path[action.microbatch]][action.stage]].append(action)
         for other in everything:
             if action in waiting[other]:
                 waiting[other].remove(action)
                 if not waiting[other]:
                     heapq.heappush(ready, (rank[other], other))
-    return ps.Schedule.from_orders(orders, placement=placement, n_microbatches=n_microbatches)
+    made = {"placement": placement, "n_microbatches": n_microbatches}
+    schedule = ps.Schedule.from_orders(orders, **made)
+    pick = draw(st.sampled_from(["plain", "overlapped", "batches"]))
+    if pick == "overlapped":
+        other = ps.Schedule.from_orders([draw(overlaps(order)) for order in orders], **made)
+    elif pick == "batches":
+        n_batches = draw(st.sampled_from([k for k in (1, 2, 3) if n_microbatches % k == 0]))
+        other = schedule.with_updates(n_batches, draw(st.sampled_from(VERSIONS)))
+    else:
+        return schedule
+    try:
+        ps.verify(other)
+    except PipeError:  # not every one can run
+        return schedule
+    return other
+
+
+@st.composite
+def overlaps(draw: st.DrawFn, order: list[Action]) -> list[Action | ps.Overlapped]:
+    """Overlap some of the Fs of an order with the B right after them."""
+    joined: list[Action | ps.Overlapped] = []
+    for action in order:
+        before = joined[-1] if joined else None
+        pair = isinstance(before, Action) and (before.op, action.op) == (Op.F, Op.B)
+        if pair and draw(st.booleans()):
+            joined[-1] = ps.Overlapped(joined[-1], action)
+        else:
+            joined.append(action)
+    return joined
 
 
 def schedules() -> st.SearchStrategy[ps.Schedule]:
@@ -196,7 +231,8 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
             return draw(one)
         return tuple(draw(one) for _ in range(n_stages))
 
-    times = ("forward", "backward", "input_grad", "weight_grad", "recompute", "optimizer_step")
+    times = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute",
+             "optimizer_step")  # fmt: skip
     nbytes = (
         "output_bytes",
         "activation_bytes",

@@ -111,8 +111,7 @@ def test_task_views(graph: ps.TaskGraph) -> None:
         assert (task.microbatch is None) == (graph.microbatch[index] == -1)
         assert str(task) == str(task.action) == str(Action.parse(str(task)))
         assert graph.on_compute[index] == (task.stream == "compute")
-        one = graph.n_devices // graph.n_replicas
-        assert graph.device_of_stage[task.stage] + one * task.replica == task.device
+        assert graph.homes[task.replica, task.stage] == task.device
 
 
 def test_view_of_no_task() -> None:

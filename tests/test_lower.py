@@ -105,11 +105,15 @@ def test_compute_order_is_the_schedules(schedule: ps.Schedule, options: dict[str
     before = [str(action) for order in schedule.orders for action in order]
     graph = ps.lower(schedule, **options)
     for device, order in enumerate(schedule.orders):
-        for replica in range(graph.n_replicas):
+        flat = [a for x in order for a in (x if isinstance(x, ps.Overlapped) else (x,))]
+        for replica in range(options["n_replicas"]):
             on = device + replica * schedule.n_devices
             mine = [t for t in np.flatnonzero(graph.device == on) if graph.op[t] in SCHEDULED]
-            assert tuple(graph.task(int(t)).action for t in mine) == order
-            assert (graph.replica[mine] == replica).all()
+            assert [graph.task(int(t)).action for t in mine] == flat
+            assert (graph.replica[mine] // schedule.placement.n_paths == replica).all()
+            halves = {a for x in order if isinstance(x, ps.Overlapped) for a in x}
+            marks = graph.kinds.overlapped[graph.kind[mine]]
+            assert marks.tolist() == [action in halves for action in flat]
     assert before == [str(action) for order in schedule.orders for action in order]
     assert (graph.n_devices, graph.n_stages, graph.n_microbatches) == (
         schedule.n_devices * options["n_replicas"],
@@ -122,15 +126,18 @@ def test_compute_order_is_the_schedules(schedule: ps.Schedule, options: dict[str
 def test_counts(schedule: ps.Schedule, options: dict[str, Any]) -> None:
     """As many R, messages and steps as the options say, and where they say."""
     graph = ps.lower(schedule, **options)
-    device_of, m = schedule.placement.device_of, schedule.n_microbatches
-    replicas = options["n_replicas"]
-    crossings = replicas * sum(a != b for a, b in itertools.pairwise(device_of)) * m
+    paths, m = schedule.placement.paths, schedule.n_microbatches
+    replicas, n_paths = options["n_replicas"], schedule.placement.n_paths
+    crossings = replicas * sum(
+        sum(a != b for a, b in itertools.pairwise(paths[path]))
+        for path in schedule.placement.path_of(m)
+    )
     recomputed = {"never": 0, "always": m, "except_last": m - 1}[options["recompute"]]
     counted = {op: int((graph.op == op).sum()) for op in Op}
     assert counted[Op.R] == replicas * recomputed * schedule.n_stages
-    a_stage = replicas * schedule.n_stages
+    a_stage = replicas * n_paths * schedule.n_stages * schedule.n_batches
     assert counted[Op.STEP] == (a_stage if options["step"] == "flush" else 0)
-    assert counted[Op.REDUCE_GRAD] == (a_stage if replicas > 1 else 0)
+    assert counted[Op.REDUCE_GRAD] == (a_stage if replicas * n_paths > 1 else 0)
     assert [counted[op] for op in sorted(TRANSFERS)] == [crossings] * 4
     assert graph.is_op(COMPUTE).sum() + 4 * crossings + counted[Op.REDUCE_GRAD] == len(graph)
     on_compute = graph.on_compute[graph.is_op(TRANSFERS)]
@@ -208,16 +215,19 @@ def test_replicas_are_alike(schedule: ps.Schedule, options: dict[str, Any]) -> N
     """Each is the graph of one pipeline, but for its reductions and what comes after them."""
     many = ps.lower(schedule, **{**options, "n_replicas": 3})
     alone = ps.lower(schedule, **{**options, "n_replicas": 1})
-    wanted = [str(alone.task(task)) for task in range(len(alone))]
+    n_paths = schedule.placement.n_paths
+    wanted = [alone.task(task) for task in range(len(alone))]
+    wanted = [str(task) for task in wanted if task.op != Op.REDUCE_GRAD]
     for replica in range(3):
-        mine = [many.task(int(t)) for t in np.flatnonzero(many.replica == replica)]
+        of_copy = np.flatnonzero(many.replica // n_paths == replica)
+        mine = [many.task(int(t)) for t in of_copy]
         left = [str(task) for task in mine if task.op != Op.REDUCE_GRAD]
         assert sorted(left) == sorted(wanted)
         if not (options["rendezvous"] and not options["overlap"]):
             assert left == wanted
     for number in range(len(many.collectives)):
         members = [many.task(int(t)) for t in many.collectives[number]]
-        assert [task.replica for task in members] == [0, 1, 2]
+        assert sorted(task.replica for task in members) == list(range(3 * n_paths))
         assert len({task.action for task in members}) == 1
 
 
