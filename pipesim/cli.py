@@ -177,6 +177,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument("--verbose", action="store_true", help="show all lines of an error")
         if work is _schedules:
             _add_flags(command, _FLAGS[:2])
+            _add_option(command)
         else:
             _add_settings(command)
     args, unknown = parser.parse_known_args(argv)
@@ -206,8 +207,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
     for flag, text in _SWITCHES:
         action = argparse.BooleanOptionalAction
         add(flag, dest=f"settings.{flag[2:]}", action=action, help=text)
-    add("--option", dest="settings.options", action="append", type=_option, metavar="KEY=VALUE",
-        help="of the schedule itself, such as backward_order=forward")  # fmt: skip
+    _add_option(command)
     costs = command.add_argument_group("costs", "one value, or one a stage between commas")
     costs.add_argument("--costs", dest="settings.costs.file", metavar="FILE.json",
                        help="costs to start from; the other arguments override it")  # fmt: skip
@@ -224,6 +224,12 @@ def _add_flags(command: argparse.ArgumentParser, flags: Iterable[tuple[str, str,
     for flag, metavar, text in flags:
         dest = f"settings.{flag[2:]}"
         command.add_argument(flag, dest=dest, type=_value, metavar=metavar, help=text)
+
+
+def _add_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--option", dest="settings.options", action="append", type=_option, metavar="KEY=VALUE",
+        help="of the schedule itself, such as n_chunks=2")  # fmt: skip
 
 
 def _value(text: str) -> Any:
@@ -363,22 +369,24 @@ def _sweep(args: argparse.Namespace) -> None:
 
 
 def _schedules(args: argparse.Namespace) -> None:
-    given = {COUNTS[key]: count for key, count in _arguments(args).items()}
-    counts = {"n_devices": 4, "n_microbatches": 8, **given}
-    table = schedules(**counts)
-    print("p = {n_devices} devices, m = {n_microbatches} micro-batches; ".format(**counts)
-          + "stages of equal cost, free transfers\n")  # fmt: skip
-    columns = {
-        "schedule": list(table.index),
-        "bubble": list(table["bubble_formula"]),
-        " ": [f"{share:.1%}" for share in table["bubble"]],
-        "activations held": list(table["activations_formula"]),
-        "  ": [f"{count:g}" for count in table["activations"]],
-        "options": [options or "-" for options in table["options"]],
-    }
+    given = _arguments(args)
+    counts = {"n_devices": 4, "n_microbatches": 8}
+    counts |= {COUNTS[key]: count for key, count in given.items() if key in COUNTS}
+    table = schedules(**counts, **given.get("options", {}))
+    print("p = {n_devices} devices, m = {n_microbatches} micro-batches; stages of equal cost, "
+          "F = I = W, B = I + W, free transfers\n".format(**counts))  # fmt: skip
+    columns: dict[str, list[str]] = {"schedule": list(table.index)}
+    for width, column in enumerate(("bubble", "activations", "parameters"), 1):
+        numbers = [f"{n:.1%}" if column == "bubble" else f"{n:.4g}" for n in table[column]]
+        columns[column] = list(table[f"{column}_formula"])
+        columns[" " * width] = ["-" if n == "nan" or n == "nan%" else n for n in numbers]
+    columns["options"] = [options or "-" for options in table["options"]]
     print(_aligned(columns, "<") + "\n")
     for name, row in table.iterrows():
-        print(f"{name}: {row['summary']} ({row['source']})")
+        notes = [row["source"]] if row["source"] else []
+        notes += [f"takes {row['counts']}"] if row["counts"] != "any" else []
+        notes += [f"formulas assume {row['assumes']}"] if row["assumes"] else []
+        print(f"{name}: {row['summary']} ({'; '.join(notes)})")
 
 
 def _numbers(values: Iterable[float], unit: float = 1.0) -> list[str]:

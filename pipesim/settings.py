@@ -214,8 +214,10 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
         if key in ("name", *COUNTS.values()):
             raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
     info = info or schedule_info(case["name"])
-    order = info.make(case["devices"], case["microbatches"], **case["options"])
+    costs = Costs.from_dict(case.get("costs", {}))
+    options = {"costs": costs} if "costs" in info.options else {}  # an order made for them
+    order = info.make(case["devices"], case["microbatches"], **{**options, **case["options"]})
     graph = lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
     engine = {"engine": case["engine"]} if "engine" in case else {}
-    timeline = simulate(graph, Costs.from_dict(case.get("costs", {})), **engine)
+    timeline = simulate(graph, costs, **engine)
     return timeline.with_name(str(case["label"]))

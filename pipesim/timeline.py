@@ -188,8 +188,8 @@ class Timeline:
         """The tasks that started, one row each, indexed by task id.
 
         Columns: ``device``, ``stream``, ``op``, ``stage``, ``microbatch`` (-1 for operations on a
-        whole stage), ``start``, ``end`` (s), ``nbytes`` (of messages); and ``replica``, where
-        there are several.
+        whole stage), ``start``, ``end`` (s), ``nbytes`` (of messages); and where there are any,
+        ``replica``, and ``overlapped`` (1 for the halves of overlapped actions).
         """
         frame = self._all_rows()
         return frame[frame["start"].notna()]
@@ -212,6 +212,8 @@ class Timeline:
         }
         if graph.n_replicas > 1:
             columns["replica"] = graph.replica
+        if graph.kinds.overlapped.any():
+            columns["overlapped"] = graph.kinds.overlapped[graph.kind]
         return pd.DataFrame(columns, index=pd.RangeIndex(len(graph), name="task"))
 
     def save(self, path: Path | str) -> None:
@@ -253,9 +255,10 @@ class Timeline:
             raise TimelineError(f"column {missing[0]!r} is missing{near}")
         if rows.empty:
             raise TimelineError("it has no rows")
-        if "replica" not in rows:
-            rows["replica"] = "0"
-        for column in ("device", "stage", "microbatch", "replica"):
+        for column in ("replica", "overlapped"):
+            if column not in rows:
+                rows[column] = "0"
+        for column in ("device", "stage", "microbatch", "replica", "overlapped"):
             rows[column] = _read(rows, column, int)
         for column in ("start", "end", "nbytes"):
             rows[column] = _read(rows, column, lambda text: float(text or "nan"))
@@ -281,11 +284,16 @@ class Timeline:
             microbatch=rows["microbatch"].to_numpy(np.int64),
             stream=streams.to_numpy(np.int64),
             replica=rows["replica"].to_numpy(np.int64),
+            overlapped=rows["overlapped"].to_numpy(np.int64),
         )
-        _check_whole(tasks)
+        # Each mini-batch has optimizer steps of its own.
+        n_batches = max(1, len(np.unique(tasks.microbatch[tasks.op == Op.STEP])))
+        _check_whole(tasks, n_batches)
         graph = TaskGraph.wire(
             tasks,
             name=name,
+            n_batches=n_batches,
+            weight_versions="one" if n_batches == 1 else "stashed",
             recompute="some" if (tasks.op == Op.R).any() else "never",
             overlap=bool((tasks.stream != StreamKind.COMPUTE).any()),
         )
@@ -312,21 +320,25 @@ def _is_stream(name: object) -> bool:
         return False
 
 
-def _check_whole(tasks: Tasks) -> None:
+def _check_whole(tasks: Tasks, n_batches: int) -> None:
     """Raise if tasks that every step has are missing, as in a file that was cut between lines."""
     if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
         raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
     replica = np.zeros_like(tasks.op) if tasks.replica is None else tasks.replica
     shape = replica.max() + 1, tasks.stage.max() + 1, tasks.microbatch.max() + 1
+    taken = np.zeros((shape[0], 1, shape[2]), dtype=bool)  # the micro-batches of each replica
+    of_any = tasks.microbatch >= 0
+    taken[replica[of_any], 0, tasks.microbatch[of_any]] = True
+    taken[:, 0, ~taken.any(axis=(0, 1))] = True  # what none has is missing everywhere
     for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W)):
         there = np.zeros(shape, dtype=bool)
         of_op = np.isin(tasks.op, ops)
         there[replica[of_op], tasks.stage[of_op], tasks.microbatch[of_op]] = True
-        for _, stage, microbatch in np.argwhere(~there):
+        for _, stage, microbatch in np.argwhere(~there & taken):
             raise TimelineError(f"{Action(int(stage), ops[0], int(microbatch))} is missing")
-    n_steps = int((tasks.op == Op.STEP).sum())
-    if n_steps not in (0, shape[0] * shape[1]):
-        raise TimelineError(f"it has the STEP of {n_steps} of {shape[0] * shape[1]} stages")
+    n_steps, stages = int((tasks.op == Op.STEP).sum()), shape[0] * shape[1] * n_batches
+    if n_steps not in (0, stages):
+        raise TimelineError(f"it has the STEP of {n_steps} of {stages} stages")
 
 
 def _check_rows(
