@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipesim.capacity import BYTES_PER_TASK, check_memory
 from pipesim.csr import CSR, Ints, ids_dtype
-from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.errors import ArgumentError, GraphError, check_count, check_name
 from pipesim.levels import levels, stable_topological_order
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.schedule import Versions
@@ -128,6 +128,8 @@ class TaskGraph:
         rendezvous: bool = False,
         recompute: str = "never",
         overlap: bool = True,
+        n_batches: int = 1,
+        weight_versions: Versions = "one",
     ) -> TaskGraph:
         """Wire tasks, given in issue order, into a graph whose streams run them in that order.
 
@@ -142,8 +144,9 @@ class TaskGraph:
             One number a task. Tasks of one number, other than -1, are the members of one
             collective. By default the tasks of a collective operation, stage and micro-batch are,
             over all replicas.
-        name, hosts, rendezvous, recompute, overlap
-            As `pipesim.lower` and the attributes say.
+        name, hosts, rendezvous, recompute, overlap, n_batches, weight_versions
+            As `pipesim.lower` and the attributes say. Of several mini-batches, the operations on
+            whole stages have the number of the last micro-batch of theirs.
 
         Raises
         ------
@@ -161,6 +164,8 @@ class TaskGraph:
             rendezvous=rendezvous,
             recompute=recompute,
             overlap=overlap,
+            n_batches=n_batches,
+            weight_versions=weight_versions,
         ).in_topological_order()
 
     @classmethod
@@ -188,6 +193,10 @@ class TaskGraph:
         check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK)
         n_devices = int(kinds.device.max(initial=0)) + 1
         n_microbatches = int(microbatch.max(initial=-1)) + 1
+        if n_microbatches % check_count("n_batches", n_batches):
+            raise GraphError(
+                f"{n_microbatches} micro-batches cannot be shared evenly by n_batches={n_batches}"
+            )
         n_codes = 2 * n_devices + 3
         lowest = StreamKind.COLLECTIVE
         unique, stream = np.unique(

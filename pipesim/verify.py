@@ -250,6 +250,11 @@ def _check_updates(schedule: Schedule) -> None:
             f"micro-batches in all and weight_versions={versions!r}; mini-batches are of one size, "
             'and several in a step need "stashed" or "double_buffered" weights'
         )
+    if schedule.placement.n_paths > 1:
+        raise ScheduleError(
+            f"schedule {name!r} has {n_batches} mini-batches on {schedule.placement.n_paths} paths; "
+            "a bidirectional pipeline takes one at a time"
+        )
     batch = schedule.microbatch // (schedule.n_microbatches // n_batches)
     ends = np.flatnonzero(np.isin(schedule.op, (Op.B, Op.W)))
     place = np.lexsort((ends, schedule.stage[ends], schedule.path[ends]))

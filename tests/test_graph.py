@@ -143,11 +143,11 @@ def test_build_mends_the_order(graph: ps.TaskGraph) -> None:
     by_stream = [StreamKind.code(graph.streams[s][1]) for s in graph.stream]
     columns = (
         *(graph.op, graph.device, graph.stage, graph.microbatch),
-        *(np.array(by_stream), graph.replica),
+        *(np.array(by_stream), graph.replica, graph.kinds.overlapped[graph.kind]),
     )
     order = np.argsort(graph.stream, kind="stable")
     shuffled = ps.Tasks(*(column[order] for column in columns))
-    again = TaskGraph.build(shuffled, rendezvous=graph.rendezvous)
+    again = TaskGraph.build(shuffled, rendezvous=graph.rendezvous, n_batches=graph.n_batches)
     ps.verify(again)
     for mine, other in zip(range(len(again.queues)), range(len(graph.queues)), strict=True):
         assert [str(again.task(t)) for t in again.queues[mine]] == [

@@ -91,7 +91,7 @@ def test_recompute_comes_before_both_halves(schedule: ps.Schedule) -> None:
     graph = ps.lower(schedule, recompute="always")
     compute = [graph.task(t) for t in range(len(graph)) if graph.on_compute[t]]
     order = [str(task) for task in compute if task.device == 0]
-    assert order == "0F0 0F1 0R0 0F2 0B0 0R1 0B1 0R2 0B2 0STEP".split()
+    assert order == ["0F0", "0F1", "0R0", "0F2", "0B0", "0R1", "0B1", "0R2", "0B2", "0STEP"]
 
 
 def test_saved_and_loaded(schedule: ps.Schedule, tmp_path: object) -> None:

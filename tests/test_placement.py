@@ -30,11 +30,15 @@ def test_placements(placement: Placement, device_of: tuple[int, ...], n_chunks: 
 
 @given(placements())
 def test_devices_share_the_stages_out(placement: Placement) -> None:
-    """Every stage is on one device, every device has one, and both directions agree."""
+    """Every stage is on one device of each path, every device has one, and all agree."""
     held = [placement.stages_of(device) for device in range(placement.n_devices)]
     assert all(held)
-    assert sorted(s for stages in held for s in stages) == list(range(placement.n_stages))
-    assert all(placement.device_of[s] == d for d, stages in enumerate(held) for s in stages)
+    wanted = sorted(list(range(placement.n_stages)) * placement.n_paths)
+    assert sorted(s for stages in held for s in stages) == wanted
+    for device, stages in enumerate(held):
+        assert all(any(path[s] == device for path in placement.paths) for s in stages)
+    assert placement.device_of == placement.paths[0]
+    assert sorted(placement.path_of(7)) == placement.path_of(7).tolist()
     assert placement.n_chunks == max(map(len, held))
 
 
@@ -67,3 +71,29 @@ def test_bad_counts(count: object) -> None:
             make()
     with pytest.raises(ArgumentError, match="n_chunks must be"):
         ps.looped(2, count)  # type: ignore[arg-type]
+
+
+def test_bidirectional() -> None:
+    """Down the devices and up; the first half of the micro-batches goes down."""
+    placement = ps.bidirectional(4)
+    assert placement.paths == ((0, 1, 2, 3), (3, 2, 1, 0))
+    assert (placement.n_stages, placement.n_devices, placement.n_chunks) == (4, 4, 2)
+    assert placement.stages_of(1) == (1, 2)
+    assert placement.path_of(6).tolist() == [0, 0, 0, 1, 1, 1]
+    assert placement.path_of(3).tolist() == [0, 0, 1]
+
+
+def test_waves() -> None:
+    """Down and up as often as there are waves; one wave is a V."""
+    assert ps.waves(2, 2).device_of == (0, 1, 1, 0, 0, 1, 1, 0)
+    assert ps.waves(3, 1) == ps.v_shaped(3)
+
+
+def test_bad_paths() -> None:
+    """Paths of other length, a stage twice on a device, an odd number of devices."""
+    with pytest.raises(ArgumentError, match="paths of 2 and of 1 stages"):
+        Placement([0, 1], [0])
+    with pytest.raises(ArgumentError, match=r"stage 1 lies on devices \[1, 1\]: copies of a stage"):
+        Placement([0, 1, 2], [2, 1, 0])
+    with pytest.raises(ArgumentError, match="even number of devices, got 3"):
+        ps.bidirectional(3)
