@@ -252,7 +252,7 @@ def _check_updates(schedule: Schedule) -> None:
         )
     if schedule.placement.n_paths > 1:
         raise ScheduleError(
-            f"schedule {name!r} has {n_batches} mini-batches on {schedule.placement.n_paths} paths; "
+            f"schedule {name!r} has {n_batches} mini-batches, and a placement of several paths; "
             "a bidirectional pipeline takes one at a time"
         )
     batch = schedule.microbatch // (schedule.n_microbatches // n_batches)

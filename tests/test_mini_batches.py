@@ -53,7 +53,7 @@ def test_reductions_of_replicas() -> None:
 
 
 def test_versions_of_weights() -> None:
-    """One; two; or as many as there are steps between a forward and its backward, and the newest."""
+    """One; two; or the newest and those that a micro-batch in flight has begun with."""
     schedule = ps.schedule("1f1b", 4, 12)
     assert weight_versions(ps.lower(schedule)).tolist() == [[1] * 4]
     double = ps.lower(schedule.with_updates(3, "double_buffered"))
