@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,6 +22,7 @@ from pipesim.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, PipeError, suggestion
 from pipesim.files import write_whole
 from pipesim.grid import grid_rows
+from pipesim.idle import CAUSES, Cause, idle_shares
 from pipesim.metrics import device_table
 from pipesim.registry import schedules
 from pipesim.settings import (
@@ -40,6 +41,7 @@ from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
 
 __all__ = ["main"]
 
@@ -202,6 +204,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
             help="append rows as they come; run again, it goes on where it stopped")  # fmt: skip
     else:
         add("--plot", type=_figure, metavar="FILE", default=None, help=", ".join(_FIGURES))
+        add("--idle", action="store_true", default=False, help="show what idle time waited for")
     add("--csv", type=_writable, metavar="FILE", default=None, help="what is shown, in s and bytes")
     _add_flags(command, _FLAGS)
     for flag, text in _SWITCHES:
@@ -293,7 +296,7 @@ def _simulate(args: argparse.Namespace) -> None:
         names = ", ".join(str(case["label"]) for case in cases)
         raise ArgumentError(f"simulate takes one schedule, got {names}; name one, or use compare")
     timeline = run(cases[0])
-    _write_plot(args.plot, [timeline])
+    _write_plot(args.plot, [timeline], idle=args.idle)
     if args.csv:
         timeline.save(args.csv)
     graph, devices = timeline.graph, device_table(timeline)
@@ -314,6 +317,10 @@ def _simulate(args: argparse.Namespace) -> None:
         "peak memory (GiB)": _numbers(devices["peak_memory"], _GIB),
     }
     print(_aligned(columns))
+    if args.idle:
+        causes = timeline.idle_by_cause()
+        heading = {"idle (ms)": [str(device) for device in causes.index]}
+        print("\n" + _aligned(heading | _causes(causes, lambda each: _numbers(each, _MS))))
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -327,7 +334,7 @@ def _compare(args: argparse.Namespace) -> None:
         except PipeError as error:
             raise type(error)(f"{label}: {error}") from error
     table = compare(timelines)
-    _write_plot(args.plot, list(timelines.values()), table)
+    _write_plot(args.plot, list(timelines.values()), table, idle=args.idle)
     if args.csv:
         write_whole(args.csv, table.to_csv)
     columns = {
@@ -339,6 +346,21 @@ def _compare(args: argparse.Namespace) -> None:
         "peak memory (GiB)": _numbers(table["peak_memory"], _GIB),
     }
     print(_aligned(columns))
+    if args.idle:
+        shares = idle_shares(timelines)
+        shown = _causes(shares, lambda each: [f"{share:.1%}" for share in each])
+        print("\n" + _aligned({"share of all devices' time": list(timelines)} | shown))
+
+
+def _causes(
+    table: pd.DataFrame, write: Callable[[pd.Series[float]], list[str]]
+) -> dict[str, list[str]]:
+    """Return the columns of causes that there are, as text."""
+    return {
+        str(cause): write(table[name])
+        for cause, name in zip(Cause, CAUSES, strict=True)
+        if (table[name] != 0).any()
+    }
 
 
 def _sweep(args: argparse.Namespace) -> None:
@@ -409,9 +431,16 @@ def _aligned(columns: dict[str, list[str]], align: str = ">") -> str:
 
 
 def _write_plot(
-    path: Path | None, timelines: Sequence[Timeline], table: pd.DataFrame | None = None
+    path: Path | None,
+    timelines: Sequence[Timeline],
+    table: pd.DataFrame | None = None,
+    *,
+    idle: bool = False,
 ) -> None:
-    """Draw timelines below each other on one scale of time; of a table, bars above them."""
+    """Draw timelines below each other on one scale of time; of a table, bars above them.
+
+    With ``idle``, what each of them waited for is below them, on a scale of its own.
+    """
     if path is None:
         return
     from matplotlib.figure import Figure
@@ -419,20 +448,33 @@ def _write_plot(
     from pipesim import plot
 
     heights = [0.9 + _ROW * min(timeline.n_devices, 24) for timeline in timelines]
+    n_rows = len(heights)
+    heights += heights if idle else []
     heights[:0] = [] if table is None else [0.4 + _ROW * len(table)]
+    first = 0 if table is None else 1
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
     if table is not None:
         for place, column in enumerate(("makespan", "peak_memory")):
             plot.bars(table, ax=figure.add_subplot(grid[0, place]), column=column)
     drawn = []
-    for row, timeline in enumerate(timelines, len(heights) - len(timelines)):
+    for row, timeline in enumerate(timelines, first):
         ax = figure.add_subplot(grid[row, :])
         drawn.append(plot.timeline(timeline, ax=ax, unit="ms", title=timeline.name))
-    last = max(ax.get_xlim()[1] for ax in drawn)
-    for ax in drawn:
-        ax.set_xlim(0, last)
+    _share_scale(drawn)
+    drawn = []
+    for row, timeline in enumerate(timelines if idle else (), first + n_rows):
+        ax = figure.add_subplot(grid[row, :])
+        drawn.append(plot.idle(timeline, ax=ax, unit="ms", title=f"{timeline.name}, idle"))
+    _share_scale(drawn)
     plot.save(figure, path)
+
+
+def _share_scale(axes: Sequence[Axes]) -> None:
+    """Let axes of time that begin at 0 all end where the last of them does."""
+    last = max((ax.get_xlim()[1] for ax in axes), default=0.0)
+    for ax in axes:
+        ax.set_xlim(0, last)
 
 
 if __name__ == "__main__":

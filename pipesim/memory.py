@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -45,21 +44,40 @@ def weight_versions(graph: TaskGraph) -> NDArray[np.int64]:
     most = np.ones((graph.n_replicas, graph.n_stages), dtype=np.int64)
     if graph.weight_versions == "double_buffered":
         return most + 1
-    if graph.weight_versions == "one":
-        return most
-    newest = np.zeros_like(most)
-    in_flight: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
-    relevant = graph.is_op(frozenset({Op.F, Op.B, Op.W, Op.STEP}))
-    for task in map(graph.task, np.flatnonzero(relevant).tolist()):
-        of = task.replica, task.stage
-        if task.op == Op.STEP:
-            newest[of] += 1
-        elif task.op == Op.F:
-            in_flight[of][task.microbatch or 0] = int(newest[of])
-        else:
-            in_flight[of].pop(task.microbatch or 0)
-        most[of] = max(most[of], len({int(newest[of]), *in_flight[of].values()}))
+    if graph.weight_versions == "stashed":
+        kinds = graph.kinds
+        role = np.select([kinds.op == Op.F, kinds.op == Op.STEP], [1, 3], 0)
+        role[kinds.is_op(frozenset({Op.B, Op.W}))] = 2
+        place = kinds.replica * graph.n_stages + kinds.stage
+        of = np.zeros((most.size, graph.n_microbatches), dtype=np.int64)
+        in_flight = np.zeros((most.size, graph.n_batches + 1), dtype=np.int64)
+        _versions(graph.kind, graph.microbatch, role, place, of, in_flight, most.reshape(-1))
     return most
+
+
+@kernel()
+def _versions(
+    kind: Ints, microbatch: Ints, role: Ints, place: Ints, of: Ints, in_flight: Ints, most: Ints
+) -> None:
+    """Fill ``most``; a kind begins a micro-batch (role 1), ends it (2), or steps (3).
+
+    ``of`` is the version of each micro-batch, ``in_flight`` how many have each version.
+    """
+    newest, different = np.zeros_like(most), np.zeros_like(most)
+    for task in range(len(kind)):
+        does, at, m = role[kind[task]], place[kind[task]], microbatch[task]
+        if does == 0:
+            continue
+        if does == 1:
+            of[at, m] = newest[at]
+            in_flight[at, newest[at]] += 1
+            different[at] += in_flight[at, newest[at]] == 1
+        elif does == 2:
+            in_flight[at, of[at, m]] -= 1
+            different[at] -= in_flight[at, of[at, m]] == 0
+        else:
+            newest[at] += 1
+        most[at] = max(most[at], different[at] + (in_flight[at, newest[at]] == 0))
 
 
 def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

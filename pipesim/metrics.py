@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.csr import Ints
 from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
 from pipesim.timeline import Timeline
+from pipesim.waits import held_links, issue_times
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,11 +60,11 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     """
     if not timeline.ran.any():
         raise TimelineError(f"timeline {timeline.name!r} has no task that ran")
-    issued, link = _issued(timeline), _links(timeline)
+    issued, held = issue_times(timeline), held_links(timeline)
     task: int | None = int(np.nanargmax(timeline.end))
     chain: list[tuple[int, str, float]] = []
     while task is not None:
-        before, cause = _cause(timeline, task, issued, link)
+        before, cause = _cause(timeline, task, issued, held)
         gap = timeline.start[task] - (0.0 if before is None else timeline.end[before])
         chain.append((task, cause, gap))
         task = before
@@ -74,7 +76,7 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
 
 
 def _cause(
-    timeline: Timeline, task: int, issued: NDArray[np.float64], link: NDArray[np.int64]
+    timeline: Timeline, task: int, issued: NDArray[np.float64], held: Ints
 ) -> tuple[int | None, str]:
     """Return the task that ``task`` waited for last, and why; no task at the step's start."""
     graph, start, end = timeline.graph, timeline.start, timeline.end
@@ -91,12 +93,9 @@ def _cause(
         return None, "host"
     if sender >= 0:
         return sender, "message"
-    mine = link[task][link[task] >= 0]
-    if len(mine):
-        holds = np.isin(link, mine).any(axis=1)
-        holders = np.flatnonzero(holds & (end == start[task]) & (end > start))
-        if len(holders):
-            return int(holders[0]), "link"
+    holder = int(held[task])
+    if holder >= 0 and end[holder] == start[task]:
+        return holder, "link"
     return (None, "start") if last is None else (last, _relation(graph, task, last))
 
 
@@ -109,31 +108,3 @@ def _relation(graph: TaskGraph, task: int, before: int) -> str:
     if graph.queue_predecessor[task] == before:
         return "stream"
     return "rendezvous" if graph.is_op(SENDS)[task] else "group"
-
-
-def _issued(timeline: Timeline) -> NDArray[np.float64]:
-    """Return when the hosts had issued each task and those it meets (rule 7), as costs have it."""
-    graph = timeline.graph
-    issued = np.zeros(len(graph))
-    if timeline.costs is None:
-        return issued
-    launch = timeline.costs.per_stage("launch", graph.n_stages)[graph.stage]
-    host = graph.host[graph.device]
-    for number in np.unique(host):
-        issued[host == number] = np.cumsum(launch[host == number])
-    together = issued.copy()
-    if graph.rendezvous:
-        sends = np.flatnonzero(graph.is_op(SENDS))
-        together[sends] = np.maximum(issued[sends], issued[graph.pair[sends]])
-    for number in range(len(graph.collectives)):
-        members = graph.collectives[number]
-        together[members] = issued[members].max()
-    return together
-
-
-def _links(timeline: Timeline) -> NDArray[np.int64]:
-    """Return the links of each task, -1 for none or where they are not known."""
-    graph = timeline.graph
-    if timeline.costs is None:
-        return np.full((len(graph), 1), -1, dtype=np.int64)
-    return timeline.costs.of(graph).links

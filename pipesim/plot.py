@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from pipesim.breakdown import idle
 from pipesim.charts import bars, memory
 from pipesim.compare import Comparison
 from pipesim.errors import ArgumentError, number
@@ -55,6 +56,7 @@ __all__ = [
     "comparison_html",
     "figure",
     "graph_html",
+    "idle",
     "memory",
     "overlay",
     "save",

@@ -173,6 +173,18 @@ class Timeline:
 
         return critical_path(self)
 
+    def idle_by_cause(self) -> pd.DataFrame:
+        """Return what each device's idle seconds waited for; see `pipesim.idle`."""
+        from pipesim.idle import idle_by_cause
+
+        return idle_by_cause(self)
+
+    def plot_idle(self, *, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw `idle_by_cause` as bars; see `pipesim.plot.idle` for the options."""
+        from pipesim.plot import idle
+
+        return idle(self, ax=ax, **options)
+
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw the timeline; see `pipesim.plot.timeline` for the options."""
         from pipesim.plot import timeline

@@ -232,11 +232,12 @@ def _check_overlaps(schedule: Schedule) -> None:
     """Check that each overlapped action is an F and the B after it."""
     if schedule.overlapped is None:
         return
-    for index in np.flatnonzero(schedule.overlapped).tolist():
-        last = index + 1 == schedule.ptr[schedule.place(index)[0] + 1]
-        if schedule.op[index] != Op.F or last or schedule.op[index + 1] != Op.B:
-            _refuse(schedule, index, "is overlapped with nothing: what overlaps is an F with the "
-                                     "B listed right after it")  # fmt: skip
+    at = np.flatnonzero(schedule.overlapped)
+    after = np.append(schedule.op, -1)[at + 1]
+    last = np.isin(at + 1, schedule.ptr)
+    for index in at[(schedule.op[at] != Op.F) | (after != Op.B) | last]:
+        _refuse(schedule, index, "is overlapped with nothing: what overlaps is an F with the "
+                                 "B listed right after it")  # fmt: skip
 
 
 def _check_updates(schedule: Schedule) -> None:

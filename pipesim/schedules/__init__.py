@@ -1,5 +1,5 @@
 """The named schedules, one file a family; importing this package registers them."""
 
-from pipesim.schedules import gpipe, one_f_one_b
+from pipesim.schedules import chimera, dualpipe, gpipe, one_f_one_b, pipedream
 
-__all__ = ["gpipe", "one_f_one_b"]
+__all__ = ["chimera", "dualpipe", "gpipe", "one_f_one_b", "pipedream"]
