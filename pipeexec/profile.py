@@ -17,22 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeexec import transfer
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.run import Batch, split_batches
-from pipesim.costs import Costs
+from pipesim.costs import DURATION_OF, Costs
 from pipesim.errors import AccuracyWarning, check_count
 from pipesim.graph import TaskGraph
 from pipesim.lower import lower
+from pipesim.measured import output_bytes, stage_seconds, waits
 from pipesim.network import Network
 from pipesim.ops import Op
 from pipesim.placement import Placement
 from pipesim.schedule import Schedule
-from pipesim.simulate import hand_over
-from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,12 +41,7 @@ __all__ = ["Calibration", "Profile", "breadth_first", "measure", "profile"]
 SHORTEST = 1e-3
 #: Standard deviation of a step's mean duration over itself beyond which the machine is too busy.
 UNSTEADY = 0.2
-_MEASURED = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.R: "recompute",
-    Op.STEP: "optimizer_step",
-}
+_MEASURED = {op: DURATION_OF[op] for op in (Op.F, Op.B, Op.R, Op.STEP)}
 _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 
 
@@ -163,7 +156,7 @@ class Calibration:
         rows, values = [], {}
         for op, name in _MEASURED.items():
             loaded, isolated = (
-                np.array([_means(run.timeline, op, graph.n_stages) for run in runs])
+                np.array([np.nan_to_num(stage_seconds(run.timeline, op)) for run in runs])
                 for runs in (self.steps, self.alone)
             )
             values[name] = tuple(loaded.mean(axis=0).tolist())
@@ -193,14 +186,9 @@ class Calibration:
 
     def _sizes(self) -> dict[str, tuple[float, ...]]:
         """Return the bytes of outputs, parameters and optimizer state of each stage."""
-        timeline = self.steps[-1].timeline
-        graph = timeline.graph
-        output = np.zeros(graph.n_stages)
-        sends = graph.op == Op.SEND_F
-        output[graph.stage[sends]] = timeline.nbytes[sends]
         parameters = [sum(p.nbytes for p in m.parameters()) for m in self.pipeline.modules]
         return {
-            "output_bytes": tuple(output.tolist()),
+            "output_bytes": tuple(output_bytes(self.steps[-1].timeline).tolist()),
             "parameter_bytes": tuple(map(float, parameters)),
             "optimizer_bytes": tuple(map(float, self.optimizer_bytes)),
         }
@@ -233,14 +221,6 @@ def _repeated(batch: Batch, n_samples: int) -> Batch:
     if isinstance(batch, tuple):
         return tuple(x[torch.arange(n_samples) % len(x)] for x in batch)
     return batch[torch.arange(n_samples) % len(batch)]
-
-
-def _means(timeline: Timeline, op: Op, n_stages: int) -> NDArray[np.float64]:
-    """Return mean seconds of ``op`` in each stage; shape ``(n_stages,)``."""
-    tasks = timeline.graph.op == op
-    stage = timeline.graph.stage[tasks]
-    total = np.bincount(stage, timeline.duration[tasks], minlength=n_stages)
-    return total / np.maximum(np.bincount(stage, minlength=n_stages), 1)
 
 
 def _time_transfers(pipeline: Pipeline, repeat: int = 15) -> pd.DataFrame:
@@ -281,9 +261,8 @@ def _network(steps: Sequence[StepResult], transfers: pd.DataFrame) -> Network:
     slope, idle = np.polyfit(transfers["nbytes"], transfers["seconds"], 1)
     largest = transfers.iloc[-1]
     grows = slope * largest["nbytes"] > 0.5 * largest["seconds"]
-    waits = np.concatenate([hand_over(run.timeline, waited_only=True) for run in steps])
-    waits = waits[~np.isnan(waits)]
-    latency = float(waits.mean()) if len(waits) else float(max(idle, 0.0))
+    waited = waits(run.timeline for run in steps)
+    latency = float(waited.mean()) if len(waited) else float(max(idle, 0.0))
     return Network(latency=latency, bandwidth=float(1 / slope) if grows else math.inf)
 
 

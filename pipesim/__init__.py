@@ -1,5 +1,6 @@
 """Simulate pipeline-parallel training schedules; pipeexec runs the same task graphs for real."""
 
+from pipesim import hta, trace
 from pipesim.compare import Comparison, compare
 from pipesim.costs import Costs, CostTable, TaskCosts
 from pipesim.graph import TaskGraph
@@ -59,6 +60,7 @@ __all__ = [
     "balanced_split",
     "bidirectional",
     "compare",
+    "hta",
     "linear",
     "looped",
     "lower",
@@ -70,6 +72,7 @@ __all__ = [
     "simulate",
     "simulate_many",
     "sweep",
+    "trace",
     "v_shaped",
     "verify",
     "waves",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from pipesim.layers import Layers
+    from pipesim.timeline import Timeline
 
 __all__ = ["CostTable", "Costs", "TaskCosts"]
 
@@ -230,7 +231,7 @@ class Costs:
                 "with their seconds (Network.all_to_all computes them)"
             )
         duration, latency = np.zeros(len(kinds)), np.zeros(len(kinds))
-        for op, name in _DURATION_OF.items():
+        for op, name in DURATION_OF.items():
             of_op = kinds.op == op
             if of_op.any():
                 duration[of_op] = self.per_stage(name, graph.n_stages)[kinds.stage[of_op]]
@@ -382,12 +383,70 @@ class Costs:
 
         return costs_from_layers(layers, split, launch=launch, network=network)
 
+    @classmethod
+    def from_timeline(
+        cls,
+        timeline: Timeline,
+        *,
+        average: str = "mean",
+        network: Network | None = None,
+        **fields: Any,
+    ) -> Costs:
+        """Return the costs that a timeline shows, to ask what would be if something were changed.
+
+        Seconds of F, B, I, W, R and STEP are averages over the tasks of each stage. A stage that
+        only ever ran I and W has their sum for B, one without R has F; I and W are left out where
+        some stage has none, since nobody knows the shares of its B. Messages have the sizes of the
+        timeline, the bandwidth at which their SENDs went, and as latency what they took beside, on
+        average over those that were waited for. ``launch`` is 0: it is within the durations.
+
+        Parameters
+        ----------
+        timeline
+            Measured or simulated, and whole. Its own costs, where it has any, give the other bytes.
+        average
+            ``"mean"``, which keeps sums and so predicts makespans best, or ``"median"``.
+        network
+            Instead of the one that the messages show; ``Network()`` makes them free.
+        **fields
+            Other fields of `Costs`, instead of what the timeline shows.
+
+        Raises
+        ------
+        TimelineError
+            If tasks of the timeline did not run.
+        UnknownNameError
+            For an unknown average or field.
+        """
+        from pipesim.measured import costs_from_timeline
+
+        return costs_from_timeline(timeline, average=average, network=network, **fields)
+
+    def scaled(self, *, factor: float, stage: int | None = None) -> Costs:
+        """Return the same costs with the seconds of all stages, or of one, times a factor.
+
+        Parameters
+        ----------
+        factor
+            0.5 makes a stage twice as fast. Messages and launches keep their times.
+        stage
+            Which stage; all, if None.
+
+        Raises
+        ------
+        CostsError
+            For a factor that is negative or not finite, or a stage that these costs do not have.
+        """
+        from pipesim.measured import scaled
+
+        return scaled(self, factor, stage)
+
 
 #: Every field of `Costs` that is a number or one number a stage.
 VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name != "network")
 
 #: Field that says how long an operation takes; messages and collectives ask the network.
-_DURATION_OF = {
+DURATION_OF = {
     Op.F: "forward",
     Op.B: "backward",
     Op.I: "input_grad",

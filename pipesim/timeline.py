@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -257,6 +257,85 @@ class Timeline:
             return cls._from_rows(rows, costs=costs, name=name or path.stem)
         except PipeError as error:
             raise TimelineError(f"{path} is no whole timeline: {error}") from error
+
+    def to_chrome(self, path: Path | str) -> None:
+        """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
+
+        That function takes several timelines side by side too; ``pipesim.hta.save`` writes what
+        HolisticTraceAnalysis reads.
+        """
+        from pipesim.trace import save
+
+        save(path, self)
+
+    @classmethod
+    def from_chrome(
+        cls,
+        paths: Path | str | Iterable[Path | str],
+        *,
+        pattern: str | None = None,
+        step: int = -1,
+        n_ranks: int | None = None,
+        output_bytes: float | Sequence[float] = 0.0,
+        gaps: str = "keep",
+        name: str = "",
+    ) -> Timeline:
+        """Read one step of a run of another framework from torch.profiler's traces.
+
+        A range such as ``PP:1F3`` on the CPU says which action a call carried out; when that worked
+        is as `pipesim.profiled.Trace.worked` says: from the first to the last of its kernels, those
+        that the autograd thread launched meanwhile included, or without a GPU as long as its call,
+        but for waiting for a message. Clocks of ranks are joined by their messages:
+        `pipesim.clocks.join` says how. Transfers without a range are put where the data went:
+        `pipesim.transfers.add_transfers` says when. ``pipesim.chrome_import.load`` returns the
+        offsets of the clocks and what remains wrong, too.
+
+        Parameters
+        ----------
+        paths
+            One file a rank, ``.json`` or ``.json.gz``, or their directory. Each is a device, in
+            order of the rank that the file says, or else of the files.
+        pattern
+            A regular expression for the whole name of a range, with the groups ``op``,
+            ``microbatch`` and, unless each rank has one stage, ``stage``. By default torch's own
+            names (`pipesim.range_names.PATTERNS`). Operations are ours, or such as ``forward``.
+        step
+            Which of the whole steps in the traces; from -1 backwards, the default being the last.
+        n_ranks
+            How many ranks there should be; by default as many as the traces say.
+        output_bytes
+            Bytes of each message, as in `Costs`.
+        gaps
+            What becomes of time between tasks in which a device waited for no message, since it
+            posted or fetched one, or ran the program in between: ``"keep"`` it idle, or
+            ``"charge"`` it to the task that follows, so that costs and replays have it.
+        name
+            By default the first file's.
+
+        Raises
+        ------
+        TimelineError
+            For a file that cannot be read or was cut, ranks that are missing or there twice,
+            impossible times, a pattern that does not serve, names that match none, and actions
+            that are missing, unknown or there twice in a step.
+
+        Warns
+        -----
+        AccuracyWarning
+            If clocks cannot be joined well: a message stays used before it was sent by more than
+            1 % of the makespan.
+        """
+        from pipesim.chrome_import import load
+
+        return load(
+            paths,
+            pattern=pattern,
+            step=step,
+            n_ranks=n_ranks,
+            output_bytes=output_bytes,
+            gaps=gaps,
+            name=name,
+        ).timeline
 
     @classmethod
     def _from_rows(cls, rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from strategies import cases, costs
 
 import pipesim as ps
-from pipesim.costs import _DURATION_OF, VALUE_FIELDS
+from pipesim.costs import DURATION_OF, VALUE_FIELDS
 from pipesim.errors import CostsError, PipeError, UnknownNameError
 from pipesim.ops import COMPUTE, SENDS, TRANSFERS, Op
 
@@ -101,9 +101,9 @@ def test_task_costs_suit_the_graph(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
 def test_every_operation_has_a_duration() -> None:
     """A field, or the network; an operation without either would silently take no time."""
     of_network = TRANSFERS | {Op.REDUCE_GRAD, Op.ALL_TO_ALL}
-    assert set(_DURATION_OF) == COMPUTE
-    assert set(_DURATION_OF) | of_network == set(Op)
-    assert set(_DURATION_OF.values()) <= set(VALUE_FIELDS)
+    assert set(DURATION_OF) == COMPUTE
+    assert set(DURATION_OF) | of_network == set(Op)
+    assert set(DURATION_OF.values()) <= set(VALUE_FIELDS)
 
 
 REQUIRED = sorted(set(VALUE_FIELDS) - {"backward", "input_grad", "weight_grad", "recompute"})

@@ -1,0 +1,292 @@
+"""From the traces of a run, one a rank, to a `Timeline`: which action ran when, on one clock."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.clocks import join
+from pipesim.costs import Costs, message_bytes
+from pipesim.errors import AccuracyWarning, PipeError, TimelineError, check_name
+from pipesim.graph import TaskGraph
+from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
+from pipesim.profiled import Range, Span, Trace, read_trace
+from pipesim.range_names import PATTERNS, action_of, checked_pattern
+from pipesim.tasks import Tasks
+from pipesim.timeline import Timeline
+from pipesim.transfers import Placed, add_transfers, charge_gaps, messages
+from pipesim.verify import verify
+
+__all__ = ["Imported", "load"]
+
+#: Residual over makespan beyond which the clocks are not to be trusted.
+_POOR = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Imported:
+    """What was read.
+
+    Attributes
+    ----------
+    timeline
+        One step.
+    offsets
+        Seconds that were added to each rank's clock, shape ``(n_devices,)``.
+    residual
+        Seconds by which the worst message is still used before it was sent; see
+        `pipesim.clocks.join`.
+    n_steps
+        Whole steps in the traces.
+    """
+
+    timeline: Timeline
+    offsets: NDArray[np.float64]
+    residual: float
+    n_steps: int
+
+
+def load(
+    paths: Path | str | Iterable[Path | str],
+    *,
+    pattern: str | None = None,
+    step: int = -1,
+    n_ranks: int | None = None,
+    output_bytes: float | Sequence[float] = 0.0,
+    gaps: str = "keep",
+    name: str = "",
+) -> Imported:
+    """Read the traces of a run; `Timeline.from_chrome` has the arguments."""
+    check_name("way with gaps", gaps, ("keep", "charge"))
+    files = _files(paths)
+    patterns = PATTERNS if pattern is None else (checked_pattern(pattern),)
+    traces = _ranked([_read(path, patterns, rank) for rank, path in enumerate(files)], n_ranks)
+    steps = [_steps(trace) for trace in traces]
+    counts = [len(of) for of in steps]
+    if len(set(counts)) > 1:
+        raise TimelineError(
+            f"the ranks have {', '.join(map(str, counts))} whole steps; profile the same steps on "
+            "all ranks"
+        )
+    if not -counts[0] <= step < counts[0]:
+        raise TimelineError(
+            f"there is no step {step}: {files[0]} has {counts[0]} whole steps, counted from 0, or "
+            "from -1 backwards"
+        )
+    placed = _placed(traces, [of[step] for of in steps])
+    _check_whole(placed, len(traces))
+    offsets, residual = join(messages(placed), len(traces))
+    placed = {action: each.moved(float(offsets[each.device])) for action, each in placed.items()}
+    if gaps == "charge":
+        placed = charge_gaps(placed)
+    timeline = _timeline(add_transfers(placed), output_bytes, name or files[0].name.split(".")[0])
+    if residual > _POOR * timeline.makespan:
+        warnings.warn(
+            f"after joining the clocks of the ranks, a message is still used {residual:.2e} s "
+            "before it was sent: clocks drift, or ranges do not cover their work; times between "
+            "ranks are no better than that",
+            AccuracyWarning,
+            stacklevel=3,
+        )
+    return Imported(timeline, offsets, residual, counts[0])
+
+
+def _files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
+    """Return the files given, or those in the directory given, in order of name."""
+    if isinstance(paths, (str, Path)):
+        path = Path(paths)
+        if not path.is_dir():
+            return [path]
+        files = [p for p in path.iterdir() if p.name.endswith((".json", ".json.gz"))]
+        if not files:
+            raise TimelineError(f"there is no trace in {path}: no file ends in .json or .json.gz")
+        return sorted(files)
+    files = [Path(path) for path in paths]
+    if not files:
+        raise TimelineError("got no traces; give one file a rank, or their directory")
+    return files
+
+
+def _read(path: Path, patterns: Sequence[str], place: int) -> Trace:
+    """Read a trace by the first of several patterns that any of its ranges has."""
+    for pattern in patterns:
+        unranked = "stage" not in re.compile(pattern).groupindex
+        trace = read_trace(path, action_of(path, pattern))
+        if trace.rank is None:
+            trace.rank = place
+        if not trace.ranges:
+            continue
+        if unranked:
+            ranges = [r._replace(action=r.action._replace(stage=trace.rank)) for r in trace.ranges]
+            trace.ranges = ranges
+        return trace
+    shown = ", ".join(map(repr, trace.names[:5])) or "none at all"
+    raise TimelineError(
+        f"{path} has no range whose whole name matches {' or '.join(map(repr, patterns))}; its "
+        f"ranges are {shown}; annotate stages with torch.profiler.record_function('PP:0F0'), or "
+        "give the pattern of your names"
+    )
+
+
+def _ranked(traces: list[Trace], n_ranks: int | None) -> list[Trace]:
+    """Return traces in order of rank; all of them have to be there."""
+    said = {trace.world_size for trace in traces if trace.world_size is not None}
+    expected = max(said, default=len(traces)) if n_ranks is None else n_ranks
+    if len(traces) != expected:
+        raise TimelineError(
+            f"got the traces of {len(traces)} ranks ({traces[0].path}, ...) of a run of "
+            f"{expected}; give one file a rank, or n_ranks={len(traces)} if the others are no part "
+            "of this pipeline"
+        )
+    ranks = Counter(trace.rank for trace in traces)
+    for rank, count in ranks.items():
+        if count > 1:
+            twice = [str(trace.path) for trace in traces if trace.rank == rank]
+            raise TimelineError(f"{' and '.join(twice)} are both of rank {rank}")
+    return sorted(traces, key=lambda trace: trace.rank or 0)
+
+
+Step = dict[Action, Span]
+
+
+def _steps(trace: Trace) -> list[Step]:
+    """Return the steps of a trace that have every action that it has, each F before its backward.
+
+    Where the first way of cutting finds none, as the micro-batches are in another order, a step
+    ends nowhere but where an action comes again.
+    """
+    worked = sorted(trace.worked(), key=lambda pair: pair[0].start)
+    every = {each.action for each, _ in worked if each.action.op in COMPUTE}
+    for by_first in (True, False):
+        steps = _cut(trace, worked, by_first)
+        whole = [step for step in steps if every <= step.keys()]
+        early = {_early(step) for step in whole}
+        if None in early:
+            return [step for step in whole if _early(step) is None]
+    if whole:
+        raise TimelineError(f"{trace.path}: {early.pop()} begins before the F that it needs")
+    rarest = min(every, key=lambda action: sum(action in step for step in steps))
+    raise TimelineError(
+        f"{trace.path} has no whole step: none of {len(steps)} has all actions, as {rarest} is in "
+        "few; profile from before a step to after it"
+    )
+
+
+def _cut(trace: Trace, worked: Iterable[tuple[Range, Span]], by_first: bool) -> list[Step]:
+    """Cut a trace into steps, which may be part of one at its ends.
+
+    A step ends where an action comes again, or ``by_first`` the F of the lowest micro-batch after
+    other compute actions of that stage.
+    """
+    lowest = min(r.action.microbatch or 0 for r in trace.ranges)
+    steps: list[Step] = [{}]
+    for each, span in worked:
+        action = each.action
+        begun = (
+            by_first
+            and action.op == Op.F
+            and action.microbatch == lowest
+            and any(a.stage == action.stage and a.op in COMPUTE for a in steps[-1])
+        )
+        if action in steps[-1] or begun:
+            _check_begins(trace, steps[-1], action, lowest)
+            steps.append({})
+        steps[-1][action] = span
+    return steps
+
+
+def _early(step: Step) -> Action | None:
+    """Return a backward that begins before the F of its stage and micro-batch, if there is one."""
+    for action, span in step.items():
+        forward = step.get(Action(action.stage, Op.F, action.microbatch))
+        if action.op in (Op.B, Op.I, Op.W) and forward is not None and span.start < forward.start:
+            return action
+    return None
+
+
+def _check_begins(trace: Trace, step: Step, action: Action, lowest: int) -> None:
+    """Raise unless ``action``, which comes after ``step``, may begin another one."""
+    begins = action.op not in COMPUTE or (action.op == Op.F and action.microbatch == lowest)
+    first = next((a for a in step if a.op in COMPUTE), None)
+    if not begins and action != first:
+        raise TimelineError(
+            f"{trace.path}: {action} is there twice in a step; a range has to cover the whole call "
+            "of one action, and no other range may have its name"
+        )
+
+
+def _placed(traces: Sequence[Trace], steps: Sequence[Step]) -> dict[Action, Placed]:
+    """Return when each action of a step ran and on which rank, all from one origin."""
+    origin = traces[0].origin
+    placed: dict[Action, Placed] = {}
+    for device, (trace, of) in enumerate(zip(traces, steps, strict=True)):
+        late = (trace.origin - origin) * 1e-9
+        for action, (start, end, on_device) in of.items():
+            if action in placed:
+                raise TimelineError(
+                    f"{action} is on ranks {placed[action].device} and {device}; give the traces "
+                    "of one pipeline, not of its replicas"
+                )
+            placed[action] = Placed(device, start + late, end + late, on_device)
+    return placed
+
+
+def _check_whole(placed: Mapping[Action, Placed], n_devices: int) -> None:
+    """Raise if an action that every step has is missing, or a rank has none."""
+    device_of: dict[int, int] = {}
+    for action, each in placed.items():
+        if device_of.setdefault(action.stage, each.device) != each.device:
+            raise TimelineError(
+                f"stage {action.stage} is on ranks {device_of[action.stage]} and {each.device}; "
+                "give the traces of one pipeline, not of its replicas"
+            )
+    n_stages = max(device_of) + 1
+    n_microbatches = max(action.microbatch or 0 for action in placed) + 1
+    for stage in range(n_stages):
+        for microbatch in range(n_microbatches):
+            there = {op for op in Op if Action(stage, op, microbatch) in placed}
+            for needed in (Op.F, Op.B if not there & {Op.I, Op.W} else Op.I, Op.W):
+                if needed in there or (needed in (Op.I, Op.W) and Op.B in there):
+                    continue
+                if needed == Op.W and Op.I not in there:
+                    continue
+                where = f"rank {device_of[stage]}" if stage in device_of else "any rank"
+                raise TimelineError(
+                    f"{Action(stage, needed, microbatch)} is missing on {where}: the traces have "
+                    f"{n_stages} stages and {n_microbatches} micro-batches, each with an F and a B "
+                    "(or an I and a W); annotate them all, and give all ranks"
+                )
+    idle = set(range(n_devices)) - set(device_of.values())
+    if idle:
+        raise TimelineError(f"rank {min(idle)} has no stage of the pipeline; leave out its trace")
+
+
+def _timeline(
+    placed: Mapping[Action, Placed], output_bytes: float | Sequence[float], name: str
+) -> Timeline:
+    """Wire the graph of a step and put times to its tasks."""
+    # Messages are issued right after what they carry, and received in the order of their senders.
+    issued = sorted(placed, key=lambda a: (placed[a].key, a.op in TRANSFERS, a.op, placed[a].end))
+    rows = [(a.op, placed[a].device, a.stage, -1 if a.microbatch is None else a.microbatch,
+             placed[a].stream) for a in issued]  # fmt: skip
+    columns = np.array(rows, dtype=np.int64).T
+    recompute = "some" if (columns[0] == Op.R).any() else "never"
+    try:
+        graph = TaskGraph.build(Tasks(*columns), name=name, hosts="per_device", recompute=recompute)
+        verify(graph)
+    except PipeError as error:
+        raise TimelineError(f"the traces are of no step that could run: {error}") from error
+    times = [placed[graph.task(task).action] for task in range(len(graph))]
+    start, end = (np.array([getattr(t, x) for t in times], np.float64) for x in ("start", "end"))
+    begin = start.min()
+    each_stage = tuple(output_bytes) if isinstance(output_bytes, Sequence) else output_bytes
+    sizes = Costs(0.0, output_bytes=each_stage).per_stage("output_bytes", graph.n_stages)
+    nbytes = message_bytes(graph.kinds, sizes)[graph.kind]
+    return Timeline(graph, start - begin, end - begin, nbytes)

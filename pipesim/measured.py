@@ -1,0 +1,155 @@
+"""Costs from what timelines show: how long each operation took, and how long messages were on way.
+
+Durations of tasks that ran beside each other, as in a step, are what the simulator needs; those of
+stages measured alone are too short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs import DURATION_OF, VALUE_FIELDS, Costs
+from pipesim.errors import ArgumentError, CostsError, TimelineError, check_count, check_name, number
+from pipesim.network import Network
+from pipesim.ops import SENDS, Op
+from pipesim.simulate import hand_over
+from pipesim.timeline import Timeline
+
+__all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds", "waits"]
+
+_AVERAGES: dict[str, Callable[[NDArray[np.float64]], Any]] = {"mean": np.mean, "median": np.median}
+
+
+def costs_from_timeline(
+    timeline: Timeline,
+    *,
+    average: str = "mean",
+    network: Network | None = None,
+    **fields: Any,
+) -> Costs:
+    """Return the costs that a timeline shows; `Costs.from_timeline` says more."""
+    check_name("average", average, _AVERAGES)
+    if not isinstance(timeline, Timeline):
+        raise ArgumentError(f"costs come from a Timeline, got {type(timeline).__name__}")
+    for name in fields:
+        check_name("cost", name, VALUE_FIELDS)
+    graph = timeline.graph
+    if not timeline.complete:
+        raise TimelineError(
+            f"timeline {timeline.name!r} is partial: {int((~timeline.ran).sum())} of {len(graph)} "
+            "tasks did not run; take costs from a whole one"
+        )
+    values: dict[str, Any] = {}
+    if timeline.costs is not None:  # bytes that a timeline does not show
+        values = {name: getattr(timeline.costs, name) for name in _BYTES}
+    values["output_bytes"] = tuple(output_bytes(timeline).tolist())
+    values |= _durations(timeline, average)
+    if network is None:
+        network = _network(timeline, average)
+    return Costs(**{**values, **fields}, network=network)
+
+
+#: What a timeline does not show.
+_BYTES = tuple(name for name in VALUE_FIELDS if name.endswith("bytes"))
+
+
+def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]:
+    """Return seconds of each operation, for those that every stage has."""
+    graph = timeline.graph
+    seconds = {op: stage_seconds(timeline, op, average) for op in DURATION_OF}
+    if np.isnan(seconds[Op.B]).any():
+        halves = seconds[Op.I] + seconds[Op.W]
+        seconds[Op.B] = np.where(np.isnan(seconds[Op.B]), halves, seconds[Op.B])
+    if (graph.op == Op.R).any():
+        seconds[Op.R] = np.where(np.isnan(seconds[Op.R]), seconds[Op.F], seconds[Op.R])
+    seconds[Op.STEP] = np.nan_to_num(seconds[Op.STEP], nan=0.0)
+    return {
+        DURATION_OF[op]: tuple(values.tolist())
+        for op, values in seconds.items()
+        if not np.isnan(values).any()
+    }
+
+
+def stage_seconds(timeline: Timeline, op: Op, average: str = "mean") -> NDArray[np.float64]:
+    """Return mean or median seconds of an operation in each stage, NaN where there is none.
+
+    Shape ``(n_stages,)``.
+    """
+    graph = timeline.graph
+    tasks = np.flatnonzero(graph.op == op)
+    stage, duration = graph.stage[tasks], timeline.duration[tasks]
+    means = np.full(graph.n_stages, np.nan)
+    for each in np.unique(stage):
+        means[each] = _AVERAGES[average](duration[stage == each])
+    return means
+
+
+def output_bytes(timeline: Timeline) -> NDArray[np.float64]:
+    """Return the largest message that each stage sends or is sent back; shape ``(n_stages,)``."""
+    graph = timeline.graph
+    largest = np.zeros(graph.n_stages)
+    for op, offset in ((Op.SEND_F, 0), (Op.SEND_B, -1)):
+        sends = graph.op == op
+        np.maximum.at(largest, graph.stage[sends] + offset, timeline.nbytes[sends])
+    return largest
+
+
+def waits(timelines: Iterable[Timeline]) -> NDArray[np.float64]:
+    """Return seconds from SEND to use of each message that its consumer waited for."""
+    seconds = [hand_over(each, waited_only=True) for each in timelines]
+    return np.concatenate([each[~np.isnan(each)] for each in seconds])
+
+
+def _network(timeline: Timeline, average: str) -> Network:
+    """Return latency and bandwidth of the messages, the same for all pairs."""
+    graph = timeline.graph
+    sends = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
+    if not len(sends):
+        return Network()
+    recvs = graph.pair[sends]
+    nbytes = timeline.nbytes[sends]
+    # Without a size, what a SEND held cannot be bandwidth: it counts as latency.
+    held = np.where(nbytes > 0, timeline.duration[sends], 0.0)
+    rest = hand_over(timeline, waited_only=True)[recvs] - held
+    if np.isnan(rest).all():  # none was waited for
+        rest = hand_over(timeline)[recvs] - held
+    latency = float(_AVERAGES[average](rest[~np.isnan(rest)]))
+    bandwidth = float(nbytes.sum() / held.sum()) if held.any() else math.inf
+    return Network(latency=max(latency, 0.0), bandwidth=bandwidth)
+
+
+def scaled(costs: Costs, factor: float, stage: int | None = None) -> Costs:
+    """Return costs of stages that are faster or slower; `Costs.scaled` says more."""
+    value = number(factor)
+    if value is None or not 0 <= value < math.inf:
+        raise CostsError(f"factor must be finite and >= 0, got {factor!r}")
+    times = {name: getattr(costs, name) for name in DURATION_OF.values()}
+    given = {name: x for name, x in times.items() if x is not None}
+    if stage is None:
+        changed: dict[str, Any] = {name: _times(x, value) for name, x in given.items()}
+        return replace(costs, **changed)
+    sizes = {len(x) for name in VALUE_FIELDS if isinstance(x := getattr(costs, name), tuple)}
+    if not sizes:
+        raise CostsError(
+            "costs are the same for all stages, however many; give one value a stage to scale one "
+            "of them"
+        )
+    n_stages = max(sizes)
+    if check_count("stage", stage, 0) >= n_stages:
+        raise CostsError(f"there is no stage {stage} in costs of {n_stages} stages")
+    factors = [value if each == stage else 1.0 for each in range(n_stages)]
+    changed = {}
+    for name in given:
+        seconds = costs.per_stage(name, n_stages).tolist()
+        changed[name] = tuple(s * f for s, f in zip(seconds, factors, strict=True))
+    return replace(costs, **changed)
+
+
+def _times(value: float | tuple[float, ...], factor: float) -> float | tuple[float, ...]:
+    return tuple(x * factor for x in value) if isinstance(value, tuple) else value * factor

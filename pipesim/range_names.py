@@ -1,0 +1,94 @@
+"""Names of ranges in traces: which action a range carried out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from pipesim.errors import TimelineError, suggestion
+from pipesim.ops import OF_STAGES, Action, Op
+
+__all__ = ["PATTERNS", "action_of", "checked_pattern"]
+
+#: Names of the ranges of torch.distributed.pipelining: of all schedules that it runs from lists of
+#: actions, and of GPipe, where the rank is the stage. Its 1F1B has none: annotate your stages.
+PATTERNS = (
+    r"PP:(?P<stage>\d+)(?P<op>[A-Z](?:[A-Z_]*[A-Z])?)(?P<microbatch>\d*)",
+    r"(?P<op>Forward|Backward) (?P<microbatch>\d+)",
+)
+#: Other words for an operation, in capitals.
+_WORDS = {
+    **Op.__members__,
+    **dict.fromkeys(("FORWARD", "FWD"), Op.F),
+    **dict.fromkeys(("BACKWARD", "BWD"), Op.B),
+    **dict.fromkeys(("RECOMPUTE",), Op.R),
+    **dict.fromkeys(("OPTIMIZER", "OPTIMIZER_STEP"), Op.STEP),
+}
+#: Actions of torch that are none of ours: they gather and free parameters.
+_LEFT_OUT = frozenset({"UNSHARD", "RESHARD"})
+
+
+def checked_pattern(pattern: str) -> str:
+    """Return a regular expression that has the groups it needs.
+
+    Raises
+    ------
+    TimelineError
+        If it has not, or is none.
+    """
+    try:
+        groups = re.compile(pattern).groupindex
+    except (re.error, TypeError) as error:
+        raise TimelineError(
+            f"pattern {pattern!r} is no regular expression: {error}; write such as {PATTERNS[0]!r}"
+        ) from error
+    missing = [group for group in ("op", "microbatch") if group not in groups]
+    if missing:
+        raise TimelineError(
+            f"pattern {pattern!r} has no group {missing[0]!r}; it needs (?P<op>...) and "
+            f"(?P<microbatch>...), and (?P<stage>...) unless each rank has one stage, such as "
+            f"{PATTERNS[0]!r}"
+        )
+    return pattern
+
+
+def action_of(path: Path, pattern: str) -> Callable[[str], Action | None]:
+    """Return what reads an action from the name of a range in a file, or None if it has none.
+
+    It raises a `TimelineError` for a name that fits the pattern and is no action of ours.
+    """
+    matches = re.compile(pattern).fullmatch
+
+    def read(name: str) -> Action | None:
+        if name.startswith("PP:("):
+            raise TimelineError(
+                f"{path}: range {name!r} covers two actions at once, whose times it does not tell; "
+                "annotate each of them within the stage"
+            )
+        match = matches(name)
+        if match is None:
+            return None
+        groups = match.groupdict()
+        word = (groups["op"] or "").upper()
+        if word in _LEFT_OUT:
+            return None
+        if word not in _WORDS:
+            raise TimelineError(
+                f"{path}: range {name!r} names no operation: {groups['op']!r}"
+                f"{suggestion(word, _WORDS)} (known: {', '.join(_WORDS)})"
+            )
+        numbers = (groups.get("stage") or "0", groups["microbatch"] or "-1")
+        try:
+            stage, microbatch = map(int, numbers)
+        except ValueError:
+            raise TimelineError(
+                f"{path}: range {name!r} has stage and micro-batch {' and '.join(numbers)}, which "
+                "are no whole numbers; have the groups match digits alone"
+            ) from None
+        op = _WORDS[word]
+        if microbatch < 0 and op not in OF_STAGES:
+            raise TimelineError(f"{path}: range {name!r} names no micro-batch, but {op} is of one")
+        return Action(stage, op, None if op in OF_STAGES else microbatch)
+
+    return read

@@ -1,0 +1,254 @@
+"""Timelines as Chrome's trace JSON, for ui.perfetto.dev.
+
+Perfetto shows a process a device and a thread a stream. It colours a slice by its name without
+digits, so that names in torch's form (``0F3``, ``1SEND_F0``) are coloured by operation.
+
+The format is that of "Trace Event Format" (Google, 2016): complete events (``X``), flows (``s``,
+``f``), counters (``C``) and metadata (``M``), in microseconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.csr import CSR
+from pipesim.errors import ArgumentError
+from pipesim.files import write_whole
+from pipesim.memory import over_time
+from pipesim.ops import SENDS, Action, Op
+from pipesim.timeline import Timeline
+
+__all__ = ["NEVER", "Event", "lanes", "names", "nanoseconds", "save", "slice_event", "write"]
+
+Event = dict[str, Any]
+Place = Mapping[str, int]
+Nanoseconds = NDArray[np.int64]
+Microseconds = NDArray[np.float64]
+
+#: When tasks start that never do.
+NEVER = np.iinfo(np.int64).min
+
+#: Order of threads in a process, by the first part of their stream's name.
+_SORTED = ("compute", "collective", "copy", "recv", "send")
+
+
+def save(
+    path: Path | str, timelines: Timeline | Sequence[Timeline] | Mapping[str, Timeline]
+) -> None:
+    """Write timelines as one Chrome trace, whole or not at all; open it in ui.perfetto.dev.
+
+    Each device is a process, each of its streams a thread, and each task a slice. Arrows lead
+    from a SEND to its RECV, and a counter shows the bytes that a device holds, for timelines with
+    costs. A task that has not ended lasts to the end of the trace and says so. Tasks that take no
+    time last 1 ns where there is room, since arrows hold on to slices.
+
+    Parameters
+    ----------
+    path
+        A file that ends in ``.json``, or in ``.json.gz`` to compress it.
+    timelines
+        One, or several to lie beside each other, such as a prediction and a measurement: the
+        processes of each have numbers and names of their own. A mapping gives the names.
+
+    Raises
+    ------
+    ArgumentError
+        For another ending, a folder that cannot be written in, or something that is no timeline.
+    """
+    path = _checked_path(path)
+    named = _named(timelines)
+    events: list[Event] = []
+    n_tasks = 0
+    for name, timeline in named.items():
+        label = f"{name}: " if len(named) > 1 else ""
+        events += _events(timeline, label, n_tasks, _next_pid(events))
+        n_tasks += len(timeline)
+    write(path, {"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def _checked_path(path: Path | str) -> Path:
+    path = Path(path)
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ArgumentError(f"a trace's file ends in .json or .json.gz, got {path}")
+    return path
+
+
+def _named(timelines: object) -> dict[str, Timeline]:
+    """Return timelines by name; a name that comes again has a number."""
+    pairs: Iterable[tuple[str, object]]
+    if isinstance(timelines, Timeline):
+        pairs = [(timelines.name, timelines)]
+    elif isinstance(timelines, Mapping):
+        pairs = [(str(name), each) for name, each in timelines.items()]
+    elif isinstance(timelines, (list, tuple)):
+        pairs = [(getattr(each, "name", "?"), each) for each in timelines]
+    else:
+        pairs = [("what was given", timelines)]
+    named: dict[str, Timeline] = {}
+    for name, each in pairs:
+        if not isinstance(each, Timeline):
+            raise ArgumentError(f"{name!r} is no Timeline but {type(each).__name__}")
+        while name in named:
+            name = f"{name} ({len(named) + 1})"
+        named[name] = each
+    if not named:
+        raise ArgumentError("a trace needs at least one timeline, got none")
+    return named
+
+
+def _next_pid(events: Sequence[Event]) -> int:
+    """Return the first number of the next block: after those in use, at a round one."""
+    used = max((event["pid"] for event in events), default=0)
+    return 1 if not used else 1000 * (used // 1000 + 1)
+
+
+def _events(timeline: Timeline, label: str, first_id: int, first_pid: int) -> Iterator[Event]:
+    """Yield metadata, slices, arrows and counters of one timeline."""
+    graph, (start, end) = timeline.graph, nanoseconds(timeline)
+    for device in range(graph.n_devices):
+        number = first_pid + device
+        yield from _metadata(number, 0, "process", f"{label}device {device}", number)
+    tid = np.zeros(len(graph), np.int64)
+    for stream, lane, tasks in lanes(graph.queues, start, end):
+        device, name = graph.streams[stream]
+        tid[tasks] = number = 1 + stream + lane * len(graph.streams)
+        shown = name if not lane else f"{name} ({lane + 1})"
+        order = _SORTED.index(name.partition(":")[0])
+        yield from _metadata(first_pid + device, number, "thread", shown, order)
+        room = np.append(start[tasks[1:]], np.iinfo(np.int64).max) > end[tasks]
+        end[tasks] += (start[tasks] == end[tasks]) & room
+    places = [
+        {"pid": pid, "tid": number}
+        for pid, number in zip((graph.device + first_pid).tolist(), tid.tolist(), strict=True)
+    ]
+    yield from _slices(timeline, start / 1e3, end / 1e3, places)
+    yield from _arrows(timeline, start / 1e3, places, first_id)
+    yield from _counters(timeline, first_pid)
+
+
+def _slices(
+    timeline: Timeline, start: Microseconds, end: Microseconds, places: Sequence[Place]
+) -> Iterator[Event]:
+    """Yield a slice for each task that started."""
+    shown, nbytes = names(timeline), timeline.nbytes
+    for task in np.flatnonzero(~np.isnan(timeline.start)).tolist():
+        args: Event = {"task": task}
+        if nbytes[task]:
+            args["nbytes"] = float(nbytes[task])
+        if np.isnan(timeline.end[task]):
+            args["unfinished"] = True
+        yield slice_event(
+            shown[task], "task", float(start[task]), float(end[task]), places[task], args
+        )
+
+
+def _arrows(
+    timeline: Timeline, start: Microseconds, places: Sequence[Place], first_id: int
+) -> Iterator[Event]:
+    """Yield both ends of an arrow for each message of which both ends started."""
+    graph = timeline.graph
+    for send in np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0)).tolist():
+        recv = int(graph.pair[send])
+        if np.isnan(timeline.start[[send, recv]]).any():
+            continue
+        message = {"id": first_id + send, "name": "message", "cat": "message"}
+        # An arrow ends at the slice that encloses its end, not at the next one, where bp is "e".
+        for ph, task in (({"ph": "s"}, send), ({"ph": "f", "bp": "e"}, recv)):
+            yield {**ph, **message, **places[task], "ts": float(start[task])}
+
+
+def _counters(timeline: Timeline, first_pid: int) -> Iterator[Event]:
+    """Yield the bytes that each device holds, wherever they change."""
+    if timeline.costs is None:
+        return
+    rows = over_time(timeline)
+    columns = (rows[name].tolist() for name in ("device", "time", "nbytes"))
+    for device, time, nbytes in zip(*columns, strict=True):
+        yield {
+            "ph": "C", "name": "memory", "pid": first_pid + device,
+            "ts": round(time * 1e9) / 1e3, "args": {"bytes": nbytes},
+        }  # fmt: skip
+
+
+def names(timeline: Timeline) -> list[str]:
+    """Return the text form of each task's action."""
+    graph = timeline.graph
+    columns = (graph.stage.tolist(), graph.op.tolist(), graph.microbatch.tolist())
+    return [
+        str(Action(stage, Op(op), None if microbatch < 0 else microbatch))
+        for stage, op, microbatch in zip(*columns, strict=True)
+    ]
+
+
+def nanoseconds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
+    """Return starts and ends as whole numbers, so that slices that touch do not overlap.
+
+    Tasks that did not end last as long as the timeline.
+    """
+    times = np.concatenate([timeline.start, timeline.end])
+    latest = float(np.fmax.reduce(times, initial=0.0))
+    start, end = (
+        np.round(np.nan_to_num(time, nan=latest) * 1e9).astype(np.int64)
+        for time in (timeline.start, timeline.end)
+    )
+    start[np.isnan(timeline.start)] = NEVER
+    return start, end
+
+
+def lanes(
+    queues: CSR, start: Nanoseconds, end: Nanoseconds
+) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """Yield stream, lane and tasks that started, in order, such that no two of a lane overlap.
+
+    A stream runs one task after the other and has one lane, unless its times say otherwise.
+    """
+    for stream in range(len(queues)):
+        tasks = queues[stream].astype(np.int64)
+        tasks = tasks[start[tasks] > NEVER]
+        tasks = tasks[np.lexsort((end[tasks], start[tasks]))]
+        lane = 0
+        while len(tasks):
+            kept = np.ones(len(tasks), dtype=bool)
+            if (end[tasks[:-1]] > start[tasks[1:]]).any():
+                free = NEVER
+                for k, task in enumerate(tasks.tolist()):
+                    kept[k] = start[task] >= free
+                    free = end[task] if kept[k] else free
+            yield stream, lane, tasks[kept]
+            tasks, lane = tasks[~kept], lane + 1
+
+
+def slice_event(
+    name: str, category: str, start: float, end: float, place: Place, args: Event
+) -> Event:
+    """Return a complete event; times in microseconds."""
+    # Decimals of the difference would not end at the third, where those of a trace do.
+    duration = round(end - start, 3)
+    return {
+        "ph": "X", "cat": category, "name": name, **place, "ts": start, "dur": duration,
+        "args": args,
+    }  # fmt: skip
+
+
+def _metadata(pid: int, tid: int, kind: str, name: str, order: int) -> Iterator[Event]:
+    """Yield the name of a process or thread, and its place among the others."""
+    for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": order})):
+        yield {"ph": "M", "name": f"{kind}_{key}", "pid": pid, "tid": tid, "args": args}
+
+
+def write(path: Path, trace: Event) -> None:
+    """Write a line an event."""
+    events = trace.pop("traceEvents")
+    head = json.dumps(trace)[:-1]
+    body = ",\n".join(map(json.dumps, events))
+    text = f'{head}, "traceEvents": [\n{body}\n]}}\n'.encode()
+    if path.name.endswith(".gz"):
+        text = gzip.compress(text, mtime=0)
+    write_whole(path, lambda file: file.write_bytes(text))
