@@ -2,6 +2,7 @@
 
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.profile import Profile, measure, profile
+from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import Validation, load_run, validate
 
 __all__ = [
@@ -9,8 +10,11 @@ __all__ = [
     "Profile",
     "StepResult",
     "Validation",
+    "from_torch",
     "load_run",
     "measure",
     "profile",
+    "to_torch",
+    "torch_schedule_order",
     "validate",
 ]

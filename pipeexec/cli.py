@@ -169,12 +169,13 @@ _BATCH = {"gpt": 4, "convnet": 4}
 def _graphs(arguments: argparse.Namespace, n_stages: int) -> dict[str, Any]:
     """Return the rows: every schedule under every recompute mode."""
     import pipesim
+    from pipesim.schedule_names import info_of
 
     if not arguments.schedules or not arguments.recompute:
         raise ArgumentError("name at least one schedule and one recompute mode")
     return {
         f"{name} {recompute}": pipesim.lower(
-            pipesim.schedule(name, n_stages, arguments.microbatches),
+            info_of(name).make(n_stages, arguments.microbatches),
             recompute=recompute,
             overlap=not arguments.no_overlap,
         )

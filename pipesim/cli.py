@@ -71,6 +71,9 @@ A TOML file (--config) holds the same settings; arguments override it:
 
 Where no schedule needs settings of its own, schedule = ["gpipe", "1f1b"] is enough.
 Names on the command line pick tables by label or name, or else name further schedules.
+A name may be a file, as orders.csv: a row a device, cells such as 0F0 and 0B0; or a grid
+as text. It says how many devices and micro-batches there are. In a TOML file it is
+beside that file.
 """
 SWEEP_EPILOG = """\
 A TOML file (--config) holds settings as for pipesim compare, and the values to combine:
@@ -194,7 +197,8 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
     sweeps = command.get_default("run") is _sweep
     command.epilog = f"{SWEEP_EPILOG}{', '.join(FLAT)}, options." if sweeps else EPILOG
     add = command.add_argument
-    add("names", nargs="*", metavar="SCHEDULE", default=[], help="pipesim schedules lists them")
+    add("names", nargs="*", metavar="SCHEDULE", default=[],
+        help="pipesim schedules lists them; or a file of your own, .csv or .txt")  # fmt: skip
     add("--config", type=Path, metavar="FILE.toml", help="settings; see below")
     if sweeps:
         add("--grid", action="append", type=_option, metavar="KEY=A,B,...", default=[],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -337,6 +338,23 @@ class TaskGraph:
             None if microbatch < 0 else microbatch,
             int(self.kinds.replica[kind]),
         )
+
+    def save_torch_csv(self, path: Path | str) -> None:
+        """Write what torch.distributed.pipelining reads as a CSV with ``compute_comms``.
+
+        A row a device, in issue order, with the messages. Torch's runtime runs the rows as they
+        stand. FSDP's ``UNSHARD`` is not among them: for stages sharded by it, save the schedule
+        (`Schedule.save`), which torch lowers itself. `Schedule.load` reads either.
+
+        Raises
+        ------
+        ArgumentError
+            If the graph recomputes, has copies of its stages or several mini-batches, for which
+            torch has no form, or the file cannot be written.
+        """
+        from pipesim.torch_csv import write_torch_csv
+
+        write_torch_csv(self, path)
 
     def with_name(self, name: str) -> TaskGraph:
         """Return the same graph under another name."""

@@ -17,7 +17,8 @@ import numpy as np
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.network import Network
-from pipesim.registry import options_of_schedules, schedule_info
+from pipesim.registry import options_of_schedules
+from pipesim.schedule_names import counts_of_file, digest_of_file, info_of, is_file
 from pipesim.settings import (
     COUNTS,
     FLAT,
@@ -170,6 +171,7 @@ def _over(base: Flat, row: Flat) -> Flat:
 
 def _case(where: str, row: Flat) -> Settings:
     """Return a row's settings, if it has those without which nothing can be run."""
+    row = {**counts_of_file(row.get("schedule")), **row}
     for key in ("schedule", *COUNTS.values()):
         if key not in row:
             raise ArgumentError(f"{where} has no {key}; give it there or in base")
@@ -182,11 +184,11 @@ def _rows(shown: list[Flat], cases: list[Settings], own: list[list[str]]) -> lis
     if not cases:
         raise ArgumentError("there is nothing to sweep; give at least one configuration")
     for number, case in enumerate(cases):
-        _named(number, schedule_info, case["name"])
+        _named(number, info_of, case["name"])
     drop_foreign_options(cases, own)
     rows = []
     for number, (row, case) in enumerate(zip(shown, cases, strict=True)):
-        _named(number, schedule_info(case["name"]).check_options, case["options"])
+        _named(number, info_of(case["name"]).check_options, case["options"])
         dropped = {k for k in row if k not in FLAT and k not in case["options"]}
         visible = {k: None if k in dropped else v for k, v in row.items()}
         rows.append(Row(visible, case, _digest(case)))
@@ -208,6 +210,8 @@ def _unlike(rows: list[Row]) -> list[Row]:
 def _digest(case: Settings) -> str:
     """Return a digest of the settings, which is the same however their costs were given."""
     settings = {key: value for key, value in case.items() if key != "label"}
+    if is_file(case["name"]):
+        settings["orders"] = digest_of_file(case["name"])
     with suppress(PipeError):  # the row will say what is wrong
         settings["costs"] = Costs.from_dict(settings.get("costs", {})).to_dict()
     text = json.dumps([_FORMAT, version(), settings], sort_keys=True)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -140,6 +141,52 @@ class Schedule:
             for o in singles
         )
         return cls.from_columns(name, placement, n_microbatches, columns)
+
+    @classmethod
+    def load(cls, path: Path | str, name: str | None = None) -> Schedule:
+        """Read a schedule from a file: torch's CSV, or a grid.
+
+        Told apart by what is in it. The CSV has a row a rank (device) and a cell an action, as
+        torch.distributed.pipelining writes it; empty cells are skipped. A grid is what `grid`
+        prints, with or without the labels. Messages, reductions of gradients and FSDP's
+        ``UNSHARD`` and ``RESHARD`` may be listed and are left out: `pipesim.lower` adds what is
+        simulated. Where the stages lie and how many micro-batches there are is read off the
+        actions; if stages lie on two devices each, one half of the micro-batches must take the one
+        and the other half the other. Like any schedule, it is checked by `pipesim.verify`.
+
+        Parameters
+        ----------
+        path
+            The file, UTF-8.
+        name
+            Of the schedule; by default that of the file, without its suffix.
+
+        Raises
+        ------
+        ScheduleError
+            If the file cannot be read, is of another form, or has a cell that is no action, naming
+            row and column (from 1), or a SEND without its RECV.
+        """
+        from pipesim.schedule_files import read_schedule
+
+        return read_schedule(path, name)
+
+    def save(self, path: Path | str) -> None:
+        """Write the schedule to a file that `load` reads: a grid as ``.txt``, else torch's CSV.
+
+        torch.distributed.pipelining reads the CSV as ``compute_only``; with messages,
+        `TaskGraph.save_torch_csv` writes it.
+
+        Raises
+        ------
+        ArgumentError
+            If the file cannot be written.
+        ScheduleError
+            If there are several mini-batches or weight versions: the forms have no place for them.
+        """
+        from pipesim.schedule_files import write_schedule
+
+        write_schedule(self, path)
 
     def with_name(self, name: str) -> Schedule:
         """Return the same schedule under another name."""

@@ -18,7 +18,8 @@ from pipesim.errors import ArgumentError, UnknownNameError, suggestion
 from pipesim.links import Nodes
 from pipesim.lower import lower
 from pipesim.network import KEYS
-from pipesim.registry import ScheduleInfo, options_of_schedules, schedule_info
+from pipesim.registry import ScheduleInfo, options_of_schedules
+from pipesim.schedule_names import counts_of_file, info_of, is_file
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
 
@@ -148,6 +149,9 @@ def _read(path: Path, more: tuple[str, ...]) -> tuple[Settings, list[Settings]]:
         tables.append(checked(where, table, ("name", "label", *SETTINGS), path.parent))
         if not isinstance(tables[-1].get("name"), str):
             raise ArgumentError(f"{where} has no name; pipesim schedules lists them")
+        if is_file(tables[-1]["name"]):  # beside this file, as files of costs are
+            table = {"label": tables[-1]["name"], **tables[-1]}
+            tables[-1] = {**table, "name": str(path.parent / table["name"])}
     shared = checked(str(path), content, ("schedule", *more, *SETTINGS), path.parent)
     return {key: value for key, value in shared.items() if key in SETTINGS}, tables
 
@@ -160,7 +164,8 @@ def cases(
     Parameters
     ----------
     names
-        Labels or names of the file's tables, or else of further schedules; empty for all tables.
+        Labels or names of the file's tables, or else of further schedules, or files that hold one;
+        empty for all tables.
     config
         The TOML file, if there is one.
     given
@@ -181,6 +186,11 @@ def cases(
     if not tables:
         raise ArgumentError("no schedule is named; pipesim schedules lists them")
     found_cases = [merged({"label": t["name"]}, shared, t, given) for t in tables]
+    for case in found_cases:
+        counts = counts_of_file(case["name"])
+        case.update(
+            {key: counts[flat] for key, flat in COUNTS.items() if counts and key not in case}
+        )
     drop_foreign_options(found_cases, [t.get("options", ()) for t in tables])
     return found_cases
 
@@ -191,6 +201,7 @@ def drop_foreign_options(cases: Sequence[Settings], own: Sequence[Iterable[str]]
     Options in ``own`` were given to that very case: they stay, and are refused where wrong.
     """
     takes = {name: set(options) for name, options in options_of_schedules().items()}
+    takes |= {case["name"]: set() for case in cases if is_file(case["name"])}
     others = set().union(*(takes.get(case["name"], ()) for case in cases))
     for case, mine in zip(cases, own, strict=True):
         foreign = others - takes.get(case["name"], others) - set(mine)
@@ -213,7 +224,7 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
     for key in case["options"]:
         if key in ("name", *COUNTS.values()):
             raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
-    info = info or schedule_info(case["name"])
+    info = info or info_of(case["name"])
     costs = Costs.from_dict(case.get("costs", {}))
     options = {"costs": costs} if "costs" in info.options else {}  # an order made for them
     order = info.make(case["devices"], case["microbatches"], **{**options, **case["options"]})

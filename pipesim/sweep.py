@@ -14,7 +14,8 @@ from pipesim.compare import summary
 from pipesim.errors import ArgumentError, PipeError
 from pipesim.grid import Row, cell, rows, version
 from pipesim.journal import Journal
-from pipesim.registry import ScheduleInfo, schedule_info
+from pipesim.registry import ScheduleInfo
+from pipesim.schedule_names import info_of
 from pipesim.settings import Settings, run
 from pipesim.workers import Lost, spread
 
@@ -45,7 +46,8 @@ def sweep(
     configurations
         A grid, which is a mapping of keys to lists of values, for every combination of them (the
         last key varies fastest); or a sequence of mappings of keys to values. Keys are
-        ``schedule``, ``n_devices``, ``n_microbatches`` and the schedules' own options; what
+        ``schedule`` (or a file that `Schedule.load` reads, whose counts are then those of the
+        row), ``n_devices``, ``n_microbatches`` and the schedules' own options; what
         `lower` takes; ``engine``; the fields of `Costs` (``recompute_time`` for the seconds of R)
         or whole ``costs``; ``network``, ``latency`` and ``bandwidth``. Parts override the whole.
         A grid's option goes to the schedules that take it; rows that are then alike are one.
@@ -123,7 +125,7 @@ def run_rows(
     if not isinstance(n_jobs, int) or isinstance(n_jobs, bool) or n_jobs == 0:
         raise ArgumentError(f"n_jobs must be a whole number but 0 (-1: all cores), got {n_jobs!r}")
     wanted = {row.digest: row for row in asked}
-    infos = {row.case["name"]: schedule_info(row.case["name"]) for row in asked}
+    infos = {row.case["name"]: info_of(row.case["name"]) for row in asked}
     with nullcontext() if path is None else Journal(path) as journal:
         held = {} if journal is None else journal.rows
         results = {d: held[d] for d in wanted if d in held and not held[d].get("again")}

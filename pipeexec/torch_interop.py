@@ -1,0 +1,243 @@
+"""Orders to and from torch.distributed.pipelining, which is loaded when it is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.graph import TaskGraph
+from pipesim.schedule import Schedule
+from pipesim.schedule_files import schedule_from_texts
+from pipesim.torch_csv import torch_orders
+from pipesim.verify import verify
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+    from pipeexec.torch_private import Listed
+
+__all__ = ["TORCH_SCHEDULES", "from_torch", "to_torch", "torch_schedule_order"]
+
+#: Names of torch's schedule classes (without ``Schedule``), and how many stages a rank each takes.
+TORCH_SCHEDULES: Mapping[str, int | None] = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": None,
+    "LoopedBFS": None,
+    "InterleavedZeroBubble": None,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+
+
+def to_torch(
+    schedule: Schedule | TaskGraph,
+    stages: Sequence[PipelineStage],
+    loss_fn: Callable[..., Tensor],
+    *,
+    loss_reduction: Literal["mean", "sum"] = "mean",
+    **options: Any,
+) -> PipelineScheduleMulti:
+    """Let torch.distributed.pipelining's own runtime run a schedule.
+
+    To be called in every process of the group, each with its own stages. The stages take part in
+    it as in torch's own schedules, which means that FSDP and DDP do too.
+
+    Parameters
+    ----------
+    schedule
+        A schedule, to which torch adds the messages; or a graph from `pipesim.lower`, whose
+        messages are sent in its issue order. A graph has no ``UNSHARD`` for stages under FSDP.
+    stages
+        The `torch.distributed.pipelining.PipelineStage` of each stage that this rank holds.
+    loss_fn
+        ``loss_fn(output, target)`` of a micro-batch.
+    loss_reduction
+        Whether ``loss_fn`` returns a ``"mean"`` over its samples, or a ``"sum"``. Of means torch
+        takes the plain average: the micro-batches should be of one size.
+    **options
+        More arguments of torch's schedules, such as ``output_merge_spec``.
+
+    Returns
+    -------
+    torch.distributed.pipelining.schedules.PipelineScheduleMulti
+        Its ``step(*args, target=..., losses=...)`` runs one step: the rank of the first stage
+        gives the inputs, that of the last stage the targets. Gradients add up in
+        ``parameter.grad``; optimizer steps are the caller's.
+
+    Raises
+    ------
+    ScheduleError
+        If the schedule is wrong; see `pipesim.verify`.
+    ArgumentError
+        If torch's runtime has no action for what it needs (recompute, copies of stages, several
+        mini-batches or weight versions, replicas), or the stages are not those of this rank.
+    """
+    from pipeexec.torch_private import make_runtime
+
+    check_name("loss_reduction", loss_reduction, ("mean", "sum"))
+    form: Literal["compute_only", "compute_comms"]
+    if isinstance(schedule, Schedule):
+        orders, homes, form = _compute_only(schedule)
+    elif isinstance(schedule, TaskGraph):
+        orders, homes, form = _with_messages(schedule)
+    else:
+        raise ArgumentError(f"to_torch takes a Schedule or a TaskGraph, got {schedule!r:.60}")
+    ordered = _checked_stages(stages, homes, len(orders))
+    scale = loss_reduction == "mean"
+    return make_runtime(
+        orders, form, ordered, schedule.n_microbatches, loss_fn=loss_fn, scale_grads=scale,
+        **options,
+    )  # fmt: skip
+
+
+def from_torch(
+    schedule: object, *, n_microbatches: int | None = None, name: str | None = None
+) -> Schedule:
+    """Return the order of one of torch.distributed.pipelining's schedules.
+
+    Parameters
+    ----------
+    schedule
+        An object of a schedule class of torch's, or its ``pipeline_order``: a mapping of ranks to
+        actions (or their text), with None for idle steps. Of `ScheduleGPipe` and `Schedule1F1B`,
+        whose loops do not follow what they list, it is what the loop runs.
+    n_microbatches
+        Number of micro-batches; by default read off the actions.
+    name
+        Of the schedule; by default that of the class.
+
+    Raises
+    ------
+    ArgumentError
+        If it has no order.
+    ScheduleError
+        If an action cannot be simulated, naming rank and position. The order itself is not checked
+        before `pipesim.verify`.
+    """
+    from pipeexec.torch_private import executed_order, loop_of
+
+    order = schedule if isinstance(schedule, Mapping) else getattr(schedule, "pipeline_order", None)
+    loop = loop_of(schedule)
+    if loop is not None:
+        order = executed_order(*loop)
+    if not isinstance(order, Mapping) or not order:
+        raise ArgumentError(
+            "from_torch takes a schedule of torch.distributed.pipelining with a pipeline_order, or "
+            f"a mapping of ranks to actions; got {schedule!r:.60}"
+        )
+    if sorted(order) != list(range(len(order))):
+        raise ArgumentError(
+            f"the ranks of an order are 0 to {len(order) - 1}, got {', '.join(map(str, order))}"
+        )
+    rows = [["" if a is None else str(a) for a in order[rank]] for rank in range(len(order))]
+    default = "torch" if isinstance(schedule, Mapping) else type(schedule).__name__
+    where = f"the order of {name or default}"
+    return schedule_from_texts(where, rows, name or default, n_microbatches)
+
+
+def torch_schedule_order(
+    name: str, n_devices: int, n_microbatches: int, n_chunks: int = 1, *, executed: bool = False
+) -> Listed:
+    """Return the order that one of torch's schedule classes lists, without any process or stage.
+
+    Parameters
+    ----------
+    name
+        ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"LoopedBFS"``,
+        ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or ``"DualPipeV"``.
+    n_devices, n_microbatches, n_chunks
+        Ranks, micro-batches, and stages a rank.
+    executed
+        Whether to return what the class runs, which for ``"GPipe"`` and ``"1F1B"`` is a loop of
+        its own; see docs/torch.md.
+
+    Raises
+    ------
+    ArgumentError
+        For counts that the class does not take, with torch's reason.
+
+    Examples
+    --------
+    >>> import pipeexec as px
+    >>> order = px.torch_schedule_order("1F1B", 2, 3, executed=True)
+    >>> print(px.from_torch(order).grid())
+    device 0 | 0F0 0F1 0B0 0F2 0B1 0B2
+    device 1 | 1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    from pipeexec.torch_private import executed_order, listed_order
+
+    check_name("schedule of torch", name, TORCH_SCHEDULES)
+    n_devices = check_count("n_devices", n_devices)
+    n_microbatches = check_count("n_microbatches", n_microbatches)
+    n_chunks = check_count("n_chunks", n_chunks)
+    takes = TORCH_SCHEDULES[name]
+    if takes not in (None, n_chunks):
+        raise ArgumentError(f"torch's {name} takes n_chunks={takes}, got {n_chunks}")
+    try:
+        if executed and takes == 1:
+            return executed_order(name, n_devices, n_microbatches)
+        return listed_order(name, n_devices, n_microbatches, n_chunks)
+    except (ValueError, AssertionError) as error:
+        raise ArgumentError(
+            f"torch's {name} does not take n_devices={n_devices}, n_microbatches={n_microbatches}, "
+            f"n_chunks={n_chunks}: {error}"
+        ) from error
+
+
+_Orders = tuple[list[list[str]], list[int], Literal["compute_only", "compute_comms"]]
+
+
+def _compute_only(schedule: Schedule) -> _Orders:
+    """Return the actions of a schedule, and the rank of each stage, if torch can run them."""
+    where = f"schedule {schedule.name!r}"
+    if schedule.placement.n_paths > 1:
+        raise ArgumentError(
+            f"{where} has {schedule.placement.n_paths} copies of each stage on different devices; "
+            "in torch a stage is on one rank: take a schedule of one path, such as 'dualpipev' for "
+            "'dualpipe'"
+        )
+    if schedule.n_batches > 1 or schedule.weight_versions != "one":
+        raise ArgumentError(
+            f"{where} has {schedule.n_batches} mini-batches and weight_versions="
+            f"{schedule.weight_versions!r}; torch's runtime knows no optimizer step inside a step: "
+            "take a schedule with one set of weights"
+        )
+    verify(schedule)
+    orders = [[str(action) for action in order] for order in schedule.orders]
+    return orders, list(schedule.placement.device_of), "compute_only"
+
+
+def _with_messages(graph: TaskGraph) -> _Orders:
+    """Do the same for a graph."""
+    verify(graph)
+    orders = torch_orders(graph)
+    return orders, graph.device_of_stage.tolist(), "compute_comms"
+
+
+def _checked_stages(stages: Sequence[Any], homes: list[int], n_devices: int) -> list[Any]:
+    """Return the stages of this rank in order, if they are those that the placement says."""
+    ordered = sorted(stages, key=lambda stage: stage.stage_index)
+    if not ordered:
+        raise ArgumentError("to_torch got no stages; give those that this rank holds")
+    rank, size = ordered[0].group_rank, ordered[0].group_size
+    if size != n_devices:
+        raise ArgumentError(
+            f"the schedule is for {n_devices} devices, but the stages' process group has {size} "
+            "ranks; give one rank a device"
+        )
+    for stage in ordered:
+        if stage.num_stages != len(homes):
+            raise ArgumentError(
+                f"stage {stage.stage_index} says num_stages={stage.num_stages}, but the schedule "
+                f"has {len(homes)} stages; make each PipelineStage with that number"
+            )
+    mine = [stage for stage, home in enumerate(homes) if home == rank]
+    given = [stage.stage_index for stage in ordered]
+    if given != mine:
+        raise ArgumentError(f"rank {rank} holds the stages {mine}, got {given}; give just these")
+    return ordered

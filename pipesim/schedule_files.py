@@ -1,0 +1,300 @@
+"""Files of a schedule: the CSV of torch.distributed.pipelining, and the grid as text.
+
+In the CSV a row is a rank, which is a device, and a cell is an action, such as ``0F0`` or
+``(0F1;1B0)OVERLAP_F_B``; empty cells are idle steps. The grid is what `Schedule.grid` prints.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from pipesim.errors import ArgumentError, ScheduleError, suggestion
+from pipesim.files import write_whole
+from pipesim.ops import SCHEDULED, SENDS, TRANSFERS, Action, Op, Overlapped, parse_action
+from pipesim.placement import Placement
+from pipesim.schedule import Schedule
+
+__all__ = ["read_schedule", "schedule_from_texts", "write_schedule"]
+
+_FORMS = "a CSV with a row a device, or a grid such as 'device 0 | 0F0 0B0'"
+_LABEL = re.compile(r"\s*(?:(?:device|rank)\s+(\d+))?\s*\|")
+#: Characters of a text that may be an action: two overlapped ones, with numbers of 19 digits.
+_LONGEST = 99
+#: What torch lists for stages whose parameters are sharded by FSDP; nothing here depends on it.
+_SHARDING = re.compile(r"\s*\d+(?:UNSHARD|RESHARD)\s*")
+#: The other end of a message, and how many stages on it is.
+_OTHER_END = {
+    Op.SEND_F: (Op.RECV_F, +1),
+    Op.RECV_F: (Op.SEND_F, -1),
+    Op.SEND_B: (Op.RECV_B, -1),
+    Op.RECV_B: (Op.SEND_B, +1),
+}
+
+
+class _Cell(NamedTuple):
+    """A text, and where it stands: counted from 0, but the row and the column from 1."""
+
+    text: str
+    device: int
+    row: int
+    column: int
+
+
+_Order = list[Action | Overlapped]
+
+
+def write_schedule(schedule: Schedule, path: Path | str) -> None:
+    """Do what `Schedule.save` says."""
+    path = Path(path)
+    if schedule.n_batches > 1 or schedule.weight_versions != "one":
+        raise ScheduleError(
+            f"cannot write {path}: schedule {schedule.name!r} has {schedule.n_batches} "
+            f"mini-batches and weight_versions={schedule.weight_versions!r}, for which its form "
+            "has no place; write schedule.with_updates(1, 'one'), and call with_updates again on "
+            "what is loaded"
+        )
+    if path.suffix.lower() == ".txt":
+        text = schedule.grid() + "\n"
+    else:
+        lines = io.StringIO()
+        csv.writer(lines, lineterminator="\n").writerows(schedule.orders)
+        text = lines.getvalue()
+    write_whole(path, lambda file: file.write_text(text, encoding="utf-8", newline="\n"))
+
+
+def read_schedule(path: Path | str, name: str | None = None) -> Schedule:
+    """Do what `Schedule.load` says."""
+    path = Path(path)
+    rows = _rows(str(path), _content(path))
+    return _schedule(str(path), rows, name or path.stem)
+
+
+def schedule_from_texts(
+    where: str, orders: Sequence[Sequence[str]], name: str, n_microbatches: int | None = None
+) -> Schedule:
+    """Return the schedule of the texts of actions, one sequence a device; ``where`` is for errors.
+
+    Messages, reductions and empty texts are left out, as `Schedule.load` does. Without a number of
+    micro-batches it is read off.
+    """
+    rows = [
+        [_Cell(text, device, device + 1, column + 1) for column, text in enumerate(order)]
+        for device, order in enumerate(orders)
+    ]
+    return _schedule(where, rows, name, n_microbatches)
+
+
+def _content(path: Path) -> str:
+    """Return the text of a file."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        near = [file.name for file in path.parent.glob("*") if file.suffix in (".csv", ".txt")]
+        raise ScheduleError(
+            f"cannot read schedule {path}: {error.strerror}{suggestion(path.name, near)}"
+        ) from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        _refuse_form(str(path), f"it is no UTF-8 text (byte {error.start})")
+    if "\0" in text:
+        _refuse_form(str(path), "it is no text: it has a NUL character")
+    if not text.strip():
+        _refuse_form(str(path), "it is empty")
+    return text
+
+
+def _refuse_form(where: str, problem: str) -> NoReturn:
+    raise ScheduleError(f"cannot read schedule {where}: {problem}; give {_FORMS}")
+
+
+def _rows(where: str, text: str) -> list[list[_Cell]]:
+    """Return the cells of each device; a grid has no commas, and may have labels."""
+    lines = _table_lines(where, text.rstrip()) if "," in text else _grid_lines(where, text)
+    return [
+        [_Cell(cell, device, row, column) for column, cell in enumerate(cells, 1)]
+        for device, (row, cells) in enumerate(lines)
+    ]
+
+
+def _table_lines(where: str, text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and the cells of each row of a CSV."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for cells in reader:
+            yield reader.line_num, cells
+    except csv.Error as error:
+        _refuse_form(where, f"row {reader.line_num}: {error}")
+
+
+def _grid_lines(where: str, text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and the cells of each line of a grid, blank lines left out."""
+    device = 0
+    for row, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        label, bar, cells = line.rpartition("|")
+        match = _LABEL.fullmatch(label + bar)
+        if bar and match is None:
+            _refuse_form(where, f"row {row}: {label.strip()!r} is no label of device {device}")
+        if match is not None and match[1] is not None and int(match[1]) != device:
+            raise ScheduleError(
+                f"{where}: row {row} is of device {device}, but its label says {match[1]}; give a "
+                "row a device, in order"
+            )
+        yield row, cells.split()
+        device += 1
+
+
+def _schedule(
+    where: str, rows: list[list[_Cell]], name: str, n_microbatches: int | None = None
+) -> Schedule:
+    orders: list[_Order] = []
+    messages: dict[Action, _Cell] = {}
+    for row in rows:
+        order: _Order = []
+        for cell in row:
+            action = _action(where, cell)
+            if isinstance(action, Overlapped) or (action and action.op in SCHEDULED):
+                order.append(action)
+            elif action and action.op in TRANSFERS and messages.setdefault(action, cell) != cell:
+                _refuse(where, cell, "is listed before")
+        orders.append(order)
+    _check_messages(where, messages, orders)
+    if not any(orders):
+        _refuse_form(where, "it lists no F, B, I or W")
+    for device, order in enumerate(orders):
+        if not order:
+            raise ScheduleError(
+                f"{where}: device {device} lists no F, B, I or W; every device runs at least one, "
+                f"so leave no row empty between rows that have actions ({len(rows)} rows)"
+            )
+    placement = _placement(where, orders)
+    try:
+        return Schedule.from_orders(
+            orders, placement=placement, n_microbatches=n_microbatches, name=name
+        )
+    except ScheduleError as error:
+        raise ScheduleError(f"{where}: {error}") from error
+
+
+def _refuse(where: str, cell: _Cell, problem: str) -> NoReturn:
+    raise ScheduleError(f"{_place(where, cell)}: {cell.text.strip()!r} {problem}")
+
+
+def _place(where: str, cell: _Cell) -> str:
+    return f"{where}: row {cell.row} (device {cell.device}), column {cell.column}"
+
+
+def _action(where: str, cell: _Cell) -> Action | Overlapped | None:
+    """Return what a cell says, or None if it says nothing that a schedule is about."""
+    text = cell.text.strip()
+    if not text or _SHARDING.fullmatch(text):
+        return None
+    if len(text) > _LONGEST:
+        raise ScheduleError(
+            f"{_place(where, cell)}: {len(text)} characters are no action; give {_FORMS}"
+        )
+    try:
+        action = parse_action(text)
+    except ArgumentError as error:
+        raise ScheduleError(f"{_place(where, cell)}: {error}{_advice(text)}") from error
+    if isinstance(action, Overlapped) or action.op in (*SCHEDULED, *TRANSFERS):
+        parts = action if isinstance(action, Overlapped) else (action,)
+        if any(part.microbatch is None for part in parts):
+            _refuse(where, cell, "names no micro-batch; write such as '2F0'")
+    elif action.op != Op.REDUCE_GRAD:
+        _refuse(where, cell, "is no action that a schedule lists (F, B, I, W): pipesim.lower adds "
+                             "the rest; leave it out")  # fmt: skip
+    return action
+
+
+def _advice(text: str) -> str:
+    """Return what to do about a text that is no action, where that can be told."""
+    if text.startswith("("):
+        return "; torch may run any actions as one, but only an F and a B can be simulated so"
+    if text.strip(".") == "":
+        return "; a grid that was cut is no whole schedule, and idle time is not written"
+    if text[0] == ">" or text[-1] == "<":
+        return "; remove the mark of an error message"
+    return ""
+
+
+def _check_messages(where: str, messages: dict[Action, _Cell], orders: Sequence[_Order]) -> None:
+    """Check that each SEND has its RECV, each RECV its SEND, and each its stage's device."""
+    held = {(device, a.stage) for device, order in enumerate(orders) for a in _singles(order)}
+    for message, cell in messages.items():
+        if (cell.device, message.stage) not in held:
+            _refuse(where, cell, f"is misplaced: this device runs nothing of stage {message.stage}")
+        op, offset = _OTHER_END[message.op]
+        other = Action(message.stage + offset, op, message.microbatch)
+        if other not in messages:
+            does = "sends to nobody" if message.op in SENDS else "waits for nothing"
+            _refuse(where, cell, f"{does}: the file has no {other}; add it, or leave out all "
+                                 "messages, which pipesim.lower adds")  # fmt: skip
+
+
+def _singles(order: _Order) -> Iterator[Action]:
+    for action in order:
+        yield from (action,) if isinstance(action, Action) else action
+
+
+def _placement(where: str, orders: Sequence[_Order]) -> Placement:
+    """Return where the stages lie: on one path, or on one for each half of the micro-batches.
+
+    A stage of one path lies where it is first named, so that `pipesim.verify` can show what is
+    elsewhere.
+    """
+    home: dict[tuple[int, int], int] = {}
+    homes: dict[int, list[int]] = {}
+    for device, order in enumerate(orders):
+        for action in _singles(order):
+            home.setdefault((action.stage, action.microbatch or 0), device)
+            found = homes.setdefault(action.stage, [])
+            if device not in found:
+                found.append(device)
+    missing = next(stage for stage in itertools.count() if stage not in homes)
+    if missing < len(homes):
+        raise ScheduleError(f"{where}: no action names stage {missing}; number stages from 0")
+    shared = sum(len(found) > 1 for found in homes.values())
+    # In a bidirectional placement of an odd number of stages the middle one lies on one device.
+    if shared and shared >= len(homes) - len(homes) % 2:
+        return _two_paths(where, home, len(homes))
+    first = [homes[stage][0] for stage in range(len(homes))]
+    for device in range(len(orders)):
+        if device not in first:
+            raise ScheduleError(
+                f"{where}: device {device} has no stage of its own: what it lists is of stages "
+                "that lie on devices before it; give each stage one device"
+            )
+    return Placement(first)
+
+
+def _two_paths(where: str, home: dict[tuple[int, int], int], n_stages: int) -> Placement:
+    """Return the placement in which each half of the micro-batches has a path of its own."""
+    n_microbatches = 1 + max(microbatch for _, microbatch in home)
+    paths: list[dict[int, int]] = [{}, {}]
+    for (stage, microbatch), device in sorted(home.items()):
+        half = microbatch * 2 // n_microbatches
+        if paths[half].setdefault(stage, device) != device:
+            raise ScheduleError(
+                f"{where}: device {device} lists stage {stage} of micro-batch {microbatch}, but "
+                f"device {paths[half][stage]} lists that stage of an earlier one of the same half; "
+                "where a stage lies on two devices, the first half of the micro-batches takes one "
+                "and the second half the other"
+            )
+    for half, path in enumerate(paths):
+        if len(path) < n_stages:
+            lacking = next(stage for stage in range(n_stages) if stage not in path)
+            raise ScheduleError(
+                f"{where}: stages lie on two devices, but no micro-batch of the "
+                f"{('first', 'second')[half]} half goes through stage {lacking}; list it, or give "
+                "each stage one device"
+            )
+    return Placement(*([path[stage] for stage in range(n_stages)] for path in paths))

@@ -1,0 +1,77 @@
+"""What a schedule is called in settings: its name in the registry, or the file that holds it."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+from pipesim.registry import Counts, ScheduleInfo, options_of_schedules, schedule_info
+from pipesim.schedule import Schedule
+
+__all__ = ["counts_of_file", "digest_of_file", "info_of", "is_file"]
+
+_SUFFIXES = (".csv", ".txt")
+
+
+def is_file(name: object) -> bool:
+    """Whether a name is that of a file: it ends in .csv or .txt, or has a slash."""
+    return (
+        isinstance(name, str)
+        and name not in options_of_schedules()
+        and (name.endswith(_SUFFIXES) or "/" in name)
+    )
+
+
+def info_of(name: str) -> ScheduleInfo:
+    """Return what is known of a registered schedule, or of the one in a file.
+
+    Raises
+    ------
+    UnknownNameError
+        For a name that is neither registered nor a file's.
+    ScheduleError
+        For a file that cannot be read.
+    """
+    if not is_file(name):
+        return schedule_info(name)
+    schedule = _load(name)
+    n_devices, n_microbatches = schedule.n_devices, schedule.n_microbatches
+    return ScheduleInfo(
+        name=name,
+        summary="from a file",
+        source=name,
+        build=lambda p, m: schedule,
+        options=(),
+        counts=Counts(
+            f"just the {n_devices} devices and {n_microbatches} micro-batches of its file",
+            lambda p, m: (p, m) == (n_devices, n_microbatches),
+        ),
+    )
+
+
+def counts_of_file(name: object) -> dict[str, int]:
+    """Return ``n_devices`` and ``n_microbatches`` of the schedule in a file; else nothing."""
+    if not isinstance(name, str) or not is_file(name):
+        return {}
+    schedule = _load(name)
+    return {"n_devices": schedule.n_devices, "n_microbatches": schedule.n_microbatches}
+
+
+def digest_of_file(name: str) -> str:
+    """Return a digest of the orders in a file."""
+    return hashlib.sha256(_load(name).grid().encode()).hexdigest()[:32]
+
+
+def _load(name: str) -> Schedule:
+    try:
+        state = Path(name).stat()
+    except OSError:
+        return Schedule.load(name)  # says what is wrong
+    return _loaded(name, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=8)
+def _loaded(name: str, *state: int) -> Schedule:
+    """Load a file once for all rows of a sweep, as long as it stays the same."""
+    return Schedule.load(name)

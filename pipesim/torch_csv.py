@@ -1,0 +1,91 @@
+"""Orders with messages, as the runtime of torch.distributed.pipelining takes them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from pipesim.errors import ArgumentError
+from pipesim.files import write_whole
+from pipesim.graph import TaskGraph, overlapped_pairs
+from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped
+
+__all__ = ["torch_orders", "write_torch_csv"]
+
+#: What adds to the gradients of the weights.
+_GRADIENTS = frozenset({Op.B, Op.W})
+
+
+def torch_orders(graph: TaskGraph) -> list[list[str]]:
+    """Return the texts of each device's actions and messages, in issue order.
+
+    After the last gradient of a stage comes its ``REDUCE_GRAD``, where torch averages over the
+    micro-batches. Optimizer steps are left out: in torch they are the caller's.
+
+    Raises
+    ------
+    ArgumentError
+        If the graph recomputes, has copies of its stages, or several mini-batches, for which
+        torch's rows have no place.
+    """
+    _check(graph)
+    left = np.zeros(graph.n_stages, dtype=np.int64)
+    np.add.at(left, graph.stage[graph.is_op(_GRADIENTS)], 1)
+    orders: list[list[str]] = [[] for _ in range(graph.n_devices)]
+    for device, parts in _listed(graph):
+        actions = [Action(*part) for part in parts]
+        orders[device].append(str(actions[0] if len(actions) == 1 else Overlapped(*actions)))
+        for stage, op, _ in actions:
+            left[stage] -= op in _GRADIENTS
+            if op in _GRADIENTS and not left[stage]:
+                orders[device].append(str(Action(stage, Op.REDUCE_GRAD)))
+    return orders
+
+
+def _listed(graph: TaskGraph) -> Iterator[tuple[int, list[tuple[int, Op, int]]]]:
+    """Yield the device and the parts of each action and message, in issue order."""
+    forward, backward = overlapped_pairs(graph.kinds, graph.kind, graph.stream_of_kind)
+    second = dict(zip(forward.tolist(), backward.tolist(), strict=True))
+    halves = set(second.values())
+    listed = np.flatnonzero(graph.is_op(SCHEDULED | TRANSFERS)).tolist()
+    device, stage, microbatch = (
+        column.tolist() for column in (graph.device, graph.stage, graph.microbatch)
+    )
+    op = [Op(code) for code in graph.op.tolist()]
+    for task in listed:
+        if task not in halves:
+            parts = (task, second[task]) if task in second else (task,)
+            yield device[task], [(stage[part], op[part], microbatch[part]) for part in parts]
+
+
+def _check(graph: TaskGraph) -> None:
+    if graph.n_replicas > 1:
+        raise ArgumentError(
+            f"graph {graph.name!r} has {graph.n_replicas} copies of each stage (data-parallel "
+            "replicas, or paths of a bidirectional placement); torch's rows are those of one "
+            "pipeline with a stage on one rank: lower a schedule of one path with n_replicas=1, "
+            "and let FSDP or DDP reduce the gradients"
+        )
+    if graph.n_batches > 1 or graph.weight_versions != "one":
+        raise ArgumentError(
+            f"graph {graph.name!r} has {graph.n_batches} mini-batches and weight_versions="
+            f"{graph.weight_versions!r}; torch's runtime knows no optimizer step inside a step: "
+            "take a schedule with one set of weights"
+        )
+    if graph.is_op(frozenset({Op.R})).any():
+        raise ArgumentError(
+            f"graph {graph.name!r} recomputes ({graph.recompute}), but torch's runtime has no such "
+            "action; lower the schedule with recompute='never', and checkpoint inside the modules"
+        )
+
+
+def write_torch_csv(graph: TaskGraph, path: Path | str) -> None:
+    """Do what `TaskGraph.save_torch_csv` says."""
+    lines = io.StringIO()
+    csv.writer(lines, lineterminator="\n").writerows(torch_orders(graph))
+    text = lines.getvalue()
+    write_whole(Path(path), lambda file: file.write_text(text, encoding="utf-8", newline="\n"))

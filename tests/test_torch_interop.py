@@ -1,0 +1,248 @@
+"""Schedules run by torch.distributed.pipelining's own runtime, and what it cannot run."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from executing import mse, orders
+from torch import nn
+from torch_ranks import batch, layers, run_ranks
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.torch_private import make_runtime
+from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
+from pipesim.placement import Placement
+
+#: Drawn by hand; V: device 0 holds the first stage and the last.
+SCHEDULES = {
+    "1f1b": ps.schedule("1f1b", 2, 3),
+    "split": orders("0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2", "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"),
+    "v": orders(
+        "0F0 0F1 3F0 3I0 0F2 3F1 3B1 0I0 3W0 3F2 0B1 3I2 0I2 3W2 0W0 0W2",
+        "1F0 2F0 1F1 2F1 2B0 1F2 1B0 2F2 2B1 1B1 2I2 1I2 2W2 1W2",
+    ),
+    "overlapped": orders(
+        "0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2", "1F0 (1F1;1B0)OVERLAP_F_B 1F2 1B1 1B2"
+    ),
+    # Stages that follow each other on one device, and a message in the middle.
+    "blocks": orders("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", "2F0 3F0 3B0 2B0 2F1 3F1 3B1 2B1"),
+}
+
+
+def whole_model(n_stages: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the gradients and the loss of the model that is not split."""
+    modules = layers(n_stages)
+    inputs, targets = batch()
+    loss = nn.functional.mse_loss(nn.Sequential(*modules)(inputs), targets)
+    loss.backward()
+    return named_gradients(modules), loss.detach()
+
+
+def named_gradients(modules: list[nn.Sequential]) -> dict[str, torch.Tensor]:
+    return {
+        f"{stage}.{name}": parameter.grad
+        for stage, module in enumerate(modules)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def own_gradients(schedule: ps.Schedule) -> dict[str, torch.Tensor]:
+    """Return those of our own pipeline."""
+    modules = copy.deepcopy(layers(schedule.n_stages))
+    px.Pipeline(modules, ps.lower(schedule), ["cpu"] * 2, mse).step(*batch())
+    return named_gradients(modules)
+
+
+def test_gradients_under_torch(tmp_path: Path) -> None:
+    """Two processes, torch's runtime: the gradients of the unsplit model, and of our own pipeline.
+
+    Each order with the messages that torch adds, and with those that pipesim adds.
+    """
+    files = []
+    for name, schedule in SCHEDULES.items():
+        for kind in ("torch", "lowered"):
+            files.append(str(tmp_path / f"{name}.{kind}.csv"))
+            schedule.save(files[-1])
+    found = run_ranks(tmp_path, files, [file for file in files if "lowered" in file])
+    for file, gradients in zip(files, found, strict=True):
+        schedule = SCHEDULES[Path(file).name.split(".")[0]]
+        expected, loss = whole_model(schedule.n_stages)
+        torch.testing.assert_close(gradients.pop("loss"), loss)
+        assert gradients.keys() == expected.keys(), file
+        own = own_gradients(schedule)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], msg=f"{name} of {file}")
+            torch.testing.assert_close(gradient, own[name], msg=f"{name} of {file}")
+
+
+def stubs(rank: int, homes: list[int], n_devices: int) -> list[Any]:
+    return [
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=len(homes),
+            group_rank=rank,
+            group_size=n_devices,
+            is_last=False,
+            submod=nn.Identity(),
+        )
+        for stage, home in enumerate(homes)
+        if home == rank
+    ]
+
+
+def linear_stubs() -> list[Any]:
+    return stubs(0, [0, 1], 2)
+
+
+def test_runtime_lists_the_order() -> None:
+    """The runtime holds our order, and torch's own view of it comes back as our schedule."""
+    for name, schedule in SCHEDULES.items():
+        homes = list(schedule.placement.device_of)
+        runtime = px.to_torch(schedule, stubs(0, homes, 2), mse)
+        assert px.from_torch(runtime) == schedule, name
+        lowered = px.to_torch(ps.lower(schedule), stubs(0, homes, 2), mse)
+        assert px.from_torch(lowered) == schedule, name
+        assert runtime.stage_index_to_group_rank == dict(enumerate(homes))
+
+
+def test_loss_reduction() -> None:
+    """Only means are scaled; further options reach torch."""
+    schedule = ps.schedule("gpipe", 2, 2)
+    assert px.to_torch(schedule, linear_stubs(), mse).scale_grads
+    runtime = px.to_torch(schedule, linear_stubs(), mse, loss_reduction="sum", defer_pp_recv=True)
+    assert not runtime.scale_grads
+    with pytest.raises(UnknownNameError, match=r"loss_reduction 'means'; did you mean 'mean'"):
+        px.to_torch(schedule, linear_stubs(), mse, loss_reduction="means")  # type: ignore[arg-type]
+
+
+def refusal(what: Any, stages: list[Any] | None = None) -> str:
+    with pytest.raises(ArgumentError) as caught:
+        px.to_torch(what, linear_stubs() if stages is None else stages, mse)
+    return str(caught.value)
+
+
+def test_what_torch_cannot_run() -> None:
+    """Copies of stages, weight versions, recompute, replicas: each says why and what to do."""
+    orders = [["0F0", "1F1", "0B0", "1B1"], ["1F0", "0F1", "1B0", "0B1"]]
+    both_ways = ps.Schedule.from_orders(orders, placement=ps.bidirectional(2))
+    assert "has 2 copies of each stage" in refusal(both_ways)
+    plain = ps.schedule("1f1b", 2, 4)
+    assert "weight_versions='stashed'" in refusal(plain.with_updates(2, "stashed"))
+    assert "recomputes (always)" in refusal(ps.lower(plain, recompute="always"))
+    assert "2 copies of each stage" in refusal(ps.lower(plain, n_replicas=2))
+    assert "2 copies of each stage" in refusal(ps.lower(both_ways))
+    assert "2 mini-batches" in refusal(ps.lower(plain.with_updates(2, "stashed")))
+    assert "takes a Schedule or a TaskGraph, got '1f1b'" in refusal("1f1b")
+    with pytest.raises(ScheduleError, match="lacks 0B0"):
+        px.to_torch(ps.Schedule.from_orders([["0F0"]]), stubs(0, [0], 1), mse)
+
+
+def test_stages_that_are_not_this_ranks() -> None:
+    """None, too few, of another size, or on a group of another size."""
+    schedule = SCHEDULES["v"]
+    homes = [0, 1, 1, 0]
+    assert "got no stages" in refusal(schedule, [])
+    assert "rank 0 holds the stages [0, 3], got [0]" in refusal(schedule, stubs(0, homes, 2)[:1])
+    assert "num_stages=5, but the schedule has 4" in refusal(schedule, stubs(0, [*homes, 1], 2))
+    assert "2 devices, but the stages' process group has 3" in refusal(schedule, stubs(0, homes, 3))
+
+
+def test_from_torch_of_orders() -> None:
+    """Idle steps and messages are left out; a text is as good as an action."""
+    order = {1: [None, "1RECV_F0", "1F0", "1B0", "1SEND_B0"],
+             0: ["0F0", "0SEND_F0", None, "0RECV_B0", "0B0", "0REDUCE_GRAD"]}  # fmt: skip
+    schedule = px.from_torch(order, name="mine")
+    assert schedule == ps.schedule("1f1b", 2, 1)
+    assert schedule.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ({}, "takes a schedule of torch.distributed.pipelining"),
+        (3, "takes a schedule of torch.distributed.pipelining"),
+        ({1: ["0F0", "0B0"]}, "ranks of an order are 0 to 0, got 1"),
+    ],
+)
+def test_from_torch_refuses(order: Any, words: str) -> None:
+    """What is no order."""
+    with pytest.raises(ArgumentError, match=words):
+        px.from_torch(order)
+
+
+def test_from_torch_names_the_action() -> None:
+    """The rank and the position of what is no action."""
+    with pytest.raises(ScheduleError, match=r"order of torch: row 1 \(device 0\), column 2: '0X0'"):
+        px.from_torch({0: ["0F0", "0X0"]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("1f1b", 2, 4), "unknown schedule of torch '1f1b'; did you mean '1F1B'"),
+        (("1F1B", 4, 2), "1F1B does not take n_devices=4, n_microbatches=2"),
+        (("ZBVZeroBubble", 2, 4, 3), "takes n_chunks=2, got 3"),
+        (("GPipe", 2.5, 4), "n_devices must be a whole number"),
+    ],
+)
+def test_torch_schedule_order_refuses(arguments: tuple[Any, ...], words: str) -> None:
+    """Names and counts that torch does not know, and torch's reason."""
+    with pytest.raises(ArgumentError, match=words):
+        px.torch_schedule_order(*arguments)
+
+
+def test_placements_of_any_shape() -> None:
+    """Torch's runtime takes its map of stages from our placement, whatever it is."""
+    order = [["0F0", "2F0", "2B0", "0B0"], ["1F0", "1B0"]]
+    schedule = ps.Schedule.from_orders(order, placement=Placement([0, 1, 0]))
+    runtime = px.to_torch(schedule, stubs(1, [0, 1, 0], 2), mse)
+    assert runtime.stage_index_to_group_rank == {0: 0, 1: 1, 2: 0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_microbatches", "form", "words"),
+    [
+        (["0F0 0F0 0B0"], 1, "compute_only", "0F0 is a duplicate"),
+        (["0F1 0B1"], 1, "compute_only", "0F1 names a micro-batch outside 0..0"),
+        (["0F0 0F1 0B0 0I0 0W0"], 2, "compute_only", "0I0 stands beside 0B0"),
+        (
+            [
+                "0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1",
+                "1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F0 1F0 1B0 1SEND_B0",
+            ],
+            2,
+            "compute_comms",
+            "deadlocks",
+        ),
+    ],
+)
+def test_what_torch_does_not_find(
+    rows: list[str], n_microbatches: int, form: Any, words: str
+) -> None:
+    """Orders that torch's runtime accepts and no step can run; ours names what is wrong."""
+    actions = [row.split() for row in rows]
+    make_runtime(actions, form, stubs(0, list(range(len(rows))), len(rows)), n_microbatches)
+    schedule = px.from_torch(dict(enumerate(actions)), n_microbatches=n_microbatches)
+    with pytest.raises(ScheduleError, match=words):
+        ps.verify(schedule)
+
+
+def test_private_names_in_one_file() -> None:
+    """What torch may move without notice is imported in torch_private.py and nowhere else."""
+    for file in sorted(Path(px.__file__).parent.glob("*.py")):
+        names = [
+            name.name
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.ImportFrom) and "torch.distributed" in (node.module or "")
+            for name in node.names
+            if name.name.startswith("_")
+        ]
+        assert bool(names) == (file.name == "torch_private.py"), file.name
