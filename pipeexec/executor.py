@@ -298,6 +298,14 @@ class Pipeline:
 
         The step leaves parameters, buffers, gradients and optimizers as they were.
         """
+        return [meter.peak for meter in self._metered(inputs, targets)]
+
+    def left_bytes(self, inputs: Batch, targets: Any) -> list[int]:
+        """Return the most bytes that each stage holds at the end of an I, counted as above."""
+        return [meter.left for meter in self._metered(inputs, targets)]
+
+    def _metered(self, inputs: Batch, targets: Any) -> list[Meter]:
+        """Run a step that leaves no trace, and count what each stage holds."""
         meters = [Meter([*module.parameters(), *module.buffers()]) for module in self.modules]
         with self.preserved():
             try:
@@ -307,7 +315,7 @@ class Pipeline:
             finally:
                 for stage in self.stages:
                     stage.meter = None
-        return [meter.peak for meter in meters]
+        return meters
 
     def close(self) -> None:
         """End the devices' threads; the pipeline, and those that share its devices, are done."""

@@ -25,11 +25,14 @@ class Meter:
     ----------
     now, peak
         Bytes held, and the most that ever were.
+    left
+        The most bytes held at the end of an I.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
         self.now = 0
         self.peak = 0
+        self.left = 0
         self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
         self._holders: Counter[int] = Counter()
 

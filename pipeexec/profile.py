@@ -3,14 +3,15 @@
 Stages share memory bandwidth, and threads of one process an interpreter: durations measured one
 stage at a time are too short. So costs are means over the steps of one calibration schedule, in
 which all stages run at once: breadth first, every activation recomputed, with one micro-batch more
-than the pipeline has. It is none that anyone predicts with these costs.
+than the pipeline has. It is none that anyone predicts with these costs. Where backwards are split,
+every other micro-batch's is, so that B is measured as well as I and W.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ __all__ = ["Calibration", "Profile", "breadth_first", "measure", "profile"]
 SHORTEST = 1e-3
 #: Standard deviation of a step's mean duration over itself beyond which the machine is too busy.
 UNSTEADY = 0.2
-_MEASURED = {op: DURATION_OF[op] for op in (Op.F, Op.B, Op.R, Op.STEP)}
+_MEASURED = {op: DURATION_OF[op] for op in (Op.F, Op.B, Op.R, Op.STEP, Op.I, Op.W)}
 _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 
 
@@ -76,7 +77,8 @@ class Profile:
     table
         One row an operation and stage, durations in seconds: ``loaded`` (mean over the tasks of
         all steps), ``spread`` (standard deviation of the steps' means over ``loaded``),
-        ``isolated`` (mean with all other devices idle), ``slow_down`` (loaded over isolated).
+        ``isolated`` (mean with all other devices idle; NaN for I and W, which two stages may run
+        at once), ``slow_down`` (loaded over isolated).
     transfers
         Seconds a message takes by ``nbytes``, between idle devices.
     """
@@ -86,14 +88,20 @@ class Profile:
     transfers: pd.DataFrame
 
 
-def breadth_first(placement: Placement, n_microbatches: int) -> Schedule:
-    """Return all forwards stage by stage, then all backwards stage by stage."""
+def breadth_first(placement: Placement, n_microbatches: int, split: int = 0) -> Schedule:
+    """Return all forwards stage by stage, then all backwards stage by stage.
+
+    With ``split``, the backward of each micro-batch whose number is one less than a multiple of it
+    is an I and a W.
+    """
     counts = range(n_microbatches)
+    backward = [("I", "W") if split and (j + 1) % split == 0 else ("B",) for j in counts]
     orders = [
         [f"{s}F{j}" for s in placement.stages_of(d) for j in counts]
-        + [f"{s}B{j}" for s in reversed(placement.stages_of(d)) for j in counts]
+        + [f"{s}{op}{j}" for s in reversed(placement.stages_of(d)) for j in counts
+           for op in backward[j]]
         for d in range(placement.n_devices)
-    ]
+    ]  # fmt: skip
     return Schedule.from_orders(
         orders, placement=placement, n_microbatches=n_microbatches, name="calibration"
     )
@@ -108,18 +116,29 @@ class Calibration:
         Whose stages and devices are measured.
     inputs, targets
         A batch as for ``pipeline.step``.
+    graphs
+        Those that the costs are for; the pipeline's own where None.
     """
 
-    def __init__(self, pipeline: Pipeline, inputs: Batch, targets: Any) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        inputs: Batch,
+        targets: Any,
+        graphs: Iterable[TaskGraph] | None = None,
+    ) -> None:
         graph = pipeline.graph
         self.pipeline = pipeline
+        self.splits = any(bool((g.op == Op.W).any()) for g in graphs or [graph])
         n_microbatches = graph.n_microbatches + 1
         *_, sizes = split_batches(inputs, targets, graph.n_microbatches)
         self.size = min(sizes)
         self.batch = tuple(_repeated(x, n_microbatches * self.size) for x in (inputs, targets))
         self.one = tuple(_repeated(x, self.size) for x in (inputs, targets))
-        self.loaded = pipeline.with_graph(_calibration_graph(graph, n_microbatches))
-        self.isolated = pipeline.with_graph(_calibration_graph(graph, 1))
+        self.loaded, self.isolated = (
+            pipeline.with_graph(lower(self._schedule(n, 2), recompute="always"))
+            for n in (n_microbatches, 1)
+        )
         self.steps: list[StepResult] = []
         self.alone: list[StepResult] = []
         self.optimizer_bytes: list[int] = []
@@ -139,13 +158,23 @@ class Calibration:
             # Now, since optimizers have no state before their first step.
             self.optimizer_bytes = [_state_bytes(o) for o in self.pipeline.optimizers]
 
+    def _schedule(self, n_microbatches: int, split: int) -> Schedule:
+        placement = Placement(self.pipeline.graph.device_of_stage.tolist())
+        return breadth_first(placement, n_microbatches, split if self.splits else 0)
+
     @cached_property
     def held_bytes(self) -> list[int]:
         """Bytes of activations that each stage holds for one micro-batch."""
-        graph = self.pipeline.graph
-        once = lower(breadth_first(Placement(graph.device_of_stage.tolist()), 1))
+        once = lower(breadth_first(Placement(self.pipeline.graph.device_of_stage.tolist()), 1))
         # Not of `pipeline`, which may not have run yet: a first forward is given copies.
         return self.loaded.with_graph(once).held_bytes(*self.one)
+
+    @cached_property
+    def left_bytes(self) -> list[int]:
+        """Bytes that each stage holds for one micro-batch between I and W; 0 without them."""
+        if not self.splits:
+            return [0] * self.pipeline.graph.n_stages
+        return self.loaded.with_graph(lower(self._schedule(1, 1))).left_bytes(*self.one)
 
     def result(self) -> Profile:
         """Return the costs that the steps so far show."""
@@ -155,6 +184,8 @@ class Calibration:
         transfers = _time_transfers(self.pipeline)
         rows, values = [], {}
         for op, name in _MEASURED.items():
+            if op in (Op.I, Op.W) and not self.splits:
+                continue
             loaded, isolated = (
                 np.array([np.nan_to_num(stage_seconds(run.timeline, op)) for run in runs])
                 for runs in (self.steps, self.alone)
@@ -168,7 +199,7 @@ class Calibration:
                         "stage": stage,
                         "loaded": seconds,
                         "spread": float(loaded[:, stage].std() / seconds) if seconds else 0.0,
-                        "isolated": alone,
+                        "isolated": alone or math.nan,
                         "slow_down": seconds / alone if alone else math.nan,
                     }
                 )
@@ -177,6 +208,7 @@ class Calibration:
             **values,
             launch=float(np.mean(issue)),
             activation_bytes=tuple(map(float, self.held_bytes)),
+            weight_grad_bytes=tuple(map(float, self.left_bytes)),
             network=_network(self.steps, transfers),
             **self._sizes(),
         )
@@ -209,11 +241,6 @@ def measure(
     for _ in range(check_count("n_steps", n_steps)):
         calibration.step()
     return calibration.result()
-
-
-def _calibration_graph(graph: TaskGraph, n_microbatches: int) -> TaskGraph:
-    placement = Placement(graph.device_of_stage.tolist())
-    return lower(breadth_first(placement, n_microbatches), recompute="always")
 
 
 def _repeated(batch: Batch, n_samples: int) -> Batch:

@@ -46,6 +46,7 @@ class Planned(NamedTuple):
     waits: tuple[int, ...]
     source: int
     recomputed: bool
+    split: bool
 
 
 class Run:
@@ -161,13 +162,15 @@ class Run:
 
 def _forward(run: Run, task: Planned) -> None:
     values = run.inputs[task.microbatch] if task.source < 0 else run.take(task.source)
-    values = task.stage.forward(task.microbatch, values, run.seed_of(task), task.recomputed)
+    values = task.stage.forward(
+        task.microbatch, values, run.seed_of(task), task.recomputed, task.split
+    )
     if task.stage.finish is None:
         run.values[task.id] = values
 
 
 def _recompute(run: Run, task: Planned) -> None:
-    task.stage.recompute(task.microbatch, run.seed_of(task))
+    task.stage.recompute(task.microbatch, run.seed_of(task), task.split)
 
 
 def _backward(run: Run, task: Planned) -> None:
@@ -224,9 +227,10 @@ def plan(graph: TaskGraph, stages: Sequence[Stage], devices: Sequence[Device]) -
     for index in np.flatnonzero(~graph.is_op(frozenset(WORK)))[:1].tolist():
         task = graph.task(index)
         raise ArgumentError(f"{task} cannot be run in one process; lower without {task.op}")
-    recomputed = {
-        (int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == Op.R)
-    }
+    recomputed, split = (
+        {(int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == op)}
+        for op in (Op.R, Op.W)
+    )
     planned = []
     for index in range(len(graph)):
         task = graph.task(index)
@@ -248,6 +252,7 @@ def plan(graph: TaskGraph, stages: Sequence[Stage], devices: Sequence[Device]) -
                 waits=tuple({t for t in needed if graph.stream[t] != graph.stream[index]}),
                 source=int(graph.pair[index]) if task.op in RECVS else source,
                 recomputed=(task.stage, task.microbatch) in recomputed,
+                split=(task.stage, task.microbatch) in split,
             )
         )
     return planned

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
+from pipeexec.deferred import Deferred
 from pipeexec.meter import Meter, Receipt
 from pipeexec.randomness import OwnGenerator
 from pipesim.errors import ExecutionError
@@ -49,7 +50,7 @@ class _Activations:
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[GradientEdge | None, ...]
-    gradients: Values = ()  # of the outputs, kept by I for W
+    deferred: Deferred | None = None  # what I leaves for W
     receipts: tuple[Receipt, ...] = ()
 
 
@@ -92,8 +93,13 @@ class Stage:
         self._input_receipts: dict[int, tuple[Receipt, ...]] = {}
         self._activations: dict[int, _Activations] = {}
 
-    def forward(self, microbatch: int, values: Values, seed: int, recomputed: bool) -> Values:
-        """Run F; keep the activations, or only the input where it will be recomputed."""
+    def forward(
+        self, microbatch: int, values: Values, seed: int, recomputed: bool, split: bool = False
+    ) -> Values:
+        """Run F; keep the activations, or only the input where it will be recomputed.
+
+        Where the backward will be ``split``, its weight gradients are made such that they can wait.
+        """
         inputs = tuple(value for value in values if value is not None)
         if recomputed:
             self._inputs[microbatch] = inputs
@@ -101,16 +107,14 @@ class Stage:
             with torch.no_grad():
                 outputs = self._call(inputs, microbatch, seed)
         else:
-            leaves = self._leaves(inputs)
-            outputs = self._call(leaves, microbatch, seed)
-            self._keep(microbatch, leaves, outputs)
+            outputs = self._activate(microbatch, self._leaves(inputs), seed, split)
         return tuple(output.detach() for output in outputs)
 
-    def recompute(self, microbatch: int, seed: int) -> None:
+    def recompute(self, microbatch: int, seed: int, split: bool = False) -> None:
         """Run R: F again, under the same random numbers, without updating buffers again."""
         leaves = self._leaves(self._inputs.pop(microbatch))
         fresh = {name: self.module.get_buffer(name).clone() for name in self.buffers}
-        self._keep(microbatch, leaves, self._call(leaves, microbatch, seed, fresh))
+        self._activate(microbatch, leaves, seed, split, fresh)
         del self._input_receipts[microbatch]
 
     def backward(self, microbatch: int, gradients: Values) -> Values:
@@ -122,24 +126,27 @@ class Stage:
         return tuple(leaf.grad for leaf in kept.inputs)
 
     def input_grad(self, microbatch: int, gradients: Values) -> Values:
-        """Run I: return the gradients of the inputs, keep what W needs."""
+        """Run I: return the gradients of the inputs, keep no more than W needs.
+
+        Parameters whose gradients cannot wait (see `pipeexec.deferred`) get them here.
+        """
         kept = self._activations[microbatch]
-        kept.gradients = gradients
         outputs, given = self._with_gradients(kept.outputs, gradients)
-        leaves = [leaf for leaf in kept.inputs if leaf.requires_grad]
-        if not outputs or not leaves:
-            return (None,) * len(kept.inputs)
-        found = iter(
-            torch.autograd.grad(outputs, leaves, given, retain_graph=True, allow_unused=True)
-        )
-        return tuple(next(found) if leaf.requires_grad else None for leaf in kept.inputs)
+        if outputs:
+            back = torch.autograd.backward if kept.deferred is None else kept.deferred.collect
+            back(outputs, given)
+        self._activations[microbatch] = _Activations((), (), kept.deferred)
+        found = tuple(leaf.grad for leaf in kept.inputs)
+        del kept, outputs
+        if self.meter is not None:
+            self.meter.left = max(self.meter.left, self.meter.now)
+        return found
 
     def weight_grad(self, microbatch: int) -> None:
-        """Run W: accumulate the parameters' gradients (the chain between them runs again)."""
-        kept = self._release(microbatch)
-        outputs, given = self._with_gradients(kept.outputs, kept.gradients)
-        if outputs and self.parameters:
-            torch.autograd.backward(outputs, given, inputs=self.parameters)
+        """Run W: accumulate the parameters' gradients that I left."""
+        deferred = self._release(microbatch).deferred
+        if deferred is not None:
+            deferred.run()
 
     def reset(self) -> None:
         """Forget the micro-batches in flight, after a failure."""
@@ -148,13 +155,22 @@ class Stage:
         while self._activations:
             self._release(next(iter(self._activations)))
 
-    def _keep(
-        self, microbatch: int, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
-    ) -> None:
+    def _activate(
+        self,
+        microbatch: int,
+        leaves: tuple[Tensor, ...],
+        seed: int,
+        split: bool,
+        buffers: dict[str, Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Run the module, and keep what the backward needs."""
+        deferred = Deferred(self.meter) if split else None
+        outputs = self._call(leaves, microbatch, seed, buffers, deferred)
         edges = tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
-        kept = _Activations(leaves, edges, receipts=self._receipts(leaves))
+        kept = _Activations(leaves, edges, deferred, self._receipts(leaves))
         self._activations[microbatch] = kept
         self.held.take()
+        return outputs
 
     def _receipts(self, tensors: tuple[Tensor, ...]) -> tuple[Receipt, ...]:
         return () if self.meter is None else tuple(Receipt(self.meter, x) for x in tensors)
@@ -178,6 +194,7 @@ class Stage:
         microbatch: int,
         seed: int,
         buffers: dict[str, Tensor] | None = None,
+        deferred: Deferred | None = None,
     ) -> tuple[Tensor, ...]:
         """Run the module, and the loss after the last stage, under the task's random numbers."""
         copies = self.modifies_input is not False
@@ -188,6 +205,8 @@ class Stage:
             random = context.enter_context(OwnGenerator(seed, self.device)) if draws else None
             if self.meter is not None:
                 context.enter_context(self.meter.saved_tensors())
+            if deferred is not None:
+                context.enter_context(deferred.deferring())
             output = self._module_output(given, buffers)
             if self.finish is not None:
                 outputs: tuple[Tensor, ...] = (self.finish(output, microbatch),)

@@ -270,7 +270,7 @@ def validate(
         pipelines = [pipeline, *(pipeline.with_graph(graph) for graph in others)]
         runs: list[list[StepResult]] = [[] for _ in pipelines]
         inputs, targets = next(source)
-        calibration = Calibration(pipeline, inputs, targets)
+        calibration = Calibration(pipeline, inputs, targets, graphs.values())
         say(f"warming up: {warm_up} rounds")
         for _ in range(warm_up):
             calibration.warm_up(1)

@@ -1,0 +1,225 @@
+"""Layers whose weight gradient can be computed apart from that of their input.
+
+A `Layer` is three functions: forward, and the two halves of its backward. They compute what
+autograd does for the same call, to the last bit. ``LAYERS`` says which calls are layers: a new kind
+is one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["LAYERS", "Call", "Found", "Layer"]
+
+#: Gradients of weight and bias; None for what is not wanted.
+Found = tuple[Tensor | None, Tensor | None]
+#: Which of weight and bias want a gradient.
+Wanted = tuple[bool, bool]
+
+
+class Layer(NamedTuple):
+    """One kind of layer; ``options`` are those of the call.
+
+    Attributes
+    ----------
+    forward
+        ``forward(x, weight, bias, options)``; the output is no view of anything.
+    of_input, of_weights
+        ``of_input(gradient, x, weight, options)`` and ``of_weights(gradient, x, weight, wanted,
+        options)``, where ``gradient`` is that of the output.
+    is_matrix
+        Whether ``x`` and the output have two dimensions; others are folded into the first.
+    """
+
+    forward: Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]
+    of_input: Callable[[Tensor, Tensor, Tensor, Any], Tensor | None]
+    of_weights: Callable[[Tensor, Tensor, Tensor, Wanted, Any], Found]
+    is_matrix: bool = False
+
+
+class Call(NamedTuple):
+    """A call of a layer."""
+
+    layer: Layer
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    options: Any = None
+
+
+# Products with a matrix: (rows, in) to (rows, out)
+
+
+_LINEAR = Layer(
+    lambda x, w, b, _: F.linear(x, w, b),
+    lambda g, x, w, _: g.mm(w),
+    lambda g, x, w, wanted, _: (
+        g.t().mm(x) if wanted[0] else None,
+        g.sum(0) if wanted[1] else None,
+    ),
+    is_matrix=True,
+)
+_MATMUL = Layer(
+    lambda x, w, b, _: x.mm(w) if b is None else torch.addmm(b, x, w),
+    lambda g, x, w, _: g.mm(w.t()),
+    lambda g, x, w, wanted, _: (
+        x.t().mm(g) if wanted[0] else None,
+        g.sum(0) if wanted[1] else None,
+    ),
+    is_matrix=True,
+)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
+    return Call(_LINEAR, input, weight, bias) if input.dim() > 1 and weight.dim() == 2 else None
+
+
+def _matmul(input: Tensor, other: Tensor) -> Call | None:
+    return Call(_MATMUL, input, other) if input.dim() > 1 and other.dim() == 2 else None
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> Call | None:
+    # A bias of another shape would need its gradient summed otherwise.
+    fits = input.dim() == 1 and mat2.dim() == 2 and len(input) == mat2.shape[1]
+    return Call(_MATMUL, mat1, mat2, input) if fits else None
+
+
+# Convolutions: (batch, channels, ...) to the same
+
+
+class _Geometry(NamedTuple):
+    """The options of a convolution, in the order of ``torch.convolution``."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+
+def _convolution_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, ...], options: _Geometry
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of input, weight and bias that ``mask`` asks for."""
+    bias_shape = [gradient.shape[1]] if mask[2] else None
+    found: tuple[Tensor | None, Tensor | None, Tensor | None]
+    found = torch.ops.aten.convolution_backward(gradient, x, weight, bias_shape, *options, mask)
+    return found
+
+
+_CONVOLUTION = Layer(
+    lambda x, w, b, options: torch.convolution(x, w, b, *options),
+    lambda g, x, w, options: _convolution_backward(g, x, w, (True, False, False), options)[0],
+    lambda g, x, w, wanted, options: _convolution_backward(g, x, w, (False, *wanted), options)[1:],
+)
+
+
+def _each(value: Any, n: int) -> Sequence[int]:
+    """Return an option as one number a dimension."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * n if len(values) == 1 else values
+
+
+def _convolution(n: int) -> Callable[..., Call | None]:
+    """Return what reads a call of ``F.conv1d`` and its kind."""
+
+    def read(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Call | None:
+        if input.dim() != n + 2:  # a single sample
+            return None
+        if isinstance(padding, str):
+            whole = [a * (b - 1) for a, b in zip(_each(dilation, n), weight.shape[2:], strict=True)]
+            if padding == "same" and (
+                any(size % 2 for size in whole) or set(_each(stride, n)) != {1}
+            ):
+                return None  # one side is padded more than the other, or torch refuses it
+            padding = [size // 2 if padding == "same" else 0 for size in whole]
+        sizes = _each(stride, n), _each(padding, n), _each(dilation, n)
+        options = _Geometry(*sizes, transposed=False, output_padding=[0] * n, groups=groups)
+        return Call(_CONVOLUTION, input, weight, bias, options)
+
+    return read
+
+
+def _transposed(n: int) -> Callable[..., Call | None]:
+    """Return what reads a call of ``F.conv_transpose1d`` and its kind."""
+
+    def read(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Call | None:
+        if input.dim() != n + 2:
+            return None
+        sizes = _each(stride, n), _each(padding, n), _each(dilation, n)
+        options = _Geometry(*sizes, True, _each(output_padding, n), groups)
+        return Call(_CONVOLUTION, input, weight, bias, options)
+
+    return read
+
+
+# Embeddings: indices to (*indices, width)
+
+
+def _embedding_rows(g: Tensor, x: Tensor, w: Tensor, _: Wanted, options: tuple[int, bool]) -> Found:
+    return torch.ops.aten.embedding_dense_backward(g, x, len(w), *options), None
+
+
+_EMBEDDING = Layer(
+    lambda x, w, _, options: torch.embedding(w, x, *options),
+    lambda g, x, w, _: None,  # indices have none
+    _embedding_rows,
+)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Call | None:
+    row = -1 if padding_idx is None else padding_idx % len(weight)
+    # max_norm changes the weight in place.
+    if sparse or max_norm is not None or not -len(weight) <= (padding_idx or 0) < len(weight):
+        return None
+    return Call(_EMBEDDING, input, weight, None, (row, scale_grad_by_freq))
+
+
+#: What reads the arguments of a call, by the function that torch announces. It returns None for a
+#: call that is no layer, and raises TypeError for arguments that it does not know.
+LAYERS: Mapping[Any, Callable[..., Call | None]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.mm: _matmul,
+    torch.addmm: _addmm,
+    F.conv1d: _convolution(1),
+    F.conv2d: _convolution(2),
+    F.conv3d: _convolution(3),
+    F.conv_transpose1d: _transposed(1),
+    F.conv_transpose2d: _transposed(2),
+    F.conv_transpose3d: _transposed(3),
+    F.embedding: _embedding,
+}
