@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from pipeexec.devices import DeviceLike, make_devices
 from pipeexec.meter import Meter
+from pipeexec.paths import copies, follow, paths_of_microbatches
 from pipeexec.run import Batch, Run, plan
 from pipeexec.stage import Held, Stage
+from pipeexec.versions import Versions
 from pipesim.errors import (
     ArgumentError,
     ExecutionError,
@@ -45,9 +47,9 @@ class StepResult:
     Attributes
     ----------
     loss
-        Of the whole batch; a tensor without dimensions.
+        Of the whole batch, or the mean of the mini-batches'; a tensor without dimensions.
     losses
-        Share of each micro-batch in it.
+        Share of each micro-batch in its mini-batch's.
     timeline
         When each task ran.
     peak_held
@@ -94,6 +96,12 @@ class Pipeline:
 
     Notes
     -----
+    On a bidirectional placement each further path has copies of the stages, made here, which
+    follow them: they take their parameters at the beginning of every step, and share their
+    gradients; buffers, such as the statistics of a batch norm, are of each path's micro-batches.
+
+    A step of several mini-batches begins with the pipeline empty, and ends when it has drained.
+
     Random numbers (dropout) are drawn per step, stage and micro-batch, starting from
     ``torch.initial_seed()``: after the same `torch.manual_seed`, every schedule and recompute mode
     draws the same.
@@ -112,24 +120,21 @@ class Pipeline:
     ) -> None:
         check_name("loss_reduction", loss_reduction, ("mean", "sum"))
         _check_stages(stages, graph)
-        if graph.n_replicas > 1:
-            raise ArgumentError(
-                f"the graph has {graph.n_replicas} data-parallel replicas, which can be simulated "
-                "but not run yet; lower the schedule with n_replicas=1"
-            )
         if len(devices) != graph.n_devices:
             raise ArgumentError(
                 f"the graph has {graph.n_devices} devices, got {len(devices)}: {list(devices)!r}; "
                 "give one device a device of the graph"
             )
+        paths_of_microbatches(graph)
         self.devices = make_devices(devices, pin_threads)
-        self.modules = list(stages)
+        # Path after path: the stages as they were given, and copies of them.
+        self.modules = [*stages, *copies(stages, graph.n_replicas - 1)]
         self.loss_fn, self.loss_reduction = loss_fn, loss_reduction
-        for module, device in zip(stages, graph.device_of_stage, strict=True):
+        for module, device in zip(self.modules, graph.homes.ravel(), strict=True):
             module.to(self.devices[device].torch_device)
         self.optimizers: list[torch.optim.Optimizer | None] = [
             None if optimizer is None or not any(True for _ in m.parameters())
-            else optimizer(m.parameters()) for m in stages
+            else optimizer(m.parameters()) for m in self.modules
         ]  # fmt: skip
         self.zero_grad = optimizer is not None
         self.n_steps = 0
@@ -141,16 +146,20 @@ class Pipeline:
         self.graph = graph
         self.held = [Held() for _ in self.devices]
         last = graph.n_stages - 1
+        several = graph.n_batches > 1
+        size = graph.n_microbatches // graph.n_batches
+        delayed = graph.weight_versions == "double_buffered"
         self.stages = [
             Stage(
                 module,
-                index,
+                index % graph.n_stages,
                 self.devices[device].torch_device,
                 self.held[device],
-                self._finish if index == last else None,
+                self._finish if index % graph.n_stages == last else None,
+                Versions(module, size, delayed) if several else None,
             )
             for index, (module, device) in enumerate(
-                zip(self.modules, graph.device_of_stage.tolist(), strict=True)
+                zip(self.modules, graph.homes.ravel().tolist(), strict=False)
             )
         ]
         self._plan = plan(graph, self.stages, self.devices)
@@ -161,17 +170,18 @@ class Pipeline:
         Raises
         ------
         ArgumentError
-            If the graph places its stages otherwise.
+            If the graph places its stages otherwise, or on paths that this one does not have.
         """
-        if graph.device_of_stage.tolist() != self.graph.device_of_stage.tolist():
+        homes, others = self.graph.homes.tolist(), graph.homes.tolist()
+        if others != homes[: len(others)]:
             raise ArgumentError(
-                f"{graph!r} places its stages on {graph.device_of_stage.tolist()}, this pipeline "
-                f"on {self.graph.device_of_stage.tolist()}; make a new Pipeline"
+                f"{graph!r} places its stages on {_listed(others)}, this pipeline "
+                f"on {_listed(homes)}; make a new Pipeline"
             )
         other = copy.copy(self)
         stages = self.stages
         other._set_graph(graph)
-        for mine, its in zip(stages, other.stages, strict=True):
+        for mine, its in zip(stages, other.stages, strict=False):
             its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
         return other
 
@@ -213,15 +223,19 @@ class Pipeline:
         run = self._run = Run(
             self.graph,
             self.devices,
+            self.modules,
             self.optimizers,
             inputs,
             targets,
             is_mean=self.loss_reduction == "mean",
             number=self.n_steps,
         )
-        if self.zero_grad:
-            for module in self.modules:
+        follow(self.modules, self.graph.n_stages)
+        for index, module in enumerate(self.modules):
+            if self.zero_grad or index >= self.graph.n_stages:
                 module.zero_grad(set_to_none=True)
+        for stage in self.stages:
+            stage.begin()
         for held in self.held:
             held.now = held.peak = 0
         before = torch.get_rng_state()
@@ -247,7 +261,7 @@ class Pipeline:
                     stacklevel=2,
                 )
         return StepResult(
-            loss=torch.stack([loss.to(losses[0].device) for loss in losses]).sum(),
+            loss=torch.stack([loss.to(losses[0].device) for loss in losses]).sum() / run.n_losses,
             losses=losses,
             timeline=run.timeline(),
             peak_held=tuple(held.peak for held in self.held),
@@ -296,6 +310,7 @@ class Pipeline:
     def held_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes of activations that each stage holds in a step, counted in one.
 
+        Path after path, where there are several.
         The step leaves parameters, buffers, gradients and optimizers as they were.
         """
         return [meter.peak for meter in self._metered(inputs, targets)]
@@ -306,7 +321,8 @@ class Pipeline:
 
     def _metered(self, inputs: Batch, targets: Any) -> list[Meter]:
         """Run a step that leaves no trace, and count what each stage holds."""
-        meters = [Meter([*module.parameters(), *module.buffers()]) for module in self.modules]
+        modules = [stage.module for stage in self.stages]
+        meters = [Meter([*module.parameters(), *module.buffers()]) for module in modules]
         with self.preserved():
             try:
                 for stage, meter in zip(self.stages, meters, strict=True):
@@ -330,6 +346,10 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.graph!r} on {', '.join(d.name for d in self.devices)}>"
+
+
+def _listed(homes: list[list[int]]) -> str:
+    return " and ".join(map(str, homes))
 
 
 def _check_stages(stages: Sequence[nn.Module], graph: TaskGraph) -> None:

@@ -156,7 +156,8 @@ class Calibration:
             self.steps.append(self.loaded.step(*self.batch))
             self.alone.append(self.isolated.step(*self.one))
             # Now, since optimizers have no state before their first step.
-            self.optimizer_bytes = [_state_bytes(o) for o in self.pipeline.optimizers]
+            optimizers = self.pipeline.optimizers[: self.pipeline.graph.n_stages]
+            self.optimizer_bytes = [_state_bytes(o) for o in optimizers]
 
     def _schedule(self, n_microbatches: int, split: int) -> Schedule:
         placement = Placement(self.pipeline.graph.device_of_stage.tolist())
@@ -218,7 +219,8 @@ class Calibration:
 
     def _sizes(self) -> dict[str, tuple[float, ...]]:
         """Return the bytes of outputs, parameters and optimizer state of each stage."""
-        parameters = [sum(p.nbytes for p in m.parameters()) for m in self.pipeline.modules]
+        stages = self.pipeline.modules[: self.pipeline.graph.n_stages]
+        parameters = [sum(p.nbytes for p in m.parameters()) for m in stages]
         return {
             "output_bytes": tuple(output_bytes(self.steps[-1].timeline).tolist()),
             "parameter_bytes": tuple(map(float, parameters)),

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeexec import transfer
 from pipeexec.devices import Device
+from pipeexec.paths import paths_of_microbatches, reduce_gradients
 from pipeexec.randomness import task_seed
 from pipeexec.stage import Stage, Values
 from pipeexec.streams import Event, Stream
@@ -24,13 +25,13 @@ from pipesim.timeline import Timeline
 __all__ = ["WORK", "Batch", "Planned", "Run", "plan", "split_batch", "split_batches"]
 
 Batch = Tensor | tuple[Tensor, ...]
-#: Tasks whose result a task of the key takes; a RECV takes its SEND's.
-_SOURCES = {
-    Op.F: (Op.F, Op.RECV_F),
-    Op.B: (Op.B, Op.I, Op.RECV_B),
-    Op.I: (Op.B, Op.I, Op.RECV_B),
-    Op.SEND_F: (Op.F,),
-    Op.SEND_B: (Op.B, Op.I),
+#: Whose result a task of the key takes, and how many stages on that is; a RECV takes its SEND's.
+_SOURCES: Mapping[Op, Mapping[Op, int]] = {
+    Op.F: {Op.F: -1, Op.RECV_F: 0},
+    Op.B: {Op.B: 1, Op.I: 1, Op.RECV_B: 0},
+    Op.I: {Op.B: 1, Op.I: 1, Op.RECV_B: 0},
+    Op.SEND_F: {Op.F: 0},
+    Op.SEND_B: {Op.B: 0, Op.I: 0},
 }
 
 
@@ -47,6 +48,8 @@ class Planned(NamedTuple):
     source: int
     recomputed: bool
     split: bool
+    slot: int
+    copies: tuple[int, ...]
 
 
 class Run:
@@ -56,6 +59,7 @@ class Run:
         self,
         graph: TaskGraph,
         devices: Sequence[Device],
+        modules: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer | None],
         inputs: Batch,
         targets: Batch,
@@ -64,18 +68,30 @@ class Run:
         number: int,
     ) -> None:
         m = graph.n_microbatches
-        self.graph, self.devices, self.optimizers = graph, devices, optimizers
+        self.graph, self.devices = graph, devices
+        self.modules, self.optimizers = modules, optimizers
         self.number = number
-        first, last = (devices[graph.device_of_stage[s]].torch_device for s in (0, -1))
         parts, labels, sizes = split_batches(inputs, targets, m)
+        first, last = (
+            [devices[d].torch_device for d in graph.homes[paths_of_microbatches(graph), stage]]
+            for stage in (0, -1)
+        )
         self.inputs: list[Values] = [
-            tuple(x.to(first, non_blocking=True) for x in part) for part in parts
+            tuple(x.to(device, non_blocking=True) for x in part)
+            for part, device in zip(parts, first, strict=True)
         ]
-        moved = [tuple(x.to(last, non_blocking=True) for x in part) for part in labels]
+        moved = [
+            tuple(x.to(device, non_blocking=True) for x in part)
+            for part, device in zip(labels, last, strict=True)
+        ]
         self.targets: list[Any] = (
             moved if isinstance(targets, tuple) else [part[0] for part in moved]
         )
-        self.weights = [size / sum(sizes) if is_mean else 1.0 for size in sizes]
+        batches = [sizes[k : k + m // graph.n_batches] for k in range(0, m, m // graph.n_batches)]
+        self.weights = [
+            size / sum(batch) if is_mean else 1.0 for batch in batches for size in batch
+        ]
+        self.n_losses = len(batches) if is_mean else 1
         self.losses: list[Tensor | None] = [None] * m
         self.values: list[Values | None] = [None] * len(graph)
         self.zeros: list[Event] = []
@@ -201,13 +217,19 @@ def _receive(run: Run, task: Planned) -> None:
     run.values[task.id] = transfer.receive(run.take(task.source), task.device, consumer)
 
 
+def _reduce(run: Run, task: Planned) -> None:
+    if task.copies:
+        reduce_gradients([run.modules[slot] for slot in task.copies])
+
+
 def _step(run: Run, task: Planned) -> None:
-    optimizer = run.optimizers[task.stage.index]
+    optimizer = run.optimizers[task.slot]
     if optimizer is not None:
         optimizer.step()
+    task.stage.stepped(zero_grad=optimizer is not None)
 
 
-#: How each operation is run; `REDUCE_GRAD` and `ALL_TO_ALL` need many processes.
+#: How each operation is run; `ALL_TO_ALL` needs many processes.
 WORK: Mapping[Op, Callable[[Run, Planned], None]] = {
     Op.F: _forward,
     Op.B: _backward,
@@ -218,12 +240,16 @@ WORK: Mapping[Op, Callable[[Run, Planned], None]] = {
     Op.RECV_F: _receive,
     Op.SEND_B: _send,
     Op.RECV_B: _receive,
+    Op.REDUCE_GRAD: _reduce,
     Op.STEP: _step,
 }
 
 
 def plan(graph: TaskGraph, stages: Sequence[Stage], devices: Sequence[Device]) -> list[Planned]:
-    """Look up everything about each task that does not change from step to step."""
+    """Look up everything about each task that does not change from step to step.
+
+    ``stages`` are those of the first path, then of the next.
+    """
     for index in np.flatnonzero(~graph.is_op(frozenset(WORK)))[:1].tolist():
         task = graph.task(index)
         raise ArgumentError(f"{task} cannot be run in one process; lower without {task.op}")
@@ -234,28 +260,44 @@ def plan(graph: TaskGraph, stages: Sequence[Stage], devices: Sequence[Device]) -
     planned = []
     for index in range(len(graph)):
         task = graph.task(index)
-        needed = graph.precedence[index].tolist()
-        sources = _SOURCES.get(task.op, ())
-        source = next(
-            (t for t in graph.dependencies[index].tolist() if graph.op[t] in sources
-             and (task.op in (Op.SEND_F, Op.SEND_B) or graph.op[t] in RECVS
-                  or graph.stage[t] != task.stage)), -1,
-        )  # fmt: skip
+        needed = {t for t in graph.precedence[index].tolist()
+                  if graph.stream[t] != graph.stream[index]}  # fmt: skip
+        members = graph.collectives[graph.group[index]] if graph.group[index] >= 0 else ()
+        others = [int(t) for t in members if t < index]  # the first one reduces for all
+        slot = task.replica * graph.n_stages + task.stage
         planned.append(
             Planned(
                 id=index,
                 work=WORK[task.op],
                 stream=devices[task.device].stream(task.stream),
                 device=devices[task.device],
-                stage=stages[task.stage],
+                stage=stages[slot],
                 microbatch=-1 if task.microbatch is None else task.microbatch,
-                waits=tuple({t for t in needed if graph.stream[t] != graph.stream[index]}),
-                source=int(graph.pair[index]) if task.op in RECVS else source,
+                waits=tuple(needed.union(others)),
+                source=_source(graph, index),
                 recomputed=(task.stage, task.microbatch) in recomputed,
                 split=(task.stage, task.microbatch) in split,
+                slot=slot,
+                copies=() if others else tuple(
+                    int(graph.replica[t]) * graph.n_stages + task.stage for t in members
+                ),
             )
-        )
+        )  # fmt: skip
     return planned
+
+
+def _source(graph: TaskGraph, index: int) -> int:
+    """Return the task whose result a task takes; -1 for none, as for what takes the batch."""
+    op, stage = Op(graph.op[index]), int(graph.stage[index])
+    if op in RECVS:
+        return int(graph.pair[index])
+    for needed in graph.dependencies[index].tolist():
+        found = Op(graph.op[needed])
+        offset = _SOURCES.get(op, {}).get(found)
+        same = graph.microbatch[needed] == graph.microbatch[index]
+        if offset is not None and same and graph.stage[needed] == stage + offset:
+            return int(needed)
+    return -1
 
 
 def split_batches(

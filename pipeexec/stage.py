@@ -14,6 +14,7 @@ from torch.func import functional_call
 from pipeexec.deferred import Deferred
 from pipeexec.meter import Meter, Receipt
 from pipeexec.randomness import OwnGenerator
+from pipeexec.versions import Versions
 from pipesim.errors import ExecutionError
 
 __all__ = ["Held", "Stage", "Values"]
@@ -71,6 +72,8 @@ class Stage:
         Counts activations; shared by the stages of a device.
     finish
         The loss, for the last stage.
+    versions
+        Of the weights, where the stage steps while micro-batches are in flight.
     """
 
     def __init__(
@@ -80,8 +83,9 @@ class Stage:
         device: torch.device,
         held: Held,
         finish: Finish | None = None,
+        versions: Versions | None = None,
     ) -> None:
-        self.module, self.index, self.device = module, index, device
+        self.module, self.index, self.device, self.versions = module, index, device, versions
         self.held, self.finish = held, finish
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.buffers = [name for name, _ in module.named_buffers()]
@@ -101,6 +105,8 @@ class Stage:
         Where the backward will be ``split``, its weight gradients are made such that they can wait.
         """
         inputs = tuple(value for value in values if value is not None)
+        if self.versions is not None:
+            self.versions.begin(microbatch)
         if recomputed:
             self._inputs[microbatch] = inputs
             self._input_receipts[microbatch] = self._receipts(inputs)
@@ -123,6 +129,7 @@ class Stage:
         outputs, given = self._with_gradients(kept.outputs, gradients)
         if outputs:
             torch.autograd.backward(outputs, given)
+        self._ended(microbatch)
         return tuple(leaf.grad for leaf in kept.inputs)
 
     def input_grad(self, microbatch: int, gradients: Values) -> Values:
@@ -147,6 +154,25 @@ class Stage:
         deferred = self._release(microbatch).deferred
         if deferred is not None:
             deferred.run()
+        self._ended(microbatch)
+
+    def begin(self) -> None:
+        """Begin a step: the weights are as they are now."""
+        if self.versions is not None:
+            self.versions.reset()
+
+    def stepped(self, *, zero_grad: bool) -> None:
+        """Note an optimizer step; of several in a step, each begins without gradients."""
+        if self.versions is None:
+            return
+        if zero_grad:
+            self.module.zero_grad(set_to_none=True)
+        self.versions.stepped()
+
+    def _ended(self, microbatch: int) -> None:
+        """Note the end of a micro-batch's backward."""
+        if self.versions is not None:
+            self.versions.end(microbatch)
 
     def reset(self) -> None:
         """Forget the micro-batches in flight, after a failure."""
@@ -207,7 +233,7 @@ class Stage:
                 context.enter_context(self.meter.saved_tensors())
             if deferred is not None:
                 context.enter_context(deferred.deferring())
-            output = self._module_output(given, buffers)
+            output = self._module_output(given, microbatch, buffers)
             if self.finish is not None:
                 outputs: tuple[Tensor, ...] = (self.finish(output, microbatch),)
                 self._of_loss = torch.ones_like(outputs[0])
@@ -219,10 +245,11 @@ class Stage:
         return outputs
 
     def _module_output(
-        self, inputs: tuple[Tensor, ...], buffers: dict[str, Tensor] | None
+        self, inputs: tuple[Tensor, ...], microbatch: int, buffers: dict[str, Tensor] | None
     ) -> object:
-        if buffers:
-            return functional_call(self.module, buffers, inputs)
+        weights = {} if self.versions is None else self.versions.of(microbatch)
+        if buffers or weights:
+            return functional_call(self.module, {**weights, **(buffers or {})}, inputs)
         return self.module(*inputs)
 
     def _note_modified(self, given: tuple[Tensor, ...], versions: list[int]) -> None:

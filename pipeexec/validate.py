@@ -314,7 +314,7 @@ def _row(
     """Predict a graph and put its steps beside the prediction."""
     makespans = [result.timeline.makespan for result in results]
     middle = int(np.argsort(makespans)[len(makespans) // 2])
-    held = np.bincount(graph.device_of_stage, held_bytes, minlength=graph.n_devices)
+    held = np.bincount(graph.homes.ravel(), held_bytes, minlength=graph.n_devices)
     return Row(
         predicted=simulate(graph, costs).with_name(name),
         measured=results[middle].timeline.with_name(name),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import functools
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -193,9 +194,10 @@ def unsplit(
     """Run the stages as one model, micro-batch by micro-batch; return the loss, set gradients.
 
     The gradients of the micro-batches are added in the order in which the graph runs their
-    backwards: then the arithmetic is the pipeline's, and results must be equal to the last bit.
+    backwards, path by path: then the arithmetic is the pipeline's, and results must be equal to
+    the last bit. Each mini-batch counts as a batch of its own.
     """
-    m = graph.n_microbatches
+    m, of_batch = graph.n_microbatches, graph.n_microbatches // graph.n_batches
     sizes = [part.numel() for part in torch.arange(_n_samples(inputs)).tensor_split(m)]
     found: list[dict[nn.Parameter, Tensor | None]] = []
     losses = []
@@ -207,20 +209,28 @@ def unsplit(
                 values = output if isinstance(output, tuple) else (output,)
                 output = call(index, microbatch, module, values)
             target = _part(targets, start, size)
-            weight = size / sum(sizes) if reduction == "mean" else 1.0
+            batch = slice(
+                microbatch // of_batch * of_batch, (microbatch // of_batch + 1) * of_batch
+            )
+            weight = size / sum(sizes[batch]) if reduction == "mean" else 1.0
             loss = loss_fn(output, target) * weight
             losses.append(loss.detach())
             trained = [p for module in stages for p in module.parameters() if p.requires_grad]
             grads = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
             found.append(dict(zip(trained, grads, strict=True)))
         for index, module in enumerate(stages):
-            for microbatch in _order_of_gradients(graph, index):
-                for parameter in module.parameters():
-                    gradient = found[microbatch].get(parameter)
-                    if gradient is not None:
-                        before = parameter.grad
-                        parameter.grad = gradient if before is None else before + gradient
-        return torch.stack(losses).sum()
+            for parameter in module.parameters():
+                paths = [[found[m].get(parameter) for m in order]
+                         for order in _orders_of_gradients(graph, index)]  # fmt: skip
+                paths[0].insert(0, parameter.grad)
+                parameter.grad = _sum(map(_sum, paths))
+        n_losses = graph.n_batches if reduction == "mean" else 1
+        return torch.stack(losses).sum() / n_losses
+
+
+def _sum(gradients: Iterable[Tensor | None]) -> Tensor | None:
+    there = [gradient for gradient in gradients if gradient is not None]
+    return functools.reduce(torch.add, there) if there else None
 
 
 def _n_samples(batch: Any) -> int:
@@ -234,9 +244,13 @@ def _part(batch: Any, start: int, size: int) -> Any:
     return batch[start : start + size].clone()
 
 
-def _order_of_gradients(graph: ps.TaskGraph, stage: int) -> list[int]:
-    tasks = (graph.task(index) for index in range(len(graph)))
-    return [t.microbatch for t in tasks if t.stage == stage and t.op in (Op.B, Op.W)]
+def _orders_of_gradients(graph: ps.TaskGraph, stage: int) -> list[list[int]]:
+    """Return the micro-batches of each path, in the order of their backwards."""
+    found: list[list[int]] = [[] for _ in range(graph.n_replicas)]
+    for task in map(graph.task, range(len(graph))):
+        if task.stage == stage and task.op in (Op.B, Op.W):
+            found[task.replica].append(task.microbatch or 0)
+    return found
 
 
 def assert_same(stages: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:

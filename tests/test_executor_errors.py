@@ -469,11 +469,11 @@ def test_a_cuda_device_where_there_is_none() -> None:
 def test_operations_that_need_many_processes_are_refused() -> None:
     """With the operation named, and no worker left behind."""
     workers = threading.active_count()
-    ops = np.array([Op.F, Op.B, Op.REDUCE_GRAD])
+    ops = np.array([Op.F, Op.B, Op.ALL_TO_ALL])
     zeros = np.zeros(3, dtype=np.int64)
     stream = np.full(3, StreamKind.COMPUTE)
     graph = ps.TaskGraph.build(Tasks(ops, zeros, zeros, np.array([0, 0, -1]), stream))
-    with pytest.raises(ArgumentError, match="0REDUCE_GRAD cannot be run in one process"):
+    with pytest.raises(ArgumentError, match="0ALL_TO_ALL cannot be run in one process"):
         make(stages=[nn.Linear(16, 16)], graph=graph, devices=["cpu"])
     assert threading.active_count() == workers
 

@@ -1,0 +1,172 @@
+"""Paths of a bidirectional pipeline and versions of weights, run for real."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import pipesim as ps
+from pipeexec.versions import Versions
+from pipesim.errors import ArgumentError
+from pipesim.ops import Op
+from tests.executing import assert_same, cut, dense, mse, one_thread, orders, pipeline, within
+
+CHIMERA = orders(
+    "0F0 0F1 1F2 1B2 1F3 1B3 0B0 0B1",
+    "0F2 0F3 1F0 1B0 1F1 1B1 0B2 0B3",
+    placement=ps.bidirectional(2),
+)
+
+
+def batch(n: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randn(n, 16, generator=generator), torch.randn(n, 16, generator=generator)
+
+
+def sgd(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"recompute": "always"}])
+def test_copies_of_a_stage_learn_the_same(options: dict[str, Any]) -> None:
+    """After three steps of both paths, the stages are where those of one pipeline are."""
+    model = dense(2)
+    stages, others = cut(model, [1, 1]), cut(copy.deepcopy(model), [1, 1])
+    graph, plain = ps.lower(CHIMERA, **options), ps.lower(ps.schedule("gpipe", 2, 4))
+    inputs, targets = batch(12)
+    with pipeline(stages, graph, mse, sgd) as both, pipeline(others, plain, mse, sgd) as one:
+        for _ in range(3):
+            mine = within(30, lambda: both.step(inputs, targets))
+            its = one.step(inputs, targets)
+            torch.testing.assert_close(mine.loss, its.loss)
+        for stage, other in zip(stages, others, strict=True):
+            for p, q in zip(stage.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(p, q)
+                torch.testing.assert_close(p.grad, q.grad)
+        for first, second in zip(both.modules[:2], both.modules[2:], strict=True):
+            assert_same([first], [second])
+    assert mine.timeline.complete
+    assert mine.peak_held == ((1, 1) if options == {"recompute": "always"} else (3, 3))
+
+
+def test_copies_follow_the_stages() -> None:
+    """Weights that the user loads between steps count on every path; so does the mode."""
+    stages = cut(dense(2), [1, 1])
+    inputs, targets = batch(8)
+    with pipeline(stages, ps.lower(CHIMERA)) as subject:
+        subject.step(inputs, targets)
+        with torch.no_grad():
+            stages[0][0][0].weight.zero_()
+        stages[1].eval()
+        subject.step(inputs, targets)
+        assert not subject.modules[2][0][0].weight.any()
+        assert not subject.modules[3].training
+
+
+def test_data_parallel_replicas_are_refused() -> None:
+    """They would take micro-batches of their own."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2), n_replicas=2)
+    with pytest.raises(ArgumentError, match="2 replicas, some of them data-parallel"):
+        pipeline(cut(dense(2), [1, 1]), graph)
+
+
+def test_one_path_of_several_can_be_run_alone() -> None:
+    """A pipeline on two paths also runs a graph of the first; not one of other places."""
+    with pipeline(cut(dense(2), [1, 1]), ps.lower(CHIMERA)) as subject:
+        first = subject.with_graph(ps.lower(ps.schedule("1f1b", 2, 3)))
+        assert first.step(*batch(6)).timeline.complete
+        with pytest.raises(ArgumentError, match=r"on \[1, 0\], this pipeline on \[0, 1\] and \[1,"):
+            subject.with_graph(ps.lower(orders("1F0 1B0", "0F0 0B0")))
+
+
+def step_by_definition(
+    stages: Sequence[nn.Module], graph: ps.TaskGraph, inputs: Tensor, targets: Tensor
+) -> None:
+    """Train the stages for a step as the definition of its schedule has it.
+
+    Micro-batch by micro-batch through the whole model, each stage with the weights that the
+    schedule says: those after as many steps as come before its F on the stage's device, or, where
+    they are double-buffered, after those of all mini-batches but the last.
+    """
+    m, of_batch = graph.n_microbatches, graph.n_microbatches // graph.n_batches
+    tasks = [graph.task(k) for k in range(len(graph))]
+    history = [[snapshot(stage)] for stage in stages]
+    optimizers = [sgd(stage.parameters()) for stage in stages]
+    parts = list(zip(inputs.tensor_split(m), targets.tensor_split(m), strict=True))
+
+    def version(stage: int, microbatch: int) -> int:
+        if graph.weight_versions == "double_buffered":
+            return max(0, microbatch // of_batch - 1)
+        order = [t for t in tasks if t.stage == stage and t.op in (Op.F, Op.STEP)]
+        began = [(t.op, t.microbatch) for t in order].index((Op.F, microbatch))
+        return sum(t.op == Op.STEP for t in order[:began])
+
+    for task in (task for task in tasks if task.op == Op.STEP):
+        module, done = stages[task.stage], task.microbatch or 0
+        module.zero_grad()
+        for microbatch in range(done + 1 - of_batch, done + 1):
+            weights = [history[s][version(s, microbatch)] for s in range(len(stages))]
+            weights = [{k: p.clone().requires_grad_() for k, p in own.items()} for own in weights]
+            x, y = parts[microbatch]
+            for stage, own in zip(stages, weights, strict=True):
+                x = functional_call(stage, own, (x,))
+            (mse(x, y) / of_batch).backward()
+            for name, p in module.named_parameters():
+                gradient = weights[task.stage][name].grad
+                p.grad = gradient if p.grad is None else p.grad + gradient
+        optimizers[task.stage].step()
+        history[task.stage].append(snapshot(module))
+
+
+def snapshot(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize(
+    ("n_batches", "versions"), [(8, "stashed"), (4, "stashed"), (2, "double_buffered")]
+)
+def test_weights_are_those_that_the_schedule_says(
+    n_batches: int, versions: Any, recompute: Any
+) -> None:
+    """Each forward, and its backward, sees its version; each step adds its own gradients."""
+    model = dense(3)
+    schedule = ps.schedule("1f1b", 3, 8).with_updates(n_batches, versions)
+    graph = ps.lower(schedule, recompute=recompute)
+    inputs, targets = batch(16)
+    stages, others = cut(model, [1, 1, 1]), cut(copy.deepcopy(model), [1, 1, 1])
+    with one_thread():
+        step_by_definition(others, graph, inputs, targets)
+    with pipeline(stages, graph, mse, sgd) as subject:
+        result = within(30, lambda: subject.step(inputs, targets))
+        for stage, other in zip(stages, others, strict=True):
+            for p, q in zip(stage.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        assert subject.step(inputs, targets).loss < result.loss
+
+
+def test_versions_are_let_go() -> None:
+    """No more are kept than the newest and those in flight; two where they are double-buffered."""
+    layer = nn.Linear(2, 2)
+    stashed = Versions(layer, batch_size=1, double_buffered=False)
+    for microbatch in range(3):
+        stashed.begin(microbatch)
+    for microbatch in range(3):
+        stashed.end(microbatch)
+        stashed.stepped()
+        stashed.begin(microbatch + 3)
+    assert sorted(stashed.kept) == [1, 2, 3]
+    double = Versions(layer, batch_size=2, double_buffered=True)
+    for microbatch in range(8):
+        double.begin(microbatch)
+        assert double.of(microbatch) is double.kept[max(0, microbatch // 2 - 1)]
+        double.end(microbatch)
+        if microbatch % 2:
+            double.stepped()
+        assert len(double.kept) <= 2
