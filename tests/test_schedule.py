@@ -86,17 +86,6 @@ def test_activations_in_flight_are_exact(p: int, m: int, f: int, b: int) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(p=st.integers(1, 6), m=counts)
-def test_registered_closed_forms_hold(name: str, p: int, m: int) -> None:
-    """What the table of schedules says is what a simulation shows."""
-    info = _REGISTRY[name]
-    costs = ps.Costs(forward=1, backward=2, input_grad=1, weight_grad=1, activation_bytes=1)
-    timeline = ps.simulate(ps.lower(ps.schedule(name, p, m)), costs)
-    assert timeline.bubble_fraction == info.bubble.value(p, m)
-    assert timeline.peak_memory.max() == info.activations.value(p, m)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_docstring_grid_is_the_simulation(name: str) -> None:
     """The grid drawn in a schedule's docstring is what it does, B as long as F."""
     text = inspect.getdoc(_REGISTRY[name].build) or ""

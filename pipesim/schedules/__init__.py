@@ -1,5 +1,33 @@
 """The named schedules, one file a family; importing this package registers them."""
 
-from pipesim.schedules import chimera, dualpipe, gpipe, one_f_one_b, pipedream
+from pipesim.schedules import (
+    chimera,
+    dualpipe,
+    dualpipev,
+    eager,
+    gpipe,
+    hanayo,
+    interleaved,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    pipedream,
+    zbv,
+    zero_bubble,
+)
 
-__all__ = ["chimera", "dualpipe", "gpipe", "one_f_one_b", "pipedream"]
+__all__ = [
+    "chimera",
+    "dualpipe",
+    "dualpipev",
+    "eager",
+    "gpipe",
+    "hanayo",
+    "interleaved",
+    "looped_bfs",
+    "naive",
+    "one_f_one_b",
+    "pipedream",
+    "zbv",
+    "zero_bubble",
+]

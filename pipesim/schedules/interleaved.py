@@ -1,0 +1,146 @@
+"""Interleaved 1F1B: several stages a device, and turns that are shorter by as much.
+
+Plain (Megatron-LM, arXiv 2104.04473, section 2.2), and with split backwards (arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from pipesim.capacity import check_schedule
+from pipesim.errors import check_count
+from pipesim.ops import Op
+from pipesim.placement import looped
+from pipesim.registry import ClosedForm, Counts, register
+from pipesim.schedule import DeviceOrder, Schedule
+from pipesim.schedules.turns import in_turns, numbered
+
+__all__ = ["LOOPED_BUBBLE", "interleaved_1f1b", "interleaved_zb"]
+
+
+def _in_round(p: int, m: int) -> int:
+    """Return how many micro-batches go through a chunk before any goes through the next one."""
+    return m // max(1, m // p)
+
+
+def _looped_bubble(p: int, m: int, n_chunks: int = 2) -> float:
+    idle = max(p - 1, n_chunks * (p - m) + m - 1)  # in forwards and backwards of a chunk
+    return idle / (n_chunks * m + idle)
+
+
+def _split_bubble(p: int, m: int, n_chunks: int = 2) -> float:
+    idle = p - 1 + n_chunks * max(0, p - m) + (n_chunks - 1) * max(0, p - 2 * m)
+    return idle / (3 * n_chunks * m + idle)
+
+
+def _held(p: int, m: int, n_chunks: int, behind_last: int) -> float:
+    """Return the activations of device 0, whose warm-up is the longest."""
+    return min((n_chunks - 1) * _in_round(p, m) + behind_last, n_chunks * m) / n_chunks
+
+
+#: What looped stages leave idle where nothing but the pipeline's depth does.
+LOOPED_BUBBLE = ClosedForm("x/(vm+x), x = max(p-1, v(p-m)+m-1)", _looped_bubble)
+_ROUNDS = Counts(
+    "numbers of micro-batches that max(1, m // p) rounds share evenly, such as multiples of p, "
+    "and any up to 2p - 1",
+    lambda p, m: m % max(1, m // p) == 0,
+)
+
+
+@register(
+    "interleaved_1f1b",
+    summary="1F1B over v chunks a device: a bubble v times smaller, v times the messages",
+    source="Megatron-LM, arXiv 2104.04473, section 2.2",
+    bubble=LOOPED_BUBBLE,
+    activations=ClosedForm(
+        "min((v-1)r + 2p-1, vm)/v, r = m // max(1, m // p)",
+        lambda p, m, n_chunks=2: _held(p, m, n_chunks, 2 * p - 1),
+    ),
+    counts=_ROUNDS,
+)
+def interleaved_1f1b(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Schedule:
+    """Build the interleaved 1F1B order.
+
+    Two devices of two chunks each, four micro-batches, B as long as F::
+
+        device 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ..  2B2 ..  2B3 0B2 0B3
+        device 1 | ..  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 ..
+
+    The micro-batches go in rounds of ``r = m // max(1, m // p)``, which is ``p`` where ``p``
+    divides ``m``. Those of a round go through a device's first chunk, then through its next one,
+    and so on, before the next round; backwards likewise, last chunk first. Device ``i`` runs
+    ``(v - 1) r + 2(p - 1 - i)`` forwards as its warm-up, then one forward and one backward in
+    turn, as torch.distributed.pipelining does. It holds one activation of a chunk more than its
+    warm-up, and for ``m >= p`` the bubble is ``(p - 1)/(v m + p - 1)``.
+
+    Parameters
+    ----------
+    n_devices
+        Any positive count.
+    n_microbatches
+        A multiple of the number of rounds, ``max(1, m // p)``.
+    n_chunks
+        Stages of each device.
+    """
+    return _build("interleaved_1f1b", n_devices, n_microbatches, n_chunks, 2, split=False)
+
+
+@register(
+    "interleaved_zb",
+    summary="interleaved 1F1B whose weight gradients fill the bubble",
+    source="Zero Bubble, arXiv 2401.10241; torch.distributed.pipelining, InterleavedZeroBubble",
+    bubble=ClosedForm("x/(3vm+x), x = p-1 + v max(0, p-m) + (v-1)max(0, p-2m)", _split_bubble),
+    activations=ClosedForm(
+        "min((v-1)r + p, vm)/v, r = m // max(1, m // p)",
+        lambda p, m, n_chunks=2: _held(p, m, n_chunks, p),
+        assumes="I gives back all activations",
+    ),
+    counts=_ROUNDS,
+)
+def interleaved_zb(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Schedule:
+    """Build the interleaved zero-bubble order.
+
+    Two devices of two chunks each, three micro-batches, I and W as long as F::
+
+        device 0 | 0F0 0F1 0F2 2F0 2F1 ..  2I0 2W0 2F2 2I1 2W1 2I2 2W2 0I0 0W0 0I1 0W1 0I2 0W2
+        device 1 | ..  1F0 1F1 1F2 3F0 3I0 3F1 3I1 3W0 3F2 3I2 3W1 1I0 3W2 1I1 1W0 1I2 1W1 1W2
+
+    Rounds are those of interleaved 1F1B, but the warm-up of device ``i`` is
+    ``(v - 1) r + p - 1 - i``, since gradients come up the pipeline twice as fast. Its W come
+    ``i`` turns behind their I, which keeps work for the time when the last gradients go up. With
+    one chunk a device it is ZB-H1. For ``m >= p`` and F, I, W of equal length the bubble is
+    ``(p - 1)/(3 v m + p - 1)``.
+
+    Parameters
+    ----------
+    n_devices
+        Any positive count.
+    n_microbatches
+        A multiple of the number of rounds, ``max(1, m // p)``.
+    n_chunks
+        Stages of each device.
+    """
+    return _build("interleaved_zb", n_devices, n_microbatches, n_chunks, 1, split=True)
+
+
+def _build(name: str, p: int, m: int, n_chunks: int, per_hop: int, *, split: bool) -> Schedule:
+    """Build either; ``per_hop`` forwards are added to the warm-up a device up the pipeline.
+
+    A turn is that of one micro-batch through one chunk.
+    """
+    n = check_count("n_chunks", n_chunks) * m
+    check_schedule(name, (3 if split else 2) * p * n)
+    in_round = _in_round(p, m)
+    chunk = np.arange(n) // in_round % n_chunks
+
+    def orders() -> Iterator[DeviceOrder]:
+        for device in range(p):
+            warm_up = min((n_chunks - 1) * in_round + per_hop * (p - 1 - device), n)
+            ops, k = in_turns(n, warm_up, device if split else None)
+            chunks = np.where(ops == Op.F, chunk[k], n_chunks - 1 - chunk[k])
+            stages = chunks * p + device
+            yield ops, stages, numbered(ops, stages)
+
+    return Schedule.from_columns(name, looped(p, n_chunks), m, orders())

@@ -1,0 +1,43 @@
+"""Naive model parallelism: one micro-batch after the other, one device at work at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipesim.placement import linear
+from pipesim.registry import ClosedForm, register
+from pipesim.schedule import Schedule
+from pipesim.schedules.turns import in_turns
+
+
+@register(
+    "naive",
+    summary="one micro-batch after the other: one device works at a time",
+    source="GPipe, arXiv 1811.06965, figure 2b",
+    bubble=ClosedForm("(p-1)/p", lambda p, m: (p - 1) / p),
+    activations=ClosedForm("1", lambda p, m: 1),
+)
+def naive(n_devices: int, n_microbatches: int) -> Schedule:
+    """Build the order of naive model parallelism.
+
+    Three devices, two micro-batches, B as long as F::
+
+        device 0 | F0 .. .. .. .. B0 F1 .. .. .. .. B1
+        device 1 | .. F0 .. .. B0 .. .. F1 .. .. B1 ..
+        device 2 | .. .. F0 B0 .. .. .. .. F1 B1 .. ..
+
+    A micro-batch goes forward through all stages and back before the next one starts. The makespan
+    is ``m p (f + b)``, and every device holds the activations of one micro-batch.
+
+    Parameters
+    ----------
+    n_devices, n_microbatches
+        Any positive counts.
+    """
+    ops, microbatches = in_turns(n_microbatches, 0)
+    return Schedule.from_columns(
+        "naive",
+        linear(n_devices),
+        n_microbatches,
+        ((ops, np.full(len(ops), device), microbatches) for device in range(n_devices)),
+    )

@@ -1,0 +1,73 @@
+"""ZB-V: split backwards on stages in V shape (Qi et al., arXiv 2405.15362 and 2401.10241)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipesim.capacity import check_schedule
+from pipesim.placement import v_shaped
+from pipesim.registry import ClosedForm, register
+from pipesim.schedule import DeviceOrder, Schedule
+from pipesim.schedules.phases import Phase, order_of
+
+
+def _bubble(p: int, m: int) -> float:
+    idle = max(p - 1, 2 * (2 * p - 1 - m))  # in forwards of a chunk
+    return idle / (6 * m + idle)
+
+
+@register(
+    "zbv",
+    summary="split backwards on stages in V shape: the idle time of ZB-H2, the memory of 1F1B",
+    source="arXiv 2405.15362; Zero Bubble, arXiv 2401.10241, section 6",
+    bubble=ClosedForm("x/(6m+x), x = max(p-1, 2(2p-1-m))", _bubble),
+    activations=ClosedForm(
+        "min(p, m)", lambda p, m: min(p, m), assumes="I gives back all activations"
+    ),
+)
+def zbv(n_devices: int, n_microbatches: int) -> Schedule:
+    """Build the ZB-V order.
+
+    Two devices of two chunks each, three micro-batches, I and W as long as F::
+
+        device 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 ..
+        device 1 | ..  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+
+    Stage ``i`` and stage ``2p - 1 - i`` are on device ``i``, so that the loss is where the
+    micro-batches start, and gradients begin to come down as soon as they get there. For
+    ``m >= 2p - 1`` and F, I, W of equal length no device idles between its first task and its
+    last. Each device then holds the activations of ``p`` micro-batches, or rather ``2p`` halves.
+
+    Parameters
+    ----------
+    n_devices
+        Any positive count.
+    n_microbatches
+        Any positive count. Fewer than ``2p - 1`` take the order of ``2p - 1``, less what is
+        missing.
+    """
+    p, m = n_devices, n_microbatches
+    check_schedule("zbv", 6 * p * max(m, 2 * p - 1))
+
+    def orders() -> Iterator[DeviceOrder]:
+        for device in range(p):
+            order = order_of(device, p, _phases(device, p, max(m, 2 * p - 1)))
+            kept = order[2] < m
+            yield tuple(column[kept] for column in order)
+
+    return Schedule.from_columns("zbv", v_shaped(p), m, orders())
+
+
+def _phases(i: int, p: int, m: int) -> list[Phase]:
+    """Return the order of device ``i``, for at least ``2p - 1`` micro-batches."""
+    return [
+        ("F0", 2 * (p - i) - 1),  # until the first micro-batch is back from the V's other end
+        ("F1 F0", i),
+        ("F1 I1 W1", p - i),
+        ("F0 I0 W0 F1 I1 W1", m - (2 * p - 1 - i)),
+        ("I0 W0 F1 I1 W1", p - 1 - i),
+        ("I0 I1", i),  # the devices below wait for these: W can wait
+        ("I0 W0", p - i),
+        ("W1", i),
+        ("W0", i),
+    ]
