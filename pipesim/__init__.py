@@ -11,6 +11,7 @@ from pipesim.machines import machines
 from pipesim.network import Network
 from pipesim.noise import Empirical, Failures, LogNormal, Noise, Normal
 from pipesim.ops import Action, Op, Overlapped
+from pipesim.ordering import order_by
 from pipesim.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.registry import ClosedForm, Counts, register, schedule
 from pipesim.routes import Routes
@@ -65,6 +66,7 @@ __all__ = [
     "looped",
     "lower",
     "machines",
+    "order_by",
     "register",
     "replay",
     "schedule",

@@ -103,6 +103,7 @@ _SWITCHES = (
     ("--overlap", "transfers run beside compute"),
     ("--rendezvous", "a SEND waits until its RECV is reached"),
 )
+_CLOSED_FORMS = ("bubble", "activations", "parameters")
 _FIGURES = (".pdf", ".png", ".svg")
 _MS, _GIB = 1e-3, 2.0**30
 _WIDTH, _ROW = 7.16, 0.25  # inches of a figure, and of a device's row or a bar in it
@@ -401,18 +402,22 @@ def _schedules(args: argparse.Namespace) -> None:
     table = schedules(**counts, **given.get("options", {}))
     print("p = {n_devices} devices, m = {n_microbatches} micro-batches; stages of equal cost, "
           "F = I = W, B = I + W, free transfers\n".format(**counts))  # fmt: skip
-    columns: dict[str, list[str]] = {"schedule": list(table.index)}
-    for width, column in enumerate(("bubble", "activations", "parameters"), 1):
-        numbers = [f"{n:.1%}" if column == "bubble" else f"{n:.4g}" for n in table[column]]
-        columns[column] = list(table[f"{column}_formula"])
-        columns[" " * width] = ["-" if n == "nan" or n == "nan%" else n for n in numbers]
-    columns["options"] = [options or "-" for options in table["options"]]
+    columns = {
+        "schedule": list(table.index),
+        "bubble": [f"{share:.1%}" for share in table["bubble"]],
+        "activations": [f"{count:.4g}" for count in table["activations"]],
+        "parameters": [f"{count:.4g}" for count in table["parameters"]],
+        "options": [options or "-" for options in table["options"]],
+        "summary": list(table["summary"]),
+    }
+    columns = {k: ["-" if cell.startswith("nan") else cell for cell in v]
+               for k, v in columns.items()}  # fmt: skip
     print(_aligned(columns, "<") + "\n")
     for name, row in table.iterrows():
-        notes = [row["source"]] if row["source"] else []
+        notes = [f"{form} {text}" for form in _CLOSED_FORMS if (text := row[f"{form}_formula"])]
+        notes += [f"assuming {row['assumes']}"] if row["assumes"] else []
         notes += [f"takes {row['counts']}"] if row["counts"] != "any" else []
-        notes += [f"formulas assume {row['assumes']}"] if row["assumes"] else []
-        print(f"{name}: {row['summary']} ({'; '.join(notes)})")
+        print(f"{name}: {'; '.join([*notes, row['source']] if row['source'] else notes)}")
 
 
 def _numbers(values: Iterable[float], unit: float = 1.0) -> list[str]:

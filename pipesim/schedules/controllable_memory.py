@@ -1,0 +1,187 @@
+"""V-Min and V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362).
+
+Two stages a device, down the devices and up again: the longer a device holds a micro-batch's
+activations for the one, the shorter for the other, and all devices hold equally many. A building
+block says when F and I of one micro-batch run. It is repeated every 6 units, the F, I and W of two
+stages, and the spans from F to I bound what is held. The repeated block is then squeezed: each
+device runs what comes next as soon as it can, W where nothing else is ready, and F sooner than in
+its turn where memory and the block's number of micro-batches in flight allow it.
+
+The paper calls the gradient of the input B; here it is I, as in torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pipesim.costs import Costs
+from pipesim.ops import Action, Op
+from pipesim.ordering import checked_costs, order_by
+from pipesim.placement import v_shaped
+from pipesim.registry import ClosedForm, register
+from pipesim.schedule import Schedule
+
+__all__ = ["v_half", "v_min"]
+
+#: Units from one micro-batch to the next in the steady state: F, I and W of two stages.
+_INTERVAL = 6
+_SOURCE = "Controllable Memory, arXiv 2405.15362"
+_HELD = "activations are held from F to W"
+
+
+class _Block(NamedTuple):
+    """When F and I of micro-batch 0 begin on each stage, in units."""
+
+    forward: list[int]
+    input_grad: list[int]
+
+
+def _v_min_block(p: int) -> _Block:
+    """One stage a unit, down, up, and back.
+
+    The gap keeps F and I of a device apart when the block is repeated: without it the F of one
+    stage and the I of the other would be 2p units apart, which is a multiple of 6.
+    """
+    gap = 2 if p % 3 == 0 else 0
+    stages = range(2 * p)
+    return _Block(list(stages), [4 * p - 1 + gap - s for s in stages])
+
+
+def _v_half_block(p: int) -> _Block:
+    """Two units a stage down the devices and one up, for F as for I.
+
+    The gap does what that of `_v_min_block` does.
+    """
+    gap = 3 if p % 2 == 0 else 0
+    down, up = range(p), range(p, 2 * p)
+    forward = [*(2 * s for s in down), *(p - 1 + s for s in up)]
+    last = 3 * p - 1 + gap
+    backward = [last + 2 * (2 * p - 1 - s) for s in up]
+    return _Block(forward, [*(6 * p - 2 + gap - s for s in down), *backward])
+
+
+@dataclass(frozen=True)
+class _ByBlock:
+    """A priority: F and I as the repeated block has them, W where nothing else runs."""
+
+    block: _Block
+
+    def __call__(self, action: Action, ready: float) -> tuple[int, int]:
+        begins = self.block.forward if action.op == Op.F else self.block.input_grad
+        repeated = begins[action.stage] + _INTERVAL * (action.microbatch or 0)
+        return int(action.op == Op.W), repeated
+
+    def in_flight(self) -> list[int]:
+        """Return how many micro-batches the repeated block has between F and I of a stage."""
+        pairs = zip(self.block.forward, self.block.input_grad, strict=True)
+        return [-(-(end - start) // _INTERVAL) for start, end in pairs]
+
+
+def _order(
+    name: str, n_microbatches: int, block: _Block, most: int, costs: Costs | None
+) -> Schedule:
+    """Return the block repeated and squeezed, with ``most`` micro-batches on a device."""
+    priority = _ByBlock(block)
+    counted = replace(checked_costs(costs), activation_bytes=1.0, weight_grad_bytes=1.0)
+    return order_by(
+        v_shaped(len(block.forward) // 2),
+        n_microbatches,
+        counted,
+        priority=priority,
+        memory_limit=2 * most,
+        in_flight=priority.in_flight(),
+        name=name,
+    )
+
+
+def _share(idle: int, m: int) -> float:
+    """Return the bubble of devices that are idle for so many units."""
+    return idle / (_INTERVAL * m + idle)
+
+
+def _v_min_idle(p: int, m: int) -> int:
+    """Return units in which a device of V-Min is idle; observed, as the next."""
+    return max(0, 4 * p - 5 - (2 if p % 3 == 0 and m > 1 else 0))
+
+
+def _v_half_idle(p: int, m: int) -> int:
+    """Return units in which a device of V-Half is idle."""
+    if p == 1:
+        return 0
+    if p % 2:
+        return max(3 * p - 4, 4 * p - 3 - 2 * m)
+    return max(3 * p - 7, 1, 4 * p - 5 - (2 * m if m > 1 else 0))
+
+
+@register(
+    "v_min",
+    summary="V-shaped; a third of 1F1B's activations",
+    source=_SOURCE,
+    bubble=ClosedForm(
+        "i/(6m+i), i = 4p-5, or 4p-7 if 3 | p and m > 1",
+        lambda p, m: _share(_v_min_idle(p, m), m),
+    ),
+    activations=ClosedForm(
+        "min(m, floor((p+4)/3))", lambda p, m: min(m, (p + 4) // 3), assumes=_HELD
+    ),
+)
+def v_min(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Schedule:
+    """Build V-Min: the fewest activations that V-shaped building blocks allow.
+
+    Three devices, two micro-batches, F, I and W of equal length; cells begin with the stage::
+
+        device 0 | 0F0 0F1 ..  ..  ..  5F0 5I0 5W0 ..  5F1 5I1 0I0 0W0 5W1 ..  0I1 0W1
+        device 1 | ..  1F0 1F1 ..  4F0 ..  ..  4I0 4F1 4W0 1I0 4I1 1W0 4W1 1I1 1W1 ..
+        device 2 | ..  ..  2F0 3F0 2F1 3F1 ..  ..  3I0 2I0 3W0 2W0 3I1 2I1 3W1 2W1 ..
+
+    A device holds at most ``floor((p + 4) / 3)`` micro-batches, counted until W. For F, I and W of
+    equal length and free transfers it is idle for ``4p - 5`` of them, or ``4p - 7``, of stages of
+    ``1 / 2p`` of the model: about ``2p / 3m`` of its work.
+
+    Parameters
+    ----------
+    n_devices, n_microbatches
+        Any positive counts; fewer micro-batches than devices are allowed.
+    costs
+        Seconds of F, I, W and messages, where they differ, one or one for each of the ``2p``
+        stages: what is ready sooner then runs sooner. Memory is counted in micro-batches.
+    """
+    block = _v_min_block(n_devices)
+    return _order("v_min", n_microbatches, block, (n_devices + 4) // 3, costs)
+
+
+@register(
+    "v_half",
+    summary="V-shaped; half of 1F1B's activations",
+    source=_SOURCE,
+    bubble=ClosedForm(
+        "i/(6m+i), i = 3p-4, or 3p-7 if 2 | p; more if m < p/2",
+        lambda p, m: _share(_v_half_idle(p, m), m),
+    ),
+    activations=ClosedForm(
+        "min(m, floor((p+2)/2))", lambda p, m: min(m, (p + 2) // 2), assumes=_HELD
+    ),
+)
+def v_half(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Schedule:
+    """Build V-Half: half of the activations of 1F1B, and a smaller bubble than `v_min`'s.
+
+    Two devices, three micro-batches, F, I and W of equal length; cells begin with the stage::
+
+        device 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 3F2 3I2 0I1 0W1 0I2 3W2 0W2 ..
+        device 1 | ..  1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+
+    A device holds at most ``floor((p + 2) / 2)`` micro-batches, counted until W. For F, I and W of
+    equal length and free transfers and enough micro-batches it is idle for ``3p - 4`` of them, or
+    ``3p - 7`` for an even ``p > 2``, of stages of ``1 / 2p`` of the model: about ``p / 2m`` of its
+    work.
+
+    Parameters
+    ----------
+    n_devices, n_microbatches
+        Any positive counts; fewer micro-batches than devices are allowed.
+    costs
+        As for `v_min`.
+    """
+    block = _v_half_block(n_devices)
+    return _order("v_half", n_microbatches, block, (n_devices + 2) // 2, costs)

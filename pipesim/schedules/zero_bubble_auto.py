@@ -1,0 +1,241 @@
+"""ZB-1p and ZB-2p: automatic zero-bubble schedules (arXiv 2401.10241, section 3).
+
+A list scheduler orders F, I and W for the costs given, F before I before W. What it leaves open is
+how many micro-batches a device may have in flight, which shapes the warm-up, and how large a gap
+must be for a W to be put there. As in the paper, several choices are tried and simulated, and the
+one whose slowest device needs the least time is kept.
+
+The paper calls the gradient of the input B; here it is I, as in torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+import numpy as np
+
+from pipesim.costs import Costs
+from pipesim.lower import lower
+from pipesim.ops import SCHEDULED
+from pipesim.ordering import checked_costs, checked_limits, order_by
+from pipesim.placement import linear
+from pipesim.registry import ClosedForm, register
+from pipesim.schedule import Schedule
+from pipesim.simulate import simulate
+
+__all__ = ["zb_1p", "zb_2p"]
+
+_SOURCE = "Zero Bubble, arXiv 2401.10241"
+_HELD = "activations are held from F to W"
+#: Forwards that a device has in flight for each device after it: 1 in ZB-H1, 2 in ZB-H2.
+_SLOPES = (2.0, 1.0, 2.25, 2.5, 1.5)
+#: Parts of a W that must find room before the next F or I comes.
+_PATIENCE = (0.0, 0.75, 0.3, 0.5, 1.0)
+#: Variants are compared on so many micro-batches a device; with more they only repeat themselves.
+_COMPARED = 4
+_ROUNDING = 1e-9
+
+Limit = float | Sequence[float]
+
+
+class _Variant(TypedDict):
+    in_flight: list[int]
+    patience: float
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What is to be ordered; ``limits`` are bytes, one a device."""
+
+    name: str
+    n_devices: int
+    costs: Costs
+    limits: list[float]
+
+    def order(self, n_microbatches: int, variant: _Variant) -> Schedule:
+        return order_by(
+            linear(self.n_devices),
+            n_microbatches,
+            self.costs,
+            priority="forward_first",
+            memory_limit=self.limits,
+            name=self.name,
+            **variant,
+        )
+
+
+def _automatic(
+    name: str, p: int, m: int, costs: Costs | None, memory_limit: Limit | None, factor: int
+) -> Schedule:
+    """Return the best variant in this memory, or in that of ``factor * p`` micro-batches."""
+    counted = _with_bytes(checked_costs(costs), p)
+    held = counted.per_stage("activation_bytes", p)
+    given = factor * p * held if memory_limit is None else memory_limit
+    problem = _Problem(name, p, counted, checked_limits(given, linear(p), held))
+    compared = min(m, _COMPARED * p)
+    variant, schedule = _best(problem, compared)
+    return schedule if compared == m else problem.order(m, variant)
+
+
+def _best(problem: _Problem, m: int) -> tuple[_Variant, Schedule]:
+    """Return the variant of the shortest span, and its order; the first one among equals."""
+    goal = _least_span(problem, m) * (1 + _ROUNDING)
+    scores: dict[bytes, tuple[float, float]] = {}
+    least, best = (math.inf, math.inf), None
+    for variant in _variants(problem, m):
+        schedule = problem.order(m, variant)
+        columns = schedule.op.tobytes() + schedule.microbatch.tobytes()
+        if columns in scores:
+            continue
+        scores[columns] = _score(schedule, problem.costs)
+        if best is None or scores[columns] < least:
+            least, best = scores[columns], (variant, schedule)
+        if least[0] <= goal:
+            break
+    assert best is not None  # there is a first variant
+    return best
+
+
+def _with_bytes(costs: Costs, p: int) -> Costs:
+    """Return costs whose bytes count micro-batches where they count nothing."""
+    if costs.per_stage("activation_bytes", p).any():
+        return costs
+    return replace(costs, activation_bytes=1.0, weight_grad_bytes=1.0)
+
+
+def _variants(problem: _Problem, m: int) -> Iterator[_Variant]:
+    """Yield how many micro-batches may be in flight on each device, and how long W waits."""
+    costs, p = problem.costs, problem.n_devices
+    forward, backward = (costs.per_stage(name, p).mean() for name in ("forward", "input_grad"))
+    after = np.arange(p)[::-1]
+    slopes = list(_SLOPES)
+    if forward > 0:  # as many as the device can run until its first I comes
+        slopes.insert(0, (forward + backward) / forward)
+    tried = set()
+    for slope, patience in itertools.product(slopes, _PATIENCE):
+        places = np.minimum(1 + np.floor(slope * after + _ROUNDING), m).astype(int).tolist()
+        if (key := (*places, patience)) not in tried:
+            tried.add(key)
+            yield {"in_flight": places, "patience": patience}
+
+
+def _score(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    """Return the longest span of a device, from its first start to its last end; the makespan."""
+    timeline = simulate(lower(schedule, step="none"), costs)
+    first, last = np.full(schedule.n_devices, math.inf), np.zeros(schedule.n_devices)
+    compute = timeline.graph.is_op(SCHEDULED)
+    np.minimum.at(first, timeline.graph.device[compute], timeline.start[compute])
+    np.maximum.at(last, timeline.graph.device[compute], timeline.end[compute])
+    return float((last - first).max()), timeline.makespan
+
+
+def _least_span(problem: _Problem, m: int) -> float:
+    """Return a bound on the longest span: work, and the wait for the first I with full memory."""
+    p = problem.n_devices
+    forward, backward, weight, held = (
+        problem.costs.per_stage(name, p)
+        for name in ("forward", "input_grad", "weight_grad", "activation_bytes")
+    )
+    places = np.full(p, m)
+    some = held > 0
+    places[some] = np.minimum(m, np.array(problem.limits)[some] / held[some] + _ROUNDING)
+    first = np.cumsum((forward + backward)[::-1])[::-1] - backward
+    wait = np.maximum(0, first - places * forward)
+    return float((m * (forward + backward + weight) + wait).max())
+
+
+def _bubble(p: int, m: int) -> float:
+    """Return the idle share of the makespan for F, I and W of equal length."""
+    makespan = max(3 * m + p - 1, 2 * m + 2 * p - 1)
+    return (makespan - 3 * m) / makespan
+
+
+_BUBBLE = ClosedForm("1 - 3m/max(3m+p-1, 2m+2p-1)", _bubble)
+
+
+@register(
+    "zb_1p",
+    summary="automatic zero-bubble schedule in the memory of 1F1B",
+    source=_SOURCE,
+    bubble=_BUBBLE,
+    activations=ClosedForm("min(p, m)", lambda p, m: min(p, m), assumes=_HELD),
+)
+def zb_1p(
+    n_devices: int,
+    n_microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: Limit | None = None,
+) -> Schedule:
+    """Build ZB-1p: as few bubbles as the memory of 1F1B allows.
+
+    Three devices, six micro-batches, F, I and W of equal length::
+
+        device 0 | F0 F1 F2 .. .. I0 W0 F3 I1 W1 F4 I2 W2 F5 I3 W3 I4 W4 I5 W5
+        device 1 | .. F0 F1 F2 I0 W0 I1 W1 F3 I2 W2 F4 I3 W3 F5 I4 W4 I5 W5 ..
+        device 2 | .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 F5 I5 W3 W4 W5
+
+    For these costs and ``m >= p`` a device is idle for ``p - 1`` of them in all.
+
+    The variants are compared by the time of the slowest device, from the start of its first F to
+    the end of its last W, as the paper does: devices that begin one after the other may also end
+    so. Then by the makespan.
+
+    Parameters
+    ----------
+    n_devices, n_microbatches
+        Any positive counts; fewer micro-batches than devices are allowed.
+    costs
+        Seconds of F, I, W and messages, and bytes of activations; by default F, I and W take
+        equally long, and messages no time.
+    memory_limit
+        Bytes of activations that a device may hold, one number or one a device; by default those
+        of ``n_devices`` micro-batches. Costs without ``activation_bytes`` count micro-batches,
+        from F to W.
+
+    Raises
+    ------
+    ArgumentError
+        If a device's limit is too small for one micro-batch.
+    """
+    return _automatic("zb_1p", n_devices, n_microbatches, costs, memory_limit, 1)
+
+
+@register(
+    "zb_2p",
+    summary="automatic zero-bubble schedule in twice the memory of 1F1B",
+    source=_SOURCE,
+    bubble=_BUBBLE,
+    activations=ClosedForm("min(2p, m)", lambda p, m: min(2 * p, m), assumes=_HELD),
+)
+def zb_2p(
+    n_devices: int,
+    n_microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: Limit | None = None,
+) -> Schedule:
+    """Build ZB-2p: twice the memory of 1F1B, and hardly a bubble.
+
+    Three devices, six micro-batches, F, I and W of equal length::
+
+        device 0 | F0 F1 F2 F3 F4 I0 F5 I1 W0 I2 W1 I3 W2 I4 W3 I5 W4 W5 .. ..
+        device 1 | .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 ..
+        device 2 | .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
+
+    For these costs and ``m >= 2p - 1`` no device is idle between its first F and its last W. What
+    the makespan counts as bubble is that they begin one after the other.
+
+    Parameters
+    ----------
+    n_devices, n_microbatches, costs, memory_limit
+        As for `zb_1p`, but the limit is by default that of ``2 * n_devices`` micro-batches.
+
+    Raises
+    ------
+    ArgumentError
+        If a device's limit is too small for one micro-batch.
+    """
+    return _automatic("zb_2p", n_devices, n_microbatches, costs, memory_limit, 2)

@@ -1,0 +1,143 @@
+"""ZB-1p and ZB-2p: the published bubble rates, within the memory that they are named for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipesim as ps
+from pipesim.errors import ArgumentError, CostsError
+from pipesim.ops import SCHEDULED
+from pipesim.registry import schedule_info
+
+TABLE_5 = json.loads(
+    (Path(__file__).parent / "published" / "zb_table5_bubble_rates.json").read_text()
+)
+ROWS = list(zip(TABLE_5["inputs"]["rows"], TABLE_5["expected"], strict=True))
+FACTORS = {"zb_1p": 1, "zb_2p": 2}
+UNIFORM = ps.Costs(forward=1, input_grad=1, weight_grad=1, activation_bytes=1, weight_grad_bytes=1)
+
+
+def run(schedule: ps.Schedule, costs: ps.Costs = UNIFORM) -> ps.Timeline:
+    """Simulate the bare schedule."""
+    return ps.simulate(ps.lower(schedule, step="none"), costs)
+
+
+def longest_span(timeline: ps.Timeline) -> float:
+    """Return the most seconds from a device's first start to its last end."""
+    compute = timeline.graph.is_op(SCHEDULED)
+    spans = [
+        timeline.end[compute & of].max() - timeline.start[compute & of].min()
+        for of in (timeline.graph.device == d for d in range(timeline.n_devices))
+    ]
+    return float(max(spans))
+
+
+def published_costs(row: dict[str, Any]) -> ps.Costs:
+    """Return the costs of a row: bytes a layer and token of F, and those held for W (Table 2)."""
+    model = TABLE_5["inputs"]["models"][row["model"]]
+    hidden, heads, length = model["hidden"], model["heads"], model["seq"]
+    return ps.Costs(
+        forward=row["TF_us"],
+        input_grad=row["TB_us"],
+        weight_grad=row["TW_us"],
+        activation_bytes=34 * hidden + 5 * heads * length,
+        weight_grad_bytes=32 * hidden,
+        network=ps.Network(latency=row["Tcomm_us"]),
+    )
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize(
+    ("row", "expected"), ROWS, ids=[f"{row['model']}-m{row['m']}" for row, _ in ROWS]
+)
+def test_published_bubble_rates(name: str, row: dict[str, Any], expected: dict[str, float]) -> None:
+    """Table 5 of arXiv 2401.10241: no more bubble, within 0.0006, in no more memory."""
+    costs, p, m = published_costs(row), row["p"], row["m"]
+    timeline = run(ps.schedule(name, p, m, costs=costs), costs)
+    span = longest_span(timeline)
+    rate = (span - m * (row["TF_us"] + row["TB_us"] + row["TW_us"])) / span
+    assert rate <= expected[name.upper().replace("_", "-").replace("P", "p")] + 0.0006
+    one = costs.per_stage("activation_bytes", p)[0]
+    assert timeline.peak_memory.max() <= FACTORS[name] * p * one * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@given(p=st.integers(1, 9), m=st.integers(1, 30))
+def test_closed_forms_are_exact(name: str, p: int, m: int) -> None:
+    """For F, I and W of equal length: bubble and memory as registered, and the spans they mean."""
+    schedule = ps.schedule(name, p, m)
+    ps.verify(schedule)
+    timeline = run(schedule)
+    assert timeline.makespan == max(3 * m + p - 1, 2 * m + 2 * p - 1)
+    assert timeline.bubble_fraction == schedule_info(name).bubble.of(p, m)
+    assert timeline.peak_memory.max() == min(FACTORS[name] * p, m)
+    enough, idle = {"zb_1p": (p, p - 1), "zb_2p": (2 * p - 1, 0)}[name]
+    if m >= enough:
+        assert longest_span(timeline) == 3 * m + idle
+
+
+@given(st.data())
+def test_any_costs_and_limits(data: st.DataObject) -> None:
+    """Stages that differ, messages and limits: the order runs, and keeps within its memory."""
+    p, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 8))
+    f, i, w, held = (
+        data.draw(st.lists(st.integers(low, 9), min_size=p, max_size=p)) for low in (0, 0, 0, 1)
+    )
+    costs = ps.Costs(
+        forward=f,
+        input_grad=i,
+        weight_grad=w,
+        activation_bytes=held,
+        weight_grad_bytes=[x * data.draw(st.sampled_from([0, 0.4, 1])) for x in held],
+        network=ps.Network(latency=data.draw(st.sampled_from([0, 0.5]))),
+    )
+    limits = [x * data.draw(st.sampled_from([1.0, 1.7, 4.0])) for x in held]
+    schedule = ps.schedule("zb_2p", p, m, costs=costs, memory_limit=limits)
+    ps.verify(schedule)
+    assert (run(schedule, costs).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
+    assert schedule == ps.schedule("zb_2p", p, m, costs=costs, memory_limit=limits)
+
+
+def test_limits_without_bytes_count_microbatches() -> None:
+    """Costs that hold nothing are given one micro-batch's worth, from F to W."""
+    timed = ps.Costs(forward=1, input_grad=1, weight_grad=1)
+    schedule = ps.schedule("zb_1p", 4, 8, costs=timed, memory_limit=[4, 3, 2, 1])
+    assert run(schedule).peak_memory.tolist() == [4, 3, 2, 1]
+    assert ps.schedule("zb_1p", 4, 8, costs=timed) == ps.schedule("zb_1p", 4, 8)
+
+
+def test_more_memory_makes_fewer_bubbles() -> None:
+    """From half of 1F1B's memory to twice: each step on the way pays, for these costs."""
+    costs = published_costs(ROWS[1][0])
+    one = costs.per_stage("activation_bytes", 8)[0]
+    spans = [
+        longest_span(run(ps.schedule("zb_1p", 8, 24, costs=costs, memory_limit=limit * one), costs))
+        for limit in (4, 6, 8, 12, 16)
+    ]
+    assert spans == sorted(spans, reverse=True)
+    assert len(set(spans)) == len(spans)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"memory_limit": 0.5}, ArgumentError, "device 0 is 0.5 bytes.* takes 1 .*at least 1"),
+        ({"memory_limit": [1, 1]}, ArgumentError, "2 values for 3 devices"),
+        ({"memory_limit": "much"}, ArgumentError, "got 'much'"),
+        ({"costs": ps.Costs(forward=1, backward=2)}, CostsError, "input_grad is missing"),
+        ({"costs": {"forward": 1}}, CostsError, "costs must be a pipesim.Costs"),
+        ({"costs": ps.Costs(forward=(1, 1), input_grad=1, weight_grad=1)}, CostsError, "2 values"),
+        ({"limit": 3}, ArgumentError, "takes no option 'limit'.*memory_limit"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Each mistake is named with what was got and what is allowed."""
+    with pytest.raises(error, match=message):
+        ps.schedule("zb_1p", 3, 4, **options)
