@@ -524,9 +524,12 @@ def _with_ends(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CS
 
 
 def _joined(needs: CSR, rows: Ints, values: Ints) -> CSR:
-    """Add values to rows of a CSR, after those that are there."""
-    all_rows, all_values = np.concatenate([needs.rows, rows]), [needs.values, values]
-    return CSR.from_pairs(all_rows, np.concatenate(all_values), len(needs))
+    """Add values to rows of a CSR, after those that are there, and none twice."""
+    all_rows = np.concatenate([needs.rows, rows])
+    all_values = np.concatenate([needs.values, values])
+    _, first = np.unique(all_rows * np.int64(len(needs)) + all_values, return_index=True)
+    first = np.sort(first)
+    return CSR.from_pairs(all_rows[first], all_values[first], len(needs))
 
 
 def overlapped_pairs(kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> tuple[Ints, Ints]:

@@ -256,7 +256,7 @@ def _add_partners(
 
 
 class _Issued(NamedTuple):
-    """Tasks in issue order, and where the phases of each clock cycle end."""
+    """Tasks in issue order, and where the phases of each clock cycle end, and each reduction."""
 
     kind: NDArray[np.int32]
     microbatch: NDArray[np.int32]
@@ -284,7 +284,7 @@ def _issue(
     n_tasks = len(compute) + 2 * n_messages + n_batches * partners.reduce.size
     check_graph(n_tasks * n_replicas)
     kind, microbatch = np.empty(n_tasks, np.int32), np.empty(n_tasks, np.int32)
-    ends = np.empty((len(cycles), 4), dtype=np.int64)
+    ends, reduced = np.empty((len(cycles), 3), dtype=np.int64), np.zeros_like(left)
     needs = compute.dependencies
     if compute.kinds.overlapped.any() and not overlap:  # just the data, whose messages are sought
         columns = compute.kinds, compute.kind, compute.microbatch
@@ -317,8 +317,9 @@ def _issue(
         kind,
         microbatch,
         ends,
+        reduced,
     )
-    return _Issued(kind, microbatch, ends.ravel())
+    return _Issued(kind, microbatch, np.sort(np.concatenate([ends.ravel(), reduced.ravel()])))
 
 
 def _sent_with(compute: TaskGraph) -> Ints:
@@ -360,8 +361,9 @@ def _issue_tasks(
     issued_kind: Ints,
     issued_microbatch: Ints,
     ends: Ints,
+    reduced: Ints,
 ) -> None:
-    """Fill the last three; see `_issue`. ``messages`` are the producers, channel by channel."""
+    """Fill the last four; see `_issue`. ``messages`` are the producers, channel by channel."""
     n = 0
     several = left.shape[1] > 1
     for cycle in range(len(cycles_ptr) - 1):
@@ -412,7 +414,8 @@ def _issue_tasks(
                 issued_kind[n] = reduce[of, path]
                 issued_microbatch[n] = (batch + 1) * batch_size - 1 if several else -1
                 n += 1
-        ends[cycle, 3] = n
+            if left[of, batch] == 0:
+                reduced[of, batch] = n
 
 
 def _replicate(issued: _Issued, n_replicas: int, n_kinds: int) -> _Issued:

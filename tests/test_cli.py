@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -124,11 +125,15 @@ def test_schedules_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> Non
     listed = {row[0]: row for row in rows(out)}
     assert set(table.index) <= set(listed)
     for name, row in zip(map(str, table.index), table.to_dict("records"), strict=True):
-        assert f"{row['bubble']:.1%}" in listed[name]
-        assert row["bubble_formula"] in out
-        assert row["activations_formula"] in out
-        assert f"{name}: {row['summary']} ({row['source']})" in out
-    assert listed["gpipe"] == ["gpipe", "(p-1)/(m+p-1)", "25.0%", "m", "6", "backward_order"]
+        bubble = "-" if math.isnan(row["bubble"]) else f"{row['bubble']:.1%}"
+        assert listed[name][1] == bubble
+        forms = ("bubble", "activations", "parameters")
+        formulas = "; ".join(f"{form} {row[f'{form}_formula']}" for form in forms)
+        assert f"{name}: {formulas}; " in out
+        assert row["source"] in out
+        assert row["summary"] in out
+    assert listed["gpipe"][:5] == ["gpipe", "25.0%", "6", "1", "backward_order"]
+    assert "gpipe: bubble (p-1)/(m+p-1); activations m; parameters 1; GPipe" in out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
