@@ -99,7 +99,7 @@ class ScheduleInfo:
         equal length, B of two, unless the formula assumes otherwise.
     activations
         Most activations that a device holds, without recompute, in those of one micro-batch
-        through ``1 / p`` of the model.
+        through ``1 / p`` of the model. Where backwards are split, W is taken to need them all.
     parameters
         Sets of weights that a device holds, in those of ``1 / p`` of the model.
     counts

@@ -20,8 +20,16 @@ from pipesim.registry import _REGISTRY, schedule_info
 
 PUBLISHED = Path(__file__).parent / "published"
 NAMES = sorted(_REGISTRY)
-#: A second a forward and a gradient; B is both gradients. A byte an activation of a stage.
-UNIT = {"forward": 1, "backward": 2, "input_grad": 1, "weight_grad": 1, "activation_bytes": 1}
+#: A second a forward and a gradient; B is both gradients. A byte an activation of a stage, which is
+#: held until W.
+UNIT = {
+    "forward": 1,
+    "backward": 2,
+    "input_grad": 1,
+    "weight_grad": 1,
+    "activation_bytes": 1,
+    "weight_grad_bytes": 1,
+}
 #: Values that are tried for an option besides its default.
 OPTIONS = {"n_chunks": st.integers(1, 3), "n_waves": st.integers(1, 2)}
 

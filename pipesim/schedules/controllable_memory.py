@@ -27,7 +27,6 @@ __all__ = ["v_half", "v_min"]
 #: Units from one micro-batch to the next in the steady state: F, I and W of two stages.
 _INTERVAL = 6
 _SOURCE = "Controllable Memory, arXiv 2405.15362"
-_HELD = "activations are held from F to W"
 
 
 class _Block(NamedTuple):
@@ -122,9 +121,7 @@ def _v_half_idle(p: int, m: int) -> int:
         "i/(6m+i), i = 4p-5, or 4p-7 if 3 | p and m > 1",
         lambda p, m: _share(_v_min_idle(p, m), m),
     ),
-    activations=ClosedForm(
-        "min(m, floor((p+4)/3))", lambda p, m: min(m, (p + 4) // 3), assumes=_HELD
-    ),
+    activations=ClosedForm("min(m, floor((p+4)/3))", lambda p, m: min(m, (p + 4) // 3)),
 )
 def v_min(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Schedule:
     """Build V-Min: the fewest activations that V-shaped building blocks allow.
@@ -159,9 +156,7 @@ def v_min(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sc
         "i/(6m+i), i = 3p-4, or 3p-7 if 2 | p; more if m < p/2",
         lambda p, m: _share(_v_half_idle(p, m), m),
     ),
-    activations=ClosedForm(
-        "min(m, floor((p+2)/2))", lambda p, m: min(m, (p + 2) // 2), assumes=_HELD
-    ),
+    activations=ClosedForm("min(m, floor((p+2)/2))", lambda p, m: min(m, (p + 2) // 2)),
 )
 def v_half(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Schedule:
     """Build V-Half: half of the activations of 1F1B, and a smaller bubble than `v_min`'s.

@@ -18,7 +18,7 @@ from pipesim.schedules.phases import Phase, order_of
         lambda p, m: (p - 1) / (3 * m + p - 1),
         assumes="an overlapped F and B last as long as both",
     ),
-    activations=ClosedForm("p + 1/2", lambda p, m: p + 0.5, assumes="I gives back all activations"),
+    activations=ClosedForm("p + 1/2", lambda p, m: p + 0.5),
     counts=Counts("at least 2p micro-batches", lambda p, m: m >= 2 * p),
 )
 def dualpipev(n_devices: int, n_microbatches: int) -> Schedule:

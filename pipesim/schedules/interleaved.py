@@ -95,7 +95,6 @@ def interleaved_1f1b(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> 
     activations=ClosedForm(
         "min((v-1)r + p, vm)/v, r = m // max(1, m // p)",
         lambda p, m, n_chunks=2: _held(p, m, n_chunks, p),
-        assumes="I gives back all activations",
     ),
     counts=_ROUNDS,
 )

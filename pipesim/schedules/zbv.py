@@ -21,9 +21,7 @@ def _bubble(p: int, m: int) -> float:
     summary="split backwards on stages in V shape: the idle time of ZB-H2, the memory of 1F1B",
     source="arXiv 2405.15362; Zero Bubble, arXiv 2401.10241, section 6",
     bubble=ClosedForm("x/(6m+x), x = max(p-1, 2(2p-1-m))", _bubble),
-    activations=ClosedForm(
-        "min(p, m)", lambda p, m: min(p, m), assumes="I gives back all activations"
-    ),
+    activations=ClosedForm("min(p, m)", lambda p, m: min(p, m)),
 )
 def zbv(n_devices: int, n_microbatches: int) -> Schedule:
     """Build the ZB-V order.

@@ -31,9 +31,7 @@ def _h2_bubble(p: int, m: int) -> float:
     summary="1F1B with split backwards: a third of its bubble, in its memory",
     source="Zero Bubble, arXiv 2401.10241, section 2.1",
     bubble=ClosedForm("x/(3m+x), x = max(p-1, 2p-1-m)", _h1_bubble),
-    activations=ClosedForm(
-        "min(p, m)", lambda p, m: min(p, m), assumes="I gives back all activations"
-    ),
+    activations=ClosedForm("min(p, m)", lambda p, m: min(p, m)),
 )
 def zb_h1(n_devices: int, n_microbatches: int) -> Schedule:
     """Build the ZB-H1 order.
@@ -62,9 +60,7 @@ def zb_h1(n_devices: int, n_microbatches: int) -> Schedule:
     summary="ZB-H1 with twice the warm-up: devices idle only before and after their work",
     source="Zero Bubble, arXiv 2401.10241, section 2.2",
     bubble=ClosedForm("x/(3m+x), x = max(p-1, 2(p-1) - m // 2)", _h2_bubble),
-    activations=ClosedForm(
-        "min(2p-1, m)", lambda p, m: min(2 * p - 1, m), assumes="I gives back all activations"
-    ),
+    activations=ClosedForm("min(2p-1, m)", lambda p, m: min(2 * p - 1, m)),
 )
 def zb_h2(n_devices: int, n_microbatches: int) -> Schedule:
     """Build the ZB-H2 order.

@@ -30,7 +30,6 @@ from pipesim.simulate import simulate
 __all__ = ["zb_1p", "zb_2p"]
 
 _SOURCE = "Zero Bubble, arXiv 2401.10241"
-_HELD = "activations are held from F to W"
 #: Forwards that a device has in flight for each device after it: 1 in ZB-H1, 2 in ZB-H2.
 _SLOPES = (2.0, 1.0, 2.25, 2.5, 1.5)
 #: Parts of a W that must find room before the next F or I comes.
@@ -162,7 +161,7 @@ _BUBBLE = ClosedForm("1 - 3m/max(3m+p-1, 2m+2p-1)", _bubble)
     summary="automatic zero-bubble schedule in the memory of 1F1B",
     source=_SOURCE,
     bubble=_BUBBLE,
-    activations=ClosedForm("min(p, m)", lambda p, m: min(p, m), assumes=_HELD),
+    activations=ClosedForm("min(p, m)", lambda p, m: min(p, m)),
 )
 def zb_1p(
     n_devices: int,
@@ -209,7 +208,7 @@ def zb_1p(
     summary="automatic zero-bubble schedule in twice the memory of 1F1B",
     source=_SOURCE,
     bubble=_BUBBLE,
-    activations=ClosedForm("min(2p, m)", lambda p, m: min(2 * p, m), assumes=_HELD),
+    activations=ClosedForm("min(2p, m)", lambda p, m: min(2 * p, m)),
 )
 def zb_2p(
     n_devices: int,
