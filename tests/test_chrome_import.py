@@ -237,7 +237,9 @@ def timelines(schedule: ps.Schedule, seconds: list[float], latency: float) -> ps
 
 
 durations = st.lists(st.integers(1, 40).map(lambda x: x * 1e-3), min_size=16, max_size=16)
-any_schedule = st.one_of(named_schedules(4), custom_schedules())
+any_schedule = st.one_of(named_schedules(4), custom_schedules()).filter(
+    lambda schedule: schedule.placement.n_paths == 1
+)
 
 
 @given(any_schedule, durations, st.sampled_from([1e-4, 3e-3]))

@@ -40,6 +40,7 @@ from pipeexec.randomness import OwnGenerator, task_seed
 from pipeexec.run import WORK, split_batch
 from pipesim.errors import ArgumentError, OversubscriptionWarning, RandomnessWarning
 from pipesim.ops import Op
+from pipesim.registry import schedule_info
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
@@ -588,6 +589,17 @@ GRAPHS: dict[str, Callable[[], ps.TaskGraph]] = {
 def test_any_verified_graph_runs(name: str) -> None:
     graph = GRAPHS[name]()
     check(cut(dense(graph.n_stages), [1] * graph.n_stages), graph, *data(13))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("name", ps.schedules().index)
+def test_parity_of_every_named_schedule(name: str, recompute: str) -> None:
+    """Loss and gradients are the unsplit model's to the last bit, on 2 and on 4 devices."""
+    for p, m in ((2, 4), (2, 5), (4, 8), (4, 3)):
+        if not schedule_info(name).allows(p, m):
+            continue
+        graph = lowered(name, p, m, recompute=recompute)
+        check(cut(dense(graph.n_stages), [1] * graph.n_stages), graph, *data(2 * m + 1))
 
 
 @settings(max_examples=30)
