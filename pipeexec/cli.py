@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from pipeexec.validate import Validation
+    from pipesim.graph import TaskGraph
 
 __all__ = ["main"]
 
 _EPILOG = """examples:
   pipeexec validate                                  GPipe and 1F1B, two stages on two cores
   pipeexec validate --model convnet --recompute never,always,except_last
+  pipeexec validate --schedules zb_h1,zb_2p --recompute never
   pipeexec validate --stages 4 --devices cuda:0,cuda:1,cuda:2,cuda:3 --batch 64
   pipeexec show results/demo                         the table of a run directory
 """
@@ -56,11 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("validate", help="profile, simulate, execute, compare, plot")
     add = run.add_argument
     add("--model", default="gpt", help="gpt or convnet (default: gpt)")
-    add("--stages", type=int, default=2, help="number of stages (default: 2)")
+    add("--stages", type=int, default=2, help="number of devices, each of which has one stage, or "
+        "the chunks of a looped or V-shaped schedule (default: 2)")  # fmt: skip
     add("--balance", type=_counts, help="layers of each stage, such as 4,6 (default: even work)")
     add("--microbatches", type=int, default=8, help="of a step (default: 8)")
     add("--batch", type=int, help="samples of a step (default: what suits the model)")
-    add("--schedules", type=_words, default=["gpipe", "1f1b"], help="(default: gpipe,1f1b)")
+    add("--schedules", type=_words, default=["gpipe", "1f1b"], help="names or files, all with as "
+        "many stages a device (default: gpipe,1f1b)")  # fmt: skip
     add("--recompute", type=_words, default=["never", "always"], help="modes (default: "
         "never,always; also except_last)")  # fmt: skip
     add("--devices", type=_words, help="one a stage (default: cpu for each)")
@@ -129,9 +133,11 @@ def _validate(arguments: argparse.Namespace) -> int:
     for name in sizes:
         check_name(f"option of model {arguments.model!r}:", name, spec.options)
     workload = build_model(arguments.model, seed=arguments.seed, **sizes)
+    graphs = _graphs(arguments)
+    n_stages, n_devices = _shape(graphs)
     stages = split(
         workload.layers,
-        None if arguments.balance else arguments.stages,
+        None if arguments.balance else n_stages,
         balance=arguments.balance,
     )
     batch = arguments.batch
@@ -147,8 +153,8 @@ def _validate(arguments: argparse.Namespace) -> int:
     }
     validation = validate(
         stages,
-        _graphs(arguments, len(stages)),
-        arguments.devices or ["cpu"] * len(stages),
+        graphs,
+        arguments.devices or ["cpu"] * n_devices,
         workload.loss,
         batches(workload.make_batch, batch, arguments.seed),
         lambda parameters: torch.optim.AdamW(parameters, lr=arguments.learning_rate),
@@ -166,22 +172,39 @@ def _validate(arguments: argparse.Namespace) -> int:
 _BATCH = {"gpt": 4, "convnet": 4}
 
 
-def _graphs(arguments: argparse.Namespace, n_stages: int) -> dict[str, Any]:
+def _graphs(arguments: argparse.Namespace) -> dict[str, TaskGraph]:
     """Return the rows: every schedule under every recompute mode."""
     import pipesim
     from pipesim.schedule_names import info_of
 
     if not arguments.schedules or not arguments.recompute:
         raise ArgumentError("name at least one schedule and one recompute mode")
+    infos = {name: info_of(name) for name in arguments.schedules}
+    if arguments.balance:
+        one = next(iter(infos.values())).make(2, 2 * arguments.microbatches)
+        arguments.stages = len(arguments.balance) * 2 // one.n_stages
     return {
         f"{name} {recompute}": pipesim.lower(
-            info_of(name).make(n_stages, arguments.microbatches),
+            info.make(arguments.stages, arguments.microbatches),
             recompute=recompute,
             overlap=not arguments.no_overlap,
         )
-        for name in arguments.schedules
+        for name, info in infos.items()
         for recompute in arguments.recompute
     }
+
+
+def _shape(graphs: Mapping[str, TaskGraph]) -> tuple[int, int]:
+    """Return how many stages and devices all of the graphs have."""
+    shapes = {name: (graph.n_stages, graph.n_devices) for name, graph in graphs.items()}
+    if len(set(shapes.values())) > 1:
+        each = ", ".join(f"{name}: {stages} on {devices}"
+                         for name, (stages, devices) in shapes.items())  # fmt: skip
+        raise ArgumentError(
+            f"schedules of one validation run the same stages; got stages on devices {each}: "
+            "validate them apart"
+        )
+    return next(iter(shapes.values()))
 
 
 def _show(arguments: argparse.Namespace) -> int:

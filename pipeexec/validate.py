@@ -257,7 +257,7 @@ def validate(
     if not graphs:
         raise ArgumentError("validate needs at least one graph")
     say = progress or (lambda _: None)
-    first, *others = graphs.values()
+    first = max(graphs.values(), key=lambda graph: graph.n_replicas)  # has the paths of all
     for name, graph in graphs.items():
         if graph.n_microbatches != first.n_microbatches:
             raise ArgumentError(
@@ -267,7 +267,7 @@ def validate(
             )
     source = _taken(batches, n_steps + 1)
     with Pipeline(stages, first, devices, loss_fn, optimizer) as pipeline:
-        pipelines = [pipeline, *(pipeline.with_graph(graph) for graph in others)]
+        pipelines = [pipeline.with_graph(graph) for graph in graphs.values()]
         runs: list[list[StepResult]] = [[] for _ in pipelines]
         inputs, targets = next(source)
         calibration = Calibration(pipeline, inputs, targets, graphs.values())
