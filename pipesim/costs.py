@@ -147,7 +147,7 @@ class Costs:
     activation_bytes
         Bytes that a stage holds from F to B for one micro-batch, its input included.
     weight_grad_bytes
-        Of those, the bytes that are still held between I and W.
+        Bytes that are held between I and W: of the activations, and gradients of outputs.
     parameter_bytes, optimizer_bytes
         Bytes of a stage's parameters (its gradients are as many again) and optimizer state.
     network

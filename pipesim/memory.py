@@ -84,7 +84,8 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
     """Return bytes that each task takes at its start and gives back at its end.
 
     F takes its activations, or only its input where R takes the rest. B gives all back; I keeps
-    ``weight_grad_bytes`` for W to give back. The input of stage 0 is the caller's and counts as 0.
+    ``weight_grad_bytes`` for W to give back, and where that is more than the activations, takes
+    the rest. The input of stage 0 is the caller's and counts as 0.
     """
     taken, kept, given = _of_kinds(graph, costs)
     dropped = _dropped(graph)
@@ -103,15 +104,16 @@ def _of_kinds(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     )
     before = np.concatenate([[0.0], costs.per_stage("output_bytes", graph.n_stages)])[kinds.stage]
     kept_input = np.minimum(before, activation)
-    weight_grad = np.minimum(weight_grad, activation)
     zero = np.zeros(len(kinds))
 
     def choose(*choices: tuple[Op, NDArray[np.float64]]) -> NDArray[np.float64]:
         return np.select([kinds.op == op for op, _ in choices], [x for _, x in choices], zero)
 
-    taken = choose((Op.F, activation), (Op.R, activation - kept_input))
-    given = choose((Op.B, activation), (Op.I, activation - weight_grad), (Op.W, weight_grad))
-    return taken, choose((Op.F, kept_input), (Op.R, taken)), given
+    more = np.maximum(0.0, weight_grad - activation)
+    taken = choose((Op.F, activation), (Op.R, activation - kept_input), (Op.I, more))
+    left = np.maximum(0.0, activation - weight_grad)
+    given = choose((Op.B, activation), (Op.I, left), (Op.W, weight_grad))
+    return taken, choose((Op.F, kept_input), (Op.R, taken), (Op.I, more)), given
 
 
 def _dropped(graph: TaskGraph) -> NDArray[np.bool_]:

@@ -139,7 +139,9 @@ def _work(
     def of(field: str) -> list[float]:
         return [float(x) for x in costs.per_stage(field, placement.n_stages)]
 
-    taken = of("activation_bytes")
+    taken, kept = of("activation_bytes"), of("weight_grad_bytes")
+    if split:
+        taken = list(map(max, taken, kept))  # as much as there will be, from the start
     forward_delay, backward_delay = _delays(placement, costs)
     return Work(
         placement=placement,
@@ -151,7 +153,7 @@ def _work(
         forward_delay=forward_delay,
         backward_delay=backward_delay,
         taken=taken,
-        kept=[min(kept, all_) for kept, all_ in zip(of("weight_grad_bytes"), taken, strict=True)],
+        kept=kept,
         limits=checked_limits(memory_limit, placement, taken),
         in_flight=_places(in_flight, placement.n_stages),
     )

@@ -32,7 +32,8 @@ def scrambled(seed: int) -> Any:
 
 def bytes_of_one(placement: ps.Placement, of: ps.Costs) -> list[float]:
     """Return the bytes of one micro-batch on each device, on the path that has most of them."""
-    taken = of.per_stage("activation_bytes", placement.n_stages)
+    names = ("activation_bytes", "weight_grad_bytes")
+    taken = np.maximum(*(of.per_stage(name, placement.n_stages) for name in names))
     return [
         max(
             sum(taken[s] for s, home in enumerate(path) if home == device)
