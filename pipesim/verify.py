@@ -140,7 +140,12 @@ def _lists_all(
 
 def _verify_schedule(schedule: Schedule) -> None:
     verify_listing(schedule)
-    _check_deadlock(compute_graph(schedule), f"schedule {schedule.name!r}")
+    graph = compute_graph(schedule)  # whose ids are the places in the columns
+    try:
+        _check_deadlock(graph, f"schedule {schedule.name!r}")
+    except DeadlockError as error:
+        head = int(np.flatnonzero(graph.levels < 0)[0])
+        raise DeadlockError(f"{error}\n{schedule.grid(mark=schedule.place(head))}") from None
 
 
 def _refuse(schedule: Schedule, index: SupportsIndex, problem: str) -> None:

@@ -146,7 +146,9 @@ def test_deadlock_names_each_blocked_head() -> None:
         "schedule 'mine' deadlocks: 2 streams wait for each other; their blocked heads are\n"
         "  device 0, compute: 0B1 (position 1) waits for 0F1 on device 0, 1B1 on device 1\n"
         "  device 1, compute: 1F1 (position 1) waits for 0F1 on device 0\n"
-        "list what is waited for before what waits for it"
+        "list what is waited for before what waits for it\n"
+        "device 0 | 0F0   >0B1< 0F1   0B0\n"
+        "device 1 | 1F0   1F1   1B0   1B1"
     )
     assert isinstance(caught.value, ScheduleError)
 
