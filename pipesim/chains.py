@@ -164,6 +164,9 @@ def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     of_task[graph.is_op(frozenset({Op.F, Op.R}))] = _WARM_UP
     of_task[role != _COMPUTES] = _BANDWIDTH
     of_task[graph.is_op(TRANSFERS) & (timeline.nbytes <= 0)] = _LATENCY
+    if timeline.costs is not None:  # gradients of no bytes are reduced in latencies
+        empty = timeline.costs.per_stage("parameter_bytes", graph.n_stages)[graph.stage] == 0
+        of_task[(graph.op == Op.REDUCE_GRAD) & empty] = _LATENCY
     return role, of_task
 
 
@@ -178,26 +181,33 @@ class _Durations(NamedTuple):
 def _durations(timeline: Timeline) -> _Durations:
     graph, usual, rounding = timeline.graph, _usual(timeline), _ROUNDING * timeline.makespan
     uneven = np.zeros_like(usual)
-    for op in COMPUTE:
-        known = ~np.isnan(usual[op])
+    for row, known in enumerate(~np.isnan(usual)):
         if known.any():
-            uneven[op, known] = usual[op, known] - math.fsum(usual[op, known]) / known.sum()
-    straggles = np.nan_to_num(timeline.duration - usual[graph.op, graph.stage])
-    of_tasks = np.nan_to_num(uneven[graph.op, graph.stage])
+            uneven[row, known] = usual[row, known] - math.fsum(usual[row, known]) / known.sum()
+    place = _rows(timeline), graph.stage
+    straggles = np.nan_to_num(timeline.duration - usual[place])
+    of_tasks = np.nan_to_num(uneven[place])
     for column in (straggles, of_tasks):
         column[np.abs(column) <= rounding] = 0.0
     return _Durations(straggles, of_tasks, rounding)
 
 
+def _rows(timeline: Timeline) -> Ints:
+    """Return each task's row of `_usual`: halves of overlapped actions are apart."""
+    kinds = timeline.graph.kinds
+    rows: Ints = (2 * kinds.op + kinds.overlapped)[timeline.graph.kind]
+    return rows
+
+
 def _usual(timeline: Timeline) -> Floats:
     """Return the lower median of each operation's durations on each stage, NaN where it has none.
 
-    Shape ``(len(Op), n_stages)``.
+    Shape ``(2 * len(Op), n_stages)``; `_rows` says which row is whose.
     """
     graph, duration = timeline.graph, timeline.duration
-    usual = np.full((len(Op), graph.n_stages), np.nan)
+    usual = np.full((2 * len(Op), graph.n_stages), np.nan)
     tasks = np.flatnonzero(graph.is_op(COMPUTE))
-    cell = graph.op[tasks].astype(np.int64) * graph.n_stages + graph.stage[tasks]
+    cell = _rows(timeline)[tasks] * graph.n_stages + graph.stage[tasks]
     order = np.lexsort((duration[tasks], cell))
     cells, first, count = np.unique(cell[order], return_index=True, return_counts=True)
     usual.flat[cells] = duration[tasks][order][first + (count - 1) // 2]

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.chains import Cause, seconds_of_causes
-from pipesim.errors import TimelineError
 from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -78,11 +77,7 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     import pandas as pd
 
     graph = timeline.graph
-    if not timeline.complete:
-        raise TimelineError(
-            f"timeline {timeline.name!r} is partial: {int((~timeline.ran).sum())} of {len(graph)} "
-            "tasks did not run, so that what others waited for is not known; give a whole one"
-        )
+    timeline.check_complete("what devices waited for is known of")
     seconds = seconds_of_causes(timeline)
     exact = np.stack([_summing_to(*each) for each in zip(timeline.idle, seconds, strict=True)])
     index = pd.RangeIndex(graph.n_devices, name="device")

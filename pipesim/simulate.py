@@ -15,7 +15,6 @@ from pipesim.errors import (
     ArgumentError,
     CostsError,
     EngineWarning,
-    TimelineError,
     check_name,
 )
 from pipesim.graph import TaskGraph
@@ -145,11 +144,7 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
         If tasks of the timeline did not run.
     """
     graph = timeline.graph
-    if not timeline.complete:
-        raise TimelineError(
-            f"timeline {timeline.name!r} is partial: {int((~timeline.ran).sum())} of {len(graph)} "
-            "tasks did not run; replay a whole one"
-        )
+    timeline.check_complete("replay")
     latency = np.zeros(len(graph))
     recvs = np.flatnonzero(graph.is_op(RECVS))
     sends = graph.pair[recvs]

@@ -103,6 +103,14 @@ class Timeline:
         """Whether every task ran."""
         return bool(self.ran.all())
 
+    def check_complete(self, purpose: str) -> None:
+        """Raise `TimelineError` if tasks did not run, saying what needs them all."""
+        if not self.complete:
+            raise TimelineError(
+                f"timeline {self.name!r} is partial: {int((~self.ran).sum())} of {len(self)} tasks "
+                f"did not run; {purpose} a whole one"
+            )
+
     @property
     def makespan(self) -> float:
         """Seconds from time zero to the end of the last task; 0 if nothing ran."""

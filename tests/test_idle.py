@@ -372,3 +372,13 @@ def test_compare_prints_and_draws_causes(
     *_, first, second = figures[0].axes
     assert [ax.get_title(loc="left") for ax in (first, second)] == ["gpipe, idle", "1f1b, idle"]
     assert first.get_xlim() == second.get_xlim()
+
+
+def test_overlapped_actions_are_nobodys_fault() -> None:
+    """Halves of overlapped actions are compared with their like: no straggler, no imbalance."""
+    graph = ps.lower(ps.schedule("dualpipe", 4, 8))
+    network = ps.Network(latency=0.25)
+    costs = ps.Costs(1, input_grad=1, weight_grad=1, overlapped=2.5, network=network)
+    table = ps.simulate(graph, costs).idle_by_cause()
+    assert not table[["imbalance", "straggler", "bandwidth", "contention", "host"]].any(axis=None)
+    assert (table["latency"] > 0).all()
