@@ -51,6 +51,7 @@ A TOML file (--config) holds the same settings; arguments override it:
   devices = 4
   microbatches = 8
   recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine
+  per = "device"            # costs are of all that a device holds, however many stages
 
   [costs]                   # the fields of pipesim.Costs: one value, or one a stage
   file = "costs.json"       # optional, beside this file; the keys below override it
@@ -98,6 +99,7 @@ _FLAGS = (
     ("--hosts", "KIND", "one host that issues for all devices, or one per_device"),
     ("--step", "MODE", "flush: end with an optimizer step; none: with the gradients"),
     ("--engine", "NAME", "engine that simulates"),
+    ("--per", "stage|device", "what costs are of: a stage, or all stages of a device together"),
 )
 _SWITCHES = (
     ("--overlap", "transfers run beside compute"),
@@ -330,7 +332,8 @@ def _simulate(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace) -> None:
     timelines: dict[str, Timeline] = {}
-    for case in _cases(args):
+    found = _cases(args)
+    for case in found:
         label = str(case["label"])
         if label in timelines:
             raise ArgumentError(f"two schedules are called {label!r}; give each a label of its own")
@@ -351,6 +354,11 @@ def _compare(args: argparse.Namespace) -> None:
         "peak memory (GiB)": _numbers(table["peak_memory"], _GIB),
     }
     print(_aligned(columns))
+    stages = sorted({timeline.graph.n_stages for timeline in timelines.values()})
+    if len(stages) > 1 and not any("per" in case for case in found):
+        counts = " and ".join(map(str, stages))
+        print(f"\nnote: schedules of {counts} stages, each stage at the same costs; with --per "
+              "device they are those of a device, shared by its stages")  # fmt: skip
     if args.idle:
         shares = idle_shares(timelines)
         shown = _causes(shares, lambda each: [f"{share:.1%}" for share in each])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from pipesim.files import write_whole
 from pipesim.graph import PAIRS, TaskGraph
 from pipesim.network import Network
 from pipesim.ops import RECVS, SENDS, Op
+from pipesim.placement import Placement
 from pipesim.split import Split
 from pipesim.tasks import Kinds
 
@@ -278,6 +279,35 @@ class Costs:
                     gradients[stage], np.unique(kinds.device[members])
                 )
             priced[members] = True
+
+    def in_chunks(self, placement: Placement) -> Costs:
+        """Return the costs of the stages of a placement, given those of all that a device holds.
+
+        So that schedules with one and with several stages a device are compared for one model:
+        seconds and bytes of a device are shared evenly by its stages, on the first path of a
+        bidirectional placement. ``launch`` and ``output_bytes`` stay as they are.
+
+        Raises
+        ------
+        CostsError
+            If there is neither one value nor one a device.
+        """
+        stages = np.array(placement.device_of)
+        share = np.bincount(stages)[stages]
+        changed = {}
+        for name in VALUE_FIELDS:
+            value = getattr(self, name)
+            if value is None or (name in ("launch", "output_bytes") and isinstance(value, float)):
+                continue
+            if isinstance(value, tuple) and len(value) != placement.n_devices:
+                raise CostsError(
+                    f"{name} has {len(value)} values for {placement.n_devices} devices; give one, "
+                    "or one a device"
+                )
+            of_device = np.broadcast_to(np.array(value, dtype=float), placement.n_devices)
+            whole = of_device[stages]
+            changed[name] = whole if name in ("launch", "output_bytes") else whole / share
+        return replace(self, **changed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or TOML; unset fields are left out."""

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pipesim.costs import VALUE_FIELDS, Costs
-from pipesim.errors import ArgumentError, UnknownNameError, suggestion
+from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
 from pipesim.links import Nodes
 from pipesim.lower import lower
 from pipesim.network import KEYS
 from pipesim.registry import ScheduleInfo, options_of_schedules
+from pipesim.schedule import Schedule
 from pipesim.schedule_names import counts_of_file, info_of, is_file
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
@@ -50,14 +51,14 @@ LOWERING = {
     **{k: k for k in ("recompute", "overlap", "streams", "rendezvous", "hosts", "step")},
 }
 _NODES = tuple(field.name for field in fields(Nodes))
-SETTINGS = (*COUNTS, *LOWERING, "engine", "options", "costs")
+SETTINGS = (*COUNTS, *LOWERING, "engine", "options", "per", "costs")
 
 #: Where a setting that is named flat belongs; names that are not here are options of a schedule.
 FLAT: dict[str, tuple[str, ...]] = {
     "schedule": ("name",),
     **{flat: (key,) for key, flat in COUNTS.items()},
     **{flat: (key,) for key, flat in LOWERING.items()},
-    **{key: (key,) for key in ("engine", "costs")},
+    **{key: (key,) for key in ("engine", "per", "costs")},
     # `recompute` is how the graph is lowered, not how long R takes.
     **{"recompute_time" if k == "recompute" else k: ("costs", k) for k in VALUE_FIELDS},
     "network": ("costs", "network"),
@@ -215,6 +216,12 @@ def check_counts(case: Settings) -> None:
             raise ArgumentError(f"{key} is missing; give --{key}, or {key} in the TOML file")
 
 
+def _order(info: ScheduleInfo, case: Settings, costs: Costs) -> Schedule:
+    """Return the schedule of a case, made for its costs where it takes any."""
+    options = {"costs": costs} if "costs" in info.options else {}
+    return info.make(case["devices"], case["microbatches"], **{**options, **case["options"]})
+
+
 def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
     """Simulate the schedule of one case, and give the timeline its label.
 
@@ -226,8 +233,10 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
             raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
     info = info or info_of(case["name"])
     costs = Costs.from_dict(case.get("costs", {}))
-    options = {"costs": costs} if "costs" in info.options else {}  # an order made for them
-    order = info.make(case["devices"], case["microbatches"], **{**options, **case["options"]})
+    order = _order(info, case, costs)
+    if check_name("per", case.get("per", "stage"), ("stage", "device")) == "device":
+        costs = costs.in_chunks(order.placement)
+        order = _order(info, case, costs)
     graph = lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
     engine = {"engine": case["engine"]} if "engine" in case else {}
     timeline = simulate(graph, costs, **engine)

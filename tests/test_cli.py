@@ -136,6 +136,20 @@ def test_schedules_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> Non
     assert "gpipe: bubble (p-1)/(m+p-1); activations m; parameters 1; GPipe" in out
 
 
+def test_costs_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """Schedules of one and of two stages a device are compared for one model."""
+    names = ("1f1b", "interleaved_1f1b", "zb_1p", "v_half")
+    split = [*SHAPE, "--forward", 2e-3, "--input-grad", 2e-3, "--weight-grad", 2e-3]
+    out = succeed(capsys, "compare", *names, *split)
+    assert "note: schedules of 4 and 8 stages, each stage at the same costs" in out
+    out = succeed(capsys, "compare", *names, *split, "--per", "device")
+    assert "note" not in out
+    listed = {row[0]: row for row in rows(out)}
+    assert [float(listed[name][1]) for name in names] == [66, 57, 54, 53]
+    line = fail(capsys, "simulate", "1f1b", *BASE, "--per", "stages")
+    assert "unknown per 'stages'; did you mean 'stage'?" in line
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert succeed(capsys, "--version").startswith("pipesim ")
 

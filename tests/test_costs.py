@@ -245,3 +245,17 @@ def test_missing_file(tmp_path: Path) -> None:
     """The path is named."""
     with pytest.raises(CostsError, match=r"cannot read costs from .*nowhere\.json"):
         ps.Costs.load(tmp_path / "nowhere.json")
+
+
+def test_costs_of_devices_in_chunks() -> None:
+    """What a device takes is shared by its stages; messages and launches stay as they are."""
+    costs = ps.Costs(forward=(4, 6), backward=8, output_bytes=3, launch=1, parameter_bytes=(2, 4))
+    chunks = costs.in_chunks(ps.v_shaped(2))
+    assert chunks.forward == (2, 3, 3, 2)
+    assert chunks.backward == (4, 4, 4, 4)
+    assert chunks.parameter_bytes == (1, 2, 2, 1)
+    assert (chunks.output_bytes, chunks.launch, chunks.input_grad) == (3, 1, None)
+    assert costs.in_chunks(ps.linear(2)).per_stage("forward", 2).tolist() == [4, 6]
+    assert costs.in_chunks(ps.bidirectional(2)).forward == (4, 6)
+    with pytest.raises(CostsError, match="forward has 2 values for 3 devices"):
+        costs.in_chunks(ps.linear(3))
