@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pipesim.graph import TaskGraph
 from pipesim.numerals import Numbers, points_per_unit
 from pipesim.ops import COMPUTE, SENDS, Op
+from pipesim.pairs import draw_pairs, pair_entry
 from pipesim.style import (
     HATCHED,
     INK,
@@ -191,6 +192,7 @@ def draw_cells(
             drawn[op] = HATCH if op in HATCHED and cells.points >= HATCHLESS else None
         if len(lasting):
             _draw_op(ax, cells, op, lasting, drawn[op], f"{name}:{op.name}", bool(tint))
+    draw_pairs(ax, timeline, lanes.y, lanes.height, scale, f"{name}:overlapped")
     _draw_instants(ax, cells, f"{name}:instant")
     if len(cells.unfinished):
         _draw_unfinished(ax, cells, f"{name}:unfinished")
@@ -305,13 +307,14 @@ def legend_entries(
     compared: bool = False,
     unfinished: bool = False,
 ) -> tuple[list[Any], list[str]]:
-    """Return a legend's handles and labels: what is compared, operations, chunks."""
+    """Return a legend's handles and labels: what is compared, operations, overlaps, chunks."""
     entries: dict[str, Patch] = {}
     if compared:
         entries["predicted"] = Patch(fc="#E6E6E6", ec=INK, lw=0.7, ls=DASHES)
         entries["measured"] = Patch(fc="#A8A8A8", ec=INK, lw=0.7)
     for op in sorted(drawn):
         entries[LABELS[op]] = Patch(fc=PALETTE[op], ec="white", lw=0, hatch=drawn[op])
+    entries |= pair_entry(graph)
     white = whiteness(np.arange(n_chunks(graph)))
     for chunk in (0, len(white) - 1) if len(white) > 1 else ():
         entries[f"chunk {chunk}"] = Patch(fc=GREY, alpha=1 - white[chunk], lw=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -166,10 +167,12 @@ def register(
     parameter is named ``device``, it yields the actions (or their text) of one device at a time,
     of ``(device, n_devices, n_microbatches, **options)``.
 
+    A function that is defined again, as by running a notebook's cell twice, replaces itself.
+
     Raises
     ------
     ArgumentError
-        If there is a schedule of that name, or the function takes other arguments.
+        If there is another schedule of that name, or the function takes other arguments.
 
     Examples
     --------
@@ -184,9 +187,11 @@ def register(
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        if name in _REGISTRY:
-            raise ArgumentError(f"a schedule named {name!r} is registered already")
         build, options = _builder(name, function)
+        if name in _REGISTRY and _origin(_REGISTRY[name].build) != _origin(function):
+            raise ArgumentError(
+                f"a schedule named {name!r} is registered already; choose another name"
+            )
         about = summary or next(iter((inspect.getdoc(function) or "").splitlines()), "")
         _REGISTRY[name] = ScheduleInfo(
             name, about, source, build, options, bubble, activations, parameters, counts
@@ -194,6 +199,11 @@ def register(
         return function
 
     return decorate
+
+
+def _origin(function: Callable[..., Any]) -> tuple[object, object]:
+    """Return where a function was defined: what is defined there again, as in a notebook's cell."""
+    return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
 
 
 def _builder(name: str, function: Callable[..., Any]) -> tuple[Build, tuple[str, ...]]:
@@ -210,6 +220,7 @@ def _builder(name: str, function: Callable[..., Any]) -> tuple[Build, tuple[str,
     if not by_device:
         return function, parameters[2:]
 
+    @functools.wraps(function)
     def build(n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
         orders = [
             list(function(device, n_devices, n_microbatches, **options))

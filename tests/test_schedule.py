@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -353,8 +354,18 @@ def test_listing_of_a_formula_that_fails() -> None:
 
 def test_a_name_is_registered_once() -> None:
     """A second schedule of the same name would replace the first without a word."""
-    form = ClosedForm("0", lambda p, m: 0)
     with pytest.raises(ArgumentError, match="'gpipe' is registered already"):
-        register("gpipe", summary="", source="", bubble=form, activations=form)(
-            _REGISTRY["gpipe"].build
-        )
+        register("gpipe")(_REGISTRY["1f1b"].build)
+    assert ps.schedule("gpipe", 2, 2).name == "gpipe"
+
+
+def test_a_cell_of_a_notebook_runs_twice() -> None:
+    """What is defined again in the same place replaces itself."""
+    for last in ("0B0", "0B0"):
+
+        @register("mine")
+        def mine(device: int, n_devices: int, n_microbatches: int) -> Iterator[str]:
+            yield from ("0F0", last)  # noqa: B023
+
+    assert len(ps.schedule("mine", 1, 1)) == 2
+    del _REGISTRY["mine"]

@@ -1,0 +1,65 @@
+"""Frames around the F and the B of a timeline that run as one action.
+
+Imported when something is drawn, since it loads matplotlib.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.patches import Patch
+from numpy.typing import NDArray
+
+from pipesim.graph import TaskGraph, overlapped_pairs
+from pipesim.style import INK
+from pipesim.timeline import Timeline
+
+__all__ = ["draw_pairs", "pair_entry"]
+
+Floats = NDArray[np.float64]
+
+#: Points that the line of a frame is wide.
+LINE = 0.9
+
+
+def draw_pairs(
+    ax: Axes, timeline: Timeline, y: Floats, height: Floats, scale: float, gid: str
+) -> None:
+    """Frame each F and B of one action, from the F's start to the B's end, if both ended.
+
+    Parameters
+    ----------
+    ax
+        Whose limits are set.
+    timeline
+        When the tasks ran.
+    y, height
+        Where the cell of each task is, in rows; NaN for those left out.
+    scale
+        Units of the time axis in a second.
+    gid
+        Of the collection of frames; there is none where nothing is overlapped.
+    """
+    graph, start, end = timeline.graph, timeline.start * scale, timeline.end * scale
+    first, second = overlapped_pairs(graph.kinds, graph.kind, graph.stream_of_kind)
+    there = np.isfinite(start[first] + end[first] + end[second] + y[first])
+    first, second = first[there], second[there]
+    if not len(first):
+        return
+    half = height[first] / 2
+    left, right, top, bottom = start[first], end[second], y[first] - half, y[first] + half
+    around = ((left, top), (right, top), (right, bottom), (left, bottom))
+    corners: Any = np.stack([np.stack(corner, axis=-1) for corner in around], axis=1)
+    frames = PolyCollection(corners, facecolors="none", edgecolors=INK, linewidths=LINE, zorder=2.2)
+    frames.set_gid(gid)
+    ax.add_collection(frames, autolim=False)
+
+
+def pair_entry(graph: TaskGraph) -> dict[str, Patch]:
+    """Return the legend's entry for frames, by its label; none where nothing is overlapped."""
+    if not graph.kinds.overlapped.any():
+        return {}
+    return {"overlapped": Patch(fc="white", ec=INK, lw=LINE)}
