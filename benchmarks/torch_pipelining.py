@@ -8,6 +8,9 @@ step is read from the ranks' traces with ``Timeline.from_chrome``; then its make
 - simulated from its means (``Costs.from_timeline``);
 - predicted from the means of the same step of the other schedule.
 
+A second table has one schedule of ours under torch's runtime and under `pipeexec.Pipeline`, the
+makespans of both, and how well each is simulated from its own means (`_same_schedule.py`).
+
 ``python benchmarks/torch_pipelining.py`` prints the errors, predicted over measured minus one, and
 writes them to results/benchmarks/torch_pipelining.txt. ``--keep DIRECTORY`` keeps the traces.
 """
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import _machine as machine
+import _same_schedule as same_schedule
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -179,13 +183,15 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         run(options, directory)
         timelines = read(directory, options)
+        same = same_schedule.compare(options, directory)
     columns = ["schedule", "F ms", "B ms", "makespan ms", "latency ms"]
     columns += ["replayed", "simulated from means", "predicted from the other"]
     sizes = ", ".join(f"{key} {value}" for key, value in options.items())
     load = f"load average of the machine afterwards: {os.getloadavg()[0]:.1f}"
     remark = "Error of the makespan: median over the steps, and the largest in brackets."
     lines = [*machine.header(["torch"]), load, sizes, remark, ""]
-    machine.publish([*lines, *machine.table(columns, rows(timelines), 1)], out)
+    lines += [*machine.table(columns, rows(timelines), 1), "", same_schedule.REMARK, ""]
+    machine.publish([*lines, *machine.table(same_schedule.COLUMNS, same, 2)], out)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pipesim.clocks import join
 from pipesim.costs import Costs, message_bytes
 from pipesim.errors import AccuracyWarning, PipeError, TimelineError, check_name
 from pipesim.graph import TaskGraph
+from pipesim.halves import halved, with_halves
 from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
 from pipesim.profiled import Range, Span, Trace, read_trace
 from pipesim.range_names import PATTERNS, action_of, checked_pattern
@@ -119,6 +120,7 @@ def _read(path: Path, patterns: Sequence[str], place: int) -> Trace:
     for pattern in patterns:
         unranked = "stage" not in re.compile(pattern).groupindex
         trace = read_trace(path, action_of(path, pattern))
+        trace.ranges = with_halves(trace)
         if trace.rank is None:
             trace.rank = place
         if not trace.ranges:
@@ -153,7 +155,7 @@ def _ranked(traces: list[Trace], n_ranks: int | None) -> list[Trace]:
     return sorted(traces, key=lambda trace: trace.rank or 0)
 
 
-Step = dict[Action, Span]
+Step = dict[Action, tuple[Range, Span]]
 
 
 def _steps(trace: Trace) -> list[Step]:
@@ -162,7 +164,7 @@ def _steps(trace: Trace) -> list[Step]:
     Where the first way of cutting finds none, as the micro-batches are in another order, a step
     ends nowhere but where an action comes again.
     """
-    worked = sorted(trace.worked(), key=lambda pair: pair[0].start)
+    worked = sorted(halved(trace.worked()), key=lambda pair: pair[0].start)
     every = {each.action for each, _ in worked if each.action.op in COMPUTE}
     for by_first in (True, False):
         steps = _cut(trace, worked, by_first)
@@ -198,15 +200,15 @@ def _cut(trace: Trace, worked: Iterable[tuple[Range, Span]], by_first: bool) -> 
         if action in steps[-1] or begun:
             _check_begins(trace, steps[-1], action, lowest)
             steps.append({})
-        steps[-1][action] = span
+        steps[-1][action] = each, span
     return steps
 
 
 def _early(step: Step) -> Action | None:
     """Return a backward that begins before the F of its stage and micro-batch, if there is one."""
-    for action, span in step.items():
+    for action, (_, span) in step.items():
         forward = step.get(Action(action.stage, Op.F, action.microbatch))
-        if action.op in (Op.B, Op.I, Op.W) and forward is not None and span.start < forward.start:
+        if action.op in (Op.B, Op.I, Op.W) and forward and span.start < forward[1].start:
             return action
     return None
 
@@ -228,13 +230,14 @@ def _placed(traces: Sequence[Trace], steps: Sequence[Step]) -> dict[Action, Plac
     placed: dict[Action, Placed] = {}
     for device, (trace, of) in enumerate(zip(traces, steps, strict=True)):
         late = (trace.origin - origin) * 1e-9
-        for action, (start, end, on_device) in of.items():
+        for action, (each, (start, end, on_device)) in of.items():
             if action in placed:
                 raise TimelineError(
                     f"{action} is on ranks {placed[action].device} and {device}; give the traces "
                     "of one pipeline, not of its replicas"
                 )
-            placed[action] = Placed(device, start + late, end + late, on_device)
+            other = next((x for x in each.overlapped or () if x != action and x in of), None)
+            placed[action] = Placed(device, start + late, end + late, on_device, other=other)
     return placed
 
 
@@ -275,11 +278,12 @@ def _timeline(
     # Messages are issued right after what they carry, and received in the order of their senders.
     issued = sorted(placed, key=lambda a: (placed[a].key, a.op in TRANSFERS, a.op, placed[a].end))
     rows = [(a.op, placed[a].device, a.stage, -1 if a.microbatch is None else a.microbatch,
-             placed[a].stream) for a in issued]  # fmt: skip
-    columns = np.array(rows, dtype=np.int64).T
-    recompute = "some" if (columns[0] == Op.R).any() else "never"
+             placed[a].stream, placed[a].other is not None) for a in issued]  # fmt: skip
+    op, device, stage, microbatch, stream, overlapped = np.array(rows, dtype=np.int64).T
+    recompute = "some" if (op == Op.R).any() else "never"
     try:
-        graph = TaskGraph.build(Tasks(*columns), name=name, hosts="per_device", recompute=recompute)
+        tasks = Tasks(op, device, stage, microbatch, stream, overlapped=overlapped)
+        graph = TaskGraph.build(tasks, name=name, hosts="per_device", recompute=recompute)
         verify(graph)
     except PipeError as error:
         raise TimelineError(f"the traces are of no step that could run: {error}") from error

@@ -426,7 +426,9 @@ class Costs:
 
         Seconds of F, B, I, W, R and STEP are averages over the tasks of each stage. A stage that
         only ever ran I and W has their sum for B, one without R has F; I and W are left out where
-        some stage has none, since nobody knows the shares of its B. Messages have the sizes of the
+        some stage has none, since nobody knows the shares of its B. Halves of overlapped actions
+        do not count as F and B; ``overlapped`` is the average of a stage's F halves plus that of
+        its B halves, where the timeline has any. Messages have the sizes of the
         timeline, the bandwidth at which their SENDs went, and as latency what they took beside, on
         average over those that were waited for. ``launch`` is 0: it is within the durations.
 

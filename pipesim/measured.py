@@ -66,23 +66,47 @@ def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]
     if np.isnan(seconds[Op.B]).any():
         halves = seconds[Op.I] + seconds[Op.W]
         seconds[Op.B] = np.where(np.isnan(seconds[Op.B]), halves, seconds[Op.B])
+    both = _overlaps(timeline, seconds, average) if graph.kinds.overlapped.any() else {}
     if (graph.op == Op.R).any():
         seconds[Op.R] = np.where(np.isnan(seconds[Op.R]), seconds[Op.F], seconds[Op.R])
     seconds[Op.STEP] = np.nan_to_num(seconds[Op.STEP], nan=0.0)
+    durations = {DURATION_OF[op]: values for op, values in seconds.items()} | both
     return {
-        DURATION_OF[op]: tuple(values.tolist())
-        for op, values in seconds.items()
+        name: tuple(values.tolist())
+        for name, values in durations.items()
         if not np.isnan(values).any()
     }
 
 
-def stage_seconds(timeline: Timeline, op: Op, average: str = "mean") -> NDArray[np.float64]:
+def _overlaps(
+    timeline: Timeline, seconds: dict[Op, NDArray[np.float64]], average: str
+) -> dict[str, NDArray[np.float64]]:
+    """Return seconds of overlapped actions, such that `Costs.of` gives their halves back.
+
+    Each stage has those of its two halves; where one of them is never overlapped, so much that the
+    other gets its share; without any, the sum of F and B. The first F and the last backward of a
+    stage overlap with nothing, so that those of ``seconds`` are there.
+    """
+    halves = {op: stage_seconds(timeline, op, average, overlapped=True) for op in (Op.F, Op.B)}
+    both = halves[Op.F] + halves[Op.B]
+    alone = seconds[Op.F] + seconds[Op.B]
+    for op, of_halves in halves.items():
+        share = np.divide(seconds[op], alone, out=np.ones_like(alone), where=seconds[op] > 0)
+        both = np.where(np.isnan(both), of_halves / share, both)
+    return {"overlapped": np.where(np.isnan(both), alone, both)}
+
+
+def stage_seconds(
+    timeline: Timeline, op: Op, average: str = "mean", *, overlapped: bool = False
+) -> NDArray[np.float64]:
     """Return mean or median seconds of an operation in each stage, NaN where there is none.
 
-    Shape ``(n_stages,)``.
+    Shape ``(n_stages,)``. Halves of overlapped actions do not count; with ``overlapped`` they alone
+    do.
     """
     graph = timeline.graph
-    tasks = np.flatnonzero(graph.op == op)
+    half = (graph.kinds.overlapped > 0)[graph.kind]
+    tasks = np.flatnonzero((graph.op == op) & (half == overlapped))
     stage, duration = graph.stage[tasks], timeline.duration[tasks]
     means = np.full(graph.n_stages, np.nan)
     for each in np.unique(stage):
@@ -129,7 +153,7 @@ def scaled(costs: Costs, factor: float, stage: int | None = None) -> Costs:
     value = number(factor)
     if value is None or not 0 <= value < math.inf:
         raise CostsError(f"factor must be finite and >= 0, got {factor!r}")
-    times = {name: getattr(costs, name) for name in DURATION_OF.values()}
+    times = {name: getattr(costs, name) for name in (*DURATION_OF.values(), "overlapped")}
     given = {name: x for name, x in times.items() if x is not None}
     if stage is None:
         changed: dict[str, Any] = {name: _times(x, value) for name, x in given.items()}

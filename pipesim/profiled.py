@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.chrome import load, seconds
-from pipesim.ops import COMPUTE, TRANSFERS, Action
+from pipesim.ops import COMPUTE, TRANSFERS, Action, Overlapped
 
 __all__ = ["Range", "Span", "Trace", "read_trace"]
 
@@ -28,6 +29,7 @@ _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "runtime"})
 #: A copy of the CPU's ranges, over those kernels alone that their own thread launched.
 _COPIES = "gpu_user_annotation"
+_DIFFERENTIATES = "autograd::engine::evaluate_function"
 _COMMUNICATES = ("c10d::", "gloo:", "nccl", "mpi:", "ucc:", "record_param_comms")
 
 
@@ -40,12 +42,17 @@ class Span(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A call that carried out an action, on the CPU; seconds."""
+    """A call that carried out an action, on the CPU; seconds.
+
+    Of an overlapped action, ``action`` is a half; or its F, if the call is ``whole``: of both.
+    """
 
     action: Action
     start: float
     end: float
     thread: object
+    overlapped: Overlapped | None = None
+    whole: bool = False
 
 
 @dataclass(eq=False)
@@ -71,11 +78,30 @@ class Trace:
     ranges: list[Range] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     _works: list[Span] = field(default_factory=list)
+    _backwards: list[Span] = field(default_factory=list)
     _communicates: list[Span] = field(default_factory=list)
     _kernels: dict[object, list[tuple[Span, bool]]] = field(
         default_factory=lambda: defaultdict(list)
     )
     _launches: list[tuple[float, object, object]] = field(default_factory=list)
+
+    def turn(self, whole: Range) -> tuple[float, float] | None:
+        """Return when a call that goes forward and then back ends the one and begins the other.
+
+        The end of the operations before autograd's first, and the start of that; None where the
+        call shows no operations of both.
+        """
+        works, backwards = self._sorted
+        begun = _between(backwards, Span(whole.start, whole.end))[:1, 0]
+        if not len(begun):
+            return None
+        ends = _between(works, Span(whole.start, float(begun[0])))[:, 1]
+        ends = ends[ends <= begun[0]]
+        return (float(ends.max()), float(begun[0])) if len(ends) else None
+
+    @cached_property
+    def _sorted(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return _rows(self._works), _rows(self._backwards)
 
     def worked(self) -> list[tuple[Range, Span]]:
         """Return when each range worked.
@@ -83,8 +109,9 @@ class Trace:
         A range that launched kernels, from whichever thread, lasted from the first of them to the
         last: those of communication for a transfer, all others for the rest. Any other range lasted
         as long as its call, but for what it waited for before its first operation and sent after
-        its last. Where ranges nest, each has what no inner one covers: launches, and the longest
-        part of its call. An action whose range lies within one of the same action has that alone.
+        its last; one without operations only waited. Where ranges nest, each has what no inner one
+        covers: launches, and the longest part of its call. An action whose range lies
+        within one of the same action has that alone.
         """
         pieces = {thread: _pieces(ranges) for thread, ranges in _by_thread(self.ranges).items()}
         kernels: dict[int, list[tuple[Span, bool]]] = defaultdict(list)
@@ -115,7 +142,7 @@ class Trace:
         return worked
 
 
-def read_trace(path: Path, action_of: Callable[[str], Action | None]) -> Trace:
+def read_trace(path: Path, action_of: Callable[[str], Action | Overlapped | None]) -> Trace:
     """Read a trace; ``action_of`` tells which action a range's name stands for, if any.
 
     Raises
@@ -143,7 +170,7 @@ def _sort(
     event: Mapping[str, Any],
     index: int,
     names: dict[str, None],
-    action_of: Callable[[str], Action | None],
+    action_of: Callable[[str], Action | Overlapped | None],
 ) -> None:
     """Note a complete event where it belongs."""
     name, category = str(event.get("name", "")), event.get("cat")
@@ -163,9 +190,15 @@ def _sort(
         trace._communicates.append(Span(*seconds(trace.path, event, index)))
     elif (action := action_of(name)) is not None:
         start, end = seconds(trace.path, event, index)
-        trace.ranges.append(Range(action, start, end, thread))
+        if isinstance(action, Overlapped):
+            trace.ranges.append(Range(action.forward, start, end, thread, action, whole=True))
+        else:
+            trace.ranges.append(Range(action, start, end, thread))
     elif category == "cpu_op":
-        trace._works.append(Span(*seconds(trace.path, event, index)))
+        span = Span(*seconds(trace.path, event, index))
+        trace._works.append(span)
+        if name.startswith(_DIFFERENTIATES):
+            trace._backwards.append(span)
     elif len(names) < 100:
         names[name] = None
 
@@ -189,9 +222,13 @@ def _without_doubles(ranges: list[Range]) -> list[Range]:
         for each in of:
             while stack and stack[-1].end <= each.start:
                 stack.pop()
-            outer.update(id(up) for up in stack if up.action == each.action)
+            outer.update(id(up) for up in stack if _doubles(up, each))
             stack.append(each)
     return [each for each in ranges if id(each) not in outer]
+
+
+def _doubles(one: Range, other: Range) -> bool:
+    return (one.action, one.whole) == (other.action, other.whole)
 
 
 Piece = tuple[float, float, Range | None]
@@ -235,23 +272,23 @@ class _Trimmer:
     """Takes away what a call waits for before its first operation, and sends after its last."""
 
     def __init__(self, works: list[Span], communicates: list[Span]) -> None:
-        self.works, self.begins, self.ends = (
-            np.array(sorted(rows), dtype=np.float64).reshape(-1, 2)
-            for rows in (
-                [span[:2] for span in works],
-                [span[:2] for span in communicates],
-                [(span.end, span.start) for span in communicates],
-            )
-        )
+        self.works, self.begins = _rows(works), _rows(communicates)
+        self.ends = _rows([Span(span.end, span.start) for span in communicates])
 
     def __call__(self, span: Span) -> Span:
         works = _between(self.works, span)
-        if not len(works):
+        if not len(self.works):
             return span
-        first, last = works[0, 0], works[:, 1].max()
+        # Stage 0 has nothing to do in torch's I, but waits for the gradient.
+        first, last = (works[0, 0], works[:, 1].max()) if len(works) else (span.end, span.end)
         waits = _between(self.ends, Span(span.start, first))[:, 0]
         sends = _between(self.begins, Span(last, span.end))[:, 0]
         return Span(float(waits.max(initial=span.start)), float(sends.min(initial=span.end)))
+
+
+def _rows(spans: Iterable[Span]) -> NDArray[np.float64]:
+    """Return starts and ends in order, shape ``(n_spans, 2)``."""
+    return np.array(sorted(span[:2] for span in spans), dtype=np.float64).reshape(-1, 2)
 
 
 def _between(rows: NDArray[np.float64], span: Span) -> NDArray[np.float64]:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pipesim.errors import TimelineError, suggestion
-from pipesim.ops import OF_STAGES, Action, Op
+from pipesim.errors import ArgumentError, TimelineError, suggestion
+from pipesim.ops import OF_STAGES, Action, Op, Overlapped, parse_action
 
 __all__ = ["PATTERNS", "action_of", "checked_pattern"]
 
@@ -53,19 +53,17 @@ def checked_pattern(pattern: str) -> str:
     return pattern
 
 
-def action_of(path: Path, pattern: str) -> Callable[[str], Action | None]:
+def action_of(path: Path, pattern: str) -> Callable[[str], Action | Overlapped | None]:
     """Return what reads an action from the name of a range in a file, or None if it has none.
 
-    It raises a `TimelineError` for a name that fits the pattern and is no action of ours.
+    Overlapped ones have torch's name, whatever the pattern. It raises a `TimelineError` for a name
+    that fits the pattern and is no action of ours.
     """
     matches = re.compile(pattern).fullmatch
 
-    def read(name: str) -> Action | None:
+    def read(name: str) -> Action | Overlapped | None:
         if name.startswith("PP:("):
-            raise TimelineError(
-                f"{path}: range {name!r} covers two actions at once, whose times it does not tell; "
-                "annotate each of them within the stage"
-            )
+            return _pair(path, pattern, name)
         match = matches(name)
         if match is None:
             return None
@@ -92,3 +90,16 @@ def action_of(path: Path, pattern: str) -> Callable[[str], Action | None]:
         return Action(stage, op, None if op in OF_STAGES else microbatch)
 
     return read
+
+
+def _pair(path: Path, pattern: str, name: str) -> Action | Overlapped:
+    """Read the name of a range that covers two actions."""
+    if "stage" not in re.compile(pattern).groupindex:
+        raise TimelineError(
+            f"{path}: range {name!r} is of several stages, but pattern {pattern!r} says that each "
+            "rank has one; give it a group (?P<stage>...)"
+        )
+    try:
+        return parse_action(name.removeprefix("PP:"))
+    except ArgumentError as error:
+        raise TimelineError(f"{path}: range {name!r}: {error}") from error

@@ -19,7 +19,8 @@ __all__ = ["Placed", "add_transfers", "charge_gaps", "messages"]
 class Placed(NamedTuple):
     """When a task ran, and where; seconds.
 
-    ``on_device`` says whether the times are a GPU's own; ``key`` orders the tasks' issue.
+    ``on_device`` says whether the times are a GPU's own; ``key`` orders the tasks' issue;
+    ``other`` is the other half of an overlapped action.
     """
 
     device: int
@@ -28,6 +29,7 @@ class Placed(NamedTuple):
     on_device: bool = False
     stream: int = StreamKind.COMPUTE
     issue: float | None = None
+    other: Action | None = None
 
     @property
     def key(self) -> float:
@@ -49,7 +51,10 @@ class _Edge(NamedTuple):
 
 
 def messages(placed: Mapping[Action, Placed]) -> list[Message]:
-    """Return what says how the clocks of devices stand to each other."""
+    """Return what says how the clocks of devices stand to each other.
+
+    When an overlapped action was done with its F, and when it went on to its B, may be guessed.
+    """
     return [
         Message(
             placed[edge.producer].device,
@@ -58,6 +63,8 @@ def messages(placed: Mapping[Action, Placed]) -> list[Message]:
             placed[edge.consumer].start,
         )
         for edge in _edges(placed)
+        if _last(placed, edge.producer) == edge.producer
+        and _first(placed, edge.consumer) == edge.consumer
     ]
 
 
@@ -77,7 +84,8 @@ def add_transfers(placed: Mapping[Action, Placed]) -> dict[Action, Placed]:
         if action.op not in TRANSFERS
     }
     free = _free(result)
-    edges = sorted(_edges(placed), key=lambda edge: _sent(placed, edge)[0])
+    edges = [edge._replace(consumer=_user(placed, edge)) for edge in _edges(placed)]
+    edges.sort(key=lambda edge: _sent(placed, edge)[0])
     taken = [
         placed[edge.consumer].start - _sent(placed, edge)[1]
         for edge in edges
@@ -118,7 +126,8 @@ def charge_gaps(placed: Mapping[Action, Placed]) -> dict[Action, Placed]:
     free = _free(placed)
     left = dict.fromkeys(placed, -math.inf)
     for edge in _edges(placed):
-        left[edge.consumer] = max(left[edge.consumer], _sent(placed, edge)[1])
+        user = _user(placed, edge)
+        left[user] = max(left[user], _sent(placed, edge)[1])
     return {
         action: each._replace(start=min(each.start, free[action]))
         if left[action] <= free.get(action, -math.inf)
@@ -153,10 +162,28 @@ def _edges(placed: Mapping[Action, Placed]) -> Iterator[_Edge]:
 def _sent(placed: Mapping[Action, Placed], edge: _Edge) -> tuple[float, float]:
     """Return when a message began to leave, and when it was gone."""
     send = placed.get(edge.send)
-    ready = placed[edge.producer].end
+    ready = placed[_last(placed, edge.producer)].end
     if send is None:
         return ready, ready
     return max(ready, send.start), max(ready, send.end)
+
+
+def _user(placed: Mapping[Action, Placed], edge: _Edge) -> Action:
+    """Return what used a message: an overlapped action from its start, if it had left by then."""
+    first = _first(placed, edge.consumer)
+    return first if _sent(placed, edge)[1] <= placed[first].start else edge.consumer
+
+
+def _first(placed: Mapping[Action, Placed], action: Action) -> Action:
+    """Return the F half of the overlapped action that an action is half of, or itself."""
+    other = placed[action].other
+    return action if other is None or action.op == Op.F else other
+
+
+def _last(placed: Mapping[Action, Placed], action: Action) -> Action:
+    """Return the B half of the overlapped action that an action is half of, or itself."""
+    other = placed[action].other
+    return action if other is None or action.op != Op.F else other
 
 
 def _free(placed: Mapping[Action, Placed]) -> dict[Action, float]:

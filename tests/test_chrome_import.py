@@ -149,6 +149,19 @@ def test_waiting_is_no_work(tmp_path: Path) -> None:
     assert times["1B0"] == (40, 60)
 
 
+def test_a_call_that_only_waits(tmp_path: Path) -> None:
+    """Stage 0 does nothing in torch's I: it lasts from its message's arrival."""
+    first = [
+        event("PP:0F0", 0, 10),
+        event("aten::mm", 1, 9, "cpu_op"),
+        event("gloo:recv", 10, 41),
+        event("PP:0I0", 12, 42),
+        event("PP:0W0", 42, 50),
+    ]
+    times = microseconds(read(tmp_path, first, ranges(". . 1F0 1B0")))
+    assert times["0I0"] == (41, 42)
+
+
 def test_nested_ranges(tmp_path: Path) -> None:
     """Each has what no inner one covers, the same action the inner one alone."""
     second = [
@@ -355,7 +368,7 @@ Change = Callable[[list[list[Event]]], object]
         (lambda r: r[1].append(event("PP:1B0", 40, 50)), "1B0 is there twice in a step"),
         (lambda r: r[1].append(event("PP:1FF0", 40, 50)), "'PP:1FF0' names no operation: 'FF'"),
         (lambda r: r[1].append(event("PP:1B", 40, 50)), "'PP:1B' names no micro-batch"),
-        (lambda r: r[0].append(event("PP:(0F1;0B0)OVERLAP_F_B", 4, 5)), "covers two actions"),
+        (lambda r: r[0].append(event("PP:(0F1;0W0)OVERLAP_F_B", 4, 5)), "overlaps F with W; write"),
         (lambda r: r[1].append(event("PP:0F0", 40, 50)), "0F0 is on ranks 0 and 1"),
         (lambda r: r[1].append(event("PP:0W7", 40, 50)), "stage 0 is on ranks 0 and 1"),
         (lambda r: r[0][0].update(dur=-1), r"duration of event 0, 'PP:0F0', must be .* got -1"),
