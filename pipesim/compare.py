@@ -106,7 +106,7 @@ class Comparison:
 
         frame = pd.DataFrame(
             {
-                "op": self.predicted._all_rows()["op"],
+                "op": self.predicted.all_rows()["op"],
                 "predicted": self.predicted.duration,
                 "measured": self.measured.duration,
             }

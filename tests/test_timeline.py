@@ -363,3 +363,41 @@ def test_replicas_in_a_file_that_does_not_say_so(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(TimelineError, match="it has the STEP of 4 of 2 stages"):
         ps.Timeline.load(path)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw", "dualpipe", "zbv"])
+def test_file_keeps_what_the_graph_is(tmp_path: Path, name: str) -> None:
+    """Rendezvous, hosts and versions of weights come back: the same memory, and the same replay."""
+    graph = ps.lower(ps.schedule(name, 4, 8), rendezvous=True, hosts="per_device")
+    costs = ps.Costs(
+        forward=1,
+        input_grad=1,
+        weight_grad=1,
+        optimizer_step=1,
+        parameter_bytes=5,
+        activation_bytes=1,
+        network=ps.Network(latency=0.5),
+    )
+    timeline = ps.simulate(graph, costs)
+    timeline.save(tmp_path / "t.csv")
+    loaded = ps.Timeline.load(tmp_path / "t.csv", costs=costs)
+    assert loaded.peak_memory.tolist() == timeline.peak_memory.tolist()
+    assert loaded.graph.weight_versions == graph.weight_versions
+    assert (loaded.graph.rendezvous, loaded.graph.host.tolist()) == (True, [0, 1, 2, 3])
+    assert ps.replay(loaded).makespan == ps.replay(timeline).makespan
+    assert loaded.idle_by_cause().equals(timeline.idle_by_cause())
+
+
+def test_bad_settings_in_a_file(tmp_path: Path) -> None:
+    """What is no setting, or another one further down, by its line."""
+    ps.simulate(ps.lower(ps.schedule("gpipe", 2, 1), rendezvous=True), ps.Costs(1, 1)).save(
+        tmp_path / "t.csv"
+    )
+    text = (tmp_path / "t.csv").read_text()
+    for wrong, message in (
+        (text.replace("True", "maybe"), "unknown rendezvous 'maybe'"),
+        (text.replace("True", "False", 1), r"line 3 .*has another rendezvous than the first"),
+    ):
+        (tmp_path / "t.csv").write_text(wrong)
+        with pytest.raises(TimelineError, match=message):
+            ps.Timeline.load(tmp_path / "t.csv")

@@ -1,0 +1,180 @@
+"""Timelines as CSV files, with all that makes their graphs again."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs import Costs
+from pipesim.errors import PipeError, TimelineError, check_name, suggestion
+from pipesim.files import write_whole
+from pipesim.graph import TaskGraph
+from pipesim.ops import OF_STAGES, Action, Op
+from pipesim.schedule import VERSIONS
+from pipesim.tasks import StreamKind, Tasks
+from pipesim.timeline import COLUMNS, Timeline
+from pipesim.verify import verify
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["load", "save"]
+
+#: Columns that are the same in every row and left out where they have the first value.
+_SETTINGS: dict[str, tuple[str, ...]] = {
+    "rendezvous": ("False", "True"),
+    "hosts": ("one", "per_device"),
+    "weight_versions": VERSIONS,
+}
+
+
+def save(timeline: Timeline, path: Path | str) -> None:
+    """Write a timeline; `Timeline.save` says how."""
+    rows, graph = timeline.all_rows(), timeline.graph
+    settings = {
+        "rendezvous": str(graph.rendezvous),
+        "hosts": "one" if len(np.unique(graph.host)) == 1 else "per_device",
+        "weight_versions": graph.weight_versions,
+    }
+    for name, value in settings.items():
+        if value != _SETTINGS[name][0]:
+            rows[name] = value
+    write_whole(Path(path), lambda file: rows.to_csv(file, index=False))
+
+
+def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
+    """Read a timeline; `Timeline.load` says what of."""
+    import pandas as pd
+
+    path = Path(path)
+    try:
+        text = path.read_text()
+        rows = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+    except (OSError, ValueError) as error:
+        raise TimelineError(f"cannot read a timeline from {path}: {error}") from error
+    if not text.endswith("\n"):
+        raise TimelineError(f"{path} is no whole timeline: its last line was cut")
+    try:
+        return _from_rows(rows, costs=costs, name=name or path.stem)
+    except PipeError as error:
+        raise TimelineError(f"{path} is no whole timeline: {error}") from error
+
+
+def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
+    """Check the columns of a saved timeline and wire its graph again."""
+    missing = [column for column in COLUMNS if column not in rows]
+    if missing:
+        near = suggestion(missing[0], map(str, rows.columns))
+        raise TimelineError(f"column {missing[0]!r} is missing{near}")
+    if rows.empty:
+        raise TimelineError("it has no rows")
+    for column in ("replica", "overlapped"):
+        if column not in rows:
+            rows[column] = "0"
+    for column in ("device", "stage", "microbatch", "replica", "overlapped"):
+        rows[column] = _read(rows, column, int)
+    for column in ("start", "end", "nbytes"):
+        rows[column] = _read(rows, column, lambda text: float(text or "nan"))
+    _check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
+    _check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
+    for column in ("device", "stage", "microbatch", "replica"):
+        whole_stage = (column == "microbatch") & rows["op"].isin([op.name for op in OF_STAGES])
+        in_range = (rows[column] >= np.where(whole_stage, -1, 0)) & (rows[column] < len(rows))
+        _check_rows(rows, in_range, f"has no valid {column}")
+    _check_rows(rows, rows["overlapped"].isin([0, 1]), "has no valid overlapped")
+    _check_rows(rows, ~np.isinf(rows["start"]), "starts never")
+    ordered = (rows["end"] >= rows["start"]) | rows["end"].isna()
+    _check_rows(rows, ordered & ~np.isinf(rows["end"]), "ends before it starts, or never")
+    _check_rows(rows, np.isfinite(rows["nbytes"]) & (rows["nbytes"] >= 0), "has no valid nbytes")
+    streams = rows["stream"].map(StreamKind.code)  # of any size, until they are checked
+    of_devices = streams <= StreamKind.recv(rows["device"].max())
+    _check_rows(rows, of_devices, "names a stream of no device")
+    tasks = Tasks(
+        op=np.array([Op[name] for name in rows["op"]], dtype=np.int64),
+        device=rows["device"].to_numpy(np.int64),
+        stage=rows["stage"].to_numpy(np.int64),
+        microbatch=rows["microbatch"].to_numpy(np.int64),
+        stream=streams.to_numpy(np.int64),
+        replica=rows["replica"].to_numpy(np.int64),
+        overlapped=rows["overlapped"].to_numpy(np.int64),
+    )
+    # Each mini-batch has optimizer steps of its own.
+    n_batches = max(1, len(np.unique(tasks.microbatch[tasks.op == Op.STEP])))
+    _check_whole(tasks, n_batches)
+    graph = TaskGraph.wire(
+        tasks,
+        name=name,
+        n_batches=n_batches,
+        **_settings(rows),
+        recompute="some" if (tasks.op == Op.R).any() else "never",
+        overlap=bool((tasks.stream != StreamKind.COMPUTE).any()),
+    )
+    verify(graph)
+    start, end, nbytes = (rows[c].to_numpy(np.float64) for c in ("start", "end", "nbytes"))
+    return Timeline(graph, start, end, nbytes, costs)
+
+
+def _settings(rows: pd.DataFrame) -> dict[str, Any]:
+    """Return what a graph was lowered with, as far as its tasks do not show it."""
+    found: dict[str, Any] = {}
+    for name, values in _SETTINGS.items():
+        different = rows[name].unique().tolist() if name in rows else [values[0]]
+        if len(different) > 1:
+            _check_rows(rows, rows[name] == different[0], f"has another {name} than the first")
+        check_name(name, different[0], values)
+        found[name] = different[0]
+    return found | {"rendezvous": found["rendezvous"] == "True"}
+
+
+def _read(rows: pd.DataFrame, column: str, read: Callable[[str], float]) -> list[float]:
+    """Convert a column of texts, exactly; name the line of one that is no such number."""
+    values = []
+    for line, text in enumerate(rows[column], start=2):
+        try:
+            values.append(read(text))
+        except (ValueError, OverflowError):
+            raise TimelineError(f"line {line}: {column} is no number but {text!r}") from None
+    return values
+
+
+def _is_stream(name: object) -> bool:
+    try:
+        return StreamKind.name(StreamKind.code(str(name))) == name
+    except (KeyError, ValueError):
+        return False
+
+
+def _check_whole(tasks: Tasks, n_batches: int) -> None:
+    """Raise if tasks that every step has are missing, as in a file that was cut between lines."""
+    if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
+        raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
+    replica = np.zeros_like(tasks.op) if tasks.replica is None else tasks.replica
+    shape = replica.max() + 1, tasks.stage.max() + 1, tasks.microbatch.max() + 1
+    taken = np.zeros((shape[0], 1, shape[2]), dtype=bool)  # the micro-batches of each replica
+    of_any = tasks.microbatch >= 0
+    taken[replica[of_any], 0, tasks.microbatch[of_any]] = True
+    taken[:, 0, ~taken.any(axis=(0, 1))] = True  # what none has is missing everywhere
+    for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W)):
+        there = np.zeros(shape, dtype=bool)
+        of_op = np.isin(tasks.op, ops)
+        there[replica[of_op], tasks.stage[of_op], tasks.microbatch[of_op]] = True
+        for _, stage, microbatch in np.argwhere(~there & taken):
+            raise TimelineError(f"{Action(int(stage), ops[0], int(microbatch))} is missing")
+    n_steps, stages = int((tasks.op == Op.STEP).sum()), shape[0] * shape[1] * n_batches
+    if n_steps not in (0, stages):
+        raise TimelineError(f"it has the STEP of {n_steps} of {stages} stages")
+
+
+def _check_rows(
+    rows: pd.DataFrame, good: pd.Series[bool] | NDArray[np.bool_], problem: str
+) -> None:
+    """Raise for the first row that is not good, by its line in the file."""
+    bad = np.flatnonzero(~np.asarray(good, dtype=bool))
+    if len(bad):
+        values = ", ".join(map(str, rows.iloc[bad[0]].tolist()))
+        raise TimelineError(f"line {bad[0] + 2} ({values}) {problem}")
