@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -164,9 +165,12 @@ def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     of_task[graph.is_op(frozenset({Op.F, Op.R}))] = _WARM_UP
     of_task[role != _COMPUTES] = _BANDWIDTH
     of_task[graph.is_op(TRANSFERS) & (timeline.nbytes <= 0)] = _LATENCY
-    if timeline.costs is not None:  # gradients of no bytes are reduced in latencies
-        empty = timeline.costs.per_stage("parameter_bytes", graph.n_stages)[graph.stage] == 0
-        of_task[(graph.op == Op.REDUCE_GRAD) & empty] = _LATENCY
+    if timeline.costs is not None and (graph.kinds.op == Op.REDUCE_GRAD).any():
+        # Reductions that gradients of no bytes would not make shorter.
+        empty = replace(timeline.costs, parameter_bytes=0.0)
+        seconds, least = (costs.of(graph).table.duration for costs in (timeline.costs, empty))
+        pure = (graph.kinds.op == Op.REDUCE_GRAD) & (seconds == least)
+        of_task[pure[graph.kind]] = _LATENCY
     return role, of_task
 
 

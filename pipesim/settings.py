@@ -216,9 +216,9 @@ def check_counts(case: Settings) -> None:
             raise ArgumentError(f"{key} is missing; give --{key}, or {key} in the TOML file")
 
 
-def _order(info: ScheduleInfo, case: Settings, costs: Costs) -> Schedule:
-    """Return the schedule of a case, made for its costs where it takes any."""
-    options = {"costs": costs} if "costs" in info.options else {}
+def _order(info: ScheduleInfo, case: Settings, costs: Costs | None = None) -> Schedule:
+    """Return the schedule of a case, made for costs where it takes any."""
+    options = {"costs": costs} if costs and "costs" in info.options else {}
     return info.make(case["devices"], case["microbatches"], **{**options, **case["options"]})
 
 
@@ -233,10 +233,9 @@ def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
             raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
     info = info or info_of(case["name"])
     costs = Costs.from_dict(case.get("costs", {}))
-    order = _order(info, case, costs)
     if check_name("per", case.get("per", "stage"), ("stage", "device")) == "device":
-        costs = costs.in_chunks(order.placement)
-        order = _order(info, case, costs)
+        costs = costs.in_chunks(_order(info, case).placement)
+    order = _order(info, case, costs)
     graph = lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
     engine = {"engine": case["engine"]} if "engine" in case else {}
     timeline = simulate(graph, costs, **engine)

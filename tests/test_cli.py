@@ -146,6 +146,8 @@ def test_costs_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert "note" not in out
     listed = {row[0]: row for row in rows(out)}
     assert [float(listed[name][1]) for name in names] == [66, 57, 54, 53]
+    each = ["--forward", "1,2,3,4", "--input-grad", 1, "--weight-grad", 1]  # one a device
+    assert "v_half" in succeed(capsys, "simulate", "v_half", *SHAPE, *each, "--per", "device")
     line = fail(capsys, "simulate", "1f1b", *BASE, "--per", "stages")
     assert "unknown per 'stages'; did you mean 'stage'?" in line
 

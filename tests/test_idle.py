@@ -382,3 +382,13 @@ def test_overlapped_actions_are_nobodys_fault() -> None:
     table = ps.simulate(graph, costs).idle_by_cause()
     assert not table[["imbalance", "straggler", "bandwidth", "contention", "host"]].any(axis=None)
     assert (table["latency"] > 0).all()
+
+
+def test_reductions_without_bandwidth_are_latency() -> None:
+    """Over endless bandwidth an all-reduce is its latencies."""
+    graph = ps.lower(ps.schedule("1f1b", 2, 2), n_replicas=2)
+    costs = ps.Costs(1, 2, optimizer_step=1, parameter_bytes=4, network=ps.Network(latency=0.5))
+    table = ps.simulate(graph, costs).idle_by_cause()
+    assert not table["bandwidth"].any()
+    slow = ps.Network(latency=0.5, bandwidth=1.0)
+    assert ps.simulate(graph, replace(costs, network=slow)).idle_by_cause()["bandwidth"].all()

@@ -141,3 +141,13 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
     """Each mistake is named with what was got and what is allowed."""
     with pytest.raises(error, match=message):
         ps.schedule("zb_1p", 3, 4, **options)
+
+
+def test_weight_gradients_that_need_more_than_activations() -> None:
+    """The limit is of what a micro-batch holds at most, whichever that is."""
+    costs = ps.Costs(
+        forward=1, input_grad=1, weight_grad=1, activation_bytes=1, weight_grad_bytes=3
+    )
+    for name, factor in (("zb_1p", 1), ("zb_2p", 2)):
+        timeline = ps.simulate(ps.lower(ps.schedule(name, 2, 4, costs=costs)), costs)
+        assert timeline.peak_memory.max() <= factor * 2 * 3

@@ -100,9 +100,13 @@ def _best(problem: _Problem, m: int) -> tuple[_Variant, Schedule]:
 
 
 def _with_bytes(costs: Costs, p: int) -> Costs:
-    """Return costs whose bytes count micro-batches where they count nothing."""
-    if costs.per_stage("activation_bytes", p).any():
-        return costs
+    """Return costs whose bytes count micro-batches where they count nothing.
+
+    Where W needs more than F has taken, that counts from the start, as `order_by` has it.
+    """
+    held, kept = (costs.per_stage(f"{name}_bytes", p) for name in ("activation", "weight_grad"))
+    if held.any():
+        return replace(costs, activation_bytes=tuple(np.maximum(held, kept).tolist()))
     return replace(costs, activation_bytes=1.0, weight_grad_bytes=1.0)
 
 
