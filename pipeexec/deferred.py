@@ -5,8 +5,10 @@ parameter run as an autograd function of our own. Its backward returns the gradi
 input alone, and notes what the weight's needs: the layer's input and the gradient of its output.
 So the graph is let go at the end of I, and W has nothing to compute twice.
 
-What does not wait gets its gradient in I, through autograd as ever: norms, recurrent layers,
-`torch.nn.MultiheadAttention` (torch calls the layers in it out of our sight); weights that are
+What does not wait gets its gradient in I, through autograd as ever: whatever is not in the table
+of `pipeexec.layers`, such as norms, recurrent layers, einsum, bmm, bilinear layers, bags of
+embeddings and single samples; `torch.nn.MultiheadAttention` (torch calls the layers in it out of
+our sight); weights that are
 computed, frozen or complex, or have hooks; tensor subclasses and sparse gradients; and whatever
 runs without gradients, under autocast, `torch.func` or `torch.compile`, or within saved-tensor
 hooks of its own, as in `torch.utils.checkpoint`.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeexec.devices import DeviceLike, make_devices
 from pipeexec.meter import Meter
-from pipeexec.paths import copies, follow, paths_of_microbatches
+from pipeexec.paths import check_hooks, copies, follow, paths_of_microbatches
 from pipeexec.run import Batch, Run, plan
 from pipeexec.stage import Held, Stage
 from pipeexec.versions import Versions
@@ -97,10 +97,13 @@ class Pipeline:
     Notes
     -----
     On a bidirectional placement each further path has copies of the stages, made here, which
-    follow them: they take their parameters at the beginning of every step, and share their
-    gradients; buffers, such as the statistics of a batch norm, are of each path's micro-batches.
+    follow them: they take their parameters, buffers and modes at the beginning of every step, and
+    share their gradients. Of buffers that a step changes, such as the statistics of a batch norm,
+    those of the first path's micro-batches stay. Other attributes, and hooks on modules, are as
+    they were when the pipeline was made; hooks on parameters are refused.
 
     A step of several mini-batches begins with the pipeline empty, and ends when it has drained.
+    Beside the versions of weights that its schedule needs, each stage has one for the optimizer.
 
     Random numbers (dropout) are drawn per step, stage and micro-batch, starting from
     ``torch.initial_seed()``: after the same `torch.manual_seed`, every schedule and recompute mode
@@ -129,6 +132,7 @@ class Pipeline:
         self.devices = make_devices(devices, pin_threads)
         # Path after path: the stages as they were given, and copies of them.
         self.modules = [*stages, *copies(stages, graph.n_replicas - 1)]
+        self._homes: list[list[int]] = graph.homes.tolist()
         self.loss_fn, self.loss_reduction = loss_fn, loss_reduction
         for module, device in zip(self.modules, graph.homes.ravel(), strict=True):
             module.to(self.devices[device].torch_device)
@@ -172,7 +176,7 @@ class Pipeline:
         ArgumentError
             If the graph places its stages otherwise, or on paths that this one does not have.
         """
-        homes, others = self.graph.homes.tolist(), graph.homes.tolist()
+        homes, others = self._homes, graph.homes.tolist()
         if others != homes[: len(others)]:
             raise ArgumentError(
                 f"{graph!r} places its stages on {_listed(others)}, this pipeline "
@@ -230,6 +234,8 @@ class Pipeline:
             is_mean=self.loss_reduction == "mean",
             number=self.n_steps,
         )
+        if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
+            check_hooks(self.modules, self.graph.n_stages)
         follow(self.modules, self.graph.n_stages)
         for index, module in enumerate(self.modules):
             if self.zero_grad or index >= self.graph.n_stages:
@@ -245,6 +251,8 @@ class Pipeline:
         finally:
             self._run = None
             self.n_steps += 1
+            for stage in self.stages:
+                stage.done()
             if run.failure is not None:
                 for stage in self.stages:
                     stage.reset()
@@ -310,23 +318,30 @@ class Pipeline:
     def held_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes of activations that each stage holds in a step, counted in one.
 
-        Path after path, where there are several.
-        The step leaves parameters, buffers, gradients and optimizers as they were.
+        Path after path, where there are several. Weights do not count. The step leaves parameters,
+        buffers, gradients and optimizers as they were.
         """
-        return [meter.peak for meter in self._metered(inputs, targets)]
+        return [meter.peak for meter in self._metered(inputs, targets, range(len(self.stages)))]
 
     def left_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes that each stage holds at the end of an I, counted as above."""
-        return [meter.left for meter in self._metered(inputs, targets)]
+        return [meter.left for meter in self._metered(inputs, targets, range(len(self.stages)))]
 
-    def _metered(self, inputs: Batch, targets: Any) -> list[Meter]:
-        """Run a step that leaves no trace, and count what each stage holds."""
+    def device_bytes(self, inputs: Batch, targets: Any) -> list[int]:
+        """Return the most bytes of activations that each device holds, counted as above."""
+        devices = self.graph.homes.ravel().tolist()
+        return [meter.peak for meter in self._metered(inputs, targets, devices)]
+
+    def _metered(self, inputs: Batch, targets: Any, place: Sequence[int]) -> list[Meter]:
+        """Run a step that leaves no trace, and count what stages hold, together by their place."""
         modules = [stage.module for stage in self.stages]
-        meters = [Meter([*module.parameters(), *module.buffers()]) for module in modules]
+        weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
+        batch = inputs if isinstance(inputs, tuple) else (inputs,)
+        meters = [Meter(weights, batch) for _ in range(max(place) + 1)]
         with self.preserved():
             try:
-                for stage, meter in zip(self.stages, meters, strict=True):
-                    stage.meter = meter
+                for stage, at in zip(self.stages, place, strict=True):
+                    stage.meter = meters[at]
                 self.step(inputs, targets)
             finally:
                 for stage in self.stages:

@@ -20,6 +20,8 @@ class Meter:
     ----------
     ignored
         Tensors that are held anyway: parameters and buffers.
+    batch
+        Tensors whose parts count by themselves: a micro-batch is a part of the batch.
 
     Attributes
     ----------
@@ -29,18 +31,26 @@ class Meter:
         The most bytes held at the end of an I.
     """
 
-    def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
+    def __init__(self, ignored: Iterable[Tensor] = (), batch: Iterable[Tensor] = ()) -> None:
         self.now = 0
         self.peak = 0
         self.left = 0
-        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
+        self._ignored = _storages(ignored)
+        self._batch = _storages(batch)
+        self._weights: dict[int, set[int]] = {}
         self._holders: Counter[int] = Counter()
+
+    def ignore_weights(self, stage: int, weights: Iterable[Tensor]) -> None:
+        """Leave out the versions of weights that a stage has now, in place of those it had."""
+        self._weights[stage] = _storages(weights)
 
     def take(self, tensor: Tensor) -> tuple[int, int]:
         """Count a tensor as held; return the receipt that `give` takes."""
         storage = tensor.untyped_storage()
         key, nbytes = storage.data_ptr(), storage.nbytes()
-        if key in self._ignored or not nbytes:
+        if key in self._batch:
+            key, nbytes = tensor.data_ptr(), tensor.nbytes
+        if not nbytes or key in self._ignored or any(key in w for w in self._weights.values()):
             return 0, 0
         self._holders[key] += 1
         if self._holders[key] == 1:
@@ -63,6 +73,10 @@ class Meter:
         return torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: Receipt(self, tensor), lambda receipt: receipt.tensor
         )
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 class Receipt:

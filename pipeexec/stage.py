@@ -87,7 +87,6 @@ class Stage:
     ) -> None:
         self.module, self.index, self.device, self.versions = module, index, device, versions
         self.held, self.finish = held, finish
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.buffers = [name for name, _ in module.named_buffers()]
         self.is_random: dict[bool, bool] = {}  # by training mode; unknown until the first forward
         self.modifies_input: bool | None = None  # unknown until the first forward
@@ -160,6 +159,12 @@ class Stage:
         """Begin a step: the weights are as they are now."""
         if self.versions is not None:
             self.versions.reset()
+            self._note_versions()
+
+    def done(self) -> None:
+        """End a step: let go of what only a step needs."""
+        if self.versions is not None:
+            self.versions.clear()
 
     def stepped(self, *, zero_grad: bool) -> None:
         """Note an optimizer step; of several in a step, each begins without gradients."""
@@ -168,6 +173,11 @@ class Stage:
         if zero_grad:
             self.module.zero_grad(set_to_none=True)
         self.versions.stepped()
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        if self.meter is not None and self.versions is not None:
+            self.meter.ignore_weights(self.index, self.versions.weights())
 
     def _ended(self, microbatch: int) -> None:
         """Note the end of a micro-batch's backward."""

@@ -283,7 +283,7 @@ def validate(
                 results.append(each.step(inputs, targets))
             say(f"round {number + 1} of {n_steps}: loss {float(runs[-1][-1].loss):.4f}")
         profile = calibration.result()
-        held = [each.held_bytes(inputs, targets) for each in pipelines]
+        held = [each.device_bytes(inputs, targets) for each in pipelines]
     rows = {
         name: _row(name, graph, results, profile.costs, stage_bytes)
         for (name, graph), results, stage_bytes in zip(graphs.items(), runs, held, strict=True)
@@ -314,12 +314,11 @@ def _row(
     """Predict a graph and put its steps beside the prediction."""
     makespans = [result.timeline.makespan for result in results]
     middle = int(np.argsort(makespans)[len(makespans) // 2])
-    held = np.bincount(graph.homes.ravel(), held_bytes, minlength=graph.n_devices)
     return Row(
         predicted=simulate(graph, costs).with_name(name),
         measured=results[middle].timeline.with_name(name),
         makespans=tuple(makespans),
         replayed=tuple(replay(result.timeline).makespan for result in results),
-        peak_memory=tuple((static(graph, costs) + held).tolist()),
+        peak_memory=tuple((static(graph, costs) + np.array(held_bytes)).tolist()),
         losses=tuple(float(result.loss) for result in results),
     )

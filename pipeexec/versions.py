@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -13,7 +15,8 @@ class Versions:
 
     Version ``v`` is the weights after ``v`` optimizer steps, kept as parameters of its own: the
     optimizer changes the stage's in place, and a backward needs what its forward has seen. It is
-    kept as long as a micro-batch in flight has it, or one is still to get it.
+    kept as long as a micro-batch in flight has it, or one is still to get it; the newest is there
+    twice, once for the optimizer.
 
     Parameters
     ----------
@@ -28,14 +31,24 @@ class Versions:
 
     def __init__(self, module: nn.Module, batch_size: int, double_buffered: bool) -> None:
         self.module, self.batch_size, self.double_buffered = module, batch_size, double_buffered
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin with the weights as they are."""
         self.newest = 0
         self.kept: dict[int, dict[str, nn.Parameter]] = {}
         self.in_flight: dict[int, int] = {}
+
+    def reset(self) -> None:
+        """Begin a step with the weights as they are."""
+        self.clear()
         self._keep()
+
+    def clear(self) -> None:
+        """Let go of all versions."""
+        self.newest = 0
+        self.kept.clear()
+        self.in_flight.clear()
+
+    def weights(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all versions."""
+        return (parameter for weights in self.kept.values() for parameter in weights.values())
 
     def _keep(self) -> None:
         self.kept[self.newest] = {

@@ -17,7 +17,6 @@ from pipesim.errors import (
     check_name,
     suggestion,
 )
-from pipesim.ops import Action, Overlapped
 from pipesim.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ __all__ = [
 ]
 
 Build = Callable[..., Schedule]
-#: ``orders(device, n_devices, n_microbatches, **options)`` yields the actions of one device.
-Orders = Callable[..., Iterable[Action | Overlapped | str]]
 
 
 @dataclass(frozen=True)

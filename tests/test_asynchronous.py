@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,17 @@ import pipesim as ps
 from pipeexec.versions import Versions
 from pipesim.errors import ArgumentError
 from pipesim.ops import Op
-from tests.executing import assert_same, cut, dense, mse, one_thread, orders, pipeline, within
+from tests.executing import (
+    assert_same,
+    cut,
+    dense,
+    mse,
+    one_thread,
+    orders,
+    pipeline,
+    unsplit,
+    within,
+)
 
 CHIMERA = orders(
     "0F0 0F1 1F2 1B2 1F3 1B3 0B0 0B1",
@@ -67,6 +78,57 @@ def test_copies_follow_the_stages() -> None:
         subject.step(inputs, targets)
         assert not subject.modules[2][0][0].weight.any()
         assert not subject.modules[3].training
+
+
+def test_copies_have_the_modes_and_buffers_of_the_stages() -> None:
+    """A frozen norm stays frozen on every path; what is loaded into buffers counts on all."""
+    stages = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(2)]
+    for stage in stages:
+        stage[1].eval()
+    others = copy.deepcopy(stages)
+    inputs, targets = batch(8)
+    with pipeline(stages, ps.lower(CHIMERA)) as subject:
+        for each in (stages, others):
+            each[0][1].running_mean.fill_(3.0)
+        mine = within(30, lambda: subject.step(inputs, targets))
+    whole = unsplit(others, ps.lower(CHIMERA), inputs, targets)
+    assert torch.equal(mine.loss, whole)
+    assert_same(stages, others)
+
+
+@pytest.mark.parametrize(
+    "schedule", [CHIMERA, ps.schedule("pipedream", 2, 4)], ids=["chimera", "pipedream"]
+)
+def test_hooks_of_parameters_are_refused(schedule: ps.Schedule) -> None:
+    """They would see some of the micro-batches' gradients."""
+    stages = cut(dense(2), [1, 1])
+    stages[1][0][0].bias.register_hook(lambda gradient: gradient * 0)
+    with (
+        pipeline(stages, ps.lower(schedule)) as subject,
+        pytest.raises(ArgumentError, match=r"parameter '1\.0\.bias' of stage 1 has hooks"),
+    ):
+        subject.step(*batch(8))
+
+
+def test_stages_that_cannot_be_copied() -> None:
+    """Named, with the reason."""
+    stages = cut(dense(2), [1, 1])
+    stages[1].lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(ArgumentError, match=r"stage 1 cannot be copied \(TypeError: cannot pickle"):
+        pipeline(stages, ps.lower(CHIMERA))
+
+
+def test_weights_are_no_activations() -> None:
+    """Versions of weights do not count as held; devices count the peak over their stages."""
+    stages = [nn.Linear(64, 64) for _ in range(2)]
+    x = torch.randn(8, 64)
+    with pipeline(stages, ps.lower(ps.schedule("pipedream", 2, 8)), mse, sgd) as subject:
+        assert max(subject.held_bytes(x, x)) < 64 * 64 * 4
+    looped = ps.lower(ps.schedule("interleaved_1f1b", 2, 4))
+    with pipeline([nn.Linear(64, 64) for _ in range(4)], looped) as subject:
+        held, devices = subject.held_bytes(x, x), subject.device_bytes(x, x)
+        assert len(devices) == 2
+        assert max(held) <= max(devices) < held[0] + held[2]
 
 
 def test_data_parallel_replicas_are_refused() -> None:
@@ -155,6 +217,7 @@ def test_versions_are_let_go() -> None:
     """No more are kept than the newest and those in flight; two where they are double-buffered."""
     layer = nn.Linear(2, 2)
     stashed = Versions(layer, batch_size=1, double_buffered=False)
+    stashed.reset()
     for microbatch in range(3):
         stashed.begin(microbatch)
     for microbatch in range(3):
@@ -163,6 +226,7 @@ def test_versions_are_let_go() -> None:
         stashed.begin(microbatch + 3)
     assert sorted(stashed.kept) == [1, 2, 3]
     double = Versions(layer, batch_size=2, double_buffered=True)
+    double.reset()
     for microbatch in range(8):
         double.begin(microbatch)
         assert double.of(microbatch) is double.kept[max(0, microbatch // 2 - 1)]
@@ -170,3 +234,5 @@ def test_versions_are_let_go() -> None:
         if microbatch % 2:
             double.stepped()
         assert len(double.kept) <= 2
+    double.clear()
+    assert not list(double.weights())

@@ -123,14 +123,11 @@ def test_activation_bytes_of_a_chain_by_hand() -> None:
 
 
 def test_held_bytes_are_those_of_the_whole_step() -> None:
-    """By hand, in 1F1B's order: two micro-batches on device 0, one on device 1.
-
-    The inputs of stage 0 are parts of one batch, which is held as a whole.
-    """
+    """By hand, in 1F1B's order: two micro-batches on device 0, one on device 1."""
     stages = [nn.Linear(4, 8), nn.Linear(8, 4)]
     with pipeline(stages, lowered(), lambda output, target: (output - target).sum()) as subject:
         subject.step(*data())
-        assert subject.held_bytes(*data()) == [6 * 4 * 4, 2 * 8 * 4]
+        assert subject.held_bytes(*data()) == [2 * 2 * 4 * 4, 2 * 8 * 4]
     gpipe = ps.lower(ps.schedule("gpipe", 2, 3))
     with pipeline(stages, gpipe, lambda output, target: (output - target).sum()) as subject:
         subject.step(*data())

@@ -118,7 +118,7 @@ def _v_half_idle(p: int, m: int) -> int:
     summary="V-shaped; a third of 1F1B's activations",
     source=_SOURCE,
     bubble=ClosedForm(
-        "i/(6m+i), i = 4p-5, or 4p-7 if 3 | p and m > 1",
+        "i/(6m+i), i = 4p-5, or 4p-7 if 3 | p and m > 1; 0 if p = 1",
         lambda p, m: _share(_v_min_idle(p, m), m),
     ),
     activations=ClosedForm("min(m, floor((p+4)/3))", lambda p, m: min(m, (p + 4) // 3)),
@@ -153,7 +153,7 @@ def v_min(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sc
     summary="V-shaped; half of 1F1B's activations",
     source=_SOURCE,
     bubble=ClosedForm(
-        "i/(6m+i), i = 3p-4, or 3p-7 if 2 | p; more if m < p/2",
+        "i/(6m+i), i = 3p-4, or max(1, 3p-7) if 2 | p; more if m < p/2; 0 if p = 1",
         lambda p, m: _share(_v_half_idle(p, m), m),
     ),
     activations=ClosedForm("min(m, floor((p+2)/2))", lambda p, m: min(m, (p + 2) // 2)),

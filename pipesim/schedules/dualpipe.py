@@ -43,8 +43,8 @@ def dualpipe(n_devices: int, n_microbatches: int) -> Schedule:
         device 3 | F4 F5 F6 F0 I0 W0 F1 F7 B1 F2 B4 B2 .. F3 B5 B3 I6 W6 I7 W7
 
     Every device holds a stage of each direction: a near one, whose micro-batches start at the
-    nearer end of the devices, and a far one. ``&`` is overlapped. The device ``k`` away from the
-    nearer end runs
+    nearer end of the devices, and a far one. The device ``k`` away from the nearer end runs, where
+    ``&`` is overlapped,
 
     1. near F, ``p - 2 k - 2`` times;
     2. near F, far F, ``k + 1`` times;
