@@ -129,7 +129,9 @@ class Calibration:
     ) -> None:
         graph = pipeline.graph
         self.pipeline = pipeline
-        self.splits = any(bool((g.op == Op.W).any()) for g in graphs or [graph])
+        graphs = list(graphs or [graph])
+        self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
+        self.keeps_versions = any(g.n_batches > 1 for g in graphs)
         n_microbatches = graph.n_microbatches + 1
         *_, sizes = split_batches(inputs, targets, graph.n_microbatches)
         self.size = min(sizes)
@@ -161,7 +163,10 @@ class Calibration:
 
     def _schedule(self, n_microbatches: int, split: int) -> Schedule:
         placement = Placement(self.pipeline.graph.device_of_stage.tolist())
-        return breadth_first(placement, n_microbatches, split if self.splits else 0)
+        schedule = breadth_first(placement, n_microbatches, split if self.splits else 0)
+        # A step after each micro-batch, then, as its time includes that of keeping the weights.
+        many = self.keeps_versions and n_microbatches > 1
+        return schedule.with_updates(n_microbatches, "stashed") if many else schedule
 
     @cached_property
     def held_bytes(self) -> list[int]:

@@ -274,3 +274,17 @@ def test_counts_of_steps(counts: dict[str, Any]) -> None:
         pytest.raises(ArgumentError, match=next(iter(counts))),
     ):
         px.profile(subject, *data(), **{"n_steps": 1, "warm_up": 0, **counts})
+
+
+def test_steps_that_keep_versions_are_measured_as_such() -> None:
+    """PipeDream's steps copy the weights, and so do those of its calibration."""
+    stages = [nn.Linear(64, 64) for _ in range(2)]
+    x = torch.randn(8, 64)
+    graph = ps.lower(ps.schedule("pipedream", 2, 4))
+    with pipeline(stages, graph, mse, adam) as subject:
+        before = copy.deepcopy(stages)
+        profile = px.measure(subject, x, x, n_steps=1, warm_up=0)
+        assert_same(stages, before)
+        assert profile.table.loc[("STEP", 0), "loaded"] > 0
+        predicted = ps.simulate(graph, profile.costs)
+    assert predicted.complete
