@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from pipeexec.validate import Validation
     from pipesim.graph import TaskGraph
+    from pipesim.registry import ScheduleInfo
 
 __all__ = ["main"]
 
@@ -58,16 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("validate", help="profile, simulate, execute, compare, plot")
     add = run.add_argument
     add("--model", default="gpt", help="gpt or convnet (default: gpt)")
-    add("--stages", type=int, default=2, help="number of devices, each of which has one stage, or "
-        "the chunks of a looped or V-shaped schedule (default: 2)")  # fmt: skip
+    add("--stages", type=int, help="number of devices, each of which has one stage, or the chunks "
+        "of a looped or V-shaped schedule (default: 2, or as --balance or a file has)")  # fmt: skip
     add("--balance", type=_counts, help="layers of each stage, such as 4,6 (default: even work)")
-    add("--microbatches", type=int, default=8, help="of a step (default: 8)")
+    add("--microbatches", type=int, help="of a step (default: 8, or as a file has)")
     add("--batch", type=int, help="samples of a step (default: what suits the model)")
-    add("--schedules", type=_words, default=["gpipe", "1f1b"], help="names or files, all with as "
-        "many stages a device (default: gpipe,1f1b)")  # fmt: skip
+    add("--schedules", type=_words, default=["gpipe", "1f1b"], help="names or files, all with "
+        "the same stages on the same devices (default: gpipe,1f1b)")  # fmt: skip
     add("--recompute", type=_words, default=["never", "always"], help="modes (default: "
         "never,always; also except_last)")  # fmt: skip
-    add("--devices", type=_words, help="one a stage (default: cpu for each)")
+    add("--devices", type=_words, help="where to run, one name a device (default: cpu for each)")
     add("--no-overlap", action="store_true", help="transfers on the compute stream")
     add("--steps", type=int, default=21, help="measured steps of each row (default: 21)")
     add("--warm-up", type=int, default=2, help="steps before them (default: 2)")
@@ -134,15 +135,11 @@ def _validate(arguments: argparse.Namespace) -> int:
         check_name(f"option of model {arguments.model!r}:", name, spec.options)
     workload = build_model(arguments.model, seed=arguments.seed, **sizes)
     graphs = _graphs(arguments)
-    n_stages, n_devices = _shape(graphs)
-    stages = split(
-        workload.layers,
-        None if arguments.balance else n_stages,
-        balance=arguments.balance,
-    )
+    n_stages, n_devices, n_microbatches = _shape(graphs, arguments.balance)
+    stages = split(workload.layers, n_stages, balance=arguments.balance or None)
     batch = arguments.batch
     if batch is None:
-        batch = _BATCH[arguments.model] * arguments.microbatches
+        batch = _BATCH[arguments.model] * n_microbatches
     settings = {
         "model": arguments.model,
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in workload.options.items()},
@@ -180,12 +177,11 @@ def _graphs(arguments: argparse.Namespace) -> dict[str, TaskGraph]:
     if not arguments.schedules or not arguments.recompute:
         raise ArgumentError("name at least one schedule and one recompute mode")
     infos = {name: info_of(name) for name in arguments.schedules}
-    if arguments.balance:
-        one = next(iter(infos.values())).make(2, 2 * arguments.microbatches)
-        arguments.stages = len(arguments.balance) * 2 // one.n_stages
+    n_devices = _count(arguments, "stages", "devices", lambda: _balanced(arguments, infos))
+    n_microbatches = _count(arguments, "microbatches", "micro-batches", lambda: 8)
     return {
         f"{name} {recompute}": pipesim.lower(
-            info.make(arguments.stages, arguments.microbatches),
+            info.make(n_devices, n_microbatches),
             recompute=recompute,
             overlap=not arguments.no_overlap,
         )
@@ -194,17 +190,61 @@ def _graphs(arguments: argparse.Namespace) -> dict[str, TaskGraph]:
     }
 
 
-def _shape(graphs: Mapping[str, TaskGraph]) -> tuple[int, int]:
-    """Return how many stages and devices all of the graphs have."""
-    shapes = {name: (graph.n_stages, graph.n_devices) for name, graph in graphs.items()}
-    if len(set(shapes.values())) > 1:
-        each = ", ".join(f"{name}: {stages} on {devices}"
-                         for name, (stages, devices) in shapes.items())  # fmt: skip
+def _count(arguments: argparse.Namespace, flag: str, what: str, default: Callable[[], int]) -> int:
+    """Return a count that a flag or the files of schedules give, or else the default."""
+    from pipesim.errors import check_count
+    from pipesim.schedule_names import counts_of_file
+
+    key = f"n_{what.replace('-', '')}"  # n_devices, n_microbatches
+    found = {name: counts_of_file(name).get(key) for name in arguments.schedules}
+    if getattr(arguments, flag) is not None:
+        found[f"--{flag}"] = check_count(f"n_{flag}", getattr(arguments, flag))
+    counts = {where: count for where, count in found.items() if count is not None}
+    if len(set(counts.values())) > 1:
+        each = ", ".join(f"{count} in {where}" for where, count in counts.items())
         raise ArgumentError(
-            f"schedules of one validation run the same stages; got stages on devices {each}: "
-            "validate them apart"
+            f"schedules of one validation have the same number of {what}; got {each}: leave "
+            f"--{flag} out where a file says it, and validate unlike files apart"
         )
-    return next(iter(shapes.values()))
+    return next(iter(counts.values())) if counts else default()
+
+
+def _balanced(arguments: argparse.Namespace, infos: Mapping[str, ScheduleInfo]) -> int:
+    """Return how many devices the stages of --balance take; 2 without it."""
+    if not arguments.balance:
+        return 2
+    name, info = next(iter(infos.items()))
+    probe = info.make(2, 8)  # which every registered schedule takes; a file has its own counts
+    n_chunks = probe.n_stages // probe.n_devices
+    if len(arguments.balance) % n_chunks:
+        raise ArgumentError(
+            f"--balance needs a multiple of {n_chunks} layer counts for {name}, one for each of a "
+            f"device's stages; got {len(arguments.balance)}"
+        )
+    return len(arguments.balance) // n_chunks
+
+
+def _shape(graphs: Mapping[str, TaskGraph], balance: Sequence[int] | None) -> tuple[int, int, int]:
+    """Return how many stages, devices and micro-batches all of the graphs have.
+
+    Graphs of fewer paths have the first ones of the graph that has the most.
+    """
+    homes = {name: graph.homes.tolist() for name, graph in graphs.items()}
+    widest = max(homes, key=lambda name: len(homes[name]))
+    for name, paths in homes.items():
+        if paths != homes[widest][: len(paths)]:
+            places = (f"{x}: {' and '.join(map(str, homes[x]))}" for x in (widest, name))
+            raise ArgumentError(
+                "schedules of one validation run the same stages on the same devices; got the "
+                f"devices of the stages {', '.join(places)}: validate them apart"
+            )
+    graph = graphs[widest]
+    if balance and len(balance) != graph.n_stages:
+        raise ArgumentError(
+            f"--balance has {len(balance)} layer counts, but the schedules have {graph.n_stages} "
+            f"stages on {graph.n_devices} devices; give one a stage (--stages may be left out)"
+        )
+    return graph.n_stages, graph.n_devices, graph.n_microbatches
 
 
 def _show(arguments: argparse.Namespace) -> int:

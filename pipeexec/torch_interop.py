@@ -75,11 +75,17 @@ def to_torch(
         If the schedule is wrong; see `pipesim.verify`.
     ArgumentError
         If torch's runtime has no action for what it needs (recompute, copies of stages, several
-        mini-batches or weight versions, replicas), or the stages are not those of this rank.
+        mini-batches or weight versions, replicas), the stages are not those of this rank,
+        ``loss_fn`` cannot be called, or torch has no such option.
     """
     from pipeexec.torch_private import make_runtime
 
     check_name("loss_reduction", loss_reduction, ("mean", "sum"))
+    if not callable(loss_fn):
+        raise ArgumentError(
+            f"loss_fn must be callable as loss_fn(output, target), got {loss_fn!r:.60}"
+        )
+    _check_options(options)
     form: Literal["compute_only", "compute_comms"]
     if isinstance(schedule, Schedule):
         orders, homes, form = _compute_only(schedule)
@@ -130,11 +136,11 @@ def from_torch(
             "from_torch takes a schedule of torch.distributed.pipelining with a pipeline_order, or "
             f"a mapping of ranks to actions; got {schedule!r:.60}"
         )
-    if sorted(order) != list(range(len(order))):
+    if set(order) != set(range(len(order))):
         raise ArgumentError(
-            f"the ranks of an order are 0 to {len(order) - 1}, got {', '.join(map(str, order))}"
+            f"the ranks of an order are 0 to {len(order) - 1}, got {', '.join(map(repr, order))}"
         )
-    rows = [["" if a is None else str(a) for a in order[rank]] for rank in range(len(order))]
+    rows = [_texts(rank, order[rank]) for rank in range(len(order))]
     default = "torch" if isinstance(schedule, Mapping) else type(schedule).__name__
     where = f"the order of {name or default}"
     return schedule_from_texts(where, rows, name or default, n_microbatches)
@@ -219,8 +225,50 @@ def _with_messages(graph: TaskGraph) -> _Orders:
     return orders, graph.device_of_stage.tolist(), "compute_comms"
 
 
+def _texts(rank: int, row: object) -> list[str]:
+    """Return the texts of what a rank lists."""
+    if isinstance(row, (str, bytes)) or not isinstance(row, Sequence):
+        raise ArgumentError(
+            f"rank {rank} of an order must list its actions, got {row!r:.60}; give a sequence such "
+            "as ['0F0', '0B0']"
+        )
+    return ["" if action is None else str(action) for action in row]
+
+
+#: What is asked of each stage here.
+_OF_STAGES = ("stage_index", "num_stages", "group_rank", "group_size")
+#: Arguments of torch's runtime that an option may not be, and what to do in its place.
+_RESERVED = {
+    "n_microbatches": "the schedule has it; leave it out",
+    "scale_grads": "give loss_reduction='sum' for gradients that are not scaled",
+}
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    """Check that torch's runtime takes the options, and that nothing else here decides them."""
+    from pipeexec.torch_private import options_of_runtime
+
+    known = set(options_of_runtime()) - {"stages", "loss_fn", *_RESERVED}
+    for option in options:
+        if option in _RESERVED:
+            raise ArgumentError(f"to_torch takes no option {option!r}: {_RESERVED[option]}")
+        check_name("option of torch's runtime:", option, known)
+
+
 def _checked_stages(stages: Sequence[Any], homes: list[int], n_devices: int) -> list[Any]:
     """Return the stages of this rank in order, if they are those that the placement says."""
+    if not isinstance(stages, Sequence):
+        raise ArgumentError(
+            f"to_torch takes a sequence of stages, got {stages!r:.60}; give [stage], even of one"
+        )
+    for stage in stages:
+        lacking = [name for name in _OF_STAGES if not hasattr(stage, name)]
+        if lacking:
+            raise ArgumentError(
+                f"{stage!r:.60} is no stage: it lacks {', '.join(lacking)}; wrap the module in "
+                "torch.distributed.pipelining.PipelineStage"
+            )
+        check_count("stage_index of a stage", stage.stage_index, 0)
     ordered = sorted(stages, key=lambda stage: stage.stage_index)
     if not ordered:
         raise ArgumentError("to_torch got no stages; give those that this rank holds")

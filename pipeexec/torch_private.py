@@ -6,6 +6,7 @@ are imported here and nowhere else, so that a release that moves them breaks one
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -21,7 +22,14 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-__all__ = ["Listed", "executed_order", "listed_order", "loop_of", "make_runtime"]
+__all__ = [
+    "Listed",
+    "executed_order",
+    "listed_order",
+    "loop_of",
+    "make_runtime",
+    "options_of_runtime",
+]
 
 _LOOPS: dict[type, str] = {ScheduleGPipe: "GPipe", Schedule1F1B: "1F1B"}
 #: Actions, rank by rank: torch's own, their text, or None for an idle step.
@@ -43,6 +51,13 @@ def make_runtime(
         runtime.pipeline_order[rank] = [_Action.from_str(text) for text in row]
     runtime._prepare_schedule_with_comms(runtime.pipeline_order, format=form)
     return runtime
+
+
+def options_of_runtime() -> tuple[str, ...]:
+    """Return the names of all arguments that torch's runtime takes."""
+    _, *names = inspect.signature(PipelineScheduleMulti.__init__).parameters
+    # The runtime takes this one out of what it passes on, so that no signature has it.
+    return (*names, "defer_pp_recv")
 
 
 def listed_order(name: str, n_devices: int, n_microbatches: int, n_chunks: int) -> Listed:

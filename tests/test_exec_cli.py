@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ import pytest
 import torch
 
 import pipeexec as px
+import pipesim as ps
 from pipeexec.cli import main
 from pipeexec.run_directory import read_record
+from pipesim.errors import ArgumentError
 
 
 def words(text: str) -> list[str]:
     return text.split()
 
 
+SIZES = "--layers 4 --width 16 --heads 2 --sequence 8"
 SMALL = words("--layers 2 --width 16 --heads 2 --sequence 8 --microbatches 2 --batch 5 --steps 2")
 
 
@@ -170,6 +174,13 @@ def test_an_image_model_on_uneven_stages(
         ("--dropout 2", "dropout must be a probability"),
         ("--text /absent/file", "cannot read the text /absent/file: No such file"),
         ("--stages two", "invalid int value: 'two'"),
+        ("--balance 1,2,3 --schedules zbv", "--balance needs a multiple of 2 layer counts for zbv"),
+        ("--balance 2,2,2 --stages 2", "3 layer counts, but the schedules have 2 stages on 2 devi"),
+        ("--schedules gpipe,zbv", "gpipe never: [0, 1], zbv never: [0, 1, 1, 0]: validate"),
+        (
+            "--schedules zbv,interleaved_1f1b",
+            "zbv never: [0, 1, 1, 0], interleaved_1f1b never: [0, 1, 0, 1]: validate them apart",
+        ),
         ("--no-such-option", "unrecognized arguments: --no-such-option (see pipeexec --help)"),
     ],
 )
@@ -188,6 +199,89 @@ def test_mistakes(
     assert message in line
     if (tmp_path / "results").exists():
         assert list((tmp_path / "results").iterdir()) == []
+
+
+# Counts of devices and micro-batches: of flags, of files, of --balance
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save schedules where the command runs."""
+    monkeypatch.chdir(tmp_path)
+    ps.schedule("1f1b", 3, 4).save("three.csv")
+    ps.schedule("zbv", 2, 8).save("v.csv")
+    ps.schedule("gpipe", 2, 6).save("two.csv")
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note devices, micro-batches, layers and samples, and let no step run."""
+    noted: list[str] = []
+
+    def validate(stages: Any, graphs: Any, devices: Any, _: Any, batches: Any, *__: Any, **___: Any
+    ) -> None:  # fmt: skip
+        micro = {graph.n_microbatches for graph in graphs.values()}
+        layers = ",".join(str(len(stage)) for stage in stages)
+        samples = len(next(iter(batches))[1])
+        noted.append(f"{len(devices)} devices, {micro}, {layers} layers, {samples} samples")
+        raise ArgumentError("enough")
+
+    monkeypatch.setattr(sys.modules["pipeexec.validate"], "validate", validate)
+    return noted
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("--schedules v.csv --balance 2,2,1,1", "2 devices, {8}, 2,2,1,1 layers, 32 samples"),
+        ("--schedules three.csv", "3 devices, {4}, 3,2,1 layers, 16 samples"),
+        ("--schedules three.csv,1f1b", "3 devices, {4}, 3,2,1 layers, 16 samples"),
+        ("--schedules zbv --balance 1,2,2,1", "2 devices, {8}, 1,2,2,1 layers, 32 samples"),
+        (
+            "--schedules 1f1b --balance 2,4 --stages 2 --microbatches 1",
+            "2 devices, {1}, 2,4 layers, 4 samples",
+        ),
+        (
+            "--schedules dualpipe,1f1b --balance 2,4 --microbatches 6",
+            "2 devices, {6}, 2,4 layers, 24 samples",
+        ),
+    ],
+)
+def test_counts(
+    arguments: str, found: str, taken: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file has its own counts, --balance has as many devices as its stages take."""
+    fail(capsys, "validate", *words(SIZES), *arguments.split())
+    assert taken == [found]
+
+
+@pytest.mark.usefixtures("files", "no_step")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--schedules three.csv --stages 2",
+            "number of devices; got 3 in three.csv, 2 in --stages",
+        ),
+        ("--schedules two.csv --microbatches 8", "got 6 in two.csv, 8 in --microbatches: leave"),
+        ("--schedules two.csv,three.csv", "got 2 in two.csv, 3 in three.csv: leave --stages out"),
+        ("--schedules v.csv --balance 3,3", "2 layer counts, but the schedules have 4 stages on 2"),
+        ("--schedules none.csv", "cannot read schedule none.csv: No such file"),
+    ],
+)
+def test_counts_that_disagree(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each count is named with the place that it comes from."""
+    assert message in fail(capsys, "validate", *words(SIZES), *arguments.split())
+
+
+def test_every_schedule_can_be_balanced() -> None:
+    """The counts with which --balance asks for the stages a device suit all schedules."""
+    for name in ps.schedules(2, 8).index:
+        schedule = ps.schedule(name, 2, 8)
+        assert schedule.n_stages % schedule.n_devices == 0, name
 
 
 @pytest.mark.usefixtures("no_step")

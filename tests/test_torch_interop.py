@@ -155,6 +155,46 @@ def test_stages_that_are_not_this_ranks() -> None:
     assert "2 devices, but the stages' process group has 3" in refusal(schedule, stubs(0, homes, 3))
 
 
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        (None, "takes a sequence of stages, got None"),
+        (linear_stubs()[0], r"takes a sequence of stages, got namespace.* give \[stage\]"),
+        ([nn.Linear(2, 2)], r"(?s)Linear.* is no stage: it lacks stage_index.*PipelineStage"),
+        ([SimpleNamespace(stage_index=0)], "is no stage: it lacks num_stages, group_rank"),
+        ("01", "'0' is no stage"),
+        ([SimpleNamespace(**{**vars(linear_stubs()[0]), "stage_index": "0"})], "whole number"),
+    ],
+)
+def test_what_is_no_stage(stages: Any, words: str) -> None:
+    """One stage, none, and modules that nothing has wrapped."""
+    with pytest.raises(ArgumentError, match=words):
+        px.to_torch(SCHEDULES["1f1b"], stages, mse)
+
+
+@pytest.mark.parametrize("loss_fn", [None, "mse", torch.zeros(())])
+def test_what_is_no_loss(loss_fn: Any) -> None:
+    """Torch takes None, and then runs backwards without a loss."""
+    with pytest.raises(ArgumentError, match=r"loss_fn must be callable as loss_fn\(output, target"):
+        px.to_torch(SCHEDULES["1f1b"], linear_stubs(), loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("nosuch", "unknown option of torch's runtime: 'nosuch'.*known: args_chunk_spec, "),
+        ("defer_pp_rec", "did you mean 'defer_pp_recv'"),
+        ("self", "unknown option of torch's runtime: 'self'"),
+        ("n_microbatches", "no option 'n_microbatches': the schedule has it"),
+        ("scale_grads", "no option 'scale_grads': give loss_reduction='sum'"),
+    ],
+)
+def test_options_that_torch_does_not_take(option: str, words: str) -> None:
+    """Unknown ones, and those that the schedule or loss_reduction decides."""
+    with pytest.raises(ArgumentError, match=words):
+        px.to_torch(SCHEDULES["1f1b"], linear_stubs(), mse, **{option: 1})
+
+
 def test_from_torch_of_orders() -> None:
     """Idle steps and messages are left out; a text is as good as an action."""
     order = {1: [None, "1RECV_F0", "1F0", "1B0", "1SEND_B0"],
@@ -170,6 +210,9 @@ def test_from_torch_of_orders() -> None:
         ({}, "takes a schedule of torch.distributed.pipelining"),
         (3, "takes a schedule of torch.distributed.pipelining"),
         ({1: ["0F0", "0B0"]}, "ranks of an order are 0 to 0, got 1"),
+        ({0: ["0F0", "0B0"], "a": ["1F0"]}, "ranks of an order are 0 to 1, got 0, 'a'"),
+        ({0: None}, "rank 0 of an order must list its actions, got None"),
+        ({0: ["0F0", "0B0"], 1: "1F0 1B0"}, "rank 1 of an order must list its actions, got '1F0 "),
     ],
 )
 def test_from_torch_refuses(order: Any, words: str) -> None:
