@@ -12,7 +12,12 @@ from typing import Any
 
 from pipesim.errors import TimelineError, number
 
-__all__ = ["load", "seconds"]
+__all__ = ["head", "load", "seconds"]
+
+#: Nanoseconds that a clock can show, as 64 bits hold them.
+_LATEST = 2**63
+#: Fewer digits than Python may be told to refuse in a whole number.
+_DIGITS = 600
 
 
 def load(path: Path) -> Mapping[str, Any]:
@@ -25,20 +30,22 @@ def load(path: Path) -> Mapping[str, Any]:
     """
     try:
         data = path.read_bytes()
-        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise TimelineError(
             f"cannot read a trace from {path}: {error}; give torch.profiler's .json or .json.gz, "
             "one whole file a rank"
         ) from error
     try:
-        content = json.loads(text)
+        content = _parsed(text)
     except (json.JSONDecodeError, RecursionError) as error:
         place = error.pos if isinstance(error, json.JSONDecodeError) else 0
         whole = text.strip()
         open_ended = whole[:1] in ("{", "[") and whole[-1:] not in ("}", "]")
         cut = open_ended or place >= len(text.rstrip()) - 1
         problem = "it was cut" if cut else "it is no JSON there"
+        if str(error).startswith("Extra data"):
+            problem = "it goes on after the end of its JSON"
         raise TimelineError(
             f"cannot read a trace from {path}: {problem}, at character {place} of "
             f"{len(text)} ({str(error).partition(':')[0]}); export the trace again"
@@ -51,6 +58,52 @@ def load(path: Path) -> Mapping[str, Any]:
             "export_chrome_trace writes"
         )
     return content
+
+
+def _parsed(text: str) -> Any:
+    """Read JSON; a whole number of more digits than Python reads is a float, maybe infinite."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # far too many digits; what uses the number refuses it by name
+        return json.loads(text, parse_int=lambda x: int(x) if len(x) < _DIGITS else float(x))
+
+
+def head(path: Path, content: Mapping[str, Any]) -> tuple[int | None, int | None, int]:
+    """Return what a trace says of itself: rank, number of ranks, and the origin of its times (ns).
+
+    Rank and number are None, and the origin 0, where it says nothing of them.
+
+    Raises
+    ------
+    TimelineError
+        For a rank that is negative or beyond the number of ranks, and an origin that no clock
+        shows.
+    """
+    said = content.get("distributedInfo")
+    said = said if isinstance(said, dict) else {}
+    rank, world_size = (_whole(said.get(key)) for key in ("rank", "world_size"))
+    if rank is not None and not 0 <= rank < (math.inf if world_size is None else world_size):
+        of = "" if world_size is None else f" of {world_size}"
+        raise TimelineError(
+            f"{path} says that it is of rank {rank}{of}; ranks count from 0 to one less than "
+            "there are of them; correct its distributedInfo, or leave it out"
+        )
+    origin: Any = content.get("baseTimeNanoseconds")
+    if number(origin) is None and not _whole(origin):
+        return rank, world_size, 0
+    if not 0 <= origin < _LATEST:
+        shown = origin if abs(origin) < _LATEST**2 else "far more"
+        raise TimelineError(
+            f"{path}: baseTimeNanoseconds must be nanoseconds from 0 to below 2^63, got {shown}; "
+            "export the trace again"
+        )
+    return rank, world_size, int(origin)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def seconds(path: Path, event: Mapping[str, Any], index: int) -> tuple[float, float]:

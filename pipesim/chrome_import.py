@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 import warnings
 from collections import Counter
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 
 from pipesim.clocks import join
 from pipesim.costs import Costs, message_bytes
-from pipesim.errors import AccuracyWarning, PipeError, TimelineError, check_name
+from pipesim.errors import AccuracyWarning, ArgumentError, PipeError, TimelineError, check_name
 from pipesim.graph import TaskGraph
 from pipesim.halves import halved, with_halves
 from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
-from pipesim.profiled import Range, Span, Trace, read_trace
+from pipesim.processes import check_threads, read_traces
+from pipesim.profiled import Range, Span, Trace
 from pipesim.range_names import PATTERNS, action_of, checked_pattern
 from pipesim.tasks import Tasks
 from pipesim.timeline import Timeline
@@ -29,6 +31,10 @@ __all__ = ["Imported", "load"]
 
 #: Residual over makespan beyond which the clocks are not to be trusted.
 _POOR = 0.01
+_ONE_PIPELINE = (
+    "give the traces of one pipeline, not of its replicas; bidirectional schedules, with a stage "
+    "on several ranks, cannot be imported"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +72,18 @@ def load(
 ) -> Imported:
     """Read the traces of a run; `Timeline.from_chrome` has the arguments."""
     check_name("way with gaps", gaps, ("keep", "charge"))
+    if isinstance(step, bool) or not isinstance(step, numbers.Integral):
+        raise ArgumentError(f"step must be a whole number, got {step!r}; -1 is the last one")
     files = _files(paths)
     patterns = PATTERNS if pattern is None else (checked_pattern(pattern),)
-    traces = _ranked([_read(path, patterns, rank) for rank, path in enumerate(files)], n_ranks)
+    read = [_read(path, patterns, rank) for rank, path in enumerate(files)]
+    for path, of in zip(files, read, strict=True):
+        if len(files) > 1 and len(of) > 1:
+            raise TimelineError(
+                f"{path} has ranges of {len(of)} processes, and is one of {len(files)} files; give "
+                "one file a rank, or one file with a process a rank"
+            )
+    traces = _ranked([trace for of in read for trace in of], n_ranks)
     steps = [_steps(trace) for trace in traces]
     counts = [len(of) for of in steps]
     if len(set(counts)) > 1:
@@ -109,27 +124,33 @@ def _files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
         if not files:
             raise TimelineError(f"there is no trace in {path}: no file ends in .json or .json.gz")
         return sorted(files)
-    files = [Path(path) for path in paths]
+    try:
+        files = [Path(path) for path in paths]
+    except TypeError:
+        raise ArgumentError(
+            f"traces are given by a path, or several, got {paths!r}; give one file a rank, or "
+            "their directory"
+        ) from None
     if not files:
         raise TimelineError("got no traces; give one file a rank, or their directory")
     return files
 
 
-def _read(path: Path, patterns: Sequence[str], place: int) -> Trace:
-    """Read a trace by the first of several patterns that any of its ranges has."""
+def _read(path: Path, patterns: Sequence[str], place: int) -> list[Trace]:
+    """Read a file's traces by the first of several patterns that any of its ranges has."""
     for pattern in patterns:
         unranked = "stage" not in re.compile(pattern).groupindex
-        trace = read_trace(path, action_of(path, pattern))
-        trace.ranges = with_halves(trace)
-        if trace.rank is None:
-            trace.rank = place
-        if not trace.ranges:
-            continue
-        if unranked:
-            ranges = [r._replace(action=r.action._replace(stage=trace.rank)) for r in trace.ranges]
-            trace.ranges = ranges
-        return trace
-    shown = ", ".join(map(repr, trace.names[:5])) or "none at all"
+        traces = read_traces(path, action_of(path, pattern))
+        for rank, trace in enumerate(traces, start=place):
+            found = with_halves(trace)
+            if trace.rank is None:
+                trace.rank = rank
+            if unranked:
+                found = [r._replace(action=r.action._replace(stage=trace.rank)) for r in found]
+            trace.ranges = found
+        if traces[0].ranges:
+            return traces
+    shown = ", ".join(map(repr, traces[0].names[:5])) or "none at all"
     raise TimelineError(
         f"{path} has no range whose whole name matches {' or '.join(map(repr, patterns))}; its "
         f"ranges are {shown}; annotate stages with torch.profiler.record_function('PP:0F0'), or "
@@ -164,7 +185,9 @@ def _steps(trace: Trace) -> list[Step]:
     Where the first way of cutting finds none, as the micro-batches are in another order, a step
     ends nowhere but where an action comes again.
     """
-    worked = sorted(halved(trace.worked()), key=lambda pair: pair[0].start)
+    # Of two that start at one moment, the one that takes no time comes first.
+    worked = sorted(halved(trace.worked()), key=lambda x: (x[0].start, x[0].end > x[0].start))
+    check_threads(trace, worked)
     every = {each.action for each, _ in worked if each.action.op in COMPUTE}
     for by_first in (True, False):
         steps = _cut(trace, worked, by_first)
@@ -233,8 +256,7 @@ def _placed(traces: Sequence[Trace], steps: Sequence[Step]) -> dict[Action, Plac
         for action, (each, (start, end, on_device)) in of.items():
             if action in placed:
                 raise TimelineError(
-                    f"{action} is on ranks {placed[action].device} and {device}; give the traces "
-                    "of one pipeline, not of its replicas"
+                    f"{action} is on ranks {placed[action].device} and {device}; {_ONE_PIPELINE}"
                 )
             other = next((x for x in each.overlapped or () if x != action and x in of), None)
             placed[action] = Placed(device, start + late, end + late, on_device, other=other)
@@ -248,7 +270,7 @@ def _check_whole(placed: Mapping[Action, Placed], n_devices: int) -> None:
         if device_of.setdefault(action.stage, each.device) != each.device:
             raise TimelineError(
                 f"stage {action.stage} is on ranks {device_of[action.stage]} and {each.device}; "
-                "give the traces of one pipeline, not of its replicas"
+                + _ONE_PIPELINE
             )
     n_stages = max(device_of) + 1
     n_microbatches = max(action.microbatch or 0 for action in placed) + 1
@@ -275,8 +297,15 @@ def _timeline(
     placed: Mapping[Action, Placed], output_bytes: float | Sequence[float], name: str
 ) -> Timeline:
     """Wire the graph of a step and put times to its tasks."""
-    # Messages are issued right after what they carry, and received in the order of their senders.
-    issued = sorted(placed, key=lambda a: (placed[a].key, a.op in TRANSFERS, a.op, placed[a].end))
+
+    # Messages are issued right after what they carry, and received in the order of their senders;
+    # of two tasks that start at one moment, the one that takes no time comes first.
+    def key(action: Action) -> tuple[float, bool, bool, Op, float]:
+        each = placed[action]
+        moves = action.op in TRANSFERS
+        return each.key, moves, not moves and each.end > each.start, action.op, each.end
+
+    issued = sorted(placed, key=key)
     rows = [(a.op, placed[a].device, a.stage, -1 if a.microbatch is None else a.microbatch,
              placed[a].stream, placed[a].other is not None) for a in issued]  # fmt: skip
     op, device, stage, microbatch, stream, overlapped = np.array(rows, dtype=np.int64).T

@@ -430,7 +430,10 @@ class Costs:
         do not count as F and B; ``overlapped`` is the average of a stage's F halves plus that of
         its B halves, where the timeline has any. Messages have the sizes of the
         timeline, the bandwidth at which their SENDs went, and as latency what they took beside, on
-        average over those that were waited for. ``launch`` is 0: it is within the durations.
+        average over those that were waited for and whose RECV did not wait for its own stream; the
+        least of all, which is the most that it can be, where there are none. ``launch`` is 0: it
+        is within the durations. Reductions have no seconds: ``parameter_bytes`` and the network
+        say how long they take.
 
         Parameters
         ----------
@@ -449,12 +452,18 @@ class Costs:
             If tasks of the timeline did not run.
         UnknownNameError
             For an unknown average or field.
+
+        Warns
+        -----
+        AccuracyWarning
+            If reductions took more than 1 % of the timeline, and neither its own costs nor
+            ``fields`` have ``parameter_bytes``.
         """
         from pipesim.measured import costs_from_timeline
 
         return costs_from_timeline(timeline, average=average, network=network, **fields)
 
-    def scaled(self, *, factor: float, stage: int | None = None) -> Costs:
+    def scaled(self, factor: float, *, stage: int | None = None) -> Costs:
         """Return the same costs with the seconds of all stages, or of one, times a factor.
 
         Parameters

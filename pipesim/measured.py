@@ -7,6 +7,7 @@ stages measured alone are too short.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -15,13 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import DURATION_OF, VALUE_FIELDS, Costs
-from pipesim.errors import ArgumentError, CostsError, TimelineError, check_count, check_name, number
+from pipesim.errors import (
+    AccuracyWarning,
+    ArgumentError,
+    CostsError,
+    TimelineError,
+    check_count,
+    check_name,
+    number,
+)
 from pipesim.network import Network
 from pipesim.ops import SENDS, Op
 from pipesim.simulate import hand_over
 from pipesim.timeline import Timeline
 
 __all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds", "waits"]
+
+#: Share of a timeline beyond which reductions that costs leave out are worth a warning.
+_MUCH = 0.01
 
 _AVERAGES: dict[str, Callable[[NDArray[np.float64]], Any]] = {"mean": np.mean, "median": np.median}
 
@@ -52,7 +64,29 @@ def costs_from_timeline(
     values |= _durations(timeline, average)
     if network is None:
         network = _network(timeline, average)
-    return Costs(**{**values, **fields}, network=network)
+    costs = Costs(**{**values, **fields}, network=network)
+    if "parameter_bytes" not in fields:
+        _warn_of_free_reductions(timeline, costs)
+    return costs
+
+
+def _warn_of_free_reductions(timeline: Timeline, costs: Costs) -> None:
+    """Warn where reductions of gradients took their time and the costs have no bytes of them."""
+    graph = timeline.graph
+    reductions = graph.op == Op.REDUCE_GRAD
+    if not reductions.any() or np.any(costs.parameter_bytes):
+        return
+    weights = np.where(reductions, timeline.duration, 0.0)
+    longest = float(np.bincount(graph.device, weights).max())
+    if longest > _MUCH * timeline.makespan:
+        warnings.warn(
+            f"reductions of gradients took up to {longest:.2e} s of a device in timeline "
+            f"{timeline.name!r}, and cost nothing in what was taken from it; give "
+            "parameter_bytes=, from which the network says how long the replicas of a graph reduce "
+            "them, or parameter_bytes=0 if they are to cost nothing",
+            AccuracyWarning,
+            stacklevel=4,
+        )
 
 
 #: What a timeline does not show.
@@ -140,12 +174,21 @@ def _network(timeline: Timeline, average: str) -> Network:
     nbytes = timeline.nbytes[sends]
     # Without a size, what a SEND held cannot be bandwidth: it counts as latency.
     held = np.where(nbytes > 0, timeline.duration[sends], 0.0)
+    # A RECV whose stream was still busy when its message came shows how long that was.
+    ready = _reached(timeline, recvs) < timeline.end[recvs]
     rest = hand_over(timeline, waited_only=True)[recvs] - held
-    if np.isnan(rest).all():  # none was waited for
-        rest = hand_over(timeline)[recvs] - held
-    latency = float(_AVERAGES[average](rest[~np.isnan(rest)]))
+    counted = ready & ~np.isnan(rest)
+    if not counted.any():  # none was waited for
+        rest, counted = hand_over(timeline)[recvs] - held, ready
+    latency = float(_AVERAGES[average](rest[counted]) if counted.any() else rest.min())
     bandwidth = float(nbytes.sum() / held.sum()) if held.any() else math.inf
     return Network(latency=max(latency, 0.0), bandwidth=bandwidth)
+
+
+def _reached(timeline: Timeline, recvs: NDArray[Any]) -> NDArray[np.float64]:
+    """Return when the stream of each RECV was free for it, minus infinity for its first task."""
+    before = timeline.graph.queue_predecessor[recvs]
+    return np.where(before < 0, -math.inf, timeline.end[before])
 
 
 def scaled(costs: Costs, factor: float, stage: int | None = None) -> Costs:

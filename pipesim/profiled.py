@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.chrome import load, seconds
+from pipesim.chrome import head, seconds
+from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, TRANSFERS, Action, Overlapped
 
 __all__ = ["Range", "Span", "Trace", "read_trace"]
@@ -50,7 +51,7 @@ class Range(NamedTuple):
     action: Action
     start: float
     end: float
-    thread: object
+    thread: tuple[str, str]
     overlapped: Overlapped | None = None
     whole: bool = False
 
@@ -84,6 +85,10 @@ class Trace:
         default_factory=lambda: defaultdict(list)
     )
     _launches: list[tuple[float, object, object]] = field(default_factory=list)
+
+    def correlations(self) -> set[object]:
+        """Return the numbers of the launches that have kernels."""
+        return {number for _, _, number in self._launches if number in self._kernels}
 
     def turn(self, whole: Range) -> tuple[float, float] | None:
         """Return when a call that goes forward and then back ends the one and begins the other.
@@ -119,7 +124,7 @@ class Trace:
             found = _innermost(pieces, time, thread)
             if found is not None:
                 kernels[id(found)] += self._kernels.get(correlation, ())
-        own: dict[int, Span] = {}
+        own = {id(r): Span(r.start, r.end) for r in self.ranges if r.start == r.end}
         for start, end, piece in (x for of in pieces.values() for x in of):
             if piece is not None and (
                 id(piece) not in own or end - start > own[id(piece)].end - own[id(piece)].start
@@ -142,23 +147,28 @@ class Trace:
         return worked
 
 
-def read_trace(path: Path, action_of: Callable[[str], Action | Overlapped | None]) -> Trace:
-    """Read a trace; ``action_of`` tells which action a range's name stands for, if any.
+def read_trace(
+    path: Path,
+    content: Mapping[str, Any],
+    action_of: Callable[[str], Action | Overlapped | None],
+    process: str | None = None,
+) -> Trace:
+    """Sort what a file holds, or what is of one process and what runs on GPUs.
+
+    ``content`` is as `pipesim.chrome.load` returns it; ``action_of`` tells which action a range's
+    name stands for, if any.
 
     Raises
     ------
     TimelineError
-        For a file that cannot be read or was cut, naming the place, one that is no Chrome trace,
-        and events whose time or duration is no number, or negative.
+        For events whose time or duration is no number, or negative, or whose kind is none.
     """
-    content = load(path)
-    ranks = content.get("distributedInfo")
-    ranks = ranks if isinstance(ranks, dict) else {}
-    rank, world_size = (_whole(ranks.get(key)) for key in ("rank", "world_size"))
-    trace = Trace(path, rank, world_size, _whole(content.get("baseTimeNanoseconds")) or 0)
+    trace = Trace(path, *head(path, content))
     names: dict[str, None] = {}
     for index, event in enumerate(content["traceEvents"]):
-        if isinstance(event, dict) and event.get("ph") == "X":
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        if process in (None, str(event.get("pid"))) or event.get("cat") in _ON_DEVICE:
             _sort(trace, event, index, names, action_of)
     trace.ranges = _without_doubles(sorted(trace.ranges, key=lambda r: (r.start, -r.end)))
     trace.names = list(names)
@@ -177,6 +187,12 @@ def _sort(
     args = event.get("args")
     correlation = args.get("correlation") if isinstance(args, dict) else None
     thread = (str(event.get("pid")), str(event.get("tid")))
+    for what, value in (("category", category), ("correlation", correlation)):
+        if isinstance(value, (list, dict)):
+            raise TimelineError(
+                f"{trace.path}: the {what} of event {index}, {name!r}, must be text or a number, "
+                f"got {value!r}; export the trace again"
+            )
     if category == _COPIES:
         return
     talks = name.startswith(_COMMUNICATES)
@@ -201,10 +217,6 @@ def _sort(
             trace._backwards.append(span)
     elif len(names) < 100:
         names[name] = None
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _by_thread(ranges: Iterable[Range]) -> dict[object, list[Range]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from pipesim.errors import ArgumentError, TimelineError, suggestion
@@ -57,13 +58,13 @@ def action_of(path: Path, pattern: str) -> Callable[[str], Action | Overlapped |
     """Return what reads an action from the name of a range in a file, or None if it has none.
 
     Overlapped ones have torch's name, whatever the pattern. It raises a `TimelineError` for a name
-    that fits the pattern and is no action of ours.
+    that fits the pattern and is no action of ours. Each name is matched once, however often it
+    comes; how long that takes is up to the pattern.
     """
     matches = re.compile(pattern).fullmatch
 
-    def read(name: str) -> Action | Overlapped | None:
-        if name.startswith("PP:("):
-            return _pair(path, pattern, name)
+    @cache
+    def single(name: str) -> Action | None:
         match = matches(name)
         if match is None:
             return None
@@ -88,6 +89,10 @@ def action_of(path: Path, pattern: str) -> Callable[[str], Action | Overlapped |
         if microbatch < 0 and op not in OF_STAGES:
             raise TimelineError(f"{path}: range {name!r} names no micro-batch, but {op} is of one")
         return Action(stage, op, None if op in OF_STAGES else microbatch)
+
+    def read(name: str) -> Action | Overlapped | None:
+        # Halves of a range know each other by its pair, which no other range may share.
+        return _pair(path, pattern, name) if name.startswith("PP:(") else single(name)
 
     return read
 

@@ -140,9 +140,16 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
 
     Raises
     ------
+    ArgumentError
+        For an unknown engine, or something that is no timeline.
     TimelineError
         If tasks of the timeline did not run.
     """
+    if not isinstance(timeline, Timeline):
+        raise ArgumentError(
+            f"replay takes a Timeline, got {type(timeline).__name__}; give what was measured or "
+            "loaded, such as ps.Timeline.load(path)"
+        )
     graph = timeline.graph
     timeline.check_complete("replay")
     latency = np.zeros(len(graph))

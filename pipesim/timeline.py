@@ -296,11 +296,16 @@ class Timeline:
         ----------
         paths
             One file a rank, ``.json`` or ``.json.gz``, or their directory. Each is a device, in
-            order of the rank that the file says, or else of the files.
+            order of the rank that the file says, or else of the files. Or one file in which each
+            process with ranges is a rank, by its number, as `to_chrome` writes it.
         pattern
             A regular expression for the whole name of a range, with the groups ``op``,
             ``microbatch`` and, unless each rank has one stage, ``stage``. By default torch's own
             names (`pipesim.range_names.PATTERNS`). Operations are ours, or such as ``forward``.
+            The names of `to_chrome` have
+            ``(?P<stage>[0-9]+)(?P<op>[A-Z_]+)(?P<microbatch>[0-9]*)``.
+            Each name is matched once; see to it that your pattern ends soon on any of them, since
+            one such as ``(a+)+b`` may search for ever.
         step
             Which of the whole steps in the traces; from -1 backwards, the default being the last.
         n_ranks
@@ -316,8 +321,11 @@ class Timeline:
 
         Raises
         ------
+        ArgumentError
+            For a step that is no whole number, and paths that are none.
         TimelineError
-            For a file that cannot be read or was cut, ranks that are missing or there twice,
+            For a file that cannot be read or was cut, compute ranges of one rank that ran at the
+            same time on several threads, ranks that are missing or there twice,
             impossible times, a pattern that does not serve, names that match none, and actions
             that are missing, unknown or there twice in a step.
 

@@ -74,6 +74,10 @@ def save(
 
 
 def _checked_path(path: Path | str) -> Path:
+    if not isinstance(path, (str, Path)):
+        raise ArgumentError(
+            f"a trace is written to a path, got {path!r}; give one such as 'x.json'"
+        )
     path = Path(path)
     if not path.name.endswith((".json", ".json.gz")):
         raise ArgumentError(f"a trace's file ends in .json or .json.gz, got {path}")
