@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import CostsError, check_name, number
+from pipesim.errors import ArgumentError, CostsError, check_name, number
 from pipesim.files import write_whole
 from pipesim.graph import PAIRS, TaskGraph
 from pipesim.network import Network
@@ -291,7 +291,11 @@ class Costs:
         ------
         CostsError
             If there is neither one value nor one a device.
+        ArgumentError
+            If it is no placement.
         """
+        if not isinstance(placement, Placement):
+            raise ArgumentError(f"placement must be a pipesim.Placement, got {placement!r}")
         stages = np.array(placement.device_of)
         share = np.bincount(stages)[stages]
         changed = {}

@@ -61,7 +61,7 @@ COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL})
 #: What may be on a whole stage, without a micro-batch.
 OF_STAGES = COLLECTIVES | {Op.STEP}
 
-_ACTION = re.compile(r"\s*(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d*)\s*")
+_ACTION = re.compile(r"\s*([0-9]+)([A-Z](?:[A-Z_]*[A-Z])?)([0-9]*)\s*")
 _OVERLAPPED = re.compile(r"\s*\(([^();]*);([^();]*)\)OVERLAP_F_B\s*")
 
 
@@ -101,7 +101,13 @@ class Action(NamedTuple):
                 f"{text!r} names no operation: {op!r}{suggestion(op, Op.__members__)} "
                 f"(known: {', '.join(Op.__members__)})"
             )
-        return cls(int(stage), Op[op], int(microbatch) if microbatch else None)
+        try:
+            return cls(int(stage), Op[op], int(microbatch) if microbatch else None)
+        except ValueError as error:  # more digits than Python reads
+            raise ArgumentError(
+                f"{text!r:.40}... of {len(text)} characters is not an action; "
+                "number stages and micro-batches from 0"
+            ) from error
 
 
 class Overlapped(NamedTuple):

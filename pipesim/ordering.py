@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -221,7 +222,7 @@ def checked_limits(
     """
     n_devices = placement.n_devices
     values = [math.inf if given is None else given] * n_devices
-    if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
+    if _is_several(given):
         if len(given) != n_devices:
             raise ArgumentError(
                 f"memory_limit has {len(given)} values for {n_devices} devices; "
@@ -256,11 +257,18 @@ def _check_fits(
             )
 
 
+def _is_several(given: object) -> TypeGuard[Sequence[object] | NDArray[Any]]:
+    """Whether there is a value a device or stage; an array without a dimension is one value."""
+    if isinstance(given, np.ndarray):
+        return given.ndim > 0
+    return isinstance(given, Sequence) and not isinstance(given, str)
+
+
 def _places(given: object, n_stages: int) -> list[float]:
     """Return how many micro-batches may be in flight on each stage."""
     if given is None:
         return [math.inf] * n_stages
-    if not isinstance(given, Sequence | np.ndarray) or isinstance(given, str):
+    if not _is_several(given):
         return [check_count("in_flight", given)] * n_stages
     if len(given) != n_stages:
         raise ArgumentError(
@@ -272,8 +280,20 @@ def _places(given: object, n_stages: int) -> list[float]:
 def _key(priority: object, work: Work, ops: Sequence[Op]) -> Key:
     """Return the list scheduler's key of a priority."""
     if callable(priority):
+        _check_takes_two(priority)
         return _Checked(priority, ops)
     return PRIORITIES[check_name("priority", priority, PRIORITIES)](work)
+
+
+def _check_takes_two(priority: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(priority).bind(Action(0, Op.F, 0), 0.0)
+    except TypeError as error:
+        raise ArgumentError(
+            f"priority must be a function of (action, ready), got {priority!r}: {error}"
+        ) from error
+    except ValueError:  # some functions in C have no signature: their call shows what they take
+        return
 
 
 @dataclass(frozen=True)

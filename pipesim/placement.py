@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,11 +49,11 @@ class Placement:
                     "different devices"
                 )
         used = {device for path in paths for device in path}
-        idle = sorted(set(range(max(used, default=0) + 1)) - used)
-        if idle:
+        if len(used) != 1 + max(used, default=0):
+            idle = next(device for device in itertools.count() if device not in used)
             places = ", ".join(str(list(path)) for path in paths)
             raise ArgumentError(
-                f"placement {places} leaves device {idle[0]} without a stage; "
+                f"placement {places} leaves device {idle} without a stage; "
                 "number the devices from 0 without gaps"
             )
         object.__setattr__(self, "paths", paths)

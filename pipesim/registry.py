@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pipesim.capacity import check_schedule
+from pipesim.closed_forms import ClosedForm, Counts, called, check_counts, check_form
 from pipesim.errors import (
     ArgumentError,
     UnknownNameError,
     check_count,
     check_name,
     suggestion,
+)
+from pipesim.registering import (
+    Build,
+    builder,
+    check_built,
+    check_required,
+    checked_name,
 )
 from pipesim.schedule import Schedule
 
@@ -32,48 +39,6 @@ __all__ = [
     "schedule_info",
     "schedules",
 ]
-
-Build = Callable[..., Schedule]
-
-
-@dataclass(frozen=True)
-class ClosedForm:
-    """A formula of the number of devices ``p``, of micro-batches ``m``, and of options.
-
-    Attributes
-    ----------
-    text
-        The formula.
-    value
-        ``value(n_devices, n_microbatches, **options)``, the options by the names that the schedule
-        takes; those that the formula does not know are left out.
-    assumes
-        What it takes for granted beside stages of equal cost and free transfers.
-    exact
-        Whether a simulation gives just that, or it is a bound or an approximation.
-    """
-
-    text: str
-    value: Callable[..., float]
-    assumes: str = ""
-    exact: bool = True
-
-    def of(self, n_devices: int, n_microbatches: int, **options: Any) -> float:
-        """Return the number; NaN where the formula fails, so that one does not hide the rest."""
-        known = inspect.signature(self.value).parameters
-        taken = {name: value for name, value in options.items() if name in known}
-        try:
-            return self.value(n_devices, n_microbatches, **taken)
-        except Exception:  # whatever a formula of the user's own may raise
-            return math.nan
-
-
-class Counts(NamedTuple):
-    """Which numbers of devices and micro-batches a schedule takes: in words, and as a test."""
-
-    text: str = "any"
-    allow: Callable[..., bool] = lambda p, m: True
-
 
 _UNKNOWN = ClosedForm("", lambda p, m: math.nan, exact=False)
 _ONE = ClosedForm("1", lambda p, m: 1)
@@ -125,14 +90,19 @@ class ScheduleInfo:
                 )
 
     def allows(self, n_devices: int, n_microbatches: int, **options: Any) -> bool:
-        """Whether the schedule exists for these counts."""
-        known = inspect.signature(self.counts.allow).parameters
-        taken = {name: value for name, value in options.items() if name in known}
-        return self.counts.allow(n_devices, n_microbatches, **taken)
+        """Whether the schedule exists for these counts; so too where their test fails.
+
+        Building then says what is wrong, such as an option that is no number.
+        """
+        try:
+            return bool(called(self.counts.allow, n_devices, n_microbatches, options))
+        except Exception:  # whatever a test of the user's own may raise
+            return True
 
     def make(self, n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
         """Build the schedule; `schedule` says what of."""
         self.check_options(options)
+        check_required(self.name, self.build, self.options, options)
         n_devices = check_count("n_devices", n_devices)
         n_microbatches = check_count("n_microbatches", n_microbatches)
         check_schedule(self.name, 2 * n_devices * n_microbatches)  # F and B, on each device
@@ -142,7 +112,8 @@ class ScheduleInfo:
                 f"schedule {self.name!r} takes {self.counts.text}; "
                 f"got n_devices={n_devices}, n_microbatches={n_microbatches}{given}"
             )
-        return self.build(n_devices, n_microbatches, **options)
+        built = self.build(n_devices, n_microbatches, **options)
+        return check_built(self.name, built, n_devices, n_microbatches)
 
 
 _REGISTRY: dict[str, ScheduleInfo] = {}
@@ -162,14 +133,16 @@ def register(
 
     The function makes a `Schedule` of ``(n_devices, n_microbatches, **options)``. Or, if its first
     parameter is named ``device``, it yields the actions (or their text) of one device at a time,
-    of ``(device, n_devices, n_microbatches, **options)``.
+    of ``(device, n_devices, n_microbatches, **options)``. Its options are the parameters that it
+    names.
 
     A function that is defined again, as by running a notebook's cell twice, replaces itself.
 
     Raises
     ------
     ArgumentError
-        If there is another schedule of that name, or the function takes other arguments.
+        If there is another schedule of that name, the function takes other arguments, or an
+        argument is of another kind.
 
     Examples
     --------
@@ -182,9 +155,14 @@ def register(
     device 0 | 0F0 0B0 0F1 0B1
     device 1 | 1F0 1B0 1F1 1B1
     """
+    name = checked_name(name)
+    forms = {"bubble": bubble, "activations": activations, "parameters": parameters}
+    for argument, form in forms.items():
+        check_form(f"schedule {name!r}: {argument}", form)
+    check_counts(f"schedule {name!r}: counts", counts)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        build, options = _builder(name, function)
+        build, options = builder(name, function)
         if name in _REGISTRY and _origin(_REGISTRY[name].build) != _origin(function):
             raise ArgumentError(
                 f"a schedule named {name!r} is registered already; choose another name"
@@ -201,31 +179,6 @@ def register(
 def _origin(function: Callable[..., Any]) -> tuple[object, object]:
     """Return where a function was defined: what is defined there again, as in a notebook's cell."""
     return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-
-
-def _builder(name: str, function: Callable[..., Any]) -> tuple[Build, tuple[str, ...]]:
-    """Return what builds a schedule with ``function``, and the options it takes."""
-    parameters = tuple(inspect.signature(function).parameters) if callable(function) else ()
-    by_device = parameters[:1] == ("device",)
-    first = (*(["device"] if by_device else []), "n_devices", "n_microbatches")
-    if len(parameters) < len(first):
-        raise ArgumentError(
-            f"schedule {name!r} must be a function of (n_devices, n_microbatches) that returns a "
-            "Schedule, or of (device, n_devices, n_microbatches) that yields one device's actions; "
-            f"got {function!r} of ({', '.join(parameters)})"
-        )
-    if not by_device:
-        return function, parameters[2:]
-
-    @functools.wraps(function)
-    def build(n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
-        orders = [
-            list(function(device, n_devices, n_microbatches, **options))
-            for device in range(n_devices)
-        ]
-        return Schedule.from_orders(orders, n_microbatches=n_microbatches, name=name)
-
-    return build, parameters[3:]
 
 
 def schedule_info(name: object) -> ScheduleInfo:
@@ -250,7 +203,10 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
     UnknownNameError
         For an unknown name or option, with the nearest known one.
     ArgumentError
-        For counts that are fractional, boolean, zero or negative.
+        For counts that are fractional, boolean, zero or negative, and for an option that is left
+        out and has no default.
+    ScheduleError
+        If the function that was registered returns something else than a schedule of these counts.
     CapacityError
         If it would not fit in memory.
 
@@ -279,6 +235,11 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
     **options
         Options such as ``n_chunks``, for the formulas that know them.
 
+    Raises
+    ------
+    UnknownNameError
+        For an option that no schedule takes.
+
     Returns
     -------
     pandas.DataFrame
@@ -291,6 +252,9 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
     import pandas as pd
 
     counts = check_count("n_devices", n_devices), check_count("n_microbatches", n_microbatches)
+    known = {name for info in _REGISTRY.values() for name in info.options}
+    for option in options:
+        check_name("option", option, known)
     rows = {}
     for info in _REGISTRY.values():
         row: dict[str, Any] = {"summary": info.summary}

@@ -13,13 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ScheduleError, check_count, check_name
-from pipesim.ops import SCHEDULED, Action, Op, Overlapped, parse_action
+from pipesim.listed import listed_actions
+from pipesim.ops import Action, Op, Overlapped
 from pipesim.placement import Placement
 
 __all__ = ["VERSIONS", "DeviceOrder", "Schedule", "Versions"]
-
-#: Largest number of a stage or a micro-batch: columns have 32 bits.
-_LARGEST = int(np.iinfo(np.int32).max)
 
 #: ``(ops, stages, microbatches)`` of a device, and where there are some, which overlap.
 DeviceOrder = tuple[Sequence[int] | NDArray[Any], ...]
@@ -114,14 +112,15 @@ class Schedule:
         Raises
         ------
         ArgumentError
-            If a text is no action.
+            If what is listed is no action, naming device and position.
         ScheduleError
-            If an action is none that a schedule may list.
+            If an action is none that a schedule may list; where the placement is read off, if a
+            device lists nothing, or no stage of its own.
         """
-        parsed = [[parse_action(a) if isinstance(a, str) else a for a in o] for o in orders]
+        parsed = listed_actions(orders)
         if not any(parsed):
             raise ScheduleError("a schedule needs at least one action; got none")
-        singles = [list(_singles(device, order)) for device, order in enumerate(parsed)]
+        singles = [list(_singles(order)) for order in parsed]
         if placement is None:
             placement = _read_off(singles)
         if len(parsed) != placement.n_devices:
@@ -313,27 +312,13 @@ class Schedule:
         return schedule_html(self)
 
 
-def _singles(device: int, order: Sequence[Action | Overlapped]) -> Iterator[tuple[Action, bool]]:
-    """Yield the actions of an order, checked, and whether each is overlapped with the next."""
-    for position, listed in enumerate(order):
-        parts = listed if isinstance(listed, Overlapped) else (listed,)
-        for k, action in enumerate(parts):
-            where = f"device {device}, position {position}: {action}"
-            if action.op not in SCHEDULED or action.microbatch is None:
-                raise ScheduleError(
-                    f"{where} is not a compute action; "
-                    f"a schedule lists {', '.join(op.name for op in sorted(SCHEDULED))} of "
-                    "one micro-batch, and lower() adds the rest"
-                )
-            if action.stage < 0 or action.microbatch < 0:
-                raise ScheduleError(
-                    f"{where} is out of range; number stages and micro-batches from 0"
-                )
-            if max(action.stage, action.microbatch) > _LARGEST:
-                raise ScheduleError(
-                    f"{where} is out of range; stages and micro-batches go from 0 to {_LARGEST}"
-                )
-            yield action, len(parts) == 2 and k == 0
+def _singles(order: Sequence[Action | Overlapped]) -> Iterator[tuple[Action, bool]]:
+    """Yield the actions of an order, and whether each is overlapped with the next."""
+    for listed in order:
+        if isinstance(listed, Overlapped):
+            yield from ((listed.forward, True), (listed.backward, False))
+        else:
+            yield listed, False
 
 
 def _read_off(orders: Sequence[Sequence[tuple[Action, bool]]]) -> Placement:
@@ -345,6 +330,16 @@ def _read_off(orders: Sequence[Sequence[tuple[Action, bool]]]) -> Placement:
     missing = next(stage for stage in itertools.count() if stage not in home)
     if missing < len(home):
         raise ScheduleError(f"no action names stage {missing}; number stages from 0")
+    for device, order in enumerate(orders):
+        if not order:
+            raise ScheduleError(
+                f"device {device} lists nothing; list at least one action, or leave the device out"
+            )
+        if device not in home.values():
+            raise ScheduleError(
+                f"device {device} has no stage of its own: what it lists is of stages that lie on "
+                "devices before it; give each stage one device"
+            )
     return Placement([home[stage] for stage in range(len(home))])
 
 

@@ -8,50 +8,36 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
+import os
 import re
+import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
+
+import numpy as np
 
 from pipesim.errors import ArgumentError, ScheduleError, suggestion
 from pipesim.files import write_whole
-from pipesim.ops import SCHEDULED, SENDS, TRANSFERS, Action, Op, Overlapped, parse_action
+from pipesim.messages import Cell, check_messages, place, refuse
+from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped, parse_action
 from pipesim.placement import Placement
 from pipesim.schedule import Schedule
 
 __all__ = ["read_schedule", "schedule_from_texts", "write_schedule"]
 
 _FORMS = "a CSV with a row a device, or a grid such as 'device 0 | 0F0 0B0'"
-_LABEL = re.compile(r"\s*(?:(?:device|rank)\s+(\d+))?\s*\|")
+_LABEL = re.compile(r"\s*(?:(?:device|rank)\s+([0-9]{1,9}))?\s*\|")
 #: Characters of a text that may be an action: two overlapped ones, with numbers of 19 digits.
 _LONGEST = 99
 #: What torch lists for stages whose parameters are sharded by FSDP; nothing here depends on it.
-_SHARDING = re.compile(r"\s*\d+(?:UNSHARD|RESHARD)\s*")
-#: The other end of a message, and how many stages on it is.
-_OTHER_END = {
-    Op.SEND_F: (Op.RECV_F, +1),
-    Op.RECV_F: (Op.SEND_F, -1),
-    Op.SEND_B: (Op.RECV_B, -1),
-    Op.RECV_B: (Op.SEND_B, +1),
-}
-
-
-class _Cell(NamedTuple):
-    """A text, and where it stands: counted from 0, but the row and the column from 1."""
-
-    text: str
-    device: int
-    row: int
-    column: int
-
-
+_SHARDING = re.compile(r"\s*[0-9]+(?:UNSHARD|RESHARD)\s*")
 _Order = list[Action | Overlapped]
 
 
 def write_schedule(schedule: Schedule, path: Path | str) -> None:
     """Do what `Schedule.save` says."""
-    path = Path(path)
+    path = _path(path)
     if schedule.n_batches > 1 or schedule.weight_versions != "one":
         raise ScheduleError(
             f"cannot write {path}: schedule {schedule.name!r} has {schedule.n_batches} "
@@ -70,7 +56,7 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
 
 def read_schedule(path: Path | str, name: str | None = None) -> Schedule:
     """Do what `Schedule.load` says."""
-    path = Path(path)
+    path = _path(path)
     rows = _rows(str(path), _content(path))
     return _schedule(str(path), rows, name or path.stem)
 
@@ -84,10 +70,16 @@ def schedule_from_texts(
     micro-batches it is read off.
     """
     rows = [
-        [_Cell(text, device, device + 1, column + 1) for column, text in enumerate(order)]
+        [Cell(text, device, device + 1, column + 1) for column, text in enumerate(order)]
         for device, order in enumerate(orders)
     ]
     return _schedule(where, rows, name, n_microbatches)
+
+
+def _path(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError(f"a schedule's file must be a path, got {path!r}; give a file's name")
+    return Path(path)
 
 
 def _content(path: Path) -> str:
@@ -114,11 +106,11 @@ def _refuse_form(where: str, problem: str) -> NoReturn:
     raise ScheduleError(f"cannot read schedule {where}: {problem}; give {_FORMS}")
 
 
-def _rows(where: str, text: str) -> list[list[_Cell]]:
+def _rows(where: str, text: str) -> list[list[Cell]]:
     """Return the cells of each device; a grid has no commas, and may have labels."""
     lines = _table_lines(where, text.rstrip()) if "," in text else _grid_lines(where, text)
     return [
-        [_Cell(cell, device, row, column) for column, cell in enumerate(cells, 1)]
+        [Cell(cell, device, row, column) for column, cell in enumerate(cells, 1)]
         for device, (row, cells) in enumerate(lines)
     ]
 
@@ -142,7 +134,9 @@ def _grid_lines(where: str, text: str) -> Iterator[tuple[int, list[str]]]:
         label, bar, cells = line.rpartition("|")
         match = _LABEL.fullmatch(label + bar)
         if bar and match is None:
-            _refuse_form(where, f"row {row}: {label.strip()!r} is no label of device {device}")
+            _refuse_form(
+                where, f"row {row}: {reprlib.repr(label.strip())} is no label of device {device}"
+            )
         if match is not None and match[1] is not None and int(match[1]) != device:
             raise ScheduleError(
                 f"{where}: row {row} is of device {device}, but its label says {match[1]}; give a "
@@ -153,20 +147,23 @@ def _grid_lines(where: str, text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _schedule(
-    where: str, rows: list[list[_Cell]], name: str, n_microbatches: int | None = None
+    where: str, rows: list[list[Cell]], name: str, n_microbatches: int | None = None
 ) -> Schedule:
     orders: list[_Order] = []
-    messages: dict[Action, _Cell] = {}
+    messages: dict[Action, Cell] = {}
+    computed: dict[tuple[int, Action], Cell] = {}
     for row in rows:
         order: _Order = []
         for cell in row:
             action = _action(where, cell)
             if isinstance(action, Overlapped) or (action and action.op in SCHEDULED):
                 order.append(action)
+                for part in _parts(action):
+                    computed.setdefault((cell.device, part), cell)
             elif action and action.op in TRANSFERS and messages.setdefault(action, cell) != cell:
-                _refuse(where, cell, "is listed before")
+                refuse(where, cell, "is listed before")
         orders.append(order)
-    _check_messages(where, messages, orders)
+    check_messages(where, messages, computed)
     if not any(orders):
         _refuse_form(where, "it lists no F, B, I or W")
     for device, order in enumerate(orders):
@@ -184,33 +181,24 @@ def _schedule(
         raise ScheduleError(f"{where}: {error}") from error
 
 
-def _refuse(where: str, cell: _Cell, problem: str) -> NoReturn:
-    raise ScheduleError(f"{_place(where, cell)}: {cell.text.strip()!r} {problem}")
-
-
-def _place(where: str, cell: _Cell) -> str:
-    return f"{where}: row {cell.row} (device {cell.device}), column {cell.column}"
-
-
-def _action(where: str, cell: _Cell) -> Action | Overlapped | None:
+def _action(where: str, cell: Cell) -> Action | Overlapped | None:
     """Return what a cell says, or None if it says nothing that a schedule is about."""
     text = cell.text.strip()
     if not text or _SHARDING.fullmatch(text):
         return None
     if len(text) > _LONGEST:
         raise ScheduleError(
-            f"{_place(where, cell)}: {len(text)} characters are no action; give {_FORMS}"
+            f"{place(where, cell)}: {len(text)} characters are no action; give {_FORMS}"
         )
     try:
         action = parse_action(text)
     except ArgumentError as error:
-        raise ScheduleError(f"{_place(where, cell)}: {error}{_advice(text)}") from error
+        raise ScheduleError(f"{place(where, cell)}: {error}{_advice(text)}") from error
     if isinstance(action, Overlapped) or action.op in (*SCHEDULED, *TRANSFERS):
-        parts = action if isinstance(action, Overlapped) else (action,)
-        if any(part.microbatch is None for part in parts):
-            _refuse(where, cell, "names no micro-batch; write such as '2F0'")
+        if any(part.microbatch is None for part in _parts(action)):
+            refuse(where, cell, "names no micro-batch; write such as '2F0'")
     elif action.op != Op.REDUCE_GRAD:
-        _refuse(where, cell, "is no action that a schedule lists (F, B, I, W): pipesim.lower adds "
+        refuse(where, cell, "is no action that a schedule lists (F, B, I, W): pipesim.lower adds "
                              "the rest; leave it out")  # fmt: skip
     return action
 
@@ -226,54 +214,44 @@ def _advice(text: str) -> str:
     return ""
 
 
-def _check_messages(where: str, messages: dict[Action, _Cell], orders: Sequence[_Order]) -> None:
-    """Check that each SEND has its RECV, each RECV its SEND, and each its stage's device."""
-    held = {(device, a.stage) for device, order in enumerate(orders) for a in _singles(order)}
-    for message, cell in messages.items():
-        if (cell.device, message.stage) not in held:
-            _refuse(where, cell, f"is misplaced: this device runs nothing of stage {message.stage}")
-        op, offset = _OTHER_END[message.op]
-        other = Action(message.stage + offset, op, message.microbatch)
-        if other not in messages:
-            does = "sends to nobody" if message.op in SENDS else "waits for nothing"
-            _refuse(where, cell, f"{does}: the file has no {other}; add it, or leave out all "
-                                 "messages, which pipesim.lower adds")  # fmt: skip
+def _parts(action: Action | Overlapped) -> tuple[Action, ...]:
+    return (action,) if isinstance(action, Action) else (action.forward, action.backward)
 
 
-def _singles(order: _Order) -> Iterator[Action]:
-    for action in order:
-        yield from (action,) if isinstance(action, Action) else action
-
-
-def _placement(where: str, orders: Sequence[_Order]) -> Placement:
-    """Return where the stages lie: on one path, or on one for each half of the micro-batches.
+def _placement(where: str, orders: Sequence[_Order]) -> Placement | None:
+    """Return the placement of a path for each half of the micro-batches; None if there is one path.
 
     A stage of one path lies where it is first named, so that `pipesim.verify` can show what is
-    elsewhere.
+    elsewhere. Where no two paths fit, and a stage's F and B of one micro-batch are on two devices,
+    something is misplaced: a stage then lies where most of it is.
     """
     home: dict[tuple[int, int], int] = {}
-    homes: dict[int, list[int]] = {}
+    homes: dict[int, set[int]] = {}
+    apart = False
     for device, order in enumerate(orders):
-        for action in _singles(order):
-            home.setdefault((action.stage, action.microbatch or 0), device)
-            found = homes.setdefault(action.stage, [])
-            if device not in found:
-                found.append(device)
-    missing = next(stage for stage in itertools.count() if stage not in homes)
-    if missing < len(homes):
-        raise ScheduleError(f"{where}: no action names stage {missing}; number stages from 0")
+        for action in (part for listed in order for part in _parts(listed)):
+            apart |= home.setdefault((action.stage, action.microbatch or 0), device) != device
+            homes.setdefault(action.stage, set()).add(device)
     shared = sum(len(found) > 1 for found in homes.values())
     # In a bidirectional placement of an odd number of stages the middle one lies on one device.
-    if shared and shared >= len(homes) - len(homes) % 2:
+    if not shared or shared < len(homes) - len(homes) % 2 or max(homes) >= len(homes):
+        return None
+    try:
         return _two_paths(where, home, len(homes))
-    first = [homes[stage][0] for stage in range(len(homes))]
-    for device in range(len(orders)):
-        if device not in first:
-            raise ScheduleError(
-                f"{where}: device {device} has no stage of its own: what it lists is of stages "
-                "that lie on devices before it; give each stage one device"
-            )
-    return Placement(first)
+    except ScheduleError:
+        if apart:
+            return _likeliest(orders, len(homes))
+        raise
+
+
+def _likeliest(orders: Sequence[_Order], n_stages: int) -> Placement | None:
+    """Return where most actions of each stage are, an F before a B; None if a row has no stage."""
+    votes = np.zeros((n_stages, len(orders)), dtype=np.int64)
+    for device, order in enumerate(orders):
+        for action in (part for listed in order for part in _parts(listed)):
+            votes[action.stage, device] += 3 if action.op == Op.F else 2
+    device_of = votes.argmax(axis=1).tolist()
+    return Placement(device_of) if len(set(device_of)) == len(orders) else None
 
 
 def _two_paths(where: str, home: dict[tuple[int, int], int], n_stages: int) -> Placement:
@@ -297,4 +275,7 @@ def _two_paths(where: str, home: dict[tuple[int, int], int], n_stages: int) -> P
                 f"{('first', 'second')[half]} half goes through stage {lacking}; list it, or give "
                 "each stage one device"
             )
-    return Placement(*([path[stage] for stage in range(n_stages)] for path in paths))
+    try:
+        return Placement(*([path[stage] for stage in range(n_stages)] for path in paths))
+    except ArgumentError as error:
+        raise ScheduleError(f"{where}: {error}") from error

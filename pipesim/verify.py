@@ -93,6 +93,11 @@ def compute_graph(schedule: Schedule) -> TaskGraph:
 def verify_listing(schedule: Schedule) -> None:
     """Do what `verify` does for a schedule, except to see whether its order can run."""
     n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
+    if schedule.n_batches < 1:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has n_batches={schedule.n_batches}; give at least 1, with "
+            "schedule.with_updates"
+        )
     if n_stages * n_microbatches > _MOST_CELLS_PER_ACTION * len(schedule):
         raise ScheduleError(
             f"schedule {schedule.name!r} lists {len(schedule)} actions, but {n_stages} stages and "
@@ -142,7 +147,7 @@ def _verify_schedule(schedule: Schedule) -> None:
     verify_listing(schedule)
     graph = compute_graph(schedule)  # whose ids are the places in the columns
     try:
-        _check_deadlock(graph, f"schedule {schedule.name!r}")
+        _check_deadlock(graph, f"schedule {schedule.name!r}", schedule)
     except DeadlockError as error:
         head = int(np.flatnonzero(graph.levels < 0)[0])
         raise DeadlockError(f"{error}\n{schedule.grid(mark=schedule.place(head))}") from None
@@ -366,8 +371,8 @@ def _check_messages(graph: TaskGraph) -> None:
         )
 
 
-def _check_deadlock(graph: TaskGraph, label: str) -> None:
-    """Raise if tasks wait for each other in a circle."""
+def _check_deadlock(graph: TaskGraph, label: str, schedule: Schedule | None = None) -> None:
+    """Raise if tasks wait for each other in a circle; those of a schedule are placed as in it."""
     stuck = graph.levels < 0
     if not stuck.any():
         return
@@ -379,9 +384,11 @@ def _check_deadlock(graph: TaskGraph, label: str) -> None:
             continue
         head = int(queue[blocked[0]])
         needed = [int(t) for t in np.unique(graph.precedence[head]) if stuck[t]]
+        needed = [task for task in needed if task != head] or needed
+        position = blocked[0] if schedule is None else schedule.place(head)[1]
         waits = ", ".join(f"{graph.task(t)} on device {graph.device[t]}" for t in needed)
         lines.append(
-            f"  device {device}, {stream}: {graph.task(head)} (position {blocked[0]}) "
+            f"  device {device}, {stream}: {graph.task(head)} (position {position}) "
             f"waits for {waits}"
         )
     more = len(lines) - _MOST_NAMED

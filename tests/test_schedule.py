@@ -230,7 +230,7 @@ def test_custom_placement_is_read_off_the_orders() -> None:
         ([["0F0"], ["1SEND_F0"]], {}, ScheduleError, "device 1, position 0: 1SEND_F0 is not a c"),
         ([["0F"]], {}, ScheduleError, "0F is not a compute action; a schedule lists F, B, I, W"),
         ([["0F0", "2F0"]], {}, ScheduleError, "no action names stage 1; number stages from 0"),
-        ([["0F0"], []], {}, ScheduleError, "orders of 2 devices for a placement on 1"),
+        ([["0F0"], []], {}, ScheduleError, "device 1 lists nothing; list at least one action"),
         ([["0F0"]], {"placement": ps.linear(2)}, ScheduleError, "1 devices for a placement on 2"),
         ([["0F0"]], {"n_microbatches": 0}, ArgumentError, "n_microbatches must be at least 1"),
         ([[Action(-1, Op.F, 0)]], {}, ScheduleError, "-1F0 is out of range; number stages"),

@@ -26,11 +26,13 @@ def _in_round(p: int, m: int) -> int:
 
 
 def _looped_bubble(p: int, m: int, n_chunks: int = 2) -> float:
+    check_count("n_chunks", n_chunks)
     idle = max(p - 1, n_chunks * (p - m) + m - 1)  # in forwards and backwards of a chunk
     return idle / (n_chunks * m + idle)
 
 
 def _split_bubble(p: int, m: int, n_chunks: int = 2) -> float:
+    check_count("n_chunks", n_chunks)
     idle = p - 1 + n_chunks * max(0, p - m) + (n_chunks - 1) * max(0, p - 2 * m)
     return idle / (3 * n_chunks * m + idle)
 

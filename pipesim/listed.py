@@ -1,0 +1,110 @@
+"""Check what a user lists: orders of actions, as `Action`, `Overlapped` or their text."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+
+import numpy as np
+
+from pipesim.errors import ArgumentError, ScheduleError
+from pipesim.ops import SCHEDULED, Action, Op, Overlapped, parse_action
+
+__all__ = ["listed_actions"]
+
+#: Largest number of a stage or a micro-batch: columns have 32 bits.
+_LARGEST = int(np.iinfo(np.int32).max)
+_EXAMPLE = "such as '0F0'"
+
+
+def listed_actions(orders: object) -> list[list[Action | Overlapped]]:
+    """Return the actions of each device, texts read and each action checked.
+
+    Parameters
+    ----------
+    orders
+        What the user gave: an iterable of iterables, one a device.
+
+    Raises
+    ------
+    ArgumentError
+        If an order is no sequence, or what it lists is no action, naming device and position.
+    ScheduleError
+        If an action is none that a schedule may list.
+    """
+    if not isinstance(orders, Iterable) or isinstance(orders, str):
+        raise ArgumentError(
+            f"orders must be a sequence of orders, one a device, got {_what(orders)}; "
+            "list each device's actions"
+        )
+    return [_of_device(device, order) for device, order in enumerate(orders)]
+
+
+def _of_device(device: int, order: object) -> list[Action | Overlapped]:
+    if not isinstance(order, Iterable) or isinstance(order, str | Action | Overlapped):
+        raise ArgumentError(
+            f"device {device}: an order must be a sequence of actions, got {_what(order)}; "
+            f"list or yield actions or their texts, {_EXAMPLE}"
+        )
+    actions = []
+    for position, listed in enumerate(order):
+        try:
+            actions.append(_action(listed))
+        except (ArgumentError, ScheduleError) as error:
+            raise type(error)(f"device {device}, position {position}: {error}") from error
+    return actions
+
+
+def _action(listed: object) -> Action | Overlapped:
+    """Return one entry of an order, read and checked."""
+    if isinstance(listed, str):
+        listed = parse_action(listed)
+    if isinstance(listed, Overlapped):
+        return Overlapped(_checked(listed.forward), _checked(listed.backward))
+    return _checked(listed)
+
+
+def _checked(action: object) -> Action:
+    if not isinstance(action, Action):
+        raise ArgumentError(
+            f"{_what(action)} is not an action; give an Action, an Overlapped of two, or a text "
+            f"{_EXAMPLE}"
+        )
+    if not isinstance(action.op, Op):
+        raise ArgumentError(
+            f"{_what(action)} names no operation: op must be one of pipesim.Op, got "
+            f"{action.op!r}; write such as Action(0, Op.F, 0), or a text {_EXAMPLE}"
+        )
+    stage = _whole(action, "stage", action.stage)
+    if action.op not in SCHEDULED or action.microbatch is None:
+        raise ScheduleError(
+            f"{_what(action)} is not a compute action; "
+            f"a schedule lists {', '.join(op.name for op in sorted(SCHEDULED))} of "
+            "one micro-batch, and lower() adds the rest"
+        )
+    microbatch = _whole(action, "microbatch", action.microbatch)
+    if stage < 0 or microbatch < 0:
+        raise ScheduleError(f"{action} is out of range; number stages and micro-batches from 0")
+    if stage > _LARGEST or microbatch > _LARGEST:
+        raise ScheduleError(
+            f"{action} is out of range; stages and micro-batches go from 0 to {_LARGEST}"
+        )
+    return Action(stage, action.op, microbatch)
+
+
+def _whole(action: Action, field: str, value: object) -> int:
+    if type(value) is int:  # by far the commonest, and the quickest to tell
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentError(
+            f"{_what(action)} has a {field} that is no whole number, {value!r} "
+            f"({type(value).__name__}); give an int from 0"
+        )
+    return int(value)
+
+
+def _what(value: object) -> str:
+    """Return how an error shows a value: an action as its text, the rest with its type."""
+    if isinstance(value, Action) and isinstance(value.op, Op):
+        return str(value)
+    return f"{value!r:.60} ({type(value).__name__})"
