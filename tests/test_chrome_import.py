@@ -338,7 +338,7 @@ def test_a_real_run() -> None:
         assert 0.04 < timeline.makespan < 0.08
         replayed = ps.replay(timeline)
         assert -0.15 < ps.Comparison(replayed, timeline).makespan_error <= 0
-        simulated = ps.simulate(timeline.graph, ps.Costs.from_timeline(timeline))
+        simulated = ps.simulate(timeline.graph, ps.Costs.from_timeline(timeline, parameter_bytes=0))
         assert -0.3 < ps.Comparison(simulated, timeline).makespan_error < 0.1
         assert ps.compare({"run": timeline, "replayed": replayed}).shape == (2, 5)
 
