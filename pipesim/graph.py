@@ -3,7 +3,8 @@
 A graph is arrays: one entry a task in each column, dependencies and stream queues as CSR (the
 entries of row ``i`` are ``values[ptr[i]:ptr[i + 1]]``). Task ids are the issue order, and it is
 topological: whatever a task waits for has a smaller id. A task is stored as its kind and its
-micro-batch; the other columns and `Task` objects are made on demand.
+micro-batch; the other columns and `Task` objects are made on demand. The file is longer than most,
+as the rules and what applies them stand together.
 """
 
 from __future__ import annotations

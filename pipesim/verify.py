@@ -1,4 +1,7 @@
-"""Check every invariant of a schedule or a task graph, and show what is wrong in its grid."""
+"""Check every invariant of a schedule or a task graph, and show what is wrong in its grid.
+
+Longer than most files, as each invariant is a function of its own, and all of them are here.
+"""
 
 from __future__ import annotations
 
