@@ -46,9 +46,6 @@ class Deferred:
         self.collects = False
         self._work: deque[_Work] = deque()
 
-    def __len__(self) -> int:
-        return len(self._work)
-
     def deferring(self) -> TorchFunctionMode:
         """Return a context, for F or R, in which layers are made such that they can wait."""
         return _Deferring(self)

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pipeexec.devices import DeviceLike, make_devices
@@ -128,7 +130,7 @@ class Pipeline:
                 f"the graph has {graph.n_devices} devices, got {len(devices)}: {list(devices)!r}; "
                 "give one device a device of the graph"
             )
-        paths_of_microbatches(graph)
+        path = paths_of_microbatches(graph)
         self.devices = make_devices(devices, pin_threads)
         # Path after path: the stages as they were given, and copies of them.
         self.modules = [*stages, *copies(stages, graph.n_replicas - 1)]
@@ -143,11 +145,11 @@ class Pipeline:
         self.zero_grad = optimizer is not None
         self.n_steps = 0
         self._run: Run | None = None
-        self._set_graph(graph)
+        self._set_graph(graph, path)
 
-    def _set_graph(self, graph: TaskGraph) -> None:
+    def _set_graph(self, graph: TaskGraph, path: NDArray[np.int64]) -> None:
         verify(graph)
-        self.graph = graph
+        self.graph, self._path = graph, path
         self.held = [Held() for _ in self.devices]
         last = graph.n_stages - 1
         several = graph.n_batches > 1
@@ -184,7 +186,7 @@ class Pipeline:
             )
         other = copy.copy(self)
         stages = self.stages
-        other._set_graph(graph)
+        other._set_graph(graph, paths_of_microbatches(graph))
         for mine, its in zip(stages, other.stages, strict=False):
             its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
         return other
@@ -226,6 +228,7 @@ class Pipeline:
             raise ExecutionError("the pipeline is closed, and its threads ended; make a new one")
         run = self._run = Run(
             self.graph,
+            self._path,
             self.devices,
             self.modules,
             self.optimizers,

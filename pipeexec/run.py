@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pipeexec import transfer
 from pipeexec.devices import Device
-from pipeexec.paths import paths_of_microbatches, reduce_gradients
+from pipeexec.paths import reduce_gradients
 from pipeexec.randomness import task_seed
 from pipeexec.stage import Stage, Values
 from pipeexec.streams import Event, Stream
@@ -58,6 +59,7 @@ class Run:
     def __init__(
         self,
         graph: TaskGraph,
+        path: NDArray[np.int64],
         devices: Sequence[Device],
         modules: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer | None],
@@ -73,8 +75,7 @@ class Run:
         self.number = number
         parts, labels, sizes = split_batches(inputs, targets, m)
         first, last = (
-            [devices[d].torch_device for d in graph.homes[paths_of_microbatches(graph), stage]]
-            for stage in (0, -1)
+            [devices[d].torch_device for d in graph.homes[path, stage]] for stage in (0, -1)
         )
         self.inputs: list[Values] = [
             tuple(x.to(device, non_blocking=True) for x in part)

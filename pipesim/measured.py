@@ -20,7 +20,6 @@ from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
     CostsError,
-    TimelineError,
     check_count,
     check_name,
     number,
@@ -51,12 +50,7 @@ def costs_from_timeline(
         raise ArgumentError(f"costs come from a Timeline, got {type(timeline).__name__}")
     for name in fields:
         check_name("cost", name, VALUE_FIELDS)
-    graph = timeline.graph
-    if not timeline.complete:
-        raise TimelineError(
-            f"timeline {timeline.name!r} is partial: {int((~timeline.ran).sum())} of {len(graph)} "
-            "tasks did not run; take costs from a whole one"
-        )
+    timeline.check_complete("take costs from")
     values: dict[str, Any] = {}
     if timeline.costs is not None:  # bytes that a timeline does not show
         values = {name: getattr(timeline.costs, name) for name in _BYTES}

@@ -148,12 +148,7 @@ def _lists_all(
 
 def _verify_schedule(schedule: Schedule) -> None:
     verify_listing(schedule)
-    graph = compute_graph(schedule)  # whose ids are the places in the columns
-    try:
-        _check_deadlock(graph, f"schedule {schedule.name!r}", schedule)
-    except DeadlockError as error:
-        head = int(np.flatnonzero(graph.levels < 0)[0])
-        raise DeadlockError(f"{error}\n{schedule.grid(mark=schedule.place(head))}") from None
+    _check_deadlock(compute_graph(schedule), f"schedule {schedule.name!r}", schedule)
 
 
 def _refuse(schedule: Schedule, index: SupportsIndex, problem: str) -> None:
@@ -375,7 +370,11 @@ def _check_messages(graph: TaskGraph) -> None:
 
 
 def _check_deadlock(graph: TaskGraph, label: str, schedule: Schedule | None = None) -> None:
-    """Raise if tasks wait for each other in a circle; those of a schedule are placed as in it."""
+    """Raise if tasks wait for each other in a circle.
+
+    Of a `compute_graph` the ids are the places in the columns of its ``schedule``: its positions
+    are named then, and its grid is shown.
+    """
     stuck = graph.levels < 0
     if not stuck.any():
         return
@@ -394,10 +393,14 @@ def _check_deadlock(graph: TaskGraph, label: str, schedule: Schedule | None = No
             f"  device {device}, {stream}: {graph.task(head)} (position {position}) "
             f"waits for {waits}"
         )
+    grid = ""
+    if schedule is not None:
+        grid = "\n" + schedule.grid(mark=schedule.place(int(stuck.argmax())))
     more = len(lines) - _MOST_NAMED
     rest = [f"  ... and {more} more streams"] if more > 0 else []
     raise DeadlockError(
         f"{label} deadlocks: {len(lines)} streams wait for each other; their blocked heads are\n"
         + "\n".join(lines[:_MOST_NAMED] + rest)
         + "\nlist what is waited for before what waits for it"
+        + grid
     )

@@ -31,6 +31,7 @@ __all__ = [
     "assert_order_respected",
     "assert_same",
     "cut",
+    "data",
     "dense",
     "gradients",
     "mse",
@@ -142,6 +143,12 @@ class Faulty(nn.Module):
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
+
+
+def data(n: int, width: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return a batch, whose samples are 64 bytes: BLAS rounds by how its arguments are aligned."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, width, generator=generator), torch.randn(n, width, generator=generator)
 
 
 def dense(n_layers: int, width: int = 16) -> nn.Sequential:

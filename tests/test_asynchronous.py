@@ -19,6 +19,7 @@ from pipesim.ops import Op
 from tests.executing import (
     assert_same,
     cut,
+    data,
     dense,
     mse,
     one_thread,
@@ -35,11 +36,6 @@ CHIMERA = orders(
 )
 
 
-def batch(n: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(n)
-    return torch.randn(n, 16, generator=generator), torch.randn(n, 16, generator=generator)
-
-
 def sgd(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
 
@@ -50,7 +46,7 @@ def test_copies_of_a_stage_learn_the_same(options: dict[str, Any]) -> None:
     model = dense(2)
     stages, others = cut(model, [1, 1]), cut(copy.deepcopy(model), [1, 1])
     graph, plain = ps.lower(CHIMERA, **options), ps.lower(ps.schedule("gpipe", 2, 4))
-    inputs, targets = batch(12)
+    inputs, targets = data(12)
     with pipeline(stages, graph, mse, sgd) as both, pipeline(others, plain, mse, sgd) as one:
         for _ in range(3):
             mine = within(30, lambda: both.step(inputs, targets))
@@ -69,7 +65,7 @@ def test_copies_of_a_stage_learn_the_same(options: dict[str, Any]) -> None:
 def test_copies_follow_the_stages() -> None:
     """Weights that the user loads between steps count on every path; so does the mode."""
     stages = cut(dense(2), [1, 1])
-    inputs, targets = batch(8)
+    inputs, targets = data(8)
     with pipeline(stages, ps.lower(CHIMERA)) as subject:
         subject.step(inputs, targets)
         with torch.no_grad():
@@ -86,7 +82,7 @@ def test_copies_have_the_modes_and_buffers_of_the_stages() -> None:
     for stage in stages:
         stage[1].eval()
     others = copy.deepcopy(stages)
-    inputs, targets = batch(8)
+    inputs, targets = data(8)
     with pipeline(stages, ps.lower(CHIMERA)) as subject:
         for each in (stages, others):
             each[0][1].running_mean.fill_(3.0)
@@ -107,7 +103,7 @@ def test_hooks_of_parameters_are_refused(schedule: ps.Schedule) -> None:
         pipeline(stages, ps.lower(schedule)) as subject,
         pytest.raises(ArgumentError, match=r"parameter '1\.0\.bias' of stage 1 has hooks"),
     ):
-        subject.step(*batch(8))
+        subject.step(*data(8))
 
 
 def test_stages_that_cannot_be_copied() -> None:
@@ -142,7 +138,7 @@ def test_one_path_of_several_can_be_run_alone() -> None:
     """A pipeline on two paths also runs a graph of the first; not one of other places."""
     with pipeline(cut(dense(2), [1, 1]), ps.lower(CHIMERA)) as subject:
         first = subject.with_graph(ps.lower(ps.schedule("1f1b", 2, 3)))
-        assert first.step(*batch(6)).timeline.complete
+        assert first.step(*data(6)).timeline.complete
         with pytest.raises(ArgumentError, match=r"on \[1, 0\], this pipeline on \[0, 1\] and \[1,"):
             subject.with_graph(ps.lower(orders("1F0 1B0", "0F0 0B0")))
 
@@ -201,7 +197,7 @@ def test_weights_are_those_that_the_schedule_says(
     model = dense(3)
     schedule = ps.schedule("1f1b", 3, 8).with_updates(n_batches, versions)
     graph = ps.lower(schedule, recompute=recompute)
-    inputs, targets = batch(16)
+    inputs, targets = data(16)
     stages, others = cut(model, [1, 1, 1]), cut(copy.deepcopy(model), [1, 1, 1])
     with one_thread():
         step_by_definition(others, graph, inputs, targets)

@@ -19,6 +19,7 @@ from executing import (
     assert_order_respected,
     assert_same,
     cut,
+    data,
     dense,
     gradients,
     mse,
@@ -52,12 +53,6 @@ scheduled = pytest.mark.parametrize("schedule", SCHEDULES)
 
 def lowered(schedule: str, p: int, m: int = 4, **options: Any) -> ps.TaskGraph:
     return ps.lower(ps.schedule(schedule, p, m), **options)
-
-
-def data(n: int, width: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return a batch, whose samples are 64 bytes: BLAS rounds by how its arguments are aligned."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, width, generator=generator), torch.randn(n, width, generator=generator)
 
 
 def check(

@@ -108,9 +108,18 @@ def test_unlisted_operation() -> None:
     assert "position 2: 0SEND_F0 is no operation that a schedule lists (F, B, I, W)" in message
 
 
+def edited(action: Action, edit: str, schedule: ps.Schedule, data: st.DataObject) -> Action:
+    """Return an action with another op, stage or micro-batch."""
+    if edit == "op":
+        return action._replace(op=data.draw(st.sampled_from(sorted(SCHEDULED - {action.op}))))
+    limit = schedule.n_stages if edit == "stage" else schedule.n_microbatches
+    value = (getattr(action, edit) + data.draw(st.integers(1, limit))) % (limit + 1)
+    return action._replace(**{edit: value})
+
+
 @given(schedule=schedules(), data=st.data())
 def test_any_single_edit_is_found(schedule: ps.Schedule, data: st.DataObject) -> None:
-    """Take an action out, list one twice, or change one: no such order passes."""
+    """Take an action out, list one twice, or change one or a half of two: no such order passes."""
     orders = [list(order) for order in schedule.orders]
     device = data.draw(st.integers(0, len(orders) - 1))
     position = data.draw(st.integers(0, len(orders[device]) - 1))
@@ -120,13 +129,12 @@ def test_any_single_edit_is_found(schedule: ps.Schedule, data: st.DataObject) ->
         del orders[device][position]
     elif edit == "double":
         orders[device].insert(data.draw(st.integers(0, len(orders[device]))), action)
-    elif edit == "op":
-        other = data.draw(st.sampled_from(sorted(SCHEDULED - {action.op})))
-        orders[device][position] = action._replace(op=other)
+    elif isinstance(action, ps.Overlapped):
+        half = data.draw(st.sampled_from(["forward", "backward"]))
+        changed = edited(getattr(action, half), edit, schedule, data)
+        orders[device][position] = action._replace(**{half: changed})
     else:
-        limit = schedule.n_stages if edit == "stage" else schedule.n_microbatches
-        value = (getattr(action, edit) + data.draw(st.integers(1, limit))) % (limit + 1)
-        orders[device][position] = action._replace(**{edit: value})
+        orders[device][position] = edited(action, edit, schedule, data)
     with pytest.raises(ScheduleError):
         ps.verify(
             ps.Schedule.from_orders(
