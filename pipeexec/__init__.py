@@ -1,16 +1,19 @@
 """Run the task graphs of pipesim on real devices, and compare what they take with what was said."""
 
 from pipeexec.executor import Pipeline, StepResult
+from pipeexec.processes import Processes, join
 from pipeexec.profile import Profile, measure, profile
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import Validation, load_run, validate
 
 __all__ = [
     "Pipeline",
+    "Processes",
     "Profile",
     "StepResult",
     "Validation",
     "from_torch",
+    "join",
     "load_run",
     "measure",
     "profile",

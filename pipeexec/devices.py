@@ -13,7 +13,15 @@ import torch
 from pipeexec.streams import CpuEvent, CpuStream, CudaStream, Event, InlineStream, Stream
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "DeviceLike", "cores", "make_devices"]
+__all__ = [
+    "CpuDevice",
+    "CudaDevice",
+    "Device",
+    "DeviceLike",
+    "RemoteDevice",
+    "cores",
+    "make_devices",
+]
 
 
 class Device(Protocol):
@@ -23,8 +31,11 @@ class Device(Protocol):
     torch_device: torch.device
     closed: bool
 
-    def stream(self, name: str) -> Stream:
-        """Return the stream called ``name``, made on first use."""
+    def stream(self, name: str, *, blocks: bool = False) -> Stream:
+        """Return the stream called ``name``, made on first use; one whose work may block, or not.
+
+        Messages to other processes block.
+        """
         ...
 
     def mark(self) -> Event:
@@ -43,22 +54,27 @@ class Device(Protocol):
         """End every stream."""
         ...
 
+    def abandon(self) -> None:
+        """Take no more work, and leave what is under way to itself: it may never end."""
+        ...
+
 
 class _Streams:
     """Streams by name, made on first use."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[tuple[str, bool], Stream] = {}
         self.closed = False
 
-    def _make(self, name: str) -> Stream:
+    def _make(self, name: str, blocks: bool) -> Stream:
         raise NotImplementedError
 
-    def stream(self, name: str) -> Stream:
-        """Return the stream called ``name``, made on first use."""
-        if name not in self._streams:
-            self._streams[name] = self._make(name)
-        return self._streams[name]
+    def stream(self, name: str, *, blocks: bool = False) -> Stream:
+        """Return the stream called ``name``, made on first use; ``blocks`` as in `Device`."""
+        key = name, blocks and name != "compute"
+        if key not in self._streams:
+            self._streams[key] = self._make(*key)
+        return self._streams[key]
 
     def synchronize(self) -> None:
         """Block until every stream has run all it was given."""
@@ -67,9 +83,15 @@ class _Streams:
 
     def close(self) -> None:
         """End every stream; the device takes no more work."""
+        if self.closed:
+            return
         self.closed = True
         for stream in self._streams.values():
             stream.close()
+
+    def abandon(self) -> None:
+        """Take no more work, and leave what is under way to itself: it may never end."""
+        self.closed = True
 
 
 class CpuDevice(_Streams):
@@ -89,10 +111,10 @@ class CpuDevice(_Streams):
         self.core = core
         self.torch_device = torch.device("cpu")
 
-    def _make(self, name: str) -> Stream:
+    def _make(self, name: str, blocks: bool) -> Stream:
         if name == "compute":
             return CpuStream(f"{self.name} {name}", self._prepare)
-        return InlineStream()
+        return CpuStream(f"{self.name} {name}") if blocks else InlineStream()
 
     def _prepare(self) -> None:
         """Give the calling thread one core and torch one thread in it."""
@@ -118,7 +140,7 @@ class CudaDevice(_Streams):
         self.torch_device = torch.device(device.type, device.index or 0)
         self.name = str(self.torch_device)
 
-    def _make(self, name: str) -> Stream:
+    def _make(self, name: str, blocks: bool) -> Stream:
         return CudaStream(self.torch_device)
 
     def mark(self) -> Event:
@@ -138,6 +160,35 @@ class CudaDevice(_Streams):
         tensor.record_stream(stream.stream)
 
 
+class RemoteDevice:
+    """A device of another process: has a name, and runs nothing here."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.name, self.rank = name, rank
+        self.torch_device = torch.device("meta")
+        self.closed = False
+
+    def stream(self, name: str, *, blocks: bool = False) -> Stream:
+        """Raise: its streams are in another process."""
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def mark(self) -> Event:
+        """Raise, as `stream` does."""
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+        self.closed = True
+
+    abandon = close
+
+
 DeviceLike = str | torch.device | CpuDevice | CudaDevice
 
 
@@ -148,8 +199,12 @@ def cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def make_devices(names: Sequence[DeviceLike], pin_threads: bool = True) -> list[Device]:
+def make_devices(
+    names: Sequence[DeviceLike], pin_threads: bool = True, *, part: int = 0, n_parts: int = 1
+) -> list[Device]:
     """Make devices of names such as ``"cpu"`` and ``"cuda:0"``; each ``"cpu"`` is a new worker.
+
+    Of ``n_parts`` processes on this machine, each with as many workers, this is number ``part``.
 
     Raises
     ------
@@ -171,16 +226,17 @@ def make_devices(names: Sequence[DeviceLike], pin_threads: bool = True) -> list[
         )
     n_cpu = sum(isinstance(d, torch.device) and d.type == "cpu" for d in parsed)
     available = cores()
-    if n_cpu > len(available):
+    n_workers = n_cpu * n_parts
+    if n_workers > len(available):
         warnings.warn(
-            f"{n_cpu} CPU devices share {len(available)} cores: tasks will slow each other down, "
-            "and measured times say little; use at most one device a core to measure",
+            f"{n_workers} CPU devices share {len(available)} cores: tasks will slow each other "
+            "down, and measured times say little; use at most one device a core to measure",
             OversubscriptionWarning,
             stacklevel=3,
         )
     if n_cpu:
         _keep_freed_memory()
-    pin = pin_threads and n_cpu <= len(available) and hasattr(os, "sched_setaffinity")
+    pin = pin_threads and n_workers <= len(available) and hasattr(os, "sched_setaffinity")
     devices: list[Device] = []
     workers = 0
     for device in parsed:
@@ -189,10 +245,13 @@ def make_devices(names: Sequence[DeviceLike], pin_threads: bool = True) -> list[
                 raise ArgumentError(f"{device.name} was closed; make a new device")
             devices.append(device)
         elif device.type == "cpu":
-            devices.append(CpuDevice(workers, available[workers] if pin else None))
+            core = available[part * n_cpu + workers] if pin else None
+            devices.append(CpuDevice(workers, core))
             workers += 1
-        else:
-            devices.append(CudaDevice(device))
+        else:  # "cuda" alone is the process's own
+            devices.append(
+                CudaDevice(torch.device("cuda", part if device.index is None else device.index))
+            )
     return devices
 
 

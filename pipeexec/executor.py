@@ -11,8 +11,9 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -20,12 +21,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pipeexec.devices import DeviceLike, make_devices
+from pipeexec.agreement import agree_on_graph, agree_on_shapes, agree_on_weights
+from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
+from pipeexec.failures import raise_failure
 from pipeexec.meter import Meter
-from pipeexec.paths import check_hooks, copies, follow, paths_of_microbatches
+from pipeexec.parts import Part, whole
+from pipeexec.paths import (
+    Elsewhere,
+    check_hooks,
+    copies,
+    follow,
+    paths_of_microbatches,
+)
+from pipeexec.processes import Processes
 from pipeexec.run import Batch, Run, plan
+from pipeexec.signatures import Signature
 from pipeexec.stage import Held, Stage
 from pipeexec.versions import Versions
+from pipeexec.watch import Status
 from pipesim.errors import (
     ArgumentError,
     ExecutionError,
@@ -48,23 +61,42 @@ class StepResult:
 
     Attributes
     ----------
-    loss
-        Of the whole batch, or the mean of the mini-batches'; a tensor without dimensions.
     losses
-        Share of each micro-batch in its mini-batch's.
+        Share of each micro-batch in its mini-batch's; in a pipeline of several processes, of those
+        whose last stage is in this one.
     timeline
-        When each task ran.
+        When each task ran; NaN for those of other processes.
     peak_held
         Most micro-batches whose activations each device held; shape ``(n_devices,)``.
     host_seconds
-        What the host took to issue all tasks.
+        What the host took to issue all tasks; the sum over processes, once gathered.
+    part
+        What this process measured, for `Pipeline.gather`.
     """
 
-    loss: Tensor
     losses: tuple[Tensor, ...]
     timeline: Timeline
     peak_held: tuple[int, ...]
     host_seconds: float
+    part: Part
+    n_losses: int = 1
+
+    @cached_property
+    def loss(self) -> Tensor:
+        """Loss of the whole batch, or mean of the mini-batches'; a tensor without dimensions.
+
+        Raises
+        ------
+        ExecutionError
+            If last stages are in other processes, and the result was not gathered.
+        """
+        if len(self.losses) < self.timeline.graph.n_microbatches:
+            raise ExecutionError(
+                "the loss is computed in another process; every process can have it from "
+                "pipeline.gather(result), which all must call"
+            )
+        first = self.losses[0]
+        return torch.stack([loss.to(first.device) for loss in self.losses]).sum() / self.n_losses
 
 
 class Pipeline:
@@ -74,10 +106,12 @@ class Pipeline:
     ----------
     stages
         One module a stage. Each takes what the one before returns: a tensor or a tuple of tensors.
+        With ``processes``, None for those that run in other processes.
     graph
         From `pipesim.lower`; verified first.
     devices
         One name (``"cpu"``, ``"cuda:0"``) a device of the graph; each ``"cpu"`` is a worker thread.
+        With ``processes``, those of this process: the devices of rank 0 are the graph's first.
     loss_fn
         ``loss_fn(output, targets)`` of a micro-batch; runs as part of the last stage.
     optimizer
@@ -90,11 +124,20 @@ class Pipeline:
         of the micro-batches, which may differ.
     pin_threads
         Whether each CPU worker stays on a core of its own, where there are enough.
+    timeout
+        Seconds after which a step in which no task ends is given up; None waits for ever, as for
+        a debugger. That of ``processes``, where they are given.
+    processes
+        From `pipeexec.join`, where the pipeline spans several. Every process makes the pipeline
+        with the same graph, and calls its methods in the same order.
 
     Raises
     ------
     ArgumentError
-        If there are not as many stages or devices as the graph has, or stages share parameters.
+        If there are not as many stages or devices as the graph has, stages share parameters, or
+        processes do not agree.
+    DeadlockError
+        If messages between processes, whose senders wait for their receivers, would deadlock.
 
     Notes
     -----
@@ -107,6 +150,9 @@ class Pipeline:
     A step of several mini-batches begins with the pipeline empty, and ends when it has drained.
     Beside the versions of weights that its schedule needs, each stage has one for the optimizer.
 
+    With several processes, a stage's shapes are found before the first step (see
+    `pipeexec.signatures`) and hold for all steps. Messages carry a header that is checked.
+
     Random numbers (dropout) are drawn per step, stage and micro-batch, starting from
     ``torch.initial_seed()``: after the same `torch.manual_seed`, every schedule and recompute mode
     draws the same.
@@ -114,7 +160,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        stages: Sequence[nn.Module | None],
         graph: TaskGraph,
         devices: Sequence[DeviceLike],
         loss_fn: Loss,
@@ -122,34 +168,53 @@ class Pipeline:
         *,
         loss_reduction: Literal["mean", "sum"] = "mean",
         pin_threads: bool = True,
+        timeout: float | None = 60.0,
+        processes: Processes | None = None,
     ) -> None:
         check_name("loss_reduction", loss_reduction, ("mean", "sum"))
-        _check_stages(stages, graph)
-        if len(devices) != graph.n_devices:
-            raise ArgumentError(
-                f"the graph has {graph.n_devices} devices, got {len(devices)}: {list(devices)!r}; "
-                "give one device a device of the graph"
-            )
-        path = paths_of_microbatches(graph)
-        self.devices = make_devices(devices, pin_threads)
-        # Path after path: the stages as they were given, and copies of them.
-        self.modules = [*stages, *copies(stages, graph.n_replicas - 1)]
-        self._homes: list[list[int]] = graph.homes.tolist()
-        self.loss_fn, self.loss_reduction = loss_fn, loss_reduction
-        for module, device in zip(self.modules, graph.homes.ravel(), strict=True):
-            module.to(self.devices[device].torch_device)
-        self.optimizers: list[torch.optim.Optimizer | None] = [
-            None if optimizer is None or not any(True for _ in m.parameters())
-            else optimizer(m.parameters()) for m in self.modules
-        ]  # fmt: skip
-        self.zero_grad = optimizer is not None
-        self.n_steps = 0
-        self._run: Run | None = None
-        self._set_graph(graph, path)
+        self.timeout, self.processes = timeout, processes
+        with nullcontext() if processes is None else processes.guard():
+            self.devices = _make_devices(devices, graph, pin_threads, processes)
+            here = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
+            _check_stages(stages, graph, here)
+            path = paths_of_microbatches(graph)
+            # Path after path: the stages as they were given, and copies of them.
+            n = graph.n_stages
+            own = [
+                m if m is not None and h else Elsewhere()
+                for m, h in zip(stages, here, strict=False)
+            ]
+            self.modules = [*own, *copies(stages, graph.n_replicas - 1, here[n:])]
+            self._homes: list[list[int]] = graph.homes.tolist()
+            self.loss_fn, self.loss_reduction = loss_fn, loss_reduction
+            for module, device in zip(self.modules, graph.homes.ravel(), strict=True):
+                if not isinstance(module, Elsewhere):
+                    module.to(self.devices[device].torch_device)
+            self.optimizers: list[torch.optim.Optimizer | None] = [
+                None if optimizer is None or not any(True for _ in m.parameters())
+                else optimizer(m.parameters()) for m in self.modules
+            ]  # fmt: skip
+            self.zero_grad = optimizer is not None
+            self.n_steps = 0
+            self._run: Run | None = None
+            if processes is not None:
+                self._agree(graph, processes)
+            self._set_graph(graph, path)
+
+    def _agree(self, graph: TaskGraph, processes: Processes) -> None:
+        """Check that every process makes the same pipeline."""
+        processes.agree("loss_reduction", self.loss_reduction)
+        processes.agree("whether there is an optimizer", self.zero_grad)
+        processes.agree("torch.initial_seed()", torch.initial_seed())
+        if graph.n_replicas > 1:
+            agree_on_weights(self.modules, graph.n_stages, processes)
 
     def _set_graph(self, graph: TaskGraph, path: NDArray[np.int64]) -> None:
         verify(graph)
+        if self.processes is not None:
+            agree_on_graph(graph, self.processes)
         self.graph, self._path = graph, path
+        self._agreed: list[list[Signature]] | None = None
         self.held = [Held() for _ in self.devices]
         last = graph.n_stages - 1
         several = graph.n_batches > 1
@@ -168,7 +233,7 @@ class Pipeline:
                 zip(self.modules, graph.homes.ravel().tolist(), strict=False)
             )
         ]
-        self._plan = plan(graph, self.stages, self.devices)
+        self._plan = plan(graph, self.stages, self.devices, self.processes)
 
     def with_graph(self, graph: TaskGraph) -> Pipeline:
         """Return a pipeline that runs another graph with the same stages, devices, optimizers.
@@ -205,20 +270,27 @@ class Pipeline:
         run.losses[microbatch] = loss.detach()
         return loss
 
-    def step(self, inputs: Batch, targets: Any) -> StepResult:
+    def step(self, inputs: Batch | None, targets: Any) -> StepResult:
         """Run one training step.
 
         Parameters
         ----------
         inputs, targets
             A tensor or a tuple of tensors each, whose first dimension is the batch. It is split
-            into the graph's micro-batches, as evenly as it can be.
+            into the graph's micro-batches, as evenly as it can be. With several processes, either
+            may be None where neither the first nor the last stage is.
 
         Raises
         ------
         StageError
             If a stage, the loss or the optimizer raised. All other work stops, ``__cause__`` is
             the original, ``timeline`` what ran before; the next step begins afresh.
+        StallError
+            If no task has ended for ``timeout`` seconds; the message says who waits for whom. The
+            pipeline is closed, as the task that hangs may still be running.
+        PeerError
+            If something failed in another process, or that process was lost. Like any other
+            failure of a step of several processes, it closes the pipeline.
         ArgumentError
             If the batch has fewer samples than there are micro-batches.
         ExecutionError
@@ -226,6 +298,43 @@ class Pipeline:
         """
         if any(device.closed for device in self.devices):
             raise ExecutionError("the pipeline is closed, and its threads ended; make a new one")
+        with nullcontext() if self.processes is None else self.processes.guard():
+            run = self._begin(inputs, targets)
+        before = torch.get_rng_state()
+        try:
+            with _garbage_collection_paused():
+                run.walk(self._plan)
+        except BaseException as error:
+            if self.processes is not None:
+                raise_failure(run, self.processes, error)
+            raise
+        finally:
+            self._end(run)
+        if run.failure is not None or run.abandoned:
+            raise_failure(run, self.processes)
+        self._check_randomness(before)
+        for microbatch, loss in enumerate(run.losses):
+            if loss is not None and loss.isnan():
+                warnings.warn(
+                    f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
+                    "look at its inputs, or lower the learning rate",
+                    NanLossWarning,
+                    stacklevel=2,
+                )
+        held = tuple(held.peak for held in self.held)
+        part = replace(run.part(), peak_held=held)
+        return StepResult(
+            losses=tuple(loss for loss in run.losses if loss is not None),
+            timeline=part.timeline,
+            peak_held=held,
+            host_seconds=run.host_seconds,
+            part=part,
+            n_losses=run.n_losses,
+        )
+
+    def _begin(self, inputs: Batch | None, targets: Any) -> Run:
+        """Return a step that can be walked."""
+        self._check_batch(inputs, targets)
         run = self._run = Run(
             self.graph,
             self._path,
@@ -236,7 +345,12 @@ class Pipeline:
             targets,
             is_mean=self.loss_reduction == "mean",
             number=self.n_steps,
+            timeout=self.timeout,
+            processes=self.processes,
         )
+        if self.processes is not None:
+            run.agreed = self._agreed_shapes(run, self.processes)
+            self.processes.watch.status = run.status
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages)
         follow(self.modules, self.graph.n_stages)
@@ -247,37 +361,71 @@ class Pipeline:
             stage.begin()
         for held in self.held:
             held.now = held.peak = 0
-        before = torch.get_rng_state()
-        try:
-            with _garbage_collection_paused():
-                run.walk(self._plan)
-        finally:
-            self._run = None
-            self.n_steps += 1
-            for stage in self.stages:
-                stage.done()
-            if run.failure is not None:
-                for stage in self.stages:
-                    stage.reset()
+        return run
+
+    def _end(self, run: Run) -> None:
+        """Let go of a step."""
+        self._run = None
+        self.n_steps += 1
+        if run.abandoned:
+            for device in self.devices:
+                device.abandon()
+            return
+        if self.processes is not None:
+            done = Status(self.processes.rank, self.n_steps, False, 0, [])
+            self.processes.watch.status = lambda: done
+        for stage in self.stages:
+            stage.done()
         if run.failure is not None:
-            raise run.error()
-        self._check_randomness(before)
-        losses = tuple(loss for loss in run.losses if loss is not None)
-        for microbatch, loss in enumerate(losses):
-            if loss.isnan():
-                warnings.warn(
-                    f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
-                    "look at its inputs, or lower the learning rate",
-                    NanLossWarning,
-                    stacklevel=2,
+            for stage in self.stages:
+                stage.reset()
+
+    def _check_batch(self, inputs: Batch | None, targets: Any) -> None:
+        """Raise if what a stage of this process takes is not given."""
+        for name, batch, stage in (("inputs", inputs, 0), ("targets", targets, -1)):
+            where = {self.devices[d] for d in self.graph.homes[:, stage]}
+            if batch is None and not all(isinstance(d, RemoteDevice) for d in where):
+                raise ArgumentError(
+                    f"{name} are None, but this process has the "
+                    f"{'first' if stage == 0 else 'last'} stage; give them here"
                 )
-        return StepResult(
-            loss=torch.stack([loss.to(losses[0].device) for loss in losses]).sum() / run.n_losses,
-            losses=losses,
-            timeline=run.timeline(),
-            peak_held=tuple(held.peak for held in self.held),
-            host_seconds=run.host_seconds,
+
+    def _agreed_shapes(self, run: Run, processes: Processes) -> list[list[Signature]]:
+        """Return what each stage hands on of each micro-batch, found before the first step."""
+        if self._agreed is None:
+            self._agreed = agree_on_shapes(
+                self.modules[: self.graph.n_stages],
+                [self.devices[d] for d in self.graph.homes[0]],
+                run.inputs,
+                processes,
+            )
+        return self._agreed
+
+    def align(self) -> None:
+        """Compare the clocks of the processes, and leave together; all must call this."""
+        if self.processes is not None:
+            self.processes.clock.sample()
+
+    def gather(self, result: StepResult) -> StepResult:
+        """Return the result of the whole pipeline, in every process; all must call this.
+
+        Its timeline counts from when the first process began, on rank 0's clock; losses are
+        without a device. In one process, ``result`` itself.
+        """
+        if self.processes is None:
+            return result
+        graph = result.timeline.graph
+        part = whole(
+            graph, (Part.unpack(graph, x) for x in self.processes.gather(result.part.pack()))
         )
+        losses = tuple(torch.tensor(part.losses[m]) for m in range(graph.n_microbatches))
+        return StepResult(
+            losses, part.timeline, part.peak_held, part.host_seconds, part, result.n_losses
+        )
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of each process's values, element by element; all must call this."""
+        return list(values) if self.processes is None else self.processes.total(values)
 
     def _check_randomness(self, before: Tensor) -> None:
         """Warn if a stage drew from the process's generator, for which stages race."""
@@ -324,16 +472,19 @@ class Pipeline:
         Path after path, where there are several. Weights do not count. The step leaves parameters,
         buffers, gradients and optimizers as they were.
         """
-        return [meter.peak for meter in self._metered(inputs, targets, range(len(self.stages)))]
+        meters = self._metered(inputs, targets, range(len(self.stages)))
+        return list(map(int, self.total([meter.peak for meter in meters])))
 
     def left_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes that each stage holds at the end of an I, counted as above."""
-        return [meter.left for meter in self._metered(inputs, targets, range(len(self.stages)))]
+        meters = self._metered(inputs, targets, range(len(self.stages)))
+        return list(map(int, self.total([meter.left for meter in meters])))
 
     def device_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes of activations that each device holds, counted as above."""
         devices = self.graph.homes.ravel().tolist()
-        return [meter.peak for meter in self._metered(inputs, targets, devices)]
+        meters = self._metered(inputs, targets, devices)
+        return list(map(int, self.total([meter.peak for meter in meters])))
 
     def _metered(self, inputs: Batch, targets: Any, place: Sequence[int]) -> list[Meter]:
         """Run a step that leaves no trace, and count what stages hold, together by their place."""
@@ -370,19 +521,49 @@ def _listed(homes: list[list[int]]) -> str:
     return " and ".join(map(str, homes))
 
 
-def _check_stages(stages: Sequence[nn.Module], graph: TaskGraph) -> None:
+def _make_devices(
+    names: Sequence[DeviceLike], graph: TaskGraph, pin_threads: bool, processes: Processes | None
+) -> list[Device]:
+    """Return the devices of all processes, of which there are as many as the graph has."""
+    if processes is None:
+        part, n_parts = 0, 1
+    else:
+        part, n_parts = processes.local_rank, processes.n_local
+    _check_graph(graph)
+    own = names if processes is not None or len(names) == graph.n_devices else ()
+    devices = make_devices(own, pin_threads, part=part, n_parts=n_parts)
+    if processes is not None:
+        devices = processes.spread(devices)
+    if len(devices) != graph.n_devices:
+        given = names if processes is None else [device.name for device in devices]
+        raise ArgumentError(
+            f"the graph has {graph.n_devices} devices, got {len(given)}: {list(given)!r}; "
+            "give one device a device of the graph"
+        )
+    return devices
+
+
+def _check_graph(graph: TaskGraph) -> None:
     if not isinstance(graph, TaskGraph):
         raise ArgumentError(
             f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
         )
-    if len(stages) != graph.n_stages or not all(isinstance(s, nn.Module) for s in stages):
+
+
+def _check_stages(
+    stages: Sequence[nn.Module | None], graph: TaskGraph, here: Sequence[bool]
+) -> None:
+    wanted = zip(stages, here, strict=False)
+    if len(stages) != graph.n_stages or not all(
+        isinstance(s, nn.Module) or not h for s, h in wanted
+    ):
         raise ArgumentError(
             f"the graph has {graph.n_stages} stages, got {len(stages)} "
             f"({', '.join(type(s).__name__ for s in stages)}); give one nn.Module a stage"
         )
     owner: dict[nn.Parameter, int] = {}
     for index, module in enumerate(stages):
-        for name, parameter in module.named_parameters():
+        for name, parameter in () if module is None else module.named_parameters():
             if owner.setdefault(parameter, index) != index:
                 raise ArgumentError(
                     f"stages {owner[parameter]} and {index} share the parameter {name!r}; stages "

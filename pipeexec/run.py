@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -11,21 +11,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
 
 from pipeexec import transfer
-from pipeexec.devices import Device
+from pipeexec.devices import Device, RemoteDevice
+from pipeexec.messages import Channel, Content, Route, header
+from pipeexec.parts import Part
 from pipeexec.paths import reduce_gradients
+from pipeexec.processes import Processes
+from pipeexec.progress import Progress, StepHeads
 from pipeexec.randomness import task_seed
+from pipeexec.signatures import Signature, check_values
 from pipeexec.stage import Stage, Values
 from pipeexec.streams import Event, Stream
-from pipesim.errors import ArgumentError, StageError
+from pipeexec.watch import Failure, Status
+from pipesim.errors import ArgumentError
 from pipesim.graph import TaskGraph
-from pipesim.ops import RECVS, Op
+from pipesim.ops import RECVS, SENDS, Op
 from pipesim.timeline import Timeline
 
 __all__ = ["WORK", "Batch", "Planned", "Run", "plan", "split_batch", "split_batches"]
 
 Batch = Tensor | tuple[Tensor, ...]
+#: Seconds between two looks at whether a step gets on.
+_SLICE = 0.1
 #: Whose result a task of the key takes, and how many stages on that is; a RECV takes its SEND's.
 _SOURCES: Mapping[Op, Mapping[Op, int]] = {
     Op.F: {Op.F: -1, Op.RECV_F: 0},
@@ -51,6 +60,10 @@ class Planned(NamedTuple):
     split: bool
     slot: int
     copies: tuple[int, ...]
+    meet: Callable[[Run, Planned], None] | None  # waits for another process before it begins
+    channel: Channel | None
+    edge: int  # the stage whose outputs, or their gradients, the message holds
+    members: ProcessGroup | None  # of a reduction over processes
 
 
 class Run:
@@ -63,30 +76,26 @@ class Run:
         devices: Sequence[Device],
         modules: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer | None],
-        inputs: Batch,
-        targets: Batch,
+        inputs: Batch | None,
+        targets: Batch | None,
         *,
         is_mean: bool,
         number: int,
+        timeout: float | None = None,
+        processes: Processes | None = None,
     ) -> None:
         m = graph.n_microbatches
         self.graph, self.devices = graph, devices
         self.modules, self.optimizers = modules, optimizers
-        self.number = number
+        self.number, self.timeout, self.processes = number, timeout, processes
         parts, labels, sizes = split_batches(inputs, targets, m)
         first, last = (
             [devices[d].torch_device for d in graph.homes[path, stage]] for stage in (0, -1)
         )
-        self.inputs: list[Values] = [
-            tuple(x.to(device, non_blocking=True) for x in part)
-            for part, device in zip(parts, first, strict=True)
-        ]
-        moved = [
-            tuple(x.to(device, non_blocking=True) for x in part)
-            for part, device in zip(labels, last, strict=True)
-        ]
+        self.inputs = _moved(parts, first)
+        moved = _moved(labels, last)
         self.targets: list[Any] = (
-            moved if isinstance(targets, tuple) else [part[0] for part in moved]
+            moved if isinstance(targets, tuple) else [part[0] if part else None for part in moved]
         )
         batches = [sizes[k : k + m // graph.n_batches] for k in range(0, m, m // graph.n_batches)]
         self.weights = [
@@ -95,51 +104,87 @@ class Run:
         self.n_losses = len(batches) if is_mean else 1
         self.losses: list[Tensor | None] = [None] * m
         self.values: list[Values | None] = [None] * len(graph)
-        self.zeros: list[Event] = []
-        self.began: list[Event] = []
-        self.ended: list[Event] = []
+        self.zeros: dict[int, Event] = {}
+        self.zero = 0.0
+        self.began: list[Event | None] = [None] * len(graph)
+        self.ended: list[Event | None] = [None] * len(graph)
         self.ran = np.zeros(len(graph), dtype=bool)
         self.nbytes = np.zeros(len(graph))
         self.failure: tuple[int, BaseException] | None = None
+        self.abandoned = False
         self.seed = torch.initial_seed()
         self.host_seconds = 0.0
+        #: Of messages between processes: what each stage hands on of each micro-batch, headers
+        #: that came, and works of those that went.
+        self.agreed: Sequence[Sequence[Signature]] = ()
+        self.heads: dict[int, Tensor] = {}
+        self.offers: dict[int, Work] = {}
+        self._heads_of = StepHeads(graph, self.began, self.ended)
+        self._progress = Progress(timeout)
 
     def walk(self, tasks: Sequence[Planned]) -> None:
         """Issue every task, then wait for the devices."""
         began, ended = self.began, self.ended
         first: dict[torch.device, Event] = {}  # devices with one clock count from one moment
-        self.zeros = [
-            first.setdefault(device.torch_device, device.mark()) for device in self.devices
-        ]
-        start = perf_counter()
+        here = [(d, x) for d, x in enumerate(self.devices) if not isinstance(x, RemoteDevice)]
+        self.zeros = {d: first.setdefault(x.torch_device, x.mark()) for d, x in here}
+        self.zero = start = perf_counter()
         try:
             for task in tasks:
                 stream = task.stream
                 for needed in task.waits:
-                    stream.wait_event(ended[needed])
-                began.append(stream.record())
-                stream.submit(partial(self._guarded, task))
-                ended.append(stream.record())
+                    stream.wait_event(ended[needed])  # type: ignore[arg-type]  # issued before
+                if task.meet is not None:
+                    stream.submit(partial(self._guarded, task, task.meet, False))
+                began[task.id] = stream.record()
+                stream.submit(partial(self._guarded, task, task.work, True))
+                ended[task.id] = stream.record()
             self.host_seconds = perf_counter() - start
-            for device in self.devices:
-                device.synchronize()
+            self._wait({task.stream for task in tasks})
         except BaseException as error:
             self.failure = self.failure or (-1, error)
+            if self.processes is None:
+                self._wait({task.stream for task in tasks})
+            raise
+        if not self.abandoned:
             for device in self.devices:
                 device.synchronize()
-            raise
 
-    def _guarded(self, task: Planned) -> None:
-        """Run a task, unless another has failed; what fails first stops all."""
+    def _wait(self, streams: Iterable[Stream]) -> None:
+        """Wait until the streams have run all that they were given, or no longer will."""
+        for last in [stream.record() for stream in streams]:
+            while not self.abandoned and not last.wait(_SLICE):
+                self._look()
+
+    def _look(self) -> None:
+        """Give up if this step will not end."""
+        if self.processes is not None:
+            failed = self.failure is not None or self.processes.watch.failure is not None
+            self.abandoned = failed
+        elif self._progress.stalled(self.status()):
+            self.abandoned = True
+
+    @property
+    def stall(self) -> Failure | None:
+        """What holds the step up, if nothing has moved for too long."""
+        return self._progress.failure
+
+    def status(self) -> Status:
+        """Return what this process's devices are at."""
+        rank = 0 if self.processes is None else self.processes.rank
+        return self._heads_of.status(rank, self.number)
+
+    def _guarded(self, task: Planned, work: Callable[[Run, Planned], None], is_last: bool) -> None:
+        """Run a part of a task, unless another has failed; what fails first stops all."""
         if self.failure is not None:
             return
         try:
-            task.work(self, task)
+            work(self, task)
         except BaseException as error:
             if self.failure is None:
                 self.failure = task.id, error
         else:
-            self.ran[task.id] = True
+            self.ran[task.id] = is_last
 
     def take(self, task: int) -> Values:
         """Return what ``task`` produced, and let go of it."""
@@ -153,28 +198,22 @@ class Run:
         return task_seed(self.seed, self.number, task.stage.index, task.microbatch)
 
     def timeline(self) -> Timeline:
-        """Return when each task ran; NaN for those that did not."""
+        """Return when each task ran; NaN for those that did not, or ran in other processes."""
         graph = self.graph
         start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
         for task in np.flatnonzero(self.ran).tolist():
+            began, ended = self.began[task], self.ended[task]
+            if began is None or ended is None or not ended.passed():
+                continue  # only where a step was given up
             zero = self.zeros[graph.device[task]]
-            start[task] = self.began[task].seconds_since(zero)
-            end[task] = self.ended[task].seconds_since(zero)
+            start[task], end[task] = began.seconds_since(zero), ended.seconds_since(zero)
         return Timeline(graph, start, end, self.nbytes)
 
-    def error(self) -> StageError:
-        """Return the error of the task that failed, naming it."""
-        assert self.failure is not None
-        index, cause = self.failure
-        task = self.graph.task(index)
-        where = f"device {task.device}, stage {task.stage}, micro-batch {task.microbatch}"
-        error = StageError(
-            f"{task} failed ({where}): {type(cause).__name__}: {cause}; all other work was "
-            "stopped, and .timeline holds what ran before"
-        )
-        error.timeline = self.timeline()
-        error.__cause__ = cause
-        return error
+    def part(self) -> Part:
+        """Return what this process measured, on rank 0's clock."""
+        zero = self.zero if self.processes is None else self.processes.clock.to_first(self.zero)
+        losses = {m: float(x) for m, x in enumerate(self.losses) if x is not None}
+        return Part(zero, self.timeline(), losses, self.host_seconds)
 
 
 def _forward(run: Run, task: Planned) -> None:
@@ -204,6 +243,49 @@ def _weight_grad(run: Run, task: Planned) -> None:
     task.stage.weight_grad(task.microbatch)
 
 
+def _content(run: Run, task: Planned) -> Content:
+    """Return what the message of a SEND or a RECV is, as its SEND says."""
+    graph = run.graph
+    op = Op.SEND_F if graph.op[task.id] in (Op.SEND_F, Op.RECV_F) else Op.SEND_B
+    stage = task.edge + (op is Op.SEND_B)
+    return Content(run.number, op, stage, task.microbatch, int(graph.replica[task.id]))
+
+
+def _offer(run: Run, task: Planned) -> None:
+    """Tell the receiver what comes; with rendezvous, wait until it is ready for it."""
+    channel, agreed = task.channel, run.agreed[task.edge][task.microbatch]
+    assert channel is not None
+    values = run.values[task.source] or ()
+    check_values(values, agreed, f"what {run.graph.task(task.id)} sends")
+    head = header(_content(run, task), agreed, values)
+    run.offers[task.id] = channel.offer(head)
+    if run.graph.rendezvous:
+        channel.wait(run.offers[task.id], channel.route.target_rank)
+
+
+def _send_away(run: Run, task: Planned) -> None:
+    values, channel = run.take(task.source), task.channel
+    assert channel is not None
+    run.nbytes[task.id] = transfer.nbytes(values)
+    channel.send(values)
+    channel.wait(run.offers.pop(task.id), channel.route.target_rank)
+
+
+def _accept(run: Run, task: Planned) -> None:
+    """Wait until the message is there to be received, and check that it is the right one."""
+    assert task.channel is not None
+    agreed = run.agreed[task.edge][task.microbatch]
+    run.heads[task.id] = task.channel.accept(header(_content(run, task), agreed))
+
+
+def _receive_from_away(run: Run, task: Planned) -> None:
+    assert task.channel is not None
+    agreed, head = run.agreed[task.edge][task.microbatch], run.heads.pop(task.id)
+    values = task.channel.receive(agreed, head, task.device.torch_device)
+    run.nbytes[task.id] = transfer.nbytes(values)
+    run.values[task.id] = transfer.receive(values, task.device, task.device.stream("compute"))
+
+
 def _send(run: Run, task: Planned) -> None:
     values = run.take(task.source)
     graph = run.graph
@@ -220,7 +302,7 @@ def _receive(run: Run, task: Planned) -> None:
 
 def _reduce(run: Run, task: Planned) -> None:
     if task.copies:
-        reduce_gradients([run.modules[slot] for slot in task.copies])
+        reduce_gradients([run.modules[slot] for slot in task.copies], task.members)
 
 
 def _step(run: Run, task: Planned) -> None:
@@ -246,31 +328,51 @@ WORK: Mapping[Op, Callable[[Run, Planned], None]] = {
 }
 
 
-def plan(graph: TaskGraph, stages: Sequence[Stage], devices: Sequence[Device]) -> list[Planned]:
-    """Look up everything about each task that does not change from step to step.
+#: The same for messages to other processes: what waits for the other side, and the message.
+_AWAY: Mapping[bool, tuple[Callable[[Run, Planned], None], Callable[[Run, Planned], None]]] = {
+    True: (_offer, _send_away),
+    False: (_accept, _receive_from_away),
+}
+
+
+def plan(
+    graph: TaskGraph,
+    stages: Sequence[Stage],
+    devices: Sequence[Device],
+    processes: Processes | None = None,
+) -> list[Planned]:
+    """Look up everything about each task of this process that does not change from step to step.
 
     ``stages`` are those of the first path, then of the next.
     """
     for index in np.flatnonzero(~graph.is_op(frozenset(WORK)))[:1].tolist():
         task = graph.task(index)
-        raise ArgumentError(f"{task} cannot be run in one process; lower without {task.op}")
+        raise ArgumentError(f"{task} cannot be run; lower without {task.op}")
     recomputed, split = (
         {(int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == op)}
         for op in (Op.R, Op.W)
     )
+    ranks = [device.rank if isinstance(device, RemoteDevice) else -1 for device in devices]
+    here = np.array(ranks)[graph.device] < 0
+    away = _away(graph, ranks)
+    blocks = {int(graph.stream[t]) for t in away}
+    groups = _reduction_groups(graph, ranks, processes)
     planned = []
-    for index in range(len(graph)):
+    for index in np.flatnonzero(here).tolist():
         task = graph.task(index)
         needed = {t for t in graph.precedence[index].tolist()
-                  if graph.stream[t] != graph.stream[index]}  # fmt: skip
-        members = graph.collectives[graph.group[index]] if graph.group[index] >= 0 else ()
-        others = [int(t) for t in members if t < index]  # the first one reduces for all
+                  if here[t] and graph.stream[t] != graph.stream[index]}  # fmt: skip
+        group = int(graph.group[index])
+        members = [] if group < 0 else [t for t in graph.collectives[group].tolist() if here[t]]
+        others = [t for t in members if t < index]  # the first one reduces for all
         slot = task.replica * graph.n_stages + task.stage
+        meet, work = _AWAY[task.op in SENDS] if index in away else (None, WORK[task.op])
+        stream = devices[task.device].stream(task.stream, blocks=int(graph.stream[index]) in blocks)
         planned.append(
             Planned(
                 id=index,
-                work=WORK[task.op],
-                stream=devices[task.device].stream(task.stream),
+                work=work,
+                stream=stream,
                 device=devices[task.device],
                 stage=stages[slot],
                 microbatch=-1 if task.microbatch is None else task.microbatch,
@@ -282,9 +384,57 @@ def plan(graph: TaskGraph, stages: Sequence[Stage], devices: Sequence[Device]) -
                 copies=() if others else tuple(
                     int(graph.replica[t]) * graph.n_stages + task.stage for t in members
                 ),
+                meet=meet,
+                channel=(
+                    processes.channel(away[index], graph.n_devices)
+                    if index in away and processes is not None else None
+                ),
+                edge=task.stage - (task.op in (Op.SEND_B, Op.RECV_F)),
+                members=groups.get(group),
             )
         )  # fmt: skip
     return planned
+
+
+def _away(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, Route]:
+    """Return the route of each message to or from another process; ``ranks`` are -1 for here."""
+    found = {}
+    for task in np.flatnonzero(graph.is_op(SENDS)).tolist():
+        recv = int(graph.pair[task])
+        source, target = (int(graph.device[t]) for t in (task, recv))
+        if (ranks[source] < 0) == (ranks[target] < 0):
+            continue  # within this process, or between others
+        route = Route(ranks[source], ranks[target], source, target, Op(graph.op[task]))
+        found[task if ranks[source] < 0 else recv] = route
+    return found
+
+
+def _reduction_groups(
+    graph: TaskGraph, ranks: Sequence[int], processes: Processes | None
+) -> dict[int, ProcessGroup]:
+    """Return the process group of each collective that spans processes; made in one order."""
+    if processes is None:
+        return {}
+    own = [processes.rank if rank < 0 else rank for rank in ranks]
+    found = {}
+    for number in range(len(graph.collectives)):
+        members = graph.collectives[number]
+        among = sorted({own[graph.device[t]] for t in members})
+        if len(among) > 1:  # a group for each stage, so that none waits for another's
+            stage = int(graph.stage[members[0]])
+            found[number] = processes.group(among, key=f"gradients {stage}")
+    return found
+
+
+def _moved(parts: Sequence[Values], devices: Sequence[torch.device]) -> list[Values]:
+    """Return the micro-batches on the devices that take them; none for those elsewhere."""
+    if not parts:
+        return [()] * len(devices)
+    return [
+        () if device.type == "meta"
+        else tuple(None if x is None else x.to(device, non_blocking=True) for x in part)
+        for part, device in zip(parts, devices, strict=True)
+    ]  # fmt: skip
 
 
 def _source(graph: TaskGraph, index: int) -> int:
@@ -302,17 +452,23 @@ def _source(graph: TaskGraph, index: int) -> int:
 
 
 def split_batches(
-    inputs: Batch, targets: Batch, n_microbatches: int
+    inputs: Batch | None, targets: Batch | None, n_microbatches: int
 ) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor, ...]], list[int]]:
     """Return the micro-batches of inputs and of targets, and their sizes; see `split_batch`.
+
+    Either may be None, which has no micro-batches.
 
     Raises
     ------
     ArgumentError
         If there are not as many targets as inputs.
     """
-    parts, sizes = split_batch(inputs, n_microbatches, "inputs")
+    parts, sizes = ([], []) if inputs is None else split_batch(inputs, n_microbatches, "inputs")
+    if targets is None:
+        return parts, [], sizes or [1] * n_microbatches
     labels, label_sizes = split_batch(targets, n_microbatches, "targets")
+    if inputs is None:
+        return [], labels, label_sizes
     if label_sizes != sizes:
         raise ArgumentError(
             f"inputs have {sum(sizes)} samples, targets {sum(label_sizes)}; give as many"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Protocol
 
 import torch
@@ -28,6 +28,14 @@ class Event(Protocol):
 
     def seconds_since(self, base: Event) -> float:
         """Return seconds from ``base`` to this event; both have passed, on one device."""
+        ...
+
+    def passed(self) -> bool:
+        """Return whether everything before this point has run."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Block the caller until this passes, for so long at most; return whether it has."""
         ...
 
 
@@ -81,6 +89,18 @@ class CpuEvent:
                 return False
             self._waiting.append(tell)
             return True
+
+    def passed(self) -> bool:
+        """Return whether everything before this point has run."""
+        return self.time is not None
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Block the caller until this passes, for so long at most (-1: for ever)."""
+        passed = threading.Lock()
+        passed.acquire()
+        if self.call_when_passed(passed.release):
+            return passed.acquire(timeout=seconds)
+        return True
 
     def seconds_since(self, base: Event) -> float:
         """Return seconds from ``base`` to this event."""
@@ -136,7 +156,7 @@ class CpuStream:
 
     def synchronize(self) -> None:
         """Block the caller until everything has run; raise the first exception of raw work."""
-        _wait(self.record())
+        self.record().wait()
         _raise_first(self._errors)
 
     def close(self) -> None:
@@ -230,19 +250,11 @@ class InlineStream:
 
     def synchronize(self) -> None:
         """Block the caller until everything has run; raise the first exception of raw work."""
-        _wait(self.record())
+        self.record().wait()
         _raise_first(self._errors)
 
     def close(self) -> None:
         """Do nothing: there is no thread to end."""
-
-
-def _wait(event: CpuEvent) -> None:
-    """Block the calling thread until ``event`` has passed."""
-    passed = threading.Lock()
-    passed.acquire()
-    if event.call_when_passed(passed.release):
-        passed.acquire()
 
 
 class CudaEvent:
@@ -257,6 +269,19 @@ class CudaEvent:
         """Return seconds from ``base`` to this event, both on one GPU."""
         assert isinstance(base, CudaEvent)
         return float(base.event.elapsed_time(self.event)) * 1e-3
+
+    def passed(self) -> bool:
+        """Return whether everything before this point has run."""
+        return bool(self.event.query())
+
+    def wait(self, seconds: float) -> bool:
+        """Block the caller until this passes, for so long at most; CUDA has no timed wait."""
+        end = perf_counter() + seconds
+        while not self.event.query():
+            if perf_counter() > end:
+                return False
+            sleep(20e-6)
+        return True
 
 
 class CudaStream:

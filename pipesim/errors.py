@@ -65,6 +65,14 @@ class StageError(ExecutionError):
     """A stage, or the loss, raised; the original exception is ``__cause__``."""
 
 
+class StallError(ExecutionError):
+    """No task has ended for as long as the timeout, or a process does not answer."""
+
+
+class PeerError(ExecutionError):
+    """Another process of the pipeline failed, was lost, or sent what it should not."""
+
+
 class PipeWarning(UserWarning):
     """Base of the warnings: results are right, but may not be what was hoped for."""
 

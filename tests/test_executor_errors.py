@@ -400,7 +400,7 @@ def step(inputs: Any, targets: Any, m: int = 4) -> Any:
             data(8)[1],
             "got tuple of 2-d tensor, 0-d tensor, int",
         ),
-        (data(8)[0], None, "targets must be a tensor of samples or a tuple of them, got NoneType"),
+        (data(8)[0], None, "targets are None, but this process has the last stage; give them"),
     ],
 )
 def test_batches_that_cannot_be_split(inputs: Any, targets: Any, message: str) -> None:

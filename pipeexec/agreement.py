@@ -1,0 +1,105 @@
+"""What processes must agree on before they run a pipeline: graph, weights, shapes of messages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pipeexec.devices import Device, RemoteDevice
+from pipeexec.paths import Elsewhere
+from pipeexec.processes import Processes
+from pipeexec.signatures import Signature, from_json, output_signature, signature, to_json
+from pipeexec.stage import Values
+from pipesim.errors import ArgumentError
+from pipesim.graph import TaskGraph
+from pipesim.verify import verify
+
+__all__ = ["agree_on_graph", "agree_on_shapes", "agree_on_weights"]
+
+
+def agree_on_graph(graph: TaskGraph, processes: Processes) -> None:
+    """Check that every process has the same graph, and that its messages cannot deadlock.
+
+    A message between processes waits for its receiver, whatever the graph says of rendezvous.
+
+    Raises
+    ------
+    ArgumentError
+        If graphs differ.
+    DeadlockError
+        If orders of sends and receives would block each other.
+    """
+    found = hashlib.sha256()
+    for column in (graph.op, graph.stage, graph.microbatch, graph.device, graph.stream, graph.pair):
+        found.update(column.tobytes())
+    processes.agree("the task graph", f"{graph!r}, checksum {found.hexdigest()[:16]}")
+    if not graph.rendezvous:
+        verify(replace(graph, rendezvous=True).in_topological_order())
+
+
+def agree_on_weights(modules: Sequence[nn.Module], n_stages: int, processes: Processes) -> None:
+    """Check that copies of a stage in different processes begin with the same weights.
+
+    Raises
+    ------
+    ArgumentError
+        Naming a stage that does not.
+    """
+    rows = processes.share([_checksum(module) for module in modules])
+    for stage in range(n_stages):
+        if len({sum for row in rows for sum in row[stage::n_stages] if sum}) > 1:
+            raise ArgumentError(
+                f"stage {stage} begins with other weights in one process than in another; build "
+                "the model from one seed, or load one checkpoint"
+            )
+
+
+def _checksum(module: nn.Module) -> str:
+    """Return a checksum of a module's parameters; that of a stage elsewhere is empty."""
+    found = hashlib.sha256()
+    for parameter in module.parameters():
+        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return "" if isinstance(module, Elsewhere) else found.hexdigest()
+
+
+def agree_on_shapes(
+    modules: Sequence[nn.Module],
+    devices: Sequence[Device],
+    inputs: Sequence[Values],
+    processes: Processes,
+) -> list[list[Signature]]:
+    """Return the signatures of each stage's outputs, one a micro-batch; the last stage's has none.
+
+    Each stage is asked by its own process, one after the other; every process must call this.
+
+    Parameters
+    ----------
+    modules, devices
+        The stages, and where they are.
+    inputs
+        The micro-batches; empty where they are another process's.
+    """
+    found: list[list[Signature]] = []
+    own = [signature([x for x in values if x is not None]) for values in inputs]
+    given = _shared(own, processes)
+    for stage, device in enumerate(devices[:-1]):
+        own = [()] * len(given)
+        if not isinstance(device, RemoteDevice):
+            known = {
+                s: output_signature(modules[stage], s, device.torch_device, stage)
+                for s in dict.fromkeys(given)
+            }
+            own = [known[s] for s in given]
+        given = _shared(own, processes)
+        found.append(given)
+    return found
+
+
+def _shared(own: Sequence[Signature], processes: Processes) -> list[Signature]:
+    """Return each micro-batch's signature from the process that knows it."""
+    said = processes.share([to_json(s) for s in own])
+    return [from_json(max(rows, key=len)) for rows in zip(*said, strict=True)]

@@ -1,0 +1,76 @@
+"""The error that ends a step: what failed, where, and what everyone else was at."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from pipeexec.messages import Lost
+from pipeexec.parts import Part, whole
+from pipeexec.processes import Processes
+from pipeexec.run import Run
+from pipeexec.watch import Failure
+from pipesim.errors import ExecutionError, PeerError, StageError, StallError
+
+__all__ = ["raise_failure"]
+
+
+def raise_failure(
+    run: Run, processes: Processes | None, interrupt: BaseException | None = None
+) -> NoReturn:
+    """Raise what stopped a step, with what ran before; ``interrupt`` came from outside a task."""
+    if processes is None:
+        raise _of_one_process(run)
+    own = _own_failure(run, processes, interrupt)
+    failure = own if own is None else processes.watch.post(own)
+    failure = failure or processes.watch.failure
+    assert failure is not None
+    processes.watch.say_last(run.part().pack())
+    parts = [Part.unpack(run.graph, text) for text in processes.watch.collect().values() if text]
+    text = processes.watch.explain()
+    cause = run.failure[1] if run.failure is not None and failure.rank == processes.rank else None
+    kinds = {"raised": PeerError if cause is None else StageError, "stalled": StallError}
+    error = kinds.get(failure.kind, PeerError)(text)
+    error.timeline = whole(run.graph, parts or [run.part()]).timeline
+    if interrupt is not None and not isinstance(interrupt, Exception):
+        raise interrupt
+    raise error from cause
+
+
+def _of_one_process(run: Run) -> ExecutionError:
+    """Return the error of a step of one process."""
+    error: ExecutionError
+    if run.failure is None:
+        assert run.stall is not None
+        error = StallError(run.stall.message)
+    else:
+        index, cause = run.failure
+        error = StageError(
+            f"{_failed(run, index, cause)}; all other work was stopped, and .timeline holds what "
+            "ran before"
+        )
+        error.__cause__ = cause
+    error.timeline = run.timeline()
+    return error
+
+
+def _failed(run: Run, index: int, cause: BaseException) -> str:
+    task = run.graph.task(index)
+    where = f"device {task.device}, stage {task.stage}, micro-batch {task.microbatch}"
+    return f"{task} failed ({where}): {type(cause).__name__}: {cause}"
+
+
+def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None) -> Failure | None:
+    """Return what failed in this process, for everyone to know; None if nothing did."""
+    rank, step = processes.rank, run.number
+    if run.failure is None:
+        return None
+    index, cause = run.failure
+    if interrupt is not None or index < 0:
+        name = type(interrupt or cause).__name__
+        return Failure("ended", rank, f"rank {rank} was interrupted in step {step} ({name})", step)
+    if isinstance(cause, Lost):
+        seen = processes.watch.statuses.get(cause.rank)
+        last = f"; last seen {seen}" if seen is not None else ""
+        return Failure("lost", cause.rank, f"rank {cause.rank} was lost in step {step}{last}", step)
+    text = f"rank {rank}, step {step}: {_failed(run, index, cause)}"
+    return Failure("raised", rank, text, step)

@@ -1,0 +1,79 @@
+"""`Part`: what one process measured of a step, and the step made whole of all parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipesim.graph import TaskGraph
+from pipesim.timeline import Timeline
+
+__all__ = ["Part", "whole"]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one process measured of a step.
+
+    Attributes
+    ----------
+    zero
+        When its step began, on rank 0's clock; seconds.
+    timeline
+        Of its own tasks, counted from there; NaN for others.
+    losses
+        Of the micro-batches whose last stage it has.
+    host_seconds
+        What its host took to issue all its tasks.
+    peak_held
+        Most micro-batches whose activations each device held; 0 for those of other processes.
+    """
+
+    zero: float
+    timeline: Timeline
+    losses: dict[int, float]
+    host_seconds: float
+    peak_held: tuple[int, ...] = ()
+
+    def pack(self) -> bytes:
+        """Return it as bytes: a line of JSON, then the columns of the tasks that ran."""
+        tasks = np.flatnonzero(self.timeline.ran)
+        columns = [tasks, self.timeline.start[tasks], self.timeline.end[tasks],
+                   self.timeline.nbytes[tasks]]  # fmt: skip
+        head = [self.zero, list(self.losses.items()), self.host_seconds, self.peak_held]
+        return json.dumps(head).encode() + b"\n" + np.array(columns, dtype=np.float64).tobytes()
+
+    @classmethod
+    def unpack(cls, graph: TaskGraph, text: bytes) -> Part:
+        """Return the part that was packed."""
+        line, _, body = text.partition(b"\n")
+        zero, losses, host_seconds, peak_held = json.loads(line)
+        tasks, *columns = np.frombuffer(body).reshape(4, -1)
+        start, end, nbytes = (np.full(len(graph), value) for value in (np.nan, np.nan, 0.0))
+        for column, values in zip((start, end, nbytes), columns, strict=True):
+            column[tasks.astype(np.int64)] = values
+        timeline = Timeline(graph, start, end, nbytes)
+        return cls(zero, timeline, dict(losses), host_seconds, tuple(peak_held))
+
+
+def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
+    """Return the sum of parts, on one clock; time zero is when the first process began."""
+    parts = list(parts)
+    zero = min(part.zero for part in parts)
+    start, end, nbytes = (np.full(len(graph), value) for value in (np.nan, np.nan, 0.0))
+    for part in parts:
+        ran = part.timeline.ran
+        start[ran] = part.timeline.start[ran] + (part.zero - zero)
+        end[ran] = part.timeline.end[ran] + (part.zero - zero)
+        nbytes[ran] = part.timeline.nbytes[ran]
+    held = np.array([part.peak_held for part in parts]).sum(axis=0).tolist()
+    return Part(
+        zero,
+        Timeline(graph, start, end, nbytes),
+        {m: loss for part in parts for m, loss in part.losses.items()},
+        sum(part.host_seconds for part in parts),
+        tuple(held) if isinstance(held, list) else (),
+    )

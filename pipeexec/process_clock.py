@@ -1,0 +1,121 @@
+"""One clock for all processes: offset and drift against rank 0's, from round trips.
+
+A round trip that takes ``d`` seconds shows another clock to within ``d/2``, so of each burst only
+the shortest counts. A line through the samples gives offset and drift; its residual says how far
+samples lie from it.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipeexec.messages import Lost
+
+__all__ = ["Alignment", "ProcessClock"]
+
+_TAG = 1 << 28  # above those of channels
+#: Seconds of samples below which no drift is fitted: it would be noise.
+_SPAN = 2.0
+_MOST_SAMPLES = 4096
+
+
+class Alignment(NamedTuple):
+    """How this process's clock stands to rank 0's.
+
+    Attributes
+    ----------
+    offset
+        This clock minus rank 0's at the first sample, seconds.
+    drift
+        Seconds that it gains a second.
+    residual
+        Root mean square distance of the samples from the line, seconds.
+    round_trip
+        Median of the shortest round trips, seconds; half of it bounds a sample's error.
+    n_samples
+        How many there are.
+    """
+
+    offset: float
+    drift: float
+    residual: float
+    round_trip: float
+    n_samples: int
+
+
+class ProcessClock:
+    """Compares `time.perf_counter` of this process with rank 0's.
+
+    Parameters
+    ----------
+    rank, n_ranks
+        Of this process.
+    group
+        Process group of all, over gloo.
+    """
+
+    def __init__(self, rank: int, n_ranks: int, group: dist.ProcessGroup) -> None:
+        self.rank, self.n_ranks, self.group = rank, n_ranks, group
+        self._samples: list[tuple[float, float, float]] = []  # time, offset, round trip
+
+    def sample(self, n_trips: int = 8) -> None:
+        """Take one sample more for each process, then leave together; all must call this.
+
+        Raises
+        ------
+        Lost
+            If a process is gone.
+        """
+        peer = 0
+        try:
+            if self.rank == 0:
+                for peer in range(1, self.n_ranks):
+                    for _ in range(n_trips):
+                        self._answer(peer)
+            else:
+                self._samples.append(min((self._ask() for _ in range(n_trips)), key=lambda x: x[2]))
+                del self._samples[:-_MOST_SAMPLES]
+            dist.barrier(group=self.group)
+        except RuntimeError as error:
+            raise Lost(peer, error) from error
+
+    def _answer(self, peer: int) -> None:
+        dist.recv(torch.empty(1, dtype=torch.float64), peer, group=self.group, tag=_TAG)
+        now = torch.tensor([perf_counter()], dtype=torch.float64)
+        dist.send(now, peer, group=self.group, tag=_TAG + 1)
+
+    def _ask(self) -> tuple[float, float, float]:
+        first = torch.empty(1, dtype=torch.float64)
+        asked = perf_counter()
+        dist.send(first, 0, group=self.group, tag=_TAG)
+        dist.recv(first, 0, group=self.group, tag=_TAG + 1)
+        answered = perf_counter()
+        middle = (asked + answered) / 2
+        return middle, middle - float(first), answered - asked
+
+    @property
+    def alignment(self) -> Alignment:
+        """Offset, drift and residual of the samples so far."""
+        if not self._samples:
+            return Alignment(0.0, 0.0, 0.0, 0.0, 0)
+        time, offset, trip = np.array(self._samples).T
+        time = time - time[0]
+        drift, start = 0.0, float(np.median(offset))
+        if len(time) > 2 and time[-1] > _SPAN:
+            drift, start = map(float, np.polyfit(time, offset, 1))
+        residual = offset - (start + drift * time)
+        return Alignment(
+            start, drift, float(np.sqrt((residual**2).mean())), float(np.median(trip)), len(time)
+        )
+
+    def to_first(self, time: float) -> float:
+        """Return rank 0's time at a time of this process's clock."""
+        if not self._samples:
+            return time
+        fit = self.alignment
+        return time - (fit.offset + fit.drift * (time - self._samples[0][0]))

@@ -1,0 +1,286 @@
+"""`Processes`: the processes that share a pipeline, and what they tell each other beside messages.
+
+Everything here goes through torch's key-value store, as JSON or plain bytes: it answers while a
+process group waits for a peer that will never come. Tensors go by `pipeexec.messages`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from pipeexec.devices import Device, RemoteDevice
+from pipeexec.messages import Channel, Route
+from pipeexec.process_clock import ProcessClock
+from pipeexec.watch import Failure, Watch
+from pipesim.errors import ArgumentError, ExecutionError, PeerError, number
+from pipesim.ops import Op
+
+__all__ = ["Processes", "join", "started_by_launcher"]
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_N_JOINED = itertools.count()
+
+
+class Processes:
+    """The processes that share a pipeline, seen from one of them; `join` returns it.
+
+    Parameters
+    ----------
+    store
+        Shared by all of them; nobody else uses it.
+    rank, n_ranks
+        Number of this process, and how many there are: torch.distributed's.
+    timeout
+        Seconds without progress after which every process stops with an error.
+    local_rank, n_local
+        Number of this process on its machine, and how many run there.
+
+    Attributes
+    ----------
+    clock
+        This process's clock against rank 0's.
+    watch
+        Notices failures of other processes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        n_ranks: int,
+        timeout: float = 60.0,
+        *,
+        local_rank: int = 0,
+        n_local: int = 1,
+    ) -> None:
+        self.store, self.rank, self.n_ranks = store, rank, n_ranks
+        self.timeout, self.local_rank, self.n_local = timeout, local_rank, n_local
+        self._n_gathers = 0
+        self._groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
+        self._channels: dict[Route, Channel] = {}
+        own = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
+        self.watch = Watch(own, rank, n_ranks, timeout)
+        with self.guard():
+            self.barrier()  # who is late is named here; a process group would only wait
+            self.clock = ProcessClock(rank, n_ranks, self.group(range(n_ranks)))
+
+    def group(
+        self, ranks: Iterable[int], backend: str = "gloo", key: object = None
+    ) -> dist.ProcessGroup:
+        """Return a process group of some ranks, made at the first call for ``key``.
+
+        Every process must make the same calls, whether it is one of the ranks or not.
+        """
+        name = (*ranks, backend, key)
+        if name not in self._groups:
+            # Longer than our own timeout, which names who is waited for.
+            patience = timedelta(seconds=2 * self.timeout + 30)
+            self._groups[name] = dist.new_group(list(ranks), backend=backend, timeout=patience)
+        return self._groups[name]
+
+    def channel(self, route: Route, n_devices: int) -> Channel:
+        """Return the channel of a route."""
+        if route not in self._channels:
+            tag = (route.source * n_devices + route.target) * 2 + (route.op is Op.SEND_B)
+            self._channels[route] = Channel(route, tag, self.group(range(self.n_ranks)))
+        return self._channels[route]
+
+    def spread(self, local: Sequence[Device]) -> list[Device]:
+        """Return the devices of all processes, rank after rank; those of others stand for them."""
+        everyone = self.share([device.name for device in local])
+        return [
+            device
+            for rank, names in enumerate(everyone)
+            for device in (
+                local if rank == self.rank
+                else [RemoteDevice(f"rank {rank}: {name}", rank) for name in names]
+            )
+        ]  # fmt: skip
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Let an error in the block stop every process."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Let an error stop every process, unless it is already one that did."""
+        if not isinstance(error, PeerError):
+            message = f"rank {self.rank} stopped: {type(error).__name__}: {error}"
+            self.watch.post(Failure("raised", self.rank, message, 0))
+
+    def close(self) -> None:
+        """Leave, together with all others; the pipelines of these processes are done."""
+        if self.watch.failure is None:
+            self.barrier()  # rank 0 may hold the store, which others may still need
+        self.watch.close()
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Return what each process gave; every process must call this, in the same order.
+
+        Raises
+        ------
+        PeerError
+            If a process does not call it within the timeout.
+        """
+        number = self._n_gathers
+        self._n_gathers += 1
+        names = [f"gather/{number}/{rank}" for rank in range(self.n_ranks)]
+        try:
+            self.store.set(names[self.rank], value)  # type: ignore[arg-type]
+            self._wait_for(names)
+            found: list[bytes] = list(self.store.multi_get(names))
+            if number >= 2:  # who is here has read the gather before the last
+                self.store.delete_key(f"gather/{number - 2}/{self.rank}")
+        except dist.DistError as error:
+            raise PeerError(
+                f"the store cannot be reached from rank {self.rank}: the process that holds it "
+                "was lost; see what it printed"
+            ) from error
+        return found
+
+    def _wait_for(self, names: Sequence[str]) -> None:
+        """Block until the store has all of the names, which end with their process's rank."""
+        end = time.monotonic() + self.timeout
+        pause = 1e-4
+        while not self.store.check(list(names)):
+            if time.monotonic() > end:
+                late = [n.rpartition("/")[2] for n in names if not self.store.check([n])]
+                raise PeerError(
+                    f"rank {self.rank} waited {self.timeout:g} s in vain for rank "
+                    f"{', '.join(late)}; every process must make the same calls: see what the "
+                    "others print"
+                )
+            self.watch.check()
+            time.sleep(pause)
+            pause = min(2 * pause, 5e-3)
+
+    def share(self, value: Any) -> list[Any]:
+        """Return what each process gave, as JSON."""
+        return [json.loads(text) for text in self.gather(json.dumps(value).encode())]
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return the sums of each process's values, element by element, the same everywhere."""
+        found = [np.frombuffer(x) for x in self.gather(np.asarray(values, dtype=float).tobytes())]
+        totals: list[float] = np.sum(found, axis=0).tolist()
+        return totals
+
+    def barrier(self) -> None:
+        """Block until every process is here."""
+        self.gather(b"")
+
+    def agree(self, what: str, value: object) -> None:
+        """Check that every process gives the same.
+
+        Raises
+        ------
+        ArgumentError
+            Naming the first that differs from rank 0's, in every process.
+        """
+        everyone = self.share(value)
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise ArgumentError(
+                    f"{what} of rank {rank} is {other!r}, that of rank 0 {everyone[0]!r}; give "
+                    "every process the same"
+                )
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.n_ranks} processes>"
+
+
+def started_by_launcher() -> bool:
+    """Return whether torchrun, or the like, started this process as one of several."""
+    return all(name in os.environ for name in _VARIABLES) and os.environ["WORLD_SIZE"] != "1"
+
+
+def join(timeout: float = 60.0) -> Processes:
+    """Join the processes that torchrun started; every one of them must call this, equally often.
+
+    Makes torch.distributed's default process group (gloo, and NCCL where there is a GPU) if it is
+    not there yet.
+
+    Parameters
+    ----------
+    timeout
+        Seconds without progress after which every process stops with an error.
+
+    Raises
+    ------
+    ArgumentError
+        If torchrun's environment variables are missing or wrong.
+    ExecutionError
+        If the processes do not find each other.
+    """
+    seconds = number(timeout)
+    if seconds is None or not 0 < seconds < float("inf"):
+        raise ArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise ArgumentError(
+            f"{', '.join(missing)} not set in the environment; start the processes with torchrun "
+            "--nproc-per-node 2 -m pipeexec run"
+        )
+    try:
+        store, rank, n_ranks = _find(seconds)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise ExecutionError(_not_found(error)) from error
+    return Processes(
+        PrefixStore(f"pipeexec/{next(_N_JOINED)}", store),
+        rank,
+        n_ranks,
+        seconds,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        n_local=int(os.environ.get("LOCAL_WORLD_SIZE", n_ranks)),
+    )
+
+
+def _find(timeout: float) -> tuple[Store, int, int]:
+    """Return the store, and make the default process group if there is none."""
+    store, rank, n_ranks = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=PrefixStore("default", store),
+            rank=rank,
+            world_size=n_ranks,
+            # Longer than ours, which names who is waited for.
+            timeout=timedelta(seconds=2 * timeout + 30),
+        )
+    return store, rank, n_ranks
+
+
+def _not_found(error: Exception) -> str:
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    first = str(error).splitlines()[0]
+    if "EADDRINUSE" in first or "address already in use" in first.lower():
+        return f"port {where} is in use on {socket.gethostname()}; choose another --master-port"
+    return (
+        f"rank {os.environ['RANK']} found no store at {where}: {first}; check that every process "
+        "is started, with the same master address and port"
+    )

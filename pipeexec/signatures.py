@@ -1,0 +1,104 @@
+"""Shapes and types of what stages hand on, found once, before the first step.
+
+A stage is run on tensors without data (torch's fake tensors) where it can be; otherwise on zeros,
+with its buffers and the process's random numbers as they were afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipesim.errors import ExecutionError
+
+__all__ = ["Entry", "Signature", "check_values", "from_json", "output_signature", "signature"]
+
+
+class Entry(NamedTuple):
+    """Shape and type of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+Signature = tuple[Entry, ...]
+
+
+def signature(values: Sequence[Tensor]) -> Signature:
+    """Return the shapes and types of tensors."""
+    return tuple(Entry(tuple(value.shape), value.dtype) for value in values)
+
+
+def from_json(entries: Sequence[Sequence[Any]]) -> Signature:
+    """Return the signature whose entries were written as shape and name of the type."""
+    return tuple(Entry(tuple(shape), getattr(torch, name)) for shape, name in entries)
+
+
+def to_json(entries: Signature) -> list[tuple[list[int], str]]:
+    """Return what `from_json` reads."""
+    return [(list(e.shape), str(e.dtype).removeprefix("torch.")) for e in entries]
+
+
+def output_signature(
+    module: nn.Module, inputs: Signature, device: torch.device, index: int
+) -> Signature:
+    """Return what a stage returns for inputs of a signature.
+
+    Raises
+    ------
+    ExecutionError
+        If the stage raises, or does not return tensors.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            output = module(*_empty(inputs, device))
+    except Exception:  # whatever a module does that needs data
+        output = _on_zeros(module, inputs, device, index)
+    outputs = output if isinstance(output, tuple) else (output,)
+    if not all(isinstance(value, Tensor) for value in outputs):
+        raise ExecutionError(
+            f"the output of stage {index} must be a tensor or a tuple of tensors, got "
+            f"{type(output).__name__}"
+        )
+    return signature(outputs)
+
+
+def _empty(inputs: Signature, device: torch.device) -> list[Tensor]:
+    return [torch.zeros(entry.shape, dtype=entry.dtype, device=device) for entry in inputs]
+
+
+def _on_zeros(module: nn.Module, inputs: Signature, device: torch.device, index: int) -> Any:
+    buffers = [buffer.clone() for buffer in module.buffers()]
+    gpus = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(gpus), torch.no_grad():
+            return module(*_empty(inputs, device))
+    except Exception as error:
+        raise ExecutionError(
+            f"stage {index} failed on zeros of {', '.join(map(str, inputs))}, with which its "
+            f"output's shape is found: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for buffer, before in zip(module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+
+def check_values(values: Sequence[Tensor | None], agreed: Signature, what: str) -> None:
+    """Raise `ExecutionError` unless tensors are as agreed; those that are None are."""
+    found = [None if v is None else Entry(tuple(v.shape), v.dtype) for v in values]
+    if len(found) != len(agreed) or any(
+        a is not None and a != b for a, b in zip(found, agreed, strict=True)
+    ):
+        raise ExecutionError(
+            f"{what} is {', '.join(map(str, found)) or 'nothing'}, but "
+            f"{', '.join(map(str, agreed)) or 'nothing'} was agreed on before the first step; "
+            "give batches of one shape (drop a smaller last one), or make another pipeline with "
+            "`with_graph` for another shape"
+        )

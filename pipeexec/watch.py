@@ -1,0 +1,268 @@
+"""`Watch`: a thread that notices when a step gets nowhere, and says who waits for whom.
+
+Every process tells the shared store, several times a second, what its devices are in, and reads
+what the others say. The first failure, whoever posts it, is everyone's: an exception in a stage, a
+lost connection, no progress anywhere for as long as the timeout, a process without a sign of life.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipesim.errors import PeerError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Failure", "Head", "Status", "Watch"]
+
+#: Seconds between two looks; more where there are many processes, which all read each other.
+_TICK = 0.2
+#: Seconds that a process waits for the others' last words.
+_LAST_WORDS = 2.0
+
+
+class Head(NamedTuple):
+    """What a device is at.
+
+    Attributes
+    ----------
+    device
+        Its number.
+    task
+        The first task of its compute stream that has not ended, or of its messages.
+    place
+        Stage and micro-batch of the task, as text.
+    running
+        Whether the task has begun.
+    waits_for
+        Where it has not: what it waits for, as text.
+    """
+
+    device: int
+    task: str
+    place: str
+    running: bool
+    waits_for: str
+
+    def __str__(self) -> str:
+        if self.running:
+            return f"device {self.device} in {self.task} ({self.place})"
+        waiting = f", waiting for {self.waits_for}" if self.waits_for else ""
+        return f"device {self.device} before {self.task} ({self.place}){waiting}"
+
+
+class Status(NamedTuple):
+    """What a process says of itself: its step, how many tasks have ended, its devices' heads."""
+
+    rank: int
+    step: int
+    in_step: bool
+    n_ended: int
+    heads: list[Head]
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Status:
+        """Return the status that was written."""
+        rank, step, in_step, n_ended, heads = json.loads(text)
+        return cls(rank, step, in_step, n_ended, [Head(*head) for head in heads])
+
+    def __str__(self) -> str:
+        if not self.in_step:
+            return f"rank {self.rank} between steps ({self.step} ended)"
+        heads = "; ".join(map(str, self.heads)) or "all its tasks ended"
+        return f"rank {self.rank}: {heads}"
+
+
+class Failure(NamedTuple):
+    """What stopped everything: what happened, and the rank where (-1: nowhere).
+
+    ``kind`` is ``"raised"``, ``"lost"``, ``"stalled"``, ``"silent"`` or ``"ended"``.
+    """
+
+    kind: str
+    rank: int
+    message: str
+    step: int
+
+
+class Watch:
+    """Tells the other processes how this one fares, and learns how they do.
+
+    Parameters
+    ----------
+    store
+        A connection of its own to the shared store.
+    rank, n_ranks
+        Of this process.
+    timeout
+        Seconds without progress after which a step has failed.
+    """
+
+    def __init__(self, store: Store, rank: int, n_ranks: int, timeout: float) -> None:
+        self.store, self.rank, self.n_ranks, self.timeout = store, rank, n_ranks, timeout
+        self.status: Callable[[], Status] = lambda: Status(rank, 0, False, 0, [])
+        self.failure: Failure | None = None
+        self.on_failure: Callable[[Failure], None] | None = None
+        self.statuses: dict[int, Status] = {}
+        self._seen: dict[int, tuple[bytes, float]] = {}  # last words of each rank, and when
+        self._progress: tuple[Any, float] = None, time.monotonic()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._tick = max(_TICK, 0.01 * n_ranks)
+        self._n_beats = 0
+        self._thread = threading.Thread(target=self._run, name="pipeexec watch", daemon=True)
+        self._beat()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._tick):
+            try:
+                self._look()
+            except RuntimeError as error:  # the store is gone, and its process with it
+                first = str(error).splitlines()[0]
+                self._learn(Failure("lost", -1, f"the store cannot be reached: {first}", 0))
+            if self.failure is not None:
+                return
+
+    def _beat(self) -> None:
+        """Say what this process is at."""
+        status = self.status()
+        self.statuses[self.rank] = status
+        self._n_beats += 1
+        self.store.set(f"beat/{self.rank}", json.dumps([self._n_beats, status]))
+
+    def _look(self) -> None:
+        with self._lock:
+            self._beat()
+            if self.store.check(["failure"]):
+                self._learn(Failure(*json.loads(self.store.get("failure"))))
+                return
+            names = [f"beat/{rank}" for rank in range(self.n_ranks)]
+            if not self.store.check(names):
+                return  # some are still to come
+            now = time.monotonic()
+            for rank, text in enumerate(self.store.multi_get(names)):
+                if self._seen.get(rank, (b"", now))[0] != text:
+                    self._seen[rank] = text, now
+                    self.statuses[rank] = Status.from_json(json.dumps(json.loads(text)[1]).encode())
+        self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        """Post a failure if a process is silent, or nothing has moved anywhere."""
+        silent = [r for r, (_, seen) in self._seen.items() if now - seen > self.timeout]
+        if silent:
+            rank = silent[0]
+            self.post(
+                Failure("silent", rank, f"rank {rank} has given no sign of life for "
+                        f"{self.timeout:g} s; last seen {self.statuses[rank]}", 0)
+            )  # fmt: skip
+            return
+        everyone = [self.statuses[rank] for rank in range(self.n_ranks)]
+        progress = [(s.step, s.in_step, s.n_ended) for s in everyone]
+        if progress != self._progress[0] or not any(s.in_step for s in everyone):
+            self._progress = progress, now
+        elif now - self._progress[1] > self.timeout:
+            self.post(stalled(everyone, self.timeout))
+
+    def post(self, failure: Failure) -> Failure:
+        """Make a failure everyone's, unless there is one; return the one that counts."""
+        with self._lock:
+            try:
+                text = json.dumps(failure)
+                failure = Failure(*json.loads(self.store.compare_set("failure", "", text)))
+            except RuntimeError:  # without a store everyone is alone with what they know
+                pass
+        self._learn(failure)
+        assert self.failure is not None
+        return self.failure
+
+    def _learn(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure = failure
+            if self.on_failure is not None:
+                self.on_failure(failure)
+
+    def check(self) -> None:
+        """Raise `PeerError` if something has failed anywhere."""
+        if self.failure is not None:
+            raise PeerError(self.explain())
+
+    def say_last(self, timeline: bytes = b"") -> None:
+        """Leave this process's last status, and what it measured, for the others."""
+        with self._lock:
+            status = self.status()
+            self.statuses[self.rank] = status
+            try:
+                self.store.set(f"part/{self.rank}", timeline)  # type: ignore[arg-type]
+                self.store.set(f"last/{self.rank}", json.dumps(status))
+            except RuntimeError:
+                return
+
+    def collect(self) -> dict[int, bytes]:
+        """Return what each process that still answers has measured; wait a little for them."""
+        parts: dict[int, bytes] = {}
+        end = time.monotonic() + _LAST_WORDS
+        lost = self.failure.rank if self.failure and self.failure.kind in ("lost", "silent") else -1
+        missing = set(range(self.n_ranks)) - {lost}
+        with self._lock:
+            try:
+                while missing and time.monotonic() < end:
+                    for rank in sorted(missing):
+                        if self.store.check([f"last/{rank}"]):
+                            self.statuses[rank] = Status.from_json(self.store.get(f"last/{rank}"))
+                            parts[rank] = bytes(self.store.get(f"part/{rank}"))
+                            missing.discard(rank)
+                    time.sleep(0.01)
+            except RuntimeError:
+                return parts
+        return parts
+
+    def explain(self) -> str:
+        """Return what failed, and what everyone else was at."""
+        assert self.failure is not None
+        others = [str(s) for r, s in sorted(self.statuses.items()) if r != self.failure.rank]
+        return self.failure.message + (f"; meanwhile {'; '.join(others)}" if others else "")
+
+
+def stalled(everyone: list[Status], timeout: float) -> Failure:
+    """Return the failure of a step in which nothing moves, naming who holds it up.
+
+    A task that has begun and does not end is the culprit; else a process that is not in the step;
+    else what the first device waits for.
+    """
+    step = max(s.step for s in everyone)
+    for status in everyone:
+        for head in status.heads:
+            if (
+                status.in_step
+                and head.running
+                and "RECV" not in head.task
+                and "SEND" not in head.task
+            ):
+                return Failure(
+                    "stalled",
+                    status.rank,
+                    f"{head.task} hangs (rank {status.rank}, device {head.device}, {head.place}, "
+                    f"step {status.step}): no task has ended for {timeout:g} s",
+                    step,
+                )
+    for status in everyone:
+        if not status.in_step:
+            return Failure(
+                "stalled",
+                status.rank,
+                f"rank {status.rank} does not come to step {step}: it is still {status}, for "
+                f"{timeout:g} s",
+                step,
+            )
+    return Failure("stalled", -1, f"nothing has moved for {timeout:g} s in step {step}", step)
