@@ -371,7 +371,7 @@ class Pipeline:
             for device in self.devices:
                 device.abandon()
             return
-        if self.processes is not None:
+        if self.processes is not None and run.failure is None:
             done = Status(self.processes.rank, self.n_steps, False, 0, [])
             self.processes.watch.status = lambda: done
         for stage in self.stages:
@@ -405,6 +405,15 @@ class Pipeline:
         """Compare the clocks of the processes, and leave together; all must call this."""
         if self.processes is not None:
             self.processes.clock.sample()
+
+    def clocks(self) -> tuple[dict[str, float], ...]:
+        """Return how each process's clock stands to rank 0's; all must call this.
+
+        See `pipeexec.process_clock.Alignment`; empty for one process.
+        """
+        if self.processes is None:
+            return ()
+        return tuple(self.processes.share(self.processes.clock.alignment._asdict()))
 
     def gather(self, result: StepResult) -> StepResult:
         """Return the result of the whole pipeline, in every process; all must call this.

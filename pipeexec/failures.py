@@ -54,9 +54,7 @@ def _of_one_process(run: Run) -> ExecutionError:
 
 
 def _failed(run: Run, index: int, cause: BaseException) -> str:
-    task = run.graph.task(index)
-    where = f"device {task.device}, stage {task.stage}, micro-batch {task.microbatch}"
-    return f"{task} failed ({where}): {type(cause).__name__}: {cause}"
+    return f"{run.graph.task(index)} failed ({run.where(index)}): {type(cause).__name__}: {cause}"
 
 
 def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None) -> Failure | None:
@@ -69,8 +67,15 @@ def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None
         name = type(interrupt or cause).__name__
         return Failure("ended", rank, f"rank {rank} was interrupted in step {step} ({name})", step)
     if isinstance(cause, Lost):
-        seen = processes.watch.statuses.get(cause.rank)
-        last = f"; last seen {seen}" if seen is not None else ""
-        return Failure("lost", cause.rank, f"rank {cause.rank} was lost in step {step}{last}", step)
+        return Failure("lost", cause.rank, _lost(run, processes, cause.rank), step)
     text = f"rank {rank}, step {step}: {_failed(run, index, cause)}"
     return Failure("raised", rank, text, step)
+
+
+def _lost(run: Run, processes: Processes, rank: int) -> str:
+    """Return what is known of a process that is no more."""
+    noted, seen = processes.recorder.read(rank), processes.watch.statuses.get(rank)
+    if noted is None or noted[0] != run.number:
+        return f"rank {rank} was lost; last seen {seen or 'at its start'}"
+    tasks = [f"{run.graph.task(task)} ({run.where(task)})" for task in noted[1]]
+    return f"rank {rank} was lost in step {run.number}, in {' and '.join(tasks) or 'no task'}"

@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipeexec.devices import Device, RemoteDevice
 from pipeexec.messages import Channel, Route
 from pipeexec.process_clock import ProcessClock
+from pipeexec.recorder import Recorder
 from pipeexec.watch import Failure, Watch
 from pipesim.errors import ArgumentError, ExecutionError, PeerError, number
 from pipesim.ops import Op
@@ -32,6 +33,8 @@ from pipesim.ops import Op
 __all__ = ["Processes", "join", "started_by_launcher"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Seconds that processes have to start, at least.
+_START = 120.0
 _N_JOINED = itertools.count()
 
 
@@ -48,6 +51,8 @@ class Processes:
         Seconds without progress after which every process stops with an error.
     local_rank, n_local
         Number of this process on its machine, and how many run there.
+    holder
+        The rank whose process holds the store; None if it is the launcher.
 
     Attributes
     ----------
@@ -55,6 +60,8 @@ class Processes:
         This process's clock against rank 0's.
     watch
         Notices failures of other processes.
+    recorder
+        Says what a process was in when it was lost.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class Processes:
         *,
         local_rank: int = 0,
         n_local: int = 1,
+        holder: int | None = None,
     ) -> None:
         self.store, self.rank, self.n_ranks = store, rank, n_ranks
         self.timeout, self.local_rank, self.n_local = timeout, local_rank, n_local
@@ -73,9 +81,10 @@ class Processes:
         self._groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
         self._channels: dict[Route, Channel] = {}
         own = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
-        self.watch = Watch(own, rank, n_ranks, timeout)
+        self.watch = Watch(own, rank, n_ranks, timeout, holder=holder)
         with self.guard():
-            self.barrier()  # who is late is named here; a process group would only wait
+            # Who is late is named here; a process group would only wait.
+            self.recorder = Recorder(rank, self.share)
             self.clock = ProcessClock(rank, n_ranks, self.group(range(n_ranks)))
 
     def group(
@@ -140,7 +149,7 @@ class Processes:
             self.fail(error)
         self.close()
 
-    def gather(self, value: bytes) -> list[bytes]:
+    def gather(self, value: bytes, timeout: float | None = None) -> list[bytes]:
         """Return what each process gave; every process must call this, in the same order.
 
         Raises
@@ -153,7 +162,7 @@ class Processes:
         names = [f"gather/{number}/{rank}" for rank in range(self.n_ranks)]
         try:
             self.store.set(names[self.rank], value)  # type: ignore[arg-type]
-            self._wait_for(names)
+            self._wait_for(names, self.timeout if timeout is None else timeout)
             found: list[bytes] = list(self.store.multi_get(names))
             if number >= 2:  # who is here has read the gather before the last
                 self.store.delete_key(f"gather/{number - 2}/{self.rank}")
@@ -164,15 +173,15 @@ class Processes:
             ) from error
         return found
 
-    def _wait_for(self, names: Sequence[str]) -> None:
+    def _wait_for(self, names: Sequence[str], timeout: float) -> None:
         """Block until the store has all of the names, which end with their process's rank."""
-        end = time.monotonic() + self.timeout
+        end = time.monotonic() + timeout
         pause = 1e-4
         while not self.store.check(list(names)):
             if time.monotonic() > end:
                 late = [n.rpartition("/")[2] for n in names if not self.store.check([n])]
                 raise PeerError(
-                    f"rank {self.rank} waited {self.timeout:g} s in vain for rank "
+                    f"rank {self.rank} waited {timeout:g} s in vain for rank "
                     f"{', '.join(late)}; every process must make the same calls: see what the "
                     "others print"
                 )
@@ -181,8 +190,12 @@ class Processes:
             pause = min(2 * pause, 5e-3)
 
     def share(self, value: Any) -> list[Any]:
-        """Return what each process gave, as JSON."""
-        return [json.loads(text) for text in self.gather(json.dumps(value).encode())]
+        """Return what each process gave, as JSON; for what is said before the first step.
+
+        Some processes start, or load their libraries, later than others: they have two minutes.
+        """
+        patience = max(self.timeout, _START)
+        return [json.loads(text) for text in self.gather(json.dumps(value).encode(), patience)]
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of each process's values, element by element, the same everywhere."""
@@ -257,6 +270,7 @@ def join(timeout: float = 60.0) -> Processes:
         seconds,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         n_local=int(os.environ.get("LOCAL_WORLD_SIZE", n_ranks)),
+        holder=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
     )
 
 

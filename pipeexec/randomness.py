@@ -44,6 +44,11 @@ class OwnGenerator(TorchDispatchMode):
         self.generator = torch.Generator(device).manual_seed(seed)
         self.drew = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to be kept from the compiler, for which torch would load it: 3 s in a first step."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -64,6 +64,7 @@ class Planned(NamedTuple):
     channel: Channel | None
     edge: int  # the stage whose outputs, or their gradients, the message holds
     members: ProcessGroup | None  # of a reduction over processes
+    slate: int  # where to note that it runs, for other processes to read; -1 for messages
 
 
 class Run:
@@ -111,6 +112,7 @@ class Run:
         self.ran = np.zeros(len(graph), dtype=bool)
         self.nbytes = np.zeros(len(graph))
         self.failure: tuple[int, BaseException] | None = None
+        self.stopped: Status | None = None
         self.abandoned = False
         self.seed = torch.initial_seed()
         self.host_seconds = 0.0
@@ -119,6 +121,7 @@ class Run:
         self.agreed: Sequence[Sequence[Signature]] = ()
         self.heads: dict[int, Tensor] = {}
         self.offers: dict[int, Work] = {}
+        self.slate = memoryview(b"") if processes is None else processes.recorder.own
         self._heads_of = StepHeads(graph, self.began, self.ended)
         self._progress = Progress(timeout)
 
@@ -129,6 +132,8 @@ class Run:
         here = [(d, x) for d, x in enumerate(self.devices) if not isinstance(x, RemoteDevice)]
         self.zeros = {d: first.setdefault(x.torch_device, x.mark()) for d, x in here}
         self.zero = start = perf_counter()
+        if self.processes is not None:
+            self.slate[0] = self.number
         try:
             for task in tasks:
                 stream = task.stream
@@ -171,6 +176,8 @@ class Run:
 
     def status(self) -> Status:
         """Return what this process's devices are at."""
+        if self.stopped is not None:
+            return self.stopped
         rank = 0 if self.processes is None else self.processes.rank
         return self._heads_of.status(rank, self.number)
 
@@ -178,13 +185,18 @@ class Run:
         """Run a part of a task, unless another has failed; what fails first stops all."""
         if self.failure is not None:
             return
+        if task.slate >= 0:
+            self.slate[task.slate] = task.id + 1
         try:
             work(self, task)
         except BaseException as error:
             if self.failure is None:
+                self.stopped = self.status()  # what follows is passed over, and seems to end
                 self.failure = task.id, error
         else:
             self.ran[task.id] = is_last
+            if task.slate >= 0:
+                self.slate[task.slate] = 0
 
     def take(self, task: int) -> Values:
         """Return what ``task`` produced, and let go of it."""
@@ -214,6 +226,11 @@ class Run:
         zero = self.zero if self.processes is None else self.processes.clock.to_first(self.zero)
         losses = {m: float(x) for m, x in enumerate(self.losses) if x is not None}
         return Part(zero, self.timeline(), losses, self.host_seconds)
+
+    def where(self, index: int) -> str:
+        """Return a task's device, stage and micro-batch, as text."""
+        task = self.graph.task(index)
+        return f"device {task.device}, stage {task.stage}, micro-batch {task.microbatch}"
 
 
 def _forward(run: Run, task: Planned) -> None:
@@ -357,6 +374,8 @@ def plan(
     away = _away(graph, ranks)
     blocks = {int(graph.stream[t]) for t in away}
     groups = _reduction_groups(graph, ranks, processes)
+    own = [] if processes is None else [d for d, rank in enumerate(ranks) if rank < 0]
+    slates = {device: number + 1 for number, device in enumerate(own)}
     planned = []
     for index in np.flatnonzero(here).tolist():
         task = graph.task(index)
@@ -391,6 +410,7 @@ def plan(
                 ),
                 edge=task.stage - (task.op in (Op.SEND_B, Op.RECV_F)),
                 members=groups.get(group),
+                slate=slates.get(task.device, -1) if task.stream == "compute" else -1,
             )
         )  # fmt: skip
     return planned

@@ -1,6 +1,6 @@
 """Shapes and types of what stages hand on, found once, before the first step.
 
-A stage is run on tensors without data (torch's fake tensors) where it can be; otherwise on zeros,
+A stage is run on tensors without data (torch's meta device) where it can be; otherwise on zeros,
 with its buffers and the process's random numbers as they were afterwards.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 
 from pipesim.errors import ExecutionError
 
@@ -57,8 +57,7 @@ def output_signature(
         If the stage raises, or does not return tensors.
     """
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            output = module(*_empty(inputs, device))
+        output = _on_meta(module, inputs)
     except Exception:  # whatever a module does that needs data
         output = _on_zeros(module, inputs, device, index)
     outputs = output if isinstance(output, tuple) else (output,)
@@ -68,6 +67,14 @@ def output_signature(
             f"{type(output).__name__}"
         )
     return signature(outputs)
+
+
+def _on_meta(module: nn.Module, inputs: Signature) -> Any:
+    meta = torch.device("meta")
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    with torch.no_grad(), meta:  # what the module makes itself is then without data too
+        weights = {name: torch.empty_like(x, device=meta) for name, x in tensors}
+        return functional_call(module, weights, tuple(_empty(inputs, meta)))
 
 
 def _empty(inputs: Signature, device: torch.device) -> list[Tensor]:

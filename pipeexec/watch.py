@@ -7,6 +7,7 @@ lost connection, no progress anywhere for as long as the timeout, a process with
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -74,8 +75,8 @@ class Status(NamedTuple):
     def __str__(self) -> str:
         if not self.in_step:
             return f"rank {self.rank} between steps ({self.step} ended)"
-        heads = "; ".join(map(str, self.heads)) or "all its tasks ended"
-        return f"rank {self.rank}: {heads}"
+        heads = "; ".join(map(str, self.heads)) or "no task to do"
+        return f"rank {self.rank} in step {self.step}: {heads}"
 
 
 class Failure(NamedTuple):
@@ -101,13 +102,23 @@ class Watch:
         Of this process.
     timeout
         Seconds without progress after which a step has failed.
+    holder
+        The rank whose process holds the store; None if it is the launcher.
     """
 
-    def __init__(self, store: Store, rank: int, n_ranks: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        n_ranks: int,
+        timeout: float,
+        *,
+        holder: int | None = None,
+    ) -> None:
         self.store, self.rank, self.n_ranks, self.timeout = store, rank, n_ranks, timeout
+        self.holder = holder
         self.status: Callable[[], Status] = lambda: Status(rank, 0, False, 0, [])
         self.failure: Failure | None = None
-        self.on_failure: Callable[[Failure], None] | None = None
         self.statuses: dict[int, Status] = {}
         self._seen: dict[int, tuple[bytes, float]] = {}  # last words of each rank, and when
         self._progress: tuple[Any, float] = None, time.monotonic()
@@ -129,10 +140,20 @@ class Watch:
             try:
                 self._look()
             except RuntimeError as error:  # the store is gone, and its process with it
-                first = str(error).splitlines()[0]
-                self._learn(Failure("lost", -1, f"the store cannot be reached: {first}", 0))
+                self._learn(self._without_store(error))
             if self.failure is not None:
                 return
+
+    def _without_store(self, error: RuntimeError) -> Failure:
+        """Return the failure of whoever held the store."""
+        if self.holder is None:
+            first = str(error).splitlines()[0]
+            return Failure("lost", -1, f"the launcher, which held the store, was lost: {first}", 0)
+        seen = self.statuses.get(self.holder)
+        return Failure(
+            "lost", self.holder, f"rank {self.holder}, which held the store, was lost; last seen "
+            f"{seen or 'at its start'}", 0
+        )  # fmt: skip
 
     def _beat(self) -> None:
         """Say what this process is at."""
@@ -189,8 +210,6 @@ class Watch:
     def _learn(self, failure: Failure) -> None:
         if self.failure is None:
             self.failure = failure
-            if self.on_failure is not None:
-                self.on_failure(failure)
 
     def check(self) -> None:
         """Raise `PeerError` if something has failed anywhere."""
@@ -226,6 +245,36 @@ class Watch:
             except RuntimeError:
                 return parts
         return parts
+
+    def told_to_end(self) -> None:
+        """Note that this process was told to end, as a launcher does when another has failed."""
+        if self.failure is None:
+            message = f"rank {self.rank} was told to end (SIGTERM): {self.status()}"
+            self.post(Failure("ended", self.rank, message, 0))
+
+    def speaks(self) -> bool:
+        """Return whether this process is the one that tells the user what failed."""
+        try:
+            with self._lock:
+                chosen = self.store.compare_set("speaker", "", str(self.rank))
+            return int(chosen) == self.rank
+        except RuntimeError:  # without a store nobody can be asked: the first that may be there
+            return self.rank == (0 if self.holder is None else min({0, 1} - {self.holder}))
+
+    def has_spoken(self) -> None:
+        """Let the other processes leave."""
+        with contextlib.suppress(RuntimeError), self._lock:
+            self.store.set("spoken", "")
+
+    def wait_until_spoken(self, seconds: float) -> None:
+        """Block until the user was told what failed, for so long at most."""
+        end = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < end:
+                with self._lock:
+                    if self.store.check(["spoken"]):
+                        return
+                time.sleep(0.02)
 
     def explain(self) -> str:
         """Return what failed, and what everyone else was at."""

@@ -1,0 +1,142 @@
+"""Run training steps of one graph, in one process or in many, and keep what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeexec.executor import Pipeline, StepResult
+from pipeexec.run import Batch
+from pipeexec.run_directory import command, write_directory
+from pipesim.compare import Comparison
+from pipesim.costs import Costs
+from pipesim.errors import ArgumentError, check_count
+from pipesim.simulate import simulate
+from pipesim.timeline import Timeline
+
+__all__ = ["Training", "train"]
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """Steps that were run.
+
+    Attributes
+    ----------
+    steps
+        The whole pipeline's, gathered.
+    predicted
+        From the costs that were given, or None.
+    clocks
+        How each process's clock stands to rank 0's; see `pipeexec.process_clock.Alignment`.
+    """
+
+    steps: tuple[StepResult, ...]
+    predicted: Timeline | None
+    clocks: tuple[dict[str, float], ...]
+
+    @property
+    def makespans(self) -> list[float]:
+        """Of every step, seconds."""
+        return [step.timeline.makespan for step in self.steps]
+
+    @property
+    def losses(self) -> list[float]:
+        """Of every step."""
+        return [float(step.loss) for step in self.steps]
+
+    @property
+    def measured(self) -> Timeline:
+        """The step whose makespan is the median."""
+        middle = int(np.argsort(self.makespans)[len(self.steps) // 2])
+        return self.steps[middle].timeline
+
+    @property
+    def errors(self) -> list[float]:
+        """Predicted over measured makespan, minus 1, of every step; empty without a prediction."""
+        if self.predicted is None:
+            return []
+        return [self.predicted.makespan / seconds - 1.0 for seconds in self.makespans]
+
+    def save(self, path: Path | str, *, record: Mapping[str, Any] | None = None) -> None:
+        """Write a run directory, whole or not at all.
+
+        ``run.json``, ``timeline.csv`` (the median step), ``timeline.png`` and ``.pdf``; with a
+        prediction ``predicted.csv``, ``costs.json``, ``overlay.png`` and ``.pdf``.
+
+        Raises
+        ------
+        RunDirectoryError
+            If it cannot be written, or something else is there.
+        """
+        from pipesim.plot import overlay, save
+
+        path = Path(path)
+        measured = {
+            "makespans": self.makespans,
+            "losses": self.losses,
+            "clocks": self.clocks,
+        }
+        with write_directory(path, {"command": command(), **(record or {}), **measured}) as to:
+            self.measured.save(to / "timeline.csv")
+            for suffix in ("png", "pdf"):
+                save(self.measured.plot(), to / f"timeline.{suffix}")
+            if self.predicted is None:
+                return
+            self.predicted.save(to / "predicted.csv")
+            if self.predicted.costs is not None:
+                self.predicted.costs.save(to / "costs.json")
+            figure = overlay({self.measured.name: Comparison(self.predicted, self.measured)})
+            for suffix in ("png", "pdf"):
+                save(figure, to / f"overlay.{suffix}")
+
+
+def train(
+    pipeline: Pipeline,
+    batches: Iterable[tuple[Batch, Any]],
+    *,
+    n_steps: int = 21,
+    warm_up: int = 2,
+    costs: Costs | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Training:
+    """Run steps; with several processes, each runs this, and each gets all that was measured.
+
+    Parameters
+    ----------
+    batches
+        Yields ``(inputs, targets)``, a new batch for every step.
+    n_steps, warm_up
+        Steps that are kept, and steps before them that are not.
+    costs
+        To predict the steps with.
+    progress
+        Called with a line of text now and then.
+
+    Raises
+    ------
+    ArgumentError
+        If there are too few batches.
+    """
+    n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
+    say = progress or (lambda _: None)
+    source = iter(batches)
+    steps = []
+    for number in range(warm_up + n_steps):
+        batch = next(source, None)
+        if batch is None:
+            raise ArgumentError(
+                f"got {number} batches, but {warm_up + n_steps} are needed: one a step"
+            )
+        pipeline.align()
+        result = pipeline.gather(pipeline.step(*batch))
+        if number >= warm_up:
+            steps.append(result)
+            say(f"step {number - warm_up + 1} of {n_steps}: loss {float(result.loss):.4f}, "
+                f"{result.timeline.makespan * 1e3:.1f} ms")  # fmt: skip
+    predicted = None if costs is None else simulate(pipeline.graph, costs)
+    return Training(tuple(steps), predicted, pipeline.clocks())
