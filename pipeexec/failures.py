@@ -27,6 +27,8 @@ def raise_failure(
     processes.watch.say_last(run.part().pack())
     parts = [Part.unpack(run.graph, text) for text in processes.watch.collect().values() if text]
     text = processes.watch.explain()
+    if failure.kind == "silent":
+        text = f"{_last_of(run, processes, failure.rank)}; {text}"
     cause = run.failure[1] if run.failure is not None and failure.rank == processes.rank else None
     kinds = {"raised": PeerError if cause is None else StageError, "stalled": StallError}
     error = kinds.get(failure.kind, PeerError)(text)
@@ -67,15 +69,16 @@ def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None
         name = type(interrupt or cause).__name__
         return Failure("ended", rank, f"rank {rank} was interrupted in step {step} ({name})", step)
     if isinstance(cause, Lost):
-        return Failure("lost", cause.rank, _lost(run, processes, cause.rank), step)
+        last = _last_of(run, processes, cause.rank)
+        return Failure("lost", cause.rank, f"rank {cause.rank} was lost; {last}", step)
     text = f"rank {rank}, step {step}: {_failed(run, index, cause)}"
     return Failure("raised", rank, text, step)
 
 
-def _lost(run: Run, processes: Processes, rank: int) -> str:
-    """Return what is known of a process that is no more."""
+def _last_of(run: Run, processes: Processes, rank: int) -> str:
+    """Return what is known of a process that does not answer."""
     noted, seen = processes.recorder.read(rank), processes.watch.statuses.get(rank)
     if noted is None or noted[0] != run.number:
-        return f"rank {rank} was lost; last seen {seen or 'at its start'}"
-    tasks = [f"{run.graph.task(task)} ({run.where(task)})" for task in noted[1]]
-    return f"rank {rank} was lost in step {run.number}, in {' and '.join(tasks) or 'no task'}"
+        return f"last seen {seen or f'rank {rank} at its start'}"
+    tasks = [f"in {run.graph.task(task)} ({run.where(task)})" for task in noted[1]]
+    return f"rank {rank} was {' and '.join(tasks) or 'between tasks'} of step {run.number}"

@@ -23,7 +23,7 @@ __all__ = ["run_together"]
 #: Seconds that a process has to end once a failure is known; what hangs is then ended from outside.
 _PATIENCE = 5.0
 #: The same, before a process is ended whose interpreter does not answer any more.
-_STUCK = 30.0
+_STUCK = 5.0
 
 Command = Callable[[Processes], int]
 Leave = Callable[[Timeline, str], Path | None]
@@ -81,7 +81,7 @@ class _Guard:
         watch, stuck = self.processes.watch, self.processes.timeout + _STUCK
         armed = -stuck
         while not self._closed.wait(0.2):
-            if time.monotonic() > armed + 5.0:  # should even this thread not get its turn
+            if time.monotonic() > armed + 2.0:  # should even this thread not get its turn
                 faulthandler.dump_traceback_later(stuck, exit=True)
                 armed = time.monotonic()
             if self._told is not None and time.monotonic() > self._told + 2.0:

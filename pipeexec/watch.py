@@ -185,7 +185,7 @@ class Watch:
             rank = silent[0]
             self.post(
                 Failure("silent", rank, f"rank {rank} has given no sign of life for "
-                        f"{self.timeout:g} s; last seen {self.statuses[rank]}", 0)
+                        f"{self.timeout:g} s", 0)
             )  # fmt: skip
             return
         everyone = [self.statuses[rank] for rank in range(self.n_ranks)]
