@@ -4,7 +4,8 @@ from pipeexec.executor import Pipeline, StepResult
 from pipeexec.processes import Processes, join
 from pipeexec.profile import Profile, measure, profile
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
-from pipeexec.validate import Validation, load_run, validate
+from pipeexec.validate import validate
+from pipeexec.validation import Validation, load_run
 
 __all__ = [
     "Pipeline",

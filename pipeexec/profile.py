@@ -11,39 +11,42 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeexec import transfer
 from pipeexec.executor import Pipeline, StepResult
+from pipeexec.link_fit import fits, network_of, with_fits
+from pipeexec.link_speed import measure_transfers, pairs_of
+from pipeexec.profile_files import load_profile, plot_transfers, save_profile
 from pipeexec.run import Batch, split_batches
+from pipeexec.run_directory import command, read_record, write_directory
 from pipesim.costs import DURATION_OF, Costs
 from pipesim.errors import AccuracyWarning, check_count
 from pipesim.graph import TaskGraph
 from pipesim.lower import lower
-from pipesim.measured import output_bytes, stage_seconds, waits
-from pipesim.network import Network
+from pipesim.measured import output_bytes, stage_seconds
 from pipesim.ops import Op
 from pipesim.placement import Placement
 from pipesim.schedule import Schedule
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
 
-__all__ = ["Calibration", "Profile", "breadth_first", "measure", "profile"]
+__all__ = ["Calibration", "Profile", "breadth_first", "measure", "profile", "with_stage_bytes"]
 
 #: Tasks shorter than this many seconds are predicted poorly on CPU: hand-over takes as long.
 SHORTEST = 1e-3
 #: Standard deviation of a step's mean duration over itself beyond which the machine is too busy.
 UNSTEADY = 0.2
 _MEASURED = {op: DURATION_OF[op] for op in (Op.F, Op.B, Op.R, Op.STEP, Op.I, Op.W)}
-_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 
 
 def profile(
@@ -80,12 +83,50 @@ class Profile:
         ``isolated`` (mean with all other devices idle; NaN for I and W, which two stages may run
         at once), ``slow_down`` (loaded over isolated).
     transfers
-        Seconds a message takes by ``nbytes``, between idle devices.
+        Seconds that messages take, one row a pair of devices (``source``, ``target``) and size
+        (``nbytes``): median between ``idle`` devices, and ``loaded``, while the others compute;
+        ``idle_fit`` and ``loaded_fit`` are what the fit of that pair says.
+    fits
+        ``latency`` (s), ``bandwidth`` (bytes/s), ``residual`` (mean relative deviation) and ``r2``
+        of each pair in each state, indexed by ``source``, ``target`` and ``state``; -1 and -1 are
+        all pairs together.
     """
 
     costs: Costs
     table: pd.DataFrame
     transfers: pd.DataFrame
+    fits: pd.DataFrame
+
+    def plot(self, *, ax: Axes | None = None) -> Axes:
+        """Draw the seconds of messages by size, idle and loaded, and what was fitted."""
+        return plot_transfers(self.transfers, ax=ax)
+
+    def save(self, path: Path | str, *, record: Mapping[str, Any] | None = None) -> None:
+        """Write a run directory, whole or not at all.
+
+        ``run.json``, ``costs.json``, ``profile.csv`` (`table`), ``transfers.csv``, ``links.csv``
+        (`fits`), and where there are transfers ``transfers.png``.
+
+        Raises
+        ------
+        RunDirectoryError
+            If it cannot be written, or something else is there.
+        """
+        with write_directory(Path(path), {"command": command(), **(record or {})}) as folder:
+            self.costs.save(folder / "costs.json")
+            save_profile(folder, self.table, self.transfers, self.fits)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Profile:
+        """Read a run directory that `save` wrote, or a validation's that has a profile.
+
+        Raises
+        ------
+        RunDirectoryError
+            If a file is missing, truncated or edited, or the run has no profile.
+        """
+        read_record(Path(path))
+        return cls(Costs.load(Path(path) / "costs.json"), *load_profile(Path(path)))
 
 
 def breadth_first(placement: Placement, n_microbatches: int, split: int = 0) -> Schedule:
@@ -143,7 +184,7 @@ class Calibration:
         )
         self.steps: list[StepResult] = []
         self.alone: list[StepResult] = []
-        self.optimizer_bytes: list[int] = []
+        self.optimizer_bytes: tuple[float, ...] = ()
 
     def warm_up(self, n_steps: int) -> None:
         """Run steps that do not count."""
@@ -158,8 +199,7 @@ class Calibration:
             self.steps.append(self.loaded.step(*self.batch))
             self.alone.append(self.isolated.step(*self.one))
             # Now, since optimizers have no state before their first step.
-            optimizers = self.pipeline.optimizers[: self.pipeline.graph.n_stages]
-            self.optimizer_bytes = [_state_bytes(o) for o in optimizers]
+            self.optimizer_bytes = _optimizer_bytes(self.pipeline)
 
     def _schedule(self, n_microbatches: int, split: int) -> Schedule:
         placement = Placement(self.pipeline.graph.device_of_stage.tolist())
@@ -187,7 +227,8 @@ class Calibration:
         import pandas as pd
 
         graph = self.loaded.graph
-        transfers = _time_transfers(self.pipeline)
+        transfers = measure_transfers(self.pipeline.devices, pairs_of(self.pipeline.graph))
+        fitted = fits(transfers)
         rows, values = [], {}
         for op, name in _MEASURED.items():
             if op in (Op.I, Op.W) and not self.splits:
@@ -215,22 +256,29 @@ class Calibration:
             launch=float(np.mean(issue)),
             activation_bytes=tuple(map(float, self.held_bytes)),
             weight_grad_bytes=tuple(map(float, self.left_bytes)),
-            network=_network(self.steps, transfers),
-            **self._sizes(),
+            network=network_of(transfers, fitted, (run.timeline for run in self.steps)),
+            output_bytes=tuple(output_bytes(self.steps[-1].timeline).tolist()),
+        )
+        costs = replace(
+            with_stage_bytes(costs, self.pipeline), optimizer_bytes=self.optimizer_bytes
         )
         table = pd.DataFrame(rows).set_index(["op", "stage"])
         _warn_of_poor_accuracy(table)
-        return Profile(costs, table, transfers)
+        return Profile(costs, table, *with_fits(transfers, fitted))
 
-    def _sizes(self) -> dict[str, tuple[float, ...]]:
-        """Return the bytes of outputs, parameters and optimizer state of each stage."""
-        stages = self.pipeline.modules[: self.pipeline.graph.n_stages]
-        parameters = [sum(p.nbytes for p in m.parameters()) for m in stages]
-        return {
-            "output_bytes": tuple(output_bytes(self.steps[-1].timeline).tolist()),
-            "parameter_bytes": tuple(map(float, parameters)),
-            "optimizer_bytes": tuple(map(float, self.optimizer_bytes)),
-        }
+
+def with_stage_bytes(costs: Costs, pipeline: Pipeline) -> Costs:
+    """Return costs with the bytes of a pipeline's parameters and optimizers, as they are now."""
+    stages = pipeline.modules[: pipeline.graph.n_stages]
+    return replace(
+        costs,
+        parameter_bytes=tuple(float(sum(p.nbytes for p in m.parameters())) for m in stages),
+        optimizer_bytes=_optimizer_bytes(pipeline),
+    )
+
+
+def _optimizer_bytes(pipeline: Pipeline) -> tuple[float, ...]:
+    return tuple(float(_state_bytes(o)) for o in pipeline.optimizers[: pipeline.graph.n_stages])
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
@@ -240,10 +288,20 @@ def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 
 
 def measure(
-    pipeline: Pipeline, inputs: Batch, targets: Any, *, n_steps: int = 7, warm_up: int = 2
+    pipeline: Pipeline,
+    inputs: Batch,
+    targets: Any,
+    *,
+    n_steps: int = 7,
+    warm_up: int = 2,
+    graphs: Iterable[TaskGraph] | None = None,
 ) -> Profile:
-    """Measure every cost of a pipeline's stages; see `profile` for the arguments."""
-    calibration = Calibration(pipeline, inputs, targets)
+    """Measure every cost of a pipeline's stages; see `profile` for the arguments.
+
+    ``graphs`` are those that the costs are for: with a split backward, I and W are measured. The
+    pipeline's own where None.
+    """
+    calibration = Calibration(pipeline, inputs, targets, graphs)
     calibration.warm_up(check_count("warm_up", warm_up, 0))
     for _ in range(check_count("n_steps", n_steps)):
         calibration.step()
@@ -255,49 +313,6 @@ def _repeated(batch: Batch, n_samples: int) -> Batch:
     if isinstance(batch, tuple):
         return tuple(x[torch.arange(n_samples) % len(x)] for x in batch)
     return batch[torch.arange(n_samples) % len(batch)]
-
-
-def _time_transfers(pipeline: Pipeline, repeat: int = 15) -> pd.DataFrame:
-    """Return the seconds that messages of several sizes take between two idle devices."""
-    import pandas as pd
-
-    devices = pipeline.devices
-    if len(devices) < 2:
-        return pd.DataFrame({"nbytes": [], "seconds": []})
-    source, target = devices[:2]
-    out, into = source.stream("send:1"), target.stream("recv:0")
-    compute = target.stream("compute")
-    rows = []
-    for nbytes in _SIZES:
-        message = (torch.zeros(nbytes, dtype=torch.uint8, device=source.torch_device),)
-        times = []
-        for _ in range(repeat):
-            zero = target.mark()
-            began = out.record()
-            out.submit(lambda message=message: transfer.send(message, source, out, target))  # type: ignore[misc]
-            into.wait_event(out.record())
-            compute.wait_event(into.record())
-            arrived = compute.record()
-            source.synchronize()
-            target.synchronize()
-            if source.torch_device == target.torch_device:
-                times.append(arrived.seconds_since(began))
-            else:
-                times.append(arrived.seconds_since(zero))
-        rows.append({"nbytes": nbytes, "seconds": float(np.median(times))})
-    return pd.DataFrame(rows)
-
-
-def _network(steps: Sequence[StepResult], transfers: pd.DataFrame) -> Network:
-    """Fit latency and bandwidth; the latency under load counts where messages were waited for."""
-    if transfers.empty:
-        return Network()
-    slope, idle = np.polyfit(transfers["nbytes"], transfers["seconds"], 1)
-    largest = transfers.iloc[-1]
-    grows = slope * largest["nbytes"] > 0.5 * largest["seconds"]
-    waited = waits(run.timeline for run in steps)
-    latency = float(waited.mean()) if len(waited) else float(max(idle, 0.0))
-    return Network(latency=latency, bandwidth=float(1 / slope) if grows else math.inf)
 
 
 def _warn_of_poor_accuracy(table: pd.DataFrame) -> None:

@@ -1,217 +1,40 @@
 """Predict steps, run them, and compare: the proof of a simulation.
 
 Calibration steps and measured steps take turns, so that a machine whose speed drifts drifts for
-both. Each row's prediction comes from the calibration steps alone.
+both. Each row's prediction comes from the calibration steps alone. All of it may be repeated, with
+a new calibration each time, to say how sure the error is.
 """
 
 from __future__ import annotations
 
-import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
+from pipeexec.accuracy import Repeat, op_errors, parts_of_steps
 from pipeexec.devices import DeviceLike
 from pipeexec.executor import Loss, Pipeline, StepResult
-from pipeexec.profile import Calibration, Profile
+from pipeexec.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.run import Batch
-from pipeexec.run_directory import RECORD, command, read_record, write_directory
-from pipesim.compare import Comparison
+from pipeexec.validation import Row, Validation
 from pipesim.costs import Costs
-from pipesim.errors import ArgumentError, RunDirectoryError, check_count
+from pipesim.errors import (
+    AccuracyWarning,
+    ArgumentError,
+    CostsError,
+    PipeError,
+    check_count,
+)
 from pipesim.graph import TaskGraph
+from pipesim.measured import output_bytes
 from pipesim.memory import static
 from pipesim.simulate import replay, simulate
-from pipesim.timeline import Timeline
 
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
-__all__ = ["Row", "Validation", "load_run", "validate"]
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One graph, predicted once and measured in several steps.
-
-    Attributes
-    ----------
-    predicted
-        From the costs of the calibration steps.
-    measured
-        The step whose makespan is the median.
-    makespans, replayed
-        Of every step, measured, and replayed from its own durations; seconds.
-    peak_memory
-        Bytes that each device really held at most: parameters, gradients and optimizer state, and
-        activations, counted in a step of their own.
-    losses
-        Of every step.
-    """
-
-    predicted: Timeline
-    measured: Timeline
-    makespans: tuple[float, ...]
-    replayed: tuple[float, ...]
-    peak_memory: tuple[float, ...]
-    losses: tuple[float, ...]
-
-    @property
-    def comparison(self) -> Comparison:
-        """Prediction beside the median step."""
-        return Comparison(self.predicted, self.measured)
-
-    @property
-    def errors(self) -> NDArray[np.float64]:
-        """Predicted over measured makespan, minus 1, of every step."""
-        return np.array([self.predicted.makespan / seconds - 1.0 for seconds in self.makespans])
-
-    @property
-    def replay_errors(self) -> NDArray[np.float64]:
-        """Replayed over measured makespan, minus 1, of every step."""
-        return np.array([a / b - 1.0 for a, b in zip(self.replayed, self.makespans, strict=True)])
-
-
-@dataclass(frozen=True, eq=False)
-class Validation:
-    """Rows by name, and the profile that their predictions come from (None once loaded)."""
-
-    rows: dict[str, Row]
-    costs: Costs
-    profile: Profile | None = None
-
-    @cached_property
-    def table(self) -> pd.DataFrame:
-        """One row a graph.
-
-        ``predicted``, ``measured`` (median) makespan in seconds; ``error`` (median over steps),
-        ``worst`` (of any step), ``replay`` (median error of the steps replayed), signed and
-        relative; ``bubble_predicted``, ``bubble_measured`` (0..1); ``memory_predicted``,
-        ``memory_measured`` (bytes of the fullest device).
-        """
-        import pandas as pd
-
-        rows = {
-            name: {
-                "predicted": row.predicted.makespan,
-                "measured": float(np.median(row.makespans)),
-                "error": float(np.median(row.errors)),
-                "worst": float(row.errors[np.abs(row.errors).argmax()]),
-                "replay": float(np.median(row.replay_errors)),
-                "bubble_predicted": row.predicted.bubble_fraction,
-                "bubble_measured": row.measured.bubble_fraction,
-                "memory_predicted": float(row.predicted.peak_memory.max()),
-                "memory_measured": float(max(row.peak_memory)),
-            }
-            for name, row in self.rows.items()
-        }
-        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("graph")
-
-    @cached_property
-    def differences(self) -> pd.DataFrame:
-        """Every pair of rows, and whether the prediction told which is faster.
-
-        ``predicted`` and ``measured`` difference (s), ``noise`` (median absolute deviation of the
-        difference over the rounds, s), ``beyond_noise``, and ``right`` (same sign).
-        """
-        import pandas as pd
-
-        rows = []
-        for (a, first), (b, second) in itertools.combinations(self.rows.items(), 2):
-            difference = np.array(first.makespans) - np.array(second.makespans)
-            measured = float(np.median(difference))
-            noise = float(np.median(np.abs(difference - measured)))
-            predicted = first.predicted.makespan - second.predicted.makespan
-            rows.append(
-                {
-                    "pair": f"{a} - {b}",
-                    "predicted": predicted,
-                    "measured": measured,
-                    "noise": noise,
-                    "beyond_noise": abs(measured) > noise,
-                    "right": bool(np.sign(predicted) == np.sign(measured)),
-                }
-            )
-        columns = ["pair", "predicted", "measured", "noise", "beyond_noise", "right"]
-        return pd.DataFrame(rows, columns=columns).set_index("pair")
-
-    def figure(self, **options: Any) -> Figure:
-        """Draw every row's prediction over its median step; see `pipesim.plot.overlay`."""
-        from pipesim.plot import overlay
-
-        return overlay({name: row.comparison for name, row in self.rows.items()}, **options)
-
-    def save(self, path: Path | str, *, record: Mapping[str, Any] | None = None) -> None:
-        """Write a run directory, whole or not at all.
-
-        ``run.json``, ``costs.json``, ``table.csv``, ``overlay.png`` and ``overlay.pdf``; for each
-        row a folder with ``timeline.csv`` (the median step) and ``predicted.csv``.
-
-        Raises
-        ------
-        RunDirectoryError
-            If it cannot be written, or something else is there.
-        """
-        from pipesim.plot import save
-
-        rows = {
-            name: {
-                "makespans": row.makespans,
-                "replayed": row.replayed,
-                "peak_memory": row.peak_memory,
-                "losses": row.losses,
-            }
-            for name, row in self.rows.items()
-        }
-        path = Path(path)
-        with write_directory(path, {"command": command(), **(record or {}), "rows": rows}) as to:
-            self.costs.save(to / "costs.json")
-            self.table.to_csv(to / "table.csv")
-            if self.profile is not None:
-                self.profile.table.to_csv(to / "profile.csv")
-                self.profile.transfers.to_csv(to / "transfers.csv", index=False)
-            figure = self.figure()
-            for suffix in ("png", "pdf"):
-                save(figure, to / f"overlay.{suffix}")
-            for name, row in self.rows.items():
-                (to / _folder(name)).mkdir()
-                row.measured.save(to / _folder(name) / "timeline.csv")
-                row.predicted.save(to / _folder(name) / "predicted.csv")
-
-
-def _folder(name: str) -> str:
-    return name.replace("/", "-").replace(" ", "-")
-
-
-def load_run(path: Path | str) -> Validation:
-    """Read a run directory.
-
-    Raises
-    ------
-    RunDirectoryError
-        If a file is missing, truncated or edited.
-    """
-    path = Path(path)
-    record = read_record(path)
-    if "rows" not in record:
-        raise RunDirectoryError(f"{path} holds no validation: {RECORD} lists no rows")
-    costs = Costs.load(path / "costs.json")
-    rows = {}
-    for name, kept in record["rows"].items():
-        predicted, measured = (
-            Timeline.load(path / _folder(name) / file, costs=costs, name=name)
-            for file in ("predicted.csv", "timeline.csv")
-        )
-        rows[name] = Row(predicted, measured, **{key: tuple(value) for key, value in kept.items()})
-    return Validation(rows, costs)
+__all__ = ["validate"]
 
 
 def validate(
@@ -224,6 +47,8 @@ def validate(
     *,
     n_steps: int = 9,
     warm_up: int = 2,
+    repeat: int = 1,
+    costs: Costs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Validation:
     """Profile, simulate, execute and compare.
@@ -237,7 +62,11 @@ def validate(
     batches
         Yields ``(inputs, targets)``; a new batch for every round of steps.
     n_steps, warm_up
-        Measured steps of each graph, and steps before them that do not count.
+        Measured steps of each graph, and steps before them that do not count; in each repeat.
+    repeat
+        How often to calibrate and measure. Two and more say how sure the mean error is.
+    costs
+        Predict from these, without any calibration; from `px.profile` or `Costs.load`.
     progress
         Called with a line of text now and then.
 
@@ -246,18 +75,49 @@ def validate(
     ArgumentError
         If there are no graphs, graphs that differ in placement or number of micro-batches, or too
         few batches.
+    CostsError
+        If ``costs`` do not suit the graphs.
 
     Warns
     -----
     AccuracyWarning
-        If tasks are too short or too unsteady to be predicted well.
+        If tasks are too short or too unsteady to be predicted well, or ``costs`` are of messages of
+        other sizes.
     """
     n_steps = check_count("n_steps", n_steps)
     warm_up = check_count("warm_up", warm_up, 0)
+    repeat = check_count("repeat", repeat)
+    first = _widest(graphs)
+    if costs is not None:
+        _check_costs(costs, graphs)
+    source = _taken(batches, repeat * (n_steps + 1))
+    with Pipeline(stages, first, devices, loss_fn, optimizer) as pipeline:
+        pipelines = [pipeline.with_graph(graph) for graph in graphs.values()]
+        repeats = []
+        for number in range(repeat):
+            say = _prefixed(progress, f"repeat {number + 1} of {repeat}, " if repeat > 1 else "")
+            repeats.append(_measured(pipeline, pipelines, source, n_steps, warm_up, costs, say))
+        inputs, targets = repeats[-1].batch
+        held = [each.device_bytes(inputs, targets) for each in pipelines]
+        real = with_stage_bytes(repeats[-1].costs, pipeline)
+    rows = {
+        name: _row(
+            name,
+            [Repeat(simulate(graph, each.costs), each.results[row]) for each in repeats],
+            (static(graph, real) + np.array(held[row])).tolist(),
+        )
+        for row, (name, graph) in enumerate(graphs.items())
+    }
+    if costs is not None:
+        _warn_of_other_sizes(costs, rows)
+    return Validation(rows, repeats[-1].costs, repeats[-1].profile)
+
+
+def _widest(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
+    """Return the graph that has the paths of all, once all have as many micro-batches."""
     if not graphs:
         raise ArgumentError("validate needs at least one graph")
-    say = progress or (lambda _: None)
-    first = max(graphs.values(), key=lambda graph: graph.n_replicas)  # has the paths of all
+    first = max(graphs.values(), key=lambda graph: graph.n_replicas)
     for name, graph in graphs.items():
         if graph.n_microbatches != first.n_microbatches:
             raise ArgumentError(
@@ -265,30 +125,85 @@ def validate(
                 f"{first.n_microbatches}: costs hold for one size of micro-batch; validate graphs "
                 "of as many micro-batches"
             )
-    source = _taken(batches, n_steps + 1)
-    with Pipeline(stages, first, devices, loss_fn, optimizer) as pipeline:
-        pipelines = [pipeline.with_graph(graph) for graph in graphs.values()]
-        runs: list[list[StepResult]] = [[] for _ in pipelines]
-        inputs, targets = next(source)
-        calibration = Calibration(pipeline, inputs, targets, graphs.values())
-        say(f"warming up: {warm_up} rounds")
-        for _ in range(warm_up):
+    return first
+
+
+def _check_costs(costs: object, graphs: Mapping[str, TaskGraph]) -> None:
+    """Raise unless costs that were given suit every graph."""
+    if not isinstance(costs, Costs):
+        raise ArgumentError(f"costs must be a pipesim.Costs, got {type(costs).__name__}")
+    for name, graph in graphs.items():
+        try:
+            costs.of(graph)
+        except PipeError as error:
+            raise CostsError(
+                f"the costs do not suit graph {name!r} of {graph.n_stages} stages on "
+                f"{graph.n_devices} devices: {error}; measure them for these stages and schedules "
+                "(pipeexec profile)"
+            ) from error
+
+
+def _warn_of_other_sizes(costs: Costs, rows: Mapping[str, Row]) -> None:
+    """Warn where messages were not as large as costs that were given say."""
+    timeline = next(iter(rows.values())).measured
+    said = costs.per_stage("output_bytes", timeline.graph.n_stages)
+    seen = output_bytes(timeline)
+    for stage in np.flatnonzero((seen > 0) & (np.abs(said - seen) > 0.01 * seen))[:1]:
+        warnings.warn(
+            f"the costs say that stage {stage} sends {said[stage]:.0f} bytes a micro-batch, and it "
+            f"sent {seen[stage]:.0f}: they are of another model or size of micro-batch; profile "
+            "this one",
+            AccuracyWarning,
+            stacklevel=3,
+        )
+
+
+class _Measured(NamedTuple):
+    """One repeat: its costs, the steps of each graph, and the last batch."""
+
+    costs: Costs
+    profile: Profile | None
+    results: list[list[StepResult]]
+    batch: tuple[Batch, Any]
+
+
+def _measured(
+    pipeline: Pipeline,
+    pipelines: Sequence[Pipeline],
+    source: Iterator[tuple[Batch, Any]],
+    n_steps: int,
+    warm_up: int,
+    costs: Costs | None,
+    say: Callable[[str], None],
+) -> _Measured:
+    """Run calibration steps, unless there are costs, and measured steps in turn."""
+    runs: list[list[StepResult]] = [[] for _ in pipelines]
+    batch = next(source)
+    graphs = [each.graph for each in pipelines]
+    calibration = Calibration(pipeline, *batch, graphs) if costs is None else None
+    say(f"warming up: {warm_up} rounds")
+    for _ in range(warm_up):
+        if calibration is not None:
             calibration.warm_up(1)
-            for each in pipelines:
-                each.step(inputs, targets)
-        for number in range(n_steps):
-            inputs, targets = next(source)
+        for each in pipelines:
+            each.step(*batch)
+    for number in range(n_steps):
+        batch = next(source)
+        if calibration is not None:
             calibration.step()
-            for each, results in zip(pipelines, runs, strict=True):
-                results.append(each.step(inputs, targets))
-            say(f"round {number + 1} of {n_steps}: loss {float(runs[-1][-1].loss):.4f}")
-        profile = calibration.result()
-        held = [each.device_bytes(inputs, targets) for each in pipelines]
-    rows = {
-        name: _row(name, graph, results, profile.costs, stage_bytes)
-        for (name, graph), results, stage_bytes in zip(graphs.items(), runs, held, strict=True)
-    }
-    return Validation(rows, profile.costs, profile)
+        for each, results in zip(pipelines, runs, strict=True):
+            results.append(each.step(*batch))
+        say(f"round {number + 1} of {n_steps}: loss {float(runs[-1][-1].loss):.4f}")
+    if calibration is None:
+        assert costs is not None
+        return _Measured(costs, None, runs, batch)
+    profile = calibration.result()
+    return _Measured(profile.costs, profile, runs, batch)
+
+
+def _prefixed(progress: Callable[[str], None] | None, prefix: str) -> Callable[[str], None]:
+    """Return a function that tells a line with something before it, if anyone listens."""
+    return lambda line: progress(prefix + line) if progress is not None else None
 
 
 def _taken(batches: Iterable[tuple[Batch, Any]], n_batches: int) -> Iterator[tuple[Batch, Any]]:
@@ -304,21 +219,20 @@ def _taken(batches: Iterable[tuple[Batch, Any]], n_batches: int) -> Iterator[tup
             ) from None
 
 
-def _row(
-    name: str,
-    graph: TaskGraph,
-    results: Sequence[StepResult],
-    costs: Costs,
-    held_bytes: Sequence[int],
-) -> Row:
-    """Predict a graph and put its steps beside the prediction."""
+def _row(name: str, repeats: Sequence[Repeat], peak_memory: Sequence[float]) -> Row:
+    """Put the steps of a graph beside its predictions."""
+    results = [result for repeat in repeats for result in repeat.results]
     makespans = [result.timeline.makespan for result in results]
     middle = int(np.argsort(makespans)[len(makespans) // 2])
+    said = tuple(repeat.predicted.makespan for repeat in repeats)
     return Row(
-        predicted=simulate(graph, costs).with_name(name),
+        predicted=repeats[-1].predicted.with_name(name),
         measured=results[middle].timeline.with_name(name),
         makespans=tuple(makespans),
         replayed=tuple(replay(result.timeline).makespan for result in results),
-        peak_memory=tuple((static(graph, costs) + np.array(held_bytes)).tolist()),
+        peak_memory=tuple(peak_memory),
         losses=tuple(float(result.loss) for result in results),
+        predictions=said if len(said) > 1 else (),
+        parts=parts_of_steps(repeats),
+        ops=op_errors(repeats),
     )

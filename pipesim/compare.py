@@ -116,6 +116,12 @@ class Comparison:
         means["error"] = means["predicted"] / means["measured"] - 1.0
         return means
 
+    def error_parts(self, *, launch: float | None = None) -> pd.Series[float]:
+        """Return what the error consists of, in seconds; see `pipesim.error_parts`."""
+        from pipesim.error_parts import error_parts
+
+        return error_parts(self.predicted, self.measured, launch=launch)
+
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw predicted over measured; see `pipesim.plot.comparison`."""
         from pipesim.plot import comparison

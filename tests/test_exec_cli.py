@@ -139,6 +139,48 @@ def test_an_image_model_on_uneven_stages(
     assert read_record(tmp_path / "validate")["batch"] == 8
 
 
+def test_profile_show_and_validate_with_its_costs(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Costs are measured once, shown, and predicted from without another calibration."""
+    options = [*SMALL, "--text", str(text), "--results", str(tmp_path)]
+    path = tmp_path / "costs"
+    assert main(["profile", *options, "--name", "costs", "--schedules", "zb_h1"]) == 0
+    out, err = capsys.readouterr()
+    assert "measuring: 2 steps to warm up, then 2" in err
+    assert out.startswith("costs (ms; loaded: all stages running")
+    assert "\nI    0 " in out, "zb_h1 splits its backward"
+    assert "0 to 1 loaded" in out
+    assert out.endswith(f"\nwrote {path}: the figure is {path / 'transfers.png'}\n")
+    assert (path / "transfers.png").is_file()
+    assert main(["show", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == out.splitlines()[:-2]
+
+    arguments = ["validate", *options, "--schedules", "1f1b,zb_h1", "--recompute", "never"]
+    for number, file in enumerate((path, path / "costs.json")):
+        name = f"run{number}"
+        assert main([*arguments, "--costs", str(file), "--name", name, "--repeat", "2"]) == 0
+        out = capsys.readouterr().out
+        assert "by Student's t over 2 repeats" in out
+        assert "what the error consists of" in out
+        assert "error of each operation and stage" in out
+        assert "costs (ms" not in out
+        run = px.load_run(tmp_path / name)
+        assert run.costs == px.Profile.load(path).costs
+        record = read_record(tmp_path / name)
+        assert (record["repeat"], record["costs"]) == (2, str(file))
+        assert main(["show", str(tmp_path / name)]) == 0
+        assert out.startswith(capsys.readouterr().out.rstrip())
+
+
+def test_costs_of_other_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two stages in the file, three in the pipeline: told before anything runs."""
+    ps.Costs((1, 2), (1, 2)).save(tmp_path / "costs.json")
+    line = fail(capsys, "validate", *SMALL, "--stages", 3, "--costs", tmp_path / "costs.json")
+    assert "do not suit graph 'gpipe never' of 3 stages" in line
+    assert "forward has 2 values for 3 stages" in line
+
+
 # Mistakes: one line, before any work
 
 
@@ -163,6 +205,8 @@ def test_an_image_model_on_uneven_stages(
         ("--stages 0", "n_stages must be at least 1, got 0"),
         ("--microbatches 0", "n_microbatches must be at least 1, got 0"),
         ("--steps 0", "n_steps must be at least 1, got 0"),
+        ("--repeat 0", "repeat must be at least 1, got 0"),
+        ("--costs /absent/costs.json", "cannot read costs from /absent/costs.json"),
         ("--warm-up -1", "warm_up must be at least 0, got -1"),
         ("--seed -1", "seed must be at least 0, got -1"),
         ("--learning-rate -1", "learning rate must be a finite number >= 0, got -1.0"),
@@ -341,7 +385,9 @@ def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'vaildate'" in fail(capsys, "vaildate")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["validate", "--help"], ["show", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["validate", "--help"], ["profile", "--help"], ["show", "--help"]]
+)
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(arguments)

@@ -5,18 +5,28 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from executing import Nap, assert_same, cut, dense, mse, nap_stages, orders, pipeline
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.devices import make_devices
+from pipeexec.link_fit import fit, fits, network_of
+from pipeexec.link_speed import measure_transfers, pairs_of
 from pipeexec.profile import Calibration, breadth_first
-from pipesim.errors import AccuracyWarning, ArgumentError
+from pipeexec.run_directory import write_directory
+from pipeexec.streams import CpuStream
+from pipesim.errors import AccuracyWarning, ArgumentError, RunDirectoryError
 from pipesim.ops import Op
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
@@ -80,10 +90,17 @@ def test_the_table_has_a_row_an_operation_and_stage(measured: px.Profile) -> Non
 def test_transfers_are_measured_by_size(measured: px.Profile) -> None:
     """Within one memory a message is handed over, whatever its size: bandwidth has no end."""
     transfers = measured.transfers
-    assert list(transfers.columns) == ["nbytes", "seconds"]
-    assert transfers["nbytes"].is_monotonic_increasing
-    assert transfers["nbytes"].iloc[-1] >= 1 << 24
-    assert (transfers["seconds"] > 0).all()
+    assert list(transfers.columns) == [
+        *("source", "target", "nbytes", "idle", "loaded", "idle_fit", "loaded_fit")
+    ]
+    for pair in ((0, 1), (1, 0)):
+        mine = transfers[(transfers["source"] == pair[0]) & (transfers["target"] == pair[1])]
+        assert mine["nbytes"].is_monotonic_increasing
+        assert mine["nbytes"].iloc[-1] >= 1 << 24
+    assert (transfers.drop(columns=["source", "target"]) > 0).all(axis=None)
+    assert list(measured.fits.index) == [
+        (*pair, state) for pair in ((0, 1), (1, 0), (-1, -1)) for state in ("idle", "loaded")
+    ]
     assert measured.costs.network.bandwidth == math.inf
 
 
@@ -288,3 +305,151 @@ def test_steps_that_keep_versions_are_measured_as_such() -> None:
         assert profile.table.loc[("STEP", 0), "loaded"] > 0
         predicted = ps.simulate(graph, profile.costs)
     assert predicted.complete
+
+
+# Messages by size
+
+
+SIZES = np.array([1 << k for k in range(12, 26, 2)], dtype=float)
+
+
+def test_a_fit_by_hand() -> None:
+    """Points on a line give it back, whatever one of them does."""
+    seconds = 20e-6 + SIZES / 5e9
+    found = fit(SIZES, seconds)
+    assert (found.latency, found.bandwidth) == pytest.approx((20e-6, 5e9))
+    assert found.residual == pytest.approx(0, abs=1e-9)
+    assert found.r2 == pytest.approx(1)
+    seconds[3] *= 10
+    odd = fit(SIZES, seconds)
+    assert (odd.latency, odd.bandwidth) == pytest.approx((20e-6, 5e9))
+    assert odd.residual == pytest.approx(0.9 / len(SIZES))
+    assert odd.seconds(5e9) == pytest.approx(1 + 20e-6)
+
+
+def test_fits_at_their_limits() -> None:
+    """Messages that take as long whatever their size, and such without any latency."""
+    same = fit(SIZES, [5e-5] * len(SIZES))
+    assert (same.latency, same.bandwidth) == (5e-5, math.inf)
+    assert math.isnan(same.r2)
+    free = fit(SIZES, SIZES / 1e9)
+    assert (free.latency, free.bandwidth) == pytest.approx((0, 1e9))
+    convex = fit([1, 2, 4], [1, 2, 8])  # a line through the last two has a latency below 0
+    assert convex.latency >= 0
+    assert convex.bandwidth == pytest.approx(1)
+    one = fit([4096], [1e-4])
+    assert (one.latency, one.bandwidth) == (1e-4, math.inf)
+
+
+@given(st.lists(st.floats(1e-6, 1e-2), min_size=1, max_size=7))
+def test_any_fit_has_possible_values(seconds: list[float]) -> None:
+    """Whatever was measured, the network takes it."""
+    found = fit(SIZES[: len(seconds)], seconds)
+    ps.Network(found.latency, found.bandwidth)
+    assert found.residual >= 0
+
+
+def of_pairs(**speeds: tuple[float, float]) -> pd.DataFrame:
+    """Return transfers between pairs such as ``a01`` of the given latency and bandwidth."""
+    return pd.concat(
+        pd.DataFrame({"source": int(name[1]), "target": int(name[2]), "nbytes": SIZES,
+                      "idle": 1e-6 + SIZES / speed[1], "loaded": speed[0] + SIZES / speed[1]})
+        for name, speed in speeds.items()
+    ).reset_index(drop=True)  # fmt: skip
+
+
+def test_pairs_of_one_speed_share_it() -> None:
+    transfers = of_pairs(a01=(1e-5, 1e10), a12=(1.1e-5, 1.05e10))
+    network = network_of(transfers, fits(transfers), [])
+    assert network.links == ()
+    assert network.bandwidth == pytest.approx(1e10, rel=0.06)
+    assert network.latency == pytest.approx(1e-5, rel=0.11)
+
+
+def test_pairs_of_other_speed_have_links_of_their_own() -> None:
+    """As GPUs on one board and on two have."""
+    transfers = of_pairs(a01=(1e-5, 1e11), a12=(4e-5, 1e10))
+    network = network_of(transfers, fits(transfers), [])
+    fast, slow = network.links
+    assert (fast.pairs, slow.pairs) == (((0, 1),), ((1, 2),))
+    assert (fast.latency, fast.bandwidth) == pytest.approx((1e-5, 1e11))
+    assert (slow.latency, slow.bandwidth) == pytest.approx((4e-5, 1e10))
+    assert (network.latency, network.bandwidth) == (slow.latency, slow.bandwidth)
+
+
+def test_latency_is_what_was_waited_for_beyond_the_bytes() -> None:
+    """Of a simulated run whose network is known: its latency comes back, not that of the fit."""
+    given_ = ps.Network(latency=2e-3, bandwidth=1e9)
+    costs = ps.Costs(5e-3, 5e-3, output_bytes=1e6, network=given_)
+    timeline = ps.simulate(lowered(), costs)
+    transfers = of_pairs(a01=(1e-5, 1e9), a10=(1e-5, 1e9))
+    found = network_of(transfers, fits(transfers), [timeline])
+    assert found.latency == pytest.approx(2e-3)
+    assert found.bandwidth == pytest.approx(1e9)
+    alone = network_of(transfers.head(0), {}, [timeline])
+    assert (alone.latency, alone.bandwidth) == (pytest.approx(3e-3), math.inf)
+
+
+def test_messages_are_timed_between_the_pairs_that_have_any() -> None:
+    """Devices 0 and 2 of a linear pipeline send each other nothing."""
+    assert pairs_of(lowered(3)) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert pairs_of(lowered(1)) == []
+    graph = ps.lower(ps.schedule("interleaved_1f1b", 3, 3))
+    assert (2, 0) in pairs_of(graph)
+
+
+def test_busy_devices_compute_while_a_message_is_under_way() -> None:
+    """All but the receiver, and the sender goes on as it leaves."""
+    devices = make_devices(["cpu"] * 2)
+    seen: list[str] = []
+    submit = CpuStream.submit
+
+    def noted(self: CpuStream, work: Any) -> None:
+        seen.append(self._thread.name)
+        submit(self, work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        measure_transfers(devices, [(0, 1)], sizes=[64], repeat=1)  # warm
+        patch.setattr(CpuStream, "submit", noted)
+        table = measure_transfers(devices, [(0, 1)], sizes=[64, 128], repeat=2)
+    assert table["nbytes"].tolist() == [64, 128]
+    calibrating = seen.count("cpu:1 compute")
+    assert seen.count("cpu:0 compute") >= calibrating + 2 * 2 * 2
+    for device in devices:
+        device.close()
+
+
+def test_a_profile_is_loaded_as_it_was_saved(measured: px.Profile, tmp_path: Path) -> None:
+    measured.save(tmp_path / "run", record={"seed": 3})
+    loaded = px.Profile.load(tmp_path / "run")
+    assert loaded.costs == measured.costs
+    for table in ("table", "transfers", "fits"):
+        pd.testing.assert_frame_equal(getattr(loaded, table), getattr(measured, table))
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        *("run.json", "costs.json", "profile.csv", "transfers.csv", "links.csv"),
+        "transfers.png",
+    }
+    assert ps.Costs.load(tmp_path / "run" / "costs.json") == measured.costs
+
+
+def test_a_run_without_a_profile(tmp_path: Path) -> None:
+    with write_directory(tmp_path / "other", {}) as folder:
+        ps.Costs(1, 1).save(folder / "costs.json")
+    with pytest.raises(RunDirectoryError, match=r"holds no whole profile: it has no profile\.csv"):
+        px.Profile.load(tmp_path / "other")
+    with pytest.raises(RunDirectoryError, match=r"no whole run directory"):
+        px.Profile.load(tmp_path)
+
+
+def test_the_figure_shows_points_and_fits(measured: px.Profile) -> None:
+    """Both axes logarithmic; a marker a size, a line a pair, for both states."""
+    figure = Figure()
+    ax = measured.plot(ax=figure.add_subplot())
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    kinds = [line.get_gid() for line in ax.lines]
+    assert sorted(set(kinds)) == [*("idle:fit", "idle:measured", "loaded:fit", "loaded:measured")]
+    assert len(kinds) == 2 * 4
+    x, y = ax.lines[0].get_data()
+    first = measured.transfers.head(len(x))
+    assert list(x) == first["nbytes"].tolist()
+    np.testing.assert_allclose(y / y[0], first["idle"] / first["idle"][0])

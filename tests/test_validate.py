@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,14 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.run_directory import RECORD, write_directory
-from pipesim.errors import ArgumentError, PipeWarning, RunDirectoryError, StageError
+from pipesim.errors import (
+    AccuracyWarning,
+    ArgumentError,
+    CostsError,
+    PipeWarning,
+    RunDirectoryError,
+    StageError,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 
@@ -33,6 +41,9 @@ COLUMNS = [
     "error",
     "worst",
     "replay",
+    "error_mean",
+    "error_low",
+    "error_high",
     "bubble_predicted",
     "bubble_measured",
     "memory_predicted",
@@ -244,6 +255,9 @@ class Counting(nn.Module):
         ({"n_steps": 0}, "n_steps must be at least 1, got 0"),
         ({"n_steps": 2.0}, "n_steps must be a whole number"),
         ({"warm_up": -1}, "warm_up must be at least 0"),
+        ({"repeat": 0}, "repeat must be at least 1, got 0"),
+        ({"repeat": 2, "batches": []}, "got 0 batches, but 12 are needed"),
+        ({"costs": 3}, "costs must be a pipesim.Costs, got int"),
         (
             {"graphs": {"a": graphs(4)[NAMES[0]], "b": graphs(5)[NAMES[0]]}},
             "graph 'b' has 5 micro-batches, the first 4",
@@ -288,7 +302,14 @@ def test_a_run_is_loaded_as_it_was_saved(validation: px.Validation, saved: Path)
     pd.testing.assert_frame_equal(loaded.table, validation.table, check_exact=True)
     pd.testing.assert_frame_equal(loaded.differences, validation.differences, check_exact=True)
     assert loaded.costs == validation.costs
-    assert loaded.profile is None
+    assert loaded.profile is not None
+    assert validation.profile is not None
+    for table in ("table", "transfers", "fits"):
+        pd.testing.assert_frame_equal(
+            getattr(loaded.profile, table), getattr(validation.profile, table)
+        )
+    pd.testing.assert_frame_equal(loaded.parts, validation.parts)
+    pd.testing.assert_frame_equal(loaded.ops, validation.ops)
     for name, row in validation.rows.items():
         for attribute in ("makespans", "replayed", "peak_memory", "losses"):
             assert getattr(loaded.rows[name], attribute) == getattr(row, attribute)
@@ -306,13 +327,15 @@ def test_a_loaded_run_is_saved_again(saved: Path, tmp_path: Path) -> None:
 def test_what_a_run_directory_holds(validation: px.Validation, saved: Path) -> None:
     files = {path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()}
     rows = {f"{name.replace(' ', '-')}/{file}.csv"
-            for name in NAMES for file in ("timeline", "predicted")}  # fmt: skip
+            for name in NAMES for file in ("timeline", "predicted", "parts", "ops")}  # fmt: skip
     assert files == rows | {
         RECORD,
         "costs.json",
         "table.csv",
         "profile.csv",
         "transfers.csv",
+        "links.csv",
+        "transfers.png",
         "overlay.png",
         "overlay.pdf",
     }
@@ -351,6 +374,26 @@ def test_any_file_that_is_missing_truncated_or_edited_is_named(saved: Path, tmp_
         assert kind
 
 
+def test_a_run_of_an_older_version(saved: Path, tmp_path: Path) -> None:
+    """Without the tables that came later, and with another one of transfers."""
+    older = tmp_path / "older"
+    shutil.copytree(saved, older)
+    record = json.loads((older / RECORD).read_text())
+    (older / RECORD).unlink()
+    for file in [*older.rglob("parts.csv"), *older.rglob("ops.csv"), older / "links.csv"]:
+        file.unlink()
+    (older / "transfers.csv").write_text("nbytes,seconds\n4096,8e-05\n")
+    with write_directory(tmp_path / "again", {"rows": record["rows"]}) as folder:
+        shutil.copytree(older, folder, dirs_exist_ok=True)
+    loaded = px.load_run(tmp_path / "again")
+    assert loaded.profile is None
+    assert loaded.parts.empty
+    assert loaded.ops.empty
+    pd.testing.assert_frame_equal(loaded.table, px.load_run(saved).table)
+    loaded.save(tmp_path / "saved")
+    assert px.load_run(tmp_path / "saved").parts.empty
+
+
 def test_a_run_directory_of_something_else(tmp_path: Path) -> None:
     with write_directory(tmp_path / "other", {"seed": 1}):
         pass
@@ -386,3 +429,119 @@ def test_public_names() -> None:
 def test_warnings_are_pipesims_own(recwarn: pytest.WarningsRecorder) -> None:
     validate(stages=nap_stages(2, 0, 0), n_steps=1, warm_up=0)
     assert all(issubclass(w.category, PipeWarning) for w in recwarn)
+
+
+# Repeats, parts of errors, costs that are given
+
+
+@pytest.fixture(scope="module")
+def repeated() -> px.Validation:
+    """Two calibrations, three steps of each row beside each."""
+    return validate(repeat=2, n_steps=3, graphs=dict(list(graphs().items())[:2]))
+
+
+def test_repeats_have_predictions_of_their_own(repeated: px.Validation) -> None:
+    """Errors are those of each step from the prediction of its repeat."""
+    for name, row in repeated.rows.items():
+        assert len(row.predictions) == 2
+        assert row.predictions[0] != row.predictions[1]
+        assert len(row.makespans) == len(row.losses) == len(row.replayed) == 6
+        assert row.predicted.makespan == row.predictions[-1]
+        errors = [row.predictions[k // 3] / row.makespans[k] - 1 for k in range(6)]
+        assert row.errors == pytest.approx(errors)
+        assert repeated.table.loc[name, "predicted"] == pytest.approx(np.mean(row.predictions))
+        mean, low, high = row.error_interval
+        means = [np.mean(errors[:3]), np.mean(errors[3:])]
+        assert mean == pytest.approx(np.mean(means))
+        # Student's t of one degree of freedom, times half the difference.
+        half = 12.706 * abs(means[0] - means[1]) / 2
+        assert (low, high) == pytest.approx((mean - half, mean + half))
+        assert tuple(repeated.table.loc[name, ["error_mean", "error_low", "error_high"]]) == (
+            mean, low, high)  # fmt: skip
+    assert repeated.profile is not None
+    assert repeated.costs is repeated.profile.costs
+
+
+def test_repeats_are_told_and_saved(repeated: px.Validation, tmp_path: Path) -> None:
+    repeated.save(tmp_path / "run")
+    loaded = px.load_run(tmp_path / "run")
+    pd.testing.assert_frame_equal(loaded.table, repeated.table, check_exact=True)
+    pd.testing.assert_frame_equal(loaded.parts, repeated.parts)
+    pd.testing.assert_frame_equal(loaded.ops, repeated.ops)
+    lines: list[str] = []
+    validate(stages=nap_stages(2, 0, 0), graphs={"x": graphs()[NAMES[0]]}, n_steps=1, warm_up=0,
+             repeat=2, progress=lines.append)  # fmt: skip
+    assert [line.rpartition(":")[0] for line in lines] == [
+        f"repeat {k} of 2, {what}" for k in (1, 2) for what in ("warming up", "round 1 of 1")
+    ]
+
+
+def test_the_interval_of_one_repeat_is_over_its_steps(validation: px.Validation) -> None:
+    row = validation.rows[NAMES[0]]
+    mean, low, high = row.error_interval
+    assert mean == pytest.approx(row.errors.mean())
+    half = 2.776 * row.errors.std(ddof=1) / 5**0.5
+    assert (low, high) == pytest.approx((mean - half, mean + half))
+
+
+def test_parts_sum_to_the_error_of_each_step(repeated: px.Validation) -> None:
+    for row in repeated.rows.values():
+        assert row.parts is not None
+        assert row.parts["repeat"].tolist() == [0, 0, 0, 1, 1, 1]
+        assert tuple(row.parts["measured"]) == row.makespans
+        said = np.repeat(row.predictions, 3)
+        sums = row.parts.drop(columns=["repeat", "measured"]).sum(axis=1)
+        np.testing.assert_allclose(sums, said - np.array(row.makespans), atol=1e-12)
+    table = repeated.parts
+    assert list(table.index) == list(repeated.rows)
+    np.testing.assert_allclose(table.iloc[:, 2:].sum(axis=1), table["error"], atol=1e-12)
+
+
+def test_errors_of_operations(validation: px.Validation) -> None:
+    """By stage; predicted are the costs."""
+    ops = validation.ops
+    assert set(ops.index.unique("graph")) == set(NAMES)
+    row = ops.loc[("gpipe always", "B", 1)]
+    assert row["predicted"] == pytest.approx(validation.costs.backward[1])
+    assert row["measured"] > 5e-3
+    assert row["low"] < row["error"] < row["high"]
+    assert {"F", "B", "R", "STEP"} <= set(ops.index.unique("op"))
+    assert not ops["error"].isna().any()
+
+
+def test_a_slow_stage_is_found_in_the_parts() -> None:
+    """Costs of stages twice as slow: the durations were the error, 60 ms and more of it."""
+    graph = graphs()[NAMES[0]]
+    costs = ps.Costs(10e-3, 10e-3)
+    found = validate(costs=costs, graphs={"x": graph}, n_steps=3)
+    assert found.profile is None
+    assert found.costs is costs
+    parts = found.parts.loc["x"]
+    assert parts["durations"] == parts[["durations", "spread", "transfers", "host"]].abs().max()
+    assert parts["durations"] > 0.5 * 50e-3
+
+
+def test_given_costs_need_no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And messages of another size than they say are warned of; memory is what there was."""
+    monkeypatch.setattr(sys.modules["pipeexec.validate"], "Calibration", None)
+    arguments: dict[str, Any] = {
+        "stages": nap_stages(2, 0, 0), "graphs": {"x": graphs()[NAMES[0]]}, "n_steps": 1,
+    }  # fmt: skip
+    with pytest.warns(
+        AccuracyWarning, match=r"stage 0 sends 5 bytes a micro-batch, and it sent 32"
+    ):
+        found = validate(**arguments, costs=ps.Costs(1e-3, 1e-3, output_bytes=5))
+    assert min(found.rows["x"].peak_memory) > 2 * 80
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (ps.Costs((1, 2, 3), 1), "do not suit graph 'gpipe never' of 2 stages on 2 devices: forwa"),
+        (ps.Costs(1), "backward is missing"),
+        (ps.Costs(1, 1, network=ps.Network(links=[ps.Link(0, 1, ((0, 5),))])), "device"),
+    ],
+)
+def test_costs_that_do_not_suit(costs: ps.Costs, message: str) -> None:
+    with pytest.raises(CostsError, match=message):
+        validate(stages=[Counting(), Counting()], costs=costs)

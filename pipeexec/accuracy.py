@@ -1,0 +1,126 @@
+"""How far predictions were from steps: by operation and stage, and what the error consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pipeexec.executor import StepResult
+from pipesim.compare import Comparison
+from pipesim.error_parts import PARTS
+from pipesim.intervals import Interval, mean_interval
+from pipesim.measured import stage_seconds
+from pipesim.ops import COMPUTE, Op
+from pipesim.simulate import hand_over
+from pipesim.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Repeat", "interval_over", "op_errors", "op_seconds", "parts_of_steps"]
+
+Key = tuple[str, int]
+
+
+class Repeat(NamedTuple):
+    """The prediction of a graph from one calibration, and the steps measured beside it."""
+
+    predicted: Timeline
+    results: Sequence[StepResult]
+
+
+def interval_over(errors: Sequence[Sequence[float]]) -> Interval:
+    """Return the mean error and its 95 % interval, given the errors of each repeat's steps.
+
+    Steps of one repeat share a calibration, so that their errors are not independent: what counts
+    are the means of the repeats. Of a single repeat its steps count, and the interval says nothing
+    of how another calibration would have come out.
+    """
+    if len(errors) > 1:
+        return mean_interval(float(np.mean(each)) for each in errors)
+    return mean_interval(errors[0])
+
+
+def parts_of_steps(repeats: Sequence[Repeat]) -> pd.DataFrame:
+    """Return the parts of every step's error, in seconds; see `pipesim.error_parts`.
+
+    One row a step, repeat after repeat: ``repeat``, ``measured`` makespan, and `PARTS`, whose sum
+    is predicted less measured.
+    """
+    import pandas as pd
+
+    rows = []
+    for number, repeat in enumerate(repeats):
+        for result in repeat.results:
+            launch = result.host_seconds / len(result.timeline)
+            parts = Comparison(repeat.predicted, result.timeline).error_parts(launch=launch)
+            rows.append({"repeat": number, "measured": result.timeline.makespan} | parts.to_dict())
+    return pd.DataFrame(rows, columns=["repeat", "measured", *PARTS])
+
+
+def op_errors(repeats: Sequence[Repeat]) -> pd.DataFrame:
+    """Return how far the mean seconds of each operation in each stage were from the prediction.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by ``op`` and ``stage``; see `op_seconds`. ``predicted`` and ``measured`` (mean
+        over the steps, s), ``error`` (predicted over measured, minus 1; its mean), and ``low`` and
+        ``high``, the ends of its 95 % interval, as `interval_over` has it.
+    """
+    import pandas as pd
+
+    said = [op_seconds(repeat.predicted) for repeat in repeats]
+    seen = [[op_seconds(result.timeline) for result in repeat.results] for repeat in repeats]
+    rows = []
+    for key in said[0]:
+        steps = [[step[key] for step in each if step.get(key)] for each in seen]
+        if not all(steps) or not all(key in each for each in said):
+            continue  # a message that nobody waited for
+        # The errors of one repeat are steps', or the one of its mean.
+        several = len(repeats) > 1
+        errors = [
+            [one[key] / float(np.mean(each)) - 1] if several else [one[key] / s - 1 for s in each]
+            for one, each in zip(said, steps, strict=True)
+        ]
+        error = interval_over(errors)
+        rows.append(
+            {
+                "op": key[0],
+                "stage": key[1],
+                "predicted": float(np.mean([each[key] for each in said])),
+                "measured": float(np.mean([np.mean(each) for each in steps])),
+                "error": error.mean,
+                "low": error.low,
+                "high": error.high,
+            }
+        )
+    columns = ["op", "stage", "predicted", "measured", "error", "low", "high"]
+    return pd.DataFrame(rows, columns=columns).set_index(["op", "stage"])
+
+
+def op_seconds(timeline: Timeline) -> Mapping[Key, float]:
+    """Return the mean seconds of each operation in each stage that has it.
+
+    Messages are listed as the SEND of the stage that they leave, with the seconds from its start
+    to a consumer that waited for them. Halves of overlapped actions are listed apart, as in
+    ``"F overlapped"``.
+    """
+    graph = timeline.graph
+    found: dict[Key, float] = {}
+    for op in Op:
+        for overlapped in (False, True):
+            if op in COMPUTE:
+                seconds = stage_seconds(timeline, op, overlapped=overlapped)
+                name = f"{op.name} overlapped" if overlapped else op.name
+                found |= {(name, s): float(x) for s, x in enumerate(seconds) if not np.isnan(x)}
+    waited = hand_over(timeline, waited_only=True)
+    recvs = np.flatnonzero(~np.isnan(waited))
+    sends = graph.pair[recvs]
+    for op in (Op.SEND_F, Op.SEND_B):
+        for stage in np.unique(graph.stage[sends[graph.op[sends] == op]]).tolist():
+            mine = (graph.op[sends] == op) & (graph.stage[sends] == stage)
+            found[op.name, stage] = float(waited[recvs[mine]].mean())
+    return found

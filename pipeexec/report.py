@@ -1,0 +1,147 @@
+"""Tables of validations and profiles as text, with units that people read."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pipesim.error_parts import PARTS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from pipeexec.profile import Profile
+    from pipeexec.validation import Validation
+
+__all__ = ["profile_report", "report"]
+
+
+def report(validation: Validation) -> str:
+    """Return what a validation found: errors, what they consist of, costs."""
+    parts = [_table_text(validation.table)]
+    differences = validation.differences
+    clear = differences[differences["beyond_noise"]]
+    if len(clear):
+        parts.append(
+            f"order of rows: {int(clear['right'].sum())} of {len(clear)} differences beyond noise "
+            "predicted with the right sign"
+        )
+    parts.append(
+        "error: predicted over measured makespan, minus 1 (median of the steps; worst of any "
+        "step)\nreplay: the same for each step simulated from its own durations\n"
+        f"mean (95 %): mean error and its confidence interval, {_over(validation)}"
+    )
+    parts += _parts_text(validation.parts)
+    parts += _ops_text(validation.ops)
+    if validation.profile is not None:
+        parts.append(_costs_text(validation.profile.table))
+        parts += _fits_text(validation.profile.fits.query("source < 0"))
+    return "\n\n".join(parts)
+
+
+def profile_report(profile: Profile) -> str:
+    """Return what a profile found: costs, and the fits of every pair of devices."""
+    return "\n\n".join([_costs_text(profile.table), *_fits_text(profile.fits)])
+
+
+def _over(validation: Validation) -> str:
+    """Return what the intervals are over."""
+    counts = {len(row.predictions) for row in validation.rows.values()} - {0}
+    if counts:
+        return f"by Student's t over {max(counts)} repeats"
+    return "by Student's t over the steps of one calibration (--repeat tells how calibrations vary)"
+
+
+def _parts_text(parts: pd.DataFrame) -> list[str]:
+    """Return what the errors consist of, in percent of the measured makespan."""
+    if parts.empty:
+        return []
+    shares = parts[["error", *PARTS]].div(parts["measured"], axis=0)
+    text = shares.map("{:+.1%}".format).rename_axis(None).to_string()
+    return [
+        "what the error consists of (mean over the steps, of the measured makespan; above 0: the "
+        f"prediction was longer)\n{text}\n"
+        "durations: an operation's mean in its stage; spread: single tasks around that mean; "
+        "transfers: messages, until used;\nhost: when tasks were issued; hand_over: between "
+        "streams; unexplained: the rest"
+    ]
+
+
+def _ops_text(ops: pd.DataFrame) -> list[str]:
+    """Return the error of each operation and stage, a column a graph."""
+    if ops.empty:
+        return []
+    half = (ops["high"] - ops["low"]) / 2
+    cells = (
+        ops["error"]
+        .map("{:+.1%}".format)
+        .str.cat(half.map(lambda x: "" if math.isnan(x) else f" ±{x:.1%}"))
+    )
+    table = cells.unstack("graph", sort=False).fillna("")
+    names = [name for name in ops.index.unique("graph") if name in table]
+    text = table[names].rename_axis(columns=None).to_string()
+    return [
+        "error of each operation and stage: predicted over measured mean seconds, minus 1, and "
+        f"its 95 % interval\n(SEND: until used)\n{text}"
+    ]
+
+
+def _costs_text(table: pd.DataFrame) -> str:
+    lines = table.assign(**{c: table[c] * 1e3 for c in ("loaded", "isolated")})
+    return (
+        "costs (ms; loaded: all stages running, isolated: one at a time)\n"
+        + lines.round(3).to_string()
+    )
+
+
+def _fits_text(fits: pd.DataFrame) -> list[str]:
+    """Return latency and bandwidth of messages."""
+    if fits.empty:
+        return []
+    import pandas as pd
+
+    pairs = [
+        "all pairs" if source < 0 else f"{source} to {target}" for source, target, _ in fits.index
+    ]
+    columns = {
+        "devices": pairs,
+        "state": fits.index.get_level_values("state"),
+        "latency us": [f"{s * 1e6:.1f}" for s in fits["latency"]],
+        "GB/s": ["inf" if math.isinf(b) else f"{b / 1e9:.2f}" for b in fits["bandwidth"]],
+        "off by": [f"{x:.0%}" for x in fits["residual"]],
+        "R2": [f"{x:.3f}" for x in fits["r2"]],
+    }
+    return [
+        "messages by size, fitted as latency + bytes / bandwidth (off by: mean relative "
+        "deviation of the sizes)\n" + pd.DataFrame(columns).to_string(index=False)
+    ]
+
+
+def _table_text(table: pd.DataFrame) -> str:
+    """Return the table of a validation with units that people read."""
+    import pandas as pd
+
+    mib = 1 << 20
+    columns = {
+        "predicted ms": table["predicted"].map(lambda s: f"{s * 1e3:.1f}"),
+        "measured ms": table["measured"].map(lambda s: f"{s * 1e3:.1f}"),
+        "error": table["error"].map("{:+.1%}".format),
+        "worst": table["worst"].map("{:+.1%}".format),
+        "replay": table["replay"].map("{:+.1%}".format),
+        "mean (95 %)": [_interval_text(*row) for row in zip(*_interval(table), strict=True)],
+        "bubble pred.": table["bubble_predicted"].map("{:.1%}".format),
+        "bubble meas.": table["bubble_measured"].map("{:.1%}".format),
+        "memory pred. MiB": table["memory_predicted"].map(lambda b: f"{b / mib:.1f}"),
+        "memory meas. MiB": table["memory_measured"].map(lambda b: f"{b / mib:.1f}"),
+    }
+    return str(pd.DataFrame(columns).rename_axis(None).to_string())
+
+
+def _interval(table: pd.DataFrame) -> list[list[float]]:
+    return [table[column].tolist() for column in ("error_mean", "error_low", "error_high")]
+
+
+def _interval_text(mean: float, low: float, high: float) -> str:
+    if math.isnan(low):
+        return f"{mean:+.1%}"
+    return f"{mean:+.1%} ({low:+.1%} to {high:+.1%})"

@@ -1,0 +1,282 @@
+"""What a validation found: rows of predictions beside steps; tables, figure, run directory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeexec.accuracy import interval_over
+from pipeexec.profile import Profile
+from pipeexec.profile_files import FITS, load_profile, save_profile
+from pipeexec.run_directory import RECORD, command, read_record, write_directory
+from pipesim.compare import Comparison
+from pipesim.costs import Costs
+from pipesim.error_parts import PARTS
+from pipesim.errors import RunDirectoryError
+from pipesim.intervals import Interval
+from pipesim.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+__all__ = ["Row", "Validation", "load_run"]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One graph, predicted once a repeat and measured in several steps.
+
+    Attributes
+    ----------
+    predicted
+        From the costs of the calibration steps; of the last repeat.
+    measured
+        The step whose makespan is the median.
+    makespans, replayed
+        Of every step, measured, and replayed from its own durations; seconds. Repeat after repeat.
+    peak_memory
+        Bytes that each device really held at most: parameters, gradients and optimizer state, and
+        activations, counted in a step of their own.
+    losses
+        Of every step.
+    predictions
+        Makespan predicted in each repeat (s); empty where there was one.
+    parts, ops
+        What the error of each step consists of, and the error of each operation in each stage:
+        tables of `pipeexec.accuracy`. None where a run directory lacks them, as older ones do.
+    """
+
+    predicted: Timeline
+    measured: Timeline
+    makespans: tuple[float, ...]
+    replayed: tuple[float, ...]
+    peak_memory: tuple[float, ...]
+    losses: tuple[float, ...]
+    predictions: tuple[float, ...] = ()
+    parts: pd.DataFrame | None = None
+    ops: pd.DataFrame | None = None
+
+    @property
+    def prediction(self) -> float:
+        """Predicted makespan, mean over the repeats; seconds."""
+        return float(np.mean(self.predictions or [self.predicted.makespan]))
+
+    @property
+    def comparison(self) -> Comparison:
+        """Prediction beside the median step."""
+        return Comparison(self.predicted, self.measured)
+
+    @property
+    def errors(self) -> NDArray[np.float64]:
+        """Predicted over measured makespan, minus 1, of every step."""
+        said = np.array(self.predictions or [self.predicted.makespan])
+        seconds = np.array(self.makespans).reshape(len(said), -1)
+        errors: NDArray[np.float64] = (said[:, None] / seconds - 1.0).ravel()
+        return errors
+
+    @property
+    def error_interval(self) -> Interval:
+        """Mean of `errors` and its 95 % interval.
+
+        By Student's t over the means of the repeats; of one repeat, over its steps, and then
+        without what another calibration would have changed.
+        """
+        return interval_over(self.errors.reshape(len(self.predictions) or 1, -1).tolist())
+
+    @property
+    def replay_errors(self) -> NDArray[np.float64]:
+        """Replayed over measured makespan, minus 1, of every step."""
+        return np.array([a / b - 1.0 for a, b in zip(self.replayed, self.makespans, strict=True)])
+
+
+@dataclass(frozen=True, eq=False)
+class Validation:
+    """Rows by name, and the costs and profile that their predictions come from.
+
+    Of several repeats, those of the last. ``profile`` is None where costs were given, and for run
+    directories of older versions.
+    """
+
+    rows: dict[str, Row]
+    costs: Costs
+    profile: Profile | None = None
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """One row a graph.
+
+        ``predicted`` (mean over repeats), ``measured`` (median) makespan in seconds; ``error``
+        (median over steps), ``worst`` (of any step), ``replay`` (median error of the steps
+        replayed), ``error_mean``, ``error_low`` and ``error_high`` (mean error and the ends of its
+        95 % interval; see `Row.error_interval`), signed and relative; ``bubble_predicted``,
+        ``bubble_measured`` (0..1); ``memory_predicted``, ``memory_measured`` (bytes of the fullest
+        device).
+        """
+        import pandas as pd
+
+        rows = {
+            name: {
+                "predicted": row.prediction,
+                "measured": float(np.median(row.makespans)),
+                "error": float(np.median(row.errors)),
+                "worst": float(row.errors[np.abs(row.errors).argmax()]),
+                "replay": float(np.median(row.replay_errors)),
+                **dict(zip(_INTERVAL, row.error_interval, strict=True)),
+                "bubble_predicted": row.predicted.bubble_fraction,
+                "bubble_measured": row.measured.bubble_fraction,
+                "memory_predicted": float(row.predicted.peak_memory.max()),
+                "memory_measured": float(max(row.peak_memory)),
+            }
+            for name, row in self.rows.items()
+        }
+        return pd.DataFrame.from_dict(rows, orient="index").rename_axis("graph")
+
+    @cached_property
+    def differences(self) -> pd.DataFrame:
+        """Every pair of rows, and whether the prediction told which is faster.
+
+        ``predicted`` and ``measured`` difference (s), ``noise`` (median absolute deviation of the
+        difference over the rounds, s), ``beyond_noise``, and ``right`` (same sign).
+        """
+        import pandas as pd
+
+        rows = []
+        for (a, first), (b, second) in itertools.combinations(self.rows.items(), 2):
+            difference = np.array(first.makespans) - np.array(second.makespans)
+            measured = float(np.median(difference))
+            noise = float(np.median(np.abs(difference - measured)))
+            predicted = first.prediction - second.prediction
+            rows.append(
+                {
+                    "pair": f"{a} - {b}",
+                    "predicted": predicted,
+                    "measured": measured,
+                    "noise": noise,
+                    "beyond_noise": abs(measured) > noise,
+                    "right": bool(np.sign(predicted) == np.sign(measured)),
+                }
+            )
+        columns = ["pair", "predicted", "measured", "noise", "beyond_noise", "right"]
+        return pd.DataFrame(rows, columns=columns).set_index("pair")
+
+    @cached_property
+    def parts(self) -> pd.DataFrame:
+        """What the error of each row consists of: means over its steps, seconds.
+
+        Indexed by ``graph``: ``measured`` makespan, ``error`` (predicted less measured), and its
+        parts, which `pipesim.error_parts` explains. Rows of older run directories are left out.
+        """
+        import pandas as pd
+
+        rows = {name: row.parts[["measured", *PARTS]].mean()
+                for name, row in self.rows.items() if row.parts is not None}  # fmt: skip
+        table = pd.DataFrame.from_dict(rows, orient="index", columns=["measured", *PARTS])
+        table.insert(1, "error", table[list(PARTS)].sum(axis=1))
+        return table.rename_axis("graph")
+
+    @cached_property
+    def ops(self) -> pd.DataFrame:
+        """The error of each operation in each stage of each row; see `pipeexec.accuracy.op_errors`.
+
+        Indexed by ``graph``, ``op`` and ``stage``. Rows of older run directories are left out.
+        """
+        import pandas as pd
+
+        tables = {name: row.ops for name, row in self.rows.items() if row.ops is not None}
+        return pd.concat(tables, names=["graph"]) if tables else pd.DataFrame()
+
+    def figure(self, **options: Any) -> Figure:
+        """Draw every row's prediction over its median step; see `pipesim.plot.overlay`."""
+        from pipesim.plot import overlay
+
+        return overlay({name: row.comparison for name, row in self.rows.items()}, **options)
+
+    def save(self, path: Path | str, *, record: Mapping[str, Any] | None = None) -> None:
+        """Write a run directory, whole or not at all.
+
+        ``run.json``, ``costs.json``, ``table.csv``, ``overlay.png`` and ``overlay.pdf``; with a
+        profile, what `Profile.save` writes; for each row a folder with ``timeline.csv`` (the median
+        step), ``predicted.csv``, ``parts.csv`` (of each step's error) and ``ops.csv``.
+
+        Raises
+        ------
+        RunDirectoryError
+            If it cannot be written, or something else is there.
+        """
+        from pipesim.plot import save
+
+        rows = {
+            name: {
+                "makespans": row.makespans,
+                "replayed": row.replayed,
+                "peak_memory": row.peak_memory,
+                "losses": row.losses,
+                **({"predictions": row.predictions} if row.predictions else {}),
+            }
+            for name, row in self.rows.items()
+        }
+        path = Path(path)
+        with write_directory(path, {"command": command(), **(record or {}), "rows": rows}) as to:
+            self.costs.save(to / "costs.json")
+            self.table.to_csv(to / "table.csv")
+            if self.profile is not None:
+                save_profile(to, self.profile.table, self.profile.transfers, self.profile.fits)
+            figure = self.figure()
+            for suffix in ("png", "pdf"):
+                save(figure, to / f"overlay.{suffix}")
+            for name, row in self.rows.items():
+                (to / _folder(name)).mkdir()
+                row.measured.save(to / _folder(name) / "timeline.csv")
+                row.predicted.save(to / _folder(name) / "predicted.csv")
+                for file, table in ((_PARTS, row.parts), (_OPS, row.ops)):
+                    if table is not None:
+                        table.to_csv(to / _folder(name) / file, index=file == _OPS)
+
+
+#: Columns of `Validation.table` that `Row.error_interval` fills, and files of a row's tables.
+_INTERVAL = ("error_mean", "error_low", "error_high")
+_PARTS, _OPS = "parts.csv", "ops.csv"
+
+
+def _folder(name: str) -> str:
+    return name.replace("/", "-").replace(" ", "-")
+
+
+def load_run(path: Path | str) -> Validation:
+    """Read a run directory.
+
+    Raises
+    ------
+    RunDirectoryError
+        If a file is missing, truncated or edited.
+    """
+    import pandas as pd
+
+    path = Path(path)
+    record = read_record(path)
+    if "rows" not in record:
+        raise RunDirectoryError(f"{path} holds no validation: {RECORD} lists no rows")
+    costs = Costs.load(path / "costs.json")
+    rows = {}
+    for name, kept in record["rows"].items():
+        predicted, measured = (
+            Timeline.load(path / _folder(name) / file, costs=costs, name=name)
+            for file in ("predicted.csv", "timeline.csv")
+        )
+        parts, ops = (
+            pd.read_csv(file, index_col=index)
+            if (file := path / _folder(name) / table).is_file() else None
+            for table, index in ((_PARTS, None), (_OPS, [0, 1]))
+        )  # fmt: skip
+        values = {key: tuple(value) for key, value in kept.items()}
+        rows[name] = Row(predicted, measured, **values, parts=parts, ops=ops)
+    profile = Profile(costs, *load_profile(path)) if (path / FITS).is_file() else None
+    return Validation(rows, costs, profile)

@@ -1,0 +1,216 @@
+"""What a command line asks to be run: stages of a model, graphs, devices, batches."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipesim.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from pipeexec.executor import Loss
+    from pipesim.graph import TaskGraph
+    from pipesim.registry import ScheduleInfo
+
+__all__ = ["Workload", "add_workload", "workload"]
+
+
+def words(text: str) -> list[str]:
+    """Return the words between commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        return [int(word) for word in words(text)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"not whole numbers: {text!r}") from None
+
+
+def add_workload(parser: argparse.ArgumentParser, *, steps: int, what: str, name: str) -> None:
+    """Add the options that say what is run, how often, and where results go.
+
+    ``what`` the steps are, and how many by default; ``name`` of the run directory.
+    """
+    add = parser.add_argument
+    add("--model", default="gpt", help="gpt or convnet (default: gpt)")
+    add("--stages", type=int, help="number of devices, each of which has one stage, or the chunks "
+        "of a looped or V-shaped schedule (default: 2, or as --balance or a file has)")  # fmt: skip
+    add("--balance", type=_counts, help="layers of each stage, such as 4,6 (default: even work)")
+    add("--microbatches", type=int, help="of a step (default: 8, or as a file has)")
+    add("--batch", type=int, help="samples of a step (default: what suits the model)")
+    add("--schedules", type=words, default=["gpipe", "1f1b"], help="names or files, all with "
+        "the same stages on the same devices (default: gpipe,1f1b)")  # fmt: skip
+    add("--recompute", type=words, default=["never", "always"], help="modes (default: "
+        "never,always; also except_last)")  # fmt: skip
+    add("--devices", type=words, help="where to run, one name a device (default: cpu for each)")
+    add("--no-overlap", action="store_true", help="transfers on the compute stream")
+    add("--steps", type=int, default=steps, help=f"{what} (default: {steps})")
+    add("--warm-up", type=int, default=2, help="steps before them (default: 2)")
+    add("--learning-rate", type=float, default=3e-4, help="of AdamW (default: 3e-4)")
+    add("--seed", type=int, default=0, help="of weights and data (default: 0)")
+    add("--name", default=name, help=f"of the run directory (default: {name})")
+    add("--results", type=Path, default=Path("results"), help="its parent (default: results)")
+    model = parser.add_argument_group("sizes of the model")
+    for option in ("layers", "width", "heads", "sequence", "image-size", "classes"):
+        model.add_argument(f"--{option}", type=int)
+    model.add_argument("--dropout", type=float)
+    model.add_argument("--text", type=Path, help="train on this file, not on Python's library")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What `pipeexec.validate` and `pipeexec.Pipeline` take, and what the record says of it."""
+
+    stages: Sequence[nn.Module]
+    graphs: dict[str, TaskGraph]
+    devices: list[str]
+    loss: Loss
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    record: dict[str, Any]
+
+
+def workload(arguments: argparse.Namespace) -> Workload:
+    """Return what the options of `add_workload` ask for.
+
+    Raises
+    ------
+    PipeError
+        For values that are out of range or do not suit each other.
+    """
+    import torch
+
+    from pipeexec.models import MODELS, batches, build_model, split
+    from pipesim.errors import check_count, check_name, number
+
+    rate = number(arguments.learning_rate)
+    if rate is None or not 0 <= rate < math.inf:
+        raise ArgumentError(
+            f"the learning rate must be a finite number >= 0, got {arguments.learning_rate}"
+        )
+    # Torch takes 64 bits; a longer seed wraps, as that of the weights does.
+    torch.manual_seed(check_count("seed", arguments.seed, 0) % (1 << 63))
+    torch.set_num_threads(1)
+    spec = MODELS[check_name("model", arguments.model, MODELS)]
+    sizes = {
+        name: getattr(arguments, name)
+        for name in ("layers", "width", "heads", "sequence", "image_size", "classes", "dropout",
+                     "text")
+    }  # fmt: skip
+    sizes = {name: value for name, value in sizes.items() if value is not None}
+    for name in sizes:
+        check_name(f"option of model {arguments.model!r}:", name, spec.options)
+    model = build_model(arguments.model, seed=arguments.seed, **sizes)
+    graphs = _graphs(arguments)
+    n_stages, n_devices, n_microbatches = _shape(graphs, arguments.balance)
+    stages = split(model.layers, n_stages, balance=arguments.balance or None)
+    batch = arguments.batch
+    if batch is None:
+        batch = _BATCH[arguments.model] * n_microbatches
+    record = {
+        "model": arguments.model,
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in model.options.items()},
+        "layers_of_stages": [len(stage) for stage in stages],
+        "batch": batch,
+        "seed": arguments.seed,
+        "steps": arguments.steps,
+    }
+    return Workload(
+        stages,
+        graphs,
+        arguments.devices or ["cpu"] * n_devices,
+        model.loss,
+        batches(model.make_batch, batch, arguments.seed),
+        lambda parameters: torch.optim.AdamW(parameters, lr=rate),
+        record,
+    )
+
+
+#: Samples of a micro-batch that make tasks of 5 ms and more on one core.
+_BATCH = {"gpt": 4, "convnet": 4}
+
+
+def _graphs(arguments: argparse.Namespace) -> dict[str, TaskGraph]:
+    """Return the rows: every schedule under every recompute mode."""
+    import pipesim
+    from pipesim.schedule_names import info_of
+
+    if not arguments.schedules or not arguments.recompute:
+        raise ArgumentError("name at least one schedule and one recompute mode")
+    infos = {name: info_of(name) for name in arguments.schedules}
+    n_devices = _count(arguments, "stages", "devices", lambda: _balanced(arguments, infos))
+    n_microbatches = _count(arguments, "microbatches", "micro-batches", lambda: 8)
+    return {
+        f"{name} {recompute}": pipesim.lower(
+            info.make(n_devices, n_microbatches),
+            recompute=recompute,
+            overlap=not arguments.no_overlap,
+        )
+        for name, info in infos.items()
+        for recompute in arguments.recompute
+    }
+
+
+def _count(arguments: argparse.Namespace, flag: str, what: str, default: Callable[[], int]) -> int:
+    """Return a count that a flag or the files of schedules give, or else the default."""
+    from pipesim.errors import check_count
+    from pipesim.schedule_names import counts_of_file
+
+    key = f"n_{what.replace('-', '')}"  # n_devices, n_microbatches
+    found = {name: counts_of_file(name).get(key) for name in arguments.schedules}
+    if getattr(arguments, flag) is not None:
+        found[f"--{flag}"] = check_count(f"n_{flag}", getattr(arguments, flag))
+    counts = {where: count for where, count in found.items() if count is not None}
+    if len(set(counts.values())) > 1:
+        each = ", ".join(f"{count} in {where}" for where, count in counts.items())
+        raise ArgumentError(
+            f"schedules of one validation have the same number of {what}; got {each}: leave "
+            f"--{flag} out where a file says it, and validate unlike files apart"
+        )
+    return next(iter(counts.values())) if counts else default()
+
+
+def _balanced(arguments: argparse.Namespace, infos: Mapping[str, ScheduleInfo]) -> int:
+    """Return how many devices the stages of --balance take; 2 without it."""
+    if not arguments.balance:
+        return 2
+    name, info = next(iter(infos.items()))
+    probe = info.make(2, 8)  # which every registered schedule takes; a file has its own counts
+    n_chunks = probe.n_stages // probe.n_devices
+    if len(arguments.balance) % n_chunks:
+        raise ArgumentError(
+            f"--balance needs a multiple of {n_chunks} layer counts for {name}, one for each of a "
+            f"device's stages; got {len(arguments.balance)}"
+        )
+    return len(arguments.balance) // n_chunks
+
+
+def _shape(graphs: Mapping[str, TaskGraph], balance: Sequence[int] | None) -> tuple[int, int, int]:
+    """Return how many stages, devices and micro-batches all of the graphs have.
+
+    Graphs of fewer paths have the first ones of the graph that has the most.
+    """
+    homes = {name: graph.homes.tolist() for name, graph in graphs.items()}
+    widest = max(homes, key=lambda name: len(homes[name]))
+    for name, paths in homes.items():
+        if paths != homes[widest][: len(paths)]:
+            places = (f"{x}: {' and '.join(map(str, homes[x]))}" for x in (widest, name))
+            raise ArgumentError(
+                "schedules of one validation run the same stages on the same devices; got the "
+                f"devices of the stages {', '.join(places)}: validate them apart"
+            )
+    graph = graphs[widest]
+    if balance and len(balance) != graph.n_stages:
+        raise ArgumentError(
+            f"--balance has {len(balance)} layer counts, but the schedules have {graph.n_stages} "
+            f"stages on {graph.n_devices} devices; give one a stage (--stages may be left out)"
+        )
+    return graph.n_stages, graph.n_devices, graph.n_microbatches

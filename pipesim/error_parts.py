@@ -1,0 +1,270 @@
+"""What the error of a prediction consists of: its makespan less a measured one, part by part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs import CostTable, TaskCosts
+from pipesim.errors import ArgumentError, number
+from pipesim.graph import TaskGraph
+from pipesim.ops import COMPUTE, RECVS
+from pipesim.simulate import simulate
+from pipesim.timeline import Timeline
+from pipesim.waits import message_latency
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["PARTS", "error_parts"]
+
+Floats = NDArray[np.float64]
+
+#: Index of `error_parts`.
+PARTS = ("durations", "spread", "transfers", "host", "hand_over", "unexplained")
+
+
+def error_parts(
+    predicted: Timeline, measured: Timeline, *, launch: float | None = None
+) -> pd.Series[float]:
+    """Return predicted less measured makespan, in parts that sum to it; seconds.
+
+    The prediction is simulated again with some of its values replaced by those of the measurement,
+    kind by kind. What the makespan loses by a replacement is the kind's part: above 0 where the
+    prediction was longer for it.
+
+    =========== ===================================================================================
+    part        what the prediction had otherwise
+    =========== ===================================================================================
+    durations   mean seconds of each operation, in each stage: costs that moved, as under load
+    spread      how single tasks strayed from that mean, which no cost of a stage can say
+    transfers   seconds from the start of a SEND to its use by a consumer that waited for it (else
+                to its arrival), and those of collectives
+    host        when tasks were issued
+    hand_over   seconds between the end of what a task needed on another stream, and its start;
+                unless that was a message, whose hand-over is part of its latency, as in costs
+    unexplained the rest: tasks that started late though their own stream was the last to be free,
+                overlaps that the graph forbids, and links that were shared otherwise
+    =========== ===================================================================================
+
+    The order of replacement matters: a message that comes late costs nothing while its receiver is
+    still busy for longer than was said. No order is more right than another, so each part is
+    the mean of what it changes over all orders (Shapley 1953, "A value for n-person games"), in
+    which kinds share evenly what they change together. So the parts of a sum of causes are right
+    in sum, and a part can be 0 although its values were wrong, where nothing waited for them.
+
+    Parameters
+    ----------
+    predicted, measured
+        Of the same tasks, and whole.
+    launch
+        Seconds that the host really took to issue a task, such as ``result.host_seconds /
+        len(graph)``. By default those of the measured timeline's costs, if it has any, or else
+        what the prediction says: a host that was late is then within the other parts.
+
+    Returns
+    -------
+    pandas.Series
+        Indexed by `PARTS`. The sum is ``predicted.makespan - measured.makespan``, up to rounding.
+
+    Raises
+    ------
+    TimelineError
+        If tasks of a timeline did not run.
+    ArgumentError
+        If ``launch`` is negative or not finite.
+
+    Notes
+    -----
+    What a measurement does not show is taken as it was predicted: the latency of a message that
+    arrived, by its prediction, before its RECV was reached.
+    """
+    import pandas as pd
+
+    for timeline in (predicted, measured):
+        timeline.check_complete("the parts of an error are known of")
+    seconds = None if launch is None else number(launch)
+    if launch is not None and (seconds is None or not 0 <= seconds < math.inf):
+        raise ArgumentError(f"launch must be finite seconds >= 0 a task, got {launch!r}")
+    values = _Values(predicted, measured, seconds)
+    parts = _shapley(values.makespan, [values.differs(kind) for kind in range(len(PARTS) - 1)])
+    total = predicted.makespan - measured.makespan
+    return pd.Series([*parts, math.fsum([total, *(-part for part in parts)])], list(PARTS))
+
+
+def _shapley(value: Callable[[int], float], plays: list[bool]) -> list[float]:
+    """Return by how much each bit of a set lowers ``value(set)``, on average over all orders."""
+    players = [bit for bit, does in enumerate(plays) if does]
+    n = len(players)
+    sets = [sum(1 << players[k] for k in range(n) if mask >> k & 1) for mask in range(1 << n)]
+    found = {members: value(members) for members in sets}
+    parts = [0.0] * len(plays)
+    for bit in players:
+        for members in sets:
+            if not members >> bit & 1:
+                size = members.bit_count()
+                weight = 1.0 / (n * math.comb(n - 1, size))
+                parts[bit] += weight * (found[members] - found[members | 1 << bit])
+    return parts
+
+
+class _Tasks(NamedTuple):
+    """What one timeline says of each task: an array of each kind, shape ``(len(graph),)``.
+
+    ``mean`` and ``shape`` multiply to the seconds of a compute task; ``held``, ``latency`` and
+    ``links`` are those of messages and collectives.
+    """
+
+    mean: Floats
+    shape: Floats
+    held: Floats
+    latency: Floats
+    links: NDArray[np.int64]
+    launch: Floats
+    late: Floats
+
+
+class _Values:
+    """Simulates the graph with the values of one timeline or the other, kind by kind."""
+
+    def __init__(self, predicted: Timeline, measured: Timeline, launch: float | None) -> None:
+        self.graph = graph = predicted.graph
+        self.computes = graph.is_op(COMPUTE)
+        usual = message_latency(predicted)
+        own = _launch(predicted)
+        real = own if launch is None and measured.costs is None else _launch(measured)
+        if launch is not None:
+            real = np.full(len(graph), launch)
+        self.said = _Tasks(
+            *_mean_and_shape(graph, predicted.duration),
+            np.where(graph.is_op(RECVS), 0.0, predicted.duration),
+            np.where(graph.pair >= 0, np.maximum(usual, usual[graph.pair]), 0.0),
+            _links(predicted),
+            own,
+            np.zeros(len(graph)),
+        )
+        held, latency, late = _waits(graph, measured, usual, _issued(graph, real))
+        mean_and_shape = _mean_and_shape(graph, measured.duration)
+        self.seen = _Tasks(*mean_and_shape, held, latency, _links(measured), real, late)
+
+    def differs(self, kind: int) -> bool:
+        """Tell whether the timelines differ in a kind; order as in `PARTS`."""
+        return any(
+            not np.array_equal(getattr(self.said, name), getattr(self.seen, name))
+            for name in _FIELDS[kind]
+        )
+
+    def makespan(self, seen: int) -> float:
+        """Return the makespan if the kinds in the bits of ``seen`` were as measured."""
+        chosen = {
+            name: getattr(self.seen if seen >> kind & 1 else self.said, name)
+            for kind, names in enumerate(_FIELDS)
+            for name in names
+        }
+        tasks = _Tasks(**chosen)
+        busy = np.where(self.computes, tasks.mean * tasks.shape, tasks.held)
+        table = CostTable(
+            duration=busy + tasks.late,
+            latency=tasks.latency,
+            launch=tasks.launch,
+            nbytes=np.zeros(len(busy)),
+            links=tasks.links,
+        )
+        return simulate(self.graph, TaskCosts.of_tasks(table)).makespan
+
+
+#: Fields of `_Tasks` that make each kind; order as in `PARTS`.
+_FIELDS = (("mean",), ("shape",), ("held", "latency", "links"), ("launch",), ("late",))
+
+
+def _mean_and_shape(graph: TaskGraph, duration: Floats) -> tuple[Floats, Floats]:
+    """Return each task's usual seconds, the mean of its kind, and its own over those."""
+    kind, n_kinds = graph.kind, len(graph.kinds)
+    means = np.bincount(kind, duration, n_kinds) / np.maximum(np.bincount(kind, None, n_kinds), 1)
+    mean = means[kind]
+    return mean, np.divide(duration, mean, out=np.ones(len(mean)), where=mean > 0)
+
+
+def _launch(timeline: Timeline) -> Floats:
+    """Return the seconds that issuing each task takes, as costs have it; 0 without costs."""
+    graph = timeline.graph
+    if timeline.costs is None:
+        return np.zeros(len(graph))
+    return timeline.costs.per_stage("launch", graph.n_stages)[graph.stage]
+
+
+def _links(timeline: Timeline) -> NDArray[np.int64]:
+    """Return the links that each task holds; without costs, one of its own."""
+    if timeline.costs is None:
+        return np.arange(len(timeline))[:, None]
+    return timeline.costs.of(timeline.graph).links
+
+
+def _issued(graph: TaskGraph, launch: Floats) -> Floats:
+    """Return when each task was issued (rule 7)."""
+    issued = np.zeros(len(graph))
+    host = graph.host[graph.device]
+    for each in np.unique(host):
+        mine = host == each
+        issued[mine] = np.cumsum(launch[mine])
+    return issued
+
+
+def _waits(
+    graph: TaskGraph, timeline: Timeline, usual: Floats, issued: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Return the seconds that each task held, its latency, and by how much it started late.
+
+    A late task is simulated as one that lasts as much longer: its end, which is what others
+    wait for, is then where it was.
+    """
+    start, end = timeline.start, timeline.end
+    is_recv, member = graph.is_op(RECVS), graph.group >= 0
+    ready, last, before = _needs(graph, end)
+    reached = np.maximum(ready, issued)
+    late = np.maximum(0.0, start - reached)
+    # Within a stream nothing is handed over; a late start there is unexplained.
+    handed = (last >= 0) & (graph.stream[last] != graph.stream) & ~is_recv & ~member
+    late = np.where(handed, late, 0.0)
+    held = np.where(is_recv, 0.0, end - start)
+    held[member] = np.maximum(0.0, end - reached)[member]
+
+    recvs = np.flatnonzero(is_recv & (graph.pair >= 0))
+    sends = graph.pair[recvs]
+    there = np.maximum(before, issued)[recvs]  # when the RECV's own stream came to it
+    expected = end[sends] + usual[recvs]
+    shown = (expected > there) | (end[recvs] - there > usual[recvs])
+    woken = np.full(len(graph), np.inf)
+    waited = np.flatnonzero(handed & is_recv[last])
+    np.minimum.at(woken, last[waited], late[waited])
+    wake = np.where(shown & np.isfinite(woken[recvs]), woken[recvs], 0.0)
+    arrived = end[recvs] + wake
+    latency = np.zeros(len(graph))
+    seconds = np.maximum(0.0, arrived - end[sends])
+    latency[recvs] = np.where(shown, seconds, np.minimum(usual[recvs], seconds))
+    latency[sends] = latency[recvs]
+    in_latency = np.zeros(len(graph))
+    in_latency[recvs] = wake
+    late[waited] -= in_latency[last[waited]]
+    return held, latency, late
+
+
+def _needs(graph: TaskGraph, end: Floats) -> tuple[Floats, NDArray[np.int64], Floats]:
+    """Return when all that a task needed had ended, which ended last, and when all but a pair had.
+
+    -1 and 0 s for tasks that need nothing.
+    """
+    rows, values = graph.precedence.rows, graph.precedence.values
+    ready, before = np.zeros(len(graph)), np.zeros(len(graph))
+    np.maximum.at(ready, rows, end[values])
+    apart = values != graph.pair[rows]
+    np.maximum.at(before, rows[apart], end[values[apart]])
+    last = np.full(len(graph), -1, dtype=np.int64)
+    # Where two end at one moment, nothing was waited for: the own stream's counts.
+    order = np.lexsort((graph.stream[values] == graph.stream[rows], end[values], rows))
+    last[rows[order]] = values[order]
+    return ready, last, before

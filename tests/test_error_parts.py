@@ -1,0 +1,297 @@
+"""What the error of a prediction consists of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import cases, costs, graphs
+
+import pipesim as ps
+from pipesim.error_parts import PARTS, _shapley, error_parts
+from pipesim.errors import ArgumentError, TimelineError
+from pipesim.intervals import mean_interval
+from pipesim.ops import RECVS, SENDS, Op
+
+NETWORK = ps.Network(latency=0.25, bandwidth=4.0)
+COSTS = ps.Costs(1, 2, output_bytes=1, network=NETWORK)
+
+
+def graph(name: str = "1f1b", p: int = 2, m: int = 4, **options: Any) -> ps.TaskGraph:
+    return ps.lower(ps.schedule(name, p, m), step="none", **options)
+
+
+def measured(timeline: ps.Timeline) -> ps.Timeline:
+    """Return what a measurement would show: times, and sizes of messages."""
+    return replace(timeline, sizes=timeline.nbytes, costs=None)
+
+
+def parts(
+    of: ps.TaskGraph, costs: ps.Costs, *, noise: ps.Noise | None = None, **options: Any
+) -> dict[str, float]:
+    """Return the parts that are not 0, of a run with ``costs`` that was predicted with `COSTS`."""
+    predicted = ps.simulate(of, COSTS)
+    ran = measured(ps.simulate(of, costs, noise=noise))
+    found = ps.Comparison(predicted, ran).error_parts(**options)
+    assert list(found.index) == list(PARTS)
+    assert found.sum() == pytest.approx(predicted.makespan - ran.makespan, abs=1e-9)
+    return {name: seconds for name, seconds in found.items() if abs(seconds) > 1e-9}
+
+
+# By hand: one thing is wrong
+
+
+def test_a_right_prediction_has_no_error() -> None:
+    assert parts(graph(), COSTS) == {}
+    assert parts(graph(p=3, overlap=False), COSTS) == {}
+    assert parts(graph(rendezvous=True), COSTS) == {}
+
+
+def test_a_slow_stage() -> None:
+    """GPipe on one device: four F that take 1.5 s longer."""
+    one = graph("gpipe", 1)
+    assert parts(one, replace(COSTS, forward=2.5)) == pytest.approx({"durations": -6})
+    # Of two stages, the second is the busier one from then on.
+    both = parts(graph("gpipe"), replace(COSTS, forward=(1, 2.5)))
+    assert both == pytest.approx({"durations": -6})
+
+
+def test_slow_messages() -> None:
+    """GPipe: the first F of stage 1 and the last B of stage 0 wait for each of them once."""
+    slow = replace(COSTS, network=ps.Network(latency=0.75, bandwidth=4.0))
+    assert parts(graph("gpipe"), slow) == pytest.approx({"transfers": -2 * 0.5})
+    thin = replace(COSTS, network=ps.Network(latency=0.25, bandwidth=2.0))
+    assert parts(graph("gpipe"), thin) == pytest.approx({"transfers": -2 * 0.25})
+
+
+def test_a_message_that_nobody_waited_for() -> None:
+    """It is ten times as late, arrives while its receiver is busy, and costs nothing."""
+    timeline = ps.simulate(graph("gpipe", m=8), replace(COSTS, forward=(1, 5)))
+    of = timeline.graph
+    recv = np.flatnonzero((of.op == Op.RECV_F) & (of.microbatch == 3))
+    end = timeline.end.copy()
+    end[recv] += 2.5
+    late = replace(measured(timeline), end=end)
+    found = error_parts(timeline, late)
+    assert late.duration[recv] > 2.5
+    assert found.abs().max() < 1e-9
+
+
+def test_tasks_that_stray_from_their_mean() -> None:
+    """The first of four F takes half a second longer, the second as much less.
+
+    Stage 1, the busier one, starts later by the first, and gains nothing by the second.
+    """
+    predicted = ps.simulate(graph("gpipe"), replace(COSTS, forward=(1, 4)))
+    first, second = np.flatnonzero((predicted.graph.op == Op.F) & (predicted.graph.stage == 0))[:2]
+    seconds = predicted.duration
+    seconds[first] += 0.5
+    seconds[second] -= 0.5
+    ran = measured(resimulated(predicted, seconds))
+    found = error_parts(predicted, ran)
+    assert found["durations"] == pytest.approx(0)
+    assert found["spread"] == pytest.approx(-0.5)
+    assert found.sum() == pytest.approx(predicted.makespan - ran.makespan)
+
+
+def resimulated(timeline: ps.Timeline, seconds: Any) -> ps.Timeline:
+    """Simulate with other durations of compute tasks."""
+    of = timeline.graph
+    assert timeline.costs is not None
+    tasks = timeline.costs.of(of)
+    return ps.simulate(of, replace(tasks, drawn=np.where(of.is_op(RECVS | SENDS),
+                                                         tasks.duration, seconds)))  # fmt: skip
+
+
+def test_a_host_that_is_late() -> None:
+    """One device of four F and four B; nothing starts before it is issued, the first after 3 s."""
+    slow = replace(COSTS, launch=3.0)
+    one = graph("gpipe", 1)
+    assert parts(one, slow, launch=3.0) == pytest.approx({"host": -(8 * 3 + 2 - 12)})
+    # Without a word of the host, its lateness is a start that nothing explains.
+    assert parts(one, slow) == pytest.approx({"unexplained": -(8 * 3 + 2 - 12)})
+
+
+def test_a_host_known_from_costs() -> None:
+    """A measured timeline with costs has its launch from them."""
+    one = graph("gpipe", 1)
+    ran = ps.simulate(one, replace(COSTS, launch=3.0))
+    found = error_parts(ps.simulate(one, COSTS), ran)
+    assert found["host"] == pytest.approx(-14)
+    assert found["unexplained"] == pytest.approx(0)
+
+
+def shifted(timeline: ps.Timeline, tasks: Any, seconds: float) -> ps.Timeline:
+    """Return a measurement in which some tasks, and all that end after they began, come later."""
+    from_ = float(timeline.start[tasks].min())
+    start = timeline.start + np.where(timeline.start >= from_, seconds, 0.0)
+    end = timeline.end + np.where(timeline.end > from_, seconds, 0.0)
+    return replace(measured(timeline), start=start, end=end)
+
+
+def test_hand_over_between_streams() -> None:
+    """Each device's messages leave half a second after what they carry is there."""
+    timeline = ps.simulate(graph("gpipe", m=1), COSTS)
+    send = np.flatnonzero(timeline.graph.op == Op.SEND_F)
+    late = shifted(timeline, send, 0.5)
+    found = error_parts(timeline, late)
+    assert found["hand_over"] == pytest.approx(-0.5)
+    assert found.drop("hand_over").abs().max() < 1e-9
+
+
+def test_waking_up_is_part_of_a_message() -> None:
+    """A consumer that starts half a second after its message: as costs have it, latency."""
+    timeline = ps.simulate(graph("gpipe", m=1), COSTS)
+    consumer = np.flatnonzero((timeline.graph.op == Op.F) & (timeline.graph.stage == 1))
+    found = error_parts(timeline, shifted(timeline, consumer, 0.5))
+    assert found["transfers"] == pytest.approx(-0.5)
+    assert found.drop("transfers").abs().max() < 1e-9
+
+
+def test_a_gap_within_a_stream_is_unexplained() -> None:
+    """Between two F of one device, which had all they needed."""
+    timeline = ps.simulate(graph("gpipe", 1), COSTS)
+    late = shifted(timeline, 2, 0.5)
+    found = error_parts(timeline, late)
+    assert found["unexplained"] == pytest.approx(-0.5)
+    assert found.drop("unexplained").abs().max() < 1e-9
+
+
+def test_causes_that_meet_share_what_they_change() -> None:
+    """F of stage 1 take 4 s instead of 1, and the second message 3 s longer, in GPipe's order.
+
+    Predicted 3 s; with the durations 9, with the message 6, with both 9, since the message then
+    comes as the first F ends. On average over both orders, (6 + 3) / 2 and (3 + 0) / 2.
+    """
+    of = graph("gpipe", m=2)
+    said, slow = ps.Costs(1, 0), ps.Costs((1, 4), 0)
+    tasks = slow.of(of).per_task()
+    latency = tasks.latency.copy()
+    latency[(of.microbatch == 1) & ((of.op == Op.SEND_F) | (of.op == Op.RECV_F))] = 3
+    late = replace(tasks, table=tasks.table._replace(latency=latency))
+    predicted, ran = ps.simulate(of, said), measured(ps.simulate(of, late))
+    assert (predicted.makespan, ran.makespan) == (3, 9)
+    found = error_parts(predicted, ran)
+    assert found["durations"] == pytest.approx(-4.5)
+    assert found["transfers"] == pytest.approx(-1.5)
+    assert found.drop(["durations", "transfers"]).abs().max() < 1e-9
+
+
+def test_shares_of_three() -> None:
+    """Nothing changes until all three have: a third each, and nothing for who does not play."""
+    assert _shapley(lambda seen: float(seen == 0b1011), [True, True, False, True]) == (
+        pytest.approx([-1 / 3, -1 / 3, 0, -1 / 3])
+    )
+
+
+def test_a_collective_that_one_member_carries_out() -> None:
+    """As in one process, where the first reduces for all: the others only wait for it."""
+    of = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2)
+    timeline = ps.simulate(of, replace(COSTS, parameter_bytes=4, optimizer_step=1))
+    first, second = np.flatnonzero(of.op == Op.REDUCE_GRAD)
+    last = np.flatnonzero(of.op == Op.STEP)[-1]
+    assert of.device[last] == of.device[second] != of.device[first]
+    start, end = timeline.start.copy(), timeline.end.copy()
+    assert timeline.duration[first] > 0
+    start[second] = end[first]
+    end[last] += 1
+    found = error_parts(timeline, replace(measured(timeline), start=start, end=end))
+    assert found["durations"] == pytest.approx(-1)
+    assert found.drop("durations").abs().max() < 1e-9
+
+
+# Properties
+
+
+@given(st.data())
+def test_parts_sum_to_the_error(data: st.DataObject) -> None:
+    """Of any two runs of any graph."""
+    of = data.draw(graphs())
+    predicted, ran = (
+        ps.simulate(of, data.draw(costs(of.n_stages, of.n_devices))) for _ in range(2)
+    )
+    launch = data.draw(st.sampled_from([None, 0.0, 0.5]))
+    found = error_parts(predicted, measured(ran), launch=launch)
+    assert found.sum() == pytest.approx(predicted.makespan - ran.makespan, rel=1e-9, abs=1e-6)
+
+
+@given(cases(), st.sampled_from([0.5, 2.0]))
+def test_other_durations_are_nothing_but_durations(
+    case: tuple[ps.TaskGraph, ps.Costs], factor: float
+) -> None:
+    """Where messages are free and all stages slow down alike, all of the error is theirs."""
+    of, given_ = case
+    free = replace(given_, network=ps.Network(), launch=0.0)
+    predicted, ran = ps.simulate(of, free), ps.simulate(of, free.scaled(factor))
+    found = error_parts(predicted, measured(ran))
+    assert found["durations"] == pytest.approx(predicted.makespan - ran.makespan, abs=1e-6)
+    assert found.drop("durations").abs().max() < 1e-6
+
+
+@given(st.data())
+def test_a_run_with_one_link_a_pair_leaves_nothing_unexplained(data: st.DataObject) -> None:
+    """Durations, messages and the host say it all."""
+    of = data.draw(graphs().filter(lambda g: not len(g.collectives)))
+    network = ps.Network(latency=data.draw(st.sampled_from([0.0, 0.5])))
+    both = [
+        replace(data.draw(costs(of.n_stages, of.n_devices)), network=network, launch=launch)
+        for launch in (0.0, 0.25)
+    ]
+    predicted, ran = (ps.simulate(of, each) for each in both)
+    found = error_parts(predicted, measured(ran), launch=0.25)
+    assert abs(found["unexplained"]) < 1e-6
+
+
+def test_without_costs_of_the_prediction() -> None:
+    """As when both were loaded from files: values come from the times of the prediction."""
+    of = graph("1f1b", 4, 8)
+    slow = replace(COSTS, forward=(1.5, 1, 1, 1), network=ps.Network(latency=0.5, bandwidth=4.0))
+    predicted, ran = ps.simulate(of, COSTS), measured(ps.simulate(of, slow))
+    whole, bare = error_parts(predicted, ran), error_parts(measured(predicted), ran)
+    assert bare.sum() == pytest.approx(whole.sum())
+    assert bare["durations"] == pytest.approx(whole["durations"], abs=0.05)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("launch", [-1, math.nan, math.inf, "1"])
+def test_a_launch_that_is_none(launch: Any) -> None:
+    timeline = ps.simulate(graph(), COSTS)
+    with pytest.raises(ArgumentError, match="launch must be finite seconds >= 0 a task, got"):
+        error_parts(timeline, timeline, launch=launch)
+
+
+def test_a_partial_timeline() -> None:
+    timeline = ps.simulate(graph(), COSTS)
+    end = timeline.end.copy()
+    end[-1] = np.nan
+    with pytest.raises(TimelineError, match="is partial: 1 of"):
+        error_parts(timeline, replace(timeline, end=end))
+
+
+# Intervals
+
+
+def test_intervals_by_hand() -> None:
+    """Two values: t is 12.706, and their standard error half of their difference."""
+    mean, low, high = mean_interval([1.0, 3.0])
+    assert (mean, low, high) == pytest.approx((2, 2 - 12.706, 2 + 12.706))
+    assert mean_interval([4.0]).mean == 4
+    assert math.isnan(mean_interval([4.0]).low)
+    assert math.isnan(mean_interval([]).mean)
+
+
+@pytest.mark.parametrize(("n", "t"), [(3, 4.30265), (5, 2.77645), (31, 2.04227), (41, 2.02108),
+                                      (1001, 1.96234)])  # fmt: skip
+def test_students_t(n: int, t: float) -> None:
+    """The published values, of the table and beyond it."""
+    values = np.zeros(n)
+    values[:2] = 1, -1
+    half = mean_interval(values).high
+    assert half == pytest.approx(t * values.std(ddof=1) / math.sqrt(n), rel=2e-4)
