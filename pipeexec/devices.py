@@ -189,7 +189,7 @@ class RemoteDevice:
     abandon = close
 
 
-DeviceLike = str | torch.device | CpuDevice | CudaDevice
+DeviceLike = str | torch.device | Device
 
 
 def cores() -> list[int]:
@@ -272,10 +272,10 @@ def _keep_freed_memory() -> None:
     mallopt(mmap_threshold, 32 << 20)
 
 
-def _parse(name: str | torch.device) -> torch.device:
+def _parse(name: DeviceLike) -> torch.device:
     """Return the torch device, if it is one that can run here."""
     try:
-        device = torch.device(name)
+        device = torch.device(name)  # type: ignore[arg-type]  # raises for other types
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(
             f"{name!r} is no device; write 'cpu' or 'cuda:0', one name a device"

@@ -1,24 +1,27 @@
 """How long messages take by size: measured between idle and between busy devices.
 
-Idle: nothing else runs. Busy: every device computes, but for the one that the message is for,
-which waits for it as it does in a step; the sender's next task begins as the message leaves.
+Messages are timed as a step sends them, so that everything on their way counts: a pipeline of
+stages that pass on their input runs on the same devices. Idle: one micro-batch. Busy: the sender
+has a second one to compute as the first one's message leaves; the receiver waits for it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from pipeexec import transfer
-from pipeexec.devices import Device
+from pipeexec.devices import RemoteDevice
+from pipeexec.executor import Pipeline, StepResult
 from pipeexec.link_fit import STATES, Pair
-from pipeexec.streams import Event
 from pipesim.graph import TaskGraph
-from pipesim.ops import SENDS
+from pipesim.lower import lower
+from pipesim.ops import SENDS, Op
+from pipesim.placement import Placement
+from pipesim.schedule import Schedule
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,8 +30,8 @@ __all__ = ["SIZES", "measure_transfers", "pairs_of"]
 
 #: Bytes of the messages that are timed.
 SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-#: Least seconds of a piece of the work that keeps devices busy, and most rows of its matrices.
-_PIECE, _LARGEST = 0.3e-3, 4096
+#: Rows of the square matrices that keep a device busy, and how many products a task has.
+_ROWS, _PRODUCTS = 192, 8
 
 
 def pairs_of(graph: TaskGraph) -> list[Pair]:
@@ -39,112 +42,115 @@ def pairs_of(graph: TaskGraph) -> list[Pair]:
 
 
 def measure_transfers(
-    devices: Sequence[Device],
-    pairs: Iterable[Pair],
+    pipeline: Pipeline,
+    pairs: Sequence[Pair],
     *,
     sizes: Sequence[int] = SIZES,
     repeat: int = 9,
 ) -> pd.DataFrame:
-    """Time messages between pairs of devices.
+    """Time messages between pairs of a pipeline's devices; all of its processes must call this.
 
     Returns
     -------
     pandas.DataFrame
         One row a pair and size: ``source``, ``target`` (numbers of devices), ``nbytes``, and the
-        median seconds from the moment that the message could leave to that at which its receiver
-        could compute with it: ``idle`` and ``loaded``.
+        median seconds from the start of the SEND until its receiver computes with the message:
+        ``idle`` and ``loaded``.
     """
     import pandas as pd
 
-    work: dict[int, _Work] = {}
-    rows = []
-    for source, target in pairs:
-        work |= {d: _Work(devices[d]) for d in range(len(devices)) if d not in work}
-        for nbytes in sizes:
-            message = torch.zeros(nbytes, dtype=torch.uint8, device=devices[source].torch_device)
-            row: dict[str, float] = {"source": source, "target": target, "nbytes": nbytes}
-            for state in STATES:
-                busy = work if state == "loaded" else {}
-                # Twice as long as the message took before: the work outlasts it.
-                seconds = 2 * row.get("idle", 0.0)
-                times = [
-                    _time(devices, (source, target), message, busy, seconds) for _ in range(repeat)
-                ]
-                row[state] = float(np.median(times))
-            rows.append(row)
+    found: dict[tuple[Pair, int, str], float] = {}
+    for first, second in sorted({(min(pair), max(pair)) for pair in pairs}):
+        for state in STATES:
+            for nbytes in sizes:
+                there, back = _time(pipeline, (first, second), nbytes, state, repeat)
+                found[(first, second), nbytes, state] = there
+                found[(second, first), nbytes, state] = back
+    rows = [
+        {"source": pair[0], "target": pair[1], "nbytes": nbytes,
+         **{state: found[pair, nbytes, state] for state in STATES}}
+        for pair in pairs for nbytes in sizes
+    ]  # fmt: skip
     return pd.DataFrame(rows, columns=["source", "target", "nbytes", *STATES])
 
 
 def _time(
-    devices: Sequence[Device],
-    pair: Pair,
-    message: torch.Tensor,
-    work: dict[int, _Work],
-    seconds: float,
-) -> float:
-    """Return what a message takes, while devices ``work`` for longer than ``seconds``."""
-    source, target = (devices[d] for d in pair)
-    out, into = source.stream(f"send:{pair[1]}"), target.stream(f"recv:{pair[0]}")
-    consumer = target.stream("compute")
-    for number, piece in work.items():
-        if number != pair[1]:
-            piece.submit(1 if number == pair[0] else piece.count(seconds))
-    if pair[0] in work:
-        out.wait_event(source.stream("compute").record())
-    began = out.record()
-    out.submit(lambda: transfer.send((message,), source, out, target))
-    sent = out.record()
-    if pair[0] in work:
-        work[pair[0]].submit(work[pair[0]].count(seconds))
-    into.wait_event(began)
-    zero = into.record()
-    into.wait_event(sent)
-    consumer.wait_event(into.record())
-    arrived = consumer.record()
-    for device in devices:
-        device.synchronize()
-    return _between(source, target, began, zero, arrived)
+    pipeline: Pipeline, pair: Pair, nbytes: int, state: str, repeat: int
+) -> tuple[float, float]:
+    """Return the median seconds of a message from the first device to the second, and back."""
+    graph = _graph(pipeline.graph.n_devices, pair, 1 if state == "idle" else 2)
+    n_floats = max(1, nbytes // 4)
+    inputs = torch.zeros(graph.n_microbatches, n_floats)
+    stages = [_PassOn(0 if state == "idle" else _PRODUCTS) for _ in range(graph.n_stages)]
+    own = [device for device in pipeline.devices if not isinstance(device, RemoteDevice)]
+    chain = Pipeline(
+        stages, graph, own, _first, timeout=pipeline.timeout, processes=pipeline.processes
+    )
+    chain.step(inputs, inputs)  # the first step learns what stages are like
+    results = [chain.gather(chain.step(inputs, inputs)) for _ in range(repeat)]
+    there, back = (
+        float(np.median([_hop(result, op) for result in results])) for op in (Op.SEND_F, Op.SEND_B)
+    )
+    return there, back
 
 
-def _between(source: Device, target: Device, began: Event, zero: Event, arrived: Event) -> float:
-    """Return seconds from ``began`` on the source to ``arrived`` on the target.
+def _graph(n_devices: int, pair: Pair, n_microbatches: int) -> TaskGraph:
+    """Return all forwards, then all backwards, of stages of which the first two are the pair's."""
+    order = [*pair, *(d for d in range(n_devices) if d not in pair)]
+    rows = [""] * n_devices
+    counts = range(n_microbatches)
+    for stage, device in enumerate(order):
+        rows[device] = " ".join(f"{stage}{op}{j}" for op in "FB" for j in counts)
+    return lower(
+        Schedule.from_orders(
+            [row.split() for row in rows], placement=Placement(order), name="messages"
+        ),
+        step="none",
+    )
 
-    Two clocks are not compared: there ``zero``, the target's own event after ``began``, counts as
-    the beginning. The time of one event's way to the target is missing then.
-    """
-    one_clock = source.torch_device == target.torch_device
-    return max(arrived.seconds_since(began if one_clock else zero), 1e-9)
+
+def _hop(result: StepResult, op: Op) -> float:
+    """Return the seconds from the first SEND of an op until its receiver computes with it."""
+    timeline = result.timeline
+    graph = timeline.graph
+    stage = 0 if op is Op.SEND_F else 1
+    send = int(np.flatnonzero((graph.op == op) & (graph.stage == stage))[0])
+    consumers = graph.dependencies.transposed()[int(graph.pair[send])]
+    return max(float(timeline.start[consumers].min() - timeline.start[send]), 1e-9)
 
 
-class _Work:
-    """Products of matrices that keep a device busy, in pieces of about 0.3 ms and more."""
+def _first(output: Tensor, targets: Tensor) -> Tensor:
+    return output.flatten()[0]
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.rows = 128
-        self.seconds = 0.0
-        while self.seconds < _PIECE and self.rows < _LARGEST:
-            self.rows *= 2
-            self.matrices = torch.zeros((2, self.rows, self.rows), device=device.torch_device)
-            self.seconds = min(self._once() for _ in range(3))
 
-    def _once(self) -> float:
-        compute = self.device.stream("compute")
-        began = compute.record()
-        self.submit(1)
-        ended = compute.record()
-        self.device.synchronize()
-        return ended.seconds_since(began)
+class _PassOn(nn.Module):
+    """Returns its input, after some work; its gradient likewise."""
 
-    def _run(self) -> None:
-        torch.mm(self.matrices[0], self.matrices[0], out=self.matrices[1])
+    def __init__(self, n_products: int) -> None:
+        super().__init__()
+        self.n_products = n_products
+        self.register_buffer("matrices", torch.zeros(2, _ROWS, _ROWS))
+        self.matrices: Tensor
 
-    def count(self, seconds: float) -> int:
-        """Return how many pieces last longer than ``seconds``."""
-        return 1 + math.ceil(seconds / max(self.seconds, 1e-6))
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input."""
+        passed: Tensor = _Passed.apply(x, self)  # type: ignore[no-untyped-call]
+        return passed
 
-    def submit(self, count: int) -> None:
-        """Give the device work."""
-        compute = self.device.stream("compute")
-        for _ in range(count):
-            compute.submit(self._run)
+    def work(self) -> None:
+        """Keep the device busy."""
+        for _ in range(self.n_products):
+            torch.mm(self.matrices[0], self.matrices[0], out=self.matrices[1])
+
+
+class _Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: _PassOn) -> Tensor:
+        ctx.module = module
+        module.work()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.module.work()
+        return gradient, None

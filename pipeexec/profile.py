@@ -186,6 +186,11 @@ class Calibration:
         self.alone: list[StepResult] = []
         self.optimizer_bytes: tuple[float, ...] = ()
 
+    def _run(self, pipeline: Pipeline, batch: tuple[Batch, ...]) -> StepResult:
+        """Run a step, and return what was measured in all processes."""
+        pipeline.align()
+        return pipeline.gather(pipeline.step(*batch))
+
     def warm_up(self, n_steps: int) -> None:
         """Run steps that do not count."""
         with self.pipeline.preserved():
@@ -196,8 +201,8 @@ class Calibration:
     def step(self) -> None:
         """Run and keep one step under load, and one micro-batch alone."""
         with self.pipeline.preserved():
-            self.steps.append(self.loaded.step(*self.batch))
-            self.alone.append(self.isolated.step(*self.one))
+            self.steps.append(self._run(self.loaded, self.batch))
+            self.alone.append(self._run(self.isolated, self.one))
             # Now, since optimizers have no state before their first step.
             self.optimizer_bytes = _optimizer_bytes(self.pipeline)
 
@@ -227,7 +232,7 @@ class Calibration:
         import pandas as pd
 
         graph = self.loaded.graph
-        transfers = measure_transfers(self.pipeline.devices, pairs_of(self.pipeline.graph))
+        transfers = measure_transfers(self.pipeline, pairs_of(self.pipeline.graph))
         fitted = fits(transfers)
         rows, values = [], {}
         for op, name in _MEASURED.items():
@@ -270,15 +275,17 @@ class Calibration:
 def with_stage_bytes(costs: Costs, pipeline: Pipeline) -> Costs:
     """Return costs with the bytes of a pipeline's parameters and optimizers, as they are now."""
     stages = pipeline.modules[: pipeline.graph.n_stages]
+    parameters = [float(sum(p.nbytes for p in module.parameters())) for module in stages]
     return replace(
         costs,
-        parameter_bytes=tuple(float(sum(p.nbytes for p in m.parameters())) for m in stages),
+        parameter_bytes=tuple(pipeline.total(parameters)),
         optimizer_bytes=_optimizer_bytes(pipeline),
     )
 
 
 def _optimizer_bytes(pipeline: Pipeline) -> tuple[float, ...]:
-    return tuple(float(_state_bytes(o)) for o in pipeline.optimizers[: pipeline.graph.n_stages])
+    own = pipeline.optimizers[: pipeline.graph.n_stages]
+    return tuple(pipeline.total([float(_state_bytes(o)) for o in own]))
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:

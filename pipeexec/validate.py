@@ -18,6 +18,7 @@ from torch import nn
 from pipeexec.accuracy import Repeat, op_errors, parts_of_steps
 from pipeexec.devices import DeviceLike
 from pipeexec.executor import Loss, Pipeline, StepResult
+from pipeexec.processes import Processes
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.run import Batch
 from pipeexec.validation import Row, Validation
@@ -50,6 +51,8 @@ def validate(
     repeat: int = 1,
     costs: Costs | None = None,
     progress: Callable[[str], None] | None = None,
+    timeout: float | None = 60.0,
+    processes: Processes | None = None,
 ) -> Validation:
     """Profile, simulate, execute and compare.
 
@@ -65,6 +68,8 @@ def validate(
         Measured steps of each graph, and steps before them that do not count; in each repeat.
     repeat
         How often to calibrate and measure. Two and more say how sure the mean error is.
+    timeout, processes
+        As for `Pipeline`. With several processes, each runs this, and each gets all of it.
     costs
         Predict from these, without any calibration; from `px.profile` or `Costs.load`.
     progress
@@ -91,7 +96,9 @@ def validate(
     if costs is not None:
         _check_costs(costs, graphs)
     source = _taken(batches, repeat * (n_steps + 1))
-    with Pipeline(stages, first, devices, loss_fn, optimizer) as pipeline:
+    with Pipeline(
+        stages, first, devices, loss_fn, optimizer, timeout=timeout, processes=processes
+    ) as pipeline:
         pipelines = [pipeline.with_graph(graph) for graph in graphs.values()]
         repeats = []
         for number in range(repeat):
@@ -192,7 +199,8 @@ def _measured(
         if calibration is not None:
             calibration.step()
         for each, results in zip(pipelines, runs, strict=True):
-            results.append(each.step(*batch))
+            each.align()
+            results.append(each.gather(each.step(*batch)))
         say(f"round {number + 1} of {n_steps}: loss {float(runs[-1][-1].loss):.4f}")
     if calibration is None:
         assert costs is not None
