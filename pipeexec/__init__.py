@@ -3,6 +3,7 @@
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.processes import Processes, join
 from pipeexec.profile import Profile, measure, profile
+from pipeexec.slices import Slice, slices
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
 from pipeexec.validation import Validation, load_run
@@ -11,6 +12,7 @@ __all__ = [
     "Pipeline",
     "Processes",
     "Profile",
+    "Slice",
     "StepResult",
     "Validation",
     "from_torch",
@@ -18,6 +20,7 @@ __all__ = [
     "load_run",
     "measure",
     "profile",
+    "slices",
     "to_torch",
     "torch_schedule_order",
     "validate",

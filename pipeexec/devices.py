@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from pipeexec.streams import CpuEvent, CpuStream, CudaStream, Event, InlineStream, Stream
+from pipeexec.cuda import CudaStream
+from pipeexec.streams import CpuEvent, CpuStream, Event, InlineStream, Stream
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
 __all__ = [
@@ -19,9 +20,14 @@ __all__ = [
     "Device",
     "DeviceLike",
     "RemoteDevice",
+    "Values",
     "cores",
     "make_devices",
+    "parse",
 ]
+
+#: What stages exchange: the tensors of a message. A gradient may be missing.
+Values = tuple[torch.Tensor | None, ...]
 
 
 class Device(Protocol):
@@ -30,6 +36,7 @@ class Device(Protocol):
     name: str
     torch_device: torch.device
     closed: bool
+    note: str
 
     def stream(self, name: str, *, blocks: bool = False) -> Stream:
         """Return the stream called ``name``, made on first use; one whose work may block, or not.
@@ -46,6 +53,14 @@ class Device(Protocol):
         """Keep memory of ``tensor``, made on another stream, until ``stream`` has used it."""
         ...
 
+    def carry(self, values: Values, target: Device) -> Values:
+        """Return a message on the memory of ``target``; runs on a stream of this device."""
+        ...
+
+    def await_link(self, values: Values) -> None:
+        """Let a message take the rest of its time; runs on the stream that receives it."""
+        ...
+
     def synchronize(self) -> None:
         """Block until every stream has run all it was given."""
         ...
@@ -60,7 +75,15 @@ class Device(Protocol):
 
 
 class _Streams:
-    """Streams by name, made on first use."""
+    """Streams by name, made on first use.
+
+    Attributes
+    ----------
+    note
+        What whoever reads its times should know; empty if nothing.
+    """
+
+    note = ""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, bool], Stream] = {}
@@ -75,6 +98,16 @@ class _Streams:
         if key not in self._streams:
             self._streams[key] = self._make(*key)
         return self._streams[key]
+
+    def carry(self, values: Values, target: Device) -> Values:
+        """Return a message on the memory of ``target``: the same tensors where it is the same."""
+        return tuple(
+            None if value is None else value.to(target.torch_device, non_blocking=True)
+            for value in values
+        )
+
+    def await_link(self, values: Values) -> None:
+        """Do nothing: the copy has taken its time."""
 
     def synchronize(self) -> None:
         """Block until every stream has run all it was given."""
@@ -141,10 +174,10 @@ class CudaDevice(_Streams):
         self.name = str(self.torch_device)
 
     def _make(self, name: str, blocks: bool) -> Stream:
-        return CudaStream(self.torch_device)
+        return CudaStream(torch.cuda.Stream(self.torch_device))
 
     def mark(self) -> Event:
-        """Return an event on an idle compute stream; clocks of several GPUs are not joined.
+        """Return an event on an idle compute stream; `pipeexec.clocks` joins those of GPUs.
 
         What follows waits for the caller's own stream, on which batches are copied to the GPU and
         parameters may have been changed.
@@ -155,13 +188,20 @@ class CudaDevice(_Streams):
         return compute.record()
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Let the allocator wait for ``stream`` before it uses the memory again."""
+        """Let the allocator wait for ``stream`` before it uses the memory again.
+
+        The alternative, to hold references until the consumer's event, needs either a host that
+        polls events, or a wait on the stream that owns the memory: an edge that the graph does not
+        have. The allocator, too, polls, but only when it is asked for memory.
+        """
         assert isinstance(stream, CudaStream)
         tensor.record_stream(stream.stream)
 
 
 class RemoteDevice:
     """A device of another process: has a name, and runs nothing here."""
+
+    note = ""
 
     def __init__(self, name: str, rank: int) -> None:
         self.name, self.rank = name, rank
@@ -177,6 +217,13 @@ class RemoteDevice:
         raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Do nothing."""
+
+    def carry(self, values: Values, target: Device) -> Values:
+        """Raise, as `stream` does."""
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def await_link(self, values: Values) -> None:
         """Do nothing."""
 
     def synchronize(self) -> None:
@@ -217,7 +264,7 @@ def make_devices(
     OversubscriptionWarning
         If there are more CPU workers than cores.
     """
-    parsed = [name if isinstance(name, (CpuDevice, CudaDevice)) else _parse(name) for name in names]
+    parsed = [name if isinstance(name, (CpuDevice, CudaDevice)) else parse(name) for name in names]
     kinds = {(d if isinstance(d, torch.device) else d.torch_device).type for d in parsed}
     if len(kinds) > 1:
         raise ArgumentError(
@@ -272,8 +319,14 @@ def _keep_freed_memory() -> None:
     mallopt(mmap_threshold, 32 << 20)
 
 
-def _parse(name: DeviceLike) -> torch.device:
-    """Return the torch device, if it is one that can run here."""
+def parse(name: DeviceLike) -> torch.device:
+    """Return the torch device, if it is one that can run here.
+
+    Raises
+    ------
+    ArgumentError
+        For a name that torch does not know, or hardware that is not there.
+    """
     try:
         device = torch.device(name)  # type: ignore[arg-type]  # raises for other types
     except (RuntimeError, TypeError) as error:

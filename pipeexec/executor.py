@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pipeexec.agreement import agree_on_graph, agree_on_shapes, agree_on_weights
+from pipeexec.allocated import Allocated, sampled
+from pipeexec.capture import Captured
 from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
 from pipeexec.failures import raise_failure
 from pipeexec.meter import Meter
@@ -34,7 +36,7 @@ from pipeexec.paths import (
     paths_of_microbatches,
 )
 from pipeexec.processes import Processes
-from pipeexec.run import Batch, Run, plan
+from pipeexec.run import Batch, Planned, Run, plan
 from pipeexec.signatures import Signature
 from pipeexec.stage import Held, Stage
 from pipeexec.versions import Versions
@@ -69,9 +71,13 @@ class StepResult:
     peak_held
         Most micro-batches whose activations each device held; shape ``(n_devices,)``.
     host_seconds
-        What the host took to issue all tasks; the sum over processes, once gathered.
+        What the host took to issue all tasks, or to launch them as one CUDA graph; the sum over
+        processes, once gathered.
     part
         What this process measured, for `Pipeline.gather`.
+    clock_error
+        The most that times of two devices can be wrong against each other (s), from how their
+        clocks were joined; 0 where they have one clock. See `pipeexec.clocks`.
     """
 
     losses: tuple[Tensor, ...]
@@ -80,6 +86,7 @@ class StepResult:
     host_seconds: float
     part: Part
     n_losses: int = 1
+    clock_error: float = 0.0
 
     @cached_property
     def loss(self) -> Tensor:
@@ -130,12 +137,17 @@ class Pipeline:
     processes
         From `pipeexec.join`, where the pipeline spans several. Every process makes the pipeline
         with the same graph, and calls its methods in the same order.
+    cuda_graph
+        Capture a step as one CUDA graph, and replay it: then the host's time to launch kernels is
+        no part of a step. The first steps run eagerly; so does the one after anything that the
+        host looks at has changed, such as a learning rate that is no tensor.
+        One GPU, batches of one shape, no random numbers, capturable optimizers.
 
     Raises
     ------
     ArgumentError
         If there are not as many stages or devices as the graph has, stages share parameters, or
-        processes do not agree.
+        processes do not agree. With ``cuda_graph``, see `pipeexec.capture`.
     DeadlockError
         If messages between processes, whose senders wait for their receivers, would deadlock.
 
@@ -170,9 +182,15 @@ class Pipeline:
         pin_threads: bool = True,
         timeout: float | None = 60.0,
         processes: Processes | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         check_name("loss_reduction", loss_reduction, ("mean", "sum"))
-        self.timeout, self.processes = timeout, processes
+        if cuda_graph and processes is not None:
+            raise ArgumentError(
+                "cuda_graph=True runs in one process: headers of messages between processes are "
+                "checked by the host; leave it out"
+            )
+        self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
         with nullcontext() if processes is None else processes.guard():
             self.devices = _make_devices(devices, graph, pin_threads, processes)
             here = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
@@ -234,6 +252,18 @@ class Pipeline:
             )
         ]
         self._plan = plan(graph, self.stages, self.devices, self.processes)
+        self._captured = (
+            Captured(
+                graph,
+                self.devices,
+                self.modules,
+                self.stages,
+                self.optimizers,
+                zero_grad=self.zero_grad,
+            )
+            if self.cuda_graph
+            else None
+        )
 
     def with_graph(self, graph: TaskGraph) -> Pipeline:
         """Return a pipeline that runs another graph with the same stages, devices, optimizers.
@@ -292,18 +322,34 @@ class Pipeline:
             If something failed in another process, or that process was lost. Like any other
             failure of a step of several processes, it closes the pipeline.
         ArgumentError
-            If the batch has fewer samples than there are micro-batches.
+            If the batch has fewer samples than there are micro-batches, or not the shape of the
+            batch with which a CUDA graph was captured.
         ExecutionError
-            If the pipeline is closed.
+            If the pipeline is closed, or its step cannot be captured as a CUDA graph.
         """
         if any(device.closed for device in self.devices):
             raise ExecutionError("the pipeline is closed, and its threads ended; make a new one")
+        captured = self._captured
+        if captured is None or inputs is None:  # a captured step is of one process
+            return self._result(self._step(inputs, targets, Run.walk))
+        if captured.take(inputs, targets):
+            self.n_steps += 1
+            return self._result(captured.run)
+        return self._result(self._step(*captured.batch(inputs, targets), captured.walk))
+
+    def _step(
+        self,
+        inputs: Batch | None,
+        targets: Any,
+        walk: Callable[[Run, Sequence[Planned]], None],
+    ) -> Run:
+        """Run a step, whose tasks ``walk`` issues."""
         with nullcontext() if self.processes is None else self.processes.guard():
             run = self._begin(inputs, targets)
         before = torch.get_rng_state()
         try:
             with _garbage_collection_paused():
-                run.walk(self._plan)
+                walk(run, self._plan)
         except BaseException as error:
             if self.processes is not None:
                 raise_failure(run, self.processes, error)
@@ -313,23 +359,29 @@ class Pipeline:
         if run.failure is not None or run.abandoned:
             raise_failure(run, self.processes)
         self._check_randomness(before)
+        return run
+
+    def _result(self, run: Run) -> StepResult:
+        """Return what a step brought; losses are copied, for a replay would overwrite them."""
+        losses = tuple(loss.clone() for loss in run.losses if loss is not None)
         for microbatch, loss in enumerate(run.losses):
             if loss is not None and loss.isnan():
                 warnings.warn(
                     f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
                     "look at its inputs, or lower the learning rate",
                     NanLossWarning,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
         held = tuple(held.peak for held in self.held)
         part = replace(run.part(), peak_held=held)
         return StepResult(
-            losses=tuple(loss for loss in run.losses if loss is not None),
+            losses=losses,
             timeline=part.timeline,
             peak_held=held,
             host_seconds=run.host_seconds,
             part=part,
             n_losses=run.n_losses,
+            clock_error=0.0 if run.clock is None else run.clock.error,
         )
 
     def _begin(self, inputs: Batch | None, targets: Any) -> Run:
@@ -429,7 +481,13 @@ class Pipeline:
         )
         losses = tuple(torch.tensor(part.losses[m]) for m in range(graph.n_microbatches))
         return StepResult(
-            losses, part.timeline, part.peak_held, part.host_seconds, part, result.n_losses
+            losses,
+            part.timeline,
+            part.peak_held,
+            part.host_seconds,
+            part,
+            result.n_losses,
+            result.clock_error,
         )
 
     def total(self, values: Sequence[float]) -> list[float]:
@@ -446,7 +504,7 @@ class Pipeline:
             "a stage drew random numbers that it did not draw in its first forward; this step "
             "cannot be repeated, later ones can",
             RandomnessWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
     @contextmanager
@@ -505,11 +563,32 @@ class Pipeline:
             try:
                 for stage, at in zip(self.stages, place, strict=True):
                     stage.meter = meters[at]
-                self.step(inputs, targets)
+                self._step(inputs, targets, Run.walk)  # eagerly: a replay takes no memory
             finally:
                 for stage in self.stages:
                     stage.meter = None
         return meters
+
+    def allocated(self, inputs: Batch, targets: Any) -> Allocated:
+        """Return the bytes that torch's allocator holds on each GPU over a step, task by task.
+
+        Beside the simulator's ``timeline.memory()``. Asking the allocator slows the host down, so
+        this is a step of its own, which leaves no trace.
+
+        Raises
+        ------
+        ArgumentError
+            If the devices are CPU workers, whose memory torch does not count.
+        """
+        tasks, samples = sampled(self._plan, self.devices)
+        with self.preserved():
+            run = self._step(inputs, targets, lambda run, _: run.walk(tasks))
+        return samples.placed(run.timeline())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What whoever reads measured times should know of the devices, such as imposed links."""
+        return tuple(dict.fromkeys(device.note for device in self.devices if device.note))
 
     def close(self) -> None:
         """End the devices' threads; the pipeline, and those that share its devices, are done."""
@@ -523,7 +602,9 @@ class Pipeline:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Pipeline of {self.graph!r} on {', '.join(d.name for d in self.devices)}>"
+        words = [", ".join(d.name for d in self.devices), *self.notes]
+        words += ["as a CUDA graph"] if self.cuda_graph else []
+        return f"<Pipeline of {self.graph!r} on {'; '.join(words)}>"
 
 
 def _listed(homes: list[list[int]]) -> str:

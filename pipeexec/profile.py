@@ -258,7 +258,7 @@ class Calibration:
         issue = [run.host_seconds / len(graph) for run in self.steps]
         costs = Costs(
             **values,
-            launch=float(np.mean(issue)),
+            launch=0.0 if self.pipeline.cuda_graph else float(np.mean(issue)),
             activation_bytes=tuple(map(float, self.held_bytes)),
             weight_grad_bytes=tuple(map(float, self.left_bytes)),
             network=network_of(transfers, fitted, (run.timeline for run in self.steps)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from pipeexec import transfer
+from pipeexec import clocks, transfer
 from pipeexec.devices import Device, RemoteDevice
 from pipeexec.messages import Channel, Content, Route, header
 from pipeexec.parts import Part
@@ -87,6 +87,8 @@ class Run:
     ) -> None:
         m = graph.n_microbatches
         self.graph, self.devices = graph, devices
+        here = [d for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)]
+        self.numbers = {device: number for number, device in enumerate(here)}  # of those here
         self.modules, self.optimizers = modules, optimizers
         self.number, self.timeout, self.processes = number, timeout, processes
         parts, labels, sizes = split_batches(inputs, targets, m)
@@ -105,7 +107,7 @@ class Run:
         self.n_losses = len(batches) if is_mean else 1
         self.losses: list[Tensor | None] = [None] * m
         self.values: list[Values | None] = [None] * len(graph)
-        self.zeros: dict[int, Event] = {}
+        self.clock: clocks.Clocks | None = None
         self.zero = 0.0
         self.began: list[Event | None] = [None] * len(graph)
         self.ended: list[Event | None] = [None] * len(graph)
@@ -127,38 +129,41 @@ class Run:
 
     def walk(self, tasks: Sequence[Planned]) -> None:
         """Issue every task, then wait for the devices."""
-        began, ended = self.began, self.ended
-        first: dict[torch.device, Event] = {}  # devices with one clock count from one moment
-        here = [(d, x) for d, x in enumerate(self.devices) if not isinstance(x, RemoteDevice)]
-        self.zeros = {d: first.setdefault(x.torch_device, x.mark()) for d, x in here}
-        self.zero = start = perf_counter()
-        if self.processes is not None:
-            self.slate[0] = self.number
         try:
-            for task in tasks:
-                stream = task.stream
-                for needed in task.waits:
-                    stream.wait_event(ended[needed])  # type: ignore[arg-type]  # issued before
-                if task.meet is not None:
-                    stream.submit(partial(self._guarded, task, task.meet, False))
-                began[task.id] = stream.record()
-                stream.submit(partial(self._guarded, task, task.work, True))
-                ended[task.id] = stream.record()
-            self.host_seconds = perf_counter() - start
-            self._wait({task.stream for task in tasks})
+            self.issue(tasks)
+            self._wait(tasks)
         except BaseException as error:
             self.failure = self.failure or (-1, error)
             if self.processes is None:
-                self._wait({task.stream for task in tasks})
+                self._wait(tasks)
             raise
         if not self.abandoned:
             for device in self.devices:
                 device.synchronize()
 
-    def _wait(self, streams: Iterable[Stream]) -> None:
-        """Wait until the streams have run all that they were given, or no longer will."""
-        for last in [stream.record() for stream in streams]:
-            while not self.abandoned and not last.wait(_SLICE):
+    def issue(self, tasks: Sequence[Planned]) -> None:
+        """Give every task to its stream; wait for nothing."""
+        began, ended = self.began, self.ended
+        self.clock = clocks.start([self.devices[d] for d in self.numbers])
+        self.zero = start = perf_counter()
+        if self.processes is not None:
+            self.slate[0] = self.number
+        for task in tasks:
+            stream = task.stream
+            for needed in task.waits:
+                stream.wait_event(ended[needed])  # type: ignore[arg-type]  # issued before
+            if task.meet is not None:
+                stream.submit(partial(self._guarded, task, task.meet, False))
+            began[task.id] = stream.record()
+            stream.submit(partial(self._guarded, task, task.work, True))
+            ended[task.id] = stream.record()
+        self.host_seconds = perf_counter() - start
+
+    def _wait(self, tasks: Sequence[Planned]) -> None:
+        """Wait until every stream has run all that it was given, or no longer will."""
+        last = {task.stream: event for task in tasks if (event := self.ended[task.id]) is not None}
+        for event in last.values():
+            while not self.abandoned and not event.wait(_SLICE):
                 self._look()
 
     def _look(self) -> None:
@@ -215,10 +220,13 @@ class Run:
         start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
         for task in np.flatnonzero(self.ran).tolist():
             began, ended = self.began[task], self.ended[task]
-            if began is None or ended is None or not ended.passed():
-                continue  # only where a step was given up
-            zero = self.zeros[graph.device[task]]
-            start[task], end[task] = began.seconds_since(zero), ended.seconds_since(zero)
+            if self.clock is None or began is None or ended is None:
+                continue
+            if self.abandoned and not ended.passed():
+                continue
+            device = self.numbers[int(graph.device[task])]
+            start[task] = self.clock.seconds(device, began)
+            end[task] = self.clock.seconds(device, ended)
         return Timeline(graph, start, end, self.nbytes)
 
     def part(self) -> Part:

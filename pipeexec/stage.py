@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from pipeexec.deferred import Deferred
+from pipeexec.devices import Values
 from pipeexec.meter import Meter, Receipt
 from pipeexec.randomness import OwnGenerator
 from pipeexec.versions import Versions
@@ -19,8 +20,6 @@ from pipesim.errors import ExecutionError
 
 __all__ = ["Held", "Stage", "Values"]
 
-#: What stages exchange: the tensors of a message. A gradient may be missing.
-Values = tuple[Tensor | None, ...]
 #: Turns the last stage's output and the number of the micro-batch into its weighted loss.
 Finish = Callable[[object, int], Tensor]
 

@@ -1,4 +1,4 @@
-"""Streams and events with CUDA's meaning, for CPU workers and for CUDA itself.
+"""Streams and events with CUDA's meaning, and those of CPU workers; `pipeexec.cuda` has CUDA's own.
 
 A stream runs what is given to it one after the other, in the order given. ``record`` puts an event
 between two pieces of work; ``wait_event`` makes the stream wait, not the caller. The host never
@@ -13,12 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Protocol
 
-import torch
-
-__all__ = ["CpuEvent", "CpuStream", "CudaEvent", "CudaStream", "Event", "InlineStream", "Stream"]
+__all__ = ["CpuEvent", "CpuStream", "Event", "InlineStream", "Stream"]
 
 Work = Callable[[], object]
 
@@ -255,61 +253,3 @@ class InlineStream:
 
     def close(self) -> None:
         """Do nothing: there is no thread to end."""
-
-
-class CudaEvent:
-    """A timing event of CUDA."""
-
-    __slots__ = ("event",)
-
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-
-    def seconds_since(self, base: Event) -> float:
-        """Return seconds from ``base`` to this event, both on one GPU."""
-        assert isinstance(base, CudaEvent)
-        return float(base.event.elapsed_time(self.event)) * 1e-3
-
-    def passed(self) -> bool:
-        """Return whether everything before this point has run."""
-        return bool(self.event.query())
-
-    def wait(self, seconds: float) -> bool:
-        """Block the caller until this passes, for so long at most; CUDA has no timed wait."""
-        end = perf_counter() + seconds
-        while not self.event.query():
-            if perf_counter() > end:
-                return False
-            sleep(20e-6)
-        return True
-
-
-class CudaStream:
-    """A stream of CUDA; ``work`` runs on the host at once and launches its kernels here."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-
-    def submit(self, work: Work) -> None:
-        """Launch the kernels of ``work`` on this stream."""
-        with torch.cuda.stream(self.stream):
-            work()
-
-    def record(self) -> CudaEvent:
-        """Return an event that passes when everything given before has run."""
-        event = CudaEvent()
-        event.event.record(self.stream)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        """Let what is given from now on wait for ``event``."""
-        assert isinstance(event, CudaEvent)
-        self.stream.wait_event(event.event)
-
-    def synchronize(self) -> None:
-        """Block the caller until everything has run."""
-        self.stream.synchronize()
-
-    def close(self) -> None:
-        """Wait for what was given."""
-        self.stream.synchronize()

@@ -18,14 +18,12 @@ def send(values: Values, source: Device, stream: Stream, target: Device) -> Valu
     for value in values:
         if value is not None:
             source.adopt(value, stream)
-    return tuple(
-        None if value is None else value.to(target.torch_device, non_blocking=True)
-        for value in values
-    )
+    return source.carry(values, target)
 
 
 def receive(values: Values, target: Device, consumer: Stream) -> Values:
     """Make ``values``, which another stream made, safe to use on the stream ``consumer``."""
+    target.await_link(values)
     for value in values:
         if value is not None:
             target.adopt(value, consumer)

@@ -81,6 +81,10 @@ class OversubscriptionWarning(PipeWarning):
     """More CPU devices than cores: tasks slow each other down."""
 
 
+class SharedSlicesWarning(PipeWarning):
+    """Slices of a GPU share its multiprocessors: stages slow each other down."""
+
+
 class AccuracyWarning(PipeWarning):
     """Measured tasks are too short, or too noisy, for a good prediction."""
 

@@ -1,0 +1,266 @@
+"""Disjoint parts of a GPU's multiprocessors (SMs): the driver's green contexts.
+
+torch's own green contexts each split the whole GPU, so that two of them overlap. Here one call of
+`cuDevSmResourceSplitByCount` splits it into all parts at once, which are then disjoint. Work on a
+stream of a part's context runs on the part's SMs; level-2 cache and memory bandwidth stay shared.
+
+The driver is called through `cuda.bindings.driver`, or where that is not installed through
+`LibCuda`, which has the few functions needed in the same form.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar
+
+from pipesim.errors import ArgumentError, ExecutionError
+
+__all__ = ["GreenContextsMissingError", "LibCuda", "Part", "find_driver", "part_size", "split"]
+
+#: By major compute capability: fewest SMs of a part, and what they must be a multiple of
+#: (CUDA programming guide, "Green contexts").
+_GRANULARITY = {6: (1, 1), 7: (2, 2), 8: (4, 2)}
+_SINCE_HOPPER = (8, 8)
+_GREEN_CTX_DEFAULT_STREAM = 1  # required
+_STREAM_NON_BLOCKING = 1  # required
+
+
+class GreenContextsMissingError(ExecutionError):
+    """The driver, or the GPU, has no green contexts; slices then share SMs."""
+
+
+@dataclass
+class Part:
+    """A green context, and the streams made from it so far.
+
+    Neither is ever destroyed: torch's allocator remembers the streams that used its memory.
+
+    Attributes
+    ----------
+    n_sms
+        Of the part.
+    """
+
+    driver: Any
+    context: Any
+    n_sms: int
+    _streams: dict[object, int] = field(default_factory=dict)
+
+    def stream(self, key: object) -> int:
+        """Return the handle of the stream with this key, made on first use."""
+        if key not in self._streams:
+            (stream,) = _call(
+                self.driver, "cuGreenCtxStreamCreate", self.context, _STREAM_NON_BLOCKING, 0
+            )
+            self._streams[key] = int(stream)
+        return self._streams[key]
+
+
+def part_size(n_sms: int, n_parts: int, major: int) -> int:
+    """Return the SMs of each of ``n_parts`` equal parts of a GPU of ``n_sms``.
+
+    Examples
+    --------
+    A Hopper GPU has 132, in multiples of 8; the 4 that are left over belong to no part:
+
+    >>> [part_size(132, n, major=9) for n in (2, 4, 8, 16)]
+    [64, 32, 16, 8]
+
+    Raises
+    ------
+    ArgumentError
+        If there are not enough SMs.
+    """
+    fewest, multiple = _GRANULARITY.get(major, _SINCE_HOPPER)
+    size = n_sms // n_parts // multiple * multiple
+    if size < fewest:
+        raise ArgumentError(
+            f"{n_parts} slices are too many for {n_sms} SMs, which are given out {fewest} or more "
+            f"at a time, in multiples of {multiple}; give at most "
+            f"{n_sms // max(fewest, multiple)} slices"
+        )
+    return size
+
+
+def split(driver: Any, index: int, n_parts: int, major: int) -> tuple[list[Part], Part | None]:
+    """Split a GPU into disjoint parts of one size; return them, and a part of what is left over.
+
+    Parameters
+    ----------
+    driver
+        From `find_driver`. The GPU's primary context must be active.
+    index
+        Of the GPU, as CUDA counts them.
+    n_parts
+        How many.
+    major
+        Of the GPU's compute capability.
+
+    Raises
+    ------
+    ArgumentError
+        If there are not enough SMs.
+    GreenContextsMissingError
+        If the driver refuses.
+    """
+    _call(driver, "cuInit", 0)
+    (device,) = _call(driver, "cuDeviceGet", index)
+    kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    (whole,) = _call(driver, "cuDeviceGetDevResource", device, kind)
+    size = part_size(int(whole.sm.smCount), n_parts, major)
+    groups, _, rest = _call(driver, "cuDevSmResourceSplitByCount", n_parts, whole, 0, size)
+    if len(groups) < n_parts:
+        raise GreenContextsMissingError(
+            f"the driver made {len(groups)} parts of {size} SMs, not {n_parts}; give fewer slices"
+        )
+    parts = [_part(driver, device, group) for group in groups[:n_parts]]
+    return parts, _rest(driver, device, rest)
+
+
+def _part(driver: Any, device: Any, resource: Any) -> Part:
+    (description,) = _call(driver, "cuDevResourceGenerateDesc", [resource], 1)
+    (context,) = _call(driver, "cuGreenCtxCreate", description, device, _GREEN_CTX_DEFAULT_STREAM)
+    return Part(driver, context, int(resource.sm.smCount))
+
+
+def _rest(driver: Any, device: Any, resource: Any) -> Part | None:
+    """Return a part of the SMs left over; None if there are none, or the driver keeps them."""
+    try:
+        return _part(driver, device, resource) if int(resource.sm.smCount) else None
+    except GreenContextsMissingError:
+        return None
+
+
+def _call(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
+    """Call a function of the driver; return what it returns beside the error, which is none."""
+    try:
+        error, *found = getattr(driver, name)(*arguments)
+    except (AttributeError, RuntimeError) as missing:  # a driver, or bindings, from before 12.4
+        raise GreenContextsMissingError(f"the driver has no {name} ({missing})") from missing
+    if int(error) != 0:
+        raise GreenContextsMissingError(f"{name} answered with CUDA error {int(error)}")
+    return tuple(found)
+
+
+@cache
+def find_driver() -> Any:
+    """Return `cuda.bindings.driver`, or what stands in for it.
+
+    Raises
+    ------
+    GreenContextsMissingError
+        If there is no driver.
+    """
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        pass
+    try:
+        return LibCuda(ctypes.CDLL("libcuda.so.1"))
+    except OSError as error:
+        raise GreenContextsMissingError(f"there is no CUDA driver ({error})") from error
+
+
+class _Sm(ctypes.Structure):
+    """The union in `CUdevResource`: 48 bytes, of which the first four count SMs."""
+
+    _fields_: ClassVar = [("smCount", ctypes.c_uint), ("_rest", ctypes.c_ubyte * 44)]
+
+
+class Resource(ctypes.Structure):
+    """`CUdevResource` of cuda.h 12.4 to 13.0 (RESOURCE_ABI_VERSION 1): 144 bytes.
+
+    What the driver keeps in the padding goes with it as it is copied whole.
+    """
+
+    _fields_: ClassVar = [
+        ("type", ctypes.c_int),
+        ("_internal_padding", ctypes.c_ubyte * 92),
+        ("sm", _Sm),
+    ]
+
+
+class _ResourceType:
+    CU_DEV_RESOURCE_TYPE_SM = 1
+
+
+class LibCuda:
+    """The driver's functions as `cuda.bindings.driver` has them: they return (error, results...).
+
+    Parameters
+    ----------
+    library
+        `libcuda.so.1`, loaded.
+    """
+
+    CUdevResourceType = _ResourceType
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def cuInit(self, flags: int) -> tuple[int]:
+        """Initialize the driver."""
+        return (self._library.cuInit(ctypes.c_uint(flags)),)
+
+    def cuDeviceGet(self, index: int) -> tuple[int, int]:
+        """Return a handle of a GPU."""
+        device = ctypes.c_int()
+        error = self._library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(index))
+        return error, device.value
+
+    def cuDeviceGetDevResource(self, device: int, kind: int) -> tuple[int, Resource]:
+        """Return the SMs of a GPU."""
+        found = Resource()
+        error = self._library.cuDeviceGetDevResource(
+            ctypes.c_int(device), ctypes.byref(found), ctypes.c_int(kind)
+        )
+        return error, found
+
+    def cuDevSmResourceSplitByCount(
+        self, n_groups: int, whole: Resource, flags: int, n_sms: int
+    ) -> tuple[int, list[Resource], int, Resource]:
+        """Return groups of SMs, their number, and what is left over."""
+        groups, rest = (Resource * n_groups)(), Resource()
+        count = ctypes.c_uint(n_groups)
+        error = self._library.cuDevSmResourceSplitByCount(
+            groups,
+            ctypes.byref(count),
+            ctypes.byref(whole),
+            ctypes.byref(rest),
+            ctypes.c_uint(flags),
+            ctypes.c_uint(n_sms),
+        )
+        return error, list(groups)[: count.value], count.value, rest
+
+    def cuDevResourceGenerateDesc(
+        self, resources: list[Resource], count: int
+    ) -> tuple[int, ctypes.c_void_p]:
+        """Return the description of which a green context is made."""
+        description = ctypes.c_void_p()
+        error = self._library.cuDevResourceGenerateDesc(
+            ctypes.byref(description), (Resource * count)(*resources), ctypes.c_uint(count)
+        )
+        return error, description
+
+    def cuGreenCtxCreate(
+        self, description: ctypes.c_void_p, device: int, flags: int
+    ) -> tuple[int, ctypes.c_void_p]:
+        """Return a green context."""
+        context = ctypes.c_void_p()
+        error = self._library.cuGreenCtxCreate(
+            ctypes.byref(context), description, ctypes.c_int(device), ctypes.c_uint(flags)
+        )
+        return error, context
+
+    def cuGreenCtxStreamCreate(
+        self, context: ctypes.c_void_p, flags: int, priority: int
+    ) -> tuple[int, int]:
+        """Return the handle of a stream of a green context."""
+        stream = ctypes.c_void_p()
+        error = self._library.cuGreenCtxStreamCreate(
+            ctypes.byref(stream), context, ctypes.c_uint(flags), ctypes.c_int(priority)
+        )
+        return error, stream.value or 0

@@ -1,0 +1,230 @@
+"""Messages between slices of one GPU that take the time of a chosen link.
+
+Within one memory a message could be handed over by reference. With an imposed link it is really
+copied, and the GPU then waits until the link would have been done, as in rule 4 of docs/time.md:
+
+    SEND  copies, and lasts until nbytes/bandwidth after its start, or as long as the copy if longer
+    RECV  lasts until latency after the end of its SEND
+
+Two kernels of one thread do it, which read the GPU's nanosecond timer (`%globaltimer`): one notes
+the time in a tensor that travels with the message, the other spins until so long after it. They are
+compiled by torch when the slices are made. Where that does not work the wait is a number of cycles
+(`torch.cuda._sleep`, calibrated once), which cannot know how long the copy took: it is added to it.
+
+Each pair of slices has its own link in each direction; links that pairs share are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipesim.errors import AccuracyWarning, ArgumentError
+from pipesim.network import Network
+
+__all__ = ["CycleWaits", "Links", "Message", "TimerWaits", "Waits", "make_waits"]
+
+_KERNELS = r"""
+__device__ __forceinline__ unsigned long long now() {
+    unsigned long long t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t) :: "memory");
+    return t;
+}
+
+extern "C" __global__ void pipeexec_note(unsigned long long* at) { *at = now(); }
+
+extern "C" __global__ void pipeexec_wait(
+    const unsigned long long* at, int microseconds, int nanoseconds
+) {
+    const unsigned long long until = *at + 1000ull * microseconds + nanoseconds;
+    while (now() < until) __nanosleep(64);
+}
+"""
+
+
+class Message(tuple[Tensor | None, ...]):
+    """The tensors of a message, the time at which it was sent, and what is left of its way.
+
+    Attributes
+    ----------
+    sent
+        When its SEND ended, as `Waits.note` gives it.
+    latency
+        Seconds from then to its arrival.
+    """
+
+    sent: Tensor | None
+    latency: float
+
+    def __new__(
+        cls, values: Iterable[Tensor | None], sent: Tensor | None, latency: float
+    ) -> Message:
+        """Return a tuple of ``values`` that knows the rest."""
+        message = super().__new__(cls, tuple(values))
+        message.sent, message.latency = sent, latency
+        return message
+
+
+class Waits(Protocol):
+    """Lets the current stream wait, not the host."""
+
+    says: str
+
+    def note(self) -> Tensor | None:
+        """Return the time at which the current stream gets here."""
+        ...
+
+    def until(self, noted: Tensor | None, seconds: float) -> None:
+        """Let the current stream wait until so long after a time that was noted."""
+        ...
+
+
+class TimerWaits:
+    """Waits by the GPU's timer.
+
+    Parameters
+    ----------
+    device
+        The GPU.
+
+    Raises
+    ------
+    RuntimeError, OSError
+        If the kernels cannot be compiled.
+    """
+
+    says = "a SEND lasts as long as the longer of its copy and its link"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self._note: Any = torch.cuda._compile_kernel(_KERNELS, "pipeexec_note")
+            self._wait: Any = torch.cuda._compile_kernel(_KERNELS, "pipeexec_wait")
+
+    def note(self) -> Tensor:
+        """Return the time at which the current stream gets here (ns)."""
+        at = torch.empty(1, dtype=torch.int64, device=self.device)
+        self._note(args=[at])
+        return at
+
+    def until(self, noted: Tensor | None, seconds: float) -> None:
+        """Let the current stream wait until so long after a time that was noted."""
+        assert noted is not None
+        # Two of C's ints, which every release of torch passes alike, are good for half an hour.
+        microseconds, nanoseconds = divmod(round(seconds * 1e9), 1000)
+        self._wait(args=[noted, min(microseconds, 2**31 - 1), nanoseconds])
+
+
+class CycleWaits:
+    """Waits by counting cycles from where it is called, whatever was noted.
+
+    Parameters
+    ----------
+    device
+        The GPU.
+    """
+
+    says = "link times are added to those of the copies"
+    #: Cycles of one calibration run: some 50 ms.
+    CYCLES = 100_000_000
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        seconds = math.inf
+        with torch.cuda.device(device):
+            for _ in range(3):  # the first one wakes the GPU's clock; the fastest counts
+                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                began.record()
+                torch.cuda._sleep(self.CYCLES)
+                ended.record()
+                ended.synchronize()
+                seconds = min(seconds, began.elapsed_time(ended) * 1e-3)
+        self.per_second = self.CYCLES / seconds
+
+    def note(self) -> None:
+        """Note nothing."""
+
+    def until(self, noted: Tensor | None, seconds: float) -> None:
+        """Let the current stream wait so long from here."""
+        torch.cuda._sleep(int(seconds * self.per_second))
+
+
+def make_waits(device: torch.device) -> Waits:
+    """Return waits by the GPU's timer, or where its kernels cannot be compiled, by cycles."""
+    try:
+        return TimerWaits(device)
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:
+        warnings.warn(
+            f"the kernels of imposed links cannot be compiled ({error}): {CycleWaits.says}; "
+            "install CUDA's run-time compiler (nvrtc) for exact ones",
+            AccuracyWarning,
+            stacklevel=3,
+        )
+        return CycleWaits(device)
+
+
+class Links:
+    """The imposed links between all slices of a GPU.
+
+    Parameters
+    ----------
+    network
+        With a link of its own for each pair.
+    n_devices
+        How many slices.
+    waits
+        How the GPU waits.
+
+    Raises
+    ------
+    ArgumentError
+        If pairs share links.
+    """
+
+    def __init__(self, network: Network, n_devices: int, waits: Waits) -> None:
+        check_links(network)
+        pairs = np.indices((n_devices, n_devices)).reshape(2, -1)
+        pairs = pairs[:, pairs[0] != pairs[1]]
+        routes = network.resolve(pairs[0], pairs[1], n_devices)
+        self._of = {
+            (int(source), int(target)): (float(latency), float(bandwidth))
+            for source, target, latency, bandwidth in zip(
+                *pairs, routes.latency, routes.bandwidth, strict=True
+            )
+        }
+        self.waits = waits
+
+    def carry(self, values: tuple[Tensor | None, ...], source: int, target: int) -> Message:
+        """Return a copy of a message, once its link is done with it; for the stream that sends."""
+        latency, bandwidth = self._of[source, target]
+        began = self.waits.note()
+        copied = tuple(None if value is None else value.clone() for value in values)
+        nbytes = sum(value.nbytes for value in values if value is not None)
+        if nbytes / bandwidth > 0:
+            self.waits.until(began, nbytes / bandwidth)
+        return Message(copied, self.waits.note(), latency)
+
+    def arrive(self, message: Message) -> None:
+        """Let the stream that receives wait until a message is there."""
+        if message.latency > 0:
+            self.waits.until(message.sent, message.latency)
+
+
+def check_links(network: Network) -> None:
+    """Raise `ArgumentError` for a network whose pairs share links."""
+    if not isinstance(network, Network):
+        raise ArgumentError(
+            f"link must be a pipesim.Network, got {network!r}; for example "
+            "Network(latency=20e-6, bandwidth=25e9)"
+        )
+    if network.nodes is not None or any(len(link.pairs) > 1 for link in network.links):
+        raise ArgumentError(
+            "link must give each pair of slices a link of its own: the time that messages spend "
+            "waiting for a shared one cannot be imposed; leave out nodes and shared links"
+        )

@@ -1,0 +1,192 @@
+"""CUDA's streams, events and captures, as they are called; on a stand-in that runs on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from executing import (
+    Faulty,
+    assert_order_respected,
+    assert_same,
+    cut,
+    data,
+    dense,
+    mse,
+    unsplit,
+)
+from fake_cuda import FakeCuda, FakeGpu
+from torch import nn
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.capture import Recorder
+from pipeexec.cuda import CapturedEvent, CudaEvent, CudaStream
+from pipeexec.run import Run
+from pipesim.errors import StageError
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """Put the stand-in in torch's place."""
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    return fake
+
+
+def _graph(schedule: str, **options: Any) -> ps.TaskGraph:
+    return ps.lower(ps.schedule(schedule, n_devices=2, n_microbatches=4), **options)
+
+
+def _pipeline(graph: ps.TaskGraph, stages: list[Any] | None = None) -> px.Pipeline:
+    n = graph.n_stages
+    return px.Pipeline(stages or cut(dense(n), [1] * n), graph, [FakeGpu(), FakeGpu()], mse)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.usefixtures("cuda")
+def test_a_step_is_that_of_the_unsplit_model(schedule: str, overlap: bool) -> None:
+    """Through the streams of CUDA, to the last bit, and in the order of the graph."""
+    graph = _graph(schedule, overlap=overlap)
+    stages, whole = (cut(dense(graph.n_stages), [1] * graph.n_stages) for _ in range(2))
+    loss = unsplit(whole, graph, *data(8))
+    result = _pipeline(graph, stages).step(*data(8))
+    assert torch.equal(result.loss, loss)
+    assert_same(stages, whole)
+    assert_order_respected(result.timeline)
+
+
+def test_the_host_waits_after_the_last_task_only(cuda: FakeCuda) -> None:
+    """Once a stream, at the end of the step; in between it only queues."""
+    subject = _pipeline(_graph("1f1b"))
+    subject.step(*data(8))
+    cuda.log.clear()
+    subject.step(*data(8))
+    kinds = [call[0] for call in cuda.log]
+    first = kinds.index("query")
+    assert set(kinds[first:]) == {"query", "synchronize"}
+    assert kinds.count("synchronize") == 2 * 3  # compute, to the other, from the other
+    assert kinds[:first].count("record") == 2 * len(subject.graph) + 2 + 2  # marks, their waits
+
+
+def test_there_is_a_copy_stream_for_each_peer_and_direction(cuda: FakeCuda) -> None:
+    subject = _pipeline(_graph("1f1b"))
+    streams = [task.stream for task in subject._plan]
+    assert len({id(stream) for stream in streams}) == 6
+    assert len({stream.stream.number for stream in streams}) == 6  # type: ignore[attr-defined]
+    single = _pipeline(_graph("1f1b", overlap=False))
+    assert len({id(task.stream) for task in single._plan}) == 2
+    assert cuda.calls("synchronize") == []
+
+
+def test_messages_are_kept_until_both_ends_have_used_them(cuda: FakeCuda) -> None:
+    """By the stream that sends, and by the one that computes with them."""
+    subject = _pipeline(_graph("gpipe"))
+    subject.step(*data(8))
+    kept = [call[1] for call in cuda.calls("keep")]
+    numbers = {
+        (device, name): subject.devices[device].stream(name).stream.number  # type: ignore[attr-defined]
+        for device in (0, 1)
+        for name in ("compute", f"send:{1 - device}")
+    }
+    assert {number: kept.count(number) for number in numbers.values()} == dict.fromkeys(
+        numbers.values(), 4
+    )
+
+
+def test_a_failure_is_named(cuda: FakeCuda) -> None:
+    """And the streams are waited for all the same."""
+    stages = [nn.Linear(16, 16), nn.Sequential(Faulty(ValueError("no"), forward=2), nn.ReLU())]
+    subject = _pipeline(_graph("1f1b"), stages)
+    with pytest.raises(StageError, match=r"1F2 failed .*ValueError: no"):
+        subject.step(*data(8))
+    assert cuda.log[-1][0] == "synchronize"
+
+
+# Captures
+
+
+def test_a_captured_event_tells_the_time_by_another_one(cuda: FakeCuda) -> None:
+    """The note of the time comes first; who waits, waits for the other."""
+    stream, other = CudaStream(torch.cuda.Stream()), CudaStream(torch.cuda.Stream())
+    base = stream.record()
+    stream.make_event = CapturedEvent
+    event = stream.record()
+    number = stream.stream.number  # type: ignore[attr-defined]
+    assert cuda.log[-2:] == [("record", number, True), ("record", number, False)]
+    other.wait_event(event)
+    assert event.seconds_since(base) == pytest.approx(1e-3)
+    assert type(base) is CudaEvent
+    assert base.time is base.order
+
+
+def _recorded(cuda: FakeCuda, schedule: str) -> tuple[px.Pipeline, Run]:
+    """Capture a step through the walk of a pipeline."""
+    subject = _pipeline(_graph(schedule))
+    subject.step(*data(8))
+    cuda.log.clear()
+    kept: list[Run] = []
+
+    def walk(run: Run, tasks: Any) -> None:
+        graph = Recorder(torch.device("cpu")).record(run, tasks)
+        kept.append(run)
+        assert Recorder(torch.device("cpu")).launch(graph) >= 0.0
+
+    subject._step(*data(8), walk)
+    return subject, kept[0]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv", "chimera"])
+def test_a_capture_forks_and_joins_every_stream(cuda: FakeCuda, schedule: str) -> None:
+    """The stand-in refuses streams that have not joined, or are not brought back."""
+    subject, run = _recorded(cuda, schedule)
+    kinds = [call[0] for call in cuda.log]
+    assert "synchronize" not in kinds[: kinds.index("end")]
+    assert kinds[kinds.index("end") + 1 :][:2] == ["replay", "synchronize"]
+    assert cuda.calls("replay") == [("replay", cuda.caller.number)]
+    assert cuda.current is cuda.caller
+    timeline = run.timeline()
+    assert timeline.complete
+    assert_order_respected(timeline)
+    assert np.isfinite(timeline.end).all()
+    for task in subject._plan:
+        assert isinstance(task.stream, CudaStream)
+        assert task.stream.make_event is CudaEvent
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_stream_whose_tasks_wait_for_nothing_is_captured_too() -> None:
+    """It joins at the fork, not by a wait of its own."""
+    subject = _pipeline(_graph("gpipe"))
+    free = [task._replace(waits=()) for task in subject._plan]
+    subject._step(*data(8), lambda run, _: _discard(Recorder(torch.device("cpu")), run, free))
+
+
+def _discard(recorder: Recorder, run: Run, tasks: Any) -> None:
+    recorder.record(run, tasks)
+
+
+def test_a_capture_that_fails_gives_the_current_stream_back(cuda: FakeCuda) -> None:
+    """The context of torch does not, where the capture cannot be ended."""
+    subject = _pipeline(_graph("1f1b"))
+    stray = torch.cuda.Stream()
+
+    def walk(run: Run, tasks: Any) -> None:
+        inner = run.issue
+
+        def issue(tasks: Any) -> None:
+            inner(tasks)
+            stray.wait_stream(torch.cuda.current_stream())
+            torch.cuda.Event().record(stray)
+
+        run.issue = issue  # type: ignore[method-assign]
+        Recorder(torch.device("cpu")).record(run, tasks)
+
+    with pytest.raises(RuntimeError, match="were not joined"):
+        subject._step(*data(8), walk)
+    assert cuda.current is cuda.caller
+    assert all(task.stream.make_event is CudaEvent for task in subject._plan)  # type: ignore[attr-defined]

@@ -1,0 +1,187 @@
+"""Imposed links: what is copied, and how long the GPU is told to wait."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from executing import assert_same, cut, data, dense, mse, unsplit
+from torch import Tensor
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec import imposed, transfer
+from pipeexec.devices import CpuDevice, Device, Values
+from pipeexec.imposed import Links, Message, make_waits
+from pipeexec.streams import InlineStream
+from pipesim.errors import AccuracyWarning, ArgumentError
+
+
+class Listed:
+    """Waits for nothing, and lists what it was asked for."""
+
+    says = "listed"
+
+    def __init__(self) -> None:
+        self.noted: list[Tensor] = []
+        self.asked: list[tuple[Tensor | None, float]] = []
+
+    def note(self) -> Tensor:
+        self.noted.append(torch.tensor([len(self.noted)]))
+        return self.noted[-1]
+
+    def until(self, noted: Tensor | None, seconds: float) -> None:
+        self.asked.append((noted, seconds))
+
+
+class Linked(CpuDevice):
+    """A CPU worker whose messages take an imposed link, as those of a slice."""
+
+    def __init__(self, index: int, links: Links) -> None:
+        super().__init__(index)
+        self.index, self.links = index, links
+
+    def carry(self, values: Values, target: Device) -> Values:
+        assert isinstance(target, Linked)
+        return self.links.carry(values, self.index, target.index)
+
+    def await_link(self, values: Values) -> None:
+        assert isinstance(values, Message)
+        self.links.arrive(values)
+
+
+NETWORK = ps.Network(latency=3e-6, bandwidth=2e9)
+
+
+def test_a_message_is_copied_and_waits() -> None:
+    """16 KB at 2 GB/s from its start, then the latency from its end."""
+    waits = Listed()
+    links = Links(NETWORK, 2, waits)
+    values = torch.arange(4096.0), None
+    message = links.carry(values, 0, 1)
+    assert torch.equal(message[0], values[0])
+    assert message[0].data_ptr() != values[0].data_ptr()
+    assert message[1] is None
+    began, ended = waits.noted
+    assert waits.asked == [(began, 4 * 4096 / 2e9)]
+    assert message.sent is ended
+    links.arrive(message)
+    assert waits.asked[1:] == [(ended, 3e-6)]
+
+
+def test_pure_latency_holds_nothing() -> None:
+    """Endless bandwidth: the copy is made, no SEND waits; nor does a RECV without latency."""
+    waits = Listed()
+    links = Links(ps.Network(latency=1e-5, bandwidth=math.inf), 2, waits)
+    message = links.carry((torch.ones(1000),), 1, 0)
+    assert waits.asked == []
+    links.arrive(message)
+    assert [seconds for _, seconds in waits.asked] == [1e-5]
+    Links(ps.Network(bandwidth=1e9), 2, waits).arrive(Message((), None, 0.0))
+    assert len(waits.asked) == 1
+
+
+def test_each_pair_has_its_own_link() -> None:
+    slow = ps.Network(1e-6, 1e9, links=[ps.Link(5e-6, 1e8, ((0, 1),))])
+    waits = Listed()
+    links = Links(slow, 3, waits)
+    for source, target in ((0, 1), (1, 0), (2, 1)):
+        links.arrive(links.carry((torch.ones(25, dtype=torch.float32),), source, target))
+    assert [seconds for _, seconds in waits.asked] == [1e-6, 5e-6, 1e-7, 1e-6, 1e-7, 1e-6]
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        ps.Network(links=[ps.Link(0.0, 1e9, ((0, 1), (0, 2)))]),
+        ps.Network.preset("dgx_h100"),
+    ],
+)
+def test_shared_links_are_refused(network: ps.Network) -> None:
+    with pytest.raises(ArgumentError, match="each pair of slices a link of its own"):
+        Links(network, 3, Listed())
+
+
+def test_a_pipeline_over_imposed_links_computes_the_same() -> None:
+    """Each message waits once on each end; gradients are to the last bit the unsplit model's."""
+    stages, whole = cut(dense(3), [1, 1, 1]), cut(dense(3), [1, 1, 1])
+    graph = ps.lower(ps.schedule("1f1b", n_devices=3, n_microbatches=4))
+    waits = Listed()
+    links = Links(NETWORK, 3, waits)
+    inputs, targets = data(8)
+    loss = unsplit(whole, graph, inputs, targets)
+    with px.Pipeline(stages, graph, [Linked(i, links) for i in range(3)], mse) as subject:
+        result = subject.step(inputs, targets)
+    assert torch.equal(result.loss, loss)
+    assert_same(stages, whole)
+    n_messages = 2 * 2 * 4
+    assert len(waits.noted) == 2 * n_messages
+    seconds = [s for _, s in waits.asked]
+    assert sorted(seconds) == sorted([3e-6] * n_messages + [2 * 16 * 4 / 2e9] * n_messages)
+
+
+def test_without_links_messages_are_handed_over() -> None:
+    """By reference, on one memory."""
+    device, stream = CpuDevice(0), InlineStream()
+    value = torch.ones(3)
+    sent = transfer.send((value, None), device, stream, CpuDevice(1))
+    assert sent[0] is value
+    assert transfer.receive(sent, device, stream) is sent
+
+
+def test_waits_by_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel notes the time; another one spins until so many micro- and nanoseconds after it."""
+    launched: list[tuple[str, list[Any]]] = []
+
+    def compiled(source: str, name: str) -> Any:
+        assert f"void {name}(" in source
+        return lambda args: launched.append((name, args))
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: Listening())
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", compiled)
+    waits = make_waits(torch.device("cpu"))
+    noted = waits.note()
+    waits.until(noted, 2.5000015)
+    waits.until(noted, 7e-9)
+    assert launched == [
+        ("pipeexec_note", [noted]),
+        ("pipeexec_wait", [noted, 2_500_001, 500]),
+        ("pipeexec_wait", [noted, 0, 7]),
+    ]
+    assert noted is not None
+    assert noted.dtype is torch.int64
+
+
+def test_without_the_compiler_waits_count_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrated by the fastest of three runs, and said to be added to the copies."""
+    slept: list[int] = []
+    times = iter([80.0, 50.0, 60.0])  # ms
+
+    def missing(*_: object) -> None:
+        raise OSError("no libnvrtc.so")
+
+    class Timer(SimpleNamespace):
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+        def elapsed_time(self, other: Any) -> float:
+            return next(times)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: Listening())
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", missing)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Timer())
+    with pytest.warns(AccuracyWarning, match=r"no libnvrtc.so.*added to those of the copies"):
+        waits = make_waits(torch.device("cuda:0"))
+    waits.until(waits.note(), 1e-3)
+    assert slept == [imposed.CycleWaits.CYCLES] * 3 + [imposed.CycleWaits.CYCLES // 50]
+
+
+class Listening:
+    """A context that does nothing."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...

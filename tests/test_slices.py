@@ -1,0 +1,327 @@
+"""Slices of a GPU: how multiprocessors are split, through which driver, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec import green
+from pipeexec.green import GreenContextsMissingError, LibCuda, part_size, split
+from pipesim.errors import ArgumentError, SharedSlicesWarning
+
+N_SMS = 132
+
+
+class FakeDriver:
+    """Splits SMs as a Hopper driver does, in the form of `cuda.bindings.driver`."""
+
+    class CUdevResourceType:
+        """Kinds of resources."""
+
+        CU_DEV_RESOURCE_TYPE_SM = 1
+
+    def __init__(self, n_sms: int = N_SMS, failing: str = "", most: int = 99) -> None:
+        self.n_sms, self.failing, self.most = n_sms, failing, most
+        self.contexts: list[tuple[int, int]] = []
+        self.n_streams = 0
+
+    def _answer(self, name: str, *found: Any) -> tuple[Any, ...]:
+        return (801 if name == self.failing else 0, *found)
+
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
+        return self._answer("cuInit")
+
+    def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
+        return self._answer("cuDeviceGet", index)
+
+    def cuDeviceGetDevResource(self, device: int, kind: int) -> tuple[Any, ...]:
+        return self._answer("cuDeviceGetDevResource", _resource(0, self.n_sms))
+
+    def cuDevSmResourceSplitByCount(self, n: int, whole: Any, flags: int, size: int) -> Any:
+        n = min(n, self.most)
+        groups = [_resource(k * size, size) for k in range(n)]
+        rest = _resource(n * size, whole.sm.smCount - n * size)
+        return self._answer("cuDevSmResourceSplitByCount", groups, n, rest)
+
+    def cuDevResourceGenerateDesc(self, resources: list[Any], count: int) -> tuple[Any, ...]:
+        return self._answer("cuDevResourceGenerateDesc", resources[0])
+
+    def cuGreenCtxCreate(self, description: Any, device: int, flags: int) -> tuple[Any, ...]:
+        assert flags == 1
+        self.contexts.append((description.first, description.sm.smCount))
+        return self._answer("cuGreenCtxCreate", len(self.contexts) - 1)
+
+    def cuGreenCtxStreamCreate(self, context: int, flags: int, priority: int) -> tuple[Any, ...]:
+        assert (flags, priority) == (1, 0)
+        self.n_streams += 1
+        return self._answer("cuGreenCtxStreamCreate", 1000 * context + self.n_streams)
+
+
+def _resource(first: int, n_sms: int) -> Any:
+    return SimpleNamespace(first=first, sm=SimpleNamespace(smCount=n_sms))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """Pretend that there is a Hopper GPU, as far as making slices of it goes."""
+    fake = FakeDriver()
+    properties = SimpleNamespace(major=9, multi_processor_count=N_SMS)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(
+        sys.modules["pipeexec.slices"],
+        "_parts",
+        lambda index, n, major: split(fake, index, n, major),
+    )
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle, device: SimpleNamespace(handle=handle)
+    )
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("n_sms", "n", "major", "size"),
+    [
+        (132, 1, 9, 128),
+        (132, 3, 9, 40),
+        (132, 4, 9, 32),
+        (132, 16, 9, 8),
+        (108, 4, 8, 26),  # an A100
+        (108, 27, 8, 4),
+        (148, 4, 10, 32),  # later ones are taken for Hopper's like
+        (80, 80 // 2, 7, 2),
+    ],
+)
+def test_parts_are_multiples(n_sms: int, n: int, major: int, size: int) -> None:
+    assert part_size(n_sms, n, major) == size
+
+
+def test_parts_do_not_overlap() -> None:
+    """One after the other, and what is left over last."""
+    fake = FakeDriver()
+    parts, rest = split(fake, 0, 4, major=9)
+    assert [part.n_sms for part in parts] == [32] * 4
+    assert rest is not None
+    assert rest.n_sms == 4
+    assert fake.contexts == [(0, 32), (32, 32), (64, 32), (96, 32), (128, 4)]
+
+
+def test_nothing_may_be_left_over() -> None:
+    _, rest = split(FakeDriver(n_sms=128), 0, 4, major=9)
+    assert rest is None
+
+
+def test_streams_of_a_part_are_kept() -> None:
+    """The same key is the same stream: none can be destroyed."""
+    (part,), _ = split(FakeDriver(), 0, 1, major=9)
+    assert part.stream("compute") == part.stream("compute")
+    assert part.stream("compute") != part.stream("send:1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cuInit", "cuDeviceGet", "cuDeviceGetDevResource", "cuDevSmResourceSplitByCount",
+     "cuDevResourceGenerateDesc", "cuGreenCtxCreate"],
+)  # fmt: skip
+def test_a_driver_that_refuses_is_named(name: str) -> None:
+    with pytest.raises(GreenContextsMissingError, match=rf"{name} answered with CUDA error 801"):
+        split(FakeDriver(failing=name), 0, 2, major=9)
+
+
+def test_a_driver_without_the_function() -> None:
+    with pytest.raises(GreenContextsMissingError, match="the driver has no cuInit"):
+        split(SimpleNamespace(), 0, 2, major=9)
+
+
+def test_a_driver_that_makes_fewer_parts() -> None:
+    with pytest.raises(GreenContextsMissingError, match="made 3 parts of 32 SMs, not 4"):
+        split(FakeDriver(most=3), 0, 4, major=9)
+
+
+# Through ctypes
+
+
+class FakeLibrary:
+    """libcuda as ctypes sees it: writes through pointers."""
+
+    def cuInit(self, flags: Any) -> int:
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: Any) -> int:
+        device._obj.value = 40 + index.value
+        return 0
+
+    def cuDeviceGetDevResource(self, device: Any, resource: Any, kind: Any) -> int:
+        assert (device.value, kind.value) == (42, 1)
+        resource._obj.type, resource._obj.sm.smCount = 1, N_SMS
+        return 0
+
+    def cuDevSmResourceSplitByCount(
+        self, groups: Any, count: Any, whole: Any, rest: Any, flags: Any, size: Any
+    ) -> int:
+        for group in groups:
+            group._internal_padding[5] = 77  # what only the driver understands
+            group.sm.smCount = size.value
+        rest._obj.sm.smCount = whole._obj.sm.smCount - len(groups) * size.value
+        return 0
+
+    def cuDevResourceGenerateDesc(self, description: Any, resources: Any, count: Any) -> int:
+        assert count.value == 1
+        kept = resources[0]._internal_padding[5]
+        assert kept == (0 if resources[0].sm.smCount == 4 else 77)
+        description._obj.value = resources[0].sm.smCount
+        return 0
+
+    def cuGreenCtxCreate(self, context: Any, description: Any, device: Any, flags: Any) -> int:
+        context._obj.value = 100 + description.value
+        return 0
+
+    def cuGreenCtxStreamCreate(self, stream: Any, context: Any, flags: Any, priority: Any) -> int:
+        stream._obj.value = 1000 + context.value
+        return 0
+
+
+def test_the_driver_through_ctypes() -> None:
+    """As through its bindings; resources go whole from call to call."""
+    parts, rest = split(LibCuda(FakeLibrary()), 2, 4, major=9)
+    assert [part.n_sms for part in parts] == [32] * 4
+    assert rest is not None
+    assert (rest.n_sms, rest.stream("send:1"), parts[0].stream("compute")) == (4, 1104, 1132)
+
+
+def test_resources_are_laid_out_as_in_the_header() -> None:
+    """cuda.h, RESOURCE_ABI_VERSION 1: 4 + 92 + 48 bytes."""
+    assert ctypes.sizeof(green.Resource) == 144
+    assert green.Resource.sm.offset == 96
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open")
+
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    monkeypatch.setattr(green.ctypes, "CDLL", missing)
+    green.find_driver.cache_clear()
+    with pytest.raises(GreenContextsMissingError, match=r"no CUDA driver \(libcuda.so.1"):
+        green.find_driver()
+    green.find_driver.cache_clear()
+
+
+# `slices`
+
+
+@pytest.mark.usefixtures("driver")
+def test_slices_have_names_and_sms() -> None:
+    made = px.slices("cuda:0", 4)
+    assert [each.name for each in made] == [f"cuda:0/{i}of4" for i in range(4)]
+    assert [each.n_sms for each in made] == [32] * 4
+    assert {each.torch_device for each in made} == {torch.device("cuda:0")}
+    assert [each.note for each in made] == [""] * 4
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_slice_computes_on_its_own_sms_and_copies_on_the_rest() -> None:
+    """Handles are a thousand a context; the fifth context is that of the SMs left over."""
+    made = px.slices("cuda", 4)
+    handles = {
+        (i, name): each.stream(name).stream.handle // 1000  # type: ignore[attr-defined]
+        for i, each in enumerate(made)
+        for name in ("compute", "collective", "send:1", "recv:0")
+    }
+    for (i, name), context in handles.items():
+        assert context == (4 if ":" in name else i)
+    streams = [each.stream("send:1").stream.handle for each in made]  # type: ignore[attr-defined]
+    assert len(set(streams)) == 4
+
+
+def test_where_nothing_is_left_over_copies_are_on_the_slice(driver: FakeDriver) -> None:
+    driver.n_sms = 128
+    second = px.slices("cuda:0", 2)[1]
+    assert second.stream("send:0").stream.handle // 1000 == 1  # type: ignore[attr-defined]
+
+
+def test_without_green_contexts_slices_share_sms(driver: FakeDriver) -> None:
+    driver.failing = "cuGreenCtxCreate"
+    with pytest.warns(SharedSlicesWarning, match=r"cuda:0 cannot be split .*share all SMs") as w:
+        made = px.slices("cuda:0", 2)
+    assert w[0].filename == __file__
+    assert [each.n_sms for each in made] == [N_SMS] * 2
+    assert made[0].note == "slices share SMs"
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, True, None])
+@pytest.mark.usefixtures("driver")
+def test_a_count_that_is_none(n: Any) -> None:
+    with pytest.raises(ArgumentError, match="n must be"):
+        px.slices("cuda:0", n)
+
+
+@pytest.mark.usefixtures("driver")
+def test_more_slices_than_groups_of_sms() -> None:
+    with pytest.raises(ArgumentError, match=r"17 slices are too many for 132 SMs.*at most 16"):
+        px.slices("cuda:0", 17)
+
+
+def test_a_cpu_has_no_slices() -> None:
+    with pytest.raises(ArgumentError, match=r"parts of a GPU, got 'cpu'.*\['cpu'\] \* 2"):
+        px.slices("cpu", 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(ArgumentError, match="'cuda:0' is not there: torch sees 0 CUDA devices"):
+        px.slices("cuda:0", 2)
+
+
+@pytest.mark.usefixtures("driver")
+def test_links_must_be_a_network() -> None:
+    with pytest.raises(ArgumentError, match=r"link must be a pipesim\.Network, got 3"):
+        px.slices("cuda:0", 2, link=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("driver")
+def test_links_are_between_the_slices_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are said to be imposed; messages to others are handed over."""
+    module = sys.modules["pipeexec.slices"]
+    asked: list[float] = []
+    waits = SimpleNamespace(
+        says="at once",
+        note=lambda: torch.zeros(1),
+        until=lambda noted, seconds: asked.append(seconds),
+    )
+    kept: list[object] = []
+    monkeypatch.setattr(module, "make_waits", lambda gpu: waits)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: "current")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: kept.append(stream))
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: x)
+    first, second = px.slices("cuda:0", 2, link=ps.Network(latency=1e-5, bandwidth=4e6))
+    other = px.slices("cuda:0", 2)[1]
+    assert first.note == "link times are imposed: at once"
+    value = torch.ones(10)
+    message = first.carry((value,), second)
+    assert message[0] is not value
+    second.await_link(message)
+    assert asked == [1e-5, 1e-5]
+    assert kept == ["current"]  # the time of sending, read on the stream that receives
+    handed = first.carry((value,), other)
+    assert handed[0] is value
+    other.await_link(handed)
+    assert len(asked) == 2
+
+
+@pytest.mark.usefixtures("driver")
+def test_slices_are_devices_of_a_pipeline_as_they_are() -> None:
+    """As those that a user made."""
+    from pipeexec.devices import make_devices
+
+    made = px.slices("cuda:0", 2)
+    assert make_devices(made) == made
