@@ -1,11 +1,16 @@
-"""The command line: ``pipeexec validate``, ``pipeexec profile`` and ``pipeexec show``."""
+"""The command line: ``pipeexec validate``, ``run``, ``profile`` and ``show``.
+
+Under torchrun every process runs the same command; the first one speaks and writes.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,7 +18,9 @@ from pipeexec.workload import add_workload, workload
 from pipesim.errors import ArgumentError, PipeError, PipeWarning
 
 if TYPE_CHECKING:
+    from pipeexec.processes import Processes
     from pipesim.costs import Costs
+    from pipesim.timeline import Timeline
 
 __all__ = ["main"]
 
@@ -25,6 +32,8 @@ _EPILOG = """examples:
   pipeexec validate --repeat 5                       with a confidence interval of the error
   pipeexec profile --name costs                      measure costs, and nothing else
   pipeexec validate --costs results/costs/costs.json predict from them
+  torchrun --nproc-per-node 2 -m pipeexec run        two processes, gloo; NCCL with --devices cuda
+  pipeexec run --devices cuda:0 --slices 4           one GPU as four devices
   pipeexec show results/demo                         the tables of a run directory
 """
 
@@ -50,6 +59,12 @@ def _parser() -> argparse.ArgumentParser:
                      "how sure the error is (default: 1)")  # fmt: skip
     run.add_argument("--costs", type=Path, help="predict from this costs.json, or the run "
                      "directory that has it, without calibration")  # fmt: skip
+    steps = commands.add_parser("run", help="run training steps of one schedule, and measure them")
+    add_workload(
+        steps, steps=21, what="measured steps", name="run", schedules=["1f1b"], recompute=["never"]
+    )
+    steps.add_argument("--costs", type=Path, help="predict the steps from this costs.json, or the "
+                       "run directory that has it")  # fmt: skip
     measure = commands.add_parser("profile", help="measure costs of stages and messages, and plot")
     add_workload(measure, steps=7, what="calibration steps", name="profile")
     show = commands.add_parser("show", help="print the tables of a run directory")
@@ -64,32 +79,126 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = _show_warning
         try:
             arguments = _parser().parse_args(argv)
-            return _COMMANDS[arguments.command](arguments)
+            command = _COMMANDS.get(arguments.command)
+            if command is None:
+                return _show(arguments)
+            return _together(arguments, command) if _is_one_of_several() else command(arguments)
         except PipeError as error:
-            print(f"pipeexec: error: {str(error).splitlines()[0]}", file=sys.stderr)
+            _complain(str(error).splitlines()[0])
             return 2
         except KeyboardInterrupt:
-            print("pipeexec: interrupted", file=sys.stderr)
+            _complain("interrupted", kind="")
             return 130
 
 
+def _is_one_of_several() -> bool:
+    """Return whether torchrun started this process, and others."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+
+
+def _together(arguments: argparse.Namespace, command: _Command) -> int:
+    """Run a command in one of several processes, of which one speaks."""
+    # What torch has to say of lost connections is said by us.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from pipeexec.launched import run_together
+
+    return run_together(
+        partial(command, arguments), _complain_of_any, partial(_leave, arguments), arguments.timeout
+    )
+
+
+def _leave(arguments: argparse.Namespace, timeline: Timeline, text: str) -> Path:
+    """Write what was measured before an error beside where the results would have been."""
+    from pipeexec.run_directory import command, write_directory
+
+    path: Path = arguments.results / f"{arguments.name}-partial"
+    with write_directory(path, {"command": command(), "error": text}) as folder:
+        timeline.save(folder / "timeline.csv")
+    return path
+
+
+def _speaks() -> bool:
+    """Return whether this process says what all would."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _complain(text: str, kind: str = "error: ") -> None:
+    if _speaks():
+        _complain_of_any(text, kind)
+
+
+def _complain_of_any(text: str, kind: str = "error: ") -> None:
+    print(f"pipeexec: {kind}{text}", file=sys.stderr, flush=True)
+
+
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"pipeexec: warning: {message}", file=sys.stderr)
+    _complain(str(message), kind="warning: ")
 
 
 def _tell(line: str) -> None:
-    print(f"  {line}", file=sys.stderr)
+    if _speaks():
+        print(f"  {line}", file=sys.stderr, flush=True)
 
 
-def _validate(arguments: argparse.Namespace) -> int:
-    from pipeexec.report import report
+def _say(text: str) -> None:
+    if _speaks():
+        print(text, flush=True)
+
+
+def _checked_path(arguments: argparse.Namespace) -> Path:
+    """Return the run directory, once it can be written; one process writes it."""
     from pipeexec.run_directory import check_writable
+
+    path: Path = arguments.results / arguments.name
+    if _speaks():
+        check_writable(path)
+    return path
+
+
+def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+    from pipeexec.executor import Pipeline
+    from pipeexec.report import training_report
+    from pipeexec.train import train
+
+    path, costs = _checked_path(arguments), _costs(arguments.costs)
+    asked = workload(arguments, processes)
+    if len(asked.graphs) > 1:
+        raise ArgumentError(
+            f"run takes one schedule and one recompute mode, got {', '.join(asked.graphs)}; "
+            "validate compares several"
+        )
+    (graph,) = asked.graphs.values()
+    with Pipeline(
+        asked.stages,
+        graph,
+        asked.devices,
+        asked.loss,
+        asked.optimizer,
+        timeout=arguments.timeout,
+        processes=processes,
+        cuda_graph=arguments.cuda_graph,
+    ) as pipeline:
+        training = train(
+            pipeline,
+            asked.batches,
+            n_steps=arguments.steps,
+            warm_up=arguments.warm_up,
+            costs=costs,
+            progress=_tell,
+        )
+    if _speaks():
+        training.save(path, record=asked.record)
+    _say(training_report(training))
+    _say(f"\nwrote {path}: the figure is {path / training.figure}")
+    return 0
+
+
+def _validate(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+    from pipeexec.report import report
     from pipeexec.validate import validate
 
-    path = arguments.results / arguments.name
-    check_writable(path)
-    costs = _costs(arguments.costs)
-    asked = workload(arguments)
+    path, costs = _checked_path(arguments), _costs(arguments.costs)
+    asked = workload(arguments, processes)
     validation = validate(
         asked.stages,
         asked.graphs,
@@ -102,12 +211,16 @@ def _validate(arguments: argparse.Namespace) -> int:
         repeat=arguments.repeat,
         costs=costs,
         progress=_tell,
+        timeout=arguments.timeout,
+        processes=processes,
+        cuda_graph=arguments.cuda_graph,
     )
     source = None if costs is None else str(arguments.costs)
     record = {**asked.record, "repeat": arguments.repeat, "costs": source}
-    validation.save(path, record=record)
-    print(report(validation))
-    print(f"\nwrote {path}: the figure is {path / 'overlay.png'}")
+    if _speaks():
+        validation.save(path, record=record)
+    _say(report(validation))
+    _say(f"\nwrote {path}: the figure is {path / 'overlay.png'}")
     return 0
 
 
@@ -120,18 +233,25 @@ def _costs(path: Path | None) -> Costs | None:
     return Costs.load(path / "costs.json" if path.is_dir() else path)
 
 
-def _profile(arguments: argparse.Namespace) -> int:
+def _profile(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
     from pipeexec.executor import Pipeline
     from pipeexec.profile import measure
     from pipeexec.report import profile_report
-    from pipeexec.run_directory import check_writable
 
-    path = arguments.results / arguments.name
-    check_writable(path)
-    asked = workload(arguments)
+    path = _checked_path(arguments)
+    asked = workload(arguments, processes)
     graphs = list(asked.graphs.values())
     widest = max(graphs, key=lambda graph: graph.n_replicas)
-    with Pipeline(asked.stages, widest, asked.devices, asked.loss, asked.optimizer) as pipeline:
+    with Pipeline(
+        asked.stages,
+        widest,
+        asked.devices,
+        asked.loss,
+        asked.optimizer,
+        timeout=arguments.timeout,
+        processes=processes,
+        cuda_graph=arguments.cuda_graph,
+    ) as pipeline:
         _tell(f"measuring: {arguments.warm_up} steps to warm up, then {arguments.steps}")
         found = measure(
             pipeline,
@@ -140,10 +260,11 @@ def _profile(arguments: argparse.Namespace) -> int:
             warm_up=arguments.warm_up,
             graphs=graphs,
         )
-    found.save(path, record=asked.record)
-    print(profile_report(found))
+    if _speaks():
+        found.save(path, record=asked.record)
+    _say(profile_report(found))
     figure = f": the figure is {path / 'transfers.png'}" if len(found.transfers) else ""
-    print(f"\nwrote {path}{figure}")
+    _say(f"\nwrote {path}{figure}")
     return 0
 
 
@@ -162,4 +283,6 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_COMMANDS = {"validate": _validate, "profile": _profile, "show": _show}
+_Command = Callable[..., int]
+#: What torchrun can start too.
+_COMMANDS: dict[str, _Command] = {"run": _run, "validate": _validate, "profile": _profile}

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pipesim.error_parts import PARTS
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from pipeexec.profile import Profile
+    from pipeexec.train import Training
     from pipeexec.validation import Validation
 
-__all__ = ["profile_report", "report"]
+__all__ = ["profile_report", "report", "training_report"]
 
 
 def report(validation: Validation) -> str:
@@ -37,6 +40,30 @@ def report(validation: Validation) -> str:
         parts.append(_costs_text(validation.profile.table))
         parts += _fits_text(validation.profile.fits.query("source < 0"))
     return "\n\n".join(parts)
+
+
+def training_report(training: Training) -> str:
+    """Return what steps took, and how far that is from their prediction."""
+    makespans = np.array(training.makespans) * 1e3
+    low, middle, high = np.quantile(makespans, (0.1, 0.5, 0.9))
+    lines = [
+        f"{len(makespans)} steps: makespan {middle:.1f} ms (median; {low:.1f} to {high:.1f} ms from "
+        f"the first to the last decile), bubble {training.measured.bubble_fraction:.1%}, "
+        f"loss {training.losses[0]:.4f} to {training.losses[-1]:.4f}"
+    ]
+    if training.predicted is not None:
+        errors = np.array(training.errors)
+        lines.append(
+            f"predicted {training.predicted.makespan * 1e3:.1f} ms: error {np.median(errors):+.1%} "
+            f"(median), {errors[np.abs(errors).argmax()]:+.1%} (worst step)"
+        )
+    for rank, clock in enumerate(training.clocks[1:], start=1):
+        lines.append(
+            f"clock of rank {rank}: {clock['offset'] * 1e6:+.0f} us from rank 0's, drift "
+            f"{clock['drift'] * 1e6:+.2f} us/s, residual {clock['residual'] * 1e6:.0f} us, round "
+            f"trip {clock['round_trip'] * 1e6:.0f} us"
+        )
+    return "\n".join(lines)
 
 
 def profile_report(profile: Profile) -> str:

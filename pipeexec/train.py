@@ -56,6 +56,11 @@ class Training:
         return self.steps[middle].timeline
 
     @property
+    def figure(self) -> str:
+        """Name of the file that shows it."""
+        return "timeline.png" if self.predicted is None else "overlay.png"
+
+    @property
     def errors(self) -> list[float]:
         """Predicted over measured makespan, minus 1, of every step; empty without a prediction."""
         if self.predicted is None:

@@ -53,6 +53,7 @@ def validate(
     progress: Callable[[str], None] | None = None,
     timeout: float | None = 60.0,
     processes: Processes | None = None,
+    cuda_graph: bool = False,
 ) -> Validation:
     """Profile, simulate, execute and compare.
 
@@ -68,7 +69,7 @@ def validate(
         Measured steps of each graph, and steps before them that do not count; in each repeat.
     repeat
         How often to calibrate and measure. Two and more say how sure the mean error is.
-    timeout, processes
+    timeout, processes, cuda_graph
         As for `Pipeline`. With several processes, each runs this, and each gets all of it.
     costs
         Predict from these, without any calibration; from `px.profile` or `Costs.load`.
@@ -97,7 +98,14 @@ def validate(
         _check_costs(costs, graphs)
     source = _taken(batches, repeat * (n_steps + 1))
     with Pipeline(
-        stages, first, devices, loss_fn, optimizer, timeout=timeout, processes=processes
+        stages,
+        first,
+        devices,
+        loss_fn,
+        optimizer,
+        timeout=timeout,
+        processes=processes,
+        cuda_graph=cuda_graph,
     ) as pipeline:
         pipelines = [pipeline.with_graph(graph) for graph in graphs.values()]
         repeats = []

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from pipeexec.devices import DeviceLike
     from pipeexec.executor import Loss
+    from pipeexec.processes import Processes
     from pipesim.graph import TaskGraph
     from pipesim.registry import ScheduleInfo
 
@@ -34,7 +36,15 @@ def _counts(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"not whole numbers: {text!r}") from None
 
 
-def add_workload(parser: argparse.ArgumentParser, *, steps: int, what: str, name: str) -> None:
+def add_workload(
+    parser: argparse.ArgumentParser,
+    *,
+    steps: int,
+    what: str,
+    name: str,
+    schedules: Sequence[str] = ("gpipe", "1f1b"),
+    recompute: Sequence[str] = ("never", "always"),
+) -> None:
     """Add the options that say what is run, how often, and where results go.
 
     ``what`` the steps are, and how many by default; ``name`` of the run directory.
@@ -46,11 +56,16 @@ def add_workload(parser: argparse.ArgumentParser, *, steps: int, what: str, name
     add("--balance", type=_counts, help="layers of each stage, such as 4,6 (default: even work)")
     add("--microbatches", type=int, help="of a step (default: 8, or as a file has)")
     add("--batch", type=int, help="samples of a step (default: what suits the model)")
-    add("--schedules", type=words, default=["gpipe", "1f1b"], help="names or files, all with "
-        "the same stages on the same devices (default: gpipe,1f1b)")  # fmt: skip
-    add("--recompute", type=words, default=["never", "always"], help="modes (default: "
-        "never,always; also except_last)")  # fmt: skip
-    add("--devices", type=words, help="where to run, one name a device (default: cpu for each)")
+    add("--schedules", type=words, default=list(schedules), help="names or files, all with the "
+        f"same stages on the same devices (default: {','.join(schedules)})")  # fmt: skip
+    add("--recompute", type=words, default=list(recompute), help=f"modes (default: "
+        f"{','.join(recompute)}; of never,always,except_last)")  # fmt: skip
+    add("--devices", type=words, help="where to run, one name a device; under torchrun, those of "
+        "each process, where cuda is its own GPU (default: cpu for each)")  # fmt: skip
+    add("--slices", type=int, help="cut the GPU that --devices names into so many devices")
+    add("--cuda-graph", action="store_true", help="capture each step once, and replay it")
+    add("--timeout", type=float, default=60.0, help="seconds without any progress after which a "
+        "step is given up (default: 60)")  # fmt: skip
     add("--no-overlap", action="store_true", help="transfers on the compute stream")
     add("--steps", type=int, default=steps, help=f"{what} (default: {steps})")
     add("--warm-up", type=int, default=2, help="steps before them (default: 2)")
@@ -71,15 +86,15 @@ class Workload:
 
     stages: Sequence[nn.Module]
     graphs: dict[str, TaskGraph]
-    devices: list[str]
+    devices: Sequence[DeviceLike]
     loss: Loss
     batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     record: dict[str, Any]
 
 
-def workload(arguments: argparse.Namespace) -> Workload:
-    """Return what the options of `add_workload` ask for.
+def workload(arguments: argparse.Namespace, processes: Processes | None = None) -> Workload:
+    """Return what the options of `add_workload` ask for, in one process or in one of several.
 
     Raises
     ------
@@ -109,7 +124,7 @@ def workload(arguments: argparse.Namespace) -> Workload:
     for name in sizes:
         check_name(f"option of model {arguments.model!r}:", name, spec.options)
     model = build_model(arguments.model, seed=arguments.seed, **sizes)
-    graphs = _graphs(arguments)
+    graphs = _graphs(arguments, processes)
     n_stages, n_devices, n_microbatches = _shape(graphs, arguments.balance)
     stages = split(model.layers, n_stages, balance=arguments.balance or None)
     batch = arguments.batch
@@ -126,7 +141,7 @@ def workload(arguments: argparse.Namespace) -> Workload:
     return Workload(
         stages,
         graphs,
-        arguments.devices or ["cpu"] * n_devices,
+        _devices(arguments, n_devices, processes),
         model.loss,
         batches(model.make_batch, batch, arguments.seed),
         lambda parameters: torch.optim.AdamW(parameters, lr=rate),
@@ -138,7 +153,25 @@ def workload(arguments: argparse.Namespace) -> Workload:
 _BATCH = {"gpt": 4, "convnet": 4}
 
 
-def _graphs(arguments: argparse.Namespace) -> dict[str, TaskGraph]:
+def _devices(
+    arguments: argparse.Namespace, n_devices: int, processes: Processes | None
+) -> Sequence[DeviceLike]:
+    """Return the devices of this process."""
+    if arguments.slices is None:
+        n_ranks = 1 if processes is None else processes.n_ranks
+        names: list[str] = arguments.devices or ["cpu"] * max(1, n_devices // n_ranks)
+        return names
+    from pipeexec.slices import slices
+
+    if not arguments.devices or len(arguments.devices) != 1 or processes is not None:
+        raise ArgumentError(
+            "--slices cuts one GPU in one process: give its name as --devices cuda:0, without "
+            "torchrun"
+        )
+    return slices(arguments.devices[0], arguments.slices)
+
+
+def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[str, TaskGraph]:
     """Return the rows: every schedule under every recompute mode."""
     import pipesim
     from pipesim.schedule_names import info_of
@@ -146,17 +179,30 @@ def _graphs(arguments: argparse.Namespace) -> dict[str, TaskGraph]:
     if not arguments.schedules or not arguments.recompute:
         raise ArgumentError("name at least one schedule and one recompute mode")
     infos = {name: info_of(name) for name in arguments.schedules}
-    n_devices = _count(arguments, "stages", "devices", lambda: _balanced(arguments, infos))
+    several = _n_devices(arguments, processes)
+    n_devices = _count(
+        arguments, "stages", "devices", lambda: several or _balanced(arguments, infos)
+    )
     n_microbatches = _count(arguments, "microbatches", "micro-batches", lambda: 8)
     return {
         f"{name} {recompute}": pipesim.lower(
             info.make(n_devices, n_microbatches),
             recompute=recompute,
             overlap=not arguments.no_overlap,
+            hosts="one" if processes is None else "per_device",
+            # Messages between processes wait for their receivers; only then it makes a difference.
+            rendezvous=arguments.no_overlap and processes is not None,
         )
         for name, info in infos.items()
         for recompute in arguments.recompute
     }
+
+
+def _n_devices(arguments: argparse.Namespace, processes: Processes | None) -> int:
+    """Return how many devices slices or processes are; 0 where neither says it."""
+    if arguments.slices is not None:
+        return int(arguments.slices)
+    return 0 if processes is None else processes.n_ranks * len(arguments.devices or ["cpu"])
 
 
 def _count(arguments: argparse.Namespace, flag: str, what: str, default: Callable[[], int]) -> int:
