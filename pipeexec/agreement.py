@@ -62,7 +62,7 @@ def _checksum(module: nn.Module) -> str:
     """Return a checksum of a module's parameters; that of a stage elsewhere is empty."""
     found = hashlib.sha256()
     for parameter in module.parameters():
-        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return "" if isinstance(module, Elsewhere) else found.hexdigest()
 
 

@@ -47,6 +47,7 @@ from pipesim.errors import (
     NanLossWarning,
     RandomnessWarning,
     check_name,
+    number,
 )
 from pipesim.graph import TaskGraph
 from pipesim.timeline import Timeline
@@ -185,6 +186,7 @@ class Pipeline:
         cuda_graph: bool = False,
     ) -> None:
         check_name("loss_reduction", loss_reduction, ("mean", "sum"))
+        _check_timeout(timeout)
         if cuda_graph and processes is not None:
             raise ArgumentError(
                 "cuda_graph=True runs in one process: headers of messages between processes are "
@@ -419,11 +421,12 @@ class Pipeline:
         """Let go of a step."""
         self._run = None
         self.n_steps += 1
-        if run.abandoned:
+        if run.abandoned or (run.failure is not None and self.processes is not None):
             for device in self.devices:
                 device.abandon()
             return
         if self.processes is not None and run.failure is None:
+            self.processes.has_stepped = True
             done = Status(self.processes.rank, self.n_steps, False, 0, [])
             self.processes.watch.status = lambda: done
         for stage in self.stages:
@@ -456,6 +459,7 @@ class Pipeline:
     def align(self) -> None:
         """Compare the clocks of the processes, and leave together; all must call this."""
         if self.processes is not None:
+            self.processes.barrier()  # names who is late, which a round trip would only wait for
             self.processes.clock.sample()
 
     def clocks(self) -> tuple[dict[str, float], ...]:
@@ -479,7 +483,10 @@ class Pipeline:
         part = whole(
             graph, (Part.unpack(graph, x) for x in self.processes.gather(result.part.pack()))
         )
-        losses = tuple(torch.tensor(part.losses[m]) for m in range(graph.n_microbatches))
+        dtype = getattr(torch, part.loss_dtype)
+        losses = tuple(
+            torch.tensor(part.losses[m], dtype=dtype) for m in range(graph.n_microbatches)
+        )
         return StepResult(
             losses,
             part.timeline,
@@ -631,6 +638,15 @@ def _make_devices(
             "give one device a device of the graph"
         )
     return devices
+
+
+def _check_timeout(timeout: float | None) -> None:
+    seconds = number(timeout)
+    if timeout is not None and (seconds is None or not 0 < seconds < float("inf")):
+        raise ArgumentError(
+            "timeout must be a positive number of seconds, or None to wait for ever, got "
+            f"{timeout!r}"
+        )
 
 
 def _check_graph(graph: TaskGraph) -> None:

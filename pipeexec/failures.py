@@ -43,7 +43,9 @@ def _of_one_process(run: Run) -> ExecutionError:
     error: ExecutionError
     if run.failure is None:
         assert run.stall is not None
-        error = StallError(run.stall.message)
+        text = run.stall.message
+        others = [str(h) for h in run.status().heads if not text.startswith(f"{h.task} hangs")]
+        error = StallError(text + (f"; meanwhile {'; '.join(others)}" if others else ""))
     else:
         index, cause = run.failure
         error = StageError(

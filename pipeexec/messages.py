@@ -9,6 +9,7 @@ the shapes that were agreed on before the first step (`pipeexec.signatures`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,8 @@ class Lost(ExecutionError):
     """The connection to another process broke; ``rank`` is its number."""
 
     def __init__(self, rank: int, cause: Exception) -> None:
-        super().__init__(f"the connection to rank {rank} broke: {str(cause).splitlines()[0]}")
+        first = (str(cause) or type(cause).__name__).splitlines()[0]
+        super().__init__(f"the connection to rank {rank} broke: {first}")
         self.rank = rank
 
 
@@ -153,11 +155,20 @@ class Channel:
 
 
 def _tensors(words: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return the number of the type (-1: absent) and the shape of each tensor in a header."""
+    """Return the number of the type (-1: absent) and the shape of each tensor in a header.
+
+    Raises
+    ------
+    IndexError
+        If the header has no room for what it says.
+    """
     found, at = [], _N_FIELDS
     for _ in range(words[_N_FIELDS - 1]):
-        found.append((words[at], list(words[at + 2 : at + 2 + words[at + 1]])))
-        at += 2 + words[at + 1]
+        end = at + 2 + words[at + 1]
+        if not at + 2 <= end <= len(words):
+            raise IndexError
+        found.append((words[at], list(words[at + 2 : end])))
+        at = end
     return found
 
 
@@ -173,10 +184,12 @@ def _check(got: Sequence[int], expected: Sequence[int], source: int) -> None:
             f"what rank {source} sent is no message of ours (it begins with {list(got[:2])}); run "
             "the same release in every process, and nothing else over its process groups"
         )
-    if got[:_N_FIELDS] == expected[:_N_FIELDS]:
-        pairs = list(zip(_tensors(got), _tensors(expected), strict=True))
-        is_gradient = expected[3] == Op.SEND_B
-        if all(a == b or (is_gradient and a == (-1, b[1])) for a, b in pairs):
+    is_gradient = expected[3] == Op.SEND_B
+    with suppress(IndexError):  # a garbled list of tensors
+        if got[:_N_FIELDS] == expected[:_N_FIELDS] and all(
+            a == b or (is_gradient and a == (-1, b[1]))
+            for a, b in zip(_tensors(got), _tensors(expected), strict=True)
+        ):
             return
     raise Mismatch(
         f"expected {_described(expected)} from rank {source}, got {_described(got)}; every "

@@ -30,6 +30,8 @@ class Part:
         What its host took to issue all its tasks.
     peak_held
         Most micro-batches whose activations each device held; 0 for those of other processes.
+    loss_dtype
+        Name of torch's type of the losses; empty where there are none.
     """
 
     zero: float
@@ -37,26 +39,28 @@ class Part:
     losses: dict[int, float]
     host_seconds: float
     peak_held: tuple[int, ...] = ()
+    loss_dtype: str = ""
 
     def pack(self) -> bytes:
         """Return it as bytes: a line of JSON, then the columns of the tasks that ran."""
         tasks = np.flatnonzero(self.timeline.ran)
         columns = [tasks, self.timeline.start[tasks], self.timeline.end[tasks],
                    self.timeline.nbytes[tasks]]  # fmt: skip
-        head = [self.zero, list(self.losses.items()), self.host_seconds, self.peak_held]
+        head = [self.zero, list(self.losses.items()), self.host_seconds, self.peak_held,
+                self.loss_dtype]  # fmt: skip
         return json.dumps(head).encode() + b"\n" + np.array(columns, dtype=np.float64).tobytes()
 
     @classmethod
     def unpack(cls, graph: TaskGraph, text: bytes) -> Part:
         """Return the part that was packed."""
         line, _, body = text.partition(b"\n")
-        zero, losses, host_seconds, peak_held = json.loads(line)
+        zero, losses, host_seconds, peak_held, loss_dtype = json.loads(line)
         tasks, *columns = np.frombuffer(body).reshape(4, -1)
         start, end, nbytes = (np.full(len(graph), value) for value in (np.nan, np.nan, 0.0))
         for column, values in zip((start, end, nbytes), columns, strict=True):
             column[tasks.astype(np.int64)] = values
         timeline = Timeline(graph, start, end, nbytes)
-        return cls(zero, timeline, dict(losses), host_seconds, tuple(peak_held))
+        return cls(zero, timeline, dict(losses), host_seconds, tuple(peak_held), loss_dtype)
 
 
 def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
@@ -76,4 +80,5 @@ def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
         {m: loss for part in parts for m, loss in part.losses.items()},
         sum(part.host_seconds for part in parts),
         tuple(held) if isinstance(held, list) else (),
+        max(part.loss_dtype for part in parts),
     )

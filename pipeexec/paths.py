@@ -139,4 +139,4 @@ def _reduce_over(group: ProcessGroup, modules: Sequence[nn.Module]) -> None:
     *sums, counts = flat.split([*(gradient.numel() for gradient in gradients), len(there)])
     for total, count, *parameters in zip(sums, counts.tolist(), *lists, strict=True):
         for parameter in parameters if count else ():
-            parameter.grad = total.view_as(parameter).to(parameter.device, copy=True)
+            parameter.grad = total.view_as(parameter).to(parameter, copy=True)

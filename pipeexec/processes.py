@@ -33,7 +33,7 @@ from pipesim.ops import Op
 __all__ = ["Processes", "join", "started_by_launcher"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: Seconds that processes have to start, at least.
+#: Seconds that processes have to come to their first step, at least.
 _START = 120.0
 _N_JOINED = itertools.count()
 
@@ -78,6 +78,7 @@ class Processes:
         self.store, self.rank, self.n_ranks = store, rank, n_ranks
         self.timeout, self.local_rank, self.n_local = timeout, local_rank, n_local
         self._n_gathers = 0
+        self.has_stepped = False  # whether a pipeline of these processes has run a step
         self._groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
         self._channels: dict[Route, Channel] = {}
         own = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
@@ -86,6 +87,7 @@ class Processes:
             # Who is late is named here; a process group would only wait.
             self.recorder = Recorder(rank, self.share)
             self.clock = ProcessClock(rank, n_ranks, self.group(range(n_ranks)))
+            self.clock.sample()
 
     def group(
         self, ranks: Iterable[int], backend: str = "gloo", key: object = None
@@ -137,9 +139,11 @@ class Processes:
 
     def close(self) -> None:
         """Leave, together with all others; the pipelines of these processes are done."""
-        if self.watch.failure is None:
-            self.barrier()  # rank 0 may hold the store, which others may still need
-        self.watch.close()
+        try:
+            if self.watch.failure is None:
+                self.barrier()  # rank 0 may hold the store, which others may still need
+        finally:
+            self.watch.close()
 
     def __enter__(self) -> Processes:
         return self
@@ -149,7 +153,7 @@ class Processes:
             self.fail(error)
         self.close()
 
-    def gather(self, value: bytes, timeout: float | None = None) -> list[bytes]:
+    def gather(self, value: bytes) -> list[bytes]:
         """Return what each process gave; every process must call this, in the same order.
 
         Raises
@@ -162,7 +166,9 @@ class Processes:
         names = [f"gather/{number}/{rank}" for rank in range(self.n_ranks)]
         try:
             self.store.set(names[self.rank], value)  # type: ignore[arg-type]
-            self._wait_for(names, self.timeout if timeout is None else timeout)
+            # Some start, or load their libraries, later than others.
+            patience = self.timeout if self.has_stepped else max(self.timeout, _START)
+            self._wait_for(names, patience)
             found: list[bytes] = list(self.store.multi_get(names))
             if number >= 2:  # who is here has read the gather before the last
                 self.store.delete_key(f"gather/{number - 2}/{self.rank}")
@@ -190,12 +196,8 @@ class Processes:
             pause = min(2 * pause, 5e-3)
 
     def share(self, value: Any) -> list[Any]:
-        """Return what each process gave, as JSON; for what is said before the first step.
-
-        Some processes start, or load their libraries, later than others: they have two minutes.
-        """
-        patience = max(self.timeout, _START)
-        return [json.loads(text) for text in self.gather(json.dumps(value).encode(), patience)]
+        """Return what each process gave, as JSON."""
+        return [json.loads(text) for text in self.gather(json.dumps(value).encode())]
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of each process's values, element by element, the same everywhere."""
@@ -259,6 +261,7 @@ def join(timeout: float = 60.0) -> Processes:
             f"{', '.join(missing)} not set in the environment; start the processes with torchrun "
             "--nproc-per-node 2 -m pipeexec run"
         )
+    local_rank, n_local = (_count(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     try:
         store, rank, n_ranks = _find(seconds)
     except (dist.DistError, RuntimeError, ValueError) as error:
@@ -268,9 +271,20 @@ def join(timeout: float = 60.0) -> Processes:
         rank,
         n_ranks,
         seconds,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        n_local=int(os.environ.get("LOCAL_WORLD_SIZE", n_ranks)),
+        local_rank=rank if local_rank is None else local_rank,
+        n_local=n_ranks if n_local is None else n_local,
         holder=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
+    )
+
+
+def _count(name: str) -> int | None:
+    """Return the number in an environment variable; None where it is not set."""
+    text = os.environ.get(name)
+    if text is None or text.isdecimal():
+        return None if text is None else int(text)
+    raise ArgumentError(
+        f"{name} is {text!r} in the environment, which is no count; start the processes with "
+        "torchrun --nproc-per-node 2 -m pipeexec run"
     )
 
 

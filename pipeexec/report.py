@@ -47,8 +47,8 @@ def training_report(training: Training) -> str:
     makespans = np.array(training.makespans) * 1e3
     low, middle, high = np.quantile(makespans, (0.1, 0.5, 0.9))
     lines = [
-        f"{len(makespans)} steps: makespan {middle:.1f} ms (median; {low:.1f} to {high:.1f} ms from "
-        f"the first to the last decile), bubble {training.measured.bubble_fraction:.1%}, "
+        f"{len(makespans)} steps: makespan {middle:.1f} ms (median; {low:.1f} to {high:.1f} ms "
+        f"without the outer tenths), bubble {training.measured.bubble_fraction:.1%}, "
         f"loss {training.losses[0]:.4f} to {training.losses[-1]:.4f}"
     ]
     if training.predicted is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, Work, barrier
 
 from pipeexec import clocks, transfer
 from pipeexec.devices import Device, RemoteDevice
@@ -118,11 +118,10 @@ class Run:
         self.abandoned = False
         self.seed = torch.initial_seed()
         self.host_seconds = 0.0
-        #: Of messages between processes: what each stage hands on of each micro-batch, headers
-        #: that came, and works of those that went.
+        #: Of messages between processes: what each stage hands on of each micro-batch, and headers
+        #: that came.
         self.agreed: Sequence[Sequence[Signature]] = ()
         self.heads: dict[int, Tensor] = {}
-        self.offers: dict[int, Work] = {}
         self.slate = memoryview(b"") if processes is None else processes.recorder.own
         self._heads_of = StepHeads(graph, self.began, self.ended)
         self._progress = Progress(timeout)
@@ -188,7 +187,7 @@ class Run:
 
     def _guarded(self, task: Planned, work: Callable[[Run, Planned], None], is_last: bool) -> None:
         """Run a part of a task, unless another has failed; what fails first stops all."""
-        if self.failure is not None:
+        if self.failure is not None or self.abandoned:
             return
         if task.slate >= 0:
             self.slate[task.slate] = task.id + 1
@@ -232,8 +231,10 @@ class Run:
     def part(self) -> Part:
         """Return what this process measured, on rank 0's clock."""
         zero = self.zero if self.processes is None else self.processes.clock.to_first(self.zero)
-        losses = {m: float(x) for m, x in enumerate(self.losses) if x is not None}
-        return Part(zero, self.timeline(), losses, self.host_seconds)
+        found = {m: x for m, x in enumerate(self.losses) if x is not None}
+        losses = {m: float(x) for m, x in found.items()}
+        dtype = str(next(iter(found.values())).dtype).removeprefix("torch.") if found else ""
+        return Part(zero, self.timeline(), losses, self.host_seconds, loss_dtype=dtype)
 
     def where(self, index: int) -> str:
         """Return a task's device, stage and micro-batch, as text."""
@@ -276,24 +277,31 @@ def _content(run: Run, task: Planned) -> Content:
     return Content(run.number, op, stage, task.microbatch, int(graph.replica[task.id]))
 
 
-def _offer(run: Run, task: Planned) -> None:
-    """Tell the receiver what comes; with rendezvous, wait until it is ready for it."""
+def _offer(run: Run, task: Planned) -> Work:
+    """Tell the receiver what comes; the work ends when it has asked for it."""
     channel, agreed = task.channel, run.agreed[task.edge][task.microbatch]
     assert channel is not None
     values = run.values[task.source] or ()
     check_values(values, agreed, f"what {run.graph.task(task.id)} sends")
-    head = header(_content(run, task), agreed, values)
-    run.offers[task.id] = channel.offer(head)
-    if run.graph.rendezvous:
-        channel.wait(run.offers[task.id], channel.route.target_rank)
+    return channel.offer(header(_content(run, task), agreed, values))
+
+
+def _meet_receiver(run: Run, task: Planned) -> None:
+    """Wait until the receiver is ready for what comes."""
+    assert task.channel is not None
+    task.channel.wait(_offer(run, task), task.channel.route.target_rank)
 
 
 def _send_away(run: Run, task: Planned) -> None:
-    values, channel = run.take(task.source), task.channel
+    """Send a message; without a rendezvous it begins with its offer, before any receiver's part."""
+    channel = task.channel
     assert channel is not None
+    offered = None if run.graph.rendezvous else _offer(run, task)
+    values = run.take(task.source)
     run.nbytes[task.id] = transfer.nbytes(values)
     channel.send(values)
-    channel.wait(run.offers.pop(task.id), channel.route.target_rank)
+    if offered is not None:
+        channel.wait(offered, channel.route.target_rank)
 
 
 def _accept(run: Run, task: Planned) -> None:
@@ -325,6 +333,11 @@ def _receive(run: Run, task: Planned) -> None:
     run.values[task.id] = transfer.receive(run.take(task.source), task.device, consumer)
 
 
+def _meet_members(run: Run, task: Planned) -> None:
+    """Wait until every process of a reduction is ready for it."""
+    barrier(group=task.members)
+
+
 def _reduce(run: Run, task: Planned) -> None:
     if task.copies:
         reduce_gradients([run.modules[slot] for slot in task.copies], task.members)
@@ -353,10 +366,10 @@ WORK: Mapping[Op, Callable[[Run, Planned], None]] = {
 }
 
 
-#: The same for messages to other processes: what waits for the other side, and the message.
-_AWAY: Mapping[bool, tuple[Callable[[Run, Planned], None], Callable[[Run, Planned], None]]] = {
-    True: (_offer, _send_away),
-    False: (_accept, _receive_from_away),
+#: The same for messages to other processes.
+_AWAY: Mapping[bool, Callable[[Run, Planned], None]] = {
+    True: _send_away,
+    False: _receive_from_away,
 }
 
 
@@ -393,7 +406,7 @@ def plan(
         members = [] if group < 0 else [t for t in graph.collectives[group].tolist() if here[t]]
         others = [t for t in members if t < index]  # the first one reduces for all
         slot = task.replica * graph.n_stages + task.stage
-        meet, work = _AWAY[task.op in SENDS] if index in away else (None, WORK[task.op])
+        work = _AWAY[task.op in SENDS] if index in away else WORK[task.op]
         stream = devices[task.device].stream(task.stream, blocks=int(graph.stream[index]) in blocks)
         planned.append(
             Planned(
@@ -411,7 +424,7 @@ def plan(
                 copies=() if others else tuple(
                     int(graph.replica[t]) * graph.n_stages + task.stage for t in members
                 ),
-                meet=meet,
+                meet=_meeting(graph, index, index in away, group in groups and not others),
                 channel=(
                     processes.channel(away[index], graph.n_devices)
                     if index in away and processes is not None else None
@@ -422,6 +435,17 @@ def plan(
             )
         )  # fmt: skip
     return planned
+
+
+def _meeting(
+    graph: TaskGraph, index: int, away: bool, reduces: bool
+) -> Callable[[Run, Planned], None] | None:
+    """Return what waits for other processes before a task begins."""
+    if not away:
+        return _meet_members if reduces else None
+    if graph.is_op(RECVS)[index]:
+        return _accept
+    return _meet_receiver if graph.rendezvous else None
 
 
 def _away(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, Route]:

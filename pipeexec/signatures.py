@@ -1,7 +1,7 @@
 """Shapes and types of what stages hand on, found once, before the first step.
 
-A stage is run on tensors without data (torch's meta device) where it can be; otherwise on zeros,
-with its buffers and the process's random numbers as they were afterwards.
+A stage is run on tensors without data (torch's meta device) where it can be; otherwise on zeros.
+Either way its buffers and the process's random numbers are as they were afterwards.
 """
 
 from __future__ import annotations
@@ -81,20 +81,23 @@ def _empty(inputs: Signature, device: torch.device) -> list[Tensor]:
     return [torch.zeros(entry.shape, dtype=entry.dtype, device=device) for entry in inputs]
 
 
+def _called(module: nn.Module, inputs: Signature, device: torch.device) -> Any:
+    """Run a stage on copies of its buffers, which it may change in place or replace."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    values = _empty(inputs, device)
+    return functional_call(module, buffers, tuple(values)) if buffers else module(*values)
+
+
 def _on_zeros(module: nn.Module, inputs: Signature, device: torch.device, index: int) -> Any:
-    buffers = [buffer.clone() for buffer in module.buffers()]
     gpus = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(gpus), torch.no_grad():
-            return module(*_empty(inputs, device))
+            return _called(module, inputs, device)
     except Exception as error:
         raise ExecutionError(
             f"stage {index} failed on zeros of {', '.join(map(str, inputs))}, with which its "
             f"output's shape is found: {type(error).__name__}: {error}"
         ) from error
-    finally:
-        for buffer, before in zip(module.buffers(), buffers, strict=True):
-            buffer.copy_(before)
 
 
 def check_values(values: Sequence[Tensor | None], agreed: Signature, what: str) -> None:

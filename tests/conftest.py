@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 import pipesim as ps
 from pipesim.simulate import ENGINES
+
+if TYPE_CHECKING:
+    from ranks import Ranks
 
 # No deadline: machines that run tests are shared. The rest is hypothesis' own choice, which is
 # reproducible where it sees continuous integration.
@@ -23,3 +27,23 @@ def each_engine(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ps, "simulate", partial(ps.simulate, engine=request.param))
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two processes that run what tests give them."""
+    from ranks import Ranks  # loads torch, which other tests do without
+
+    ranks = Ranks(2, tmp_path_factory.mktemp("two_ranks"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Four processes that run what tests give them."""
+    from ranks import Ranks
+
+    ranks = Ranks(4, tmp_path_factory.mktemp("four_ranks"))
+    yield ranks
+    ranks.close()

@@ -294,11 +294,22 @@ def assert_close(
         torch.testing.assert_close(mine, its)
 
 
-def assert_order_respected(timeline: ps.Timeline, slack: float = 0.0) -> None:
-    """Check that no task of a measured step began before what it waits for had ended."""
-    waits = timeline.graph.precedence
-    late = timeline.end[waits.values] > timeline.start[waits.rows] + slack
-    graph = timeline.graph
+def assert_order_respected(
+    timeline: ps.Timeline, slack: float = 0.0, *, between_processes: bool = False
+) -> None:
+    """Check that no task of a measured step began before what it waits for had ended.
+
+    A message between processes is under way at both ends at once; with a rendezvous, either end
+    may be the first to notice.
+    """
+    graph, waits = timeline.graph, timeline.graph.precedence
+    ready, begun = timeline.end[waits.values], timeline.start[waits.rows]
+    if between_processes:
+        is_message = graph.pair[waits.rows] == waits.values
+        ready = np.where(is_message, timeline.start[waits.values], ready)
+        if graph.rendezvous:
+            begun = np.where(is_message, timeline.end[waits.rows], begun)
+    late = ready > begun + slack
     wrong = [f"{graph.task(int(waits.rows[k]))} before {graph.task(int(waits.values[k]))}"
              for k in np.flatnonzero(late)]  # fmt: skip
     assert not wrong, wrong

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+from ranks import run_to_end
 from torch import Tensor, nn
 
 import pipesim as ps
@@ -43,24 +42,9 @@ def run_ranks(
     Those in ``lowered`` are run with the messages that pipesim adds, the rest with torch's.
     """
     (folder / "case.json").write_text(json.dumps({"files": files, "lowered": list(lowered)}))
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        output = [rank.communicate(timeout=seconds)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(output)
+    commands = [[__file__, str(rank), str(folder)] for rank in range(2)]
+    statuses, output = run_to_end(commands, folder, seconds)
+    assert statuses == [0, 0], "\n".join(output)
     found: list[dict[str, Tensor]] = [{} for _ in files]
     for rank in range(2):
         for all_of, mine in zip(found, torch.load(folder / f"{rank}.pt"), strict=True):

@@ -1,0 +1,201 @@
+"""Ranks in processes of their own, which run functions of the tests; started once for many.
+
+``python ranks.py FOLDER`` is one of them: it reads lines of JSON, each of which names a function
+that takes `pipeexec.Processes`, and leaves what it returns in the folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Concatenate
+
+import torch
+
+__all__ = ["Ranks", "environment", "free_port", "run_to_end", "running"]
+
+#: What a rank runs: takes the processes, and whatever JSON can hold; returns what
+#: `torch.load` can read.
+Case = Callable[Concatenate[Any, ...], Any]
+
+
+def free_port() -> int:
+    """Return a port that nobody has."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def environment(rank: int, n_ranks: int, port: int) -> dict[str, str]:
+    """Return the environment that torchrun would give a rank, over loopback, on one core."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(n_ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(n_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+
+
+@contextmanager
+def running(commands: Sequence[Sequence[str]], folder: Path, port: int = 0) -> Iterator[list[Any]]:
+    """Start a process a rank; at the end none is left. Each writes to ``RANK.log``."""
+    ranks: list[subprocess.Popen[str]] = []
+    port = port or free_port()
+    try:
+        for rank, command in enumerate(commands):
+            with (folder / f"{rank}.log").open("w") as log:
+                ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, *command],
+                        env=environment(rank, len(commands), port),
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
+                )
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+
+def run_to_end(
+    commands: Sequence[Sequence[str]], folder: Path, seconds: float = 60
+) -> tuple[list[int | None], list[str]]:
+    """Run a process a rank; return exit statuses, None where one was killed late, and outputs."""
+    end = time.monotonic() + seconds
+    with running(commands, folder) as ranks:
+        while time.monotonic() < end and any(rank.poll() is None for rank in ranks):
+            time.sleep(0.01)
+        statuses = [rank.poll() for rank in ranks]
+    return statuses, [(folder / f"{rank}.log").read_text() for rank in range(len(commands))]
+
+
+class Ranks:
+    """Ranks that wait for functions to run; they start at the first.
+
+    Parameters
+    ----------
+    n
+        How many.
+    folder
+        Where they leave what they return and print.
+    """
+
+    def __init__(self, n: int, folder: Path) -> None:
+        self.n, self.folder = n, folder
+        self._running: Any = None
+        self._processes: list[subprocess.Popen[str]] = []
+        self._n_cases = 0
+        self._timeout = 0.0  # of the processes that the ranks have; 0 where they have none
+
+    def run(
+        self, case: Case, *, timeout: float = 20.0, seconds: float = 60.0, **options: Any
+    ) -> list[Any]:
+        """Let every rank run a function; return what each returned.
+
+        Ranks keep their `Processes` from case to case, unless one failed or ``timeout`` changed.
+        Fails the test with what the ranks printed where one raises, dies or is late.
+        """
+        if not self._processes:
+            self._running = running([[__file__, str(self.folder)]] * self.n, self.folder)
+            self._processes = self._running.__enter__()
+        number = self._n_cases
+        self._n_cases += 1
+        anew = timeout != self._timeout
+        line = json.dumps([number, case.__module__, case.__qualname__, timeout, anew, options])
+        files = [self.folder / f"{number}.{rank}.pt" for rank in range(self.n)]
+        try:
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
+            self._wait_for(files, seconds)
+        except (AssertionError, OSError) as error:
+            raise AssertionError(f"{error}\n{self._give_up()}") from error
+        found = [torch.load(file) for file in files]
+        for file in files:
+            file.unlink()
+        self._timeout = 0.0 if any(x["failed"] for x in found) else timeout
+        errors = [f"rank {rank}: {x['error']}" for rank, x in enumerate(found) if "error" in x]
+        assert not errors, "\n".join(errors)
+        return [x["value"] for x in found]
+
+    def _wait_for(self, files: Sequence[Path], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while missing := [file.name for file in files if not file.exists()]:
+            dead = [rank for rank, x in enumerate(self._processes) if x.poll() is not None]
+            assert not dead, f"rank {dead} ended"
+            assert time.monotonic() < end, f"{missing} not there after {seconds} s"
+            time.sleep(2e-3)
+
+    def _give_up(self) -> str:
+        """End the ranks, of which the next case starts new ones; return what they printed."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)  # prints where each thread stands
+        time.sleep(0.5)
+        self.close()
+        logs = [self.folder / f"{rank}.log" for rank in range(self.n)]
+        return "\n".join(f"rank {k}:\n{log.read_text()}" for k, log in enumerate(logs))
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self._running is not None:
+            self._running.__exit__(None, None, None)
+        self._running, self._processes, self._timeout = None, [], 0.0
+
+
+def _serve(folder: Path) -> None:
+    """Run the cases that come, and leave what they return, or the text of their error."""
+    import faulthandler
+    import traceback
+
+    import pipeexec as px
+
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    processes: px.Processes | None = None
+    for line in sys.stdin:
+        number, module, name, timeout, anew, options = json.loads(line)
+        answer: dict[str, Any] = {}
+        try:
+            case = getattr(importlib.import_module(module), name)
+            if anew:
+                if processes is not None:
+                    processes.watch.close()
+                processes = px.join(timeout)
+            assert processes is not None
+            answer["value"] = case(processes, **options)
+        except Exception:
+            answer["error"] = traceback.format_exc()
+        gone = processes is None or processes.watch.failure is not None
+        answer["failed"] = gone or "error" in answer
+        part = folder / f"{number}.{rank}.part"
+        torch.save(answer, part)
+        part.rename(folder / f"{number}.{rank}.pt")
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))

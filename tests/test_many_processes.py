@@ -1,0 +1,416 @@
+"""Pipelines over many processes against the unsplit model: same loss, gradients, parameters.
+
+To the last bit, as in one process: messages change nothing, and neither does where a stage runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from executing import (
+    assert_order_respected,
+    cut,
+    data,
+    dense,
+    mse,
+    orders,
+    pipeline,
+    unsplit,
+)
+from ranks import Ranks
+from torch import Tensor, nn
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.models import build_model, split
+from pipeexec.process_clock import Alignment
+from pipeexec.randomness import OwnGenerator, task_seed
+
+pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
+
+Batch = tuple[list[nn.Module], Any, Any, Callable[[Any, Any], Tensor]]
+
+
+class Fork(nn.Module):
+    """One tensor to four: values, an integer mask, a skip connection, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.layer(x), (x > 0).long(), x * 2, self.layer(x).sin()
+
+
+class Along(nn.Module):
+    """Passes all on but the last, of which it has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor, skip: Tensor, unused: Tensor) -> tuple[Tensor, ...]:
+        return torch.tanh(self.layer(x * mask)), mask, skip * 2, x[:, :0]
+
+
+class Join(nn.Module):
+    """Four to one, of which one is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor, skip: Tensor, empty: Tensor) -> Tensor:
+        return self.layer(x + skip) * mask + empty.sum()
+
+
+def _dense(n: int, n_samples: int = 13) -> Batch:
+    return list(cut(dense(n), [1] * n)), *data(n_samples), mse
+
+
+def _tuples(n: int) -> Batch:
+    if n == 2:
+        return [_Chain(Fork(), Along()), Join()], *data(13), mse
+    between = [_Between(Along()) for _ in range(n - 3)]
+    return [Fork(), Along(), *between, Join()], *data(13), mse
+
+
+class _Chain(nn.Module):
+    """Two that exchange tuples."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, *x: Tensor) -> Any:
+        return self.second(*self.first(*x))
+
+
+class _Between(nn.Module):
+    """Several to several."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, mask: Tensor, skip: Tensor, empty: Tensor) -> Any:
+        return self.inner(x, mask, skip, x + empty.sum())
+
+
+def _tokens(n: int) -> Batch:
+    """Integers are the input of the first stage."""
+    work = build_model("gpt", layers=n, width=16, heads=2, sequence=8)
+    return list(split(work.layers, n)), *work.make_batch(13, 0), work.loss
+
+
+def _batch_norm(n: int) -> Batch:
+    stages = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(n)]
+    return list(stages), *data(13), mse
+
+
+def _dropout(n: int) -> Batch:
+    stages = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.4)) for _ in range(n)]
+    return list(stages), *data(13), mse
+
+
+def _doubles(n: int) -> Batch:
+    """A stage of doubles between others."""
+    stages = [nn.Linear(16, 16).double() for _ in range(n)]
+    inputs, targets = data(13)
+    return list(stages), inputs.double(), targets.double(), mse
+
+
+def _several_batches(n: int) -> Batch:
+    """A batch of several tensors, and targets that are several too."""
+
+    class Add(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x) + y
+
+    def loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return mse(output, target[0]) + (output * target[1]).mean()
+
+    inputs, targets = data(13)
+    stages = [Add(16, 16), *(nn.Linear(16, 16) for _ in range(n - 1))]
+    return stages, (inputs, inputs**2), (targets, inputs), loss
+
+
+MODELS: dict[str, Callable[[int], Batch]] = {
+    "dense": _dense,
+    "tuples": _tuples,
+    "tokens": _tokens,
+    "batch norm": _batch_norm,
+    "dropout": _dropout,
+    "doubles": _doubles,
+    "several batches": _several_batches,
+}
+
+
+class Scalar(nn.Module):
+    """A parameter without dimensions, and one of another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.full((16,), 0.25, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shift.float()
+
+
+def _mixed(n: int) -> Batch:
+    return [nn.Sequential(nn.Linear(16, 16), Scalar()) for _ in range(n)], *data(13), mse
+
+
+MODELS["mixed"] = _mixed
+
+OPTIMIZERS: dict[str, Any] = {
+    "": None,
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def make_graph(schedule: str, p: int, m: int, options: dict[str, Any]) -> ps.TaskGraph:
+    """Return the graph of a named schedule, or of a row of actions a device."""
+    made = ps.schedule(schedule, p, m) if schedule in ps.schedules().index else ORDERS[schedule]
+    return ps.lower(made, **options)
+
+
+#: Schedules of our own: a device of each process, then another; and one with messages back.
+ORDERS = {
+    "zigzag": orders("0F0 3F0 3B0 0B0 0F1 3F1 3B1 0B1", "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1"),
+}
+
+
+def train(
+    processes: px.Processes,
+    model: str,
+    schedule: str,
+    p: int,
+    m: int,
+    options: dict[str, Any],
+    optimizer: str = "",
+    n_steps: int = 1,
+) -> dict[str, Any]:
+    """Run steps; return what this process has afterwards, and what it knows of the whole."""
+    torch.manual_seed(5)
+    graph = make_graph(schedule, p, m, options)
+    stages, inputs, targets, loss_fn = MODELS[model](graph.n_stages)
+    own = p // processes.n_ranks
+    mine = range(processes.rank * own, (processes.rank + 1) * own)
+    here = np.isin(graph.homes, list(mine))
+    given = [s if here[:, k].any() else None for k, s in enumerate(stages)]
+    losses = []
+    with px.Pipeline(
+        given, graph, ["cpu"] * own, loss_fn, OPTIMIZERS[optimizer], processes=processes
+    ) as subject:
+        subject.align()
+        for _ in range(n_steps):
+            result = subject.step(
+                inputs if here[:, 0].any() else None, targets if here[:, -1].any() else None
+            )
+            whole = subject.gather(result)
+            losses.append(whole.loss)
+        check_whole(result, whole, processes, here)
+        modules = dict(enumerate(subject.modules))
+    return {
+        "losses": losses,
+        "peak_held": list(whole.peak_held),
+        "parameters": {
+            f"{k}.{name}": x.detach().clone()
+            for k, module in modules.items()
+            for name, x in (*module.named_parameters(), *module.named_buffers())
+        },
+        "gradients": {
+            f"{k}.{name}": x.grad for k, module in modules.items()
+            for name, x in module.named_parameters()
+        },
+    }  # fmt: skip
+
+
+def check_whole(
+    own: px.StepResult, whole: px.StepResult, processes: px.Processes, here: np.ndarray
+) -> None:
+    """Check a gathered result, in the process that has it."""
+    clocks = [Alignment(*row) for row in processes.share(processes.clock.alignment)]
+    slack = max(clock.round_trip + 3 * clock.residual for clock in clocks)
+    timeline = whole.timeline
+    assert timeline.complete
+    assert_order_respected(timeline, slack, between_processes=True)
+    sends = np.flatnonzero(timeline.graph.pair > np.arange(len(timeline.graph)))
+    assert (timeline.nbytes[sends] == timeline.nbytes[timeline.graph.pair[sends]]).all()
+    ran = own.timeline.ran
+    shift = (timeline.start - own.timeline.start)[ran]
+    assert np.ptp(shift) < 1e-9, "a process's own times moved against each other"
+    assert len(whole.losses) == timeline.graph.n_microbatches
+    assert whole.host_seconds > own.host_seconds > 0
+
+
+def expected(
+    model: str,
+    schedule: str,
+    p: int,
+    m: int,
+    options: dict[str, Any],
+    optimizer: str = "",
+    n_steps: int = 1,
+) -> dict[str, Any]:
+    """Return what the same comes to in one process: the unsplit model, or a pipeline's steps."""
+    torch.manual_seed(5)
+    graph = make_graph(schedule, p, m, options)
+    stages, inputs, targets, loss_fn = MODELS[model](graph.n_stages)
+    seed = torch.initial_seed()
+
+    def call(stage: int, microbatch: int, module: nn.Module, values: tuple[Tensor, ...]) -> Any:
+        with OwnGenerator(task_seed(seed, 0, stage, microbatch), torch.device("cpu")):
+            return module(*values)
+
+    if optimizer:
+        with pipeline(stages, graph, loss_fn, OPTIMIZERS[optimizer]) as subject:
+            losses = [subject.step(inputs, targets).loss for _ in range(n_steps)]
+    else:
+        losses = [unsplit(stages, graph, inputs, targets, loss_fn, call=call)]
+    return {
+        "losses": losses,
+        "parameters": {
+            f"{k}.{name}": x.detach()
+            for k, stage in enumerate(stages)
+            for name, x in (*stage.named_parameters(), *stage.named_buffers())
+        },
+        "gradients": {
+            f"{k}.{name}": x.grad for k, stage in enumerate(stages)
+            for name, x in stage.named_parameters()
+        },
+    }  # fmt: skip
+
+
+def check(ranks: Ranks, model: str, schedule: str, p: int, m: int, **options: Any) -> None:
+    """Run steps in the ranks and in this process: all must be equal to the last bit."""
+    steps = {k: options.pop(k) for k in ("optimizer", "n_steps") if k in options}
+    case = (model, schedule, p, m, options)
+    found = ranks.run(train, model=model, schedule=schedule, p=p, m=m, options=options, **steps)
+    wanted = expected(*case, **steps)
+    graph = make_graph(schedule, p, m, options)
+    for rank, mine in enumerate(found):
+        assert torch.equal(torch.stack(mine["losses"]), torch.stack(wanted["losses"])), rank
+        assert mine["peak_held"] == found[0]["peak_held"]
+    for kind in ("parameters", "gradients"):
+        places = [_by_stage(x[kind], graph.n_stages) for x in found]
+        seen = [name for place in places for name, _ in place]
+        assert set(seen) == set(wanted[kind])
+        for name, value in (pair for place in places for pair in place):
+            its = wanted[kind][name]
+            same = value is its if its is None else torch.equal(value, its)
+            assert same, (kind, name)
+
+
+def _by_stage(values: dict[str, Any], n_stages: int) -> list[tuple[str, Any]]:
+    """Return parameters by their stage, whichever path's copy they are of."""
+    found = []
+    for name, value in values.items():
+        number, _, rest = name.partition(".")
+        found.append((f"{int(number) % n_stages}.{rest}", value))
+    return found
+
+
+# Schedules, recompute modes, and what stages are made of
+
+
+@pytest.mark.parametrize("name", ps.schedules().index)
+def test_parity_of_every_schedule_in_two_processes(name: str, two_ranks: Ranks) -> None:
+    check(two_ranks, "dense", name, 2, 4)
+
+
+@pytest.mark.parametrize("name", ps.schedules().index)
+def test_parity_of_every_schedule_in_four_processes(name: str, four_ranks: Ranks) -> None:
+    check(four_ranks, "dense", name, 4, 8)
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zbv", "chimera"])
+def test_parity_with_recompute(name: str, recompute: str, two_ranks: Ranks) -> None:
+    check(two_ranks, "dropout", name, 2, 4, recompute=recompute)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zbv", "chimera", "dualpipe"])
+def test_parity_of_several_devices_a_process(name: str, two_ranks: Ranks) -> None:
+    """Some messages cross processes, some stay in one."""
+    check(two_ranks, "dense", name, 4, 8)
+
+
+def test_parity_where_every_message_comes_back(two_ranks: Ranks) -> None:
+    check(two_ranks, "dense", "zigzag", 2, 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_parity_whatever_stages_exchange(schedule: str, name: str, four_ranks: Ranks) -> None:
+    """Micro-batches of 4 and of 3 samples; tuples, integers, doubles, absent gradients."""
+    check(four_ranks, name, schedule, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": False, "rendezvous": True},
+        {"overlap": False},
+        {"rendezvous": True},
+        {"streams": "single"},
+        {"streams": "single", "rendezvous": True},
+        {"step": "none"},
+    ],
+)
+def test_parity_however_messages_are_sent(options: dict[str, Any], two_ranks: Ranks) -> None:
+    check(two_ranks, "tuples", "gpipe", 2, 3, **options)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "chimera", "dualpipe", "pipedream"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_three_steps_are_those_of_one_process(name: str, optimizer: str, two_ranks: Ranks) -> None:
+    """Optimizers, and the copies of stages in several processes, stay together."""
+    check(two_ranks, "dropout", name, 2, 4, optimizer=optimizer, n_steps=3)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+def test_versions_of_weights_in_four_processes(name: str, four_ranks: Ranks) -> None:
+    check(four_ranks, "dense", name, 4, 8, optimizer="sgd", n_steps=2, recompute="always")
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_gradients_of_any_type_are_summed_over_processes(name: str, two_ranks: Ranks) -> None:
+    """Parameters without dimensions, and two types in one stage."""
+    check(two_ranks, "mixed", name, 2, 4, optimizer="sgd", n_steps=2)
+
+
+def other_graphs(processes: px.Processes) -> list[Any]:
+    """Run one schedule after the other with the same stages; count what they hold."""
+    stages: list[nn.Module | None] = list(cut(dense(2), [1, 1]))
+    inputs, targets = data(8)
+    first, second = (ps.lower(ps.schedule(name, 2, 4)) for name in ("gpipe", "zb_h1"))
+    found = []
+    with px.Pipeline(stages, first, ["cpu"], mse, processes=processes) as subject:
+        for graph in (first, second):
+            other = subject.with_graph(graph)
+            found.append(other.gather(other.step(inputs, targets)).loss.item())
+            found.append(other.held_bytes(inputs, targets))
+            found.append(other.device_bytes(inputs, targets))
+            found.append(other.left_bytes(inputs, targets))
+    return found
+
+
+def test_other_graphs_on_the_same_stages(two_ranks: Ranks) -> None:
+    """What stages hold is known in every process, and is what it is in one."""
+    stages, batch = cut(dense(2), [1, 1]), data(8)
+    expected: list[Any] = []
+    for name in ("gpipe", "zb_h1"):
+        graph = ps.lower(ps.schedule(name, 2, 4))
+        with pipeline(stages, graph) as subject:
+            expected.append(subject.step(*batch).loss.item())
+            expected += [subject.held_bytes(*batch), subject.device_bytes(*batch),
+                         subject.left_bytes(*batch)]  # fmt: skip
+    assert two_ranks.run(other_graphs) == [expected, expected]

@@ -1,0 +1,170 @@
+"""Headers of messages: what differs is named, absent gradients are allowed, garbage is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Ranks
+from torch import Tensor
+
+import pipeexec as px
+from pipeexec.messages import (
+    _DTYPES,
+    Channel,
+    Content,
+    Lost,
+    Mismatch,
+    Route,
+    _check,
+    _tensors,
+    _there,
+    header,
+)
+from pipeexec.signatures import Entry, Signature, signature
+from pipesim.ops import Op
+
+CONTENT = Content(3, Op.SEND_B, 2, 5, 0)
+SIGNATURE = (Entry((2, 4), torch.float32), Entry((), torch.int64), Entry((0, 3), torch.bfloat16))
+counts = st.integers(0, 1 << 40)
+entries = st.builds(Entry, st.lists(counts, max_size=4).map(tuple), st.sampled_from(_DTYPES))
+contents = st.builds(
+    Content, counts, st.sampled_from([Op.SEND_F, Op.SEND_B]), counts, counts, counts
+)
+
+
+@given(content=contents, of=st.lists(entries, max_size=4).map(tuple))
+def test_a_header_says_what_it_was_made_of(content: Content, of: Signature) -> None:
+    words = header(content, of).tolist()
+    assert Content(*words[2:7]) == content
+    assert [(_DTYPES[dtype], tuple(shape)) for dtype, shape in _tensors(words)] == [
+        (entry.dtype, entry.shape) for entry in of
+    ]
+    assert _there(words) == [True] * len(of)
+    _check(words, words, source=1)
+
+
+def got(content: Content = CONTENT, of: Signature = SIGNATURE, values: Any = None) -> list[int]:
+    return header(content, of, values).tolist()
+
+
+@pytest.mark.parametrize(
+    ("words", "described"),
+    [
+        (got(CONTENT._replace(step=4)), "2SEND_B5 of step 4 (float32 [2, 4], int64 [], bfloat16"),
+        (got(CONTENT._replace(op=Op.SEND_F)), "2SEND_F5 of step 3 ("),
+        (got(CONTENT._replace(stage=1)), "1SEND_B5 of step 3 ("),
+        (got(CONTENT._replace(microbatch=6)), "2SEND_B6 of step 3 ("),
+        (got(CONTENT._replace(path=1)), "2SEND_B5 of step 3 on path 1 ("),
+        (got(of=(Entry((4, 2), torch.float32), *SIGNATURE[1:])), "(float32 [4, 2], int64 []"),
+        (got(of=(Entry((2, 4), torch.int32), *SIGNATURE[1:])), "(int32 [2, 4], int64 [], "),
+        (got(of=(Entry((8,), torch.float32), *SIGNATURE[1:])), "(float32 [8], int64 [], "),
+        (got(of=SIGNATURE[:2]), "of step 3 (float32 [2, 4], int64 []);"),
+        (got(of=()), "2SEND_B5 of step 3 (nothing);"),
+    ],
+)
+def test_whatever_differs_is_named(words: list[int], described: str) -> None:
+    with pytest.raises(Mismatch) as caught:
+        _check(words, got(), source=7)
+    message = str(caught.value)
+    wanted = "2SEND_B5 of step 3 (float32 [2, 4], int64 [], bfloat16 [0, 3])"
+    assert message.startswith(f"expected {wanted} from rank 7, got "), message
+    assert described in message
+    assert "every process must run the same graph" in message
+
+
+@given(there=st.tuples(st.booleans(), st.booleans(), st.booleans()))
+def test_gradients_may_be_absent_but_not_activations(there: tuple[bool, ...]) -> None:
+    values = tuple(
+        torch.empty(e.shape, dtype=e.dtype) if is_there else None
+        for e, is_there in zip(SIGNATURE, there, strict=True)
+    )
+    words = got(values=values)
+    assert _there(words) == list(there)
+    _check(words, got(), source=0)
+    forward = CONTENT._replace(op=Op.SEND_F)
+    if not all(there):
+        with pytest.raises(Mismatch, match="none"):
+            _check(got(forward, values=values), got(forward), source=0)
+
+
+@given(
+    words=st.lists(
+        st.one_of(st.integers(-3, 12), st.integers(-(1 << 63), (1 << 63) - 1)),
+        min_size=len(got()), max_size=len(got()),
+    ),
+    kept=st.integers(0, len(got())),
+)  # fmt: skip
+def test_garbage_is_refused(words: list[int], kept: int) -> None:
+    """Whatever stands in place of a header, or of its end, is an error of ours at most."""
+    found = got()[:kept] + words[kept:]
+    try:
+        _check(found, got(), source=0)
+    except Mismatch:
+        return
+    stated = zip(_tensors(found), _tensors(got()), strict=True)
+    assert all(a == b or a == (-1, b[1]) for a, b in stated)
+
+
+def test_a_message_of_something_else() -> None:
+    with pytest.raises(Mismatch, match=r"rank 2 sent is no message of ours .*\[5, 1\]\); run"):
+        _check([5, *got()[1:]], got(), source=2)
+
+
+def test_a_lost_connection_without_a_reason() -> None:
+    assert str(Lost(3, RuntimeError())).startswith("the connection to rank 3 broke")
+
+
+# Over a connection
+
+
+def tensors() -> list[Tensor | None]:
+    """Return a tensor of each type, and some that are odd."""
+    whole = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    return [
+        *(torch.arange(6).reshape(2, 3).to(dtype) for dtype in _DTYPES),
+        whole.T, whole[:, ::2], whole[0].expand(5, 4), torch.tensor(2.5), whole[:, :0], None,
+        torch.full((1 << 16,), 0.5),
+    ]  # fmt: skip
+
+
+def exchange(processes: px.Processes) -> list[Any]:
+    """Send every kind of tensor from rank 0 to rank 1, twice, and one message that differs."""
+    values = tuple(tensors())
+    agreed = signature([torch.zeros(3) if x is None else x for x in values])
+    route = Route(0, 1, 0, 1, Op.SEND_B)
+    channel = Channel(route, 40, processes.group(range(2)))
+    expected = header(CONTENT, agreed)
+    received: list[Any] = []
+    for _ in range(2):
+        if processes.rank == 0:
+            offered = channel.offer(header(CONTENT, agreed, values))
+            channel.send(values)
+            channel.wait(offered, 1)
+        else:
+            head = channel.accept(expected)
+            received.append(list(channel.receive(agreed, head, torch.device("cpu"))))
+    if processes.rank == 0:
+        channel.wait(channel.offer(header(CONTENT._replace(microbatch=0), agreed)), 1)
+        return []
+    try:
+        channel.accept(expected)
+    except Mismatch as error:
+        received.append(str(error))
+    return received
+
+
+def test_tensors_of_every_type_and_layout_arrive(two_ranks: Ranks) -> None:
+    _, (first, second, refused) = two_ranks.run(exchange)
+    for received in (first, second):
+        for value, sent in zip(received, tensors(), strict=True):
+            if sent is None:
+                assert value is None
+            else:
+                assert value.dtype == sent.dtype
+                assert torch.equal(value, sent)
+    assert re.match("expected 2SEND_B5 of step 3 .* from rank 0, got 2SEND_B0 of step 3", refused)

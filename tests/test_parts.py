@@ -1,0 +1,90 @@
+"""What each process measures of a step: written, read, and put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pipesim as ps
+from pipeexec.parts import Part, whole
+from pipesim.timeline import Timeline
+
+GRAPH = ps.lower(ps.schedule("1f1b", 3, 4))
+TIMELINE = ps.simulate(GRAPH, ps.Costs(forward=1.0, backward=2.0))
+NBYTES = np.where(GRAPH.pair >= 0, 64.0 + np.arange(len(GRAPH)), 0.0)
+times = st.floats(-1e6, 1e6)
+
+
+def part(devices: set[int], zero: float = 0.0, **options: Any) -> Part:
+    """Return what the process of some devices would have measured, had it begun at ``zero``."""
+    ran = np.isin(GRAPH.device, sorted(devices))
+    start, end = (np.where(ran, x - zero, np.nan) for x in (TIMELINE.start, TIMELINE.end))
+    timeline = Timeline(GRAPH, start, end, np.where(ran, NBYTES, 0.0))
+    held = tuple(d + 1 if d in devices else 0 for d in range(3))
+    return Part(zero, timeline, options.pop("losses", {}), 0.5, held, **options)
+
+
+def assert_equal(a: Part, b: Part) -> None:
+    assert (a.zero, a.losses, a.host_seconds, a.peak_held, a.loss_dtype) == (
+        b.zero, b.losses, b.host_seconds, b.peak_held, b.loss_dtype
+    )  # fmt: skip
+    for x, y in zip(
+        (a.timeline.start, a.timeline.end, a.timeline.nbytes),
+        (b.timeline.start, b.timeline.end, b.timeline.nbytes),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x, y)
+
+
+@given(
+    devices=st.sets(st.integers(0, 2)),
+    zero=times,
+    losses=st.dictionaries(st.integers(0, 3), st.floats(allow_nan=False)),
+)
+def test_parts_are_written_and_read(
+    devices: set[int], zero: float, losses: dict[int, float]
+) -> None:
+    """To the last bit, also where nothing ran, and where losses are infinite."""
+    mine = part(devices, zero, losses=losses, loss_dtype="float64" if losses else "")
+    assert_equal(Part.unpack(GRAPH, mine.pack()), mine)
+
+
+def test_a_loss_that_is_no_number_is_read() -> None:
+    mine = part({2}, losses={0: float("nan")}, loss_dtype="float32")
+    assert np.isnan(Part.unpack(GRAPH, mine.pack()).losses[0])
+
+
+@given(owner=st.tuples(*[st.integers(0, 3)] * 3), zeros=st.tuples(*[st.integers(-9, 9)] * 4))
+def test_the_whole_is_what_its_parts_were_of(
+    owner: tuple[int, ...], zeros: tuple[int, ...]
+) -> None:
+    """Whichever process has which devices, and whenever each began; some have none."""
+    parts = [
+        part({d for d in range(3) if owner[d] == rank}, float(zero),
+             losses={rank: 0.25 * rank}, loss_dtype="float32" if rank % 2 else "")
+        for rank, zero in enumerate(zeros)
+    ]  # fmt: skip
+    found = whole(GRAPH, parts)
+    first = min(zeros)
+    assert found.zero == first
+    assert found.timeline.complete
+    np.testing.assert_array_equal(found.timeline.start, TIMELINE.start - first)
+    np.testing.assert_array_equal(found.timeline.end, TIMELINE.end - first)
+    np.testing.assert_array_equal(found.timeline.nbytes, NBYTES)
+    assert found.losses == {0: 0.0, 1: 0.25, 2: 0.5, 3: 0.75}
+    assert found.peak_held == (1, 2, 3)
+    assert found.host_seconds == 2.0
+    assert found.loss_dtype == "float32"
+
+
+def test_parts_of_a_step_that_failed_have_no_peaks() -> None:
+    """One alone, or several; tasks that ran nowhere stay out."""
+    parts = [Part(0.0, part({d}).timeline, {}, 0.5) for d in (0, 2)]
+    for some in (parts, parts[:1]):
+        found = whole(GRAPH, some)
+        assert found.peak_held == ()
+        assert not found.timeline.complete
+        assert found.timeline.ran.sum() == sum(p.timeline.ran.sum() for p in some)

@@ -1,0 +1,373 @@
+"""What users get wrong in a pipeline of many processes: every process ends, at once, and says why.
+
+Faults of machines (killed processes, hangs) are tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from executing import cut, data, dense, mse
+from ranks import Ranks, run_to_end
+from torch import Tensor, nn
+
+import pipeexec as px
+import pipesim as ps
+from pipesim.errors import ArgumentError, ExecutionError, PipeError
+
+#: Seconds in which every process must have ended; the timeout is longer.
+PROMPT, TIMEOUT = 10.0, 30.0
+
+
+class Untensor(nn.Module):
+    """Returns no tensor."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"x": x}
+
+
+class Picky(nn.Module):
+    """Takes no zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.any():
+            raise ValueError("all zero")
+        return x
+
+
+class FailingStep(torch.optim.SGD):
+    """Raises at once."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise ValueError("no step")
+
+
+def make(
+    processes: px.Processes,
+    schedule: Any = "gpipe",
+    stages: list[nn.Module | None] | None = None,
+    devices: Any = ("cpu",),
+    loss_fn: Any = mse,
+    optimizer: Any = None,
+    **options: Any,
+) -> px.Pipeline:
+    """Return a pipeline of two processes, all right but for what is given."""
+    graph = options.pop("graph", None) or ps.lower(
+        ps.schedule(schedule, 2, 4) if isinstance(schedule, str) else schedule
+    )
+    stages = list(cut(dense(2), [1, 1])) if stages is None else stages
+    return px.Pipeline(stages, graph, devices, loss_fn, optimizer, processes=processes, **options)
+
+
+def other_graph(processes: px.Processes) -> None:
+    make(processes, ["gpipe", "1f1b"][processes.rank])
+
+
+def other_options_of_the_graph(processes: px.Processes) -> None:
+    make(processes, graph=ps.lower(ps.schedule("gpipe", 2, 4 + processes.rank)))
+
+
+def other_seed(processes: px.Processes) -> None:
+    torch.manual_seed(processes.rank)
+    make(processes, stages=[nn.Tanh(), nn.Tanh()])
+
+
+def other_reduction(processes: px.Processes) -> None:
+    make(processes, loss_reduction=["mean", "sum"][processes.rank])
+
+
+def other_optimizer(processes: px.Processes) -> None:
+    make(processes, optimizer=FailingStep if processes.rank else None)
+
+
+def other_weights(processes: px.Processes) -> None:
+    stages = list(cut(dense(2), [1, 1]))
+    if processes.rank:
+        with torch.no_grad():
+            stages[1][0][0].weight[3, 3] += 1e-6
+    make(processes, "chimera", stages)
+
+
+def too_many_devices(processes: px.Processes) -> None:
+    make(processes, devices=["cpu", "cpu"])
+
+
+def no_such_device(processes: px.Processes) -> None:
+    make(processes, devices=["cpu" if processes.rank else "abacus"])
+
+
+def no_graph(processes: px.Processes) -> None:
+    make(processes, graph=ps.schedule("gpipe", 2, 4) if processes.rank else None)
+
+
+def stage_missing(processes: px.Processes) -> None:
+    make(processes, stages=[None, nn.Linear(16, 16)])
+
+
+def deadlock(processes: px.Processes) -> None:
+    make(processes, graph=ps.lower(ps.schedule("1f1b", 2, 4), overlap=False))
+
+
+def inputs_missing(processes: px.Processes) -> None:
+    with make(processes) as subject:
+        subject.step(None, data(8)[1])
+
+
+def targets_missing(processes: px.Processes) -> None:
+    with make(processes) as subject:
+        subject.step(data(8)[0], None)
+
+
+def too_few_samples(processes: px.Processes) -> None:
+    with make(processes) as subject:
+        subject.step(*data(3))
+
+
+def no_tensor(processes: px.Processes) -> None:
+    with make(processes, stages=[Untensor(), nn.Linear(16, 16)]) as subject:
+        subject.step(*data(8))
+
+
+def no_zeros(processes: px.Processes) -> None:
+    with make(processes, stages=[Picky(), nn.Linear(16, 16)]) as subject:
+        subject.step(*data(8))
+
+
+def other_batch_later(processes: px.Processes) -> None:
+    with make(processes) as subject:
+        subject.step(*data(8))
+        subject.step(*data(12))
+
+
+def other_type_later(processes: px.Processes) -> None:
+    stages = list(cut(dense(2), [1, 1]))
+    with make(processes, stages=stages) as subject:
+        subject.step(*data(8))
+        if processes.rank == 0:
+            stages[0].double()
+        subject.step(data(8)[0].double(), data(8)[1])
+
+
+def loss_of_many_elements(processes: px.Processes) -> None:
+    with make(processes, loss_fn=lambda output, target: output - target) as subject:
+        subject.step(*data(8))
+
+
+def leaves_with_an_error(processes: px.Processes) -> None:
+    with processes:
+        if processes.rank:
+            raise ValueError("of its own")
+        processes.barrier()
+
+
+#: What each rank's error must be.
+REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
+    other_graph: (
+        "ArgumentError: the task graph of rank 1 is .*checksum.*that of rank 0.*give every process",
+    ) * 2,
+    other_options_of_the_graph: ("ArgumentError: the task graph of rank 1",) * 2,
+    other_seed: (r"ArgumentError: torch.initial_seed\(\) of rank 1 is 1, that of rank 0 0;",) * 2,
+    other_reduction: ("ArgumentError: loss_reduction of rank 1 is 'sum', that of rank 0 'mean'",)
+    * 2,
+    other_optimizer: ("ArgumentError: whether there is an optimizer of rank 1 is True",) * 2,
+    other_weights: ("ArgumentError: stage 1 begins with other weights",) * 2,
+    too_many_devices: (r"ArgumentError: the graph has 2 devices, got 4: .*'rank 1: cpu:0'",
+                       r"ArgumentError: the graph has 2 devices, got 4: .*'rank 0: cpu:0'"),
+    no_such_device: ("ArgumentError: 'abacus' is no device",
+                     "PeerError: rank 0 stopped: ArgumentError: 'abacus' is no device"),
+    no_graph: ("PeerError: rank 1 stopped: ArgumentError: Pipeline runs a TaskGraph",
+               "ArgumentError: Pipeline runs a TaskGraph, got Schedule"),
+    stage_missing: (r"ArgumentError: the graph has 2 stages, got 2 \(NoneType, Linear\)",
+                    "PeerError: rank 0 stopped: ArgumentError: the graph has 2 stages"),
+    deadlock: ("DeadlockError: .*deadlocks: 2 streams wait for each other",) * 2,
+    inputs_missing: ("ArgumentError: inputs are None, but this process has the first stage",
+                     "PeerError: rank 0 stopped: ArgumentError: inputs are None"),
+    targets_missing: ("PeerError: rank 1 stopped: ArgumentError: targets are None",
+                      "ArgumentError: targets are None, but this process has the last stage"),
+    too_few_samples: ("ArgumentError: inputs have 3 samples, too few for 4",
+                      "ArgumentError: inputs have 3 samples, too few for 4"),
+    no_tensor: ("ExecutionError: the output of stage 0 must be a tensor or a tuple .* got dict",
+                "PeerError: rank 0 stopped: ExecutionError: the output of stage 0 must be"),
+    no_zeros: (r"ExecutionError: stage 0 failed on zeros of float32 \[2, 16\].*all zero",
+               "PeerError: rank 0 stopped: ExecutionError: stage 0 failed on zeros"),
+    other_batch_later: (
+        r"StageError: rank 0, step 1: 0SEND_F0 failed \(device 0, stage 0, micro-batch 0\): "
+        r"ExecutionError: what 0SEND_F0 sends is float32 \[3, 16\], but float32 \[2, 16\] was",
+        r"PeerError: rank 0, step 1: 0SEND_F0 failed .*meanwhile rank 1 in step 1: device 1 before 1F0 "
+        r"\(stage 1, micro-batch 0\), waiting for 1RECV_F0 from device 0",
+    ),
+    other_type_later: (
+        r"StageError: rank 0, step 1: 0SEND_F0 failed .*sends is float64 \[2, 16\], but float32",
+        "PeerError: rank 0, step 1: 0SEND_F0 failed",
+    ),
+    loss_of_many_elements: (
+        r"PeerError: rank 1, step 0: 1F0 failed .*\n?.*meanwhile rank 0 in step 0: device 0 before 0B",
+        r"StageError: rank 1, step 0: 1F0 failed \(device 1, stage 1, micro-batch 0\): "
+        r"ExecutionError: the loss must be a tensor with one element, got \(2, 16\)",
+    ),
+    leaves_with_an_error: ("PeerError: rank 1 stopped: ValueError: of its own",
+                           "ValueError: of its own"),
+}  # fmt: skip
+
+
+def refused(processes: px.Processes, name: str) -> tuple[str, float]:
+    """Return the error that a case of this file raises, and after how long."""
+    began = time.monotonic()
+    try:
+        globals()[name](processes)
+    except (PipeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    finally:
+        torch.manual_seed(0)
+    return "no error", time.monotonic() - began
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
+def test_every_process_says_what_is_wrong_at_once(
+    case: Callable[[px.Processes], None], two_ranks: Ranks
+) -> None:
+    found = two_ranks.run(refused, timeout=TIMEOUT, name=case.__name__)
+    for (message, seconds), expected in zip(found, REFUSED[case], strict=True):
+        assert re.match(expected, message, re.DOTALL), message
+        assert seconds < PROMPT, message
+
+
+def closed_after_a_failure(processes: px.Processes) -> list[str]:
+    """Fail in an optimizer step, then try again."""
+    messages = []
+    with make(processes, optimizer=FailingStep) as subject:
+        for _ in range(2):
+            try:
+                subject.step(*data(8))
+            except ExecutionError as error:
+                messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def test_a_failed_step_closes_the_pipeline_in_every_process(two_ranks: Ranks) -> None:
+    """Even where nothing else was under way."""
+    for first, second in two_ranks.run(closed_after_a_failure, timeout=TIMEOUT):
+        assert re.match("(Stage|Peer)Error: rank [01], step 0: [01]STEP failed", first), first
+        assert second.startswith("ExecutionError: the pipeline is closed"), second
+
+
+def late(processes: px.Processes, call: str) -> str:
+    """Let rank 0 make a call that rank 1 does not make."""
+    message = ""
+    with make(processes) as subject:
+        result = subject.step(*data(8))
+        calls = {
+            "gather": lambda: subject.gather(result),
+            "align": subject.align,
+            "with_graph": lambda: subject.with_graph(subject.graph),
+        }
+        if processes.rank == 0:
+            try:
+                calls[call]()
+            except ExecutionError as error:
+                message = f"{type(error).__name__}: {error}"
+        else:
+            time.sleep(2.0)
+    processes.watch.post(px.processes.Failure("raised", -1, "the end of this test", 0))
+    return message
+
+
+@pytest.mark.parametrize("call", ["gather", "align", "with_graph"])
+def test_a_call_that_one_process_does_not_make(call: str, two_ranks: Ranks) -> None:
+    message, _ = two_ranks.run(late, timeout=1.0, call=call)
+    assert re.match("PeerError: rank 0 waited 1 s in vain for rank 1; every process", message)
+
+
+def test_the_parts_of_a_loss_are_elsewhere(two_ranks: Ranks) -> None:
+    """A result that was not gathered has no loss but where the last stage is."""
+    first, second = two_ranks.run(loss_where_it_is)
+    assert first.startswith("the loss is computed in another process; every process can have it")
+    assert second == ""
+
+
+def loss_where_it_is(processes: px.Processes) -> str:
+    with make(processes) as subject:
+        result = subject.step(*data(8))
+        try:
+            return "" if result.loss > 0 else "no loss"
+        except ExecutionError as error:
+            return str(error)
+
+
+# Joining
+
+
+@pytest.fixture
+def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set what torchrun sets."""
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("_launched")
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_join_needs_the_environment_of_torchrun(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name)
+    assert not px.processes.started_by_launcher()
+    with pytest.raises(ArgumentError, match=f"{name} not set in the environment; .*torchrun"):
+        px.join()
+
+
+@pytest.mark.usefixtures("_launched")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "first"), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "x"), ("LOCAL_WORLD_SIZE", "x"),
+     ("MASTER_PORT", "http"), ("RANK", "2"), ("RANK", "-1"), ("LOCAL_RANK", "-1")],
+)  # fmt: skip
+def test_join_in_a_wrong_environment(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(PipeError, match=re.escape(value)):
+        px.join(timeout=1.0)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "soon", None, float("nan"), float("inf"), True])
+def test_join_with_a_wrong_timeout(timeout: Any) -> None:
+    with pytest.raises(ArgumentError, match="timeout must be a positive number of seconds, got"):
+        px.join(timeout)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan"), True])
+def test_pipelines_with_a_wrong_timeout(timeout: Any) -> None:
+    stages, graph = cut(dense(1), [1]), ps.lower(ps.schedule("gpipe", 1, 2))
+    with pytest.raises(ArgumentError, match="timeout must be a positive number of seconds, or No"):
+        px.Pipeline(stages, graph, ["cpu"], mse, timeout=timeout)
+
+
+def test_a_lone_process_joins_itself(tmp_path: Any) -> None:
+    """One process is a pipeline too, with messages to nobody."""
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import pipeexec as px\n"
+        "with px.join(5) as processes:\n"
+        "    processes.clock.sample()\n"
+        "    print(processes.total([1.5, 2.0]), processes.share('x'), processes)\n"
+    )
+    statuses, (output,) = run_to_end([[str(script)]], tmp_path)
+    assert statuses == [0], output
+    assert "[1.5, 2.0] ['x'] <rank 0 of 1 processes>" in output
+
+
+def test_a_rank_that_does_not_come(tmp_path: Any) -> None:
+    """The first says so, after its timeout."""
+    script = tmp_path / "early.py"
+    script.write_text(
+        "import os, sys\nif os.environ['RANK'] == '0':\n    import pipeexec as px\n    px.join(1)\n"
+    )
+    statuses, (log, _) = run_to_end([[str(script)]] * 2, tmp_path)
+    assert statuses == [1, 0], log
+    assert "ExecutionError: rank 0 found no store at 127.0.0.1:" in log, log
+    assert "check that every process is started" in log
