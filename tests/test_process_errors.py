@@ -198,7 +198,8 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
     other_batch_later: (
         r"StageError: rank 0, step 1: 0SEND_F0 failed \(device 0, stage 0, micro-batch 0\): "
         r"ExecutionError: what 0SEND_F0 sends is float32 \[3, 16\], but float32 \[2, 16\] was",
-        r"PeerError: rank 0, step 1: 0SEND_F0 failed .*meanwhile rank 1 in step 1: device 1 before 1F0 "
+        r"PeerError: rank 0, step 1: 0SEND_F0 failed .*meanwhile rank 1 in step 1: "
+        r"device 1 before 1F0 "
         r"\(stage 1, micro-batch 0\), waiting for 1RECV_F0 from device 0",
     ),
     other_type_later: (
@@ -206,7 +207,8 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
         "PeerError: rank 0, step 1: 0SEND_F0 failed",
     ),
     loss_of_many_elements: (
-        r"PeerError: rank 1, step 0: 1F0 failed .*\n?.*meanwhile rank 0 in step 0: device 0 before 0B",
+        r"PeerError: rank 1, step 0: 1F0 failed .*\n?.*"
+        r"meanwhile rank 0 in step 0: device 0 before 0B",
         r"StageError: rank 1, step 0: 1F0 failed \(device 1, stage 1, micro-batch 0\): "
         r"ExecutionError: the loss must be a tensor with one element, got \(2, 16\)",
     ),
