@@ -43,6 +43,11 @@ def reset_peak() -> int:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:  # not allowed in some containers: the peak then is that since the start
         return peak()
+    return resident()
+
+
+def resident() -> int:
+    """Return the bytes that are resident now."""
     return int(_field("/proc/self/status", "VmRSS").split()[0]) * 1024
 
 

@@ -26,6 +26,7 @@ from pipeexec.allocated import Allocated, sampled
 from pipeexec.capture import Captured
 from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
 from pipeexec.failures import raise_failure
+from pipeexec.messages import set_step
 from pipeexec.meter import Meter
 from pipeexec.parts import Part, whole
 from pipeexec.paths import (
@@ -36,7 +37,7 @@ from pipeexec.paths import (
     paths_of_microbatches,
 )
 from pipeexec.processes import Processes
-from pipeexec.run import Batch, Planned, Run, plan
+from pipeexec.run import Batch, Planned, Run, expected_headers, plan
 from pipeexec.signatures import Signature
 from pipeexec.stage import Held, Stage
 from pipeexec.versions import Versions
@@ -235,6 +236,7 @@ class Pipeline:
             agree_on_graph(graph, self.processes)
         self.graph, self._path = graph, path
         self._agreed: list[list[Signature]] | None = None
+        self._headers: dict[int, Tensor] = {}
         self.held = [Held() for _ in self.devices]
         last = graph.n_stages - 1
         several = graph.n_batches > 1
@@ -404,6 +406,8 @@ class Pipeline:
         )
         if self.processes is not None:
             run.agreed = self._agreed_shapes(run, self.processes)
+            run.expected = self._headers
+            set_step(run.expected.values(), run.number)
             self.processes.watch.status = run.status
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages)
@@ -454,6 +458,7 @@ class Pipeline:
                 run.inputs,
                 processes,
             )
+            self._headers = expected_headers(self.graph, self._plan, self._agreed)
         return self._agreed
 
     def align(self) -> None:

@@ -1,16 +1,17 @@
 """Messages between processes: a header that says what follows, checked before it is received.
 
 A channel carries the messages of one direction between two devices, activations and gradients
-apart. Its sender offers a message by its header; its receiver compares the header with what its
-own task graph says, and only then gives memory for the tensors. The headers' layout follows from
-the shapes that were agreed on before the first step (`pipeexec.signatures`).
+apart. Its sender compares the tensors with the shapes that were agreed on before the first step
+(`pipeexec.signatures`), and sends the header ahead of them. Its receiver has set buffers of those
+shapes aside; it compares the header with what its own task graph says, and only then does anyone
+see what is in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,17 @@ from pipeexec.stage import Values
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Channel", "Content", "Lost", "Mismatch", "Route", "header"]
+__all__ = [
+    "Asked",
+    "Channel",
+    "Content",
+    "Lost",
+    "Mismatch",
+    "Route",
+    "header",
+    "marked",
+    "set_step",
+]
 
 #: Begins every header; the second word is the version of their layout.
 _MAGIC, _VERSION = 0x70697065, 1
@@ -31,6 +42,8 @@ _DTYPES = [
 ]  # fmt: skip
 #: Magic number, version, the five numbers of a `Content`, and how many tensors there are.
 _N_FIELDS = 8
+_STEP_AT = 2
+_ABSENT = torch.zeros(1, dtype=torch.uint8)
 
 
 class Lost(ExecutionError):
@@ -66,16 +79,39 @@ class Content(NamedTuple):
     path: int
 
 
-def header(content: Content, signature: Signature, values: Values | None = None) -> Tensor:
-    """Return the header of a message, shape ``(n_words,)``.
-
-    Of ``values``, where they are given, those that are None are marked as absent.
-    """
+def header(content: Content, signature: Signature) -> Tensor:
+    """Return the header of a message, shape ``(n_words,)``."""
     words = [_MAGIC, _VERSION, *map(int, content), len(signature)]
-    for number, entry in enumerate(signature):
-        absent = values is not None and values[number] is None
-        words += [-1 if absent else _DTYPES.index(entry.dtype), len(entry.shape), *entry.shape]
+    for entry in signature:
+        words += [_DTYPES.index(entry.dtype), len(entry.shape), *entry.shape]
     return torch.tensor(words, dtype=torch.int64)
+
+
+def marked(head: Tensor, signature: Signature, values: Values) -> Tensor:
+    """Return a header in which those of ``values`` that are None are marked as absent."""
+    if all(value is not None for value in values):
+        return head
+    head, at = head.clone(), _N_FIELDS
+    for entry, value in zip(signature, values, strict=True):
+        if value is None:
+            head[at] = -1
+        at += 2 + len(entry.shape)
+    return head
+
+
+def set_step(heads: Iterable[Tensor], step: int) -> None:
+    """Make headers those of a step; none of them may be on its way."""
+    for head in heads:
+        head.numpy()[_STEP_AT] = step
+
+
+class Asked(NamedTuple):
+    """A message on its way: its header, its tensors, and the works that end when they are here."""
+
+    head: Tensor
+    work: dist.Work
+    values: list[Tensor]
+    works: list[dist.Work]
 
 
 class Channel:
@@ -88,28 +124,40 @@ class Channel:
     tag
         Tells it from the other channels between the same processes.
     group
-        Process group that carries it.
+        Process group of all processes, which carries it.
     """
 
     def __init__(self, route: Route, tag: int, group: dist.ProcessGroup) -> None:
         self.route, self.tag, self.group = route, tag, group
+        self._ahead: Asked | None = None
 
     def offer(self, head: Tensor) -> dist.Work:
         """Send a header; its work ends when the receiver has asked for it."""
-        return self._work(dist.isend, head, self.route.target_rank, 2 * self.tag)
+        return self._send(head, 2 * self.tag)
 
-    def send(self, values: Values) -> None:
-        """Send the tensors of a message that was offered, and wait until they are gone."""
-        works = [
-            self._work(dist.isend, value.contiguous(), self.route.target_rank, 2 * self.tag + 1)
-            for value in values
-            if value is not None and value.numel()
+    def send(self, signature: Signature, values: Values) -> list[dist.Work]:
+        """Send the tensors of a message after its header; their works end when they are gone."""
+        return [
+            # The receiver has asked for an absent one too.
+            self._send(_ABSENT if value is None else value.contiguous(), 2 * self.tag + 1)
+            for entry, value in zip(signature, values, strict=True)
+            if 0 not in entry.shape
         ]
-        for work in works:
-            self.wait(work, self.route.target_rank)
 
-    def accept(self, expected: Tensor) -> Tensor:
-        """Wait for the next message to be offered; return its header, once it is the expected one.
+    def ask(self, expected: Tensor, signature: Signature, device: torch.device) -> Asked:
+        """Ask for the next message: its header, and its tensors into buffers set aside for them."""
+        head = torch.empty_like(expected)
+        work = self._receive(head, 2 * self.tag)
+        values = [torch.empty(e.shape, dtype=e.dtype, device=device) for e in signature]
+        works = [self._receive(value, 2 * self.tag + 1) for value in values if value.numel()]
+        return Asked(head, work, values, works)
+
+    def ask_ahead(self, expected: Tensor, signature: Signature, device: torch.device) -> None:
+        """Ask for the message after the one that is accepted, so that it need not wait later."""
+        self._ahead = self.ask(expected, signature, device)
+
+    def accept(self, expected: Tensor, signature: Signature, device: torch.device) -> Asked:
+        """Wait for the header of the next message, and return it once it is the expected one.
 
         Raises
         ------
@@ -118,33 +166,34 @@ class Channel:
         Lost
             If the sender is gone.
         """
-        head = torch.empty_like(expected)
-        source = self.route.source_rank
-        self.wait(self._work(dist.irecv, head, source, 2 * self.tag), source)
-        if not torch.equal(head, expected):
-            _check(head.tolist(), expected.tolist(), source)
-        return head
+        asked, self._ahead = self._ahead or self.ask(expected, signature, device), None
+        self.wait(asked.work, self.route.source_rank)
+        if not torch.equal(asked.head, expected):
+            _check(asked.head.tolist(), expected.tolist(), self.route.source_rank)
+        return asked
 
-    def receive(self, signature: Signature, head: Tensor, device: torch.device) -> Values:
-        """Receive the tensors of a message whose header was accepted."""
-        values: list[Tensor | None] = []
-        source = self.route.source_rank
-        for entry, there in zip(signature, _there(head.tolist()), strict=True):
-            if not there:
-                values.append(None)
-                continue
-            value = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-            if value.numel():
-                self.wait(self._work(dist.irecv, value, source, 2 * self.tag + 1), source)
-            values.append(value)
-        return tuple(values)
+    def receive(self, asked: Asked) -> Values:
+        """Wait for the tensors of a message whose header was accepted, and return them."""
+        for work in asked.works:
+            self.wait(work, self.route.source_rank)
+        there = _there(asked.head.tolist())
+        return tuple(v if present else None for v, present in zip(asked.values, there, strict=True))
 
-    def _work(self, call: Any, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    # The group's own calls: those of torch.distributed take three times as long, to check what is
+    # known here.
+    def _send(self, tensor: Tensor, tag: int) -> dist.Work:
+        peer = self.route.target_rank
         try:
-            work: dist.Work = call(tensor, peer, group=self.group, tag=tag)
+            return self.group.send([_real(tensor)], peer, tag)
         except RuntimeError as error:
             raise Lost(peer, error) from error
-        return work
+
+    def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
+        peer = self.route.source_rank
+        try:
+            return self.group.recv([_real(tensor)], peer, tag)
+        except RuntimeError as error:
+            raise Lost(peer, error) from error
 
     def wait(self, work: dist.Work, peer: int) -> None:
         """Wait for a message to be gone, or to be here."""
@@ -152,6 +201,11 @@ class Channel:
             work.wait()
         except RuntimeError as error:
             raise Lost(peer, error) from error
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor whose numbers gloo can send; complex ones as pairs."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _tensors(words: Sequence[int]) -> list[tuple[int, list[int]]]:

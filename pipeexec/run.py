@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, Work, barrier
 
 from pipeexec import clocks, transfer
 from pipeexec.devices import Device, RemoteDevice
-from pipeexec.messages import Channel, Content, Route, header
+from pipeexec.messages import Asked, Channel, Content, Route, header, marked
 from pipeexec.parts import Part
 from pipeexec.paths import reduce_gradients
 from pipeexec.processes import Processes
@@ -23,14 +23,23 @@ from pipeexec.progress import Progress, StepHeads
 from pipeexec.randomness import task_seed
 from pipeexec.signatures import Signature, check_values
 from pipeexec.stage import Stage, Values
-from pipeexec.streams import Event, Stream
+from pipeexec.streams import CpuEvent, Event, Stream
 from pipeexec.watch import Failure, Status
 from pipesim.errors import ArgumentError
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
 from pipesim.timeline import Timeline
 
-__all__ = ["WORK", "Batch", "Planned", "Run", "plan", "split_batch", "split_batches"]
+__all__ = [
+    "WORK",
+    "Batch",
+    "Planned",
+    "Run",
+    "expected_headers",
+    "plan",
+    "split_batch",
+    "split_batches",
+]
 
 Batch = Tensor | tuple[Tensor, ...]
 #: Seconds between two looks at whether a step gets on.
@@ -63,7 +72,9 @@ class Planned(NamedTuple):
     meet: Callable[[Run, Planned], None] | None  # waits for another process before it begins
     channel: Channel | None
     edge: int  # the stage whose outputs, or their gradients, the message holds
+    following: int  # the channel's next RECV, whose header may be asked for early; -1 for none
     members: ProcessGroup | None  # of a reduction over processes
+    waiter: Stream | None  # waits until a message that is only posted is gone
     slate: int  # where to note that it runs, for other processes to read; -1 for messages
 
 
@@ -118,10 +129,12 @@ class Run:
         self.abandoned = False
         self.seed = torch.initial_seed()
         self.host_seconds = 0.0
-        #: Of messages between processes: what each stage hands on of each micro-batch, and headers
-        #: that came.
+        #: Of messages between processes: what each stage hands on of each micro-batch, headers
+        #: as they should be, those that came, and events that pass when they are gone.
         self.agreed: Sequence[Sequence[Signature]] = ()
-        self.heads: dict[int, Tensor] = {}
+        self.expected: dict[int, Tensor] = {}
+        self.asked: dict[int, Asked] = {}
+        self.gone: dict[int, CpuEvent] = {}
         self.slate = memoryview(b"") if processes is None else processes.recorder.own
         self._heads_of = StepHeads(graph, self.began, self.ended)
         self._progress = Progress(timeout)
@@ -154,7 +167,11 @@ class Run:
             if task.meet is not None:
                 stream.submit(partial(self._guarded, task, task.meet, False))
             began[task.id] = stream.record()
+            if task.waiter is not None:
+                self.gone[task.id] = CpuEvent()
             stream.submit(partial(self._guarded, task, task.work, True))
+            if task.waiter is not None:
+                stream.wait_event(self.gone[task.id])
             ended[task.id] = stream.record()
         self.host_seconds = perf_counter() - start
 
@@ -188,19 +205,30 @@ class Run:
     def _guarded(self, task: Planned, work: Callable[[Run, Planned], None], is_last: bool) -> None:
         """Run a part of a task, unless another has failed; what fails first stops all."""
         if self.failure is not None or self.abandoned:
+            self._pass_over(task)
             return
         if task.slate >= 0:
             self.slate[task.slate] = task.id + 1
         try:
             work(self, task)
         except BaseException as error:
-            if self.failure is None:
-                self.stopped = self.status()  # what follows is passed over, and seems to end
-                self.failure = task.id, error
+            self.fail(task, error)
+            self._pass_over(task)
         else:
             self.ran[task.id] = is_last
             if task.slate >= 0:
                 self.slate[task.slate] = 0
+
+    def fail(self, task: Planned, error: BaseException) -> None:
+        """Note the first failure, and where everything was."""
+        if self.failure is None:
+            self.stopped = self.status()  # what follows is passed over, and seems to end
+            self.failure = task.id, error
+
+    def _pass_over(self, task: Planned) -> None:
+        """Let what waits for a message go on that will not be sent."""
+        if task.id in self.gone:
+            self.gone[task.id].fire()
 
     def take(self, task: int) -> Values:
         """Return what ``task`` produced, and let go of it."""
@@ -269,52 +297,85 @@ def _weight_grad(run: Run, task: Planned) -> None:
     task.stage.weight_grad(task.microbatch)
 
 
-def _content(run: Run, task: Planned) -> Content:
-    """Return what the message of a SEND or a RECV is, as its SEND says."""
-    graph = run.graph
-    op = Op.SEND_F if graph.op[task.id] in (Op.SEND_F, Op.RECV_F) else Op.SEND_B
-    stage = task.edge + (op is Op.SEND_B)
-    return Content(run.number, op, stage, task.microbatch, int(graph.replica[task.id]))
+def expected_headers(
+    graph: TaskGraph, tasks: Sequence[Planned], agreed: Sequence[Sequence[Signature]]
+) -> dict[int, Tensor]:
+    """Return the header of each message to or from another process, by its task, for step 0."""
+    found = {}
+    for task in tasks:
+        if task.channel is not None:
+            op = task.channel.route.op
+            stage, path = task.edge + (op is Op.SEND_B), int(graph.replica[task.id])
+            content = Content(0, op, stage, task.microbatch, path)
+            found[task.id] = header(content, agreed[task.edge][task.microbatch])
+    return found
 
 
-def _offer(run: Run, task: Planned) -> Work:
-    """Tell the receiver what comes; the work ends when it has asked for it."""
-    channel, agreed = task.channel, run.agreed[task.edge][task.microbatch]
-    assert channel is not None
+def _checked_header(run: Run, task: Planned) -> Tensor:
+    """Return the header of what a SEND sends, which is as agreed."""
+    agreed = run.agreed[task.edge][task.microbatch]
     values = run.values[task.source] or ()
     check_values(values, agreed, f"what {run.graph.task(task.id)} sends")
-    return channel.offer(header(_content(run, task), agreed, values))
+    return marked(run.expected[task.id], agreed, values)
 
 
 def _meet_receiver(run: Run, task: Planned) -> None:
     """Wait until the receiver is ready for what comes."""
+    channel = task.channel
+    assert channel is not None
+    channel.wait(channel.offer(_checked_header(run, task)), channel.route.target_rank)
+
+
+def _tensors_away(run: Run, task: Planned) -> list[Work]:
+    """Send the tensors of a message; their works end when they are gone."""
     assert task.channel is not None
-    task.channel.wait(_offer(run, task), task.channel.route.target_rank)
+    values = run.take(task.source)
+    run.nbytes[task.id] = transfer.nbytes(values)
+    return task.channel.send(run.agreed[task.edge][task.microbatch], values)
 
 
 def _send_away(run: Run, task: Planned) -> None:
-    """Send a message; without a rendezvous it begins with its offer, before any receiver's part."""
-    channel = task.channel
-    assert channel is not None
-    offered = None if run.graph.rendezvous else _offer(run, task)
-    values = run.take(task.source)
-    run.nbytes[task.id] = transfer.nbytes(values)
-    channel.send(values)
-    if offered is not None:
-        channel.wait(offered, channel.route.target_rank)
+    """Send what the receiver is ready for, and wait until it is gone."""
+    _wait_for(task, _tensors_away(run, task))
+
+
+def _post(run: Run, task: Planned) -> None:
+    """Send a message without waiting; an event passes when it is gone."""
+    assert task.channel is not None
+    assert task.waiter is not None
+    works = [task.channel.offer(_checked_header(run, task)), *_tensors_away(run, task)]
+    task.waiter.submit(partial(_until_gone, run, task, works))
+
+
+def _until_gone(run: Run, task: Planned, works: Sequence[Work]) -> None:
+    try:
+        _wait_for(task, works)
+    except BaseException as error:
+        run.fail(task, error)
+    finally:
+        run.gone[task.id].fire()
+
+
+def _wait_for(task: Planned, works: Sequence[Work]) -> None:
+    assert task.channel is not None
+    for work in works:
+        task.channel.wait(work, task.channel.route.target_rank)
 
 
 def _accept(run: Run, task: Planned) -> None:
     """Wait until the message is there to be received, and check that it is the right one."""
-    assert task.channel is not None
-    agreed = run.agreed[task.edge][task.microbatch]
-    run.heads[task.id] = task.channel.accept(header(_content(run, task), agreed))
+    channel, place = task.channel, task.device.torch_device
+    assert channel is not None
+    agreed = run.agreed[task.edge]
+    run.asked[task.id] = channel.accept(run.expected[task.id], agreed[task.microbatch], place)
+    if task.following >= 0:
+        microbatch = int(run.graph.microbatch[task.following])
+        channel.ask_ahead(run.expected[task.following], agreed[microbatch], place)
 
 
 def _receive_from_away(run: Run, task: Planned) -> None:
     assert task.channel is not None
-    agreed, head = run.agreed[task.edge][task.microbatch], run.heads.pop(task.id)
-    values = task.channel.receive(agreed, head, task.device.torch_device)
+    values = task.channel.receive(run.asked.pop(task.id))
     run.nbytes[task.id] = transfer.nbytes(values)
     run.values[task.id] = transfer.receive(values, task.device, task.device.stream("compute"))
 
@@ -366,13 +427,6 @@ WORK: Mapping[Op, Callable[[Run, Planned], None]] = {
 }
 
 
-#: The same for messages to other processes.
-_AWAY: Mapping[bool, Callable[[Run, Planned], None]] = {
-    True: _send_away,
-    False: _receive_from_away,
-}
-
-
 def plan(
     graph: TaskGraph,
     stages: Sequence[Stage],
@@ -393,7 +447,8 @@ def plan(
     ranks = [device.rank if isinstance(device, RemoteDevice) else -1 for device in devices]
     here = np.array(ranks)[graph.device] < 0
     away = _away(graph, ranks)
-    blocks = {int(graph.stream[t]) for t in away}
+    following = {} if graph.rendezvous else _following(away)  # or RECVs would seem to be reached
+    blocks = _blocking_streams(graph, away)
     groups = _reduction_groups(graph, ranks, processes)
     own = [] if processes is None else [d for d, rank in enumerate(ranks) if rank < 0]
     slates = {device: number + 1 for number, device in enumerate(own)}
@@ -406,14 +461,17 @@ def plan(
         members = [] if group < 0 else [t for t in graph.collectives[group].tolist() if here[t]]
         others = [t for t in members if t < index]  # the first one reduces for all
         slot = task.replica * graph.n_stages + task.stage
-        work = _AWAY[task.op in SENDS] if index in away else WORK[task.op]
-        stream = devices[task.device].stream(task.stream, blocks=int(graph.stream[index]) in blocks)
+        device, work = devices[task.device], WORK[task.op]
+        stream = device.stream(task.stream, blocks=int(graph.stream[index]) in blocks)
+        posts = index in away and int(graph.stream[index]) not in blocks
+        if index in away:
+            work = _receive_from_away if task.op in RECVS else _post if posts else _send_away
         planned.append(
             Planned(
                 id=index,
                 work=work,
                 stream=stream,
-                device=devices[task.device],
+                device=device,
                 stage=stages[slot],
                 microbatch=-1 if task.microbatch is None else task.microbatch,
                 waits=tuple(needed.union(others)),
@@ -430,7 +488,9 @@ def plan(
                     if index in away and processes is not None else None
                 ),
                 edge=task.stage - (task.op in (Op.SEND_B, Op.RECV_F)),
+                following=following.get(index, -1),
                 members=groups.get(group),
+                waiter=device.stream(f"{task.stream} gone", blocks=True) if posts else None,
                 slate=slates.get(task.device, -1) if task.stream == "compute" else -1,
             )
         )  # fmt: skip
@@ -458,6 +518,25 @@ def _away(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, Route]:
             continue  # within this process, or between others
         route = Route(ranks[source], ranks[target], source, target, Op(graph.op[task]))
         found[task if ranks[source] < 0 else recv] = route
+    return found
+
+
+def _blocking_streams(graph: TaskGraph, away: Mapping[int, Route]) -> set[int]:
+    """Return the streams whose messages are waited for: all but those that only send ahead."""
+    waited = {
+        int(graph.stream[task]) for task in away if graph.rendezvous or graph.is_op(RECVS)[task]
+    }
+    compute = {int(graph.stream[t]) for t in away if graph.task(t).stream == "compute"}
+    return waited | compute
+
+
+def _following(away: Mapping[int, Route]) -> dict[int, int]:
+    """Return the next message of the same route after each; they keep the order of the tasks."""
+    found, last = {}, dict[Route, int]()
+    for task in sorted(away, reverse=True):
+        if away[task] in last:
+            found[task] = last[away[task]]
+        last[away[task]] = task
     return found
 
 
