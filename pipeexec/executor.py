@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pipeexec.agreement import agree_on_graph, agree_on_shapes, agree_on_weights
 from pipeexec.allocated import Allocated, sampled
 from pipeexec.capture import Captured
+from pipeexec.channels import Expected
 from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
 from pipeexec.failures import raise_failure
 from pipeexec.messages import set_step
@@ -37,8 +38,7 @@ from pipeexec.paths import (
     paths_of_microbatches,
 )
 from pipeexec.processes import Processes
-from pipeexec.run import Batch, Planned, Run, expected_headers, plan
-from pipeexec.signatures import Signature
+from pipeexec.run import Batch, Planned, Run, expected_messages, plan
 from pipeexec.stage import Held, Stage
 from pipeexec.versions import Versions
 from pipeexec.watch import Status
@@ -235,8 +235,7 @@ class Pipeline:
         if self.processes is not None:
             agree_on_graph(graph, self.processes)
         self.graph, self._path = graph, path
-        self._agreed: list[list[Signature]] | None = None
-        self._headers: dict[int, Tensor] = {}
+        self._messages: dict[int, Expected] | None = None
         self.held = [Held() for _ in self.devices]
         last = graph.n_stages - 1
         several = graph.n_batches > 1
@@ -405,9 +404,8 @@ class Pipeline:
             processes=self.processes,
         )
         if self.processes is not None:
-            run.agreed = self._agreed_shapes(run, self.processes)
-            run.expected = self._headers
-            set_step(run.expected.values(), run.number)
+            run.expected = self._expected(run, self.processes)
+            set_step((message.head for message in run.expected.values()), run.number)
             self.processes.watch.status = run.status
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages)
@@ -449,17 +447,17 @@ class Pipeline:
                     f"{'first' if stage == 0 else 'last'} stage; give them here"
                 )
 
-    def _agreed_shapes(self, run: Run, processes: Processes) -> list[list[Signature]]:
-        """Return what each stage hands on of each micro-batch, found before the first step."""
-        if self._agreed is None:
-            self._agreed = agree_on_shapes(
+    def _expected(self, run: Run, processes: Processes) -> dict[int, Expected]:
+        """Return what messages should be; their shapes are agreed on before the first step."""
+        if self._messages is None:
+            agreed = agree_on_shapes(
                 self.modules[: self.graph.n_stages],
                 [self.devices[d] for d in self.graph.homes[0]],
                 run.inputs,
                 processes,
             )
-            self._headers = expected_headers(self.graph, self._plan, self._agreed)
-        return self._agreed
+            self._messages = expected_messages(self.graph, self._plan, agreed)
+        return self._messages
 
     def align(self) -> None:
         """Compare the clocks of the processes, and leave together; all must call this."""

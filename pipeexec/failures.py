@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from pipeexec.messages import Lost
+from pipeexec.channels import Lost
 from pipeexec.parts import Part, whole
 from pipeexec.processes import Processes
 from pipeexec.run import Run

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeexec.messages import Lost
+from pipeexec.channels import Lost
 
 __all__ = ["Alignment", "ProcessClock"]
 

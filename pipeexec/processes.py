@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from pipeexec.channels import Channel, Route
 from pipeexec.devices import Device, RemoteDevice
-from pipeexec.messages import Channel, Route
 from pipeexec.process_clock import ProcessClock
 from pipeexec.recorder import Recorder
 from pipeexec.watch import Failure, Watch

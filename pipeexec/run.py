@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work, barrier
+from torch.distributed import ProcessGroup, barrier
 
 from pipeexec import clocks, transfer
+from pipeexec.channels import Asked, Channel, Expected, Route, Sent
 from pipeexec.devices import Device, RemoteDevice
-from pipeexec.messages import Asked, Channel, Content, Route, header, marked
+from pipeexec.messages import Content, header
 from pipeexec.parts import Part
 from pipeexec.paths import reduce_gradients
 from pipeexec.processes import Processes
@@ -35,7 +36,7 @@ __all__ = [
     "Batch",
     "Planned",
     "Run",
-    "expected_headers",
+    "expected_messages",
     "plan",
     "split_batch",
     "split_batches",
@@ -129,10 +130,9 @@ class Run:
         self.abandoned = False
         self.seed = torch.initial_seed()
         self.host_seconds = 0.0
-        #: Of messages between processes: what each stage hands on of each micro-batch, headers
-        #: as they should be, those that came, and events that pass when they are gone.
-        self.agreed: Sequence[Sequence[Signature]] = ()
-        self.expected: dict[int, Tensor] = {}
+        #: Messages between processes: as they should be, those that were asked for, and events
+        #: that pass when they are gone.
+        self.expected: dict[int, Expected] = {}
         self.asked: dict[int, Asked] = {}
         self.gone: dict[int, CpuEvent] = {}
         self.slate = memoryview(b"") if processes is None else processes.recorder.own
@@ -297,85 +297,76 @@ def _weight_grad(run: Run, task: Planned) -> None:
     task.stage.weight_grad(task.microbatch)
 
 
-def expected_headers(
+def expected_messages(
     graph: TaskGraph, tasks: Sequence[Planned], agreed: Sequence[Sequence[Signature]]
-) -> dict[int, Tensor]:
-    """Return the header of each message to or from another process, by its task, for step 0."""
+) -> dict[int, Expected]:
+    """Return each message to or from another process as it should be, by its task, in step 0."""
     found = {}
     for task in tasks:
         if task.channel is not None:
             op = task.channel.route.op
             stage, path = task.edge + (op is Op.SEND_B), int(graph.replica[task.id])
             content = Content(0, op, stage, task.microbatch, path)
-            found[task.id] = header(content, agreed[task.edge][task.microbatch])
+            signature = agreed[task.edge][task.microbatch]
+            head = header(content, signature)
+            found[task.id] = Expected.of(head, signature, waits=graph.rendezvous)
     return found
 
 
-def _checked_header(run: Run, task: Planned) -> Tensor:
-    """Return the header of what a SEND sends, which is as agreed."""
-    agreed = run.agreed[task.edge][task.microbatch]
-    values = run.values[task.source] or ()
-    check_values(values, agreed, f"what {run.graph.task(task.id)} sends")
-    return marked(run.expected[task.id], agreed, values)
+def _checked(run: Run, task: Planned) -> tuple[Channel, Expected, Values]:
+    """Return what a SEND sends, which is as agreed, and where."""
+    assert task.channel is not None
+    message, values = run.expected[task.id], run.values[task.source] or ()
+    check_values(values, message.signature, f"what {run.graph.task(task.id)} sends")
+    return task.channel, message, values
 
 
 def _meet_receiver(run: Run, task: Planned) -> None:
     """Wait until the receiver is ready for what comes."""
-    channel = task.channel
-    assert channel is not None
-    channel.wait(channel.offer(_checked_header(run, task)), channel.route.target_rank)
-
-
-def _tensors_away(run: Run, task: Planned) -> list[Work]:
-    """Send the tensors of a message; their works end when they are gone."""
-    assert task.channel is not None
-    values = run.take(task.source)
-    run.nbytes[task.id] = transfer.nbytes(values)
-    return task.channel.send(run.agreed[task.edge][task.microbatch], values)
+    channel, message, values = _checked(run, task)
+    channel.wait(channel.offer(message, values), channel.route.target_rank)
 
 
 def _send_away(run: Run, task: Planned) -> None:
     """Send what the receiver is ready for, and wait until it is gone."""
-    _wait_for(task, _tensors_away(run, task))
+    channel, message, values = _checked(run, task)
+    run.nbytes[task.id] = transfer.nbytes(values)
+    sent = (channel.send if run.graph.rendezvous else channel.post)(message, values)
+    channel.finish(message, sent)
+    run.take(task.source)
 
 
 def _post(run: Run, task: Planned) -> None:
     """Send a message without waiting; an event passes when it is gone."""
-    assert task.channel is not None
     assert task.waiter is not None
-    works = [task.channel.offer(_checked_header(run, task)), *_tensors_away(run, task)]
-    task.waiter.submit(partial(_until_gone, run, task, works))
+    channel, message, values = _checked(run, task)
+    run.nbytes[task.id] = transfer.nbytes(values)
+    task.waiter.submit(partial(_until_gone, run, task, channel.post(message, values)))
+    run.take(task.source)
 
 
-def _until_gone(run: Run, task: Planned, works: Sequence[Work]) -> None:
+def _until_gone(run: Run, task: Planned, sent: Sent) -> None:
+    assert task.channel is not None
     try:
-        _wait_for(task, works)
+        task.channel.finish(run.expected[task.id], sent)
     except BaseException as error:
         run.fail(task, error)
     finally:
         run.gone[task.id].fire()
 
 
-def _wait_for(task: Planned, works: Sequence[Work]) -> None:
-    assert task.channel is not None
-    for work in works:
-        task.channel.wait(work, task.channel.route.target_rank)
-
-
 def _accept(run: Run, task: Planned) -> None:
     """Wait until the message is there to be received, and check that it is the right one."""
     channel, place = task.channel, task.device.torch_device
     assert channel is not None
-    agreed = run.agreed[task.edge]
-    run.asked[task.id] = channel.accept(run.expected[task.id], agreed[task.microbatch], place)
+    run.asked[task.id] = channel.accept(run.expected[task.id], place)
     if task.following >= 0:
-        microbatch = int(run.graph.microbatch[task.following])
-        channel.ask_ahead(run.expected[task.following], agreed[microbatch], place)
+        channel.ask_ahead(run.expected[task.following], place)
 
 
 def _receive_from_away(run: Run, task: Planned) -> None:
     assert task.channel is not None
-    values = task.channel.receive(run.asked.pop(task.id))
+    values = task.channel.receive(run.expected[task.id], run.asked.pop(task.id))
     run.nbytes[task.id] = transfer.nbytes(values)
     run.values[task.id] = transfer.receive(values, task.device, task.device.stream("compute"))
 
