@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeexec import transfer
-from pipeexec.messages import Channel
+from pipeexec.channels import Channel
 from pipeexec.run import Run
 from pipeexec.stage import Stage
 from pipeexec.streams import CpuEvent, CpuStream, InlineStream
@@ -39,10 +39,11 @@ PARTS: Sequence[tuple[Any, str, str]] = [
 ]
 #: The same of messages to other processes.
 MESSAGES: Sequence[tuple[Any, str, str]] = [
-    (Channel, "offer", "header out"),
-    (Channel, "send", "payload out"),
+    (Channel, "post", "posted"),
+    (Channel, "finish", "until gone"),
+    (Channel, "ask", "asked for"),
     (Channel, "accept", "header in, compared"),
-    (Channel, "receive", "payload in"),
+    (Channel, "receive", "tensors in"),
     (Channel, "_send", "gloo send, the call"),
     (Channel, "_receive", "gloo receive, the call"),
     (Channel, "wait", "waiting for gloo"),

@@ -73,7 +73,7 @@ class Planned(NamedTuple):
     meet: Callable[[Run, Planned], None] | None  # waits for another process before it begins
     channel: Channel | None
     edge: int  # the stage whose outputs, or their gradients, the message holds
-    following: int  # the channel's next RECV, whose header may be asked for early; -1 for none
+    following: int  # the channel's next RECV, which may be asked for early; -1 for none
     members: ProcessGroup | None  # of a reduction over processes
     waiter: Stream | None  # waits until a message that is only posted is gone
     slate: int  # where to note that it runs, for other processes to read; -1 for messages
@@ -173,6 +173,8 @@ class Run:
             if task.waiter is not None:
                 stream.wait_event(self.gone[task.id])
             ended[task.id] = stream.record()
+            if task.following >= 0:
+                stream.submit(partial(self._guarded, task, _ask_ahead, True))
         self.host_seconds = perf_counter() - start
 
     def _wait(self, tasks: Sequence[Planned]) -> None:
@@ -357,11 +359,15 @@ def _until_gone(run: Run, task: Planned, sent: Sent) -> None:
 
 def _accept(run: Run, task: Planned) -> None:
     """Wait until the message is there to be received, and check that it is the right one."""
-    channel, place = task.channel, task.device.torch_device
-    assert channel is not None
-    run.asked[task.id] = channel.accept(run.expected[task.id], place)
-    if task.following >= 0:
-        channel.ask_ahead(run.expected[task.following], place)
+    assert task.channel is not None
+    place = task.device.torch_device
+    run.asked[task.id] = task.channel.accept(run.expected[task.id], place)
+
+
+def _ask_ahead(run: Run, task: Planned) -> None:
+    """Ask for the channel's next message, now that this one is delivered."""
+    assert task.channel is not None
+    task.channel.ask_ahead(run.expected[task.following], task.device.torch_device)
 
 
 def _receive_from_away(run: Run, task: Planned) -> None:
@@ -479,7 +485,7 @@ def plan(
                     if index in away and processes is not None else None
                 ),
                 edge=task.stage - (task.op in (Op.SEND_B, Op.RECV_F)),
-                following=following.get(index, -1),
+                following=following.get(index, -1) if task.op in RECVS else -1,
                 members=groups.get(group),
                 waiter=device.stream(f"{task.stream} gone", blocks=True) if posts else None,
                 slate=slates.get(task.device, -1) if task.stream == "compute" else -1,

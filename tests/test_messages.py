@@ -13,17 +13,16 @@ from ranks import Ranks
 from torch import Tensor
 
 import pipeexec as px
+from pipeexec.channels import Channel, Expected, Lost, Route
 from pipeexec.messages import (
     _DTYPES,
-    Channel,
     Content,
-    Lost,
     Mismatch,
-    Route,
-    _check,
     _tensors,
-    _there,
+    are_there,
+    check,
     header,
+    marked,
 )
 from pipeexec.signatures import Entry, Signature, signature
 from pipesim.ops import Op
@@ -44,12 +43,13 @@ def test_a_header_says_what_it_was_made_of(content: Content, of: Signature) -> N
     assert [(_DTYPES[dtype], tuple(shape)) for dtype, shape in _tensors(words)] == [
         (entry.dtype, entry.shape) for entry in of
     ]
-    assert _there(words) == [True] * len(of)
-    _check(words, words, source=1)
+    assert are_there(words) == [True] * len(of)
+    check(words, words, source=1)
 
 
 def got(content: Content = CONTENT, of: Signature = SIGNATURE, values: Any = None) -> list[int]:
-    return header(content, of, values).tolist()
+    head = header(content, of)
+    return (head if values is None else marked(head, of, values)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def got(content: Content = CONTENT, of: Signature = SIGNATURE, values: Any = Non
 )
 def test_whatever_differs_is_named(words: list[int], described: str) -> None:
     with pytest.raises(Mismatch) as caught:
-        _check(words, got(), source=7)
+        check(words, got(), source=7)
     message = str(caught.value)
     wanted = "2SEND_B5 of step 3 (float32 [2, 4], int64 [], bfloat16 [0, 3])"
     assert message.startswith(f"expected {wanted} from rank 7, got "), message
@@ -84,12 +84,12 @@ def test_gradients_may_be_absent_but_not_activations(there: tuple[bool, ...]) ->
         for e, is_there in zip(SIGNATURE, there, strict=True)
     )
     words = got(values=values)
-    assert _there(words) == list(there)
-    _check(words, got(), source=0)
+    assert are_there(words) == list(there)
+    check(words, got(), source=0)
     forward = CONTENT._replace(op=Op.SEND_F)
     if not all(there):
         with pytest.raises(Mismatch, match="none"):
-            _check(got(forward, values=values), got(forward), source=0)
+            check(got(forward, values=values), got(forward), source=0)
 
 
 @given(
@@ -103,7 +103,7 @@ def test_garbage_is_refused(words: list[int], kept: int) -> None:
     """Whatever stands in place of a header, or of its end, is an error of ours at most."""
     found = got()[:kept] + words[kept:]
     try:
-        _check(found, got(), source=0)
+        check(found, got(), source=0)
     except Mismatch:
         return
     stated = zip(_tensors(found), _tensors(got()), strict=True)
@@ -112,7 +112,7 @@ def test_garbage_is_refused(words: list[int], kept: int) -> None:
 
 def test_a_message_of_something_else() -> None:
     with pytest.raises(Mismatch, match=r"rank 2 sent is no message of ours .*\[5, 1\]\); run"):
-        _check([5, *got()[1:]], got(), source=2)
+        check([5, *got()[1:]], got(), source=2)
 
 
 def test_a_lost_connection_without_a_reason() -> None:
@@ -132,34 +132,34 @@ def tensors() -> list[Tensor | None]:
     ]  # fmt: skip
 
 
-def exchange(processes: px.Processes) -> list[Any]:
+def exchange(processes: px.Processes, waits: bool) -> list[Any]:
     """Send every kind of tensor from rank 0 to rank 1, twice, and one message that differs."""
-    values = tuple(tensors())
+    values, cpu = tuple(tensors()), torch.device("cpu")
     agreed = signature([torch.zeros(3) if x is None else x for x in values])
-    route = Route(0, 1, 0, 1, Op.SEND_B)
-    channel = Channel(route, 40, processes.group(range(2)))
-    expected = header(CONTENT, agreed)
+    channel = Channel(Route(0, 1, 0, 1, Op.SEND_B), 40, processes.group(range(2)))
+    message = Expected.of(header(CONTENT, agreed), agreed, waits=waits)
+    other = message._replace(head=header(CONTENT._replace(microbatch=0), agreed))
+    assert message.in_one == (not waits)
+    if processes.rank == 0:
+        for each in (message, message, other):
+            channel.finish(each, channel.post(each, values))
+        return []
     received: list[Any] = []
     for _ in range(2):
-        if processes.rank == 0:
-            offered = channel.offer(header(CONTENT, agreed, values))
-            channel.send(values)
-            channel.wait(offered, 1)
-        else:
-            head = channel.accept(expected)
-            received.append(list(channel.receive(agreed, head, torch.device("cpu"))))
-    if processes.rank == 0:
-        channel.wait(channel.offer(header(CONTENT._replace(microbatch=0), agreed)), 1)
-        return []
+        got = channel.receive(message, channel.accept(message, cpu))
+        received.append([None if value is None else value.clone() for value in got])
+        channel.ask_ahead(message, cpu)
     try:
-        channel.accept(expected)
+        channel.accept(message, cpu)
     except Mismatch as error:
         received.append(str(error))
     return received
 
 
-def test_tensors_of_every_type_and_layout_arrive(two_ranks: Ranks) -> None:
-    _, (first, second, refused) = two_ranks.run(exchange)
+@pytest.mark.parametrize("waits", [False, True])
+def test_tensors_of_every_type_and_layout_arrive(waits: bool, two_ranks: Ranks) -> None:
+    """As one piece, and a tensor at a time."""
+    _, (first, second, refused) = two_ranks.run(exchange, waits=waits)
     for received in (first, second):
         for value, sent in zip(received, tensors(), strict=True):
             if sent is None:
@@ -168,3 +168,16 @@ def test_tensors_of_every_type_and_layout_arrive(two_ranks: Ranks) -> None:
                 assert value.dtype == sent.dtype
                 assert torch.equal(value, sent)
     assert re.match("expected 2SEND_B5 of step 3 .* from rank 0, got 2SEND_B0 of step 3", refused)
+
+
+@pytest.mark.parametrize("absent", [(), (0,), (1,), (0, 1)])
+def test_absent_tensors_are_marked(absent: tuple[int, ...]) -> None:
+    """The type's number is -1; shapes stay, and so does the header that is kept."""
+    agreed = Entry((2, 3), torch.float32), Entry((), torch.float64)
+    head = header(Content(5, Op.SEND_B, 1, 0, 0), agreed)
+    before = head.clone()
+    values = tuple(None if k in absent else torch.zeros(e.shape) for k, e in enumerate(agreed))
+    after = marked(head, agreed, values)
+    assert torch.equal(head, before)
+    assert [at for at in range(len(head)) if after[at] != head[at]] == [(8, 12)[k] for k in absent]
+    assert all(after[(8, 12)[k]] == -1 for k in absent)
