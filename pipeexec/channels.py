@@ -22,7 +22,7 @@ from pipeexec.stage import Values
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Asked", "Channel", "Expected", "Lost", "Route", "Sent"]
+__all__ = ["Asked", "Channel", "Expected", "Lost", "Route", "Sent", "real"]
 
 #: Most bytes of a message that is one piece: above, copying its tensors takes longer.
 _SMALL = 1 << 20
@@ -194,13 +194,13 @@ class Channel:
     # known here.
     def _send(self, tensor: Tensor, tag: int) -> dist.Work:
         try:
-            return self.group.send([_real(tensor)], self.route.target_rank, tag)
+            return self.group.send([real(tensor)], self.route.target_rank, tag)
         except RuntimeError as error:
             raise Lost(self.route.target_rank, error) from error
 
     def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
         try:
-            return self.group.recv([_real(tensor)], self.route.source_rank, tag)
+            return self.group.recv([real(tensor)], self.route.source_rank, tag)
         except RuntimeError as error:
             raise Lost(self.route.source_rank, error) from error
 
@@ -212,6 +212,6 @@ class Channel:
             raise Lost(peer, error) from error
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Return a tensor whose numbers gloo can send; complex ones as pairs."""
+def real(tensor: Tensor) -> Tensor:
+    """Return a tensor whose numbers can be sent; complex ones as pairs."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

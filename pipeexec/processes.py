@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeexec.channels import Channel, Route
 from pipeexec.devices import Device, RemoteDevice
+from pipeexec.nccl import NcclChannel
 from pipeexec.process_clock import ProcessClock
 from pipeexec.recorder import Recorder
 from pipeexec.watch import Failure, Watch
@@ -81,6 +82,7 @@ class Processes:
         self.has_stepped = False  # whether a pipeline of these processes has run a step
         self._groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
         self._channels: dict[Route, Channel] = {}
+        self._gpu_of: dict[int, torch.device] = {}  # by the device's number in the graph
         own = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
         self.watch = Watch(own, rank, n_ranks, timeout, holder=holder)
         with self.guard():
@@ -103,22 +105,45 @@ class Processes:
             self._groups[name] = dist.new_group(list(ranks), backend=backend, timeout=patience)
         return self._groups[name]
 
-    def channel(self, route: Route, n_devices: int) -> Channel:
-        """Return the channel of a route."""
-        if route not in self._channels:
+    def open(self, routes: Iterable[Route], n_devices: int, own: Sequence[Device]) -> None:
+        """Make the channels of all routes of a graph; every process must call this with the same.
+
+        ``own`` are the devices of this process, by whose kind messages go: NCCL between GPUs.
+        """
+        gpus = [device.torch_device for device in own if device.torch_device.type == "cuda"]
+        for route in sorted(set(routes) - self._channels.keys()):
             tag = (route.source * n_devices + route.target) * 2 + (route.op is Op.SEND_B)
-            self._channels[route] = Channel(route, tag, self.group(range(self.n_ranks)))
+            everyone = self.group(range(self.n_ranks))
+            if not gpus:
+                self._channels[route] = Channel(route, tag, everyone)
+                continue
+            ends = sorted((route.source_rank, route.target_rank))
+            pair = self.group(ends, "nccl", route)
+            if self.rank in ends:
+                mine = route.source if self.rank == route.source_rank else route.target
+                channel = NcclChannel(route, tag, everyone, pair, self._gpu_of[mine])
+                channel.warm_up(self.rank)
+                self._channels[route] = channel
+
+    def channel(self, route: Route) -> Channel:
+        """Return the channel of a route that is open."""
         return self._channels[route]
 
     def spread(self, local: Sequence[Device]) -> list[Device]:
         """Return the devices of all processes, rank after rank; those of others stand for them."""
-        everyone = self.share([device.name for device in local])
+        everyone = self.share([[device.name, device.torch_device.type] for device in local])
+        if len({kind for devices in everyone for _, kind in devices}) > 1:
+            raise ArgumentError(
+                f"processes have devices of several kinds: {everyone}; give devices of one kind"
+            )
+        before = sum(len(devices) for devices in everyone[: self.rank])
+        self._gpu_of = {before + k: device.torch_device for k, device in enumerate(local)}
         return [
             device
             for rank, names in enumerate(everyone)
             for device in (
                 local if rank == self.rank
-                else [RemoteDevice(f"rank {rank}: {name}", rank) for name in names]
+                else [RemoteDevice(f"rank {rank}: {name}", rank) for name, _ in names]
             )
         ]  # fmt: skip
 

@@ -24,7 +24,7 @@ from pipeexec.progress import Progress, StepHeads
 from pipeexec.randomness import task_seed
 from pipeexec.signatures import Signature, check_values
 from pipeexec.stage import Stage, Values
-from pipeexec.streams import CpuEvent, Event, Stream
+from pipeexec.streams import CpuEvent, Event, InlineStream, Stream
 from pipeexec.watch import Failure, Status
 from pipesim.errors import ArgumentError
 from pipesim.graph import TaskGraph
@@ -333,6 +333,9 @@ def _send_away(run: Run, task: Planned) -> None:
     """Send what the receiver is ready for, and wait until it is gone."""
     channel, message, values = _checked(run, task)
     run.nbytes[task.id] = transfer.nbytes(values)
+    for value in values:
+        if value is not None:  # made on another stream
+            task.device.adopt(value, task.stream)
     sent = (channel.send if run.graph.rendezvous else channel.post)(message, values)
     channel.finish(message, sent)
     run.take(task.source)
@@ -441,14 +444,20 @@ def plan(
         {(int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == op)}
         for op in (Op.R, Op.W)
     )
-    ranks = [device.rank if isinstance(device, RemoteDevice) else -1 for device in devices]
-    here = np.array(ranks)[graph.device] < 0
-    away = _away(graph, ranks)
+    rank = 0 if processes is None else processes.rank
+    ranks = [device.rank if isinstance(device, RemoteDevice) else rank for device in devices]
+    here = np.array(ranks)[graph.device] == rank
+    routes = _routes(graph, ranks)
+    if processes is not None:
+        own = [device for device in devices if not isinstance(device, RemoteDevice)]
+        processes.open(routes.values(), graph.n_devices, own)
+    away = {t: route for task, route in routes.items()
+            for t in (task, int(graph.pair[task])) if here[t]}  # fmt: skip
     following = {} if graph.rendezvous else _following(away)  # or RECVs would seem to be reached
     blocks = _blocking_streams(graph, away)
     groups = _reduction_groups(graph, ranks, processes)
-    own = [] if processes is None else [d for d, rank in enumerate(ranks) if rank < 0]
-    slates = {device: number + 1 for number, device in enumerate(own)}
+    mine = [] if processes is None else [d for d, r in enumerate(ranks) if r == rank]
+    slates = {device: number + 1 for number, device in enumerate(mine)}
     planned = []
     for index in np.flatnonzero(here).tolist():
         task = graph.task(index)
@@ -460,7 +469,8 @@ def plan(
         slot = task.replica * graph.n_stages + task.stage
         device, work = devices[task.device], WORK[task.op]
         stream = device.stream(task.stream, blocks=int(graph.stream[index]) in blocks)
-        posts = index in away and int(graph.stream[index]) not in blocks
+        # CUDA's streams wait by themselves until a message is gone.
+        posts = index in away and isinstance(stream, InlineStream)
         if index in away:
             work = _receive_from_away if task.op in RECVS else _post if posts else _send_away
         planned.append(
@@ -481,7 +491,7 @@ def plan(
                 ),
                 meet=_meeting(graph, index, index in away, group in groups and not others),
                 channel=(
-                    processes.channel(away[index], graph.n_devices)
+                    processes.channel(away[index])
                     if index in away and processes is not None else None
                 ),
                 edge=task.stage - (task.op in (Op.SEND_B, Op.RECV_F)),
@@ -505,16 +515,14 @@ def _meeting(
     return _meet_receiver if graph.rendezvous else None
 
 
-def _away(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, Route]:
-    """Return the route of each message to or from another process; ``ranks`` are -1 for here."""
+def _routes(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, Route]:
+    """Return the route of each SEND to another process; ``ranks`` are those of the devices."""
     found = {}
     for task in np.flatnonzero(graph.is_op(SENDS)).tolist():
-        recv = int(graph.pair[task])
-        source, target = (int(graph.device[t]) for t in (task, recv))
-        if (ranks[source] < 0) == (ranks[target] < 0):
-            continue  # within this process, or between others
-        route = Route(ranks[source], ranks[target], source, target, Op(graph.op[task]))
-        found[task if ranks[source] < 0 else recv] = route
+        source, target = int(graph.device[task]), int(graph.device[graph.pair[task]])
+        if ranks[source] != ranks[target]:
+            op = Op(graph.op[task])
+            found[task] = Route(ranks[source], ranks[target], source, target, op)
     return found
 
 
@@ -543,11 +551,10 @@ def _reduction_groups(
     """Return the process group of each collective that spans processes; made in one order."""
     if processes is None:
         return {}
-    own = [processes.rank if rank < 0 else rank for rank in ranks]
     found = {}
     for number in range(len(graph.collectives)):
         members = graph.collectives[number]
-        among = sorted({own[graph.device[t]] for t in members})
+        among = sorted({ranks[graph.device[t]] for t in members})
         if len(among) > 1:  # a group for each stage, so that none waits for another's
             stage = int(graph.stage[members[0]])
             found[number] = processes.group(among, key=f"gradients {stage}")

@@ -238,7 +238,8 @@ def check_whole(
 ) -> None:
     """Check a gathered result, in the process that has it."""
     clocks = [Alignment(*row) for row in processes.share(processes.clock.alignment)]
-    slack = max(clock.round_trip + 3 * clock.residual for clock in clocks)
+    # Of a machine that other work keeps busy, the bound of a sample says little.
+    slack = max(5e-3, *(clock.round_trip + 3 * clock.residual for clock in clocks))
     timeline = whole.timeline
     assert timeline.complete
     assert_order_respected(timeline, slack, between_processes=True)
@@ -404,7 +405,7 @@ def other_graphs(processes: px.Processes) -> list[Any]:
 
 
 def test_other_graphs_on_the_same_stages(two_ranks: Ranks) -> None:
-    """What stages hold is known in every process, and is what it is in one."""
+    """What stages hold is known in every process, and is what it is in one, but for headers."""
     stages, batch = cut(dense(2), [1, 1]), data(8)
     expected: list[Any] = []
     for name in ("gpipe", "zb_h1"):
@@ -413,4 +414,10 @@ def test_other_graphs_on_the_same_stages(two_ranks: Ranks) -> None:
             expected.append(subject.step(*batch).loss.item())
             expected += [subject.held_bytes(*batch), subject.device_bytes(*batch),
                          subject.left_bytes(*batch)]  # fmt: skip
-    assert two_ranks.run(other_graphs) == [expected, expected]
+    first, second = two_ranks.run(other_graphs)
+    assert first == second
+    for mine, its in zip(first, expected, strict=True):
+        if isinstance(its, float):
+            assert mine == its
+        else:  # of four messages, each with a header of 128 bytes at most
+            assert all(a <= b <= a + 4 * 128 for a, b in zip(its, mine, strict=True))

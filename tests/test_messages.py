@@ -24,6 +24,7 @@ from pipeexec.messages import (
     header,
     marked,
 )
+from pipeexec.nccl import NcclChannel
 from pipeexec.signatures import Entry, Signature, signature
 from pipesim.ops import Op
 
@@ -181,3 +182,29 @@ def test_absent_tensors_are_marked(absent: tuple[int, ...]) -> None:
     assert torch.equal(head, before)
     assert [at for at in range(len(head)) if after[at] != head[at]] == [(8, 12)[k] for k in absent]
     assert all(after[(8, 12)[k]] == -1 for k in absent)
+
+
+def through_nccl(processes: px.Processes) -> list[Any]:
+    """Send two messages over a channel for GPUs, with gloo in the place of NCCL."""
+    values, cpu = tuple(tensors()), torch.device("cpu")
+    agreed = signature([torch.zeros(3) if x is None else x for x in values])
+    groups = [processes.group(range(2), key=key) for key in ("all", "pair")]
+    channel = NcclChannel(Route(0, 1, 0, 1, Op.SEND_B), 41, *groups, cpu)
+    message = Expected.of(header(CONTENT, agreed), agreed, waits=False)._replace(in_one=False)
+    channel.warm_up(processes.rank)
+    received: list[Any] = []
+    for number in range(2):
+        if processes.rank == 0:
+            channel.finish(message, channel.post(message, values))
+            continue
+        received.append(list(channel.receive(message, channel.accept(message, cpu))))
+        if not number:
+            channel.ask_ahead(message, cpu)
+    return received
+
+
+def test_a_channel_for_gpus_sends_header_token_and_tensors(two_ranks: Ranks) -> None:
+    _, found = two_ranks.run(through_nccl)
+    for received in found:
+        for value, sent in zip(received, tensors(), strict=True):
+            assert value is None if sent is None else torch.equal(value, sent)
