@@ -3,10 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
-BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
+BENCHMARKS := $(filter-out benchmarks/_% benchmarks/gpu.py,$(sort $(wildcard benchmarks/*.py)))  # make gpu runs that one
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fuzz bench clean
+.PHONY: help demo test lint fuzz bench gpu clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -29,6 +29,13 @@ fuzz: $(STAMP)  ## compare the engines on 6,000 random graphs, with noise and wi
 
 bench: $(STAMP)  ## run every script in benchmarks/
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+# No .venv and no network: with the Python that has torch, and what it lacks from a folder of wheels.
+gpu:  ## all that needs a GPU, with $(PYTHON)'s torch; WHEELS=folder of what it lacks
+	@set -e; site=; trap 'test -z "$$site" || rm -rf "$$site"' EXIT; \
+	if [ -n "$(WHEELS)" ]; then site=$$(mktemp -d); $(PYTHON) -m pip install --quiet --no-index \
+	--no-deps --no-compile --disable-pip-version-check --target "$$site" $(WHEELS)/*.whl; fi; \
+	PYTHONPATH="$(CURDIR):$$site:$$PYTHONPATH" $(PYTHON) benchmarks/gpu.py
 
 clean:  ## remove caches and build artefacts; leaves .venv and results/
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -29,6 +29,7 @@ from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
 from pipeexec.failures import raise_failure
 from pipeexec.messages import set_step
 from pipeexec.meter import Meter
+from pipeexec.optimizer_state import put_back
 from pipeexec.parts import Part, whole
 from pipeexec.paths import (
     Elsewhere,
@@ -541,7 +542,7 @@ class Pipeline:
                     parameter.grad = gradient
             for optimizer, saved in zip(self.optimizers, optimizers, strict=True):
                 if optimizer is not None and saved is not None:
-                    optimizer.load_state_dict(saved)
+                    put_back(optimizer, saved)
 
     def held_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes of activations that each stage holds in a step, counted in one.

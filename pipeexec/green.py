@@ -18,7 +18,15 @@ from typing import Any, ClassVar
 
 from pipesim.errors import ArgumentError, ExecutionError
 
-__all__ = ["GreenContextsMissingError", "LibCuda", "Part", "find_driver", "part_size", "split"]
+__all__ = [
+    "GreenContextsMissingError",
+    "LibCuda",
+    "Part",
+    "find_driver",
+    "part_size",
+    "split",
+    "split_by_any",
+]
 
 #: By major compute capability: fewest SMs of a part, and what they must be a multiple of
 #: (CUDA programming guide, "Green contexts").
@@ -116,8 +124,27 @@ def split(driver: Any, index: int, n_parts: int, major: int) -> tuple[list[Part]
         raise GreenContextsMissingError(
             f"the driver made {len(groups)} parts of {size} SMs, not {n_parts}; give fewer slices"
         )
+    sizes = [int(group.sm.smCount) for group in groups[:n_parts]]
+    # Bindings of another release than the driver's may read a resource otherwise.
+    if min(sizes) < size or len(set(sizes)) > 1 or sum(sizes) > int(whole.sm.smCount):
+        raise GreenContextsMissingError(f"the driver made parts of {sizes} SMs, not of {size}")
     parts = [_part(driver, device, group) for group in groups[:n_parts]]
     return parts, _rest(driver, device, rest)
+
+
+def split_by_any(
+    driver: Any, index: int, n_parts: int, major: int
+) -> tuple[list[Part], Part | None]:
+    """Split a GPU as `split` does, without the bindings where they do not suit the driver."""
+    try:
+        return split(driver, index, n_parts, major)
+    except GreenContextsMissingError as error:
+        if isinstance(driver, LibCuda):
+            raise
+        try:
+            return split(load_driver(), index, n_parts, major)
+        except GreenContextsMissingError:
+            raise error from None
 
 
 def _part(driver: Any, device: Any, resource: Any) -> Part:
@@ -157,7 +184,17 @@ def find_driver() -> Any:
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError:
-        pass
+        return load_driver()
+
+
+def load_driver() -> LibCuda:
+    """Return the driver itself.
+
+    Raises
+    ------
+    GreenContextsMissingError
+        If there is none.
+    """
     try:
         return LibCuda(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:

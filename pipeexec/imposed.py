@@ -33,7 +33,7 @@ __all__ = ["CycleWaits", "Links", "Message", "TimerWaits", "Waits", "make_waits"
 _KERNELS = r"""
 __device__ __forceinline__ unsigned long long now() {
     unsigned long long t;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t) :: "memory");
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t) :: "memory");
     return t;
 }
 

@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
     return {
         "versions": {
             "python": platform.python_version(),
-            **{name: metadata.version(name) for name in names},
+            **{name: _version(name) for name in names},
         },
         "hardware": {
             "machine": platform.machine(),
@@ -41,6 +41,14 @@ def environment() -> dict[str, Any]:
             "gpus": gpus,
         },
     }
+
+
+def _version(name: str) -> str:
+    """Return the version of a package; one that runs from its checkout need not be installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def check_writable(path: Path) -> None:

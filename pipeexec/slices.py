@@ -22,7 +22,7 @@ import torch
 
 from pipeexec.cuda import CudaStream
 from pipeexec.devices import CudaDevice, Device, Values, parse
-from pipeexec.green import GreenContextsMissingError, Part, find_driver, split
+from pipeexec.green import GreenContextsMissingError, Part, find_driver, split_by_any
 from pipeexec.imposed import Links, Message, check_links, make_waits
 from pipeexec.streams import Stream
 from pipesim.errors import ArgumentError, SharedSlicesWarning, check_count
@@ -162,4 +162,4 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
 def _parts(index: int, n: int, major: int) -> tuple[list[Part], Part | None]:
     """Split a GPU, once a number of slices: contexts cannot be given back (see `Part`)."""
     torch.empty(1, device=torch.device("cuda", index))  # the primary context must be there
-    return split(find_driver(), index, n, major)
+    return split_by_any(find_driver(), index, n, major)

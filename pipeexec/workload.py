@@ -144,7 +144,7 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
         _devices(arguments, n_devices, processes),
         model.loss,
         batches(model.make_batch, batch, arguments.seed),
-        lambda parameters: torch.optim.AdamW(parameters, lr=rate),
+        lambda parameters: torch.optim.AdamW(parameters, lr=rate, capturable=arguments.cuda_graph),
         record,
     )
 

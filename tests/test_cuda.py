@@ -81,7 +81,7 @@ def test_slices_run_on_multiprocessors_of_their_own(n: int) -> None:
         r"""
         extern "C" __global__ void where(int* found) {
             unsigned int sm;
-            asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+            asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
             found[blockIdx.x] = sm;
             const long long until = clock64() + 20000;
             while (clock64() < until) {}

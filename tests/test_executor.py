@@ -773,6 +773,32 @@ def test_preserved_restores_everything() -> None:
             torch.testing.assert_close(mine.state_dict(), its, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("had_state", [True, False])
+def test_preserved_leaves_an_optimizers_tensors_where_they_are(had_state: bool) -> None:
+    """A CUDA graph reads them there. A state that there was not is gone again."""
+    make = lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1))  # noqa: E731 - one line says it
+    with pipeline(cut(dense(2), [1, 1]), lowered("1f1b", 2), mse, make) as subject:
+        if had_state:
+            subject.step(*data(8))
+
+        def tensors() -> list[torch.Tensor]:
+            found = [x for o in subject.optimizers for s in o.state.values() for x in s.values()]
+            return [*found, *(o.param_groups[0]["lr"] for o in subject.optimizers)]
+
+        before = [(x, x.clone()) for x in tensors()]
+        with subject.preserved():
+            subject.step(*data(8, seed=1))
+            for optimizer in subject.optimizers:
+                optimizer.param_groups[0]["lr"].fill_(0.2)
+                optimizer.param_groups[0]["weight_decay"] = 0.5
+        after = tensors()
+        assert len(before) == len(after) == (14 if had_state else 2)
+        for (old, value), new in zip(before, after, strict=True):
+            assert not had_state or old is new
+            assert torch.equal(new, value)
+        assert subject.optimizers[0].param_groups[0]["weight_decay"] == 0.01
+
+
 def test_a_pipeline_says_what_it_is() -> None:
     with pipeline(cut(dense(2), [1, 1]), lowered("gpipe", 2)) as subject:
         assert repr(subject) == (

@@ -14,7 +14,13 @@ import torch
 import pipeexec as px
 import pipesim as ps
 from pipeexec import green
-from pipeexec.green import GreenContextsMissingError, LibCuda, part_size, split
+from pipeexec.green import (
+    GreenContextsMissingError,
+    LibCuda,
+    part_size,
+    split,
+    split_by_any,
+)
 from pipesim.errors import ArgumentError, SharedSlicesWarning
 
 N_SMS = 132
@@ -214,6 +220,32 @@ def test_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GreenContextsMissingError, match=r"no CUDA driver \(libcuda.so.1"):
         green.find_driver()
     green.find_driver.cache_clear()
+
+
+def test_bindings_that_do_not_suit_the_driver_are_passed_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The driver itself is asked; where it refuses too, the bindings' refusal is what is said."""
+    monkeypatch.setattr(green, "load_driver", FakeDriver)
+    parts, _ = split_by_any(FakeDriver(failing="cuGreenCtxCreate"), 0, 4, major=9)
+    assert [part.n_sms for part in parts] == [32] * 4
+    monkeypatch.setattr(green, "load_driver", lambda: FakeDriver(failing="cuInit"))
+    with pytest.raises(GreenContextsMissingError, match="cuGreenCtxCreate answered"):
+        split_by_any(FakeDriver(failing="cuGreenCtxCreate"), 0, 4, major=9)
+
+
+def test_parts_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the bindings took resources for larger than the driver's, and read between them."""
+    driver = FakeDriver()
+    made = driver.cuDevSmResourceSplitByCount
+
+    def torn(*arguments: Any) -> Any:
+        error, groups, *rest = made(*arguments)
+        return (error, [groups[0], *(_resource(0, 0) for _ in groups[1:])], *rest)
+
+    monkeypatch.setattr(driver, "cuDevSmResourceSplitByCount", torn)
+    with pytest.raises(GreenContextsMissingError, match=r"parts of \[32, 0, 0, 0\] SMs, not of 32"):
+        split(driver, 0, 4, major=9)
 
 
 # `slices`

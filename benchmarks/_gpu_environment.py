@@ -1,0 +1,265 @@
+"""Step ``environment`` of ``benchmarks/gpu.py``: what this GPU and this torch really do.
+
+Everything else stands on what is probed here, each thing by itself, so that a failure has a name.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from _gpu import Bench, Report, noted_warnings
+
+import pipeexec as px
+from pipeexec.cuda import CapturedEvent, CudaEvent
+from pipeexec.green import find_driver
+from pipeexec.imposed import Waits, make_waits
+from pipeexec.slices import Slice
+from pipeexec.streams import Event, Stream
+
+_WHERE = r"""
+extern "C" __global__ void where(int* found, int cycles) {
+    unsigned int sm;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+    found[blockIdx.x] = sm;
+    const long long until = clock64() + cycles;
+    while (clock64() < until) {}
+}"""
+_BLOCKS = 4096
+#: About 2 ms.
+_CYCLES = 4_000_000
+
+
+def environment(bench: Bench, report: Report) -> None:
+    """Say what there is, and probe it."""
+    report.say(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
+    names = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "PYTORCH_CUDA_ALLOC_CONF")
+    report.say(", ".join(f"{name}={os.environ.get(name, '')}" for name in names))
+    if bench.dry:
+        report.say(f"no GPU: {', '.join(PROBES)} are left out")
+        return
+    properties = torch.cuda.get_device_properties(bench.gpu)
+    report.say(f"{properties.name}, {properties.multi_processor_count} SMs, compute capability "
+               f"{properties.major}.{properties.minor}")  # fmt: skip
+    report.say(_driver())
+    report.say(f"green contexts through {getattr(find_driver(), '__name__', 'libcuda')}")
+    for name, probe in PROBES.items():
+        try:
+            with noted_warnings(report.say):
+                said = probe(bench)
+        except Exception as error:
+            report.check(False, f"{name}: {type(error).__name__}: {error}")
+        else:
+            report.check(said.startswith("yes"), f"{name}: {said}")
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit",
+               "--format=csv,noheader"]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"nvidia-smi: {error}"
+    return f"driver, SM clock, memory clock, power limit: {done.stdout.strip()}"
+
+
+def _kernel() -> Callable[..., Any]:
+    kernel: Callable[..., Any] = torch.cuda._compile_kernel(_WHERE, "where")
+    return kernel
+
+
+def _noted(found: list[torch.Tensor]) -> list[set[int]]:
+    torch.cuda.synchronize()
+    return [set(each.tolist()) - {-1} for each in found]
+
+
+def _disjoint(seen: list[set[int]]) -> bool:
+    return sum(map(len, seen)) == len(set.union(*seen))
+
+
+def _empty(n: int, bench: Bench) -> list[torch.Tensor]:
+    return [torch.full((_BLOCKS,), -1, dtype=torch.int32, device=bench.gpu) for _ in range(n)]
+
+
+def _splits(bench: Bench) -> str:
+    sizes = []
+    for n in bench.slice_counts:
+        devices = px.slices("cuda:0", n)
+        if devices[0]._part is None:
+            return f"no: {n} slices are plain streams that share SMs"
+        rest = devices[0]._copies
+        copies = "own" if rest is devices[0]._part else f"{rest.n_sms if rest else 0} SMs of all"
+        sizes.append(f"{n} x {devices[0].n_sms} SMs, copies on {copies}")
+    return f"yes: {'; '.join(sizes)}"
+
+
+def _smid(bench: Bench) -> str:
+    kernel, said = _kernel(), []
+    for n in bench.slice_counts:
+        devices, found = px.slices("cuda:0", n), _empty(n, bench)
+        torch.cuda.synchronize()
+        for device, each in zip(devices, found, strict=True):
+            device.stream("compute").submit(partial(kernel, (_BLOCKS, 1, 1), args=[each, 20_000]))
+        seen = _noted(found)
+        if not _disjoint(seen):
+            return f"no: {n} slices saw SMs {sorted(map(sorted, seen))}"
+        said.append("+".join(str(len(each)) for each in seen))
+    return f"yes: {', '.join(said)} SMs seen"
+
+
+def _events(bench: Bench) -> str:
+    first, second = (d.stream("compute") for d in px.slices("cuda:0", 2))
+    began = first.record()
+    first.submit(lambda: torch.cuda._sleep(_CYCLES))
+    ended = first.record()
+    second.wait_event(ended)
+    after = second.record()
+    torch.cuda.synchronize()
+    slept, late = ended.seconds_since(began), after.seconds_since(ended)
+    good = slept > 0 and -1e-6 < late < 1e-3
+    return f"{'yes' if good else 'no'}: slept {slept * 1e3:.3f} ms, woke {late * 1e6:.1f} us later"
+
+
+def _forked(streams: list[Stream], body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """Capture ``body`` on streams that fork from one and join it."""
+    graph, first = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=first):
+        for stream in streams:
+            stream.stream.wait_stream(first)  # type: ignore[attr-defined]
+        body()
+        for stream in streams:
+            first.wait_stream(stream.stream)  # type: ignore[attr-defined]
+    return graph
+
+
+def _captured_slices(bench: Bench) -> str:
+    kernel, n = _kernel(), bench.slice_counts[-1]
+    devices, found = px.slices("cuda:0", n), _empty(n, bench)
+    streams = [device.stream("compute") for device in devices]
+
+    def body() -> None:
+        for stream, each in zip(streams, found, strict=True):
+            stream.submit(partial(kernel, (_BLOCKS, 1, 1), args=[each, 20_000]))
+
+    kernel(args=[torch.empty(1, dtype=torch.int32, device=bench.gpu), 1])  # loads it
+    graph = _forked(streams, body)
+    if _noted(found) != [set()] * n:
+        return "no: a capture ran its kernels"
+    graph.replay()
+    seen = _noted(found)
+    counts = "+".join(str(len(each)) for each in seen)
+    return f"{'yes' if _disjoint(seen) else 'no'}: {counts} SMs seen in a replay"
+
+
+def _captured_events(bench: Bench) -> str:
+    streams = [d.stream("compute") for d in px.slices("cuda:0", 2)]
+    noted: list[CudaEvent] = []
+    for stream in streams:
+        stream.make_event = CapturedEvent  # type: ignore[attr-defined]
+
+    def body() -> None:
+        noted.append(streams[0].record())  # type: ignore[arg-type]
+        streams[0].submit(lambda: torch.cuda._sleep(_CYCLES))
+        noted.append(streams[0].record())  # type: ignore[arg-type]
+        streams[1].wait_event(noted[-1])
+        noted.append(streams[1].record())  # type: ignore[arg-type]
+
+    torch.cuda._sleep(1)  # loads it
+    graph = _forked(streams, body)
+    said = []
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        said.append([event.seconds_since(noted[0]) for event in noted[1:]])
+    good = all(0 < slept <= late + 1e-6 for slept, late in said)
+    return f"{'yes' if good else 'no'}: {said} s"
+
+
+def _wait(waits: Waits, seconds: float) -> None:
+    waits.until(waits.note(), seconds)
+
+
+def _waits(bench: Bench) -> str:
+    waits, device = make_waits(bench.gpu), px.slices("cuda:0", 2)[0]
+    stream, wanted, took = device.stream("send:1"), (50e-6, 500e-6), []
+    for seconds in wanted:
+        for _ in range(3):  # the first one loads the kernels
+            began = stream.record()
+            stream.submit(partial(_wait, waits, seconds))
+            ended = stream.record()
+            torch.cuda.synchronize()
+        took.append(ended.seconds_since(began))
+    good = all(-1e-6 < a - b < 50e-6 for a, b in zip(took, wanted, strict=True))
+    text = ", ".join(f"{s * 1e6:.1f} us" for s in took)
+    return f"{'yes' if good else 'no'}: 50 and 500 us took {text} ({waits.says})"
+
+
+def _side_by_side(bench: Bench) -> str:
+    """Streams that share a queue of the hardware would take turns."""
+    names = ("compute", "send:1", "recv:1", "send:2", "recv:2")
+    said, good = [], True
+    for n in bench.slice_counts:
+        streams = [d.stream(name) for d in px.slices("cuda:0", n) for name in names]
+        for _ in range(2):
+            torch.cuda.synchronize()
+            gate, sleeps = torch.cuda.Event(), []
+            torch.cuda._sleep(_CYCLES)  # all are queued before any may begin
+            gate.record()
+            for stream in streams:
+                stream.stream.wait_event(gate)  # type: ignore[attr-defined]
+                began = stream.record()
+                stream.submit(lambda: torch.cuda._sleep(_CYCLES))
+                sleeps.append((began, stream.record()))
+            torch.cuda.synchronize()
+        first = sleeps[0][0]
+        last = max(ended.seconds_since(first) for _, ended in sleeps)
+        one = min(ended.seconds_since(began) for began, ended in sleeps)
+        good = good and last < 1.5 * one
+        said.append(f"{len(streams)} streams {last / one:.2f}")
+    return f"{'yes' if good else 'no'}: time over that of one: {', '.join(said)}"
+
+
+def _products(bench: Bench) -> str:
+    """What a slice computes, and whether the others slow it down."""
+    x, w = (torch.randn(rows, 1024, device=bench.gpu) for rows in (2048, 1024))
+    said = []
+    for n in bench.slice_counts:
+        devices = px.slices("cuda:0", n)
+        alone = _product_seconds(devices[:1], x, w)
+        together = _product_seconds(devices, x, w)
+        said.append(f"{n} slices {2 * x.numel() * 1024 / alone / 1e12:.1f} TFLOP/s each, "
+                    f"x{together / alone:.3f} with all busy")  # fmt: skip
+    return f"yes: {'; '.join(said)}"
+
+
+def _product_seconds(devices: list[Slice], x: torch.Tensor, w: torch.Tensor) -> float:
+    """Return the seconds of a product on the first of devices that all multiply."""
+    spans: list[tuple[Event, Event]] = []
+    for _ in range(2):
+        torch.cuda.synchronize()
+        spans.clear()
+        for device in devices:
+            stream = device.stream("compute")
+            began = stream.record()
+            for _ in range(50):
+                stream.submit(lambda: torch.mm(x, w))
+            spans.append((began, stream.record()))
+        torch.cuda.synchronize()
+    began, ended = spans[0]
+    return ended.seconds_since(began) / 50
+
+
+PROBES: dict[str, Callable[[Bench], str]] = {
+    "slices are green contexts": _splits,
+    "slices have SMs of their own": _smid,
+    "events order slices and tell the time": _events,
+    "a captured step stays on its slices": _captured_slices,
+    "events of a CUDA graph tell the time": _captured_events,
+    "imposed links take their time": _waits,
+    "streams run side by side": _side_by_side,
+    "float32 products on slices": _products,
+}
