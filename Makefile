@@ -6,7 +6,7 @@ STAMP := .venv/.stamp
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/gpu.py,$(sort $(wildcard benchmarks/*.py)))  # make gpu runs that one
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fuzz bench gpu clean
+.PHONY: help demo test lint fuzz chaos bench gpu clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -26,6 +26,9 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 
 fuzz: $(STAMP)  ## compare the engines on 6,000 random graphs, with noise and without
 	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_compiled_engine.py --hypothesis-show-statistics
+
+chaos: $(STAMP)  ## 50 runs of random faults in several processes; writes results/benchmarks/chaos.txt
+	$(BIN)/python tests/chaos.py --out results/benchmarks/chaos.txt
 
 bench: $(STAMP)  ## run every script in benchmarks/
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done

@@ -30,11 +30,12 @@ _ABSENT = torch.zeros(1, dtype=torch.uint8)
 
 
 class Lost(ExecutionError):
-    """The connection to another process broke; ``rank`` is its number."""
+    """The connection to another process broke; ``rank`` is its number, -1 if any may be."""
 
     def __init__(self, rank: int, cause: Exception) -> None:
         first = (str(cause) or type(cause).__name__).splitlines()[0]
-        super().__init__(f"the connection to rank {rank} broke: {first}")
+        who = "another process" if rank < 0 else f"rank {rank}"
+        super().__init__(f"the connection to {who} broke: {first}")
         self.rank = rank
 
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,12 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pipeexec.agreement import agree_on_graph, agree_on_shapes, agree_on_weights
+from pipeexec.agreement import (
+    agree_on_graph,
+    agree_on_samples,
+    agree_on_shapes,
+    agree_on_weights,
+)
 from pipeexec.allocated import Allocated, sampled
 from pipeexec.capture import Captured
 from pipeexec.channels import Expected
 from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
-from pipeexec.failures import raise_failure
+from pipeexec.failures import last_of, raise_failure
 from pipeexec.messages import set_step
 from pipeexec.meter import Meter
 from pipeexec.optimizer_state import put_back
@@ -285,7 +290,8 @@ class Pipeline:
             )
         other = copy.copy(self)
         stages = self.stages
-        other._set_graph(graph, paths_of_microbatches(graph))
+        with nullcontext() if self.processes is None else self.processes.guard():
+            other._set_graph(graph, paths_of_microbatches(graph))
         for mine, its in zip(stages, other.stages, strict=False):
             its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
         return other
@@ -378,6 +384,7 @@ class Pipeline:
                 )
         held = tuple(held.peak for held in self.held)
         part = replace(run.part(), peak_held=held)
+        self._note(part.timeline)
         return StepResult(
             losses=losses,
             timeline=part.timeline,
@@ -408,6 +415,8 @@ class Pipeline:
             run.expected = self._expected(run, self.processes)
             set_step((message.head for message in run.expected.values()), run.number)
             self.processes.watch.status = run.status
+            self.processes.watch.last_of = partial(last_of, self.graph, run.number, self.processes)
+            self.processes.measured = partial(run.timeline, is_over=False)
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages)
         follow(self.modules, self.graph.n_stages)
@@ -451,6 +460,7 @@ class Pipeline:
     def _expected(self, run: Run, processes: Processes) -> dict[int, Expected]:
         """Return what messages should be; their shapes are agreed on before the first step."""
         if self._messages is None:
+            agree_on_samples((run.n_samples, run.n_targets), processes)
             agreed = agree_on_shapes(
                 self.modules[: self.graph.n_stages],
                 [self.devices[d] for d in self.graph.homes[0]],
@@ -487,6 +497,7 @@ class Pipeline:
         part = whole(
             graph, (Part.unpack(graph, x) for x in self.processes.gather(result.part.pack()))
         )
+        self._note(part.timeline)
         dtype = getattr(torch, part.loss_dtype)
         losses = tuple(
             torch.tensor(part.losses[m], dtype=dtype) for m in range(graph.n_microbatches)
@@ -504,6 +515,11 @@ class Pipeline:
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of each process's values, element by element; all must call this."""
         return list(values) if self.processes is None else self.processes.total(values)
+
+    def _note(self, timeline: Timeline) -> None:
+        """Keep what was measured, for an error between steps."""
+        if self.processes is not None:
+            self.processes.measured = lambda: timeline
 
     def _check_randomness(self, before: Tensor) -> None:
         """Warn if a stage drew from the process's generator, for which stages race."""

@@ -7,11 +7,12 @@ from typing import NoReturn
 from pipeexec.channels import Lost
 from pipeexec.parts import Part, whole
 from pipeexec.processes import Processes
-from pipeexec.run import Run
+from pipeexec.run import Run, place
 from pipeexec.watch import Failure
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
+from pipesim.graph import TaskGraph
 
-__all__ = ["raise_failure"]
+__all__ = ["last_of", "raise_failure"]
 
 
 def raise_failure(
@@ -27,13 +28,12 @@ def raise_failure(
     processes.watch.say_last(run.part().pack())
     parts = [Part.unpack(run.graph, text) for text in processes.watch.collect().values() if text]
     text = processes.watch.explain()
-    if failure.kind == "silent":
-        text = f"{_last_of(run, processes, failure.rank)}; {text}"
     cause = run.failure[1] if run.failure is not None and failure.rank == processes.rank else None
     kinds = {"raised": PeerError if cause is None else StageError, "stalled": StallError}
     error = kinds.get(failure.kind, PeerError)(text)
     error.timeline = whole(run.graph, parts or [run.part()]).timeline
     if interrupt is not None and not isinstance(interrupt, Exception):
+        interrupt.timeline = error.timeline  # type: ignore[attr-defined]
         raise interrupt
     raise error from cause
 
@@ -69,18 +69,20 @@ def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None
     index, cause = run.failure
     if interrupt is not None or index < 0:
         name = type(interrupt or cause).__name__
-        return Failure("ended", rank, f"rank {rank} was interrupted in step {step} ({name})", step)
+        heads = "; ".join(map(str, run.status().heads)) or "between tasks"
+        text = f"rank {rank} was interrupted in step {step} ({name}): {heads}"
+        return Failure("ended", rank, text, step)
     if isinstance(cause, Lost):
-        last = _last_of(run, processes, cause.rank)
-        return Failure("lost", cause.rank, f"rank {cause.rank} was lost; {last}", step)
+        return Failure("lost", *processes.blame(cause), step)
     text = f"rank {rank}, step {step}: {_failed(run, index, cause)}"
     return Failure("raised", rank, text, step)
 
 
-def _last_of(run: Run, processes: Processes, rank: int) -> str:
-    """Return what is known of a process that does not answer."""
+def last_of(graph: TaskGraph, number: int, processes: Processes, rank: int) -> str:
+    """Return what is known of a process that does not answer, in a step of this number."""
     noted, seen = processes.recorder.read(rank), processes.watch.statuses.get(rank)
-    if noted is None or noted[0] != run.number:
-        return f"last seen {seen or f'rank {rank} at its start'}"
-    tasks = [f"in {run.graph.task(task)} ({run.where(task)})" for task in noted[1]]
-    return f"rank {rank} was {' and '.join(tasks) or 'between tasks'} of step {run.number}"
+    is_between = seen is not None and not seen.in_step and seen.step > number
+    if noted is None or noted[0] != number or (is_between and not noted[1]):
+        return processes.watch.last_seen(rank)
+    tasks = [f"in {graph.task(task)} ({place(graph, task)})" for task in noted[1]]
+    return f"rank {rank} was {' and '.join(tasks) or 'between tasks'} of step {number}"

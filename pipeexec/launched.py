@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeexec.channels import Lost
 from pipeexec.processes import Processes, join
 from pipesim.errors import ExecutionError, PipeError
 from pipesim.timeline import Timeline
@@ -24,6 +25,9 @@ __all__ = ["run_together"]
 _PATIENCE = 5.0
 #: The same, before a process is ended whose interpreter does not answer any more.
 _STUCK = 5.0
+
+#: The same, in which a process that was told to end may learn of a failure that is the reason.
+_TOLD = 0.5
 
 Command = Callable[[Processes], int]
 Leave = Callable[[Timeline, str], Path | None]
@@ -51,6 +55,7 @@ def run_together(command: Command, say: Callable[[str], None], leave: Leave, tim
         status = command(processes)
         processes.close()
     except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the user asked more than once
         guard.fail(error)
     guard.close()
     return status
@@ -84,32 +89,37 @@ class _Guard:
             if time.monotonic() > armed + 2.0:  # should even this thread not get its turn
                 faulthandler.dump_traceback_later(stuck, exit=True)
                 armed = time.monotonic()
-            if self._told is not None and time.monotonic() > self._told + 2.0:
+            if self._told is not None and time.monotonic() > self._told + _TOLD:
                 watch.told_to_end()
+            watch.look_after_store()
             if watch.failure is not None and not self._closed.wait(_PATIENCE):
                 self.fail(ExecutionError(watch.failure.message))
 
     def fail(self, error: BaseException) -> None:
         """Let one process say what went wrong, and exit."""
-        if not self._once.acquire(blocking=False):
-            self._closed.wait()  # the other thread exits
         watch = self.processes.watch
         self.processes.fail(error)
-        if watch.speaks():
+        if not self._once.acquire(blocking=False):
+            time.sleep(_STUCK + _PATIENCE)  # meanwhile the other thread exits
+        elif watch.speaks():
             self.say(self._text(error))
             watch.has_spoken()
         else:
             watch.wait_until_spoken(_PATIENCE)
+        if watch.failure is not None and watch.failure.kind in ("silent", "lost"):
+            self.processes.recorder.kill(watch.failure.rank)
+        watch.wait_until_heard()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 2)
 
     def _text(self, error: BaseException) -> str:
         """Return the first line of an error, and where what ran before it is."""
-        if not isinstance(error, PipeError):
-            return self.processes.watch.explain()
-        text = str(error).partition("\n")[0]
+        is_ours = isinstance(error, PipeError) and not isinstance(error, Lost)
+        text = (str(error) if is_ours else self.processes.watch.explain()).partition("\n")[0]
         timeline = getattr(error, "timeline", None)
+        if timeline is None and self.processes.measured is not None:
+            timeline = self.processes.measured()
         if not isinstance(timeline, Timeline):
             return text
         try:

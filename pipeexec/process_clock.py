@@ -80,6 +80,7 @@ class ProcessClock:
             else:
                 self._samples.append(min((self._ask() for _ in range(n_trips)), key=lambda x: x[2]))
                 del self._samples[:-_MOST_SAMPLES]
+            peer = -1
             dist.barrier(group=self.group)
         except RuntimeError as error:
             raise Lost(peer, error) from error

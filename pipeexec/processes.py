@@ -10,8 +10,9 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipeexec.channels import Channel, Route
+from pipeexec.channels import Channel, Lost, Route
 from pipeexec.devices import Device, RemoteDevice
 from pipeexec.nccl import NcclChannel
 from pipeexec.process_clock import ProcessClock
@@ -30,12 +31,15 @@ from pipeexec.recorder import Recorder
 from pipeexec.watch import Failure, Watch
 from pipesim.errors import ArgumentError, ExecutionError, PeerError, number
 from pipesim.ops import Op
+from pipesim.timeline import Timeline
 
 __all__ = ["Processes", "join", "started_by_launcher"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Seconds that processes have to come to their first step, at least.
 _START = 120.0
+#: Seconds in which a process whose connection broke ends; what a call may take beyond a timeout.
+_GONE = 1.0
 _N_JOINED = itertools.count()
 
 
@@ -79,6 +83,8 @@ class Processes:
         self.store, self.rank, self.n_ranks = store, rank, n_ranks
         self.timeout, self.local_rank, self.n_local = timeout, local_rank, n_local
         self._n_gathers = 0
+        #: Returns what this process measured in its latest step.
+        self.measured: Callable[[], Timeline] | None = None
         self.has_stepped = False  # whether a pipeline of these processes has run a step
         self._groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
         self._channels: dict[Route, Channel] = {}
@@ -88,6 +94,7 @@ class Processes:
         with self.guard():
             # Who is late is named here; a process group would only wait.
             self.recorder = Recorder(rank, self.share)
+            self.watch.gone = self.recorder.gone
             self.clock = ProcessClock(rank, n_ranks, self.group(range(n_ranks)))
             self.clock.sample()
 
@@ -158,14 +165,27 @@ class Processes:
 
     def fail(self, error: BaseException) -> None:
         """Let an error stop every process, unless it is already one that did."""
-        if not isinstance(error, PeerError):
+        if isinstance(error, Lost):
+            self.watch.post(Failure("lost", *self.blame(error), 0))
+        elif not isinstance(error, PeerError):
             message = f"rank {self.rank} stopped: {type(error).__name__}: {error}"
             self.watch.post(Failure("raised", self.rank, message, 0))
+
+    def blame(self, error: Lost) -> tuple[int, str]:
+        """Return the process that was lost where a connection broke, and what is known of it."""
+        end = time.monotonic() + _GONE
+        while not (gone := self.recorder.gone()) and time.monotonic() < end:
+            time.sleep(0.01)  # a connection breaks a little before its process has ended
+        rank = error.rank if error.rank in gone or not gone else gone[0]
+        if rank < 0:
+            return rank, str(error)
+        return rank, f"rank {rank} was lost; {self.watch.last_of(rank)}"
 
     def close(self) -> None:
         """Leave, together with all others; the pipelines of these processes are done."""
         try:
             if self.watch.failure is None:
+                self.watch.leaving = True
                 self.barrier()  # rank 0 may hold the store, which others may still need
         finally:
             self.watch.close()
@@ -198,10 +218,8 @@ class Processes:
             if number >= 2:  # who is here has read the gather before the last
                 self.store.delete_key(f"gather/{number - 2}/{self.rank}")
         except dist.DistError as error:
-            raise PeerError(
-                f"the store cannot be reached from rank {self.rank}: the process that holds it "
-                "was lost; see what it printed"
-            ) from error
+            self.watch.lose_store(error)
+            raise PeerError(self.watch.explain()) from error
         return found
 
     def _wait_for(self, names: Sequence[str], timeout: float) -> None:
@@ -211,11 +229,11 @@ class Processes:
         while not self.store.check(list(names)):
             if time.monotonic() > end:
                 late = [n.rpartition("/")[2] for n in names if not self.store.check([n])]
-                raise PeerError(
-                    f"rank {self.rank} waited {timeout:g} s in vain for rank "
-                    f"{', '.join(late)}; every process must make the same calls: see what the "
-                    "others print"
+                text = (
+                    f"rank {self.rank} waited {timeout:g} s in vain for rank {', '.join(late)}; "
+                    "every process must make the same calls"
                 )
+                self.watch.post(Failure("late", self.rank, text, 0))
             self.watch.check()
             time.sleep(pause)
             pause = min(2 * pause, 5e-3)
@@ -315,7 +333,7 @@ def _count(name: str) -> int | None:
 
 def _find(timeout: float) -> tuple[Store, int, int]:
     """Return the store, and make the default process group if there is none."""
-    store, rank, n_ranks = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    store, rank, n_ranks = _rendezvous(timeout)
     if not dist.is_initialized():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -326,6 +344,27 @@ def _find(timeout: float) -> tuple[Store, int, int]:
             timeout=timedelta(seconds=2 * timeout + 30),
         )
     return store, rank, n_ranks
+
+
+def _rendezvous(timeout: float) -> tuple[Store, int, int]:
+    """Return the store, rank, and number of ranks; a stranger at the port may never answer."""
+    found: list[tuple[Store, int, int]] = []
+    errors: list[Exception] = []
+
+    def meet() -> None:
+        try:
+            found.append(next(rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        except Exception as error:  # is raised below, in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=meet, name="pipeexec join", daemon=True)
+    thread.start()
+    thread.join(1.5 * timeout + _GONE)  # it has a timeout of its own, where anyone answers
+    if errors:
+        raise errors[0]
+    if not found:
+        raise RuntimeError(f"whoever listens there has not answered for {timeout:g} s")
+    return found[0]
 
 
 def _not_found(error: Exception) -> str:

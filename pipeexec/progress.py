@@ -53,7 +53,8 @@ class StepHeads:
     def _head(self, device: int, task: int) -> Head:
         view, began = self.graph.task(task), self.began[task]
         running = began is not None and began.passed()
-        place = f"stage {view.stage}, micro-batch {view.microbatch}"
+        place = f"stage {view.stage}"
+        place += "" if view.microbatch is None else f", micro-batch {view.microbatch}"
         return Head(device, str(view), place, running, "" if running else self._waits_for(task))
 
     def _waits_for(self, task: int) -> str:

@@ -2,21 +2,28 @@
 
 Each process notes the task that each of its devices is in, in a few bytes of memory that all
 processes of its machine have mapped. The file behind them has no name any more once all have: it
-goes when the last of them does, however they end.
+goes when the last of them does, however they end. Beside it each holds a handle of each other
+process, which tells whether that has ended.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import select
+import signal
 import socket
 import tempfile
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+from pipesim.errors import ExecutionError
 
 __all__ = ["Recorder"]
 
-_WORDS = 64
+_WORDS = 512
 _BYTES = 8 * _WORDS
 
 
@@ -30,31 +37,38 @@ class Recorder:
     share
         Exchanges JSON between all processes.
 
+    Raises
+    ------
+    ExecutionError
+        If there is no room for the notes in the folder of temporary files.
+
     Attributes
     ----------
     own
-        Words of this process: the step, then for each of its devices one more than the number of
-        the task that it is in; 0 between tasks.
+        Words of this process: the step, then for each of its devices' streams one more than the
+        number of the task that it is in; 0 between tasks.
     """
 
     def __init__(self, rank: int, share: Callable[[Any], list[Any]]) -> None:
-        handle, path = tempfile.mkstemp(prefix="pipeexec-")
+        self._maps: dict[int, memoryview] = {}
+        self._handles: dict[int, int] = {}  # of the other processes of this machine
+        handle, path = _room()
         try:
-            os.truncate(handle, _BYTES)
-            self._maps: dict[int, memoryview] = {}
             host = socket.gethostname()
-            for other, (its_host, its_path) in enumerate(share([host, path])):
+            everyone = share([host, path, os.getpid(), handle])
+            for other, (its_host, *its_file) in enumerate(everyone):
                 if other == rank:
                     self._maps[other] = _mapped(handle)
                 elif its_host == host:
-                    self._map(other, its_path)
+                    self._map(other, *its_file)
             share(None)  # all have mapped it
+            weakref.finalize(self, _close, list(self._handles.values()))
         finally:
             os.close(handle)
             os.unlink(path)
         self.own = self._maps[rank]
 
-    def _map(self, rank: int, path: str) -> None:
+    def _map(self, rank: int, path: str, process: int, its_handle: int) -> None:
         """Map another process's words, unless it only seems to be on this machine."""
         try:
             handle = os.open(path, os.O_RDWR)
@@ -62,6 +76,26 @@ class Recorder:
             return
         self._maps[rank] = _mapped(handle)
         os.close(handle)
+        with suppress(OSError, AttributeError):  # other namespaces of processes; not Linux
+            found = os.pidfd_open(process)
+            if os.readlink(f"/proc/{process}/fd/{its_handle}") == path:
+                self._handles[rank] = found
+            else:
+                os.close(found)
+
+    def gone(self) -> list[int]:
+        """Return the processes of this machine that have ended."""
+        poll = select.poll()
+        ranks = {handle: rank for rank, handle in self._handles.items()}
+        for handle in ranks:
+            poll.register(handle, select.POLLIN)
+        return sorted(ranks[handle] for handle, _ in poll.poll(0))
+
+    def kill(self, rank: int) -> None:
+        """End a process of this machine that does not answer, and may be stopped."""
+        if rank in self._handles:
+            with suppress(OSError):  # it has ended
+                signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
 
     def read(self, rank: int) -> tuple[int, list[int]] | None:
         """Return a process's step, and the tasks that its devices are in.
@@ -72,6 +106,29 @@ class Recorder:
         if words is None:
             return None
         return words[0], [word - 1 for word in words[1:] if word > 0]
+
+
+def _room() -> tuple[int, str]:
+    """Return a new file of the words: its handle and its path."""
+    try:
+        handle, path = tempfile.mkstemp(prefix="pipeexec-")
+    except OSError as error:
+        raise ExecutionError(f"no temporary file can be made: {error}; set TMPDIR") from error
+    try:
+        os.write(handle, bytes(_BYTES))  # a mapped file without room ends its process
+    except OSError as error:
+        os.close(handle)
+        os.unlink(path)
+        raise ExecutionError(
+            f"{_BYTES} bytes cannot be written to {os.path.dirname(path)}: {error.strerror}; make "
+            "room there, or set TMPDIR to another folder"
+        ) from error
+    return handle, path
+
+
+def _close(handles: list[int]) -> None:
+    for handle in handles:
+        os.close(handle)
 
 
 def _mapped(handle: int) -> memoryview:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -11,10 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, barrier
+from torch.distributed import (
+    DistError,
+    ProcessGroup,
+    barrier,
+    get_process_group_ranks,
+    get_rank,
+)
 
 from pipeexec import clocks, transfer
-from pipeexec.channels import Asked, Channel, Expected, Route, Sent
+from pipeexec.channels import Asked, Channel, Expected, Lost, Route, Sent
 from pipeexec.devices import Device, RemoteDevice
 from pipeexec.messages import Content, header
 from pipeexec.parts import Part
@@ -37,6 +44,7 @@ __all__ = [
     "Planned",
     "Run",
     "expected_messages",
+    "place",
     "plan",
     "split_batch",
     "split_batches",
@@ -45,6 +53,8 @@ __all__ = [
 Batch = Tensor | tuple[Tensor, ...]
 #: Seconds between two looks at whether a step gets on.
 _SLICE = 0.1
+#: Seconds that the tasks of a step of one process have to end once it was interrupted.
+_PATIENCE = 5.0
 #: Whose result a task of the key takes, and how many stages on that is; a RECV takes its SEND's.
 _SOURCES: Mapping[Op, Mapping[Op, int]] = {
     Op.F: {Op.F: -1, Op.RECV_F: 0},
@@ -112,6 +122,8 @@ class Run:
         self.targets: list[Any] = (
             moved if isinstance(targets, tuple) else [part[0] if part else None for part in moved]
         )
+        self.n_samples = None if inputs is None else sum(sizes)
+        self.n_targets = None if targets is None else sum(sizes)
         batches = [sizes[k : k + m // graph.n_batches] for k in range(0, m, m // graph.n_batches)]
         self.weights = [
             size / sum(batch) if is_mean else 1.0 for batch in batches for size in batch
@@ -138,6 +150,7 @@ class Run:
         self.slate = memoryview(b"") if processes is None else processes.recorder.own
         self._heads_of = StepHeads(graph, self.began, self.ended)
         self._progress = Progress(timeout)
+        self._until = float("inf")  # when it is given up, once it was interrupted
 
     def walk(self, tasks: Sequence[Planned]) -> None:
         """Issue every task, then wait for the devices."""
@@ -147,6 +160,7 @@ class Run:
         except BaseException as error:
             self.failure = self.failure or (-1, error)
             if self.processes is None:
+                self._until = perf_counter() + _PATIENCE  # a stage may hang
                 self._wait(tasks)
             raise
         if not self.abandoned:
@@ -189,7 +203,7 @@ class Run:
         if self.processes is not None:
             failed = self.failure is not None or self.processes.watch.failure is not None
             self.abandoned = failed
-        elif self._progress.stalled(self.status()):
+        elif self._progress.stalled(self.status()) or perf_counter() > self._until:
             self.abandoned = True
 
     @property
@@ -243,7 +257,7 @@ class Run:
             return 0
         return task_seed(self.seed, self.number, task.stage.index, task.microbatch)
 
-    def timeline(self) -> Timeline:
+    def timeline(self, *, is_over: bool = True) -> Timeline:
         """Return when each task ran; NaN for those that did not, or ran in other processes."""
         graph = self.graph
         start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
@@ -251,7 +265,7 @@ class Run:
             began, ended = self.began[task], self.ended[task]
             if self.clock is None or began is None or ended is None:
                 continue
-            if self.abandoned and not ended.passed():
+            if (self.abandoned or not is_over) and not ended.passed():
                 continue
             device = self.numbers[int(graph.device[task])]
             start[task] = self.clock.seconds(device, began)
@@ -268,8 +282,14 @@ class Run:
 
     def where(self, index: int) -> str:
         """Return a task's device, stage and micro-batch, as text."""
-        task = self.graph.task(index)
-        return f"device {task.device}, stage {task.stage}, micro-batch {task.microbatch}"
+        return place(self.graph, index)
+
+
+def place(graph: TaskGraph, index: int) -> str:
+    """Return a task's device, stage and micro-batch, as text."""
+    task = graph.task(index)
+    of = "" if task.microbatch is None else f", micro-batch {task.microbatch}"
+    return f"device {task.device}, stage {task.stage}{of}"
 
 
 def _forward(run: Run, task: Planned) -> None:
@@ -396,12 +416,32 @@ def _receive(run: Run, task: Planned) -> None:
 
 def _meet_members(run: Run, task: Planned) -> None:
     """Wait until every process of a reduction is ready for it."""
-    barrier(group=task.members)
+    with _among(task.members):
+        barrier(group=task.members)
 
 
 def _reduce(run: Run, task: Planned) -> None:
     if task.copies:
-        reduce_gradients([run.modules[slot] for slot in task.copies], task.members)
+        with _among(task.members):
+            reduce_gradients([run.modules[slot] for slot in task.copies], task.members)
+
+
+@contextmanager
+def _among(group: ProcessGroup | None) -> Iterator[None]:
+    """Let an error of a collective say that one of its other members was lost."""
+    try:
+        yield
+    except DistError as error:
+        raise _lost(group, error) from error
+    except RuntimeError as error:
+        if group is None or "gloo" not in str(error).lower():
+            raise
+        raise _lost(group, error) from error
+
+
+def _lost(group: ProcessGroup | None, error: Exception) -> Lost:
+    others = [] if group is None else [r for r in get_process_group_ranks(group) if r != get_rank()]
+    return Lost(others[0] if len(others) == 1 else -1, error)
 
 
 def _step(run: Run, task: Planned) -> None:
@@ -457,7 +497,8 @@ def plan(
     blocks = _blocking_streams(graph, away)
     groups = _reduction_groups(graph, ranks, processes)
     mine = [] if processes is None else [d for d, r in enumerate(ranks) if r == rank]
-    slates = {device: number + 1 for number, device in enumerate(mine)}
+    noted = [(device, stream) for stream in ("compute", "collective") for device in mine]
+    slates = {place: number + 1 for number, place in enumerate(noted)}
     planned = []
     for index in np.flatnonzero(here).tolist():
         task = graph.task(index)
@@ -498,7 +539,7 @@ def plan(
                 following=following.get(index, -1) if task.op in RECVS else -1,
                 members=groups.get(group),
                 waiter=device.stream(f"{task.stream} gone", blocks=True) if posts else None,
-                slate=slates.get(task.device, -1) if task.stream == "compute" else -1,
+                slate=slates.get((task.device, task.stream), -1),
             )
         )  # fmt: skip
     return planned

@@ -23,7 +23,7 @@ __all__ = ["Failure", "Head", "Status", "Watch"]
 
 #: Seconds between two looks; more where there are many processes, which all read each other.
 _TICK = 0.2
-#: Seconds that a process waits for the others' last words.
+#: Seconds that a process waits for the others' last words, or that they know of a failure.
 _LAST_WORDS = 2.0
 
 
@@ -82,7 +82,8 @@ class Status(NamedTuple):
 class Failure(NamedTuple):
     """What stopped everything: what happened, and the rank where (-1: nowhere).
 
-    ``kind`` is ``"raised"``, ``"lost"``, ``"stalled"``, ``"silent"`` or ``"ended"``.
+    ``kind`` is ``"raised"``, ``"lost"``, ``"stalled"``, ``"silent"``, ``"late"`` or
+    ``"ended"``.
     """
 
     kind: str
@@ -115,11 +116,18 @@ class Watch:
         *,
         holder: int | None = None,
     ) -> None:
-        self.store, self.rank, self.n_ranks, self.timeout = store, rank, n_ranks, timeout
+        self.store: Any = store
+        self.rank, self.n_ranks, self.timeout = rank, n_ranks, timeout
         self.holder = holder
         self.status: Callable[[], Status] = lambda: Status(rank, 0, False, 0, [])
         self.failure: Failure | None = None
         self.statuses: dict[int, Status] = {}
+        #: Which processes have surely ended; what else is known of one that does not answer.
+        self.gone: Callable[[], list[int]] = list
+        self.last_of: Callable[[int], str] = self.last_seen
+        self.leaving = False  # whether the others may end
+        self._looked = time.monotonic()
+        self._speaker = -1
         self._seen: dict[int, tuple[bytes, float]] = {}  # last words of each rank, and when
         self._progress: tuple[Any, float] = None, time.monotonic()
         self._lock = threading.Lock()
@@ -142,18 +150,52 @@ class Watch:
             except RuntimeError as error:  # the store is gone, and its process with it
                 self._learn(self._without_store(error))
             if self.failure is not None:
+                self._learn_speaker()
                 return
+
+    def _learn_speaker(self) -> None:
+        """Note who tells the user, whose process may take the store with it."""
+        with contextlib.suppress(RuntimeError):
+            while not self._closed.wait(0.05):
+                with self._lock:
+                    if self.store.check(["speaker"]):
+                        self._speaker = int(self.store.get("speaker"))
+                        self.store.set(f"heard/{self.rank}", "")
+                        return
+
+    def wait_until_heard(self) -> None:
+        """Block, where this process holds the store, until all others know what failed."""
+        end = time.monotonic() + (_LAST_WORDS if self.holder == self.rank else 0.0)
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < end:
+                others = set(range(self.n_ranks)) - {self.rank, *self.gone()}
+                with self._lock:
+                    if not others or self.store.check([f"heard/{rank}" for rank in others]):
+                        return
+                time.sleep(0.02)
 
     def _without_store(self, error: RuntimeError) -> Failure:
         """Return the failure of whoever held the store."""
         if self.holder is None:
             first = str(error).splitlines()[0]
             return Failure("lost", -1, f"the launcher, which held the store, was lost: {first}", 0)
-        seen = self.statuses.get(self.holder)
-        return Failure(
-            "lost", self.holder, f"rank {self.holder}, which held the store, was lost; last seen "
-            f"{seen or 'at its start'}", 0
-        )  # fmt: skip
+        text = f"rank {self.holder}, which held the store, was lost; {self.last_of(self.holder)}"
+        return Failure("lost", self.holder, text, 0)
+
+    def last_seen(self, rank: int) -> str:
+        """Return what a process last said."""
+        return f"last seen {self.statuses.get(rank) or f'rank {rank} at its start'}"
+
+    def lose_store(self, error: RuntimeError) -> None:
+        """Note that the store is gone, unless something has failed before."""
+        self._learn(self._without_store(error))
+
+    def look_after_store(self) -> None:
+        """Do without the store if it has not answered for too long: its process may be stopped."""
+        if self.failure is None and time.monotonic() - self._looked > self.timeout + 2.0:
+            # A call that waits for it has the lock, and will not give it back.
+            self.store, self._lock = _Silent(), threading.Lock()
+            self.lose_store(RuntimeError(f"it has not answered for {self.timeout:g} s"))
 
     def _beat(self) -> None:
         """Say what this process is at."""
@@ -162,10 +204,17 @@ class Watch:
         self._n_beats += 1
         self.store.set(f"beat/{self.rank}", json.dumps([self._n_beats, status]))
 
+    def lost(self) -> int:
+        """Return a process that has surely ended, too early; -1 where there is none."""
+        return -1 if self.leaving else next(iter(self.gone()), -1)
+
     def _look(self) -> None:
+        lost = self.lost()  # before the failure is read that it may have posted
         with self._lock:
             self._beat()
-            if self.store.check(["failure"]):
+            failed = self.store.check(["failure"])
+            self._looked = time.monotonic()
+            if failed:
                 self._learn(Failure(*json.loads(self.store.get("failure"))))
                 return
             names = [f"beat/{rank}" for rank in range(self.n_ranks)]
@@ -176,17 +225,21 @@ class Watch:
                 if self._seen.get(rank, (b"", now))[0] != text:
                     self._seen[rank] = text, now
                     self.statuses[rank] = Status.from_json(json.dumps(json.loads(text)[1]).encode())
-        self._judge(now)
+        if lost >= 0:
+            self.post(self._lost(lost))
+        else:
+            self._judge(now)
+
+    def _lost(self, rank: int) -> Failure:
+        return Failure("lost", rank, f"rank {rank} was lost; {self.last_of(rank)}", 0)
 
     def _judge(self, now: float) -> None:
         """Post a failure if a process is silent, or nothing has moved anywhere."""
         silent = [r for r, (_, seen) in self._seen.items() if now - seen > self.timeout]
         if silent:
             rank = silent[0]
-            self.post(
-                Failure("silent", rank, f"rank {rank} has given no sign of life for "
-                        f"{self.timeout:g} s", 0)
-            )  # fmt: skip
+            text = f"rank {rank} has given no sign of life for {self.timeout:g} s"
+            self.post(Failure("silent", rank, f"{text}; {self.last_of(rank)}", 0))
             return
         everyone = [self.statuses[rank] for rank in range(self.n_ranks)]
         progress = [(s.step, s.in_step, s.n_ended) for s in everyone]
@@ -222,7 +275,7 @@ class Watch:
             status = self.status()
             self.statuses[self.rank] = status
             try:
-                self.store.set(f"part/{self.rank}", timeline)  # type: ignore[arg-type]
+                self.store.set(f"part/{self.rank}", timeline)
                 self.store.set(f"last/{self.rank}", json.dumps(status))
             except RuntimeError:
                 return
@@ -248,6 +301,8 @@ class Watch:
 
     def told_to_end(self) -> None:
         """Note that this process was told to end, as a launcher does when another has failed."""
+        if self.failure is None and (lost := self.lost()) >= 0:
+            self.post(self._lost(lost))
         if self.failure is None:
             message = f"rank {self.rank} was told to end (SIGTERM): {self.status()}"
             self.post(Failure("ended", self.rank, message, 0))
@@ -258,7 +313,10 @@ class Watch:
             with self._lock:
                 chosen = self.store.compare_set("speaker", "", str(self.rank))
             return int(chosen) == self.rank
-        except RuntimeError:  # without a store nobody can be asked: the first that may be there
+        except RuntimeError:
+            if self._speaker >= 0:
+                return self._speaker == self.rank
+            # Nobody can be asked: the first that may be there.
             return self.rank == (0 if self.holder is None else min({0, 1} - {self.holder}))
 
     def has_spoken(self) -> None:
@@ -281,6 +339,13 @@ class Watch:
         assert self.failure is not None
         others = [str(s) for r, s in sorted(self.statuses.items()) if r != self.failure.rank]
         return self.failure.message + (f"; meanwhile {'; '.join(others)}" if others else "")
+
+
+class _Silent:
+    """Stands for a store that does not answer."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the store does not answer")
 
 
 def stalled(everyone: list[Status], timeout: float) -> Failure:

@@ -1,0 +1,216 @@
+"""One rank of a pipeline of naps in which something goes wrong on purpose.
+
+``python faulty_rank.py FOLDER FAULT`` runs under torchrun, or in the environment that it gives;
+the fault is JSON, as `faults.Fault` writes it. The run directory is ``FOLDER/results/run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from executing import Nap
+from torch import Tensor, nn
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec import channels, cli, launched
+from pipeexec.run import Planned, Run
+
+#: What a stage, the loss or the optimizer of this process does wrong from now on.
+TRICKS: set[str] = set()
+FORWARD, BACKWARD = 2e-3, 2e-3  # s
+
+
+def on_purpose(*_: object) -> NoReturn:
+    raise ValueError("on purpose")
+
+
+class Trickster(nn.Module):
+    """A layer and a nap; does wrong when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.nap = nn.Linear(4, 4), Nap(FORWARD, BACKWARD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.nap(self.layer(x))
+        if "hook" in TRICKS:
+            y.register_hook(on_purpose)
+            TRICKS.clear()
+        return y[:, :3] if "shape" in TRICKS else y
+
+
+class Optimizer(torch.optim.SGD):
+    """Raises when told."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-3)
+
+    def step(self, closure: Any = None) -> Any:
+        if "optimizer" in TRICKS:
+            on_purpose()
+        return super().step(closure)
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    if "loss" in TRICKS:
+        on_purpose()
+    return nn.functional.mse_loss(output, target)
+
+
+def _hold_the_interpreter() -> None:
+    """Sleep in C without releasing the interpreter's lock."""
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def _trick(name: str) -> None:
+    TRICKS.add(name)
+
+
+def _garble_headers() -> None:
+    """Let this thread say that it sends another micro-batch."""
+    honest, thread = channels.marked, threading.get_ident()
+
+    def wrong(head: Tensor, *rest: Any) -> Tensor:
+        head = honest(head, *rest)
+        if threading.get_ident() == thread:
+            head = head.clone()
+            head[5] += 1
+        return head
+
+    channels.marked = wrong  # type: ignore[attr-defined]
+
+
+#: What can go wrong in a task, just before what it does, or between steps.
+ACTS: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "abort": os.abort,
+    "sleep": lambda: time.sleep(1000),
+    "hold": _hold_the_interpreter,
+    "raise": on_purpose,
+    "memory": lambda: torch.empty(1 << 60),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "exit": lambda: sys.exit(3),
+    "vanish": lambda: os._exit(0),
+    "kill launcher": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "interrupt launcher": lambda: os.kill(os.getppid(), signal.SIGINT),
+    "header": _garble_headers,
+    "nothing": lambda: None,
+    **{name: partial(_trick, name) for name in ("shape", "hook", "loss", "optimizer")},
+}  # fmt: skip
+
+
+class Trap:
+    """Does what a fault says where it says, and notes when in ``FOLDER/begun``."""
+
+    def __init__(self, fault: dict[str, Any], folder: Path, rank: int) -> None:
+        self.fault, self.folder = fault, folder
+        self.is_here = rank == fault["rank"]
+
+    def spring(self) -> None:
+        (self.folder / "begun").write_text(str(time.time()))
+        ACTS[self.fault["kind"]]()
+        if self.fault["kind"] in ("interrupt", "terminate", "kill launcher", "interrupt launcher"):
+            time.sleep(1.5)  # so that the task is still there when the signal comes
+
+    def arm(self, planned: Sequence[Planned]) -> list[Planned]:
+        """Return the tasks, of which the one that the fault names springs the trap."""
+
+        def work(original: Any, task_run: Run, task: Planned) -> None:
+            if task_run.number == self.fault["step"]:
+                self.spring()
+            original(task_run, task)
+            TRICKS.discard("shape")
+
+        def field(task: Planned) -> str:
+            """Return what sends a header: with a rendezvous, that is before the task begins."""
+            is_early = self.fault["kind"] == "header" and task.meet is not None
+            return "meet" if is_early else "work"
+
+        name, graph = self.fault["task"], self.graph
+        return [
+            task._replace(**{field(task): partial(work, getattr(task, field(task)))})
+            if str(graph.task(task.id)) == name else task
+            for task in planned
+        ]  # fmt: skip
+
+    def set(self, pipeline: px.Pipeline) -> None:
+        self.graph = pipeline.graph
+        if self.is_here and self.fault["task"]:
+            pipeline._plan = self.arm(pipeline._plan)
+
+    def between(self, step: int) -> None:
+        if not self.is_here or self.fault["task"] or self.fault["step"] != step:
+            return
+        if self.fault["delay"]:
+            threading.Timer(self.fault["delay"], self.spring).start()
+        else:
+            self.spring()
+
+
+def train(trap: Trap, arguments: argparse.Namespace, processes: px.Processes) -> int:
+    fault = trap.fault
+    torch.manual_seed(0)
+    n_devices = processes.n_ranks * fault["devices"]
+    graph = ps.lower(
+        ps.schedule(fault["schedule"], n_devices, fault["microbatches"]),
+        recompute=fault["recompute"],
+        hosts="per_device",
+        rendezvous=fault["rendezvous"],
+    )
+    stages = [Trickster() for _ in range(graph.n_stages)]
+    batch = torch.randn(4 * fault["microbatches"], 4)
+    with px.Pipeline(
+        stages, graph, ["cpu"] * fault["devices"], loss, Optimizer, processes=processes
+    ) as pipeline:
+        trap.set(pipeline)
+        for step in range(3):
+            trap.between(step)
+            pipeline.align()
+            result = pipeline.gather(pipeline.step(batch, batch))
+    if processes.rank == 0 and fault["kind"] == "nothing":
+        from pipeexec.run_directory import write_directory
+
+        with write_directory(arguments.results / "run", {}) as to:
+            result.timeline.save(to / "timeline.csv")
+    return 0
+
+
+def meet(folder: Path, n_ranks: int) -> None:
+    """Wait until all ranks have loaded their libraries: on a loaded machine that takes long."""
+    (folder / f"{os.environ['RANK']}.ready").touch()
+    while len(list(folder.glob("*.ready"))) < n_ranks:
+        time.sleep(0.05)
+
+
+def main(folder: Path, fault: dict[str, Any]) -> int:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    torch.set_num_threads(1)
+    arguments = argparse.Namespace(results=folder / "results", name="run")
+    trap = Trap(fault, folder, int(os.environ["RANK"]))
+    meet(folder, fault["n_ranks"])
+    status = launched.run_together(
+        partial(train, trap, arguments),
+        cli._complain_of_any,
+        partial(cli._leave, arguments),
+        fault["timeout"],
+    )
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -1,0 +1,260 @@
+"""Faults injected for real: every process ends, one names the culprit, nothing stays behind.
+
+More of them, drawn at random, in `chaos.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from executing import data
+from faults import (
+    Fault,
+    Outcome,
+    complaints,
+    inject,
+    report,
+    run_commands,
+    wrongs,
+)
+from ranks import Ranks, free_port
+from test_process_errors import make
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.recorder import Recorder
+from pipesim.errors import ArgumentError, ExecutionError
+
+#: What goes wrong, and what the error says beside the rank, the device, the stage and the task.
+CASES: dict[Fault, str] = {
+    Fault("kill", 1, "1F2", launcher=True): "rank 1 was lost; rank 1 was in 1F2 .*meanwhile rank 0 "
+    r"in step 1: device 0 before 0B\d .*, waiting for 0RECV_B\d from device 1;",
+    Fault("kill", 0, "0B1", n_ranks=3): "rank 0.* was lost; rank 0 was in 0B1",
+    Fault("kill", 2, "2F1", n_ranks=3): "rank 2 was lost; .*meanwhile rank 0 .*; rank 1 ",
+    Fault("kill", 1, "1REDUCE_GRAD", schedule="chimera"): "rank 1 was in 1REDUCE_GRAD",
+    Fault("kill", 1): "rank 1 was lost; last seen rank 1 between steps|between tasks of step",
+    Fault("stop", 1, "1F2", launcher=True): "rank 1 has given no sign of life for 5 s; rank 1 was",
+    Fault("stop", 0, "0F2"): "rank 0, which held the store, was lost; rank 0 was in 0F2",
+    Fault("hold", 1, "1B2"): "rank 1 has given no sign of life for 5 s; rank 1 was in 1B2",
+    Fault("sleep", 1, "1B2"): r"1B2 hangs \(rank 1, device 1, stage 1, micro-batch 2, step 1\): no "
+    "task has ended for 5 s; meanwhile rank 0 .*waiting for 0RECV_B2 from device 1",
+    Fault("sleep", 1, launcher=True): "rank 0 waited 5 s in vain for rank 1; every process must "
+    "make the same calls; meanwhile rank 1 between steps",
+    Fault("raise", 0, "0B3"): "rank 0, step 1: 0B3 failed .*ValueError: on purpose",
+    Fault("raise", 0, "0I2", schedule="zb_h1"): "0I2 failed .*ValueError: on purpose",
+    Fault("raise", 1, "1W2", schedule="zb_h1"): "1W2 failed .*ValueError: on purpose",
+    Fault("raise", 1, "1R2", recompute="always"): "1R2 failed .*ValueError: on purpose",
+    Fault("hook", 0, "0F2"): "0B2 failed .*ValueError: on purpose",
+    Fault("loss", 1, "1F2"): "1F2 failed .*ValueError: on purpose; meanwhile rank 0",
+    Fault("optimizer", 0, "0STEP"): r"0STEP failed \(device 0, stage 0\): ValueError: on purpose",
+    Fault("memory", 0, "0F2"): "0F2 failed .*allocate",
+    Fault("shape", 0, "0F2"): r"0SEND_F2 failed .*is float32 \[4, 3\], but float32 \[4, 4\] was",
+    Fault("header", 0, "0SEND_F2"): "1RECV_F2 failed .*expected 0SEND_F2 of step 1 .*got 0SEND_F3",
+    Fault("interrupt", 1, "1B1"): r"interrupted in step 1 \(KeyboardInterrupt\): device 1 in 1B1",
+    Fault("interrupt launcher", 1, "1F2", launcher=True): "was interrupted in step 1",
+    Fault("terminate", 1, "1B1"): r"rank 1 was told to end \(SIGTERM\): rank 1 in step 1: device 1",
+    Fault("exit", 1, launcher=True): "rank 1 stopped: SystemExit: 3",
+    Fault("kill launcher", 1, "1F2", launcher=True): "the launcher, which held the store, was lost",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ended(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Fault, Future[Outcome]]]:
+    """Run the faults of all tests that were asked for, two at a time: starting takes longest."""
+    asked = [
+        item.callspec.params["fault"]
+        for item in request.session.items
+        if item.path == request.path and "fault" in getattr(item, "fixturenames", ())
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            fault: pool.submit(inject, fault, tmp_path_factory.mktemp("fault")) for fault in asked
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("fault", CASES, ids=str)
+def test_every_process_ends_and_one_names_the_culprit(
+    fault: Fault, ended: dict[Fault, Future[Outcome]]
+) -> None:
+    """In time, with a status that is not 0, one error, what ran before, and nothing left."""
+    outcome = ended[fault].result()
+    assert not wrongs(fault, outcome), report(fault, outcome)
+    (said,) = complaints(outcome.output)
+    assert re.search(CASES[fault], said), said
+
+
+def test_a_run_without_a_fault_ends_well(tmp_path: Path) -> None:
+    """Else the tests above say nothing."""
+    outcome = inject(Fault("nothing", 1, "1F2"), tmp_path)
+    assert outcome.statuses == [0, 0], outcome.output
+    assert complaints(outcome.output) == []
+    assert outcome.left == []
+
+
+# The command
+
+
+def command(folder: Path, results: Path | str) -> list[str]:
+    """Return the arguments of a short run."""
+    sizes = "--layers 2 --width 16 --heads 2 --sequence 8 --microbatches 2 --batch 4"
+    rest = f"--steps 1 --warm-up 1 --timeout 8 --results {results}"
+    return ["-m", "pipeexec", "run", *f"{sizes} {rest}".split()]
+
+
+def refused(commands: Sequence[Sequence[str]], folder: Path, port: int = 0, **options: Any) -> str:
+    """Return the one error of commands that must all fail and leave nothing."""
+    statuses, output, _, left = run_commands(
+        commands, folder, port=port or free_port(), seconds=60, **options
+    )
+    assert all(status not in (0, None) for status in statuses), (statuses, output)
+    assert len(complaints(output)) == 1, output
+    (said,) = complaints(output)
+    assert "Traceback" not in output, output
+    assert [text for text in left if "port" not in text] == []
+    return said
+
+
+def test_no_room_for_the_results(tmp_path: Path) -> None:
+    """A limit of the size of a file stands for a disk that fills up: the figure does not fit."""
+    limit = "import resource as r, runpy; r.setrlimit(r.RLIMIT_FSIZE, (16384, 16384)); "
+    argv = command(tmp_path, tmp_path / "results")
+    start = ["-c", f"import sys; sys.argv = ['pipeexec', *{argv[2:]!r}]; {limit}"
+             "runpy.run_module('pipeexec', run_name='__main__')"]  # fmt: skip
+    said = refused([start] * 2, tmp_path)
+    assert re.search(f"cannot write .*{tmp_path}/results/.*too large", said), said
+    assert not (tmp_path / "results/run").exists()
+    assert ps.Timeline.load(tmp_path / "results/run-partial/timeline.csv").makespan > 0
+    assert os.listdir(tmp_path / "results") == ["run-partial"]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 16384
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Nothing can be written: the error says that too."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        (disk / "most").write_bytes(bytes(12288))
+        said = refused([command(tmp_path, disk)] * 2, tmp_path)
+        assert re.search(f"cannot write .*{disk}/.*No space left", said), said
+        assert re.search("what ran before is lost: cannot write .*No space left", said), said
+        assert os.listdir(disk) == ["most"]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_results_that_cannot_be_written(tmp_path: Path) -> None:
+    """Nobody trains for nothing."""
+    (tmp_path / "file").touch()
+    said = refused([command(tmp_path, tmp_path / "file")] * 2, tmp_path)
+    assert f"cannot write results in {tmp_path}/file: " in said, said
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    """The process that would hold the store says so; the other ends too."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        said = refused([command(tmp_path, tmp_path)] * 2, tmp_path, port=port)
+    assert f"port 127.0.0.1:{port} is in use on " in said, said
+    assert "choose another --master-port" in said
+
+
+def test_no_room_for_notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A mapped file on a full disk would end the process without a word."""
+    honest = os.write
+
+    def full(handle: int, content: bytes) -> int:
+        if len(content) < 100:  # a few bytes always find room
+            return honest(handle, content)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(ExecutionError, match=r"cannot be written to .*No space left.*TMPDIR"):
+        Recorder(0, lambda value: [value])
+    assert os.listdir(tmp_path) == []
+
+
+# Batches that differ
+
+
+def batches_of_several_lengths(processes: px.Processes) -> str:
+    with make(processes) as subject:
+        try:
+            subject.step(*data([8, 12][processes.rank]))
+        except ArgumentError as error:
+            return str(error)
+    return ""
+
+
+def test_batches_of_other_length_in_another_process(two_ranks: Ranks) -> None:
+    """Micro-batches would be of different samples."""
+    for message in two_ranks.run(batches_of_several_lengths):
+        assert message.startswith("inputs of rank 0 have 8 samples, inputs of rank 1 12; give")
+
+
+# One process
+
+HANGING = """
+import threading, time, torch, pipeexec as px, pipesim as ps
+from torch import nn
+class Hang(nn.Module):
+    def forward(self, x):
+        print("hangs", flush=True)
+        time.sleep(1000)
+stages = [nn.Linear(4, 4), Hang()]
+graph = ps.lower(ps.schedule("gpipe", 2, 2))
+batch = torch.randn(4, 4)
+with px.Pipeline(stages, graph, ["cpu"] * 2, nn.functional.mse_loss, timeout={timeout}) as pipeline:
+    pipeline.step(batch, batch)
+"""
+
+
+def hanging(timeout: float | None) -> subprocess.Popen[str]:
+    """Return a process whose stage hangs, once it does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING.format(timeout=timeout)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "hangs\n"
+    return process
+
+
+def test_a_stage_that_hangs_in_one_process() -> None:
+    """The step is given up, and the interpreter ends."""
+    process = hanging(1.0)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "StallError: 1F0 hangs (rank 0, device 1, stage 1, micro-batch 0, step 0)" in error
+
+
+def test_an_interrupt_while_a_stage_hangs() -> None:
+    """Even where nothing limits the step."""
+    process = hanging(None)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+    assert error.rstrip().endswith("KeyboardInterrupt")
