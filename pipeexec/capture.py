@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from pipeexec.batches import Batch
 from pipeexec.capturable import (
     Imprint,
     Optimizers,
@@ -35,7 +36,7 @@ from pipeexec.capturable import (
 from pipeexec.cuda import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.devices import Device
 from pipeexec.paths import follow
-from pipeexec.run import Batch, Planned, Run
+from pipeexec.run import Planned, Run
 from pipeexec.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph import TaskGraph

@@ -28,6 +28,8 @@ from pipeexec.agreement import (
     agree_on_weights,
 )
 from pipeexec.allocated import Allocated, sampled
+from pipeexec.away import expected_messages
+from pipeexec.batches import Batch
 from pipeexec.capture import Captured
 from pipeexec.channels import Expected
 from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
@@ -43,8 +45,9 @@ from pipeexec.paths import (
     follow,
     paths_of_microbatches,
 )
+from pipeexec.plan import plan
 from pipeexec.processes import Processes
-from pipeexec.run import Batch, Planned, Run, expected_messages, plan
+from pipeexec.run import Planned, Run
 from pipeexec.stage import Held, Stage
 from pipeexec.versions import Versions
 from pipeexec.watch import Status

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeexec.batches import Batch, split_batches
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.link_fit import fits, network_of, with_fits
 from pipeexec.link_speed import measure_transfers, pairs_of
 from pipeexec.profile_files import load_profile, plot_transfers, save_profile
-from pipeexec.run import Batch, split_batches
 from pipeexec.run_directory import command, read_record, write_directory
 from pipesim.costs import DURATION_OF, Costs
 from pipesim.errors import AccuracyWarning, check_count

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeexec.batches import Batch
 from pipeexec.executor import Pipeline, StepResult
-from pipeexec.run import Batch
 from pipeexec.run_directory import command, write_directory
 from pipesim.compare import Comparison
 from pipesim.costs import Costs

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from pipeexec.accuracy import Repeat, op_errors, parts_of_steps
+from pipeexec.batches import Batch
 from pipeexec.devices import DeviceLike
 from pipeexec.executor import Loss, Pipeline, StepResult
 from pipeexec.processes import Processes
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
-from pipeexec.run import Batch
 from pipeexec.validation import Row, Validation
 from pipesim.costs import Costs
 from pipesim.errors import (

@@ -1,0 +1,84 @@
+"""A batch, its micro-batches, and where they go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeexec.stage import Values
+from pipesim.errors import ArgumentError
+
+__all__ = ["Batch", "moved", "split_batch", "split_batches"]
+
+Batch = Tensor | tuple[Tensor, ...]
+
+
+def moved(parts: Sequence[Values], devices: Sequence[torch.device]) -> list[Values]:
+    """Return the micro-batches on the devices that take them; none for those elsewhere."""
+    if not parts:
+        return [()] * len(devices)
+    return [
+        () if device.type == "meta"
+        else tuple(None if x is None else x.to(device, non_blocking=True) for x in part)
+        for part, device in zip(parts, devices, strict=True)
+    ]  # fmt: skip
+
+
+def split_batches(
+    inputs: Batch | None, targets: Batch | None, n_microbatches: int
+) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor, ...]], list[int]]:
+    """Return the micro-batches of inputs and of targets, and their sizes; see `split_batch`.
+
+    Either may be None, which has no micro-batches.
+
+    Raises
+    ------
+    ArgumentError
+        If there are not as many targets as inputs.
+    """
+    parts, sizes = ([], []) if inputs is None else split_batch(inputs, n_microbatches, "inputs")
+    if targets is None:
+        return parts, [], sizes or [1] * n_microbatches
+    labels, label_sizes = split_batch(targets, n_microbatches, "targets")
+    if inputs is None:
+        return [], labels, label_sizes
+    if label_sizes != sizes:
+        raise ArgumentError(
+            f"inputs have {sum(sizes)} samples, targets {sum(label_sizes)}; give as many"
+        )
+    return parts, labels, sizes
+
+
+def split_batch(
+    batch: Batch, n_microbatches: int, name: str
+) -> tuple[list[tuple[Tensor, ...]], list[int]]:
+    """Return the micro-batches of a batch, whose sizes differ by one at most, and the sizes.
+
+    Raises
+    ------
+    ArgumentError
+        If it holds no tensors, tensors of different length, or too few samples.
+    """
+    tensors = batch if isinstance(batch, tuple) else (batch,)
+    if not tensors or not all(isinstance(x, Tensor) and x.dim() > 0 for x in tensors):
+        raise ArgumentError(
+            f"{name} must be a tensor of samples or a tuple of them, got "
+            f"{type(batch).__name__}"
+            + (f" of {', '.join(map(_described, batch))}" if isinstance(batch, tuple) else "")
+        )
+    lengths = {len(x) for x in tensors}
+    if len(lengths) > 1:
+        raise ArgumentError(f"the tensors of {name} have {sorted(lengths)} samples; give as many")
+    if min(lengths) < n_microbatches:
+        raise ArgumentError(
+            f"{name} have {min(lengths)} samples, too few for {n_microbatches} micro-batches; "
+            "give a larger batch, or lower a schedule of fewer micro-batches"
+        )
+    parts = list(zip(*(x.tensor_split(n_microbatches) for x in tensors), strict=True))
+    return parts, [len(part[0]) for part in parts]
+
+
+def _described(value: object) -> str:
+    return f"{value.dim()}-d tensor" if isinstance(value, Tensor) else type(value).__name__

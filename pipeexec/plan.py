@@ -1,0 +1,90 @@
+"""What is known of each task of this process before any step: the plan that steps walk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pipeexec.away import connected
+from pipeexec.devices import Device, RemoteDevice
+from pipeexec.processes import Processes
+from pipeexec.run import Planned
+from pipeexec.stage import Stage
+from pipeexec.work import WORK
+from pipesim.errors import ArgumentError
+from pipesim.graph import TaskGraph
+from pipesim.ops import RECVS, Op
+
+__all__ = ["plan"]
+
+#: Whose result a task of the key takes, and how many stages on that is; a RECV takes its SEND's.
+_SOURCES: Mapping[Op, Mapping[Op, int]] = {
+    Op.F: {Op.F: -1, Op.RECV_F: 0},
+    Op.B: {Op.B: 1, Op.I: 1, Op.RECV_B: 0},
+    Op.I: {Op.B: 1, Op.I: 1, Op.RECV_B: 0},
+    Op.SEND_F: {Op.F: 0},
+    Op.SEND_B: {Op.B: 0, Op.I: 0},
+}
+
+
+def plan(
+    graph: TaskGraph,
+    stages: Sequence[Stage],
+    devices: Sequence[Device],
+    processes: Processes | None = None,
+) -> list[Planned]:
+    """Look up everything about each task of this process that does not change from step to step.
+
+    ``stages`` are those of the first path, then of the next.
+    """
+    for index in np.flatnonzero(~graph.is_op(frozenset(WORK)))[:1].tolist():
+        task = graph.task(index)
+        raise ArgumentError(f"{task} cannot be run; lower without {task.op}")
+    recomputed, split = (
+        {(int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == op)}
+        for op in (Op.R, Op.W)
+    )
+    here = np.array([not isinstance(x, RemoteDevice) for x in devices])[graph.device]
+    planned = []
+    for index in np.flatnonzero(here).tolist():
+        task = graph.task(index)
+        needed = {t for t in graph.precedence[index].tolist()
+                  if here[t] and graph.stream[t] != graph.stream[index]}  # fmt: skip
+        group = int(graph.group[index])
+        members = [] if group < 0 else [t for t in graph.collectives[group].tolist() if here[t]]
+        others = [t for t in members if t < index]  # the first one reduces for all
+        slot = task.replica * graph.n_stages + task.stage
+        planned.append(
+            Planned(
+                id=index,
+                work=WORK[task.op],
+                stream=devices[task.device].stream(task.stream),
+                device=devices[task.device],
+                stage=stages[slot],
+                microbatch=-1 if task.microbatch is None else task.microbatch,
+                waits=tuple(needed.union(others)),
+                source=_source(graph, index),
+                recomputed=(task.stage, task.microbatch) in recomputed,
+                split=(task.stage, task.microbatch) in split,
+                slot=slot,
+                copies=() if others else tuple(
+                    int(graph.replica[t]) * graph.n_stages + task.stage for t in members
+                ),
+            )
+        )  # fmt: skip
+    return planned if processes is None else connected(graph, planned, devices, processes)
+
+
+def _source(graph: TaskGraph, index: int) -> int:
+    """Return the task whose result a task takes; -1 for none, as for what takes the batch."""
+    op, stage = Op(graph.op[index]), int(graph.stage[index])
+    if op in RECVS:
+        return int(graph.pair[index])
+    for needed in graph.dependencies[index].tolist():
+        found = Op(graph.op[needed])
+        offset = _SOURCES.get(op, {}).get(found)
+        same = graph.microbatch[needed] == graph.microbatch[index]
+        if offset is not None and same and graph.stage[needed] == stage + offset:
+            return int(needed)
+    return -1

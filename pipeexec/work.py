@@ -1,0 +1,116 @@
+"""What each operation does, once its stream has come to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch.distributed import (
+    DistError,
+    ProcessGroup,
+    barrier,
+    get_process_group_ranks,
+    get_rank,
+)
+
+from pipeexec import transfer
+from pipeexec.channels import Lost
+from pipeexec.paths import reduce_gradients
+from pipeexec.run import Planned, Run
+from pipesim.ops import Op
+
+__all__ = ["WORK", "meet_members"]
+
+
+def _forward(run: Run, task: Planned) -> None:
+    values = run.inputs[task.microbatch] if task.source < 0 else run.take(task.source)
+    values = task.stage.forward(
+        task.microbatch, values, run.seed_of(task), task.recomputed, task.split
+    )
+    if task.stage.finish is None:
+        run.values[task.id] = values
+
+
+def _recompute(run: Run, task: Planned) -> None:
+    task.stage.recompute(task.microbatch, run.seed_of(task), task.split)
+
+
+def _backward(run: Run, task: Planned) -> None:
+    gradients = () if task.source < 0 else run.take(task.source)
+    run.values[task.id] = task.stage.backward(task.microbatch, gradients)
+
+
+def _input_grad(run: Run, task: Planned) -> None:
+    gradients = () if task.source < 0 else run.take(task.source)
+    run.values[task.id] = task.stage.input_grad(task.microbatch, gradients)
+
+
+def _weight_grad(run: Run, task: Planned) -> None:
+    task.stage.weight_grad(task.microbatch)
+
+
+def _send(run: Run, task: Planned) -> None:
+    values = run.take(task.source)
+    graph = run.graph
+    recv = int(graph.pair[task.id])
+    target = run.devices[graph.device[recv]]
+    run.values[task.id] = transfer.send(values, task.device, task.stream, target)
+    run.nbytes[[task.id, recv]] = transfer.nbytes(values)
+
+
+def _receive(run: Run, task: Planned) -> None:
+    consumer = task.device.stream("compute")
+    run.values[task.id] = transfer.receive(run.take(task.source), task.device, consumer)
+
+
+def meet_members(run: Run, task: Planned) -> None:
+    """Wait until every process of a reduction is ready for it."""
+    with _among(task.members):
+        barrier(group=task.members)
+
+
+def _reduce(run: Run, task: Planned) -> None:
+    if task.copies:
+        with _among(task.members):
+            reduce_gradients([run.modules[slot] for slot in task.copies], task.members)
+
+
+@contextmanager
+def _among(group: ProcessGroup | None) -> Iterator[None]:
+    """Let an error of a collective say that one of its other members was lost."""
+    try:
+        yield
+    except DistError as error:
+        raise _lost(group, error) from error
+    except RuntimeError as error:
+        if group is None or "gloo" not in str(error).lower():
+            raise
+        raise _lost(group, error) from error
+
+
+def _lost(group: ProcessGroup | None, error: Exception) -> Lost:
+    others = [] if group is None else [r for r in get_process_group_ranks(group) if r != get_rank()]
+    return Lost(others[0] if len(others) == 1 else -1, error)
+
+
+def _step(run: Run, task: Planned) -> None:
+    optimizer = run.optimizers[task.slot]
+    if optimizer is not None:
+        optimizer.step()
+    task.stage.stepped(zero_grad=optimizer is not None)
+
+
+#: How each operation is run; `ALL_TO_ALL` needs many processes.
+WORK: Mapping[Op, Callable[[Run, Planned], None]] = {
+    Op.F: _forward,
+    Op.B: _backward,
+    Op.I: _input_grad,
+    Op.W: _weight_grad,
+    Op.R: _recompute,
+    Op.SEND_F: _send,
+    Op.RECV_F: _receive,
+    Op.SEND_B: _send,
+    Op.RECV_B: _receive,
+    Op.REDUCE_GRAD: _reduce,
+    Op.STEP: _step,
+}
