@@ -1,7 +1,8 @@
 """Run the task graphs of pipesim on real devices, and compare what they take with what was said."""
 
 from pipeexec.executor import Pipeline, StepResult
-from pipeexec.processes import Processes, join
+from pipeexec.meeting import join
+from pipeexec.processes import Processes
 from pipeexec.profile import Profile, measure, profile
 from pipeexec.slices import Slice, slices
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order

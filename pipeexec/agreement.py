@@ -34,8 +34,12 @@ def agree_on_graph(graph: TaskGraph, processes: Processes) -> None:
         If orders of sends and receives would block each other.
     """
     found = hashlib.sha256()
-    for column in (graph.op, graph.stage, graph.microbatch, graph.device, graph.stream, graph.pair):
+    waits, members = graph.precedence, graph.collectives
+    columns = [graph.op, graph.stage, graph.microbatch, graph.device, graph.stream, graph.pair]
+    columns += [graph.replica, graph.group, waits.ptr, waits.values, members.values]
+    for column in columns:
         found.update(column.tobytes())
+    found.update(repr((graph.rendezvous, graph.n_batches, graph.weight_versions)).encode())
     processes.agree("the task graph", f"{graph!r}, checksum {found.hexdigest()[:16]}")
     if not graph.rendezvous:
         verify(replace(graph, rendezvous=True).in_topological_order())

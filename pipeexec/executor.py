@@ -357,8 +357,7 @@ class Pipeline:
         walk: Callable[[Run, Sequence[Planned]], None],
     ) -> Run:
         """Run a step, whose tasks ``walk`` issues."""
-        with nullcontext() if self.processes is None else self.processes.guard():
-            run = self._begin(inputs, targets)
+        run = self._begun(inputs, targets)
         before = torch.get_rng_state()
         try:
             with _garbage_collection_paused():
@@ -395,8 +394,21 @@ class Pipeline:
             host_seconds=run.host_seconds,
             part=part,
             n_losses=run.n_losses,
-            clock_error=0.0 if run.clock is None else run.clock.error,
+            clock_error=part.clock_error,
         )
+
+    def _begun(self, inputs: Batch | None, targets: Any) -> Run:
+        """Return a step that can be walked; where several processes need it, a failure ends all."""
+        if self.processes is None:
+            return self._begin(inputs, targets)
+        try:
+            with self.processes.guard():
+                self.processes.watch.check()
+                return self._begin(inputs, targets)
+        except BaseException:
+            for device in self.devices:
+                device.abandon()
+            raise
 
     def _begin(self, inputs: Batch | None, targets: Any) -> Run:
         """Return a step that can be walked."""
@@ -512,7 +524,7 @@ class Pipeline:
             part.host_seconds,
             part,
             result.n_losses,
-            result.clock_error,
+            part.clock_error,
         )
 
     def total(self, values: Sequence[float]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from pipeexec.channels import Lost
+from pipeexec.messages import Mismatch
 from pipeexec.parts import Part, whole
 from pipeexec.processes import Processes
 from pipeexec.run import Run, place
@@ -29,7 +30,11 @@ def raise_failure(
     parts = [Part.unpack(run.graph, text) for text in processes.watch.collect().values() if text]
     text = processes.watch.explain()
     cause = run.failure[1] if run.failure is not None and failure.rank == processes.rank else None
-    kinds = {"raised": PeerError if cause is None else StageError, "stalled": StallError}
+    kinds = {
+        "raised": PeerError if cause is None or isinstance(cause, Mismatch) else StageError,
+        "stalled": StallError,
+        "silent": StallError,
+    }
     error = kinds.get(failure.kind, PeerError)(text)
     error.timeline = whole(run.graph, parts or [run.part()]).timeline
     if interrupt is not None and not isinstance(interrupt, Exception):
@@ -67,15 +72,18 @@ def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None
     if run.failure is None:
         return None
     index, cause = run.failure
+    if isinstance(cause, Exception) and index < 0:
+        text = f"rank {rank}, step {step}: {type(cause).__name__}: {cause}"
+        return Failure("raised", rank, text)
     if interrupt is not None or index < 0:
         name = type(interrupt or cause).__name__
         heads = "; ".join(map(str, run.status().heads)) or "between tasks"
         text = f"rank {rank} was interrupted in step {step} ({name}): {heads}"
-        return Failure("ended", rank, text, step)
+        return Failure("ended", rank, text)
     if isinstance(cause, Lost):
-        return Failure("lost", *processes.blame(cause), step)
+        return Failure("lost", *processes.blame(cause))
     text = f"rank {rank}, step {step}: {_failed(run, index, cause)}"
-    return Failure("raised", rank, text, step)
+    return Failure("raised", rank, text)
 
 
 def last_of(graph: TaskGraph, number: int, processes: Processes, rank: int) -> str:

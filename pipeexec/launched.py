@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeexec.channels import Lost
-from pipeexec.processes import Processes, join
+from pipeexec.meeting import join
+from pipeexec.processes import Processes
 from pipesim.errors import ExecutionError, PipeError
 from pipesim.timeline import Timeline
 
@@ -49,7 +50,12 @@ def run_together(command: Command, say: Callable[[str], None], leave: Leave, tim
     timeout
         Seconds without progress after which every process stops.
     """
-    processes = join(timeout)
+    try:
+        processes = join(timeout)
+    except PipeError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one a machine: nobody else may know
+            say(str(error).partition("\n")[0])
+        return 2
     guard = _Guard(processes, say, leave)
     try:
         status = command(processes)

@@ -49,6 +49,12 @@ def header(content: Content, signature: Signature) -> Tensor:
     """Return the header of a message, shape ``(n_words,)``."""
     words = [_MAGIC, _VERSION, *map(int, content), len(signature)]
     for entry in signature:
+        if entry.dtype not in _DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            raise ExecutionError(
+                f"what stage {content.stage} hands on is {entry}, whose type cannot be sent "
+                f"between processes; convert it to one of {known}"
+            )
         words += [_DTYPES.index(entry.dtype), len(entry.shape), *entry.shape]
     return torch.tensor(words, dtype=torch.int64)
 

@@ -32,6 +32,8 @@ class Part:
         Most micro-batches whose activations each device held; 0 for those of other processes.
     loss_dtype
         Name of torch's type of the losses; empty where there are none.
+    clock_error
+        The most that times of two of its devices can be wrong against each other, seconds.
     """
 
     zero: float
@@ -40,6 +42,7 @@ class Part:
     host_seconds: float
     peak_held: tuple[int, ...] = ()
     loss_dtype: str = ""
+    clock_error: float = 0.0
 
     def pack(self) -> bytes:
         """Return it as bytes: a line of JSON, then the columns of the tasks that ran."""
@@ -47,20 +50,20 @@ class Part:
         columns = [tasks, self.timeline.start[tasks], self.timeline.end[tasks],
                    self.timeline.nbytes[tasks]]  # fmt: skip
         head = [self.zero, list(self.losses.items()), self.host_seconds, self.peak_held,
-                self.loss_dtype]  # fmt: skip
+                self.loss_dtype, self.clock_error]  # fmt: skip
         return json.dumps(head).encode() + b"\n" + np.array(columns, dtype=np.float64).tobytes()
 
     @classmethod
     def unpack(cls, graph: TaskGraph, text: bytes) -> Part:
         """Return the part that was packed."""
         line, _, body = text.partition(b"\n")
-        zero, losses, host_seconds, peak_held, loss_dtype = json.loads(line)
+        zero, losses, host_seconds, peak_held, *rest = json.loads(line)
         tasks, *columns = np.frombuffer(body).reshape(4, -1)
         start, end, nbytes = (np.full(len(graph), value) for value in (np.nan, np.nan, 0.0))
         for column, values in zip((start, end, nbytes), columns, strict=True):
             column[tasks.astype(np.int64)] = values
         timeline = Timeline(graph, start, end, nbytes)
-        return cls(zero, timeline, dict(losses), host_seconds, tuple(peak_held), loss_dtype)
+        return cls(zero, timeline, dict(losses), host_seconds, tuple(peak_held), *rest)
 
 
 def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
@@ -81,4 +84,5 @@ def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
         sum(part.host_seconds for part in parts),
         tuple(held) if isinstance(held, list) else (),
         max(part.loss_dtype for part in parts),
+        sum(sorted(part.clock_error for part in parts)[-2:]),
     )

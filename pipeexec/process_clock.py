@@ -62,6 +62,7 @@ class ProcessClock:
     def __init__(self, rank: int, n_ranks: int, group: dist.ProcessGroup) -> None:
         self.rank, self.n_ranks, self.group = rank, n_ranks, group
         self._samples: list[tuple[float, float, float]] = []  # time, offset, round trip
+        self._fitted: Alignment | None = None
 
     def sample(self, n_trips: int = 8) -> None:
         """Take one sample more for each process, then leave together; all must call this.
@@ -78,6 +79,7 @@ class ProcessClock:
                     for _ in range(n_trips):
                         self._answer(peer)
             else:
+                self._fitted = None
                 self._samples.append(min((self._ask() for _ in range(n_trips)), key=lambda x: x[2]))
                 del self._samples[:-_MOST_SAMPLES]
             peer = -1
@@ -102,6 +104,17 @@ class ProcessClock:
     @property
     def alignment(self) -> Alignment:
         """Offset, drift and residual of the samples so far."""
+        if self._fitted is None:
+            self._fitted = self._fit()
+        return self._fitted
+
+    @property
+    def error(self) -> float:
+        """How far times of this clock may be from rank 0's: half a round trip and the residual."""
+        fit = self.alignment
+        return fit.round_trip / 2 + fit.residual
+
+    def _fit(self) -> Alignment:
         if not self._samples:
             return Alignment(0.0, 0.0, 0.0, 0.0, 0)
         time, offset, trip = np.array(self._samples).T

@@ -6,22 +6,17 @@ process group waits for a peer that will never come. Tensors go by `pipeexec.mes
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import Store
 
 from pipeexec.channels import Channel, Lost, Route
 from pipeexec.devices import Device, RemoteDevice
@@ -29,18 +24,18 @@ from pipeexec.nccl import NcclChannel
 from pipeexec.process_clock import ProcessClock
 from pipeexec.recorder import Recorder
 from pipeexec.watch import Failure, Watch
-from pipesim.errors import ArgumentError, ExecutionError, PeerError, number
+from pipesim.errors import ArgumentError, PeerError
 from pipesim.ops import Op
 from pipesim.timeline import Timeline
 
-__all__ = ["Processes", "join", "started_by_launcher"]
+__all__ = ["Processes"]
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Seconds that processes have to come to their first step, at least.
 _START = 120.0
-#: Seconds in which a process whose connection broke ends; what a call may take beyond a timeout.
+#: Seconds in which a process whose connection broke ends; the connection breaks first.
 _GONE = 1.0
-_N_JOINED = itertools.count()
+#: Seconds that who holds the store waits for the others to leave.
+_GOODBYE = 2.0
 
 
 class Processes:
@@ -166,10 +161,10 @@ class Processes:
     def fail(self, error: BaseException) -> None:
         """Let an error stop every process, unless it is already one that did."""
         if isinstance(error, Lost):
-            self.watch.post(Failure("lost", *self.blame(error), 0))
+            self.watch.post(Failure("lost", *self.blame(error)))
         elif not isinstance(error, PeerError):
             message = f"rank {self.rank} stopped: {type(error).__name__}: {error}"
-            self.watch.post(Failure("raised", self.rank, message, 0))
+            self.watch.post(Failure("raised", self.rank, message))
 
     def blame(self, error: Lost) -> tuple[int, str]:
         """Return the process that was lost where a connection broke, and what is known of it."""
@@ -179,16 +174,35 @@ class Processes:
         rank = error.rank if error.rank in gone or not gone else gone[0]
         if rank < 0:
             return rank, str(error)
-        return rank, f"rank {rank} was lost; {self.watch.last_of(rank)}"
+        what = f"rank {rank} was lost" if rank in gone else str(error)
+        return rank, f"{what}; {self.watch.last_of(rank)}"
 
     def close(self) -> None:
         """Leave, together with all others; the pipelines of these processes are done."""
+        well = self.watch.failure is None
         try:
-            if self.watch.failure is None:
+            if well:
                 self.watch.leaving = True
-                self.barrier()  # rank 0 may hold the store, which others may still need
+                self.has_stepped = False  # another process may still be writing results
+                self.barrier()
         finally:
             self.watch.close()
+        if well:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Let go of the groups, and of the store, whose holder stays until the others have."""
+        for group in self._groups.values():
+            if isinstance(group, dist.ProcessGroup):  # those of others are not
+                dist.destroy_process_group(group)
+        others = [f"left/{r}" for r in range(self.n_ranks) if r != self.rank]
+        end = time.monotonic() + _GOODBYE
+        with suppress(dist.DistError):
+            self.store.set(f"left/{self.rank}", "")
+            while self.watch.holder == self.rank and time.monotonic() < end:
+                if self.store.check(others):
+                    return
+                time.sleep(1e-3)
 
     def __enter__(self) -> Processes:
         return self
@@ -233,7 +247,7 @@ class Processes:
                     f"rank {self.rank} waited {timeout:g} s in vain for rank {', '.join(late)}; "
                     "every process must make the same calls"
                 )
-                self.watch.post(Failure("late", self.rank, text, 0))
+                self.watch.post(Failure("late", self.rank, text))
             self.watch.check()
             time.sleep(pause)
             pause = min(2 * pause, 5e-3)
@@ -270,109 +284,3 @@ class Processes:
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.n_ranks} processes>"
-
-
-def started_by_launcher() -> bool:
-    """Return whether torchrun, or the like, started this process as one of several."""
-    return all(name in os.environ for name in _VARIABLES) and os.environ["WORLD_SIZE"] != "1"
-
-
-def join(timeout: float = 60.0) -> Processes:
-    """Join the processes that torchrun started; every one of them must call this, equally often.
-
-    Makes torch.distributed's default process group (gloo, and NCCL where there is a GPU) if it is
-    not there yet.
-
-    Parameters
-    ----------
-    timeout
-        Seconds without progress after which every process stops with an error.
-
-    Raises
-    ------
-    ArgumentError
-        If torchrun's environment variables are missing or wrong.
-    ExecutionError
-        If the processes do not find each other.
-    """
-    seconds = number(timeout)
-    if seconds is None or not 0 < seconds < float("inf"):
-        raise ArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    missing = [name for name in _VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise ArgumentError(
-            f"{', '.join(missing)} not set in the environment; start the processes with torchrun "
-            "--nproc-per-node 2 -m pipeexec run"
-        )
-    local_rank, n_local = (_count(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    try:
-        store, rank, n_ranks = _find(seconds)
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise ExecutionError(_not_found(error)) from error
-    return Processes(
-        PrefixStore(f"pipeexec/{next(_N_JOINED)}", store),
-        rank,
-        n_ranks,
-        seconds,
-        local_rank=rank if local_rank is None else local_rank,
-        n_local=n_ranks if n_local is None else n_local,
-        holder=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
-    )
-
-
-def _count(name: str) -> int | None:
-    """Return the number in an environment variable; None where it is not set."""
-    text = os.environ.get(name)
-    if text is None or text.isdecimal():
-        return None if text is None else int(text)
-    raise ArgumentError(
-        f"{name} is {text!r} in the environment, which is no count; start the processes with "
-        "torchrun --nproc-per-node 2 -m pipeexec run"
-    )
-
-
-def _find(timeout: float) -> tuple[Store, int, int]:
-    """Return the store, and make the default process group if there is none."""
-    store, rank, n_ranks = _rendezvous(timeout)
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            store=PrefixStore("default", store),
-            rank=rank,
-            world_size=n_ranks,
-            # Longer than ours, which names who is waited for.
-            timeout=timedelta(seconds=2 * timeout + 30),
-        )
-    return store, rank, n_ranks
-
-
-def _rendezvous(timeout: float) -> tuple[Store, int, int]:
-    """Return the store, rank, and number of ranks; a stranger at the port may never answer."""
-    found: list[tuple[Store, int, int]] = []
-    errors: list[Exception] = []
-
-    def meet() -> None:
-        try:
-            found.append(next(rendezvous("env://", timeout=timedelta(seconds=timeout))))
-        except Exception as error:  # is raised below, in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=meet, name="pipeexec join", daemon=True)
-    thread.start()
-    thread.join(1.5 * timeout + _GONE)  # it has a timeout of its own, where anyone answers
-    if errors:
-        raise errors[0]
-    if not found:
-        raise RuntimeError(f"whoever listens there has not answered for {timeout:g} s")
-    return found[0]
-
-
-def _not_found(error: Exception) -> str:
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    first = str(error).splitlines()[0]
-    if "EADDRINUSE" in first or "address already in use" in first.lower():
-        return f"port {where} is in use on {socket.gethostname()}; choose another --master-port"
-    return (
-        f"rank {os.environ['RANK']} found no store at {where}: {first}; check that every process "
-        "is started, with the same master address and port"
-    )

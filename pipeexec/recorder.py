@@ -78,7 +78,7 @@ class Recorder:
         os.close(handle)
         with suppress(OSError, AttributeError):  # other namespaces of processes; not Linux
             found = os.pidfd_open(process)
-            if os.readlink(f"/proc/{process}/fd/{its_handle}") == path:
+            if os.readlink(f"/proc/{process}/fd/{its_handle}") == os.path.realpath(path):
                 self._handles[rank] = found
             else:
                 os.close(found)

@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed import (
-    ProcessGroup,
-)
+from torch.distributed import ProcessGroup
 
 from pipeexec import clocks
 from pipeexec.batches import Batch, moved, split_batches
@@ -132,15 +130,15 @@ class Run:
         try:
             self.issue(tasks)
             self._wait(tasks)
+            if not self.abandoned:
+                for device in self.devices:
+                    device.synchronize()
         except BaseException as error:
             self.failure = self.failure or (-1, error)
             if self.processes is None:
                 self._until = perf_counter() + _PATIENCE  # a stage may hang
                 self._wait(tasks)
             raise
-        if not self.abandoned:
-            for device in self.devices:
-                device.synchronize()
 
     def issue(self, tasks: Sequence[Planned]) -> None:
         """Give every task to its stream; wait for nothing."""
@@ -176,6 +174,7 @@ class Run:
     def _look(self) -> None:
         """Give up if this step will not end."""
         if self.processes is not None:
+            self.processes.watch.look_after_store()
             failed = self.failure is not None or self.processes.watch.failure is not None
             self.abandoned = failed
         elif self._progress.stalled(self.status()) or perf_counter() > self._until:
@@ -253,7 +252,17 @@ class Run:
         found = {m: x for m, x in enumerate(self.losses) if x is not None}
         losses = {m: float(x) for m, x in found.items()}
         dtype = str(next(iter(found.values())).dtype).removeprefix("torch.") if found else ""
-        return Part(zero, self.timeline(), losses, self.host_seconds, loss_dtype=dtype)
+        error = 0.0 if self.clock is None else self.clock.error
+        if self.processes is not None:
+            error += self.processes.clock.error
+        return Part(
+            zero,
+            self.timeline(),
+            losses,
+            self.host_seconds,
+            loss_dtype=dtype,
+            clock_error=error,
+        )
 
     def where(self, index: int) -> str:
         """Return a task's device, stage and micro-batch, as text."""

@@ -89,7 +89,6 @@ class Failure(NamedTuple):
     kind: str
     rank: int
     message: str
-    step: int
 
 
 class Watch:
@@ -141,7 +140,7 @@ class Watch:
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(_LAST_WORDS)  # a store that does not answer has the thread
 
     def _run(self) -> None:
         while not self._closed.wait(self._tick):
@@ -149,6 +148,9 @@ class Watch:
                 self._look()
             except RuntimeError as error:  # the store is gone, and its process with it
                 self._learn(self._without_store(error))
+            except Exception as error:  # a watch that ends without a word would seem a lost process
+                text = f"the watch of rank {self.rank} failed: {type(error).__name__}: {error}"
+                self.post(Failure("raised", self.rank, text))
             if self.failure is not None:
                 self._learn_speaker()
                 return
@@ -178,9 +180,9 @@ class Watch:
         """Return the failure of whoever held the store."""
         if self.holder is None:
             first = str(error).splitlines()[0]
-            return Failure("lost", -1, f"the launcher, which held the store, was lost: {first}", 0)
+            return Failure("lost", -1, f"the launcher, which held the store, was lost: {first}")
         text = f"rank {self.holder}, which held the store, was lost; {self.last_of(self.holder)}"
-        return Failure("lost", self.holder, text, 0)
+        return Failure("lost", self.holder, text)
 
     def last_seen(self, rank: int) -> str:
         """Return what a process last said."""
@@ -231,7 +233,7 @@ class Watch:
             self._judge(now)
 
     def _lost(self, rank: int) -> Failure:
-        return Failure("lost", rank, f"rank {rank} was lost; {self.last_of(rank)}", 0)
+        return Failure("lost", rank, f"rank {rank} was lost; {self.last_of(rank)}")
 
     def _judge(self, now: float) -> None:
         """Post a failure if a process is silent, or nothing has moved anywhere."""
@@ -239,7 +241,7 @@ class Watch:
         if silent:
             rank = silent[0]
             text = f"rank {rank} has given no sign of life for {self.timeout:g} s"
-            self.post(Failure("silent", rank, f"{text}; {self.last_of(rank)}", 0))
+            self.post(Failure("silent", rank, f"{text}; {self.last_of(rank)}"))
             return
         everyone = [self.statuses[rank] for rank in range(self.n_ranks)]
         progress = [(s.step, s.in_step, s.n_ended) for s in everyone]
@@ -305,7 +307,7 @@ class Watch:
             self.post(self._lost(lost))
         if self.failure is None:
             message = f"rank {self.rank} was told to end (SIGTERM): {self.status()}"
-            self.post(Failure("ended", self.rank, message, 0))
+            self.post(Failure("ended", self.rank, message))
 
     def speaks(self) -> bool:
         """Return whether this process is the one that tells the user what failed."""
@@ -352,7 +354,7 @@ def stalled(everyone: list[Status], timeout: float) -> Failure:
     """Return the failure of a step in which nothing moves, naming who holds it up.
 
     A task that has begun and does not end is the culprit; else a process that is not in the step;
-    else what the first device waits for.
+    else nobody in particular: what devices wait for is told beside it.
     """
     step = max(s.step for s in everyone)
     for status in everyone:
@@ -368,7 +370,6 @@ def stalled(everyone: list[Status], timeout: float) -> Failure:
                     status.rank,
                     f"{head.task} hangs (rank {status.rank}, device {head.device}, {head.place}, "
                     f"step {status.step}): no task has ended for {timeout:g} s",
-                    step,
                 )
     for status in everyone:
         if not status.in_step:
@@ -377,6 +378,5 @@ def stalled(everyone: list[Status], timeout: float) -> Failure:
                 status.rank,
                 f"rank {status.rank} does not come to step {step}: it is still {status}, for "
                 f"{timeout:g} s",
-                step,
             )
-    return Failure("stalled", -1, f"nothing has moved for {timeout:g} s in step {step}", step)
+    return Failure("stalled", -1, f"nothing has moved for {timeout:g} s in step {step}")

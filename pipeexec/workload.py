@@ -66,7 +66,12 @@ def add_workload(
     add("--cuda-graph", action="store_true", help="capture each step once, and replay it")
     add("--timeout", type=float, default=60.0, help="seconds without any progress after which a "
         "step is given up (default: 60)")  # fmt: skip
-    add("--no-overlap", action="store_true", help="transfers on the compute stream")
+    add(
+        "--no-overlap",
+        action="store_true",
+        help="transfers on the compute stream; over "
+        "processes only for orders that survive rendezvous, such as GPipe's",
+    )
     add("--steps", type=int, default=steps, help=f"{what} (default: {steps})")
     add("--warm-up", type=int, default=2, help="steps before them (default: 2)")
     add("--learning-rate", type=float, default=3e-4, help="of AdamW (default: 3e-4)")
