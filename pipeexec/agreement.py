@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from pipeexec.devices import Device, RemoteDevice
@@ -35,7 +37,14 @@ def agree_on_graph(graph: TaskGraph, processes: Processes) -> None:
     """
     found = hashlib.sha256()
     waits, members = graph.precedence, graph.collectives
-    columns = [graph.op, graph.stage, graph.microbatch, graph.device, graph.stream, graph.pair]
+    columns: list[NDArray[Any]] = [
+        graph.op,
+        graph.stage,
+        graph.microbatch,
+        graph.device,
+        graph.stream,
+        graph.pair,
+    ]
     columns += [graph.replica, graph.group, waits.ptr, waits.values, members.values]
     for column in columns:
         found.update(column.tobytes())

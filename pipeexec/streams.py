@@ -1,8 +1,9 @@
 """Streams and events with CUDA's meaning, and those of CPU workers; `pipeexec.cuda` has CUDA's own.
 
 A stream runs what is given to it one after the other, in the order given. ``record`` puts an event
-between two pieces of work; ``wait_event`` makes the stream wait, not the caller. The host never
-waits, but in ``synchronize``. As on CUDA, an event must be recorded before it is waited for.
+between two pieces of work; ``wait_event`` makes the stream wait, not the caller. The host waits
+in ``synchronize`` and in an event's ``wait`` alone. As on CUDA, an event must be recorded before it
+is waited for.
 """
 
 from __future__ import annotations

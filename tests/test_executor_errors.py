@@ -97,7 +97,8 @@ def failing_step(subject: px.Pipeline) -> StageError:
 def check_error(error: StageError, task: str, device: int, stage: int, microbatch: Any) -> None:
     """Check what an error names, and that its timeline holds what ran before, no more."""
     message = str(error)
-    where = f"device {device}, stage {stage}, micro-batch {microbatch}"
+    where = f"device {device}, stage {stage}"
+    where += "" if microbatch is None else f", micro-batch {microbatch}"
     assert message.startswith(f"{task} failed ({where}): Boom: here"), message
     assert isinstance(error.__cause__, Boom)
     timeline = error.timeline

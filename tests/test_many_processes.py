@@ -327,8 +327,21 @@ def test_parity_of_every_schedule_in_two_processes(name: str, two_ranks: Ranks) 
     check(two_ranks, "dense", name, 2, 4)
 
 
-@pytest.mark.parametrize("name", ps.schedules().index)
-def test_parity_of_every_schedule_in_four_processes(name: str, four_ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "zb_h1",
+        "zbv",
+        "dualpipev",
+        "chimera",
+        "hanayo",
+        "pipedream",
+    ],
+)
+def test_parity_in_four_processes(name: str, four_ranks: Ranks) -> None:
     check(four_ranks, "dense", name, 4, 8)
 
 

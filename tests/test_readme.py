@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import matplotlib as mpl
 import pytest
+from ranks import Ranks
 
+import pipeexec as px
 from pipeexec.models import build_model, split
 from pipesim.cli import main
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+CODE = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+JOINED = [code for code in CODE if "px.join" in code]
+PYTHON = [code for code in CODE if code not in JOINED]
 COMMANDS = re.findall(r"^(pipesim .*)$", README, re.MULTILINE)
 
 
 def test_there_is_something_to_run() -> None:
     assert len(PYTHON) >= 2
     assert len(COMMANDS) >= 3
+    assert JOINED
 
 
 @pytest.mark.parametrize("code", PYTHON)
@@ -28,6 +34,11 @@ def test_code(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """What the text leaves to the reader (stages, batch, loss) is a small model here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(mpl.rcParams, "backend", "agg")
+    run(code)
+
+
+def run(code: str) -> None:
+    """Run code of the README."""
     workload = build_model("gpt", layers=2, width=16, sequence=16)
     inputs, targets = workload.make_batch(8, 0)
     names = {
@@ -37,6 +48,18 @@ def test_code(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "loss": workload.loss,
     }
     exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own text
+
+
+def joined(processes: px.Processes, code: str) -> None:
+    """Run code that joins the other processes, which this one has done."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(px, "join", lambda timeout: nullcontext(processes))
+        run(code)
+
+
+@pytest.mark.parametrize("code", JOINED)
+def test_code_of_several_processes(code: str, two_ranks: Ranks) -> None:
+    two_ranks.run(joined, code=code)
 
 
 @pytest.mark.parametrize("line", COMMANDS)
