@@ -235,7 +235,7 @@ class Pipeline:
         """Check that every process makes the same pipeline."""
         processes.agree("loss_reduction", self.loss_reduction)
         processes.agree("whether there is an optimizer", self.zero_grad)
-        processes.agree("torch.initial_seed()", torch.initial_seed())
+        processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())
         if graph.n_replicas > 1:
             agree_on_weights(self.modules, graph.n_stages, processes)
 
