@@ -47,7 +47,7 @@ class Fit:
         are handed over by reference: the largest spends less than half of its time on its bytes,
         or a constant deviates less than twice as much.
     residual
-        Mean of how far the fit is from each measured size, relative to it.
+        Mean of how far the fit is from each measured size, as a ratio: 1 for half or twice as long.
     r2
         Share of the variance of the seconds that the fit explains; NaN if they do not vary.
     """
@@ -65,10 +65,9 @@ class Fit:
 def fit(nbytes: Sequence[float] | Floats, seconds: Sequence[float] | Floats) -> Fit:
     """Fit a latency and a bandwidth to what messages of several sizes took.
 
-    The sum of the relative deviations ``|fit / seconds - 1|`` is least, which lets small messages
-    count as much as large ones, and a single odd value for little. The least is reached by a line
-    through two of the points, or one through a point without latency, or without a slope (a
-    vertex of the linear program), so that trying them all finds it.
+    The best of all lines through two of the points, through one without latency, and through one
+    without a slope: that from which the points are off least, on average, as a ratio. So small
+    messages count as much as large ones, too short as much as too long, and an odd value little.
     """
     x, y = np.asarray(nbytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     lines = [(0.0, b / a) for a, b in zip(x, y, strict=True) if a] + [(float(b), 0.0) for b in y]
@@ -77,9 +76,9 @@ def fit(nbytes: Sequence[float] | Floats, seconds: Sequence[float] | Floats) -> 
             slope = (y[j] - y[i]) / (x[j] - x[i])
             lines.append((float(y[i] - slope * x[i]), float(slope)))
     deviation, latency, slope = min(
-        (float(np.abs((a + b * x) / y - 1).mean()), a, b) for a, b in lines if a >= 0 and b >= 0
+        (_off(a + b * x, y), a, b) for a, b in lines if a >= 0 and b >= 0
     )
-    flat = min((float(np.abs(a / y - 1).mean()), float(a)) for a in y)
+    flat = min((_off(np.full_like(y, a), y), float(a)) for a in y)
     if slope * float(x.max()) <= latency or deviation >= _CLEARLY * flat[0]:
         (deviation, latency), slope = flat, 0.0
     rest, spread = float(((latency + slope * x - y) ** 2).sum()), float(((y - y.mean()) ** 2).sum())
@@ -89,6 +88,12 @@ def fit(nbytes: Sequence[float] | Floats, seconds: Sequence[float] | Floats) -> 
         residual=deviation,
         r2=1 - rest / spread if np.ptp(y) > 0 else math.nan,
     )
+
+
+def _off(fitted: Floats, seconds: Floats) -> float:
+    """Return by how much values are off on average: 1 for half, or for twice, as long."""
+    with np.errstate(divide="ignore"):
+        return float((np.maximum(fitted / seconds, seconds / fitted) - 1).mean())
 
 
 def fits(transfers: pd.DataFrame) -> dict[tuple[Pair, str], Fit]:

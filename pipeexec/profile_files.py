@@ -68,11 +68,16 @@ def plot_transfers(transfers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     Markers are what was measured, between idle devices and loaded ones; lines are the fits,
     ``latency + nbytes / bandwidth``, one a pair of devices.
     """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     ax = axes_or_new(ax, 8)
     seconds = transfers[list(STATES)].to_numpy(np.float64)
     sign, scale = time_unit(float(seconds.min(initial=1.0)))
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
     for state in STATES:
         colour, marker, dashes = _LOOKS[state]
         for number, (_, rows) in enumerate(by_pair(transfers).items()):

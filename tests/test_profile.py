@@ -321,7 +321,7 @@ def test_a_fit_by_hand() -> None:
     seconds[3] *= 10
     odd = fit(SIZES, seconds)
     assert (odd.latency, odd.bandwidth) == pytest.approx((20e-6, 5e9))
-    assert odd.residual == pytest.approx(0.9 / len(SIZES))
+    assert odd.residual == pytest.approx(9 / len(SIZES))
     assert odd.seconds(5e9) == pytest.approx(1 + 20e-6)
 
 
