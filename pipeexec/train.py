@@ -33,11 +33,14 @@ class Training:
         From the costs that were given, or None.
     clocks
         How each process's clock stands to rank 0's; see `pipeexec.process_clock.Alignment`.
+    notes
+        What measured times mean that is not plain, such as imposed links.
     """
 
     steps: tuple[StepResult, ...]
     predicted: Timeline | None
     clocks: tuple[dict[str, float], ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def makespans(self) -> list[float]:
@@ -85,6 +88,7 @@ class Training:
             "makespans": self.makespans,
             "losses": self.losses,
             "clocks": self.clocks,
+            "notes": self.notes,
         }
         with write_directory(path, {"command": command(), **(record or {}), **measured}) as to:
             self.measured.save(to / "timeline.csv")
@@ -144,4 +148,4 @@ def train(
             say(f"step {number - warm_up + 1} of {n_steps}: loss {float(result.loss):.4f}, "
                 f"{result.timeline.makespan * 1e3:.1f} ms")  # fmt: skip
     predicted = None if costs is None else simulate(pipeline.graph, costs)
-    return Training(tuple(steps), predicted, pipeline.clocks())
+    return Training(tuple(steps), predicted, pipeline.clocks(), pipeline.notes)

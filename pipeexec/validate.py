@@ -115,6 +115,7 @@ def validate(
         inputs, targets = repeats[-1].batch
         held = [each.device_bytes(inputs, targets) for each in pipelines]
         real = with_stage_bytes(repeats[-1].costs, pipeline)
+        clocks, notes = pipeline.clocks(), pipeline.notes
     rows = {
         name: _row(
             name,
@@ -125,7 +126,7 @@ def validate(
     }
     if costs is not None:
         _warn_of_other_sizes(costs, rows)
-    return Validation(rows, repeats[-1].costs, repeats[-1].profile)
+    return Validation(rows, repeats[-1].costs, repeats[-1].profile, clocks, notes)
 
 
 def _widest(graphs: Mapping[str, TaskGraph]) -> TaskGraph:

@@ -102,12 +102,16 @@ class Validation:
     """Rows by name, and the costs and profile that their predictions come from.
 
     Of several repeats, those of the last. ``profile`` is None where costs were given, and for run
-    directories of older versions.
+    directories of older versions. ``clocks`` says how each process's stands to rank 0's (see
+    `pipeexec.process_clock.Alignment`), and ``notes`` what measured times mean that is not plain,
+    such as imposed links.
     """
 
     rows: dict[str, Row]
     costs: Costs
     profile: Profile | None = None
+    clocks: tuple[dict[str, float], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def table(self) -> pd.DataFrame:
@@ -224,7 +228,8 @@ class Validation:
             for name, row in self.rows.items()
         }
         path = Path(path)
-        with write_directory(path, {"command": command(), **(record or {}), "rows": rows}) as to:
+        said = {"clocks": self.clocks, "notes": self.notes, "rows": rows}
+        with write_directory(path, {"command": command(), **(record or {}), **said}) as to:
             self.costs.save(to / "costs.json")
             self.table.to_csv(to / "table.csv")
             if self.profile is not None:
@@ -279,4 +284,5 @@ def load_run(path: Path | str) -> Validation:
         values = {key: tuple(value) for key, value in kept.items()}
         rows[name] = Row(predicted, measured, **values, parts=parts, ops=ops)
     profile = Profile(costs, *load_profile(path)) if (path / FITS).is_file() else None
-    return Validation(rows, costs, profile)
+    clocks, notes = (tuple(record.get(key, ())) for key in ("clocks", "notes"))
+    return Validation(rows, costs, profile, clocks, notes)
