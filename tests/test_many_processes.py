@@ -5,7 +5,10 @@ To the last bit, as in one process: messages change nothing, and neither does wh
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.cli import main
 from pipeexec.models import build_model, split
 from pipeexec.process_clock import Alignment
 from pipeexec.randomness import OwnGenerator, task_seed
@@ -434,3 +438,34 @@ def test_other_graphs_on_the_same_stages(two_ranks: Ranks) -> None:
             assert mine == its
         else:  # of four messages, each with a header of 128 bytes at most
             assert all(a <= b <= a + 4 * 128 for a, b in zip(its, mine, strict=True))
+
+
+# The command line
+
+
+def command_line(processes: px.Processes, folder: str) -> list[int]:
+    """Profile, train and validate; each command joins and leaves by itself."""
+    sizes = "--layers 2 --width 16 --heads 2 --sequence 16 --batch 8 --microbatches 4"
+    common = shlex.split(f"{sizes} --steps 2 --warm-up 1 --results {folder}")
+    return [
+        main(["profile", "--name", "costs", *common]),
+        main(["run", "--name", "run", "--costs", f"{folder}/costs", *common]),
+        main(["validate", "--name", "both", "--recompute", "never", *common]),
+    ]
+
+
+def test_every_command_runs_in_two_processes(two_ranks: Ranks, tmp_path: Path) -> None:
+    """And one process writes, with the clocks of both."""
+    assert two_ranks.run(command_line, folder=str(tmp_path)) == [[0, 0, 0]] * 2
+    for name in ("run", "both"):
+        record = json.loads((tmp_path / name / "run.json").read_text())
+        assert len(record["clocks"]) == 2
+        assert record["clocks"][1]["n_samples"] > 2
+    both = px.load_run(tmp_path / "both")
+    assert list(both.rows) == ["gpipe never", "1f1b never"]
+    assert all(row.measured.complete for row in both.rows.values())
+    assert len(both.clocks) == 2
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {
+        *("timeline.csv", "timeline.png", "predicted.csv", "costs.json", "overlay.png"),
+    }
+    assert px.Profile.load(tmp_path / "costs").fits is not None
