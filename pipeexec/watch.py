@@ -232,6 +232,10 @@ class Watch:
         else:
             self._judge(now)
 
+    def others_in_step(self) -> bool:
+        """Return whether another process was in a step when it last said something."""
+        return any(s.in_step for rank, s in list(self.statuses.items()) if rank != self.rank)
+
     def _lost(self, rank: int) -> Failure:
         return Failure("lost", rank, f"rank {rank} was lost; {self.last_of(rank)}")
 

@@ -28,8 +28,14 @@ import pipesim as ps
 from pipeexec import channels, cli, launched
 from pipeexec.run import Planned, Run
 
-#: What a stage, the loss or the optimizer of this process does wrong from now on.
-TRICKS: set[str] = set()
+
+def mine(trick: str) -> tuple[str, int]:
+    """Return a trick that this thread is to do."""
+    return trick, threading.get_ident()
+
+
+#: What a stage, the loss or the optimizer does wrong from now on, in which thread.
+TRICKS: set[tuple[str, int]] = set()
 FORWARD, BACKWARD = 2e-3, 2e-3  # s
 
 
@@ -46,10 +52,10 @@ class Trickster(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.nap(self.layer(x))
-        if "hook" in TRICKS:
+        if mine("hook") in TRICKS:
             y.register_hook(on_purpose)
-            TRICKS.clear()
-        return y[:, :3] if "shape" in TRICKS else y
+            TRICKS.discard(mine("hook"))
+        return y[:, :3] if mine("shape") in TRICKS else y
 
 
 class Optimizer(torch.optim.SGD):
@@ -59,13 +65,13 @@ class Optimizer(torch.optim.SGD):
         super().__init__(parameters, lr=1e-3)
 
     def step(self, closure: Any = None) -> Any:
-        if "optimizer" in TRICKS:
+        if mine("optimizer") in TRICKS:
             on_purpose()
         return super().step(closure)
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    if "loss" in TRICKS:
+    if mine("loss") in TRICKS:
         on_purpose()
     return nn.functional.mse_loss(output, target)
 
@@ -76,7 +82,7 @@ def _hold_the_interpreter() -> None:
 
 
 def _trick(name: str) -> None:
-    TRICKS.add(name)
+    TRICKS.add(mine(name))
 
 
 def _garble_headers() -> None:
@@ -134,7 +140,7 @@ class Trap:
             if task_run.number == self.fault["step"]:
                 self.spring()
             original(task_run, task)
-            TRICKS.discard("shape")
+            TRICKS.discard(mine("shape"))
 
         def field(task: Planned) -> str:
             """Return what sends a header: with a rendezvous, that is before the task begins."""
