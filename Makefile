@@ -27,7 +27,8 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 fuzz: $(STAMP)  ## compare the engines on 6,000 random graphs, with noise and without
 	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_compiled_engine.py --hypothesis-show-statistics
 
-chaos: $(STAMP)  ## 50 runs of random faults in several processes; writes results/benchmarks/chaos.txt
+chaos: $(STAMP)  ## every fault of the tests, then 50 random ones; writes results/benchmarks/chaos.txt
+	FAULTS=all $(BIN)/python -m pytest tests/test_faults.py
 	$(BIN)/python tests/chaos.py --out results/benchmarks/chaos.txt
 
 bench: $(STAMP)  ## run every script in benchmarks/
