@@ -62,8 +62,8 @@ def connected(
 
 def _received(task: Planned, following: int) -> Planned:
     """Return a RECV, which begins when its message has."""
-    after = _ask_ahead if following >= 0 else None
-    return task._replace(meet=_accept, work=_receive, after=after, following=following)
+    after = partial(_ask_ahead, following) if following >= 0 else None
+    return task._replace(meet=_accept, work=_receive, after=after)
 
 
 def _sent(task: Planned, rendezvous: bool, stream: str) -> Planned:
@@ -146,10 +146,10 @@ def _accept(run: Run, task: Planned) -> None:
     run.asked[task.id] = task.channel.accept(run.expected[task.id], place)
 
 
-def _ask_ahead(run: Run, task: Planned) -> None:
-    """Ask for the channel's next message, now that this one is delivered."""
+def _ask_ahead(following: int, run: Run, task: Planned) -> None:
+    """Ask for the message of the channel's next RECV, now that this one is delivered."""
     assert task.channel is not None
-    task.channel.ask_ahead(run.expected[task.following], task.device.torch_device)
+    task.channel.ask_ahead(run.expected[following], task.device.torch_device)
 
 
 def _receive(run: Run, task: Planned) -> None:

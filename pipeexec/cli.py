@@ -18,8 +18,11 @@ from pipeexec.workload import add_workload, workload
 from pipesim.errors import ArgumentError, PipeError, PipeWarning
 
 if TYPE_CHECKING:
+    from pipeexec.executor import Pipeline
     from pipeexec.processes import Processes
+    from pipeexec.workload import Workload
     from pipesim.costs import Costs
+    from pipesim.graph import TaskGraph
     from pipesim.timeline import Timeline
 
 __all__ = ["main"]
@@ -155,8 +158,25 @@ def _checked_path(arguments: argparse.Namespace) -> Path:
     return path
 
 
-def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+def _pipeline(
+    arguments: argparse.Namespace, asked: Workload, graph: TaskGraph, processes: Processes | None
+) -> Pipeline:
+    """Return the pipeline that was asked for, with a graph of its."""
     from pipeexec.executor import Pipeline
+
+    return Pipeline(
+        asked.stages,
+        graph,
+        asked.devices,
+        asked.loss,
+        asked.optimizer,
+        timeout=arguments.timeout,
+        processes=processes,
+        cuda_graph=arguments.cuda_graph,
+    )
+
+
+def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
     from pipeexec.report import training_report
     from pipeexec.train import train
 
@@ -168,16 +188,7 @@ def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> i
             "validate compares several"
         )
     (graph,) = asked.graphs.values()
-    with Pipeline(
-        asked.stages,
-        graph,
-        asked.devices,
-        asked.loss,
-        asked.optimizer,
-        timeout=arguments.timeout,
-        processes=processes,
-        cuda_graph=arguments.cuda_graph,
-    ) as pipeline:
+    with _pipeline(arguments, asked, graph, processes) as pipeline:
         training = train(
             pipeline,
             asked.batches,
@@ -234,7 +245,6 @@ def _costs(path: Path | None) -> Costs | None:
 
 
 def _profile(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
-    from pipeexec.executor import Pipeline
     from pipeexec.profile import measure
     from pipeexec.report import profile_report
 
@@ -242,16 +252,7 @@ def _profile(arguments: argparse.Namespace, processes: Processes | None = None) 
     asked = workload(arguments, processes)
     graphs = list(asked.graphs.values())
     widest = max(graphs, key=lambda graph: graph.n_replicas)
-    with Pipeline(
-        asked.stages,
-        widest,
-        asked.devices,
-        asked.loss,
-        asked.optimizer,
-        timeout=arguments.timeout,
-        processes=processes,
-        cuda_graph=arguments.cuda_graph,
-    ) as pipeline:
+    with _pipeline(arguments, asked, widest, processes) as pipeline:
         _tell(f"measuring: {arguments.warm_up} steps to warm up, then {arguments.steps}")
         found = measure(
             pipeline,

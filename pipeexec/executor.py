@@ -85,7 +85,7 @@ class StepResult:
         What the host took to issue all tasks, or to launch them as one CUDA graph; the sum over
         processes, once gathered.
     part
-        What this process measured, for `Pipeline.gather`.
+        What this process measured, for `Pipeline.gather`; None where it is the only one.
     clock_error
         The most that times of two devices can be wrong against each other (s), from how their
         clocks were joined; 0 where they have one clock. See `pipeexec.clocks`.
@@ -95,7 +95,7 @@ class StepResult:
     timeline: Timeline
     peak_held: tuple[int, ...]
     host_seconds: float
-    part: Part
+    part: Part | None = None
     n_losses: int = 1
     clock_error: float = 0.0
 
@@ -385,16 +385,17 @@ class Pipeline:
                     stacklevel=3,
                 )
         held = tuple(held.peak for held in self.held)
-        part = replace(run.part(), peak_held=held)
-        self._note(part.timeline)
+        part = None if self.processes is None else replace(run.part(), peak_held=held)
+        timeline = run.timeline() if part is None else part.timeline
+        self._note(timeline)
         return StepResult(
             losses=losses,
-            timeline=part.timeline,
+            timeline=timeline,
             peak_held=held,
             host_seconds=run.host_seconds,
             part=part,
             n_losses=run.n_losses,
-            clock_error=part.clock_error,
+            clock_error=run.clock_error,
         )
 
     def _begun(self, inputs: Batch | None, targets: Any) -> Run:
@@ -506,7 +507,7 @@ class Pipeline:
         Its timeline counts from when the first process began, on rank 0's clock; losses are
         without a device. In one process, ``result`` itself.
         """
-        if self.processes is None:
+        if self.processes is None or result.part is None:
             return result
         graph = result.timeline.graph
         part = whole(

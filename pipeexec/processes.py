@@ -174,8 +174,9 @@ class Processes:
         rank = error.rank if error.rank in gone or not gone else gone[0]
         if rank < 0:
             return rank, str(error)
-        what = f"rank {rank} was lost" if rank in gone else str(error)
-        return rank, f"{what}; {self.watch.last_of(rank)}"
+        if rank in gone:
+            return rank, self.watch.lost_text(rank)
+        return rank, f"{error}; {self.watch.last_of(rank)}"
 
     def close(self) -> None:
         """Leave, together with all others; the pipelines of these processes are done."""

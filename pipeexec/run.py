@@ -54,7 +54,6 @@ class Planned(NamedTuple):
     meet: Callable[[Run, Planned], None] | None = None  # waits for them before it begins
     after: Callable[[Run, Planned], None] | None = None  # what is done once it has ended
     channel: Channel | None = None
-    following: int = -1  # the channel's next RECV, which may be asked for early
     members: ProcessGroup | None = None  # of a reduction
     waiter: Stream | None = None  # waits until a message that is only posted is gone
     slate: int = -1  # where to note that it runs, for them to read
@@ -246,22 +245,25 @@ class Run:
             end[task] = self.clock.seconds(device, ended)
         return Timeline(graph, start, end, self.nbytes)
 
+    @property
+    def clock_error(self) -> float:
+        """The most that times of devices, of other processes too, can be wrong; seconds."""
+        error = 0.0 if self.clock is None else self.clock.error
+        return error + (0.0 if self.processes is None else self.processes.clock.error)
+
     def part(self) -> Part:
         """Return what this process measured, on rank 0's clock."""
         zero = self.zero if self.processes is None else self.processes.clock.to_first(self.zero)
         found = {m: x for m, x in enumerate(self.losses) if x is not None}
         losses = {m: float(x) for m, x in found.items()}
         dtype = str(next(iter(found.values())).dtype).removeprefix("torch.") if found else ""
-        error = 0.0 if self.clock is None else self.clock.error
-        if self.processes is not None:
-            error += self.processes.clock.error
         return Part(
             zero,
             self.timeline(),
             losses,
             self.host_seconds,
             loss_dtype=dtype,
-            clock_error=error,
+            clock_error=self.clock_error,
         )
 
     def where(self, index: int) -> str:

@@ -236,8 +236,12 @@ class Watch:
         """Return whether another process was in a step when it last said something."""
         return any(s.in_step for rank, s in list(self.statuses.items()) if rank != self.rank)
 
+    def lost_text(self, rank: int) -> str:
+        """Return that a process was lost, and what is known of it."""
+        return f"rank {rank} was lost; {self.last_of(rank)}"
+
     def _lost(self, rank: int) -> Failure:
-        return Failure("lost", rank, f"rank {rank} was lost; {self.last_of(rank)}")
+        return Failure("lost", rank, self.lost_text(rank))
 
     def _judge(self, now: float) -> None:
         """Post a failure if a process is silent, or nothing has moved anywhere."""
