@@ -5,6 +5,9 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/gpu.py,$(sort $(wildcard benchmarks/*.py)))  # make gpu runs that one
 
+# Without its bytecode, torch takes seconds more to load in every process.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint fuzz chaos bench gpu clean
 .DELETE_ON_ERROR:

@@ -15,8 +15,10 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from forked import Forked
 from ranks import environment, free_port
 
 import pipesim as ps
@@ -106,15 +108,27 @@ def graph_of(fault: Fault) -> ps.TaskGraph:
     )
 
 
-def _marked(mark: str) -> list[int]:
-    """Return the processes that have a mark in their environment, but for zombies."""
+def _alive(mark: str, sessions: Sequence[int]) -> list[int]:
+    """Return the processes with a mark in their environment, or of sessions; but for zombies."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_marked = f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes()
-            if is_marked and ") Z " not in (folder / "stat").read_text():
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            is_ours = f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes()
+            if state != "Z" and (is_ours or int(session) in sessions):
                 found.append(int(folder.name))
     return found
+
+
+def _fresh(
+    arguments: Sequence[str], environment: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Start an interpreter in a session of its own."""
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, *arguments], env=environment, stdin=subprocess.DEVNULL,
+            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
 
 
 def run_commands(
@@ -123,33 +137,30 @@ def run_commands(
     *,
     port: int,
     seconds: float,
-    variables: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> tuple[list[int | None], str, float, list[str]]:
     """Run commands to their end; return statuses, outputs, when they had ended, and what is left.
 
-    Every process that they started, and that is still there a second later, is killed.
+    Every process that they started, and that is still there a second later, is killed. They are
+    forked, unless they are to be ``fresh`` interpreters.
     """
     mark, temporary = uuid.uuid4().hex, folder / "tmp"
     temporary.mkdir(exist_ok=True)
     path = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
-    running = []
+    running: list[Any] = []
     for rank, command in enumerate(commands):
-        variables_of_rank = {
-            **environment(rank, len(commands), port), **(variables or {}), _MARK: mark,
+        variables = {
+            **environment(rank, len(commands), port), _MARK: mark,
             "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(path),
         }  # fmt: skip
-        with (folder / f"{rank}.log").open("w") as log:
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, *command], env=variables_of_rank, stdin=subprocess.DEVNULL,
-                    stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                )
-            )  # fmt: skip
+        start = _fresh if fresh else Forked
+        running.append(start(command, variables, folder / f"{rank}.log"))
+    sessions = [process.pid for process in running]
     end = time.time() + seconds
     began = folder / "begun"
-    while _marked(mark) and time.time() < end:
-        for process in running:
-            process.poll()
+    while time.time() < end:
+        if all([process.poll() is not None for process in running]) and not _alive(mark, sessions):
+            break
         time.sleep(0.1)
         if began.exists() and time.time() > float(began.read_text() or time.time()) + seconds / 2:
             break
@@ -157,9 +168,9 @@ def run_commands(
     with contextlib.suppress(subprocess.TimeoutExpired):
         for process in running:  # those that end are gone from the list a little earlier
             process.wait(5.0)
-    left = [f"process {pid}" for pid in _marked(mark)]
+    left = [f"process {pid}" for pid in _alive(mark, sessions)]
     statuses = [process.poll() for process in running]
-    for pid in _marked(mark):
+    for pid in _alive(mark, sessions):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for process in running:
@@ -186,7 +197,9 @@ def inject(fault: Fault, folder: Path) -> Outcome:
         commands = [command] * fault.n_ranks
     # The first half of this is for processes to start.
     seconds = 2 * (fault.timeout + 2 * SLACK)
-    statuses, output, ended, left = run_commands(commands, folder, port=port, seconds=seconds)
+    statuses, output, ended, left = run_commands(
+        commands, folder, port=port, seconds=seconds, fresh=fault.launcher
+    )
     began = folder / "begun"
     partial = folder / "results/run-partial/timeline.csv"
     timeline = ps.Timeline.load(partial) if partial.is_file() else None

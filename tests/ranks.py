@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, Concatenate
 
 import torch
+from forked import Forked
 
 __all__ = ["Ranks", "environment", "free_port", "run_to_end", "running"]
 
@@ -52,30 +52,20 @@ def environment(rank: int, n_ranks: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def running(commands: Sequence[Sequence[str]], folder: Path, port: int = 0) -> Iterator[list[Any]]:
+def running(commands: Sequence[Sequence[str]], folder: Path) -> Iterator[list[Forked]]:
     """Start a process a rank; at the end none is left. Each writes to ``RANK.log``."""
-    ranks: list[subprocess.Popen[str]] = []
-    port = port or free_port()
+    ranks: list[Forked] = []
+    port = free_port()
     try:
         for rank, command in enumerate(commands):
-            with (folder / f"{rank}.log").open("w") as log:
-                ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, *command],
-                        env=environment(rank, len(commands), port),
-                        stdin=subprocess.PIPE,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
-                )
+            variables = environment(rank, len(commands), port)
+            ranks.append(Forked(command, variables, folder / f"{rank}.log"))
         yield ranks
     finally:
         for process in ranks:
             process.kill()
         for process in ranks:
             process.wait()
-            assert process.stdin is not None
             process.stdin.close()
 
 
@@ -105,7 +95,7 @@ class Ranks:
     def __init__(self, n: int, folder: Path) -> None:
         self.n, self.folder = n, folder
         self._running: Any = None
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[Forked] = []
         self._n_cases = 0
         self._timeout = 0.0  # of the processes that the ranks have; 0 where they have none
 
@@ -127,7 +117,6 @@ class Ranks:
         files = [self.folder / f"{number}.{rank}.pt" for rank in range(self.n)]
         try:
             for process in self._processes:
-                assert process.stdin is not None
                 process.stdin.write(line + "\n")
                 process.stdin.flush()
             self._wait_for(files, seconds)

@@ -127,10 +127,10 @@ def test_a_run_without_a_fault_ends_well(tmp_path: Path) -> None:
 # The command
 
 
-def command(folder: Path, results: Path | str) -> list[str]:
+def command(folder: Path, results: Path | str, timeout: int = 8) -> list[str]:
     """Return the arguments of a short run."""
     sizes = "--layers 2 --width 16 --heads 2 --sequence 8 --microbatches 2 --batch 4"
-    rest = f"--steps 1 --warm-up 1 --timeout 8 --results {results}"
+    rest = f"--steps 1 --warm-up 1 --timeout {timeout} --results {results}"
     return ["-m", "pipeexec", "run", *f"{sizes} {rest}".split()]
 
 
@@ -149,11 +149,13 @@ def refused(commands: Sequence[Sequence[str]], folder: Path, port: int = 0, **op
 
 def test_no_room_for_the_results(tmp_path: Path) -> None:
     """A limit of the size of a file stands for a disk that fills up: the figure does not fit."""
-    limit = "import resource as r, runpy; r.setrlimit(r.RLIMIT_FSIZE, (16384, 16384)); "
-    argv = command(tmp_path, tmp_path / "results")
-    start = ["-c", f"import sys; sys.argv = ['pipeexec', *{argv[2:]!r}]; {limit}"
-             "runpy.run_module('pipeexec', run_name='__main__')"]  # fmt: skip
-    said = refused([start] * 2, tmp_path)
+    script = tmp_path / "limited.py"
+    script.write_text(
+        "import resource as r, runpy; r.setrlimit(r.RLIMIT_FSIZE, (16384, 16384))\n"
+        "runpy.run_module('pipeexec', run_name='__main__')\n"
+    )
+    _, _, *arguments = command(tmp_path, tmp_path / "results")
+    said = refused([[str(script), *arguments]] * 2, tmp_path)
     assert re.search(f"cannot write .*{tmp_path}/results/.*too large", said), said
     assert not (tmp_path / "results/run").exists()
     assert ps.Timeline.load(tmp_path / "results/run-partial/timeline.csv").makespan > 0
@@ -191,7 +193,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        said = refused([command(tmp_path, tmp_path)] * 2, tmp_path, port=port)
+        said = refused([command(tmp_path, tmp_path, timeout=2)] * 2, tmp_path, port=port)
     assert f"port 127.0.0.1:{port} is in use on " in said, said
     assert "choose another --master-port" in said
 

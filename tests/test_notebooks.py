@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import nbclient
@@ -16,17 +18,28 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cell raises, started where there are no files and no settings of the user's."""
-    work = tmp_path / "work"
-    work.mkdir()
-    for variable in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
-        monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Path, Future[object]]]:
+    """Run all notebooks, two at a time, where there are no files and no settings of the user's."""
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name.lower())))
+        yield {path: pool.submit(run, path, tmp_path_factory.mktemp("work")) for path in NOTEBOOKS}
+        pool.shutdown(cancel_futures=True)
+
+
+def run(path: Path, folder: Path) -> None:
+    """Run a notebook from top to bottom."""
     client = nbclient.NotebookClient(
         nbformat.read(path, as_version=4),
         timeout=300,  # seconds a cell
         kernel_name="python3",
-        resources={"metadata": {"path": str(work)}},
+        resources={"metadata": {"path": str(folder)}},
     )
     client.execute()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path, ended: dict[Path, Future[object]]) -> None:
+    """No cell raises."""
+    ended[path].result()

@@ -510,15 +510,15 @@ def test_errors_of_operations(validation: px.Validation) -> None:
 
 
 def test_a_slow_stage_is_found_in_the_parts() -> None:
-    """Costs of stages twice as slow: the durations were the error, 60 ms and more of it."""
+    """Costs of stages ten times as slow: the durations were the error, on a busy machine too."""
     graph = graphs()[NAMES[0]]
-    costs = ps.Costs(10e-3, 10e-3)
+    costs = ps.Costs(50e-3, 50e-3)
     found = validate(costs=costs, graphs={"x": graph}, n_steps=3)
     assert found.profile is None
     assert found.costs is costs
     parts = found.parts.loc["x"]
     assert parts["durations"] == parts[["durations", "spread", "transfers", "host"]].abs().max()
-    assert parts["durations"] > 0.5 * 50e-3
+    assert parts["durations"] > 0.8 * parts["error"] > 0.2
 
 
 def test_given_costs_need_no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,104 @@
+"""Python processes forked from one that has loaded the libraries, which takes seconds."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+__all__ = ["Forked"]
+
+_SERVER = multiprocessing.get_context("forkserver")
+# The optimizers of torch load its compiler.
+_SERVER.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed", "pandas", "matplotlib.figure", "pipeexec.cli",
+     "pipeexec.executor", "pipeexec.launched", "pipeexec.train", "pipeexec.validation"]
+)  # fmt: skip
+
+
+class Forked:
+    """``python ...`` in a session of its own; as `subprocess.Popen`, as far as tests need it.
+
+    Parameters
+    ----------
+    arguments
+        Those of the interpreter: ``-m`` and a module, or a script; and what follows.
+    environment
+        All of its variables.
+    log
+        Gets what it prints.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        reader, writer = _SERVER.Pipe(duplex=False)
+        self._process = _SERVER.Process(
+            target=_become, args=(list(arguments), dict(environment), log, reader)
+        )
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # a process with one thread can be forked
+        try:
+            self._process.start()  # and the server, before the first
+        finally:
+            os.environ.pop("OMP_NUM_THREADS")
+            if before is not None:
+                os.environ["OMP_NUM_THREADS"] = before
+        reader.close()
+        self.pid: int = self._process.pid or 0
+        self.stdin: IO[str] = os.fdopen(os.dup(writer.fileno()), "w")
+        writer.close()
+
+    def poll(self) -> int | None:
+        """Return its status, None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and return its status."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _become(
+    arguments: list[str], environment: dict[str, str], log: Path, reader: Connection
+) -> None:
+    """Be the interpreter that was asked for."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # as the environment says
+    os.dup2(reader.fileno(), 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
+    first, *rest = arguments
+    try:
+        if first == "-m":
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(first).parent))
+            runpy.run_path(first, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
