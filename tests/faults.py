@@ -159,7 +159,7 @@ def run_commands(
     end = time.time() + seconds
     began = folder / "begun"
     while time.time() < end:
-        if all([process.poll() is not None for process in running]) and not _alive(mark, sessions):
+        if all(process.poll() is not None for process in running) and not _alive(mark, sessions):
             break
         time.sleep(0.1)
         if began.exists() and time.time() > float(began.read_text() or time.time()) + seconds / 2:
