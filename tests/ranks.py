@@ -97,23 +97,27 @@ class Ranks:
         self._running: Any = None
         self._processes: list[Forked] = []
         self._n_cases = 0
-        self._timeout = 0.0  # of the processes that the ranks have; 0 where they have none
+        self._timeout = 0.0  # of the processes
 
     def run(
         self, case: Case, *, timeout: float = 20.0, seconds: float = 60.0, **options: Any
     ) -> list[Any]:
         """Let every rank run a function; return what each returned.
 
-        Ranks keep their `Processes` from case to case, unless one failed or ``timeout`` changed.
-        Fails the test with what the ranks printed where one raises, dies or is late.
+        Ranks keep their `Processes` from case to case; they start anew where one failed, or
+        ``timeout`` changed. Fails the test with what the ranks printed where one raises, dies or
+        is late.
         """
+        if timeout != self._timeout:
+            self.close()
         if not self._processes:
-            self._running = running([[__file__, str(self.folder)]] * self.n, self.folder)
+            command = [__file__, str(self.folder), str(timeout)]
+            self._running = running([command] * self.n, self.folder)
             self._processes = self._running.__enter__()
+            self._timeout = timeout
         number = self._n_cases
         self._n_cases += 1
-        anew = timeout != self._timeout
-        line = json.dumps([number, case.__module__, case.__qualname__, timeout, anew, options])
+        line = json.dumps([number, case.__module__, case.__qualname__, options])
         files = [self.folder / f"{number}.{rank}.pt" for rank in range(self.n)]
         try:
             for process in self._processes:
@@ -125,7 +129,8 @@ class Ranks:
         found = [torch.load(file) for file in files]
         for file in files:
             file.unlink()
-        self._timeout = 0.0 if any(x["failed"] for x in found) else timeout
+        if any(x["failed"] for x in found):
+            self.close()
         errors = [f"rank {rank}: {x['error']}" for rank, x in enumerate(found) if "error" in x]
         assert not errors, "\n".join(errors)
         return [x["value"] for x in found]
@@ -152,10 +157,10 @@ class Ranks:
         """End the ranks."""
         if self._running is not None:
             self._running.__exit__(None, None, None)
-        self._running, self._processes, self._timeout = None, [], 0.0
+        self._running, self._processes = None, []
 
 
-def _serve(folder: Path) -> None:
+def _serve(folder: Path, timeout: float) -> None:
     """Run the cases that come, and leave what they return, or the text of their error."""
     import faulthandler
     import traceback
@@ -164,27 +169,19 @@ def _serve(folder: Path) -> None:
 
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    processes: px.Processes | None = None
+    processes = px.join(timeout)
     for line in sys.stdin:
-        number, module, name, timeout, anew, options = json.loads(line)
+        number, module, name, options = json.loads(line)
         answer: dict[str, Any] = {}
         try:
-            case = getattr(importlib.import_module(module), name)
-            if anew:
-                if processes is not None:
-                    processes.watch.close()
-                processes = px.join(timeout)
-            assert processes is not None
-            answer["value"] = case(processes, **options)
+            answer["value"] = getattr(importlib.import_module(module), name)(processes, **options)
         except Exception:
             answer["error"] = traceback.format_exc()
-        gone = processes is None or processes.watch.failure is not None
-        answer["failed"] = gone or "error" in answer
-        part = folder / f"{number}.{rank}.part"
+        answer["failed"] = "error" in answer or processes.watch.failure is not None
+        part = folder / f"{number}.{processes.rank}.part"
         torch.save(answer, part)
-        part.rename(folder / f"{number}.{rank}.pt")
+        part.rename(folder / f"{number}.{processes.rank}.pt")
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+    _serve(Path(sys.argv[1]), float(sys.argv[2]))
