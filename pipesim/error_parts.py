@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipesim.costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError, number
 from pipesim.graph import TaskGraph
-from pipesim.ops import COMPUTE, RECVS
+from pipesim.ops import COMPUTE, RECVS, SENDS
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
 from pipesim.waits import message_latency
@@ -226,6 +226,9 @@ def _waits(
     is_recv, member = graph.is_op(RECVS), graph.group >= 0
     ready, last, before = _needs(graph, end)
     reached = np.maximum(ready, issued)
+    if graph.rendezvous:  # a SEND begins once its RECV was issued too
+        paired = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
+        reached[paired] = np.maximum(reached[paired], issued[graph.pair[paired]])
     late = np.maximum(0.0, start - reached)
     # Within a stream nothing is handed over; a late start there is unexplained.
     handed = (last >= 0) & (graph.stream[last] != graph.stream) & ~is_recv & ~member
