@@ -19,6 +19,14 @@ class ArgumentError(PipeError, ValueError):
     """An argument is of the wrong kind or out of range."""
 
 
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of the wrong type."""
+
+
+class TooFewDevicesError(ArgumentError, IndexError):
+    """Fewer devices than partitions."""
+
+
 class UnknownNameError(ArgumentError):
     """A name (of a schedule, an engine, a model, an option) that nothing answers to."""
 
@@ -63,6 +71,10 @@ class ExecutionError(PipeError, RuntimeError):
 
 class StageError(ExecutionError):
     """A stage, or the loss, raised; the original exception is ``__cause__``."""
+
+
+class SkipError(PipeError, RuntimeError, TypeError):
+    """A skip that is not stashed once and popped once, as its layers declare."""
 
 
 class StallError(ExecutionError):
