@@ -1,15 +1,18 @@
 """Run the task graphs of pipesim on real devices, and compare what they take with what was said."""
 
 from pipeexec.executor import Pipeline, StepResult
+from pipeexec.gpipe import GPipe
 from pipeexec.meeting import join
 from pipeexec.processes import Processes
 from pipeexec.profile import Profile, measure, profile
+from pipeexec.recomputing import is_checkpointing, is_recomputing
 from pipeexec.slices import Slice, slices
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
 from pipeexec.validation import Validation, load_run
 
 __all__ = [
+    "GPipe",
     "Pipeline",
     "Processes",
     "Profile",
@@ -17,6 +20,8 @@ __all__ = [
     "StepResult",
     "Validation",
     "from_torch",
+    "is_checkpointing",
+    "is_recomputing",
     "join",
     "load_run",
     "measure",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Protocol
@@ -87,6 +88,7 @@ class _Streams:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, bool], Stream] = {}
+        self._making = threading.Lock()
         self.closed = False
 
     def _make(self, name: str, blocks: bool) -> Stream:
@@ -96,7 +98,9 @@ class _Streams:
         """Return the stream called ``name``, made on first use; ``blocks`` as in `Device`."""
         key = name, blocks and name != "compute"
         if key not in self._streams:
-            self._streams[key] = self._make(*key)
+            with self._making:  # several threads may be the first
+                if key not in self._streams:
+                    self._streams[key] = self._make(*key)
         return self._streams[key]
 
     def carry(self, values: Values, target: Device) -> Values:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OwnGenerator", "task_seed"]
+__all__ = ["OwnGenerator", "default_state", "next_seed", "task_seed", "use_seed"]
 
 _DEFAULT_GENERATOR = threading.Lock()
 
@@ -28,7 +28,7 @@ def task_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
 
 
 class OwnGenerator(TorchDispatchMode):
-    """While active in a thread, random operations of that thread draw from one seed.
+    """While active in a thread, random operations of that thread draw from one seed, or state.
 
     Operations that take a generator are given this one; others run with the process's generator
     set to this one's state, one thread at a time.
@@ -39,9 +39,13 @@ class OwnGenerator(TorchDispatchMode):
         Whether any random number was drawn.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int | torch.Tensor, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.generator = torch.Generator(device)
+        if isinstance(seed, torch.Tensor):
+            self.generator.set_state(seed)
+        else:
+            self.generator.manual_seed(seed)
         self.drew = False
 
     @classmethod
@@ -78,6 +82,22 @@ class OwnGenerator(TorchDispatchMode):
                 if not torch.equal(after, ours):
                     self.drew = True
                     self.generator.set_state(after)
+
+
+def default_state(device: torch.device) -> torch.Tensor:
+    """Return where the random numbers of a device go on."""
+    return _default_generator(device).get_state()
+
+
+def next_seed() -> int:
+    """Return a seed that the process's generator gives, which stays as it is; see `use_seed`."""
+    generator = torch.Generator().set_state(torch.get_rng_state())
+    return int(torch.randint(2**62, (), generator=generator))
+
+
+def use_seed() -> None:
+    """Let the process's generator give another seed next time."""
+    torch.randint(2**62, ())
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

@@ -22,6 +22,8 @@ __all__ = ["Held", "Stage", "Values"]
 
 #: Turns the last stage's output and the number of the micro-batch into its weighted loss.
 Finish = Callable[[object, int], Tensor]
+#: Where random numbers begin: a seed, a generator's state, or None for the process's generator.
+Seed = int | Tensor | None
 
 
 class Held:
@@ -89,14 +91,21 @@ class Stage:
         self.buffers = [name for name, _ in module.named_buffers()]
         self.is_random: dict[bool, bool] = {}  # by training mode; unknown until the first forward
         self.modifies_input: bool | None = None  # unknown until the first forward
+        self.needs_input_grad = index > 0
         self.meter: Meter | None = None  # counts the bytes held, where one is set
         self._of_loss = torch.ones(())  # the gradient of a loss with respect to itself
         self._inputs: dict[int, tuple[Tensor, ...]] = {}  # of micro-batches to be recomputed
         self._input_receipts: dict[int, tuple[Receipt, ...]] = {}
         self._activations: dict[int, _Activations] = {}
 
+    def evaluate(self, microbatch: int, values: Values, seed: Seed) -> Values:
+        """Run F for its outputs alone."""
+        inputs = tuple(value for value in values if value is not None)
+        with torch.no_grad():
+            return tuple(x.detach() for x in self._call(inputs, microbatch, seed))
+
     def forward(
-        self, microbatch: int, values: Values, seed: int, recomputed: bool, split: bool = False
+        self, microbatch: int, values: Values, seed: Seed, recomputed: bool, split: bool = False
     ) -> Values:
         """Run F; keep the activations, or only the input where it will be recomputed.
 
@@ -114,7 +123,7 @@ class Stage:
             outputs = self._activate(microbatch, self._leaves(inputs), seed, split)
         return tuple(output.detach() for output in outputs)
 
-    def recompute(self, microbatch: int, seed: int, split: bool = False) -> None:
+    def recompute(self, microbatch: int, seed: Seed, split: bool = False) -> None:
         """Run R: F again, under the same random numbers, without updating buffers again."""
         leaves = self._leaves(self._inputs.pop(microbatch))
         fresh = {name: self.module.get_buffer(name).clone() for name in self.buffers}
@@ -183,6 +192,13 @@ class Stage:
         if self.versions is not None:
             self.versions.end(microbatch)
 
+    def forget(self, microbatch: int) -> None:
+        """Let go of a micro-batch whose backward will not come, if it is held."""
+        self._inputs.pop(microbatch, None)
+        self._input_receipts.pop(microbatch, None)
+        if microbatch in self._activations:
+            self._release(microbatch)
+
     def reset(self) -> None:
         """Forget the micro-batches in flight, after a failure."""
         self._inputs.clear()
@@ -194,7 +210,7 @@ class Stage:
         self,
         microbatch: int,
         leaves: tuple[Tensor, ...],
-        seed: int,
+        seed: Seed,
         split: bool,
         buffers: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
@@ -218,7 +234,7 @@ class Stage:
         """Cut the inputs off from whatever made them; all but stage 0's collect gradients."""
         return tuple(
             value.detach().requires_grad_(
-                self.index > 0 and (value.is_floating_point() or value.is_complex())
+                self.needs_input_grad and (value.is_floating_point() or value.is_complex())
             )
             for value in inputs
         )
@@ -227,17 +243,20 @@ class Stage:
         self,
         inputs: tuple[Tensor, ...],
         microbatch: int,
-        seed: int,
+        seed: Seed,
         buffers: dict[str, Tensor] | None = None,
         deferred: Deferred | None = None,
     ) -> tuple[Tensor, ...]:
         """Run the module, and the loss after the last stage, under the task's random numbers."""
-        copies = self.modifies_input is not False
+        infers = torch.is_inference_mode_enabled()  # whose tensors do not know their version
+        copies = self.modifies_input is not False or infers
         given = tuple(x.clone() for x in inputs) if copies else inputs
-        versions = [x._version for x in given]
+        versions = [] if infers else [x._version for x in given]
         draws = self.is_random.get(self.module.training, True)
         with contextlib.ExitStack() as context:
-            random = context.enter_context(OwnGenerator(seed, self.device)) if draws else None
+            random = None
+            if draws and seed is not None:
+                random = context.enter_context(OwnGenerator(seed, self.device))
             if self.meter is not None:
                 context.enter_context(self.meter.saved_tensors())
             if deferred is not None:
@@ -250,7 +269,8 @@ class Stage:
                 outputs = self._checked(output)
         if random is not None:
             self.is_random.setdefault(self.module.training, random.drew)
-        self._note_modified(given, versions)
+        if not infers:
+            self._note_modified(given, versions)
         return outputs
 
     def _module_output(

@@ -1,0 +1,383 @@
+"""`GPipe`: wrap a sequential module, keep ``loss.backward()``, train over several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Never
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeexec.backward_order import enter
+from pipeexec.deferred_batch_norm import DeferredBatchNorm
+from pipeexec.devices import make_devices, parse
+from pipeexec.gpipe_call import Call, Machine
+from pipeexec.partition import Partition, skips_across
+from pipeexec.randomness import next_seed, use_seed
+from pipeexec.skip import verify_skippables
+from pipeexec.stage import Held, Stage
+from pipesim.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ExecutionError,
+    TooFewDevicesError,
+    check_count,
+)
+from pipesim.graph import TaskGraph
+from pipesim.lower import lower
+from pipesim.ops import Op
+from pipesim.placement import linear
+from pipesim.schedule import Schedule
+from pipesim.timeline import Timeline
+
+__all__ = ["GPipe"]
+
+Checkpoint = Literal["always", "except_last", "never"]
+_MODES: tuple[Checkpoint, ...] = ("always", "except_last", "never")
+TensorOrTensors = Tensor | tuple[Tensor, ...]
+DeviceLike = torch.device | int | str
+
+_ADVICE = """{problem}
+
+If the model still changes, let its balance be found each time:
+
+    from pipeexec import GPipe
+    from pipeexec.balance import balance_by_time
+
+    partitions = torch.cuda.device_count()
+    sample = torch.empty(...)
+    balance = balance_by_time(partitions, model, sample)
+    model = GPipe(model, balance, ...)
+"""
+
+
+class GPipe(nn.Module):
+    """A sequential module in partitions on several devices, which micro-batches pass through.
+
+    Outputs, losses and gradients are those of the module; ``loss.backward()`` goes back through
+    the partitions as a pipeline, too (GPipe, arXiv 1811.06965; torchgpipe, arXiv 2004.09910, whose
+    interface this is). Gradients are added to ``.grad`` of the parameters: `torch.autograd.grad`
+    and second derivatives do not go through.
+
+    Random numbers: of one micro-batch those that the module itself would draw; of several, each
+    has its own, which depend on the process's generator alone.
+
+    Parameters
+    ----------
+    module
+        Each of its layers takes what the one before returns: a tensor or a tuple of tensors.
+    balance
+        Numbers of layers of the partitions; see `pipeexec.balance`.
+    devices
+        Of the partitions; more than needed may be given. By default all GPUs, or a CPU worker a
+        partition where there are none.
+    chunks
+        Into how many micro-batches to cut a mini-batch, at most.
+    checkpoint
+        Which micro-batches drop their activations, and recompute them in the backward while it
+        waits for gradients: ``"always"``, all ``"except_last"``, or ``"never"``.
+    deferred_batch_norm
+        Whether batch norms update their running statistics once a mini-batch.
+    dependencies, copy_streams, portals
+        Of the mechanisms that make it fast, which to use: the order of the backward
+        (`pipeexec.backward_order`), streams of their own for messages, and skips that go straight
+        to where they are popped. To see what each does; there is no other reason to do without.
+
+    Attributes
+    ----------
+    partitions
+        The parts of the module; their parameters and buffers keep their places.
+    balance, devices, chunks, checkpoint
+        As they are used; ``devices[-1]`` is where outputs are, and targets should be.
+
+    Raises
+    ------
+    ArgumentError
+        For a module, balance or mode that is none; `TypeError`, too, for a module that is not
+        sequential, and `IndexError` for too few devices.
+    SkipError
+        For skips that are not stashed once and popped once.
+    """
+
+    balance: list[int]
+    devices: list[torch.device]
+    chunks: int
+    checkpoint: str
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[DeviceLike] | None = None,
+        chunks: int = 1,
+        checkpoint: Checkpoint = "except_last",
+        deferred_batch_norm: bool = False,
+        dependencies: bool = True,
+        copy_streams: bool = True,
+        portals: bool = True,
+    ) -> None:
+        super().__init__()
+        if balance is None:
+            raise ArgumentError(_ADVICE.format(problem="balance is required"))
+        self.chunks = check_count("chunks", int(chunks) if chunks == int(chunks) else chunks)
+        checkpoint = str(checkpoint)  # type: ignore[assignment]
+        if checkpoint not in _MODES:
+            raise ArgumentError(
+                f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}"
+            )
+        self.checkpoint = checkpoint
+        _check_module(module)
+        verify_skippables(module)
+        if deferred_batch_norm:
+            converted = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
+            assert isinstance(converted, nn.Sequential)
+            module = converted
+        self.balance = _checked_balance(balance, len(module))
+        self.devices = _chosen(devices, len(self.balance))
+        self.partitions = nn.ModuleList(_cut(module, self.balance))
+        for partition, device in zip(self.partitions, self.devices, strict=True):
+            partition.to(device)
+        self._switches = {
+            "dependencies": dependencies, "copy_streams": copy_streams, "portals": portals,
+        }  # fmt: skip
+        self._machine: Machine | None = None
+        self._last: Call | None = None
+        self._n_microbatches = 0  # so far
+
+    # As of the sequential module
+
+    def __len__(self) -> int:
+        return sum(len(partition) for partition in self._parts())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        layers = list(self)
+        try:
+            return layers[index]
+        except IndexError:
+            raise IndexError(f"layer {index} of {len(layers)}") from None
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for partition in self._parts():
+            yield from partition
+
+    def _parts(self) -> list[nn.Sequential]:
+        return list(self.partitions)  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the threads and streams, which are made anew."""
+        return {**self.__dict__, "_machine": None, "_last": None}
+
+    # Where it is
+
+    def cuda(self, device: object = None) -> Never:
+        """Raise: every partition has its device."""
+        raise _moving_denied()
+
+    def cpu(self) -> Never:
+        """Raise: every partition has its device."""
+        raise _moving_denied()
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Change the type of parameters; raise for a device: every partition has its own."""
+        is_place = args and isinstance(args[0], (torch.device, int, str, Tensor))
+        if is_place or "device" in kwargs or "tensor" in kwargs:
+            raise _moving_denied()
+        return super().to(*args, **kwargs)
+
+    # What it does
+
+    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+        """Return the output of a mini-batch, on the last device.
+
+        Raises
+        ------
+        ArgumentTypeError
+            If the input is no tensor, and no tuple of tensors.
+        """
+        tensors = _checked_input(input)
+        if not self.devices:
+            return input
+        counts = {len(x.chunk(self.chunks)) for x in tensors}
+        if len(counts) > 1:
+            raise ArgumentError(
+                f"the tensors of the input have {[len(x) for x in tensors]} samples; give as many"
+            )
+        (m,) = counts
+        self._tell_batch_norms(m)
+        seed = None if m == 1 else next_seed()
+        self._machine = machine = self._machine or self._made()
+        call = Call(machine, self._n_microbatches, self._recomputed(m), seed)
+        self._n_microbatches += m
+        tensors = tuple(x.to(self.devices[0], non_blocking=True) for x in tensors)
+        outputs = call.run(self._microbatches(call, tensors), not isinstance(input, tuple))
+        if seed is not None and any(
+            stage.is_random.get(stage.module.training, False) for stage in machine.stages
+        ):
+            use_seed()
+        self._last = call
+        if isinstance(outputs[0], Tensor):
+            return torch.cat(outputs)
+        return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+
+    def _microbatches(self, call: Call, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        if call.tracks and any(x.requires_grad for x in tensors):
+            return enter(call, self.chunks, tensors)
+        return list(zip(*(x.detach().chunk(self.chunks) for x in tensors), strict=True))
+
+    def _recomputed(self, m: int) -> list[bool]:
+        """Return which of so many micro-batches are recomputed."""
+        n = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint] if self.training else 0
+        return [i < n for i in range(m)]
+
+    def _tell_batch_norms(self, m: int) -> None:
+        for module in self.modules() if self.training else ():
+            if isinstance(module, DeferredBatchNorm):
+                module.chunks = m
+
+    def _made(self) -> Machine:
+        """Return the workers and streams."""
+        parts = self._parts()
+        skips = skips_across(parts)
+        partitions = [
+            Partition(
+                part,
+                [key for key, (_, target) in skips.items() if target == j],
+                [key for key, (source, _) in skips.items() if source == j],
+            )
+            for j, part in enumerate(parts)
+        ]
+        stages = [
+            Stage(partition, j, device, Held())
+            for j, (partition, device) in enumerate(zip(partitions, self.devices, strict=True))
+        ]
+        devices = make_devices([str(device) for device in self.devices])
+        return Machine(stages, partitions, devices, skips, **self._switches)
+
+    # What it is to the simulator
+
+    def graph(self, batch_size: int) -> TaskGraph:
+        """Return the tasks of one forward and backward of so many samples.
+
+        Those that `timeline` has, in the order that the dependencies give.
+        """
+        batch_size = check_count("batch_size", batch_size)
+        m = len(torch.empty(batch_size, 0).chunk(self.chunks))
+        return self._graph(self._recomputed(m), None)
+
+    def _graph(self, recomputed: list[bool], orders: list[list[int]] | None) -> TaskGraph:
+        m, n = len(recomputed), len(self.balance)
+        backward = orders or [list(range(m))[::-1]] * n
+        schedule = Schedule.from_orders(
+            [[f"{j}F{i}" for i in range(m)] + [f"{j}B{i}" for i in backward[j]] for j in range(n)],
+            placement=linear(n),
+            name="gpipe",
+        )
+        mode: Checkpoint = "except_last" if any(recomputed) else "never"
+        mode = "always" if all(recomputed) else mode
+        return lower(schedule, recompute=mode, overlap=self._switches["copy_streams"], step="none")
+
+    def timeline(self) -> Timeline:
+        """Return when each task of the last forward, and of its backward, ran.
+
+        Raises
+        ------
+        ExecutionError
+            If there was no forward and backward yet.
+        """
+        call = self._last
+        if call is None or not call.order:
+            raise ExecutionError("nothing was measured yet; run a forward and its backward first")
+        m, n = len(call.recomputed), len(self.balance)
+        ran: list[list[int]] = [[] for _ in range(n)]
+        for op, j, i, _ in call.order:
+            if op == Op.B:
+                ran[j].append(i)
+        full = [
+            order + [i for i in range(m)[::-1] if i not in order] for order in ran
+        ]  # what needs no gradient has no backward
+        graph = self._graph(call.recomputed, full)
+        start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
+        nbytes = np.zeros(len(graph))
+        assert call.clock is not None
+        for index in range(len(graph)):
+            task = graph.task(index)
+            assert task.microbatch is not None
+            done = task.op, task.stage, task.microbatch, None
+            if done in call.ended and call.ended[done].passed():
+                start[index] = call.clock.seconds(task.device, call.began[done])
+                end[index] = call.clock.seconds(task.device, call.ended[done])
+                nbytes[index] = call.nbytes.get(done, 0)
+        sent = np.flatnonzero(graph.pair >= 0)
+        nbytes[sent] = np.maximum(nbytes[sent], nbytes[graph.pair[sent]])
+        return Timeline(graph, start, end, nbytes)
+
+
+def _moving_denied() -> ArgumentTypeError:
+    return ArgumentTypeError(
+        "denied to move parameters and buffers, because GPipe should manage device placement"
+    )
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise ArgumentTypeError(
+            f"module must be nn.Sequential to be partitioned, got {type(module).__name__}"
+        )
+    if len(list(module.named_children())) != len(module):
+        raise ArgumentError("module with duplicate children is not supported")
+    n_of_children = sum(len(list(child.parameters())) for child in module.children())
+    if len(list(module.parameters())) != n_of_children:
+        raise ArgumentError(
+            "module with duplicate parameters in distinct children is not supported"
+        )
+
+
+def _checked_balance(balance: Iterable[int], n_layers: int) -> list[int]:
+    found = list(balance)
+    if any(isinstance(x, bool) or not isinstance(x, int) or x <= 0 for x in found):
+        raise ArgumentError(
+            _ADVICE.format(
+                problem=f"all balance numbers must be positive integer (balance: {found})"
+            )
+        )
+    if sum(found) != n_layers:
+        problem = "module and sum of balance have different length"
+        sizes = f"(module: {n_layers}, sum of balance: {sum(found)})"
+        raise ArgumentError(_ADVICE.format(problem=f"{problem} {sizes}"))
+    return found
+
+
+def _chosen(devices: Iterable[DeviceLike] | None, n: int) -> list[torch.device]:
+    if devices is None:
+        count = torch.cuda.device_count()
+        devices = range(count) if count else ["cpu"] * n
+    given = [torch.device("cuda", x) if isinstance(x, int) else parse(x) for x in devices]
+    if len(given) < n:
+        raise TooFewDevicesError(
+            f"too few devices to hold given partitions (devices: {len(given)}, partitions: {n})"
+        )
+    return given[:n]
+
+
+def _cut(module: nn.Sequential, balance: list[int]) -> Iterator[nn.Sequential]:
+    """Return partitions whose layers keep their names."""
+    layers = iter(module.named_children())
+    for n in balance:
+        partition = nn.Sequential()
+        for _ in range(n):
+            partition.add_module(*next(layers))
+        yield partition
+
+
+def _checked_input(given: object) -> tuple[Tensor, ...]:
+    tensors = given if isinstance(given, tuple) else (given,)
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise ArgumentTypeError(
+                f"expected Tensor, but got {type(x).__name__}; GPipe takes a tensor or a tuple"
+            )
+    if not tensors:
+        raise ArgumentTypeError("expected Tensor, but got an empty tuple")
+    return tensors

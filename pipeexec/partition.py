@@ -1,0 +1,89 @@
+"""A run of layers as one stage: flat tensors in and out, skips that cross its border included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from pipeexec.skip import Key, Shelf, Skippable, use_shelf
+from pipesim.errors import ArgumentTypeError
+
+__all__ = ["Form", "Partition", "skips_across"]
+
+
+class Form(NamedTuple):
+    """What flat tensors stand for: one tensor or a tuple of ``n``, then skips that are there."""
+
+    is_atomic: bool
+    n: int
+    skips: tuple[Key, ...] = ()
+
+
+class Partition(nn.Module):
+    """Runs layers of a sequential module; not registered in the module that it belongs to.
+
+    Parameters
+    ----------
+    layers
+        What it runs: they take one tensor, or one tuple of them.
+    entering, leaving
+        Skips that layers pop here and stash elsewhere, and the other way round.
+
+    Attributes
+    ----------
+    given
+        What the next inputs stand for; set before each run.
+    made
+        What the last outputs stand for.
+    """
+
+    def __init__(
+        self, layers: nn.Sequential, entering: Sequence[Key], leaving: Sequence[Key]
+    ) -> None:
+        super().__init__()
+        self.layers = layers
+        self.entering, self.leaving = tuple(entering), tuple(leaving)
+        self.given = self.made = Form(True, 1)
+
+    @property
+    def training(self) -> bool:
+        """Whether the layers train: the module that they belong to says so to them alone."""
+        return "layers" not in self._modules or bool(self._modules["layers"].training)  # type: ignore[union-attr]
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Do nothing."""
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the layers; return outputs, then the skips that leave and are there."""
+        form = self.given
+        shelf = Shelf(dict.fromkeys(self.entering))
+        for key, skip in zip(form.skips, tensors[form.n :], strict=True):
+            shelf.put(key, skip)
+        with use_shelf(shelf):
+            output = self.layers(tensors[0] if form.is_atomic else tensors[: form.n])
+        outputs = output if isinstance(output, tuple) else (output,)
+        if not all(isinstance(x, Tensor) for x in outputs):
+            kinds = ", ".join(type(x).__name__ for x in outputs)
+            raise ArgumentTypeError(
+                f"a partition must return a tensor or a tuple of tensors: expected Tensor, but got "
+                f"{kinds}; its layers are {', '.join(type(x).__name__ for x in self.layers)}"
+            )
+        left = {key: shelf.take(key) for key in self.leaving}
+        there = {key: skip for key, skip in left.items() if skip is not None}
+        self.made = Form(not isinstance(output, tuple), len(outputs), tuple(there))
+        return (*outputs, *there.values())
+
+
+def skips_across(partitions: Sequence[nn.Sequential]) -> dict[Key, tuple[int, int]]:
+    """Return the skips that leave their partition, and from which to which each goes."""
+    source: dict[Key, int] = {}
+    found: dict[Key, tuple[int, int]] = {}
+    for j, partition in enumerate(partitions):
+        for layer in partition:
+            if isinstance(layer, Skippable):
+                found |= {key: (source[key], j) for key in layer.poppable() if source[key] != j}
+                source |= dict.fromkeys(layer.stashable(), j)
+    return found

@@ -1,0 +1,34 @@
+"""Settings of torch that belong to a thread, handed on to the threads that work for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+__all__ = ["thread_settings"]
+
+
+def thread_settings() -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes a context with this thread's gradient mode, inference mode and autocast."""
+    tracks, infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    casts = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    caches = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if infers:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(tracks))
+            for kind, dtype in casts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
+            yield
+
+    return settings
