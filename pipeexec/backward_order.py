@@ -82,9 +82,9 @@ class _Forgets:
 class _Issue(Function):
     @staticmethod
     def forward(ctx: Any, node: Node, before: Tensor | None, *tensors: Tensor) -> Any:
+        ctx.node, ctx.forgets = node, _Forgets(node)  # also if this fails
         made = node.run(tensors)
         _mark(ctx, made)
-        ctx.node, ctx.forgets = node, _Forgets(node)
         ctx.places = [
             (x.shape, x.dtype, x.device) if need else None
             for x, need in zip(tensors, ctx.needs_input_grad[2:], strict=True)

@@ -143,8 +143,9 @@ class Call:
         self.ended: dict[Done, Event] = {}
         self.nbytes: dict[Done, int] = {}
         self.order: list[Done] = []  # of backwards and recomputes, as they were issued
-        self.failure: BaseException | None = None
+        self.has_failed = False
         self.is_going_back = False
+        self._error: BaseException | None = None  # what failed first, until it is raised
         self._last: dict[int, Event] = {}  # of each partition
         # Where tensors of the forward are: outputs, then skips on their way.
         self._tensors: dict[int, tuple[Tensor, ...]] = {}
@@ -173,18 +174,25 @@ class Call:
         m, n = len(microbatches), len(self.machine.stages)
         for i, tensors in enumerate(microbatches):
             self._tensors[i], self._is_atomic[i] = tuple(tensors), is_atomic
-        for cycle in clock_cycles(m, n):
-            for i, j in cycle:
-                for skip, source in self.machine.hops(j):
-                    self._send(Message(self, i, source, j, skip))
-                if j:
-                    self._send(Message(self, i, j - 1, j))
-            for i, j in cycle:
-                self._issue(Op.F, i, j, self._arrived.pop((i, j), ()), self._forward)
-        self._wait()
-        self._phony.clear()  # the last of each partition knows this call
-        found = [self._tensors.pop(i) for i in range(m)]
+        try:
+            for cycle in clock_cycles(m, n):
+                for i, j in cycle:
+                    self._fence(i, j)
+                for i, j in cycle:
+                    self._issue(Op.F, i, j, self._arrived.pop((i, j), ()), self._forward)
+            self._wait()
+            found = [self._tensors[i] for i in range(m)]
+        finally:
+            for table in (self._tensors, self._skips, self._phony):
+                table.clear()  # whose graphs know this call
         return [x[0] if self._is_atomic[i] else x for i, x in enumerate(found)]
+
+    def _fence(self, i: int, j: int) -> None:
+        """Issue the messages that a forward needs."""
+        for skip, source in self.machine.hops(j):
+            self._send(Message(self, i, source, j, skip))
+        if j:
+            self._send(Message(self, i, j - 1, j))
 
     def _issue(
         self, op: Op, i: int, j: int, needed: Sequence[Event], work: Callable[[int, int], None]
@@ -226,20 +234,28 @@ class Call:
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
         """Run a task, unless another has failed."""
-        if self.failure is not None:
+        if self.has_failed:
             return
         try:
             work(*arguments)
         except BaseException as error:
-            self.failure = error
+            self.has_failed, self._error = True, error
+
+    def _check(self) -> None:
+        """Raise what went wrong, as it was.
+
+        It is not kept: its traceback knows the graph, which knows this call.
+        """
+        if self.has_failed:
+            error, self._error = self._error, None
+            raise error or ExecutionError("this forward of GPipe has failed; run it again")
 
     def _wait(self) -> None:
         """Wait until every device is through; raise what went wrong, as it was."""
         for event in list(self._last.values()):
             while not event.wait(0.1):
                 pass
-        if self.failure is not None:
-            raise self.failure
+        self._check()
 
     def _forward(self, i: int, j: int) -> None:
         """Run F of a micro-batch, on the stream of its partition."""
@@ -320,8 +336,8 @@ class Call:
         _, i, source, target, skip = message
         device = self.machine.devices[source if back else target]
         if back:
-            slots = self._gradients.get((i, source), {})
-            came = tuple(x for slot, x in slots.items() if (slot == skip) == (skip is not None))
+            slots = list(self._gradients.get((i, source), {}).items())  # others add to them
+            came = tuple(x for slot, x in slots if (slot == skip) == (skip is not None))
         else:
             came = self._tensors[i] if skip is None else self._skip_of(i, skip)
         transfer.receive(came, device, device.stream("compute"))
@@ -330,8 +346,7 @@ class Call:
 
     def _go_back(self) -> None:
         """Note that a backward pass has begun; its end waits for the devices."""
-        if self.failure is not None:
-            raise self.failure
+        self._check()
         if self.is_going_back:
             return
         if not Variable._execution_engine.is_checkpoint_valid():
@@ -414,6 +429,5 @@ class Call:
             return None
         while not event.wait(0.1):
             pass
-        if self.failure is not None:
-            raise self.failure
+        self._check()
         return self._found.get((i, 0), {}).pop(k, None)

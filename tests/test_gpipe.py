@@ -507,6 +507,19 @@ def test_an_exception_reaches_the_caller_as_itself(
     check_same(model, plain)
 
 
+@pytest.mark.parametrize("where", ["in_forward", "in_backward"])
+def test_a_failure_leaves_nothing_behind(where: str) -> None:
+    layers = [nn.Sequential(nn.Linear(6, 6), Fails()) for _ in range(2)]
+    model = px.GPipe(nn.Sequential(*layers), [1, 1], devices=CPUS, chunks=3)
+    setattr(model[1][1], where, 1)  # type: ignore[index]
+    with pytest.raises(ZeroDivisionError):
+        step(model, batch())
+    step(model, batch())
+    gc.collect()
+    assert model._machine is not None
+    assert not any(stage._activations or stage._inputs for stage in model._machine.stages)
+
+
 def test_a_second_backward() -> None:
     model = px.GPipe(sequential("dense"), [2, 2], devices=CPUS, chunks=2)
     loss = model(batch()).sum()
