@@ -10,13 +10,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
+import pytest
+
 __all__ = ["Forked"]
 
+_STARTING = threading.Lock()  # tests start processes from several threads
 _SERVER = multiprocessing.get_context("forkserver")
 # The optimizers of torch load its compiler.
 _SERVER.set_forkserver_preload(
@@ -43,14 +47,9 @@ class Forked:
         self._process = _SERVER.Process(
             target=_become, args=(list(arguments), dict(environment), log, reader)
         )
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # a process with one thread can be forked
-        try:
+        with _STARTING, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")  # a process with one thread can be forked
             self._process.start()  # and the server, before the first
-        finally:
-            os.environ.pop("OMP_NUM_THREADS")
-            if before is not None:
-                os.environ["OMP_NUM_THREADS"] = before
         reader.close()
         self.pid: int = self._process.pid or 0
         self.stdin: IO[str] = os.fdopen(os.dup(writer.fileno()), "w")
