@@ -242,19 +242,24 @@ class Call:
             self.has_failed, self._error = True, error
 
     def _check(self) -> None:
-        """Raise what went wrong, as it was.
+        """Raise what went wrong, as it was, once no device works on this call any longer.
 
         It is not kept: its traceback knows the graph, which knows this call.
         """
         if self.has_failed:
+            self._settle()
             error, self._error = self._error, None
             raise error or ExecutionError("this forward of GPipe has failed; run it again")
 
-    def _wait(self) -> None:
-        """Wait until every device is through; raise what went wrong, as it was."""
+    def _settle(self) -> None:
+        """Wait until every device is through with what was issued."""
         for event in list(self._last.values()):
             while not event.wait(0.1):
                 pass
+
+    def _wait(self) -> None:
+        """Wait until every device is through; raise what went wrong, as it was."""
+        self._settle()
         self._check()
 
     def _forward(self, i: int, j: int) -> None:
