@@ -13,19 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipeexec.batches import Batch
 from pipeexec.meter import Meter
 from pipeexec.skip import Key, Shelf, use_shelf
 from pipesim.errors import ArgumentError, check_count
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_costs"]
 
-TensorOrTensors = Tensor | tuple[Tensor, ...]
-
 
 def balance_by_time(
     partitions: int,
     module: nn.Sequential,
-    sample: TensorOrTensors,
+    sample: Batch,
     *,
     timeout: float = 1.0,
     device: torch.device | int | str | None = None,
@@ -71,7 +70,7 @@ def balance_by_time(
 def balance_by_size(
     partitions: int,
     module: nn.Sequential,
-    input: TensorOrTensors,
+    input: Batch,
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
@@ -104,7 +103,7 @@ def balance_by_size(
         If there are fewer layers than stages.
     """
     where, chunks = _device(device), check_count("chunks", chunks)
-    first: TensorOrTensors = (
+    first: Batch = (
         tuple(x.chunk(chunks)[0] for x in input)
         if isinstance(input, tuple)
         else input.chunk(chunks)[0]
@@ -184,11 +183,11 @@ class _Cut(Shelf):
 
 
 def _layers(
-    module: nn.Sequential, sample: TensorOrTensors, device: torch.device
-) -> Iterator[tuple[nn.Module, TensorOrTensors]]:
+    module: nn.Sequential, sample: Batch, device: torch.device
+) -> Iterator[tuple[nn.Module, Batch]]:
     """Return a copy of each layer, and its input: what the one before made of its own."""
     given, shelf = _on(sample, device), _Cut()
-    kept: list[TensorOrTensors] = []
+    kept: list[Batch] = []
     for layer in module:
         run = copy.deepcopy(layer).to(device).train()
         handle = run.register_forward_hook(lambda _run, _given, output: kept.append(output))
@@ -198,7 +197,7 @@ def _layers(
         given = _on(kept.pop(), device)
 
 
-def _on(values: TensorOrTensors, device: torch.device) -> TensorOrTensors:
+def _on(values: Batch, device: torch.device) -> Batch:
     if isinstance(values, tuple):
         return tuple(_leaf(x.to(device)) for x in values)
     return _leaf(values.to(device))
@@ -208,7 +207,7 @@ def _leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_(value.requires_grad)
 
 
-def _backward(output: TensorOrTensors) -> None:
+def _backward(output: Batch) -> None:
     outputs = output if isinstance(output, tuple) else (output,)
     ends = [x for x in outputs if x.requires_grad]
     if ends:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Never
+from typing import Any, Never
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeexec.backward_order import enter
+from pipeexec.batches import Batch
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices import make_devices, parse
 from pipeexec.gpipe_call import Call, Machine
@@ -25,7 +26,7 @@ from pipesim.errors import (
     check_count,
 )
 from pipesim.graph import TaskGraph
-from pipesim.lower import lower
+from pipesim.lower import RECOMPUTE, Recompute, lower
 from pipesim.ops import Op
 from pipesim.placement import linear
 from pipesim.schedule import Schedule
@@ -33,9 +34,6 @@ from pipesim.timeline import Timeline
 
 __all__ = ["GPipe"]
 
-Checkpoint = Literal["always", "except_last", "never"]
-_MODES: tuple[Checkpoint, ...] = ("always", "except_last", "never")
-TensorOrTensors = Tensor | tuple[Tensor, ...]
 DeviceLike = torch.device | int | str
 
 _ADVICE = """{problem}
@@ -112,7 +110,7 @@ class GPipe(nn.Module):
         *,
         devices: Iterable[DeviceLike] | None = None,
         chunks: int = 1,
-        checkpoint: Checkpoint = "except_last",
+        checkpoint: Recompute = "except_last",
         deferred_batch_norm: bool = False,
         dependencies: bool = True,
         copy_streams: bool = True,
@@ -121,9 +119,10 @@ class GPipe(nn.Module):
         super().__init__()
         if balance is None:
             raise ArgumentError(_ADVICE.format(problem="balance is required"))
-        self.chunks = check_count("chunks", int(chunks) if chunks == int(chunks) else chunks)
+        is_whole = isinstance(chunks, float) and chunks % 1 == 0
+        self.chunks = check_count("chunks", int(chunks) if is_whole else chunks)
         checkpoint = str(checkpoint)  # type: ignore[assignment]
-        if checkpoint not in _MODES:
+        if checkpoint not in RECOMPUTE:
             raise ArgumentError(
                 f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}"
             )
@@ -188,7 +187,7 @@ class GPipe(nn.Module):
 
     # What it does
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors:
+    def forward(self, input: Batch) -> Batch:
         """Return the output of a mini-batch, on the last device.
 
         Raises
@@ -274,7 +273,7 @@ class GPipe(nn.Module):
             placement=linear(n),
             name="gpipe",
         )
-        mode: Checkpoint = "except_last" if any(recomputed) else "never"
+        mode: Recompute = "except_last" if any(recomputed) else "never"
         mode = "always" if all(recomputed) else mode
         return lower(schedule, recompute=mode, overlap=self._switches["copy_streams"], step="none")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 __all__ = ["checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
 
@@ -30,21 +30,21 @@ def is_recomputing() -> bool:
     return _LOCAL.is_recomputing
 
 
-@contextmanager
-def checkpointing() -> Iterator[None]:
-    """Let `is_checkpointing` be true in this thread."""
-    before, _LOCAL.is_checkpointing = _LOCAL.is_checkpointing, True
-    try:
-        yield
-    finally:
-        _LOCAL.is_checkpointing = before
+def checkpointing() -> AbstractContextManager[None]:
+    """Return a context in which `is_checkpointing` is true in this thread."""
+    return _being("is_checkpointing")
+
+
+def recomputing() -> AbstractContextManager[None]:
+    """Return a context in which `is_recomputing` is true in this thread."""
+    return _being("is_recomputing")
 
 
 @contextmanager
-def recomputing() -> Iterator[None]:
-    """Let `is_recomputing` be true in this thread."""
-    before, _LOCAL.is_recomputing = _LOCAL.is_recomputing, True
+def _being(name: str) -> Iterator[None]:
+    before = getattr(_LOCAL, name)
+    setattr(_LOCAL, name, True)
     try:
         yield
     finally:
-        _LOCAL.is_recomputing = before
+        setattr(_LOCAL, name, before)

@@ -552,6 +552,8 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (dense(2), {"chunks": 0}, ValueError, "chunks must be"),
     (dense(2), {"chunks": -1}, ValueError, "chunks must be"),
     (dense(2), {"chunks": 1.5}, ValueError, "chunks must be"),
+    (dense(2), {"chunks": "many"}, ValueError, "chunks must be"),
+    (dense(2), {"chunks": float("inf")}, ValueError, "chunks must be"),
     (
         dense(2),
         {"checkpoint": "sometimes"},
