@@ -1,17 +1,26 @@
 """The order of the backward, through the autograd graph.
 
-Each task and each message of a forward is one node of the graph. Nodes carry no gradients: tables
-of the call do, and what a node returns is a placeholder of the right shape. So the engine, which
-runs one node at a time, only says in which order backward tasks are issued, and streams run them.
+Each R and each B is one node of the graph. Nodes carry no gradients, which the tables of a call do,
+but phony tensors without elements, which say who comes first. So the engine, which runs one node
+after the other, only says in which order the tasks of the backward are issued; streams run them.
 
-Nothing in the data says whether ``B[i, j]`` or ``B[i+1, j]`` comes first. A phony tensor without
-elements does: the node of ``F[i, j]`` makes one, that of ``F[i+1, j]`` takes it, and so the engine
-must run ``B[i+1, j]`` first (torchgpipe, arXiv 2004.09910, section 3.2.1, figure 5).
+Nothing in the data says whether ``B[i, j]`` or ``B[i+1, j]`` comes first. A phony tensor does: the
+node of ``F[i, j]`` makes one, that of ``F[i+1, j]`` takes it, and so the engine must run
+``B[i+1, j]`` first (torchgpipe, arXiv 2004.09910, section 3.2.1, figure 5)::
+
+    enter ──> B[0,0] ── R[0,0] ──> B[0,1] ── R[0,1] ──> leave
+                           │                    │
+                           v                    v            the backward goes against the arrows
+    enter ──> B[1,0] ── R[1,0] ──> B[1,1] ── R[1,1] ──> leave
+
+Without the arrows down, the engine takes the node that was made last among those that it could run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -19,118 +28,165 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Entry", "Node", "enter", "issue", "phony"]
+from pipesim.ops import Op
+
+__all__ = ["Backward", "joined", "link", "ordered", "unordered"]
+
+Cell = tuple[int, int]
+Node = tuple[Op, int, int]
+Tensors = tuple[Tensor, ...]
 
 
-class Node(Protocol):
-    """A task or a message, as the autograd graph sees it."""
+class Backward(Protocol):
+    """What the graph gives an order to."""
 
-    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what becomes of tensors."""
+    def begin(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
+        """Take the gradients of the outputs, of each micro-batch one an output."""
         ...
 
-    def go_back(self, gradients: Sequence[Tensor | None]) -> None:
-        """Issue the task or message of the backward; gradients are placeholders but at the end."""
+    def issue(self, op: Op, i: int, j: int) -> None:
+        """Issue R or B of micro-batch ``i`` in partition ``j``."""
+        ...
+
+    def entry_gradients(self) -> Sequence[Tensor | None]:
+        """Return the gradients of the inputs, once they are there."""
         ...
 
     def forget(self) -> None:
-        """Let go of what a backward would need: there will be none, or there was one."""
+        """Let go of what a backward would need: there will be none any more."""
         ...
 
 
-class Entry(Protocol):
-    """Where a mini-batch enters."""
-
-    def entry_gradient(self, i: int, k: int) -> Tensor | None:
-        """Return the gradient of micro-batch ``i`` of input ``k``, once it is there."""
-        ...
-
-
-def phony() -> Tensor:
-    """Return a tensor without elements that requires a gradient."""
-    return torch.empty(0, requires_grad=True)
+def ordered(cycles: Iterable[Sequence[Cell]], recomputed: Sequence[bool]) -> Iterator[Node]:
+    """Return nodes as they are made where dependencies give the order: as forwards are issued."""
+    for i, j in chain.from_iterable(cycles):
+        yield Op.B, i, j
+        if recomputed[i]:
+            yield Op.R, i, j
 
 
-def issue(
-    node: Node, before: Tensor | None, tensors: Sequence[Tensor]
-) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """Run a node; its backward comes before that of whoever made the phony ``before``.
+def unordered(
+    recomputed: Sequence[bool], partitions: Iterable[int], seed: int | None
+) -> Iterator[Node]:
+    """Return nodes as they are made where nothing gives an order to micro-batches.
 
-    Returns a phony of its own, if it was given one, and what the node returns.
+    In each partition first those of B, in order, or shuffled if there is a ``seed``; then those of
+    R, which so come first in the backward: as under torchgpipe without its dependencies, whose
+    recomputes, too, are newer than any B.
     """
-    after, *made = _Issue.apply(node, before, *tensors)  # type: ignore[no-untyped-call]
-    return after, tuple(made)
+    draws = None if seed is None else random.Random(seed)
+    for j in partitions:
+        microbatches = list(range(len(recomputed)))
+        if draws is not None:
+            draws.shuffle(microbatches)
+        yield from ((Op.B, i, j) for i in microbatches)
+        yield from ((Op.R, i, j) for i in microbatches if recomputed[i])
 
 
-def enter(entry: Entry, chunks: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Return micro-batches of tensors of which some need a gradient."""
-    parts = _Enter.apply(entry, chunks, *tensors)  # type: ignore[no-untyped-call]
-    m = len(parts) // len(tensors)
-    return [tuple(parts[i::m]) for i in range(m)]
+def link(
+    backward: Backward, inputs: Tensors, nodes: Iterable[Node], *, dependencies: bool
+) -> Callable[[Sequence[Tensors]], Tensors]:
+    """Make the graph of a backward; return what makes outputs its own.
+
+    Parameters
+    ----------
+    backward
+        What is to be run.
+    inputs
+        Of the mini-batch: those that require a gradient get theirs.
+    nodes
+        What to make nodes of, in this order.
+    dependencies
+        Whether ``B[i+1, j]`` must come before ``B[i, j]``.
+
+    Returns
+    -------
+    Callable
+        Takes the outputs of each micro-batch, and returns those of the mini-batch.
+    """
+    entry = torch.empty(0, requires_grad=True)
+    if any(x.requires_grad for x in inputs):
+        entry = _Enter.apply(backward, *inputs)  # type: ignore[no-untyped-call]
+    made: dict[Cell, Tensor] = {}  # what the newest node of each task says
+    for op, i, j in nodes:
+        before = [made[i, j]] if op == Op.R else [made.get((i, j - 1), entry)]
+        if dependencies and op == Op.B and i:
+            before.append(made[i - 1, j])
+        made[i, j] = _Task.apply(backward, op, i, j, *before)  # type: ignore[no-untyped-call]
+    last = max(j for _, j in made)
+    ends = [phony for (_, j), phony in made.items() if j == last]
+
+    def leave(outputs: Sequence[Tensors]) -> Tensors:
+        return _Leave.apply(backward, outputs, *ends)  # type: ignore[no-untyped-call, no-any-return]
+
+    return leave
+
+
+class _Task(Function):
+    @staticmethod
+    def forward(ctx: Any, backward: Backward, op: Op, i: int, j: int, *before: Tensor) -> Tensor:
+        ctx.task = backward, op, i, j
+        ctx.nothing = (None,) * (4 + len(before))
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> Any:
+        backward, op, i, j = ctx.task
+        backward.issue(op, i, j)
+        return ctx.nothing  # the engine goes on to who made `before` all the same
 
 
 class _Forgets:
-    """Lets a node forget when the graph that could go back through it is gone."""
+    """Lets a backward forget when the graph that leads to it is gone."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
 
     def __del__(self) -> None:
-        self._node.forget()
+        self._backward.forget()
 
 
-class _Issue(Function):
+class _Leave(Function):
     @staticmethod
-    def forward(ctx: Any, node: Node, before: Tensor | None, *tensors: Tensor) -> Any:
-        ctx.node, ctx.forgets = node, _Forgets(node)  # also if this fails
-        made = node.run(tensors)
-        _mark(ctx, made)
-        ctx.places = [
-            (x.shape, x.dtype, x.device) if need else None
-            for x, need in zip(tensors, ctx.needs_input_grad[2:], strict=True)
+    def forward(ctx: Any, backward: Backward, outputs: Sequence[Tensors], *ends: Tensor) -> Any:
+        ctx.gradients_of, ctx.forgets = backward, _Forgets(backward)
+        ctx.sizes = [
+            [len(x) if x.dim() else 1 for x in parts] for parts in zip(*outputs, strict=True)
         ]
-        return None if before is None else torch.empty(0), *made
+        ctx.nothing = (None,) * (2 + len(ends))
+        ctx.set_materialize_grads(False)
+        made = joined(outputs)
+        can_not = [x for x in made if not (x.is_floating_point() or x.is_complex())]
+        ctx.mark_non_differentiable(*can_not)
+        return made
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _after: Any, *gradients: Tensor | None) -> Any:
-        ctx.node.go_back(gradients)
-        places = (
-            None if x is None else torch.empty((), dtype=x[1], device=x[2]).expand(x[0])
-            for x in ctx.places
-        )
-        return None, torch.empty(0) if ctx.needs_input_grad[1] else None, *places
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        parts = [
+            [None] * len(sizes) if x is None else x.split(sizes) if len(sizes) > 1 else [x]
+            for x, sizes in zip(gradients, ctx.sizes, strict=True)
+        ]
+        ctx.gradients_of.begin(list(zip(*parts, strict=True)))
+        return ctx.nothing
 
 
 class _Enter(Function):
     @staticmethod
-    def forward(ctx: Any, entry: Entry, chunks: int, *tensors: Tensor) -> Any:
-        parts = [[part.detach() for part in x.chunk(chunks)] for x in tensors]
-        ctx.entry, ctx.shapes = entry, [[part.shape for part in each] for each in parts]
-        flat = [part for each in parts for part in each]
-        _mark(ctx, flat)
-        return tuple(flat)
+    def forward(ctx: Any, backward: Backward, *inputs: Tensor) -> Tensor:
+        ctx.gradients_of = backward
+        ctx.set_materialize_grads(False)
+        return torch.empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
-        """Wait for the first partition, and put its gradients together."""
-        found: list[Tensor | None] = [None, None]
-        for k, shapes in enumerate(ctx.shapes):
-            parts = [ctx.entry.entry_gradient(i, k) for i in range(len(shapes))]
-            like = next((x for x in parts if x is not None), None)
-            if like is None:
-                found.append(None)
-                continue
-            zeros = (like.new_zeros(shape) for shape in shapes)
-            found.append(
-                torch.cat([z if x is None else x for x, z in zip(parts, zeros, strict=True)])
-            )
-        return tuple(found)
+    def backward(ctx: Any, _: Tensor | None) -> Any:
+        return None, *ctx.gradients_of.entry_gradients()
 
 
-def _mark(ctx: Any, outputs: Sequence[Tensor]) -> None:
-    """Mark the outputs that can have no gradient; others need not have one."""
-    can_not = [x for x in outputs if not (x.is_floating_point() or x.is_complex())]
-    ctx.mark_non_differentiable(*can_not)
-    ctx.set_materialize_grads(False)
+def joined(outputs: Sequence[Tensors]) -> Tensors:
+    """Return the outputs of micro-batches as those of one mini-batch."""
+    if len(outputs) == 1:
+        return tuple(x.detach() for x in outputs[0])
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))

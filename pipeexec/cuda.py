@@ -5,7 +5,7 @@ Work runs on the host at once and launches its kernels; the host waits in ``sync
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
 
 import torch
@@ -102,6 +102,14 @@ class CudaStream:
         """Let what is given from now on wait for ``event``."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.order)
+
+    def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CudaEvent, CudaEvent]:
+        """Launch the kernels of ``work`` behind these events; return those around it."""
+        for event in after:
+            self.wait_event(event)
+        began = self.record()
+        self.submit(work)
+        return began, self.record()
 
     def synchronize(self) -> None:
         """Block the caller until everything has run."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pipeexec.cuda import CudaStream
+from pipeexec.cuda import CudaEvent, CudaStream
 from pipeexec.streams import CpuEvent, CpuStream, Event, InlineStream, Stream
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
@@ -48,6 +48,13 @@ class Device(Protocol):
 
     def mark(self) -> Event:
         """Return an event that passes now: the zero of this device's clock."""
+        ...
+
+    def rejoin(self, event: Event, values: Values = ()) -> None:
+        """Let the caller go on after ``event``, of this device: its own stream there, or itself.
+
+        Memory of ``values``, made on streams of this device, is kept until that has used it.
+        """
         ...
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -165,6 +172,11 @@ class CpuDevice(_Streams):
         event.fire()
         return event
 
+    def rejoin(self, event: Event, values: Values = ()) -> None:
+        """Block the caller until ``event`` has passed."""
+        while not event.wait(0.1):  # a signal is served in between
+            pass
+
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Do nothing: Python's references keep memory."""
 
@@ -190,6 +202,15 @@ class CudaDevice(_Streams):
         assert isinstance(compute, CudaStream)
         compute.stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         return compute.record()
+
+    def rejoin(self, event: Event, values: Values = ()) -> None:
+        """Let the caller's own stream on this GPU wait for ``event``; the caller does not."""
+        assert isinstance(event, CudaEvent)
+        current = torch.cuda.current_stream(self.torch_device)
+        current.wait_event(event.order)
+        for value in values:
+            if value is not None:
+                value.record_stream(current)
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Let the allocator wait for ``stream`` before it uses the memory again.
@@ -217,6 +238,10 @@ class RemoteDevice:
         raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
 
     def mark(self) -> Event:
+        """Raise, as `stream` does."""
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def rejoin(self, event: Event, values: Values = ()) -> None:
         """Raise, as `stream` does."""
         raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
 

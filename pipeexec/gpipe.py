@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec.backward_order import enter
 from pipeexec.batches import Batch
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices import make_devices, parse
 from pipeexec.gpipe_call import Call, Machine
 from pipeexec.partition import Partition, skips_across
 from pipeexec.randomness import next_seed, use_seed
+from pipeexec.routes import routes, ways
 from pipeexec.skip import verify_skippables
 from pipeexec.stage import Held, Stage
 from pipesim.errors import (
@@ -115,6 +115,7 @@ class GPipe(nn.Module):
         dependencies: bool = True,
         copy_streams: bool = True,
         portals: bool = True,
+        backward_seed: int | None = None,
     ) -> None:
         super().__init__()
         if balance is None:
@@ -138,9 +139,9 @@ class GPipe(nn.Module):
         self.partitions = nn.ModuleList(_cut(module, self.balance))
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
-        self._switches = {
-            "dependencies": dependencies, "copy_streams": copy_streams, "portals": portals,
-        }  # fmt: skip
+        self._batch_norms = [x for x in self.modules() if isinstance(x, DeferredBatchNorm)]
+        self._dependencies, self._copy_streams = dependencies, copy_streams
+        self._portals, self._backward_seed = portals, backward_seed
         self._machine: Machine | None = None
         self._last: Call | None = None
         self._n_microbatches = 0  # so far
@@ -204,36 +205,45 @@ class GPipe(nn.Module):
                 f"the tensors of the input have {[len(x) for x in tensors]} samples; give as many"
             )
         (m,) = counts
-        self._tell_batch_norms(m)
-        seed = None if m == 1 else next_seed()
+        for norm in self._batch_norms if self.training else ():
+            norm.chunks = m
         self._machine = machine = self._machine or self._made()
-        call = Call(machine, self._n_microbatches, self._recomputed(m), seed)
+        inputs = tuple(x.to(self.devices[0], non_blocking=True) for x in tensors)
+        draws = m > 1 and any(
+            stage.is_random.get(stage.module.training, True) for stage in machine.stages
+        )
+        seed = next_seed() if draws else None
+        call = Call(machine, self._n_microbatches, self._recomputed(m), seed, self._tracked(inputs))
         self._n_microbatches += m
-        tensors = tuple(x.to(self.devices[0], non_blocking=True) for x in tensors)
-        outputs = call.run(self._microbatches(call, tensors), not isinstance(input, tuple))
-        if seed is not None and any(
+        microbatches = list(zip(*(x.detach().chunk(self.chunks) for x in inputs), strict=True))
+        is_atomic, outputs = call.run(inputs, microbatches, not isinstance(input, tuple))
+        if draws and any(
             stage.is_random.get(stage.module.training, False) for stage in machine.stages
         ):
             use_seed()
         self._last = call
-        if isinstance(outputs[0], Tensor):
-            return torch.cat(outputs)
-        return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+        return outputs[0] if is_atomic else outputs
 
-    def _microbatches(self, call: Call, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        if call.tracks and any(x.requires_grad for x in tensors):
-            return enter(call, self.chunks, tensors)
-        return list(zip(*(x.detach().chunk(self.chunks) for x in tensors), strict=True))
+    def _tracked(self, inputs: tuple[Tensor, ...]) -> range:
+        """Return the partitions that have a backward: those from the first with a gradient on."""
+        n = len(self.partitions)
+        if not torch.is_grad_enabled():
+            return range(n, n)
+        assert self._machine is not None
+        if any(x.requires_grad for x in inputs):
+            self._machine.stages[0].needs_input_grad = True
+            return range(n)
+        firsts = (
+            j
+            for j, part in enumerate(self.partitions)
+            if any(x.requires_grad for x in part.parameters())
+        )
+        return range(next(firsts, n), n)
 
     def _recomputed(self, m: int) -> list[bool]:
         """Return which of so many micro-batches are recomputed."""
         n = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint] if self.training else 0
         return [i < n for i in range(m)]
-
-    def _tell_batch_norms(self, m: int) -> None:
-        for module in self.modules() if self.training else ():
-            if isinstance(module, DeferredBatchNorm):
-                module.chunks = m
 
     def _made(self) -> Machine:
         """Return the workers and streams."""
@@ -252,7 +262,17 @@ class GPipe(nn.Module):
             for j, (partition, device) in enumerate(zip(partitions, self.devices, strict=True))
         ]
         devices = make_devices([str(device) for device in self.devices])
-        return Machine(stages, partitions, devices, skips, **self._switches)
+        along = routes(len(parts), skips, portals=self._portals)
+        return Machine(
+            stages,
+            partitions,
+            devices,
+            ways(len(parts), along),
+            ways(len(parts), [route.back for route in along]),
+            self._dependencies,
+            self._copy_streams,
+            self._backward_seed,
+        )
 
     # What it is to the simulator
 
@@ -275,7 +295,7 @@ class GPipe(nn.Module):
         )
         mode: Recompute = "except_last" if any(recomputed) else "never"
         mode = "always" if all(recomputed) else mode
-        return lower(schedule, recompute=mode, overlap=self._switches["copy_streams"], step="none")
+        return lower(schedule, recompute=mode, overlap=self._copy_streams, step="none")
 
     def timeline(self) -> Timeline:
         """Return when each task of the last forward, and of its backward, ran.

@@ -1,15 +1,15 @@
 """One forward of a `pipeexec.GPipe`, and the backward that may follow it.
 
-The host issues tasks and messages to streams: forwards by the clock cycle, backwards as the
-autograd engine comes to their nodes (`pipeexec.backward_order`). Tables hand tensors from task to
-task, so that the host waits for nothing but the outputs, and the end of the backward.
+The host issues tasks and messages to streams: forwards by the clock cycle, recomputes and backwards
+as the autograd engine comes to their nodes (`pipeexec.backward_order`). Tables hand tensors from
+task to task; a task takes what arrived, and leaves what is to be sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,25 +17,27 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from pipeexec import clocks, transfer
-from pipeexec.backward_order import issue, phony
+from pipeexec.backward_order import joined, link, ordered, unordered
 from pipeexec.clock_cycles import clock_cycles
 from pipeexec.devices import Device, Values
 from pipeexec.partition import Form, Partition
 from pipeexec.randomness import default_state, task_seed
 from pipeexec.recomputing import checkpointing, recomputing
+from pipeexec.routes import Route, Ways
 from pipeexec.skip import Key
 from pipeexec.stage import Stage
-from pipeexec.streams import Event
+from pipeexec.streams import Event, Stream
 from pipeexec.thread_settings import thread_settings
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Call", "Machine", "Message"]
+__all__ = ["Call", "Machine"]
 
-#: A task or an end of a message: operation, partition, micro-batch, and the skip that it carries.
-Done = tuple[Op, int, int, Key | None]
-#: Of one tensor among those of a partition: its number, or the skip that it is.
-Slot = int | Key
+#: A task, or an end of a message: operation, partition, micro-batch, and the partition at the other
+#: end if it carries skips.
+Done = tuple[Op, int, int, int | None]
+#: Tensors of a micro-batch in a partition, by the number of an output, or the skip that it is.
+Tensors = dict[int | Key, Tensor]
 
 
 class Machine(NamedTuple):
@@ -45,75 +47,24 @@ class Machine(NamedTuple):
     ----------
     stages, partitions, devices
         One of each a partition; the partition is the stage's module.
-    skips
-        Those that cross a border, and from which partition to which.
+    forward, backward
+        The ways of outputs and skips, and of their gradients.
     dependencies
         Whether ``B[i+1, j]`` must come before ``B[i, j]``.
     copy_streams
         Whether messages have streams of their own; else they are on those that compute.
-    portals
-        Whether a skip goes straight to where it is popped; else by each partition between.
+    seed
+        Of the order of the backward, where there are no dependencies; None for autograd's own.
     """
 
     stages: Sequence[Stage]
     partitions: Sequence[Partition]
     devices: Sequence[Device]
-    skips: dict[Key, tuple[int, int]]
+    forward: Ways
+    backward: Ways
     dependencies: bool = True
     copy_streams: bool = True
-    portals: bool = True
-
-    def hops(self, to: int) -> Iterator[tuple[Key, int]]:
-        """Return the skips that come to a partition, and from which each comes."""
-        for key, (source, target) in self.skips.items():
-            if self.portals and to == target:
-                yield key, source
-            elif not self.portals and source < to <= target:
-                yield key, to - 1
-
-
-class Message(NamedTuple):
-    """Tensors of a micro-batch that go from one partition to another.
-
-    ``skip`` is the one that it carries; None for the outputs of the partition before.
-    """
-
-    call: Call
-    microbatch: int
-    source: int
-    target: int
-    skip: Key | None = None
-
-    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Move tensors; runs on the sender's stream."""
-        return self.call.move(self, tensors)
-
-    def go_back(self, gradients: Sequence[Tensor | None]) -> None:
-        """Issue the message of the gradients."""
-        self.call.send_back(self)
-
-    def forget(self) -> None:
-        """Do nothing: tables forget."""
-
-
-class Forward(NamedTuple):
-    """F of a micro-batch in a partition."""
-
-    call: Call
-    microbatch: int
-    partition: int
-
-    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run the layers; runs on the partition's stream."""
-        return self.call.compute(self.microbatch, self.partition, tensors)
-
-    def go_back(self, gradients: Sequence[Tensor | None]) -> None:
-        """Issue the backward."""
-        self.call.go_back_through(self.microbatch, self.partition, gradients)
-
-    def forget(self) -> None:
-        """Let the stage forget the micro-batch."""
-        self.call.machine.stages[self.partition].forget(self.call.key(self.microbatch))
+    seed: int | None = None
 
 
 class Call:
@@ -129,14 +80,20 @@ class Call:
         For each micro-batch, whether its activations are dropped and recomputed.
     seed
         Of the random numbers of all tasks; None to draw from the process's generator.
+    tracked
+        The partitions that have a backward: these and all behind them.
     """
 
     def __init__(
-        self, machine: Machine, first_key: int, recomputed: Sequence[bool], seed: int | None
+        self,
+        machine: Machine,
+        first_key: int,
+        recomputed: Sequence[bool],
+        seed: int | None,
+        tracked: Sequence[int],
     ) -> None:
         self.machine, self.first_key, self.seed = machine, first_key, seed
-        self.recomputed = list(recomputed)
-        self.tracks = torch.is_grad_enabled()
+        self.recomputed, self.tracked = list(recomputed), tracked
         self.settings = thread_settings()
         self.clock: clocks.Clocks | None = None
         self.began: dict[Done, Event] = {}
@@ -144,23 +101,20 @@ class Call:
         self.nbytes: dict[Done, int] = {}
         self.order: list[Done] = []  # of backwards and recomputes, as they were issued
         self.has_failed = False
-        self.is_going_back = False
         self._error: BaseException | None = None  # what failed first, until it is raised
+        self._has_gone_back = self._is_done = False
         self._last: dict[int, Event] = {}  # of each partition
-        # Where tensors of the forward are: outputs, then skips on their way.
-        self._tensors: dict[int, tuple[Tensor, ...]] = {}
-        self._is_atomic: dict[int, bool] = {}
-        self._skips: dict[tuple[int, Key], Tensor] = {}
-        self._phony: dict[int, Tensor] = {}
-        self._arrived: dict[tuple[int, int], list[Event]] = {}
-        # What a backward needs: what tensors stood for, and where random numbers began.
+        # Of F and B, micro-batch and partition: what has arrived, what is to leave, and, by the
+        # SEND, what is on its way.
+        self._arrived: dict[tuple[Op, int, int], Tensors] = {}
+        self._leaving: dict[tuple[Op, int, int], Tensors] = {}
+        self._moving: dict[Done, tuple[Sequence[int | Key], Values]] = {}
+        # Of micro-batch and partition: what inputs and outputs stand for, and where random numbers
+        # began.
+        self._is_atomic: dict[tuple[int, int], bool] = {}
+        self._entered: Sequence[Sequence[torch.Size]] = ()
         self._forms: dict[tuple[int, int], tuple[Form, Form]] = {}
         self._states: dict[tuple[int, int], Tensor] = {}
-        # Gradients of outputs, of inputs, and of skips that pass through.
-        self._gradients: dict[tuple[int, int], dict[Slot, Tensor]] = {}
-        self._found: dict[tuple[int, int], dict[Slot, Tensor]] = {}
-        self._passing: dict[tuple[int, int, Key], Tensor] = {}
-        self._arrived_back: dict[tuple[int, int], list[Event]] = {}
 
     def key(self, i: int) -> int:
         """Return the number under which stages keep a micro-batch of this call."""
@@ -168,69 +122,92 @@ class Call:
 
     # Forward
 
-    def run(self, microbatches: Sequence[tuple[Tensor, ...]], is_atomic: bool) -> list[Any]:
-        """Run all micro-batches through all partitions; return what each became."""
-        self.clock = clocks.start(self.machine.devices)
+    def run(
+        self, inputs: tuple[Tensor, ...], microbatches: Sequence[tuple[Tensor, ...]], atomic: bool
+    ) -> tuple[bool, tuple[Tensor, ...]]:
+        """Run all micro-batches through all partitions; return what they became, as one.
+
+        It is one tensor if the first of what is returned says so, else a tuple.
+        """
         m, n = len(microbatches), len(self.machine.stages)
+        self.clock = clocks.start(self.machine.devices)
+        self._entered = [[x.shape for x in tensors] for tensors in microbatches]
         for i, tensors in enumerate(microbatches):
-            self._tensors[i], self._is_atomic[i] = tuple(tensors), is_atomic
-        try:
-            for cycle in clock_cycles(m, n):
-                for i, j in cycle:
-                    self._fence(i, j)
-                for i, j in cycle:
-                    self._issue(Op.F, i, j, self._arrived.pop((i, j), ()), self._forward)
-            self._wait()
-            found = [self._tensors[i] for i in range(m)]
-        finally:
-            for table in (self._tensors, self._skips, self._phony):
-                table.clear()  # whose graphs know this call
-        return [x[0] if self._is_atomic[i] else x for i, x in enumerate(found)]
+            self._arrived[Op.F, i, 0] = dict(enumerate(tensors))
+            self._is_atomic[i, 0] = atomic
+        for i, j in chain.from_iterable(clock_cycles(m, n)):
+            self._issue(Op.F, i, j)
+        leave = self._linked(inputs) if self.tracked else joined  # while devices work
+        made = self._awaited(n - 1, [(Op.F, i, n - 1) for i in range(m)])
+        is_atomic = all(self._is_atomic.pop((i, n)) for i in range(m))
+        return is_atomic, leave([tuple(tensors.values()) for tensors in made])
 
-    def _fence(self, i: int, j: int) -> None:
-        """Issue the messages that a forward needs."""
-        for skip, source in self.machine.hops(j):
-            self._send(Message(self, i, source, j, skip))
-        if j:
-            self._send(Message(self, i, j - 1, j))
+    def _awaited(self, j: int, which: Sequence[tuple[Op, int, int]]) -> list[Tensors]:
+        """Return what partition ``j`` has made, for the caller to use."""
+        device = self.machine.devices[j]
+        device.rejoin(self._last[j])
+        self._check()
+        made = [self._leaving.pop(each) for each in which]
+        device.rejoin(self._last[j], tuple(x for tensors in made for x in tensors.values()))
+        return made
 
-    def _issue(
-        self, op: Op, i: int, j: int, needed: Sequence[Event], work: Callable[[int, int], None]
-    ) -> None:
-        """Give a task to its device."""
-        done = op, j, i, None
+    def _linked(
+        self, inputs: tuple[Tensor, ...]
+    ) -> Callable[[Sequence[tuple[Tensor, ...]]], tuple[Tensor, ...]]:
+        """Make the graph that gives the backward its order."""
+        m, machine = len(self.recomputed), self.machine
+        if machine.dependencies:
+            cycles = clock_cycles(m, len(machine.stages))
+            nodes = ordered(
+                ([cell for cell in cycle if cell[1] in self.tracked] for cycle in cycles),
+                self.recomputed,
+            )
+        else:
+            nodes = unordered(self.recomputed, self.tracked, machine.seed)
+        return link(self, inputs, nodes, dependencies=machine.dependencies)
+
+    def _issue(self, op: Op, i: int, j: int) -> None:
+        """Give a task to its stream, what arrives for it before, and what leaves after it."""
+        ways = self.machine.forward if op == Op.F else self.machine.backward
+        needed = [self._receive(op, i, route) for route in ways.arriving[j]] if op != Op.R else ()
+        work = {Op.F: self._forward, Op.R: self._recompute, Op.B: self._backward}[op]
         stream = self.machine.devices[j].stream("compute")
-        for event in needed:
-            stream.wait_event(event)
-        self.began[done] = stream.record()
-        stream.submit(partial(self._guarded, work, i, j))
-        self.ended[done] = self._last[j] = stream.record()
-        if op != Op.F:
-            self.order.append(done)
+        done = op, j, i, None
+        began, ended = stream.run(partial(self._guarded, work, i, j), needed)
+        self.began[done], self.ended[done], self._last[j] = began, ended, ended
+        if op == Op.R:
+            return
+        for route in ways.leaving[j]:
+            if op == Op.F or route.target in self.tracked:
+                self._send(op, i, route, ended)
 
-    def _send(self, message: Message, *, back: bool = False, needed: Sequence[Event] = ()) -> None:
-        """Give the two ends of a message to their streams."""
-        _, i, source, target, skip = message
-        a, b = (target, source) if back else (source, target)
-        sender, receiver = self.machine.devices[a], self.machine.devices[b]
-        names = self._names(a, b)
-        out, into = sender.stream(names[0]), receiver.stream(names[1])
-        ops = (Op.SEND_B, Op.RECV_B) if back else (Op.SEND_F, Op.RECV_F)
-        sent, there = (ops[0], a, i, skip), (ops[1], b, i, skip)
-        for event in needed or (self.ended[Op.F, a, i, None],):
-            out.wait_event(event)
-        self.began[sent] = out.record()
-        work = self._carry_back if back else self._carry
-        out.submit(partial(self._guarded, work, message))
-        self.ended[sent] = out.record()
-        into.wait_event(self.ended[sent])
-        self.began[there] = into.record()
-        into.submit(partial(self._guarded, self._land, message, back))
-        self.ended[there] = into.record()
+    def _send(self, op: Op, i: int, route: Route, made: Event) -> None:
+        """Give the sender's end of a message to its stream, behind what ``made`` it."""
+        name = f"send:{route.target}" if self.machine.copy_streams else "compute"
+        stream = self.machine.devices[route.source].stream(name)
+        done = self._done(Op.SEND_F if op == Op.F else Op.SEND_B, i, route.source, route)
+        work = partial(self._guarded, self._part, op, i, route, done, stream)
+        self.began[done], self.ended[done] = stream.run(work, [made])
         if not self.machine.copy_streams:
-            self._last[a], self._last[b] = self.ended[sent], self.ended[there]
-        arrived = self._arrived_back if back else self._arrived
-        arrived.setdefault((i, b), []).append(self.ended[there])
+            self._last[route.source] = self.ended[done]
+
+    def _receive(self, op: Op, i: int, route: Route) -> Event:
+        """Give the receiver's end of a message to its stream; return when it is there."""
+        name = f"recv:{route.source}" if self.machine.copy_streams else "compute"
+        stream = self.machine.devices[route.target].stream(name)
+        sent = self._done(Op.SEND_F if op == Op.F else Op.SEND_B, i, route.source, route)
+        done = self._done(Op.RECV_F if op == Op.F else Op.RECV_B, i, route.target, route)
+        work = partial(self._guarded, self._land, op, i, route, sent)
+        self.began[done], self.ended[done] = stream.run(work, [self.ended[sent]])
+        return self.ended[done]
+
+    @staticmethod
+    def _done(op: Op, i: int, at: int, route: Route) -> Done:
+        """Return what one end of a message is known by."""
+        peer = route.source if at == route.target else route.target
+        return op, at, i, None if route.skips is None else peer
+
+    # What streams run
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
         """Run a task, unless another has failed."""
@@ -241,198 +218,151 @@ class Call:
         except BaseException as error:
             self.has_failed, self._error = True, error
 
+    def _part(self, op: Op, i: int, route: Route, sent: Done, stream: Stream) -> None:
+        """Put what leaves on a route into the memory of its target."""
+        leaving = self._leaving[op, i, route.source]
+        taken = {slot: leaving.pop(slot) for slot in list(leaving) if route.carries(slot)}
+        sender, receiver = self.machine.devices[route.source], self.machine.devices[route.target]
+        values = tuple(taken.values())
+        self.nbytes[sent] = transfer.nbytes(values)
+        self._moving[sent] = tuple(taken), transfer.send(values, sender, stream, receiver)
+
+    def _land(self, op: Op, i: int, route: Route, sent: Done) -> None:
+        """Make what came safe to use where it is computed with."""
+        device = self.machine.devices[route.target]
+        slots, values = self._moving.pop(sent)
+        transfer.receive(values, device, device.stream("compute"))
+        there = self._arrived.setdefault((op, i, route.target), {})
+        there.update({k: x for k, x in zip(slots, values, strict=True) if x is not None})
+
+    def _forward(self, i: int, j: int) -> None:
+        """Run the layers of a partition; keep what the backward needs, or nothing."""
+        stage, partition = self.machine.stages[j], self.machine.partitions[j]
+        held = self._arrived.pop((Op.F, i, j))
+        skips = tuple(key for key in partition.entering if key in held)
+        n = sum(isinstance(slot, int) for slot in held)
+        given = partition.given = Form(self._is_atomic.pop((i, j)), n, skips)
+        tensors = tuple(held.pop(slot) for slot in given.slots)
+        seed = self._seed(i, j)
+        with self.settings():
+            if j not in self.tracked:
+                made = stage.evaluate(self.key(i), tensors, seed)
+            elif self.recomputed[i]:
+                if seed is None:
+                    self._states[i, j] = default_state(stage.device)
+                with checkpointing():
+                    made = stage.forward(self.key(i), tensors, seed, recomputed=True)
+            else:
+                made = stage.forward(self.key(i), tensors, seed, recomputed=False)
+        form = partition.made
+        self._is_atomic[i, j + 1] = form.is_atomic
+        if j in self.tracked:
+            self._forms[i, j] = given, form
+        held.update({k: x for k, x in zip(form.slots, made, strict=True) if x is not None})
+        self._leaving[Op.F, i, j] = held  # with skips that pass
+
+    def _seed(self, i: int, j: int) -> int | None:
+        """Return the seed of a forward, if it may draw random numbers of its own."""
+        stage = self.machine.stages[j]
+        if self.seed is None or not stage.is_random.get(stage.module.training, True):
+            return None
+        return task_seed(self.seed, 0, j, i)
+
+    def _recompute(self, i: int, j: int) -> None:
+        self.machine.partitions[j].given = self._forms[i, j][0]
+        seed = self._states.pop((i, j), None) if self.seed is None else self._seed(i, j)
+        with self.settings(), recomputing():
+            self.machine.stages[j].recompute(self.key(i), seed)
+
+    def _backward(self, i: int, j: int) -> None:
+        given, made = self._forms.pop((i, j))
+        held = self._arrived.pop((Op.B, i, j), {})
+        gradients = tuple(held.pop(slot, None) for slot in made.slots)
+        found = self.machine.stages[j].backward(self.key(i), gradients)
+        held.update({k: x for k, x in zip(given.slots, found, strict=True) if x is not None})
+        self._leaving[Op.B, i, j] = held
+
+    # Where host and streams meet
+
     def _check(self) -> None:
         """Raise what went wrong, as it was, once no device works on this call any longer.
 
         It is not kept: its traceback knows the graph, which knows this call.
         """
         if self.has_failed:
-            self._settle()
+            self.forget()
             error, self._error = self._error, None
             raise error or ExecutionError("this forward of GPipe has failed; run it again")
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until every device is through with what was issued."""
         for event in list(self._last.values()):
             while not event.wait(0.1):
                 pass
 
-    def _wait(self) -> None:
-        """Wait until every device is through; raise what went wrong, as it was."""
-        self._settle()
-        self._check()
-
-    def _forward(self, i: int, j: int) -> None:
-        """Run F of a micro-batch, on the stream of its partition."""
-        partition = self.machine.partitions[j]
-        skips = tuple(key for key in partition.entering if (i, key) in self._skips)
-        tensors = self._tensors.pop(i)
-        form = Form(self._is_atomic[i], len(tensors), skips)
-        given = (*tensors, *(self._skips.pop((i, key)) for key in skips))
-        self._forms[i, j] = form, form
-        parameters = self.machine.stages[j].module.parameters()
-        with self.settings():
-            if self.tracks and any(x.requires_grad for x in (*given, *parameters)):
-                before = self._phony.get(j) if self.machine.dependencies else None
-                before = phony() if before is None else before
-                after, made = issue(Forward(self, i, j), before, given)
-                assert after is not None
-                self._phony[j] = after
-            else:
-                made = self.compute(i, j, given, is_kept=False)
-        form = self._forms[i, j][1]
-        self._is_atomic[i], self._tensors[i] = form.is_atomic, tuple(made[: form.n])
-        self._skips |= {(i, key): x for key, x in zip(form.skips, made[form.n :], strict=True)}
-
-    def compute(
-        self, i: int, j: int, given: Sequence[Tensor], *, is_kept: bool = True
-    ) -> tuple[Tensor, ...]:
-        """Run the layers of a partition; keep what the backward needs, or nothing."""
-        stage, partition = self.machine.stages[j], self.machine.partitions[j]
-        partition.given = form = self._forms[i, j][0]
-        seed = None if self.seed is None else task_seed(self.seed, 0, j, i)
-        is_recomputed = is_kept and self.recomputed[i]
-        if is_recomputed and seed is None:
-            self._states[i, j] = default_state(stage.device)
-        with checkpointing() if is_recomputed else nullcontext():
-            if is_kept:
-                stage.needs_input_grad |= any(x.requires_grad for x in given)
-                with torch.enable_grad():
-                    made = stage.forward(self.key(i), tuple(given), seed, is_recomputed)
-            else:
-                made = stage.evaluate(i, tuple(given), seed)
-        self._forms[i, j] = form, partition.made
-        return tuple(x for x in made if x is not None)
-
-    def _carry(self, message: Message) -> None:
-        """Move what a message carries; runs on the sender's stream."""
-        i, skip = message.microbatch, message.skip
-        tensors = self._tensors[i] if skip is None else self._skip_of(i, skip)
-        with self.settings():
-            _, moved = issue(message, None, tensors)
-        if skip is None:
-            self._tensors[i] = moved
-        elif moved:
-            (self._skips[i, skip],) = moved
-
-    def _skip_of(self, i: int, skip: Key) -> tuple[Tensor, ...]:
-        return (self._skips[i, skip],) if (i, skip) in self._skips else ()
-
-    def move(self, message: Message, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return tensors on the memory of a message's receiver."""
-        _, i, source, target, skip = message
-        values = tuple(x.detach() for x in tensors)
-        self.nbytes[Op.SEND_F, source, i, skip] = transfer.nbytes(values)
-        return tuple(x for x in self._moved(values, source, target) if x is not None)
-
-    def _moved(self, values: Values, source: int, target: int) -> Values:
-        sender, receiver = self.machine.devices[source], self.machine.devices[target]
-        stream = sender.stream(self._names(source, target)[0])
-        return transfer.send(values, sender, stream, receiver)
-
-    def _names(self, source: int, target: int) -> tuple[str, str]:
-        """Return the streams of the two ends of a message."""
-        if self.machine.copy_streams:
-            return f"send:{target}", f"recv:{source}"
-        return "compute", "compute"
-
-    def _land(self, message: Message, back: bool) -> None:
-        """Make what came safe to use where it is computed with."""
-        _, i, source, target, skip = message
-        device = self.machine.devices[source if back else target]
-        if back:
-            slots = list(self._gradients.get((i, source), {}).items())  # others add to them
-            came = tuple(x for slot, x in slots if (slot == skip) == (skip is not None))
-        else:
-            came = self._tensors[i] if skip is None else self._skip_of(i, skip)
-        transfer.receive(came, device, device.stream("compute"))
-
-    # Backward
-
-    def _go_back(self) -> None:
-        """Note that a backward pass has begun; its end waits for the devices."""
-        self._check()
-        if self.is_going_back:
+    def forget(self) -> None:
+        """Let go of what a backward would need: there will be none any more."""
+        if self._is_done:
             return
+        self.settle()
+        self._is_done = True
+        for stage in self.machine.stages:
+            for i in range(len(self.recomputed)):
+                stage.forget(self.key(i))
+        for table in (self._arrived, self._leaving, self._moving, self._forms, self._states):
+            table.clear()
+
+    # Backward: what its graph asks for
+
+    def begin(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
+        """Take the gradients of the outputs; see that the end waits for the devices."""
+        self._check()
         if not Variable._execution_engine.is_checkpoint_valid():
             raise ExecutionError(
                 "the backward of GPipe adds to the .grad of its parameters: call backward() "
                 "without inputs=, instead of torch.autograd.grad()"
             )
-        self.is_going_back = True
-        Variable._execution_engine.queue_callback(self._came_back)
-
-    def _came_back(self) -> None:
-        self.is_going_back = False
-        self._wait()
-
-    def go_back_through(self, i: int, j: int, gradients: Sequence[Tensor | None]) -> None:
-        """Issue what a partition's backward is: R, if nothing was kept, and B."""
-        self._go_back()
-        if (Op.B, j, i, None) in self.ended:
+        if self._has_gone_back:
             raise ExecutionError(
                 "a second backward through one forward of GPipe: what it needs is gone; run the "
                 "forward again, or add up the losses and go back once"
             )
-        if j == len(self.machine.stages) - 1:
-            real: dict[Slot, Tensor] = {k: x for k, x in enumerate(gradients) if x is not None}
-            self._gradients.setdefault((i, j), {}).update(real)
-        if self.recomputed[i]:
-            self._issue(Op.R, i, j, (), self._recompute)
-        self._issue(Op.B, i, j, self._arrived_back.pop((i, j), ()), self._backward)
+        self._has_gone_back = True
+        n = len(self.machine.stages)
+        device = self.machine.devices[n - 1]
+        device.mark()  # what follows comes behind what the caller has made
+        for i, given in enumerate(gradients):
+            there: Tensors = {k: x for k, x in enumerate(given) if x is not None}
+            transfer.receive(tuple(there.values()), device, device.stream("compute"))
+            self._arrived[Op.B, i, n - 1] = there
+        Variable._execution_engine.queue_callback(self._came_back)
 
-    def _recompute(self, i: int, j: int) -> None:
-        self.machine.partitions[j].given = self._forms[i, j][0]
-        state = self._states.pop((i, j), None)
-        seed = state if self.seed is None else task_seed(self.seed, 0, j, i)
-        with self.settings(), torch.enable_grad(), recomputing():
-            self.machine.stages[j].recompute(self.key(i), seed)
-
-    def _backward(self, i: int, j: int) -> None:
-        given, made = self._forms.pop((i, j))
-        gradients = self._gradients.pop((i, j), {})
-        slots = (*range(made.n), *made.skips)
-        found = self.machine.stages[j].backward(
-            self.key(i), tuple(gradients.get(slot) for slot in slots)
-        )
-        names = (*range(given.n), *given.skips)
-        self._found[i, j] = {name: x for name, x in zip(names, found, strict=True) if x is not None}
-
-    def send_back(self, message: Message) -> None:
-        """Issue the way back of a message's gradients."""
-        self._go_back()
-        _, i, _, at, skip = message
-        behind = None if skip is None else self.ended.get((Op.RECV_B, at, i, skip))
-        made = self.ended.get((Op.B, at, i, None))
-        self._send(message, back=True, needed=[x for x in (made, behind) if x is not None])
-
-    def _carry_back(self, message: Message) -> None:
-        """Move gradients to where what they are of came from; runs on the sender's stream."""
-        _, i, source, target, skip = message
-        taken: dict[Slot, Tensor] = {}
-        if skip is None:
-            found = self._found.get((i, target), {})
-            taken = {slot: found.pop(slot) for slot in list(found) if isinstance(slot, int)}
-        elif self.machine.skips[skip][1] == target:
-            found = self._found.get((i, target), {})
-            taken = {skip: found.pop(skip)} if skip in found else {}
-        elif (i, target, skip) in self._passing:
-            taken = {skip: self._passing.pop((i, target, skip))}
-        values: Values = tuple(taken.values())
-        self.nbytes[Op.SEND_B, target, i, skip] = transfer.nbytes(values)
-        moved = dict(zip(taken, self._moved(values, target, source), strict=True))
-        kept = {slot: x for slot, x in moved.items() if x is not None}
-        if skip is None or self.machine.skips[skip][0] == source:
-            self._gradients.setdefault((i, source), {}).update(kept)
-        elif skip in kept:
-            self._passing[i, source, skip] = kept[skip]
-
-    def entry_gradient(self, i: int, k: int) -> Tensor | None:
-        """Return the gradient of a micro-batch's input number ``k``, once it is there."""
-        event = self.ended.get((Op.B, 0, i, None))
-        if event is None:
-            return None
-        while not event.wait(0.1):
-            pass
+    def issue(self, op: Op, i: int, j: int) -> None:
+        """Issue R or B of a micro-batch in a partition."""
         self._check()
-        return self._found.get((i, 0), {}).pop(k, None)
+        self.order.append((op, j, i, None))
+        self._issue(op, i, j)
+
+    def _came_back(self) -> None:
+        for j, event in self._last.items():
+            self.machine.devices[j].rejoin(event)
+        self._check()
+        self._is_done = True
+        self._leaving.clear()  # gradients of inputs that need none
+
+    def entry_gradients(self) -> list[Tensor | None]:
+        """Return the gradients of the mini-batch's inputs, once they are there."""
+        m = len(self._entered)
+        found = self._awaited(0, [(Op.B, i, 0) for i in range(m)])
+        whole: list[Tensor | None] = []
+        for k in range(len(self._entered[0])):
+            like = next((tensors[k] for tensors in found if k in tensors), None)
+            if like is None:
+                whole.append(None)
+                continue
+            parts = [
+                tensors[k] if k in tensors else like.new_zeros(shapes[k])
+                for tensors, shapes in zip(found, self._entered, strict=True)
+            ]
+            whole.append(torch.cat(parts) if m > 1 else parts[0])
+        return whole

@@ -20,6 +20,11 @@ class Form(NamedTuple):
     n: int
     skips: tuple[Key, ...] = ()
 
+    @property
+    def slots(self) -> tuple[int | Key, ...]:
+        """What each flat tensor is known by: its number, or the skip that it is."""
+        return *range(self.n), *self.skips
+
 
 class Partition(nn.Module):
     """Runs layers of a sequential module; not registered in the module that it belongs to.

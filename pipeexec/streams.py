@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
@@ -51,6 +51,13 @@ class Stream(Protocol):
 
     def wait_event(self, event: Event) -> None:
         """Let what is given from now on wait for ``event``."""
+        ...
+
+    def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[Event, Event]:
+        """Let ``work`` run behind what was given before and these events.
+
+        Returns the events right before it, and right after it.
+        """
         ...
 
     def synchronize(self) -> None:
@@ -153,6 +160,14 @@ class CpuStream:
         if event.time is None:
             self._queue.put(partial(self._block, event))
 
+    def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
+        """Let ``work`` run behind what was given before and these events; as one piece of work."""
+        for event in after:
+            self.wait_event(event)
+        began, ended = CpuEvent(), CpuEvent()
+        self._queue.put(partial(_timed, began, work, ended))
+        return began, ended
+
     def synchronize(self) -> None:
         """Block the caller until everything has run; raise the first exception of raw work."""
         self.record().wait()
@@ -172,6 +187,15 @@ def _serve(queue: SimpleQueue[Work | None], errors: list[BaseException]) -> None
         except BaseException as error:
             errors.append(error)
         del work  # an idle worker keeps nothing alive
+
+
+def _timed(began: CpuEvent, work: Work, ended: CpuEvent) -> None:
+    """Run work between two events, which pass even if it fails."""
+    began.fire()
+    try:
+        work()
+    finally:
+        ended.fire()
 
 
 def _raise_first(errors: list[BaseException]) -> None:
@@ -246,6 +270,16 @@ class InlineStream:
         if event.time is None:
             self._queue.append(event)
             self._advance()
+
+    def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
+        """Let ``work`` run behind what was given before and these events; as one piece of work."""
+        for event in after:
+            assert isinstance(event, CpuEvent)
+            if event.time is None:
+                self._queue.append(event)
+        began, ended = CpuEvent(), CpuEvent()
+        self.submit(partial(_timed, began, work, ended))
+        return began, ended
 
     def synchronize(self) -> None:
         """Block the caller until everything has run; raise the first exception of raw work."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -19,6 +20,8 @@ def thread_settings() -> Callable[[], AbstractContextManager[None]]:
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
+    if not infers and not casts:
+        return partial(torch.set_grad_enabled, tracks)
     caches = torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
