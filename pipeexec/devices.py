@@ -6,7 +6,8 @@ import ctypes
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -138,8 +139,24 @@ class _Streams:
         self.closed = True
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute with one thread, as a worker does, so that results are the same."""
+    n = torch.get_num_threads()
+    if n == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n)
+
+
 class CpuDevice(_Streams):
     """A worker thread that computes on one core; its messages are handed over by reference.
+
+    Its stream ``"caller"`` computes as the worker does, but in the thread that waits for it.
 
     Parameters
     ----------
@@ -158,6 +175,8 @@ class CpuDevice(_Streams):
     def _make(self, name: str, blocks: bool) -> Stream:
         if name == "compute":
             return CpuStream(f"{self.name} {name}", self._prepare)
+        if name == "caller":
+            return InlineStream(_one_thread)
         return CpuStream(f"{self.name} {name}") if blocks else InlineStream()
 
     def _prepare(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeexec.batches import Batch
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices import make_devices, parse
-from pipeexec.gpipe_call import Call, Machine
+from pipeexec.gpipe_call import WORTH_A_THREAD, Call, Machine
 from pipeexec.partition import Partition, skips_across
 from pipeexec.randomness import next_seed, use_seed
 from pipeexec.routes import routes, ways
@@ -81,6 +81,12 @@ class GPipe(nn.Module):
         Of the mechanisms that make it fast, which to use: the order of the backward
         (`pipeexec.backward_order`), streams of their own for messages, and skips that go straight
         to where they are popped. To see what each does; there is no other reason to do without.
+    backward_seed
+        Where nothing orders the backward, draw the order at random; None for autograd's own.
+    workers
+        Whether partitions on CPUs compute in threads of their own, or all in the caller's. By
+        default in threads where forwards take more than 0.3 ms: with less to do, threads that take
+        Python's lock from each other cost more than they gain.
 
     Attributes
     ----------
@@ -116,6 +122,7 @@ class GPipe(nn.Module):
         copy_streams: bool = True,
         portals: bool = True,
         backward_seed: int | None = None,
+        workers: bool | None = None,
     ) -> None:
         super().__init__()
         if balance is None:
@@ -142,6 +149,7 @@ class GPipe(nn.Module):
         self._batch_norms = [x for x in self.modules() if isinstance(x, DeferredBatchNorm)]
         self._dependencies, self._copy_streams = dependencies, copy_streams
         self._portals, self._backward_seed = portals, backward_seed
+        self._workers = workers
         self._machine: Machine | None = None
         self._last: Call | None = None
         self._n_microbatches = 0  # so far
@@ -213,7 +221,14 @@ class GPipe(nn.Module):
             stage.is_random.get(stage.module.training, True) for stage in machine.stages
         )
         seed = next_seed() if draws else None
-        call = Call(machine, self._n_microbatches, self._recomputed(m), seed, self._tracked(inputs))
+        call = Call(
+            machine,
+            self._n_microbatches,
+            self._recomputed(m),
+            seed,
+            self._tracked(inputs),
+            self._stream(),
+        )
         self._n_microbatches += m
         microbatches = list(zip(*(x.detach().chunk(self.chunks) for x in inputs), strict=True))
         is_atomic, outputs = call.run(inputs, microbatches, not isinstance(input, tuple))
@@ -223,6 +238,15 @@ class GPipe(nn.Module):
             use_seed()
         self._last = call
         return outputs[0] if is_atomic else outputs
+
+    def _stream(self) -> str:
+        """Return which stream of each device is to compute."""
+        if self.devices[0].type != "cpu" or self._workers:
+            return "compute"
+        if self._workers is not None:
+            return "caller"
+        last = self._last
+        return "compute" if last is None or last.forward_seconds() > WORTH_A_THREAD else "caller"
 
     def _tracked(self, inputs: tuple[Tensor, ...]) -> range:
         """Return the partitions that have a backward: those from the first with a gradient on."""

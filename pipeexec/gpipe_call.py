@@ -67,6 +67,11 @@ class Machine(NamedTuple):
     seed: int | None = None
 
 
+#: Seconds of a forward from which on a thread is worth having: below, threads that take Python's
+#: lock from each other cost more than they gain (``benchmarks/peers_gpipe.py``).
+WORTH_A_THREAD = 300e-6
+
+
 class Call:
     """One forward, and its backward.
 
@@ -82,6 +87,8 @@ class Call:
         Of the random numbers of all tasks; None to draw from the process's generator.
     tracked
         The partitions that have a backward: these and all behind them.
+    stream
+        The one of each device that computes.
     """
 
     def __init__(
@@ -91,7 +98,9 @@ class Call:
         recomputed: Sequence[bool],
         seed: int | None,
         tracked: Sequence[int],
+        stream: str = "compute",
     ) -> None:
+        self._stream = stream
         self.machine, self.first_key, self.seed = machine, first_key, seed
         self.recomputed, self.tracked = list(recomputed), tracked
         self.settings = thread_settings()
@@ -171,7 +180,7 @@ class Call:
         ways = self.machine.forward if op == Op.F else self.machine.backward
         needed = [self._receive(op, i, route) for route in ways.arriving[j]] if op != Op.R else ()
         work = {Op.F: self._forward, Op.R: self._recompute, Op.B: self._backward}[op]
-        stream = self.machine.devices[j].stream("compute")
+        stream = self.machine.devices[j].stream(self._stream)
         done = op, j, i, None
         began, ended = stream.run(partial(self._guarded, work, i, j), needed)
         self.began[done], self.ended[done], self._last[j] = began, ended, ended
@@ -183,7 +192,7 @@ class Call:
 
     def _send(self, op: Op, i: int, route: Route, made: Event) -> None:
         """Give the sender's end of a message to its stream, behind what ``made`` it."""
-        name = f"send:{route.target}" if self.machine.copy_streams else "compute"
+        name = f"send:{route.target}" if self.machine.copy_streams else self._stream
         stream = self.machine.devices[route.source].stream(name)
         done = self._done(Op.SEND_F if op == Op.F else Op.SEND_B, i, route.source, route)
         work = partial(self._guarded, self._part, op, i, route, done, stream)
@@ -193,7 +202,7 @@ class Call:
 
     def _receive(self, op: Op, i: int, route: Route) -> Event:
         """Give the receiver's end of a message to its stream; return when it is there."""
-        name = f"recv:{route.source}" if self.machine.copy_streams else "compute"
+        name = f"recv:{route.source}" if self.machine.copy_streams else self._stream
         stream = self.machine.devices[route.target].stream(name)
         sent = self._done(Op.SEND_F if op == Op.F else Op.SEND_B, i, route.source, route)
         done = self._done(Op.RECV_F if op == Op.F else Op.RECV_B, i, route.target, route)
@@ -206,6 +215,18 @@ class Call:
         """Return what one end of a message is known by."""
         peer = route.source if at == route.target else route.target
         return op, at, i, None if route.skips is None else peer
+
+    def forward_seconds(self) -> float:
+        """Return how long a forward takes: the fastest of each partition, on average."""
+        n = len(self.machine.stages)
+        tasks = [[(Op.F, j, i, None) for i in range(len(self.recomputed))] for j in range(n)]
+        return (
+            sum(
+                min(self.ended[done].seconds_since(self.began[done]) for done in each)
+                for each in tasks
+            )
+            / n
+        )
 
     # What streams run
 
@@ -231,7 +252,7 @@ class Call:
         """Make what came safe to use where it is computed with."""
         device = self.machine.devices[route.target]
         slots, values = self._moving.pop(sent)
-        transfer.receive(values, device, device.stream("compute"))
+        transfer.receive(values, device, device.stream(self._stream))
         there = self._arrived.setdefault((op, i, route.target), {})
         there.update({k: x for k, x in zip(slots, values, strict=True) if x is not None})
 
@@ -241,7 +262,7 @@ class Call:
         held = self._arrived.pop((Op.F, i, j))
         skips = tuple(key for key in partition.entering if key in held)
         n = sum(isinstance(slot, int) for slot in held)
-        given = partition.given = Form(self._is_atomic.pop((i, j)), n, skips)
+        given = partition.forms.given = Form(self._is_atomic.pop((i, j)), n, skips)
         tensors = tuple(held.pop(slot) for slot in given.slots)
         seed = self._seed(i, j)
         with self.settings():
@@ -254,7 +275,7 @@ class Call:
                     made = stage.forward(self.key(i), tensors, seed, recomputed=True)
             else:
                 made = stage.forward(self.key(i), tensors, seed, recomputed=False)
-        form = partition.made
+        form = partition.forms.made
         self._is_atomic[i, j + 1] = form.is_atomic
         if j in self.tracked:
             self._forms[i, j] = given, form
@@ -269,7 +290,7 @@ class Call:
         return task_seed(self.seed, 0, j, i)
 
     def _recompute(self, i: int, j: int) -> None:
-        self.machine.partitions[j].given = self._forms[i, j][0]
+        self.machine.partitions[j].forms.given = self._forms[i, j][0]
         seed = self._states.pop((i, j), None) if self.seed is None else self._seed(i, j)
         with self.settings(), recomputing():
             self.machine.stages[j].recompute(self.key(i), seed)
@@ -333,7 +354,7 @@ class Call:
         device.mark()  # what follows comes behind what the caller has made
         for i, given in enumerate(gradients):
             there: Tensors = {k: x for k, x in enumerate(given) if x is not None}
-            transfer.receive(tuple(there.values()), device, device.stream("compute"))
+            transfer.receive(tuple(there.values()), device, device.stream(self._stream))
             self._arrived[Op.B, i, n - 1] = there
         Variable._execution_engine.queue_callback(self._came_back)
 

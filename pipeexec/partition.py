@@ -26,6 +26,15 @@ class Form(NamedTuple):
         return *range(self.n), *self.skips
 
 
+class Forms:
+    """What the next inputs of a partition stand for, set before each run, and its last outputs."""
+
+    __slots__ = ("given", "made")
+
+    def __init__(self) -> None:
+        self.given = self.made = Form(True, 1)
+
+
 class Partition(nn.Module):
     """Runs layers of a sequential module; not registered in the module that it belongs to.
 
@@ -38,10 +47,8 @@ class Partition(nn.Module):
 
     Attributes
     ----------
-    given
-        What the next inputs stand for; set before each run.
-    made
-        What the last outputs stand for.
+    forms
+        What flat tensors stand for.
     """
 
     def __init__(
@@ -50,7 +57,7 @@ class Partition(nn.Module):
         super().__init__()
         self.layers = layers
         self.entering, self.leaving = tuple(entering), tuple(leaving)
-        self.given = self.made = Form(True, 1)
+        self.forms = Forms()  # an object of its own: attributes of a module are slow to set
 
     @property
     def training(self) -> bool:
@@ -63,7 +70,7 @@ class Partition(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the layers; return outputs, then the skips that leave and are there."""
-        form = self.given
+        form = self.forms.given
         shelf = Shelf(dict.fromkeys(self.entering))
         for key, skip in zip(form.skips, tensors[form.n :], strict=True):
             shelf.put(key, skip)
@@ -78,7 +85,7 @@ class Partition(nn.Module):
             )
         left = {key: shelf.take(key) for key in self.leaving}
         there = {key: skip for key, skip in left.items() if skip is not None}
-        self.made = Form(not isinstance(output, tuple), len(outputs), tuple(there))
+        self.forms.made = Form(not isinstance(output, tuple), len(outputs), tuple(there))
         return (*outputs, *there.values())
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -74,14 +73,19 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-@contextmanager
-def use_shelf(shelf: Shelf) -> Iterator[None]:
-    """Let layers that this thread runs stash on ``shelf``, and pop from it."""
-    before, _LOCAL.shelf = _LOCAL.shelf, shelf
-    try:
-        yield
-    finally:
-        _LOCAL.shelf = before
+class use_shelf:  # a context manager, entered at every forward: without a generator
+    """Let layers that this thread runs stash on a shelf, and pop from it."""
+
+    __slots__ = ("_before", "_shelf")
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+
+    def __enter__(self) -> None:
+        self._before, _LOCAL.shelf = _LOCAL.shelf, self._shelf
+
+    def __exit__(self, *_: object) -> None:
+        _LOCAL.shelf = self._before
 
 
 class stash:  # a command, which reads as a verb
