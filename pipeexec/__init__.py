@@ -10,6 +10,7 @@ from pipeexec.slices import Slice, slices
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
 from pipeexec.validation import Validation, load_run
+from pipeexec.workers import Worker, workers
 
 __all__ = [
     "GPipe",
@@ -19,6 +20,7 @@ __all__ = [
     "Slice",
     "StepResult",
     "Validation",
+    "Worker",
     "from_torch",
     "is_checkpointing",
     "is_recomputing",
@@ -30,4 +32,5 @@ __all__ = [
     "to_torch",
     "torch_schedule_order",
     "validate",
+    "workers",
 ]

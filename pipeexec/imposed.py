@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
+from time import perf_counter, sleep
 from typing import Any, Protocol
 
 import numpy as np
@@ -153,6 +154,21 @@ class CycleWaits:
     def until(self, noted: Tensor | None, seconds: float) -> None:
         """Let the current stream wait so long from here."""
         torch.cuda._sleep(int(seconds * self.per_second))
+
+
+class SleepWaits:
+    """Waits by sleeping, on streams of a CPU: threads of their own."""
+
+    says = "a SEND lasts as long as its link, and the time that a thread takes to wake up"
+
+    def note(self) -> Tensor:
+        """Return the time now (s)."""
+        return torch.tensor(perf_counter(), dtype=torch.float64)
+
+    def until(self, noted: Tensor | None, seconds: float) -> None:
+        """Sleep until so long after a time that was noted."""
+        assert noted is not None
+        sleep(max(0.0, float(noted) + seconds - perf_counter()))
 
 
 def make_waits(device: torch.device) -> Waits:
