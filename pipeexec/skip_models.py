@@ -1,0 +1,226 @@
+"""A U-Net and a ResNet as flat sequential modules, whose connections around layers are skips.
+
+Both have the layers of torchgpipe's benchmarks, one for one, so that a balance published for those
+cuts these in the same places. Weights are drawn from torch's generator: the same after the same
+seed. Large ones are made without memory under ``with torch.device("meta")``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeexec.skip import Namespace, Skippable, pop, skippable, stash
+from pipesim.errors import ArgumentError, check_count, number
+
+__all__ = ["resnet", "unet"]
+
+Named = Iterator[tuple[str, nn.Module]]
+
+_EXPANSION = 4  # channels of a bottleneck block's output, in those of its middle
+
+
+@skippable(stash=["skip"])
+class _Stash(nn.Module):
+    """Hands on its input, and stashes it."""
+
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class _Concatenate(nn.Module):
+    """Puts the channels of the skip behind its own, grown by zeros to the skip's size."""
+
+    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
+        skip = yield pop("skip")
+        height, width = (a - b for a, b in zip(skip.shape[2:], x.shape[2:], strict=True))
+        if height or width:  # what the max pool left over
+            x = F.pad(x, (0, width, 0, height))
+        return torch.cat((x, skip), dim=1)
+
+
+@skippable(pop=["skip"])
+class _Add(nn.Module):
+    """Adds the skip, which a projection first brings to its own shape, if one is given."""
+
+    def __init__(self, projection: nn.Module | None) -> None:
+        super().__init__()
+        self.projection = projection
+
+    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
+        skip = yield pop("skip")
+        return x + (skip if self.projection is None else self.projection(skip))
+
+
+def unet(
+    depth: int = 5,
+    num_convs: int = 5,
+    base_channels: int = 64,
+    input_channels: int = 3,
+    output_channels: int = 1,
+    *,
+    dropout: float = 0.1,
+) -> nn.Sequential:
+    """Return a U-Net, with one long skip a level.
+
+    ::
+
+        down0 ---------------- up0 - segment
+            down1 -------- up1
+               bottleneck
+
+    Each ``down``, ``up`` and the bottleneck is a run of convolutions, each of which is four layers
+    (convolution, dropout, instance norm, leaky ReLU). There are ``2 * depth * (4 * num_convs + 2)
+    + 4 * num_convs + 1`` layers: 241 by default.
+
+    Maps float (batch, input_channels, height, width) to (batch, output_channels, height, width),
+    for heights and widths of at least ``2 ** (depth + 1)``.
+
+    Parameters
+    ----------
+    depth
+        Levels, each of which halves the image.
+    num_convs, base_channels
+        Convolutions a run, and channels of the first; B and C of the paper's U-Net (B, C). Small:
+        ``unet(2, 1, 8)``.
+    dropout
+        Probability that a channel is dropped; at 0 the model draws no random numbers.
+
+    Raises
+    ------
+    ArgumentError
+        For counts that are none, fewer than two base channels, and a probability that is none.
+
+    References
+    ----------
+    U-Net, arXiv 1505.04597; in this simplified form torchgpipe, arXiv 2004.09910, benchmarks.
+    """
+    check_count("depth", depth)
+    check_count("num_convs", num_convs)
+    check_count("base_channels", base_channels, 2)  # the last run has half as many
+    check_count("input_channels", input_channels)
+    check_count("output_channels", output_channels)
+    probability = number(dropout)
+    if probability is None or not 0 <= probability < 1:
+        raise ArgumentError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+
+    def run(name: str, n_in: int, n_mid: int, n_out: int) -> Named:
+        channels = [n_in, *[n_mid] * (num_convs - 1), n_out]
+        for i, (a, b) in enumerate(pairwise(channels)):
+            yield f"{name}_conv{i}", nn.Conv2d(a, b, 3, padding=1, bias=False)
+            yield f"{name}_dropout{i}", nn.Dropout2d(probability)
+            yield f"{name}_norm{i}", nn.InstanceNorm2d(b)
+            yield f"{name}_relu{i}", nn.LeakyReLU(0.01)
+
+    def layers() -> Named:
+        widths = [base_channels * 2**level for level in range(depth)]
+        namespaces = [Namespace() for _ in range(depth)]
+        for level, (n, namespace) in enumerate(zip(widths, namespaces, strict=True)):
+            yield from run(f"down{level}", n // 2 if level else input_channels, n, n)
+            yield f"down{level}_stash", _isolated(_Stash(), namespace)
+            yield f"down{level}_pool", nn.MaxPool2d(2)
+        yield from run("bottleneck", widths[-1], 2 * widths[-1], widths[-1])
+        for level in reversed(range(depth)):
+            n = widths[level]
+            yield f"up{level}_upsample", nn.Upsample(scale_factor=2)
+            yield f"up{level}_concatenate", _isolated(_Concatenate(), namespaces[level])
+            yield from run(f"up{level}", 2 * n, n // 2, n // 2)
+        yield "segment", nn.Conv2d(base_channels // 2, output_channels, 1, bias=False)
+
+    return nn.Sequential(OrderedDict(layers()))
+
+
+def resnet(
+    blocks: Sequence[int] = (3, 4, 23, 3),
+    num_classes: int = 1000,
+    base_channels: int = 64,
+    input_channels: int = 3,
+) -> nn.Sequential:
+    """Return a ResNet of bottleneck blocks, with one skip a block.
+
+    A block is eleven layers: stash, three times convolution, batch norm and ReLU, the last ReLU
+    behind the layer that adds the skip. With four layers before the blocks and three behind there
+    are ``11 * sum(blocks) + 7``: 370 by default, which is ResNet-101. Layers have torchvision's
+    names, with ``_`` for ``.``.
+
+    Maps float (batch, input_channels, height, width) to scores (batch, num_classes).
+
+    Parameters
+    ----------
+    blocks
+        Blocks of each group; from the second on, a group halves the image and doubles the
+        channels. (3, 4, 6, 3) is ResNet-50; small: ``resnet([1, 1], 10, 8)``.
+    base_channels
+        Of the first convolution, and of the middle of the first group's blocks.
+
+    Raises
+    ------
+    ArgumentError
+        For counts that are none, and no blocks at all.
+
+    References
+    ----------
+    Deep residual learning, arXiv 1512.03385, table 1, with the stride in the 3x3 convolution as
+    torchvision has it; as a sequential module torchgpipe, arXiv 2004.09910.
+    """
+    if not len(blocks):
+        raise ArgumentError("blocks must list how many blocks each group has, got none")
+    for group, n in enumerate(blocks):
+        check_count(f"blocks[{group}]", n)
+    check_count("num_classes", num_classes)
+    check_count("base_channels", base_channels)
+    check_count("input_channels", input_channels)
+
+    def layers() -> Named:
+        yield "conv1", nn.Conv2d(input_channels, base_channels, 7, 2, padding=3, bias=False)
+        yield "bn1", nn.BatchNorm2d(base_channels)
+        yield "relu", nn.ReLU()
+        yield "maxpool", nn.MaxPool2d(3, 2, padding=1)
+        channels = base_channels
+        for group, n in enumerate(blocks):
+            middle = base_channels * 2**group
+            for block in range(n):
+                stride = 2 if group and not block else 1
+                yield from _bottleneck(f"layer{group + 1}_{block}", channels, middle, stride)
+                channels = middle * _EXPANSION
+        yield "avgpool", nn.AdaptiveAvgPool2d(1)
+        yield "flat", nn.Flatten()
+        yield "fc", nn.Linear(channels, num_classes)
+
+    model = nn.Sequential(OrderedDict(layers()))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+def _isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
+    """Put a layer's skip into a namespace; a type checker takes it for what it was undecorated."""
+    assert isinstance(layer, Skippable)
+    return layer.isolate(namespace)
+
+
+def _bottleneck(name: str, n_in: int, middle: int, stride: int) -> Named:
+    """Yield the layers of one block, from ``n_in`` channels to four times ``middle``."""
+    n_out, namespace, projection = middle * _EXPANSION, Namespace(), None
+    if stride > 1 or n_in != n_out:
+        conv = nn.Conv2d(n_in, n_out, 1, stride, bias=False)
+        projection = nn.Sequential(conv, nn.BatchNorm2d(n_out))
+    yield f"{name}_identity", _isolated(_Stash(), namespace)
+    yield f"{name}_conv1", nn.Conv2d(n_in, middle, 1, bias=False)
+    yield f"{name}_bn1", nn.BatchNorm2d(middle)
+    yield f"{name}_relu1", nn.ReLU()
+    yield f"{name}_conv2", nn.Conv2d(middle, middle, 3, stride, padding=1, bias=False)
+    yield f"{name}_bn2", nn.BatchNorm2d(middle)
+    yield f"{name}_relu2", nn.ReLU()
+    yield f"{name}_conv3", nn.Conv2d(middle, n_out, 1, bias=False)
+    yield f"{name}_bn3", nn.BatchNorm2d(n_out)
+    yield f"{name}_residual", _isolated(_Add(projection), namespace)
+    yield f"{name}_relu3", nn.ReLU()
