@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeexec.batches import Batch
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
-from pipeexec.devices import make_devices, parse
+from pipeexec.devices import CpuDevice, CudaDevice, make_devices, parse
 from pipeexec.gpipe_call import WORTH_A_THREAD, Call, Machine
 from pipeexec.partition import Partition, skips_across
 from pipeexec.randomness import next_seed, use_seed
@@ -34,7 +34,8 @@ from pipesim.timeline import Timeline
 
 __all__ = ["GPipe"]
 
-DeviceLike = torch.device | int | str
+_Made = CpuDevice | CudaDevice
+DeviceLike = torch.device | int | str | _Made
 
 _ADVICE = """{problem}
 
@@ -68,8 +69,8 @@ class GPipe(nn.Module):
     balance
         Numbers of layers of the partitions; see `pipeexec.balance`.
     devices
-        Of the partitions; more than needed may be given. By default all GPUs, or a CPU worker a
-        partition where there are none.
+        Of the partitions; more than needed may be given, also those of `slices` and `workers`. By
+        default all GPUs, or a CPU worker a partition where there are none.
     chunks
         Into how many micro-batches to cut a mini-batch, at most.
     checkpoint
@@ -85,8 +86,8 @@ class GPipe(nn.Module):
         Where nothing orders the backward, draw the order at random; None for autograd's own.
     workers
         Whether partitions on CPUs compute in threads of their own, or all in the caller's. By
-        default in threads where forwards take more than 0.3 ms: with less to do, threads that take
-        Python's lock from each other cost more than they gain.
+        default in threads on devices of `workers`, and where forwards take more than 0.3 ms: with
+        less to do, threads that take Python's lock from each other cost more than they gain.
 
     Attributes
     ----------
@@ -142,7 +143,8 @@ class GPipe(nn.Module):
             assert isinstance(converted, nn.Sequential)
             module = converted
         self.balance = _checked_balance(balance, len(module))
-        self.devices = _chosen(devices, len(self.balance))
+        self._places = _chosen(devices, len(self.balance))
+        self.devices = [x if isinstance(x, torch.device) else x.torch_device for x in self._places]
         self.partitions = nn.ModuleList(_cut(module, self.balance))
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
@@ -175,7 +177,7 @@ class GPipe(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the threads and streams, which are made anew."""
-        return {**self.__dict__, "_machine": None, "_last": None}
+        return {**self.__dict__, "_machine": None, "_last": None, "_places": self.devices}
 
     # Where it is
 
@@ -245,8 +247,10 @@ class GPipe(nn.Module):
             return "compute"
         if self._workers is not None:
             return "caller"
-        last = self._last
-        return "compute" if last is None or last.forward_seconds() > WORTH_A_THREAD else "caller"
+        last, given = self._last, any(isinstance(x, CpuDevice) for x in self._places)
+        if given or last is None or last.forward_seconds() > WORTH_A_THREAD:
+            return "compute"
+        return "caller"
 
     def _tracked(self, inputs: tuple[Tensor, ...]) -> range:
         """Return the partitions that have a backward: those from the first with a gradient on."""
@@ -285,7 +289,7 @@ class GPipe(nn.Module):
             Stage(partition, j, device, Held())
             for j, (partition, device) in enumerate(zip(partitions, self.devices, strict=True))
         ]
-        devices = make_devices([str(device) for device in self.devices])
+        devices = make_devices(self._places)
         along = routes(len(parts), skips, portals=self._portals)
         return Machine(
             stages,
@@ -392,11 +396,18 @@ def _checked_balance(balance: Iterable[int], n_layers: int) -> list[int]:
     return found
 
 
-def _chosen(devices: Iterable[DeviceLike] | None, n: int) -> list[torch.device]:
+def _chosen(devices: Iterable[DeviceLike] | None, n: int) -> list[torch.device | _Made]:
     if devices is None:
         count = torch.cuda.device_count()
         devices = range(count) if count else ["cpu"] * n
-    given = [torch.device("cuda", x) if isinstance(x, int) else parse(x) for x in devices]
+    given = [
+        x
+        if isinstance(x, (CpuDevice, CudaDevice))
+        else torch.device("cuda", x)
+        if isinstance(x, int)
+        else parse(x)
+        for x in devices
+    ]
     if len(given) < n:
         raise TooFewDevicesError(
             f"too few devices to hold given partitions (devices: {len(given)}, partitions: {n})"
