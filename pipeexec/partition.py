@@ -57,6 +57,7 @@ class Partition(nn.Module):
         super().__init__()
         self.layers = layers
         self.entering, self.leaving = tuple(entering), tuple(leaving)
+        self._has_skips = any(isinstance(layer, Skippable) for layer in layers.modules())
         self.forms = Forms()  # an object of its own: attributes of a module are slow to set
 
     @property
@@ -71,11 +72,18 @@ class Partition(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the layers; return outputs, then the skips that leave and are there."""
         form = self.forms.given
-        shelf = Shelf(dict.fromkeys(self.entering))
-        for key, skip in zip(form.skips, tensors[form.n :], strict=True):
-            shelf.put(key, skip)
-        with use_shelf(shelf):
-            output = self.layers(tensors[0] if form.is_atomic else tensors[: form.n])
+        given = tensors[0] if form.is_atomic else tensors[: form.n]
+        there: dict[Key, Tensor] = {}
+        if self._has_skips:
+            shelf = Shelf(dict.fromkeys(self.entering))
+            for key, skip in zip(form.skips, tensors[form.n :], strict=True):
+                shelf.put(key, skip)
+            with use_shelf(shelf):
+                output = self.layers(given)
+            left = {key: shelf.take(key) for key in self.leaving}
+            there = {key: skip for key, skip in left.items() if skip is not None}
+        else:
+            output = self.layers(given)
         outputs = output if isinstance(output, tuple) else (output,)
         if not all(isinstance(x, Tensor) for x in outputs):
             kinds = ", ".join(type(x).__name__ for x in outputs)
@@ -83,8 +91,6 @@ class Partition(nn.Module):
                 f"a partition must return a tensor or a tuple of tensors: expected Tensor, but got "
                 f"{kinds}; its layers are {', '.join(type(x).__name__ for x in self.layers)}"
             )
-        left = {key: shelf.take(key) for key in self.leaving}
-        there = {key: skip for key, skip in left.items() if skip is not None}
         self.forms.made = Form(not isinstance(output, tuple), len(outputs), tuple(there))
         return (*outputs, *there.values())
 
