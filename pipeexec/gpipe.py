@@ -247,7 +247,7 @@ class GPipe(nn.Module):
             return "compute"
         if self._workers is not None:
             return "caller"
-        last, given = self._last, any(isinstance(x, CpuDevice) for x in self._places)
+        last, given = self._last, any(not isinstance(x, torch.device) for x in self._places)
         if given or last is None or last.forward_seconds() > WORTH_A_THREAD:
             return "compute"
         return "caller"

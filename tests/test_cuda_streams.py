@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,3 +191,31 @@ def test_a_capture_that_fails_gives_the_current_stream_back(cuda: FakeCuda) -> N
         subject._step(*data(8), walk)
     assert cuda.current is cuda.caller
     assert all(task.stream.make_event is CudaEvent for task in subject._plan)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_gpipe_lets_its_host_go_on(cuda: FakeCuda, copies: bool) -> None:
+    """Forward and backward wait for no device; the caller's own stream waits for both ends."""
+    layers = nn.Sequential(*dense(3))
+    plain = copy.deepcopy(layers)
+    model = px.GPipe(
+        layers, [1, 2], devices=[FakeGpu(0), FakeGpu(1)], chunks=2, copy_streams=copies
+    )
+    x, y = data(8)
+    cuda.log.clear()
+    output = model(x)
+    assert torch.equal(output, torch.cat([plain(part) for part in x.chunk(2)]))
+    waited = [on for _, who, on in cuda.calls("wait") if who == cuda.caller.number]
+    last = model._machine.devices[1].stream("compute").stream.number  # type: ignore[union-attr]
+    assert waited[-1] == last
+    n_waits = len(cuda.calls("wait"))
+    mse(output, y).backward()
+    mse(torch.cat([plain(part) for part in x.chunk(2)]), y).backward()
+    compute = {d.stream("compute").stream.number for d in model._machine.devices}  # type: ignore[union-attr]
+    ends = [on for _, who, on in cuda.calls("wait")[n_waits:] if who == cuda.caller.number]
+    assert set(ends[-2:]) == compute
+    assert not cuda.calls("synchronize")
+    assert not cuda.calls("query")
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    assert model.timeline().complete

@@ -354,6 +354,49 @@ def test_threads_live_as_long_as_the_module() -> None:
 # As a container
 
 
+def test_short_forwards_run_in_the_thread_of_the_caller() -> None:
+    """From the second on, when it is known how long they take; long ones in their own."""
+
+    class Where(nn.Module):
+        """Notes its threads."""
+
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.seconds, self.seen = seconds, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(self.seconds)
+            self.seen.append(threading.current_thread())
+            return x
+
+    def seen(seconds: float, **options: Any) -> list[bool]:
+        layers = nn.Sequential(Where(seconds), Where(seconds))
+        model = px.GPipe(layers, [1, 1], devices=CPUS, chunks=2, **options)
+        for _ in range(2):
+            model(batch())
+        return [thread is threading.current_thread() for thread in layers[0].seen]
+
+    assert seen(0.002) == [False] * 4
+    assert seen(0.0, workers=True) == [False] * 4
+    assert seen(0.002, workers=False) == [True] * 4
+    assert seen(0.0)[:2] == [False] * 2
+
+
+@pytest.mark.parametrize(("name", "balance"), CASES)
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_it_is_the_same_in_the_thread_of_the_caller(
+    name: str, balance: list[int], checkpoint: Any
+) -> None:
+    plain = sequential(name)
+    model = px.GPipe(
+        copy.deepcopy(plain), balance, devices=CPUS, chunks=4, checkpoint=checkpoint, workers=False
+    )
+    x, y = batch(requires_grad=True), batch(requires_grad=True)
+    assert torch.equal(step(model, x), plain_step(plain, y, 4))
+    check_same(model, plain)
+    torch.testing.assert_close(x.grad, y.grad)
+
+
 def test_it_is_a_sequence_of_layers() -> None:
     layers = dense(4)
     model = px.GPipe(nn.Sequential(*layers), [1, 3], devices=CPUS)
@@ -429,6 +472,57 @@ def test_the_backward_is_the_forward_turned_around(checkpoint: Any) -> None:
         started = sorted(backward, key=lambda k: timeline.start[k])
         assert [int(graph.microbatch[k]) for k in started] == [3, 2, 1, 0]
     assert ps.simulate(graph, ps.Costs(1, 2)).makespan > 0
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_without_dependencies_recomputes_come_first(checkpoint: Any) -> None:
+    """Autograd takes the newest node: all R of a partition, then its B."""
+    model = px.GPipe(
+        sequential("dense"), [1, 2, 1],
+        devices=CPUS, chunks=4, checkpoint=checkpoint, dependencies=False,
+    )  # fmt: skip
+    step(model, batch())
+    recomputed = {"always": "3210", "except_last": "210", "never": ""}[checkpoint]
+    assert [backward_of(model, j) for j in range(3)] == [
+        " ".join([f"R{i}" for i in recomputed] + [f"B{i}" for i in "3210"])
+    ] * 3
+    assert model.timeline().complete
+
+
+def backward_of(model: px.GPipe, partition: int) -> str:
+    """Return recomputes and backwards of a partition in the order in which they began."""
+    timeline = model.timeline()
+    graph = timeline.graph
+    tasks = [
+        k for k in range(len(graph))
+        if graph.device[k] == partition and graph.op[k] in (Op.R, Op.B)
+    ]  # fmt: skip
+    tasks.sort(key=lambda k: (timeline.start[k], timeline.end[k]))
+    return " ".join(f"{Op(graph.op[k]).name}{graph.microbatch[k]}" for k in tasks)
+
+
+def test_without_dependencies_an_order_can_be_drawn() -> None:
+    """Each partition has its own; the same seed gives the same, and gradients are the same."""
+    plain = sequential("dense")
+
+    def orders(seed: int, **options: Any) -> list[str]:
+        model = px.GPipe(
+            copy.deepcopy(plain), [1, 2, 1], devices=CPUS, chunks=8, backward_seed=seed, **options
+        )
+        step(model, batch())
+        check_same(model, once)
+        return [backward_of(model, j) for j in range(3)]
+
+    once = copy.deepcopy(plain)
+    plain_step(once, batch(), 8)
+    drawn = orders(0, dependencies=False)
+    assert drawn == orders(0, dependencies=False)
+    assert drawn != orders(1, dependencies=False)
+    assert len(set(drawn)) == 3
+    assert [sorted(each.split()) for each in drawn] == [sorted(drawn[0].split())] * 3
+    ordered = orders(0)
+    assert ordered == orders(1)
+    assert ordered[0].split()[-4:] == ["R1", "B1", "R0", "B0"]
 
 
 def test_a_recompute_does_not_wait_for_its_gradient() -> None:

@@ -254,6 +254,26 @@ def test_an_event_that_passes_while_it_is_waited_for(make: Callable[[str], Strea
     assert len(count) == 2000
 
 
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_work_is_run_between_its_events(
+    first: str, second: str, make: Callable[[str], Stream]
+) -> None:
+    """Behind what it needs, though that takes long; an error is work's own, and what follows runs."""
+    one, other, ran = make(first), make(second), []
+    slow = one.run(lambda: (time.sleep(NAP), ran.append("slow")))
+    began, ended = other.run(lambda: ran.append("behind"), [slow[1]])
+    within(10, other.synchronize)
+    assert ran == ["slow", "behind"]
+    assert slow[1].seconds_since(slow[0]) >= NAP
+    assert began.seconds_since(slow[1]) >= 0 <= ended.seconds_since(began)
+    failed = other.run(lambda: 1 / 0)
+    after = other.run(lambda: ran.append("after"), [failed[1]])
+    assert after[1].wait(10)
+    with pytest.raises(ZeroDivisionError):
+        other.synchronize()
+    assert ran[2:] == ["after"]
+
+
 def test_work_that_comes_as_a_stream_stops_running_is_run() -> None:
     """The worst moment: the runner has looked for the last time, but has not yet said so."""
     inline, ran = InlineStream(), []
