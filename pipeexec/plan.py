@@ -37,10 +37,20 @@ def plan(
     """Look up everything about each task of this process that does not change from step to step.
 
     ``stages`` are those of the first path, then of the next.
+
+    Raises
+    ------
+    ArgumentError
+        For a graph with tasks that cannot be run, or with skip connections.
     """
     for index in np.flatnonzero(~graph.is_op(frozenset(WORK)))[:1].tolist():
         task = graph.task(index)
         raise ArgumentError(f"{task} cannot be run; lower without {task.op}")
+    if graph.skips:
+        raise ArgumentError(
+            f"graph {graph.name!r} has skip connections {list(graph.skips)}, which "
+            "pipeexec.Pipeline does not run; pipeexec.GPipe does, or lower without skips"
+        )
     recomputed, split = (
         {(int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == op)}
         for op in (Op.R, Op.W)

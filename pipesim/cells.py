@@ -244,7 +244,10 @@ def _draw_unfinished(ax: Axes, cells: Cells, gid: str) -> None:
 
 
 def _draw_numbers(ax: Axes, cells: Cells, gid: str) -> None:
-    """Put the number of its micro-batch into each cell that computes."""
+    """Put the number of its micro-batch into each cell on a compute stream.
+
+    A message of skips has the stage at its other end beside it, as in ``3>2`` or ``3<0``.
+    """
     graph = cells.graph
     members = np.concatenate([cells.lasting, cells.unfinished])
     members = members[graph.on_compute[members] & (graph.microbatch[members] >= 0)]
@@ -254,12 +257,21 @@ def _draw_numbers(ax: Axes, cells: Cells, gid: str) -> None:
         cells.lanes.y[members],
         end - start,
         cells.lanes.height[members],
-        [str(number) for number in graph.microbatch[members].tolist()],
+        _numbers(graph, members),
         text_colours(cells.colours[members]),
         graph.op[members],
     )
     artist.set_gid(gid)
     ax.add_artist(artist)
+
+
+def _numbers(graph: TaskGraph, members: Indices) -> list[str]:
+    """Return what the cells of tasks say."""
+    shown = [str(number) for number in graph.microbatch[members].tolist()]
+    for k in np.flatnonzero(graph.peer_stage[members] >= 0).tolist():
+        task = graph.task(int(members[k]))
+        shown[k] += f"{'>' if task.op in SENDS else '<'}{task.peer_stage}"
+    return shown
 
 
 def _add(ax: Axes, collection: PolyCollection | LineCollection, gid: str) -> None:

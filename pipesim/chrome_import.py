@@ -307,11 +307,13 @@ def _timeline(
 
     issued = sorted(placed, key=key)
     rows = [(a.op, placed[a].device, a.stage, -1 if a.microbatch is None else a.microbatch,
-             placed[a].stream, placed[a].other is not None) for a in issued]  # fmt: skip
-    op, device, stage, microbatch, stream, overlapped = np.array(rows, dtype=np.int64).T
+             placed[a].stream, placed[a].other is not None, a.peer_stage)
+            for a in issued]  # fmt: skip
+    op, device, stage, microbatch, stream, overlapped, peer = np.array(rows, dtype=np.int64).T
     recompute = "some" if (op == Op.R).any() else "never"
     try:
-        tasks = Tasks(op, device, stage, microbatch, stream, overlapped=overlapped)
+        columns = op, device, stage, microbatch, stream
+        tasks = Tasks(*columns, overlapped=overlapped, peer_stage=peer)
         graph = TaskGraph.build(tasks, name=name, hosts="per_device", recompute=recompute)
         verify(graph)
     except PipeError as error:

@@ -95,6 +95,7 @@ _FLAGS = (
     ("--microbatches", "N", "number of micro-batches of a step"),
     ("--replicas", "N", "data-parallel replicas of the pipeline"),
     ("--recompute", "MODE", "never, always or except_last"),
+    ("--skips", "PAIRS", "skip connections between stages, such as 0-3,1-2"),
     ("--streams", "KIND", "per_peer copy streams, or a single one a device"),
     ("--hosts", "KIND", "one host that issues for all devices, or one per_device"),
     ("--step", "MODE", "flush: end with an optimizer step; none: with the gradients"),
@@ -104,6 +105,8 @@ _FLAGS = (
 _SWITCHES = (
     ("--overlap", "transfers run beside compute"),
     ("--rendezvous", "a SEND waits until its RECV is reached"),
+    ("--portals", "a skip goes straight to its target, not from stage to stage"),
+    ("--recompute-first", "every recompute of a stage comes before its first backward"),
 )
 _CLOSED_FORMS = ("bubble", "activations", "parameters")
 _FIGURES = (".pdf", ".png", ".svg")
@@ -216,7 +219,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
     _add_flags(command, _FLAGS)
     for flag, text in _SWITCHES:
         action = argparse.BooleanOptionalAction
-        add(flag, dest=f"settings.{flag[2:]}", action=action, help=text)
+        add(flag, dest=f"settings.{flag[2:].replace('-', '_')}", action=action, help=text)
     _add_option(command)
     costs = command.add_argument_group("costs", "one value, or one a stage between commas")
     costs.add_argument("--costs", dest="settings.costs.file", metavar="FILE.json",
@@ -225,6 +228,8 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         flag = "--recompute-time" if name == "recompute" else "--" + name.replace("_", "-")
         unit = "BYTES" if name.endswith("bytes") else "SECONDS"
         costs.add_argument(flag, dest=f"settings.costs.{name}", type=_value, metavar=unit)
+    costs.add_argument("--skip-bytes", dest="settings.costs.skip_bytes", type=_value,
+                       metavar="BYTES", help="of each skip; the file has one for each")  # fmt: skip
     for name, unit in (("latency", "SECONDS"), ("bandwidth", "BYTES_A_SECOND")):
         dest = f"settings.costs.network.{name}"
         costs.add_argument(f"--{name}", dest=dest, type=_value, metavar=unit)

@@ -18,6 +18,8 @@ from pipesim.graph import PAIRS, TaskGraph
 from pipesim.network import Network
 from pipesim.ops import RECVS, SENDS, Op
 from pipesim.placement import Placement
+from pipesim.skips import SkipBytes, checked_skip_bytes, skip_text
+from pipesim.skips import message_bytes as bytes_of_skips
 from pipesim.split import Split
 from pipesim.tasks import Kinds
 
@@ -151,6 +153,10 @@ class Costs:
         Bytes that are held between I and W: of the activations, and gradients of outputs.
     parameter_bytes, optimizer_bytes
         Bytes of a stage's parameters (its gradients are as many again) and optimizer state.
+    skip_bytes
+        Bytes that each skip connection carries for one micro-batch, and its gradient on the way
+        back: one number for all, or a mapping from ``(source, target)`` stages, which is kept as
+        pairs; None for none. Devices hold them as part of ``activation_bytes``.
     network
         Links between devices.
 
@@ -173,6 +179,7 @@ class Costs:
     weight_grad_bytes: PerStage = 0.0
     parameter_bytes: PerStage = 0.0
     optimizer_bytes: PerStage = 0.0
+    skip_bytes: Mapping[tuple[int, int], float] | SkipBytes | None = None
     network: Network = field(default_factory=Network)
 
     def __post_init__(self) -> None:
@@ -182,6 +189,7 @@ class Costs:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 object.__setattr__(self, name, _checked(name, value))
+        object.__setattr__(self, "skip_bytes", checked_skip_bytes(self.skip_bytes))
         if self.forward is None:
             raise CostsError("forward is missing; give the seconds of F, one or one a stage")
 
@@ -221,7 +229,8 @@ class Costs:
         Raises
         ------
         CostsError
-            If an operation of the graph has none, or they are of another number of stages.
+            If an operation of the graph has none, or they are of another number of stages, or of
+            other skips.
         NetworkError
             If a link names a device that the graph does not have.
         """
@@ -239,6 +248,7 @@ class Costs:
         if self.overlapped is not None and kinds.overlapped.any():
             self._price_overlaps(graph, duration)
         nbytes = message_bytes(kinds, self.per_stage("output_bytes", graph.n_stages))
+        nbytes += bytes_of_skips(kinds, graph.skips, graph.portals, self.skip_sizes)
         transfers = np.flatnonzero(kinds.is_op(SENDS | RECVS))
         source, target = message_ends(kinds, transfers)
         routes = self.network.resolve(source, target, graph.n_devices)
@@ -252,6 +262,11 @@ class Costs:
         self._price_reductions(graph, duration)
         table = CostTable(duration, latency, launch, nbytes, links)
         return TaskCosts(table, graph.kind, None, self)
+
+    @property
+    def skip_sizes(self) -> SkipBytes | None:
+        """``skip_bytes`` as they are kept: one number, or pairs of a skip and its bytes."""
+        return checked_skip_bytes(self.skip_bytes)
 
     def _price_overlaps(self, graph: TaskGraph, duration: NDArray[np.float64]) -> None:
         """Fill the seconds of the halves of overlapped actions."""
@@ -316,6 +331,10 @@ class Costs:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON or TOML; unset fields are left out."""
         values = {name: getattr(self, name) for name in VALUE_FIELDS}
+        if isinstance(self.skip_sizes, tuple):
+            values["skip_bytes"] = {skip_text(skip): size for skip, size in self.skip_sizes}
+        else:
+            values["skip_bytes"] = self.skip_sizes
         return {
             **{name: value for name, value in values.items() if value is not None},
             "network": self.network.to_dict(),
@@ -331,7 +350,7 @@ class Costs:
             Naming an unknown key and the nearest known one.
         """
         for key in values:
-            check_name("cost", key, (*VALUE_FIELDS, "network"))
+            check_name("cost", key, (*VALUE_FIELDS, "skip_bytes", "network"))
         network = Network.from_dict(values.get("network", {}))
         return cls(**{**values, "network": network})
 
@@ -432,7 +451,8 @@ class Costs:
         only ever ran I and W has their sum for B, one without R has F; I and W are left out where
         some stage has none, since nobody knows the shares of its B. Halves of overlapped actions
         do not count as F and B; ``overlapped`` is the average of a stage's F halves plus that of
-        its B halves, where the timeline has any. Messages have the sizes of the
+        its B halves, where the timeline has any. ``skip_bytes`` are those of its costs, or where it
+        has none, of its messages that carry one skip alone. Messages have the sizes of the
         timeline, the bandwidth at which their SENDs went, and as latency what they took beside, on
         average over those that were waited for and whose RECV did not wait for its own stream; the
         least of all, which is the most that it can be, where there are none. ``launch`` is 0: it
@@ -453,7 +473,7 @@ class Costs:
         Raises
         ------
         TimelineError
-            If tasks of the timeline did not run.
+            If tasks of the timeline did not run, or it does not show the bytes of a skip.
         UnknownNameError
             For an unknown average or field.
 
@@ -488,7 +508,7 @@ class Costs:
 
 
 #: Every field of `Costs` that is a number or one number a stage.
-VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name != "network")
+VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in ("skip_bytes", "network"))
 
 #: Field that says how long an operation takes; messages and collectives ask the network.
 DURATION_OF = {
@@ -502,10 +522,13 @@ DURATION_OF = {
 
 
 def message_bytes(kinds: Kinds, output_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return bytes of each kind of message: a stage's output, or the gradient of its input."""
+    """Return bytes of each kind of message: a stage's output, or the gradient of its input.
+
+    Messages of skips carry neither: they have 0 here.
+    """
     nbytes = np.zeros(len(kinds))
     for op, offset in ((Op.SEND_F, 0), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 0)):
-        of_op = kinds.op == op
+        of_op = (kinds.op == op) & (kinds.peer_stage < 0)
         nbytes[of_op] = output_bytes[kinds.stage[of_op] + offset]
     return nbytes
 
@@ -517,12 +540,16 @@ def message_ends(
     n_replicas, n_stages = (int(c.max(initial=0)) + 1 for c in (kinds.replica, kinds.stage))
     device = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
     device[kinds.op, kinds.replica, kinds.stage + 1] = kinds.device
+    homes = np.zeros((n_replicas, n_stages), dtype=np.int64)
+    homes[kinds.replica, kinds.stage] = kinds.device
     ends = np.tile(kinds.device[transfers], (2, 1))
     for recv, (send, offset) in PAIRS.items():
         for op, other, away, end in ((recv, send, offset, 0), (send, recv, -offset, 1)):
             of_op = kinds.op[transfers] == op
             here = transfers[of_op]
-            ends[end, of_op] = device[other, kinds.replica[here], kinds.stage[here] + 1 + away]
+            peer = kinds.peer_stage[here]
+            there = device[other, kinds.replica[here], kinds.stage[here] + 1 + away]
+            ends[end, of_op] = np.where(peer < 0, there, homes[kinds.replica[here], peer])
     return ends[0], ends[1]
 
 

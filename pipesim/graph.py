@@ -9,6 +9,7 @@ as the rules and what applies them stand together.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.capacity import BYTES_PER_TASK, check_memory
+from pipesim.columns import checked_tasks
 from pipesim.csr import CSR, Ints, ids_dtype
 from pipesim.errors import ArgumentError, GraphError, check_count, check_name
 from pipesim.levels import levels, stable_topological_order
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.schedule import Versions
-from pipesim.tasks import Kinds, StreamKind, Task, Tasks, checked_tasks
+from pipesim.skips import skips_of
+from pipesim.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.wiring import KindRules, index_tasks, wire
 
 __all__ = ["RULES", "Rule", "TaskGraph", "overlapped_pairs", "task_twice", "wired"]
@@ -34,7 +37,8 @@ class Rule(NamedTuple):
 
     Of several ``needs`` those count that exist; with ``every``, those of every micro-batch of the
     mini-batch. Where a task ``through`` exists, a message or a reduction, they need that instead;
-    what it needs in its turn has a rule of its own.
+    what it needs in its turn has a rule of its own. With ``skips``, they need the messages of all
+    skips that reach their stage.
     """
 
     ops: tuple[Op, ...]
@@ -42,12 +46,15 @@ class Rule(NamedTuple):
     stage: int = 0
     through: Op | None = None
     every: bool = False
+    skips: bool = False
 
 
 #: Rule 3 of docs/time.md.
 RULES = (
     Rule((Op.F,), (Op.F,), -1, Op.RECV_F),
     Rule((Op.B, Op.I), (Op.B, Op.I), +1, Op.RECV_B),
+    Rule((Op.F,), (Op.RECV_F,), skips=True),
+    Rule((Op.B, Op.I), (Op.RECV_B,), skips=True),
     Rule((Op.B, Op.I, Op.R), (Op.F,)),
     Rule((Op.B, Op.I), (Op.R,)),
     Rule((Op.W,), (Op.I,)),
@@ -56,7 +63,8 @@ RULES = (
     Rule((Op.REDUCE_GRAD,), (Op.B, Op.W), every=True),
     Rule((Op.STEP,), (Op.B, Op.W), through=Op.REDUCE_GRAD, every=True),
 )
-#: The message that a RECV receives: ``(SEND, stage offset of its sender)``.
+#: The message that a RECV receives: ``(SEND, stage offset of its sender)``; of skips the sender is
+#: the peer stage.
 PAIRS = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
 
 
@@ -78,7 +86,7 @@ class TaskGraph:
         Operation, stage, replica, device and stream of each kind of task.
     kind, microbatch
         One entry a task; ``microbatch`` is -1 for operations on a whole stage. `op`, `device`,
-        `stage`, `replica` and `stream` are columns too.
+        `stage`, `replica`, `stream` and `peer_stage` are columns too.
     streams
         ``(device, name)`` of each stream.
     dependencies
@@ -97,6 +105,11 @@ class TaskGraph:
         Number of mini-batches, each with an optimizer step of its own.
     weight_versions
         Which weights F sees, as `pipesim.Schedule` says.
+    skips
+        ``(source, target)`` stages of each skip connection, in order.
+    portals
+        Whether each of them has a message of its own, or one message carries all that cross the
+        border between two stages.
     """
 
     name: str
@@ -118,6 +131,8 @@ class TaskGraph:
     overlap: bool = True
     n_batches: int = 1
     weight_versions: Versions = "one"
+    skips: tuple[tuple[int, int], ...] = ()
+    portals: bool = True
 
     @classmethod
     def build(
@@ -132,6 +147,8 @@ class TaskGraph:
         overlap: bool = True,
         n_batches: int = 1,
         weight_versions: Versions = "one",
+        skips: Iterable[tuple[int, int]] = (),
+        portals: bool = True,
     ) -> TaskGraph:
         """Wire tasks, given in issue order, into a graph whose streams run them in that order.
 
@@ -149,6 +166,9 @@ class TaskGraph:
         name, hosts, rendezvous, recompute, overlap, n_batches, weight_versions
             As `pipesim.lower` and the attributes say. Of several mini-batches, the operations on
             whole stages have the number of the last micro-batch of theirs.
+        skips, portals
+            Likewise. Skips are by default the pairs of stages that ``peer_stage`` of the tasks
+            names; give them for messages that carry several, or for some that need none.
 
         Raises
         ------
@@ -168,6 +188,8 @@ class TaskGraph:
             overlap=overlap,
             n_batches=n_batches,
             weight_versions=weight_versions,
+            skips=skips,
+            portals=portals,
         ).in_topological_order()
 
     @classmethod
@@ -188,6 +210,8 @@ class TaskGraph:
         hosts: str = "one",
         name: str = "custom",
         n_batches: int = 1,
+        skips: Iterable[tuple[int, int]] = (),
+        portals: bool = True,
         **labels: Any,
     ) -> TaskGraph:
         """Do what `wire` does, given the kind of each task."""
@@ -199,6 +223,7 @@ class TaskGraph:
             raise GraphError(
                 f"{n_microbatches} micro-batches cannot be shared evenly by n_batches={n_batches}"
             )
+        skips = skips_of(kinds, skips, portals)
         n_codes = 2 * n_devices + 3
         lowest = StreamKind.COLLECTIVE
         unique, stream = np.unique(
@@ -226,6 +251,8 @@ class TaskGraph:
             collectives=_members(group),
             host=np.zeros(n_devices, np.int64) if hosts == "one" else np.arange(n_devices),
             n_batches=n_batches,
+            skips=skips,
+            portals=portals,
             **labels,
         )
 
@@ -252,6 +279,8 @@ class TaskGraph:
             overlap=self.overlap,
             n_batches=self.n_batches,
             weight_versions=self.weight_versions,
+            skips=self.skips,
+            portals=self.portals,
         )
 
     @property
@@ -301,6 +330,11 @@ class TaskGraph:
         return self.kinds.replica.astype(np.int32)[self.kind]
 
     @cached_property
+    def peer_stage(self) -> NDArray[np.int32]:
+        """Stage at the other end of each message of skips, -1 for other tasks."""
+        return self.kinds.peer_stage.astype(np.int32)[self.kind]
+
+    @cached_property
     def stream(self) -> NDArray[np.int32]:
         """Index into ``streams`` of each task's."""
         stream: NDArray[np.int32] = self.stream_of_kind[self.kind]
@@ -338,6 +372,7 @@ class TaskGraph:
             int(self.kinds.stage[kind]),
             None if microbatch < 0 else microbatch,
             int(self.kinds.replica[kind]),
+            int(self.kinds.peer_stage[kind]),
         )
 
     def save_torch_csv(self, path: Path | str) -> None:
@@ -350,8 +385,8 @@ class TaskGraph:
         Raises
         ------
         ArgumentError
-            If the graph recomputes, has copies of its stages or several mini-batches, for which
-            torch has no form, or the file cannot be written.
+            If the graph recomputes, has skips, copies of its stages or several mini-batches, for
+            which torch has no form, or the file cannot be written.
         """
         from pipesim.torch_csv import write_torch_csv
 
@@ -456,24 +491,26 @@ def _kind_rules(kinds: Kinds, width: int) -> tuple[KindRules, int]:
         int(kinds.stage.max(initial=0)) + 1,
         int(kinds.replica.max(initial=0)) + 1,
     )
-    # Cells by operation, replica and stage; kinds that differ in device or stream share theirs.
-    place = (kinds.op, kinds.replica, kinds.stage + 1)
-    cells = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
+    peers = np.unique(kinds.peer_stage[kinds.peer_stage >= 0]).tolist()
+    # Cells by operation, replica, stage and peer; kinds that differ in device or stream share
+    # theirs. The last peer is none.
+    place = (kinds.op, kinds.replica, kinds.stage + 1, kinds.peer_stage)
+    cells = np.zeros((len(Op), n_replicas, n_stages + 2, n_stages * bool(peers) + 1), np.int64)
     cells[place] = 1
     cells = np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
 
-    def base(op: Op, of: Ints, offset: int) -> Ints:
-        found: Ints = cells[op, kinds.replica[of], kinds.stage[of] + 1 + offset]
+    def base(op: Op, of: Ints, offset: int, peer: int = -1) -> Ints:
+        found: Ints = cells[op, kinds.replica[of], kinds.stage[of] + 1 + offset, peer]
         return found
 
     kind_of: list[Ints] = []
     through: list[Ints] = []
     needs: list[Ints] = []
     every: list[Ints] = []
-    for rule in RULES:
+    for rule, peer in [(each, p) for each in RULES for p in (peers if each.skips else (-1,))]:
         of = np.flatnonzero(kinds.is_op(frozenset(rule.ops)))
         none = np.full(len(of), -1, dtype=np.int64)
-        choices = [base(needed, of, rule.stage) for needed in rule.needs]
+        choices = [base(needed, of, rule.stage, peer) for needed in rule.needs]
         kind_of.append(of)
         through.append(none if rule.through is None else base(rule.through, of, 0))
         needs.append(np.stack([*choices, none][:2], axis=1))
@@ -483,8 +520,11 @@ def _kind_rules(kinds: Kinds, width: int) -> tuple[KindRules, int]:
     pair = np.full(len(kinds), -1, dtype=np.int64)
     for recv, (send, offset) in PAIRS.items():
         for op, other, away in ((recv, send, offset), (send, recv, -offset)):
-            of = np.flatnonzero(kinds.op == op)
+            of = np.flatnonzero((kinds.op == op) & (kinds.peer_stage < 0))
             pair[of] = base(other, of, away)
+            of = np.flatnonzero((kinds.op == op) & (kinds.peer_stage >= 0))
+            there = kinds.peer_stage[of] + 1
+            pair[of] = cells[other, kinds.replica[of], there, kinds.stage[of]]
     tables = (np.concatenate(column)[applies][rules.values] for column in (through, needs, every))
     return KindRules(cells[place], pair, rules.ptr, *tables), int(cells.max(initial=-1)) + width
 
@@ -550,7 +590,7 @@ def overlapped_pairs(kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> tuple[In
 
 
 def task_twice(graph: TaskGraph) -> int:
-    """Return a task whose operation, stage, micro-batch and replica another has too, or -1."""
+    """Return a task whose operation, stages, micro-batch and replica another has too, or -1."""
     *_, twice = _indexed(graph.kinds, graph.kind, graph.microbatch, graph.n_microbatches)
     return twice
 

@@ -13,23 +13,26 @@ from numpy.typing import NDArray
 
 from pipesim.capacity import check_graph
 from pipesim.csr import CSR, Ints, count
-from pipesim.graph import TaskGraph, overlapped_pairs, wired
+from pipesim.graph import TaskGraph, overlapped_pairs
 from pipesim.jit import kernel
 
 __all__ = ["Issued", "Partners", "issue", "replicated"]
 
 
 class Partners(NamedTuple):
-    """Kinds of task that come with each kind of compute task; -1 for none.
+    """Kinds of task that come with each kind of compute task.
 
-    ``send`` and ``recv`` are the two ends of the message that carries its output, ``channel``
-    numbers the pair of devices. ``adds_to`` is the stage to whose gradients it adds, and row ``s``
-    of ``reduce`` the kinds that sum those of stage ``s`` over all paths.
+    ``send`` and ``recv`` are the kinds of the two ends of each message, ``channel`` numbers its
+    pair of devices. Row ``k`` of ``out`` are the messages of what kind ``k`` makes, of ``into``
+    those that it needs. ``adds_to`` is the stage to whose gradients a kind adds, -1 for none, and
+    row ``s`` of ``reduce`` the kinds that sum those of stage ``s`` over all paths.
     """
 
     send: Ints
     recv: Ints
     channel: Ints
+    out: CSR
+    into: CSR
     adds_to: Ints
     reduce: Ints
 
@@ -53,8 +56,10 @@ def issue(
     follows its producer, and a RECV comes right before its consumer, or before that of a message
     which its sender sends later.
     """
-    counts = count(compute.kind, len(partners.send))
-    n_messages = int(counts[partners.send >= 0].sum())
+    counts = count(compute.kind, len(partners.adds_to))
+    sent = np.zeros(len(partners.send), dtype=np.int64)  # how often each message is sent
+    np.add.at(sent, partners.out.values, counts[partners.out.rows])
+    n_messages = int(sent.sum())
     n_batches, size = compute.n_batches, compute.n_microbatches // compute.n_batches
     adds = partners.adds_to >= 0
     gradients = np.zeros(len(partners.reduce), dtype=np.int64)
@@ -64,34 +69,32 @@ def issue(
     check_graph(n_tasks * n_replicas)
     kind, microbatch = np.empty(n_tasks, np.int32), np.empty(n_tasks, np.int32)
     ends, reduced = np.empty((len(cycles), 3), dtype=np.int64), np.zeros_like(left)
-    needs = compute.dependencies
-    if compute.kinds.overlapped.any() and not overlap:  # just the data, whose messages are sought
-        columns = compute.kinds, compute.kind, compute.microbatch
-        needs, _ = wired(*columns, size, compute.stream_of_kind)
     channels, channel = np.unique(partners.channel, return_inverse=True)
-    sent = np.zeros(len(channels) + 1, dtype=np.int64)  # where each channel's messages begin
-    np.add.at(sent, channel + 1, np.where(partners.send >= 0, counts, 0))
-    sent = np.cumsum(sent)
+    begins = np.zeros(len(channels) + 1, dtype=np.int64)  # each channel's messages
+    np.add.at(begins, channel + 1, sent)
+    begins = np.cumsum(begins)[:-1]
+    of_order = 0 if overlap else n_messages  # what only tells which RECV comes next
     _issue_tasks(
         cycles.ptr,
         cycles.values,
         compute.kind,
         compute.microbatch,
-        needs.ptr,
-        needs.values,
-        _sent_with(compute),
+        *_halves(compute),
+        partners.out.ptr,
+        partners.out.values,
+        partners.into.ptr,
+        partners.into.values,
         partners.send,
         partners.recv,
         channel,
-        compute.kinds.device,
         partners.adds_to,
         partners.reduce,
         left,
         size,
-        sent[:-1].copy(),
-        sent[:-1].copy(),
-        np.empty(0 if overlap else n_messages, compute.pair.dtype),
-        np.empty(0 if overlap else len(compute), np.int64),
+        begins.copy(),
+        begins.copy(),
+        np.empty((of_order, 2), np.int32),
+        np.empty((0 if overlap else len(sent), compute.n_microbatches), np.int64),
         overlap,
         kind,
         microbatch,
@@ -101,18 +104,19 @@ def issue(
     return Issued(kind, microbatch, np.sort(np.concatenate([ends.ravel(), reduced.ravel()])))
 
 
-def _sent_with(compute: TaskGraph) -> Ints:
-    """Return the F whose output is sent with each task's, -1 for none; empty if there are none.
+def _halves(compute: TaskGraph) -> tuple[Ints, Ints]:
+    """Return the F of each overlapped B, and the B of each such F; empty if there are none.
 
-    What an overlapped action computes is there at its end, so that the messages of both halves
-    follow the second.
+    -1 for other tasks. An overlapped action starts with what both halves need, and what it
+    computes is there at its end, so that the messages to both come before the first half, and
+    those of both follow the second.
     """
     if not compute.kinds.overlapped.any():
-        return np.empty(0, dtype=np.int64)
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     forward, backward = overlapped_pairs(compute.kinds, compute.kind, compute.stream_of_kind)
-    sent_with = np.full(len(compute), -1, dtype=np.int64)
-    sent_with[backward], sent_with[forward] = forward, -2
-    return sent_with
+    before, after = np.full((2, len(compute)), -1, dtype=np.int64)
+    before[backward], after[forward] = forward, backward
+    return before, after
 
 
 @kernel()
@@ -121,13 +125,15 @@ def _issue_tasks(
     cycles: Ints,
     kind: Ints,
     microbatch: Ints,
-    needs_ptr: Ints,
-    needs: Ints,
-    sent_with: Ints,
+    forward_of: Ints,
+    backward_of: Ints,
+    out_ptr: Ints,
+    out: Ints,
+    into_ptr: Ints,
+    into: Ints,
     send: Ints,
     recv: Ints,
     channel: Ints,
-    device: Ints,
     adds_to: Ints,
     reduce: Ints,
     left: Ints,
@@ -142,24 +148,28 @@ def _issue_tasks(
     ends: Ints,
     reduced: Ints,
 ) -> None:
-    """Fill the last four; see `issue`. ``messages`` are the producers, channel by channel."""
-    n = 0
+    """Fill the last four; see `issue`.
+
+    ``messages`` holds number and micro-batch of those sent, channel by channel, and ``place``
+    where in it each is.
+    """
+    n, halves = 0, int(len(forward_of) > 0)
     several = left.shape[1] > 1
     for cycle in range(len(cycles_ptr) - 1):
         first, last = cycles_ptr[cycle], cycles_ptr[cycle + 1]
         for k in range(first, last) if not overlap else range(0):
-            task = cycles[k]
-            for j in range(needs_ptr[task], needs_ptr[task + 1]):
-                producer = needs[j]
-                if device[kind[producer]] == device[kind[task]]:
+            for half in range(1 + halves):  # what the task needs, then what it is overlapped with
+                if half == 1 and backward_of[cycles[k]] < 0:
                     continue
-                of = channel[kind[producer]]
-                while received[of] <= place[producer]:
-                    message = messages[received[of]]
-                    issued_kind[n] = recv[kind[message]]
-                    issued_microbatch[n] = microbatch[message]
-                    received[of] += 1
-                    n += 1
+                task = cycles[k] if half == 0 else backward_of[cycles[k]]
+                for j in range(into_ptr[kind[task]], into_ptr[kind[task] + 1]):
+                    needed = place[into[j], microbatch[task]]
+                    of = channel[into[j]]
+                    while received[of] <= needed:
+                        message = messages[received[of]]
+                        issued_kind[n], issued_microbatch[n] = recv[message[0]], message[1]
+                        received[of] += 1
+                        n += 1
         ends[cycle, 0] = n
         for k in range(first, last):
             issued_kind[n] = kind[cycles[k]]
@@ -167,21 +177,23 @@ def _issue_tasks(
             n += 1
         ends[cycle, 1] = n
         for k in range(first, last):
-            held_back = sent_with[cycles[k]] if len(sent_with) else -1
-            for half in range(2):  # what an overlapped forward sends, then what the task does
-                task = held_back if half == 0 else cycles[k]
-                if task < 0 or held_back == -2 or send[kind[task]] < 0:
+            if halves > 0 and backward_of[cycles[k]] >= 0:
+                continue
+            for half in range(1 - halves, 2):  # what an overlapped forward sends, then the task
+                if half == 0 and forward_of[cycles[k]] < 0:
                     continue
-                of = kind[task]
-                issued_kind[n], issued_microbatch[n] = send[of], microbatch[task]
-                n += 1
-                if overlap:
-                    issued_kind[n], issued_microbatch[n] = recv[of], microbatch[task]
+                task = cycles[k] if half == 1 else forward_of[cycles[k]]
+                for j in range(out_ptr[kind[task]], out_ptr[kind[task] + 1]):
+                    of, m = out[j], microbatch[task]
+                    issued_kind[n], issued_microbatch[n] = send[of], m
                     n += 1
-                else:
-                    place[task] = sent[channel[of]]
-                    messages[place[task]] = task
-                    sent[channel[of]] += 1
+                    if overlap:
+                        issued_kind[n], issued_microbatch[n] = recv[of], m
+                        n += 1
+                    else:
+                        place[of, m] = sent[channel[of]]
+                        messages[place[of, m], 0], messages[place[of, m], 1] = of, m
+                        sent[channel[of]] += 1
         ends[cycle, 2] = n
         for k in range(first, last):
             of = adds_to[kind[cycles[k]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -10,10 +11,12 @@ from numpy.typing import NDArray
 from pipesim.capacity import check_tasks
 from pipesim.csr import CSR, Ints
 from pipesim.errors import ArgumentError, check_count, check_name
-from pipesim.graph import PAIRS, TaskGraph
-from pipesim.issue import Partners, issue, replicated
+from pipesim.graph import TaskGraph
+from pipesim.issue import issue, replicated
 from pipesim.ops import Op
+from pipesim.partners import add_partners
 from pipesim.schedule import Schedule
+from pipesim.skips import carried, checked_skips
 from pipesim.tasks import Kinds, StreamKind
 from pipesim.verify import compute_listing, verify, verify_listing
 
@@ -33,6 +36,9 @@ def lower(
     hosts: Literal["one", "per_device"] = "one",
     step: Literal["flush", "none"] = "flush",
     n_replicas: int = 1,
+    skips: Iterable[tuple[int, int]] | str = (),
+    portals: bool = True,
+    recompute_first: bool = False,
 ) -> TaskGraph:
     """Lower a schedule to the tasks that the simulator and the executor run.
 
@@ -62,6 +68,20 @@ def lower(
         several, a stage's gradients are reduced over all of them, on a stream of its own if
         transfers overlap, as soon as its last one is there; its optimizer step waits for that.
         The paths of a bidirectional placement are replicas too, on the same devices.
+    skips
+        ``(source, target)`` pairs of stages between which tensors go beside the pipeline's
+        outputs, such as a U-Net's long connections; each pair once, with source < target. Also as
+        text, ``"0-3,1-2"``. Stages on one device hand over for free.
+    portals
+        Whether what a skip carries goes straight from the source's device to the target's, as in
+        torchgpipe (arXiv 2004.09910). Otherwise it goes from stage to stage, and what
+        crosses the border between two stages is one message beside the output. Gradients go back
+        the same way.
+    recompute_first
+        Whether every R of a stage comes before its first backward, as where autograd runs all
+        that it can early; by default each comes right before its own. It takes the activations
+        of all micro-batches at once, and needs a schedule such as GPipe's, with all forwards of
+        a stage before its backwards.
 
     Returns
     -------
@@ -70,6 +90,8 @@ def lower(
 
     Raises
     ------
+    ArgumentError
+        For skips that are no such pairs, and for ``recompute_first`` where a forward comes later.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
@@ -81,7 +103,8 @@ def lower(
     check_name("streams", streams, ("per_peer", "single"))
     check_name("hosts", hosts, ("one", "per_device"))
     check_name("step", step, ("flush", "none"))
-    for name, flag in (("overlap", overlap), ("rendezvous", rendezvous)):
+    flags = {"overlap": overlap, "rendezvous": rendezvous, "portals": portals}
+    for name, flag in (flags | {"recompute_first": recompute_first}).items():
         if not isinstance(flag, bool):
             raise ArgumentError(f"{name} must be True or False, got {flag!r}")
     n_replicas = check_count("n_replicas", n_replicas)
@@ -89,7 +112,8 @@ def lower(
         raise ArgumentError(f"lower takes a Schedule, got {type(schedule).__name__}")
     verify_listing(schedule)
     check_tasks(len(schedule) * n_replicas)
-    kinds, kind, microbatch = _with_recompute_and_steps(schedule, recompute, step)
+    pairs = checked_skips(skips, schedule.n_stages)
+    kinds, kind, microbatch = _with_recompute_and_steps(schedule, recompute, step, recompute_first)
     n_batches = schedule.n_batches
     compute = TaskGraph.of_kinds(kinds, kind, microbatch, n_batches=n_batches)
     cycles = compute.levels
@@ -98,7 +122,8 @@ def lower(
     if schedule.placement.n_paths > 1:
         cycles = _with_late_steps(compute, cycles)
     reduces = n_replicas * schedule.placement.n_paths > 1
-    kinds, partners = _add_partners(compute, overlap, streams, reduces)
+    borders = list(carried(pairs, portals))
+    kinds, partners = add_partners(compute, overlap, streams, reduces, borders)
     issued = issue(compute, CSR.group(cycles, int(cycles.max()) + 1), partners, overlap, n_replicas)
     del compute, cycles, kind, microbatch
     if n_replicas > 1:
@@ -115,6 +140,8 @@ def lower(
         overlap=overlap,
         n_batches=n_batches,
         weight_versions=schedule.weight_versions,
+        skips=pairs,
+        portals=portals,
     )
     if rendezvous and not overlap:  # only these may have to be reordered, or deadlock
         graph = graph.in_topological_order()
@@ -123,9 +150,9 @@ def lower(
 
 
 def _with_recompute_and_steps(
-    schedule: Schedule, recompute: str, step: str
+    schedule: Schedule, recompute: str, step: str, recompute_first: bool
 ) -> tuple[Kinds, NDArray[np.int32], NDArray[np.int32]]:
-    """Put R right before each backward whose forward kept no activations, and STEPs last.
+    """Put R before each backward whose forward kept no activations, and STEPs last.
 
     Of several mini-batches each has its STEPs, after the last backward of the stage.
     """
@@ -151,7 +178,8 @@ def _with_recompute_and_steps(
     before = np.flatnonzero(r_of[kind] >= 0) if len(backward) else np.empty(0, dtype=np.int64)
     if recompute == "except_last":
         before = before[microbatch[before] != schedule.n_microbatches - 1]
-    places = before - kinds.overlapped[kind[before]]  # not between the halves of one action
+    turns = _first_backwards(schedule, kinds, kind, before) if recompute_first else before
+    places = turns - kinds.overlapped[kind[turns]]  # not between the halves of one action
     steps, step_microbatch, step_places = _steps(schedule, path, stage)
     position = np.concatenate([step_places, places])
     kind, microbatch = (
@@ -162,6 +190,32 @@ def _with_recompute_and_steps(
         )
     )
     return kinds.joined(added), kind, microbatch
+
+
+def _first_backwards(
+    schedule: Schedule, kinds: Kinds, kind: NDArray[np.int32], before: Ints
+) -> Ints:
+    """Return the first backward of the stage of each, for which all their forwards must be early.
+
+    ``before`` are the backwards that an R comes before.
+    """
+    place = (kinds.replica * schedule.n_stages + kinds.stage)[kind]
+    first = np.full(int(place.max()) + 1, len(kind))
+    backward = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.I}))[kind])
+    np.minimum.at(first, place[backward], backward)
+    cell = place * np.int64(schedule.n_microbatches) + schedule.microbatch
+    forward = np.flatnonzero(kinds.op[kind] == Op.F)
+    forward = forward[forward > first[place[forward]]]
+    for late in forward[np.isin(cell[forward], cell[before])][:1].tolist():
+        device, position = schedule.place(late)
+        raise ArgumentError(
+            f"recompute_first=True, but in schedule {schedule.name!r} device {device}, position "
+            f"{position}: {schedule.orders[device][position]} comes after the first backward of "
+            "its stage, so that not every R can come before that; leave recompute_first out, or "
+            "take a schedule with all forwards first, such as 'gpipe'"
+        )
+    turns: Ints = first[place[before]]
+    return turns
 
 
 def _steps(schedule: Schedule, path: Ints, stage: Ints) -> tuple[Ints, Ints, Ints]:
@@ -190,49 +244,3 @@ def _with_late_steps(compute: TaskGraph, cycles: Ints) -> Ints:
         before = cycles[compute.queue_predecessor[step]]
         cycles[step] = 1 + max(before, done[stage[step]])
     return cycles
-
-
-def _add_partners(
-    compute: TaskGraph, overlap: bool, streams: str, reduces: bool
-) -> tuple[Kinds, Partners]:
-    """Add the kinds of messages, wherever a neighbour is elsewhere, and of reductions."""
-    kinds, n_stages = compute.kinds, compute.n_stages
-    homes = compute.homes
-    n_devices = int(homes.max()) + 1
-    none = np.full((4, len(kinds)), -1, dtype=np.int32)
-    partners = Partners(none[0], none[1], none[2], none[3], np.empty((0, len(homes)), np.int32))
-    for recv, (send, offset) in PAIRS.items():
-        carried = frozenset({Op.F} if send == Op.SEND_F else {Op.B, Op.I})
-        of = np.flatnonzero(kinds.is_op(carried))
-        to = kinds.stage[of] - offset
-        of, to = of[(to >= 0) & (to < n_stages)], to[(to >= 0) & (to < n_stages)]
-        of, to = (x[homes[kinds.replica[of], to] != kinds.device[of]] for x in (of, to))
-        # B and I of a stage share the kinds of their message.
-        place, first, shared = np.unique(
-            kinds.replica[of] * n_stages + kinds.stage[of], return_index=True, return_inverse=True
-        )
-        replica, stage = np.divmod(place, n_stages)
-        source, target = homes[replica, stage], homes[replica, to[first]]
-        if not overlap:
-            codes = [np.full_like(stage, StreamKind.COMPUTE)] * 2
-        elif streams == "single":
-            codes = [np.full_like(stage, StreamKind.COPY)] * 2
-        else:
-            codes = [StreamKind.send(target), StreamKind.recv(source)]
-        partners.send[of] = len(kinds) + shared
-        partners.recv[of] = len(kinds) + len(stage) + shared
-        partners.channel[of] = (source * n_devices + target)[shared]
-        kinds = kinds.joined(
-            Kinds(np.full_like(stage, send), source, stage, replica, codes[0]),
-            Kinds(np.full_like(stage, recv), target, to[first], replica, codes[1]),
-        )
-    if reduces:
-        of = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.W})))
-        partners.adds_to[of] = kinds.stage[of]
-        stage, replica = (x.ravel() for x in np.indices(homes.T.shape))
-        reduce = len(kinds) + np.arange(len(stage), dtype=np.int32).reshape(homes.T.shape)
-        partners = partners._replace(reduce=reduce)
-        stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
-        op, code = np.full_like(stage, Op.REDUCE_GRAD), np.full_like(stage, stream)
-        kinds = kinds.joined(Kinds(op, homes[replica, stage], stage, replica, code))
-    return kinds, partners

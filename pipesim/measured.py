@@ -20,6 +20,7 @@ from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
     CostsError,
+    TimelineError,
     check_count,
     check_name,
     number,
@@ -27,6 +28,7 @@ from pipesim.errors import (
 from pipesim.network import Network
 from pipesim.ops import SENDS, Op
 from pipesim.simulate import hand_over
+from pipesim.skips import SkipBytes, carried, skip_text
 from pipesim.timeline import Timeline
 
 __all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds", "waits"]
@@ -49,12 +51,14 @@ def costs_from_timeline(
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"costs come from a Timeline, got {type(timeline).__name__}")
     for name in fields:
-        check_name("cost", name, VALUE_FIELDS)
+        check_name("cost", name, (*VALUE_FIELDS, "skip_bytes"))
     timeline.check_complete("take costs from")
     values: dict[str, Any] = {}
     if timeline.costs is not None:  # bytes that a timeline does not show
         values = {name: getattr(timeline.costs, name) for name in _BYTES}
     values["output_bytes"] = tuple(output_bytes(timeline).tolist())
+    if timeline.graph.skips and "skip_bytes" not in fields:
+        values["skip_bytes"] = _skip_bytes(timeline)
     values |= _durations(timeline, average)
     if network is None:
         network = _network(timeline, average)
@@ -147,9 +151,32 @@ def output_bytes(timeline: Timeline) -> NDArray[np.float64]:
     graph = timeline.graph
     largest = np.zeros(graph.n_stages)
     for op, offset in ((Op.SEND_F, 0), (Op.SEND_B, -1)):
-        sends = graph.op == op
+        sends = (graph.op == op) & (graph.peer_stage < 0)
         np.maximum.at(largest, graph.stage[sends] + offset, timeline.nbytes[sends])
     return largest
+
+
+def _skip_bytes(timeline: Timeline) -> SkipBytes | None:
+    """Return the bytes of each skip: those of the timeline's costs, or of its largest messages."""
+    graph = timeline.graph
+    if timeline.costs is not None:
+        return timeline.costs.skip_sizes
+    largest = dict.fromkeys(carried(graph.skips, graph.portals), 0.0)
+    for task in np.flatnonzero(graph.is_op(SENDS) & (graph.peer_stage >= 0)).tolist():
+        ends = sorted((int(graph.stage[task]), int(graph.peer_stage[task])))
+        message = ends[0], ends[1]
+        largest[message] = max(largest[message], float(timeline.nbytes[task]))
+    sizes = {}
+    messages = carried(graph.skips, graph.portals).items()
+    for k, skip in enumerate(graph.skips):
+        alone = [largest[message] for message, members in messages if members == [k]]
+        if not alone:
+            raise TimelineError(
+                f"timeline {timeline.name!r} does not show the bytes of skip {skip_text(skip)}, "
+                "which shares all of its messages with others; give skip_bytes="
+            )
+        sizes[skip] = max(alone)
+    return tuple(sizes.items())
 
 
 def waits(timelines: Iterable[Timeline]) -> NDArray[np.float64]:

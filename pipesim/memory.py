@@ -13,6 +13,7 @@ from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, Op
+from pipesim.skips import input_bytes
 from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
 
     F takes its activations, or only its input where R takes the rest. B gives all back; I keeps
     ``weight_grad_bytes`` for W to give back, and where that is more than the activations, takes
-    the rest. The input of stage 0 is the caller's and counts as 0.
+    the rest. The input of stage 0 is the caller's and counts as 0; what skips bring is input too.
     """
     taken, kept, given = _of_kinds(graph, costs)
     dropped = _dropped(graph)
@@ -102,8 +103,9 @@ def _of_kinds(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
         costs.per_stage(name, graph.n_stages)[kinds.stage]
         for name in ("activation_bytes", "weight_grad_bytes")
     )
-    before = np.concatenate([[0.0], costs.per_stage("output_bytes", graph.n_stages)])[kinds.stage]
-    kept_input = np.minimum(before, activation)
+    inputs = np.concatenate([[0.0], costs.per_stage("output_bytes", graph.n_stages)[:-1]])
+    inputs += input_bytes(graph.n_stages, graph.skips, graph.portals, costs.skip_sizes)
+    kept_input = np.minimum(inputs[kinds.stage], activation)
     zero = np.zeros(len(kinds))
 
     def choose(*choices: tuple[Op, NDArray[np.float64]]) -> NDArray[np.float64]:

@@ -61,25 +61,32 @@ COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL})
 #: What may be on a whole stage, without a micro-batch.
 OF_STAGES = COLLECTIVES | {Op.STEP}
 
-_ACTION = re.compile(r"\s*([0-9]+)([A-Z](?:[A-Z_]*[A-Z])?)([0-9]*)\s*")
+_ACTION = re.compile(r"\s*([0-9]+)([A-Z](?:[A-Z_]*[A-Z])?)([0-9]*)(?:([<>])([0-9]+))?\s*")
 _OVERLAPPED = re.compile(r"\s*\(([^();]*);([^();]*)\)OVERLAP_F_B\s*")
 
 
 class Action(NamedTuple):
     """One operation of one stage on one micro-batch; ``str`` and `parse` are inverse.
 
-    ``microbatch`` is None for operations on a whole stage, such as ``STEP``.
+    ``microbatch`` is None for operations on a whole stage, such as ``STEP``. ``peer_stage`` is the
+    stage at the other end of a message of skip connections, -1 for any other action.
 
-    >>> str(Action(2, Op.F, 0)), Action.parse("1SEND_F3")
-    ('2F0', Action(stage=1, op=<Op.SEND_F: 5>, microbatch=3))
+    >>> str(Action(2, Op.F, 0)), str(Action(0, Op.SEND_F, 3, 2)), str(Action(2, Op.RECV_F, 3, 0))
+    ('2F0', '0SEND_F3>2', '2RECV_F3<0')
+    >>> Action.parse("1SEND_F3")
+    Action(stage=1, op=<Op.SEND_F: 5>, microbatch=3, peer_stage=-1)
     """
 
     stage: int
     op: Op
     microbatch: int | None = None
+    peer_stage: int = -1
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op.name}{'' if self.microbatch is None else self.microbatch}"
+        text = f"{self.stage}{self.op.name}{'' if self.microbatch is None else self.microbatch}"
+        if self.peer_stage < 0:
+            return text
+        return f"{text}{'>' if self.op in SENDS else '<'}{self.peer_stage}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -95,14 +102,20 @@ class Action(NamedTuple):
             raise ArgumentError(
                 f"{text!r} is not an action; write stage, operation, micro-batch, such as '2F0'"
             )
-        stage, op, microbatch = match.groups()
+        stage, op, microbatch, sign, peer = match.groups()
         if op not in Op.__members__:
             raise ArgumentError(
                 f"{text!r} names no operation: {op!r}{suggestion(op, Op.__members__)} "
                 f"(known: {', '.join(Op.__members__)})"
             )
+        if sign and Op[op] not in (SENDS if sign == ">" else RECVS):
+            raise ArgumentError(
+                f"{text!r} is not an action: only messages of skip connections name another "
+                "stage, such as '0SEND_F3>2' and '2RECV_F3<0'"
+            )
         try:
-            return cls(int(stage), Op[op], int(microbatch) if microbatch else None)
+            numbers = int(microbatch) if microbatch else None, int(peer) if peer else -1
+            return cls(int(stage), Op[op], *numbers)
         except ValueError as error:  # more digits than Python reads
             raise ArgumentError(
                 f"{text!r:.40}... of {len(text)} characters is not an action; "

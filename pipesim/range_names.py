@@ -15,7 +15,7 @@ __all__ = ["PATTERNS", "action_of", "checked_pattern"]
 #: Names of the ranges of torch.distributed.pipelining: of all schedules that it runs from lists of
 #: actions, and of GPipe, where the rank is the stage. Its 1F1B has none: annotate your stages.
 PATTERNS = (
-    r"PP:(?P<stage>\d+)(?P<op>[A-Z](?:[A-Z_]*[A-Z])?)(?P<microbatch>\d*)",
+    r"PP:(?P<stage>\d+)(?P<op>[A-Z](?:[A-Z_]*[A-Z])?)(?P<microbatch>\d*)(?:[<>](?P<peer>\d+))?",
     r"(?P<op>Forward|Backward) (?P<microbatch>\d+)",
 )
 #: Other words for an operation, in capitals.
@@ -80,6 +80,7 @@ def action_of(path: Path, pattern: str) -> Callable[[str], Action | Overlapped |
         numbers = (groups.get("stage") or "0", groups["microbatch"] or "-1")
         try:
             stage, microbatch = map(int, numbers)
+            peer = int(groups.get("peer") or "-1")  # of a skip's message
         except ValueError:
             raise TimelineError(
                 f"{path}: range {name!r} has stage and micro-batch {' and '.join(numbers)}, which "
@@ -88,7 +89,7 @@ def action_of(path: Path, pattern: str) -> Callable[[str], Action | Overlapped |
         op = _WORDS[word]
         if microbatch < 0 and op not in OF_STAGES:
             raise TimelineError(f"{path}: range {name!r} names no micro-batch, but {op} is of one")
-        return Action(stage, op, None if op in OF_STAGES else microbatch)
+        return Action(stage, op, None if op in OF_STAGES else microbatch, peer)
 
     def read(name: str) -> Action | Overlapped | None:
         # Halves of a range know each other by its pair, which no other range may share.

@@ -194,6 +194,9 @@ def _action(where: str, cell: Cell) -> Action | Overlapped | None:
         action = parse_action(text)
     except ArgumentError as error:
         raise ScheduleError(f"{place(where, cell)}: {error}{_advice(text)}") from error
+    if isinstance(action, Action) and action.peer_stage >= 0:
+        refuse(where, cell, "is a message of a skip connection, which pipesim.lower(..., skips=) "
+                            "adds; leave it out")  # fmt: skip
     if isinstance(action, Overlapped) or action.op in (*SCHEDULED, *TRANSFERS):
         if any(part.microbatch is None for part in _parts(action)):
             refuse(where, cell, "names no micro-batch; write such as '2F0'")

@@ -48,7 +48,8 @@ COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
 #: The argument of `lower` that each setting is.
 LOWERING = {
     "replicas": "n_replicas",
-    **{k: k for k in ("recompute", "overlap", "streams", "rendezvous", "hosts", "step")},
+    **{k: k for k in ("recompute", "recompute_first", "overlap", "streams", "rendezvous")},
+    **{k: k for k in ("hosts", "step", "skips", "portals")},
 }
 _NODES = tuple(field.name for field in fields(Nodes))
 SETTINGS = (*COUNTS, *LOWERING, "engine", "options", "per", "costs")
@@ -61,6 +62,7 @@ FLAT: dict[str, tuple[str, ...]] = {
     **{key: (key,) for key in ("engine", "per", "costs")},
     # `recompute` is how the graph is lowered, not how long R takes.
     **{"recompute_time" if k == "recompute" else k: ("costs", k) for k in VALUE_FIELDS},
+    "skip_bytes": ("costs", "skip_bytes"),
     "network": ("costs", "network"),
     "latency": ("costs", "network", "latency"),
     "bandwidth": ("costs", "network", "bandwidth"),
@@ -105,7 +107,8 @@ def checked(where: str, layer: object, known: tuple[str, ...], folder: Path) -> 
         _table(f"{where}: options", table["options"], None)  # the schedule knows its own
     if "costs" not in table:
         return table
-    costs = _table(f"{where}: costs", table["costs"], ("file", "network", *VALUE_FIELDS))
+    known = ("file", "network", "skip_bytes", *VALUE_FIELDS)
+    costs = _table(f"{where}: costs", table["costs"], known)
     if "network" in costs:
         network = _table(f"{where}: costs.network", costs["network"], KEYS)
         if "nodes" in network:

@@ -205,7 +205,8 @@ class Timeline:
 
         Columns: ``device``, ``stream``, ``op``, ``stage``, ``microbatch`` (-1 for operations on a
         whole stage), ``start``, ``end`` (s), ``nbytes`` (of messages); and where there are any,
-        ``replica``, and ``overlapped`` (1 for the halves of overlapped actions).
+        ``replica``, ``overlapped`` (1 for the halves of overlapped actions), and ``peer_stage``
+        (the stage at the other end of a message of skips, else -1).
         """
         frame = self.all_rows()
         return frame[frame["start"].notna()]
@@ -231,13 +232,15 @@ class Timeline:
             columns["replica"] = graph.replica
         if graph.kinds.overlapped.any():
             columns["overlapped"] = graph.kinds.overlapped[graph.kind]
+        if (graph.kinds.peer_stage >= 0).any():
+            columns["peer_stage"] = graph.peer_stage
         return pd.DataFrame(columns, index=pd.RangeIndex(len(graph), name="task"))
 
     def save(self, path: Path | str) -> None:
         """Write all tasks as CSV with the columns of `frame`, whole or not at all.
 
-        And, where they are not the usual ones, `lower`'s ``rendezvous`` and ``hosts``, and
-        ``weight_versions``, in columns of their own.
+        And, where they are not the usual ones, `lower`'s ``rendezvous``, ``hosts``, ``skips`` and
+        ``portals``, and ``weight_versions``, in columns of their own.
         """
         from pipesim.timeline_files import save
 
@@ -303,7 +306,8 @@ class Timeline:
             ``microbatch`` and, unless each rank has one stage, ``stage``. By default torch's own
             names (`pipesim.range_names.PATTERNS`). Operations are ours, or such as ``forward``.
             The names of `to_chrome` have
-            ``(?P<stage>[0-9]+)(?P<op>[A-Z_]+)(?P<microbatch>[0-9]*)``.
+            ``(?P<stage>[0-9]+)(?P<op>[A-Z_]+)(?P<microbatch>[0-9]*)``, and those of skips' messages
+            ``(?:[<>](?P<peer>[0-9]+))?`` after it.
             Each name is matched once; see to it that your pattern ends soon on any of them, since
             one such as ``(a+)+b`` may search for ever.
         step

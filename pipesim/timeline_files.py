@@ -16,6 +16,7 @@ from pipesim.files import write_whole
 from pipesim.graph import TaskGraph
 from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.schedule import VERSIONS
+from pipesim.skips import skip_from_text, skip_text
 from pipesim.tasks import StreamKind, Tasks
 from pipesim.timeline import COLUMNS, Timeline
 from pipesim.verify import verify
@@ -30,7 +31,10 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "rendezvous": ("False", "True"),
     "hosts": ("one", "per_device"),
     "weight_versions": VERSIONS,
+    "portals": ("True", "False"),
 }
+#: What columns that may be missing hold then.
+_DEFAULTS = {"replica": "0", "overlapped": "0", "peer_stage": "-1"}
 
 
 def save(timeline: Timeline, path: Path | str) -> None:
@@ -40,10 +44,13 @@ def save(timeline: Timeline, path: Path | str) -> None:
         "rendezvous": str(graph.rendezvous),
         "hosts": "one" if len(np.unique(graph.host)) == 1 else "per_device",
         "weight_versions": graph.weight_versions,
+        "portals": str(graph.portals),
     }
     for name, value in settings.items():
         if value != _SETTINGS[name][0]:
             rows[name] = value
+    if graph.skips:
+        rows["skips"] = " ".join(map(skip_text, graph.skips))
     write_whole(Path(path), lambda file: rows.to_csv(file, index=False))
 
 
@@ -73,10 +80,10 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         raise TimelineError(f"column {missing[0]!r} is missing{near}")
     if rows.empty:
         raise TimelineError("it has no rows")
-    for column in ("replica", "overlapped"):
+    for column, value in _DEFAULTS.items():
         if column not in rows:
-            rows[column] = "0"
-    for column in ("device", "stage", "microbatch", "replica", "overlapped"):
+            rows[column] = value
+    for column in ("device", "stage", "microbatch", *_DEFAULTS):
         rows[column] = _read(rows, column, int)
     for column in ("start", "end", "nbytes"):
         rows[column] = _read(rows, column, lambda text: float(text or "nan"))
@@ -87,6 +94,8 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         in_range = (rows[column] >= np.where(whole_stage, -1, 0)) & (rows[column] < len(rows))
         _check_rows(rows, in_range, f"has no valid {column}")
     _check_rows(rows, rows["overlapped"].isin([0, 1]), "has no valid overlapped")
+    in_range = (rows["peer_stage"] >= -1) & (rows["peer_stage"] <= rows["stage"].max())
+    _check_rows(rows, in_range, "has no valid peer_stage")
     _check_rows(rows, ~np.isinf(rows["start"]), "starts never")
     ordered = (rows["end"] >= rows["start"]) | rows["end"].isna()
     _check_rows(rows, ordered & ~np.isinf(rows["end"]), "ends before it starts, or never")
@@ -102,6 +111,7 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         stream=streams.to_numpy(np.int64),
         replica=rows["replica"].to_numpy(np.int64),
         overlapped=rows["overlapped"].to_numpy(np.int64),
+        peer_stage=rows["peer_stage"].to_numpy(np.int64),
     )
     # Each mini-batch has optimizer steps of its own.
     n_batches = max(1, len(np.unique(tasks.microbatch[tasks.op == Op.STEP])))
@@ -128,7 +138,11 @@ def _settings(rows: pd.DataFrame) -> dict[str, Any]:
             _check_rows(rows, rows[name] == different[0], f"has another {name} than the first")
         check_name(name, different[0], values)
         found[name] = different[0]
-    return found | {"rendezvous": found["rendezvous"] == "True"}
+    if "skips" in rows:
+        skips = rows["skips"].iloc[0]
+        _check_rows(rows, rows["skips"] == skips, "has other skips than the first")
+        found["skips"] = [skip_from_text(text) for text in skips.split()]
+    return found | {name: found[name] == "True" for name in ("rendezvous", "portals")}
 
 
 def _read(rows: pd.DataFrame, column: str, read: Callable[[str], float]) -> list[float]:

@@ -29,8 +29,8 @@ def torch_orders(graph: TaskGraph) -> list[list[str]]:
     Raises
     ------
     ArgumentError
-        If the graph recomputes, has copies of its stages, or several mini-batches, for which
-        torch's rows have no place.
+        If the graph recomputes, has skips, copies of its stages, or several mini-batches, for
+        which torch's rows have no place.
     """
     _check(graph)
     left = np.zeros(graph.n_stages, dtype=np.int64)
@@ -39,7 +39,7 @@ def torch_orders(graph: TaskGraph) -> list[list[str]]:
     for device, parts in _listed(graph):
         actions = [Action(*part) for part in parts]
         orders[device].append(str(actions[0] if len(actions) == 1 else Overlapped(*actions)))
-        for stage, op, _ in actions:
+        for stage, op, *_ in actions:
             left[stage] -= op in _GRADIENTS
             if op in _GRADIENTS and not left[stage]:
                 orders[device].append(str(Action(stage, Op.REDUCE_GRAD)))
@@ -75,6 +75,11 @@ def _check(graph: TaskGraph) -> None:
             f"graph {graph.name!r} has {graph.n_batches} mini-batches and weight_versions="
             f"{graph.weight_versions!r}; torch's runtime knows no optimizer step inside a step: "
             "take a schedule with one set of weights"
+        )
+    if graph.skips:
+        raise ArgumentError(
+            f"graph {graph.name!r} has skip connections, but torch's runtime sends a stage's "
+            "output to the next stage alone; lower the schedule without skips"
         )
     if graph.is_op(frozenset({Op.R})).any():
         raise ArgumentError(

@@ -138,9 +138,11 @@ def charge_gaps(placed: Mapping[Action, Placed]) -> dict[Action, Placed]:
 
 
 def _edges(placed: Mapping[Action, Placed]) -> Iterator[_Edge]:
-    """Yield the hand-overs between devices: outputs to the next stage, gradients back."""
+    """Yield the hand-overs between devices: outputs to the next stage, gradients back, skips."""
     for action in placed:
-        stage, op, microbatch = action
+        stage, op, microbatch, peer = action
+        if peer >= 0:
+            continue
         if op == Op.F:
             consumer = Action(stage + 1, Op.F, microbatch)
             kinds = (Op.SEND_F, Op.RECV_F)
@@ -157,6 +159,31 @@ def _edges(placed: Mapping[Action, Placed]) -> Iterator[_Edge]:
                 Action(consumer.stage, kinds[1], microbatch),
                 consumer,
             )
+    yield from _skip_edges(placed)
+
+
+def _skip_edges(placed: Mapping[Action, Placed]) -> Iterator[_Edge]:
+    """Yield what skips hand over between devices, as far as either end of it was recorded."""
+    for send, recv, ops in (
+        (Op.SEND_F, Op.RECV_F, (Op.F,)),
+        (Op.SEND_B, Op.RECV_B, (Op.B, Op.I)),
+    ):
+        ends = {(a.stage, a.peer_stage, a.microbatch) for a in placed
+                if a.op == send and a.peer_stage >= 0}  # fmt: skip
+        ends |= {(a.peer_stage, a.stage, a.microbatch) for a in placed
+                 if a.op == recv and a.peer_stage >= 0}  # fmt: skip
+        for source, target, microbatch in sorted(ends, key=str):
+            made, needed = (
+                next((a for op in ops if (a := Action(stage, op, microbatch)) in placed), None)
+                for stage in (source, target)
+            )
+            if made and needed and placed[made].device != placed[needed].device:
+                yield _Edge(
+                    made,
+                    Action(source, send, microbatch, target),
+                    Action(target, recv, microbatch, source),
+                    needed,
+                )
 
 
 def _sent(placed: Mapping[Action, Placed], edge: _Edge) -> tuple[float, float]:

@@ -268,7 +268,7 @@ class Transformer:
             sequence_parallel=sequence_parallel,
             recompute=recompute,
         )
-        values = shard.stages(layers_per_stage, flops_per_second)
+        values: dict[str, Any] = shard.stages(layers_per_stage, flops_per_second)
         others = {"optimizer_step": optimizer_step, "launch": launch}
         return Costs(**values, **others, network=Network() if network is None else network)
 

@@ -23,10 +23,17 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
     size = graph.n_microbatches // graph.n_batches
     ids = {(task.replica, task.action): task.id for task in tasks}
     found: list[set[int]] = []
-    for _, op, _, _, stage, m, replica in tasks:
+    for _, op, _, _, stage, m, replica, _ in tasks:
 
         def any_of(of: int, *ops: Op, m: int | None = m, r: int = replica) -> set[int]:
             return {ids[r, Action(of, x, m)] for x in ops if (r, Action(of, x, m)) in ids}
+
+        def skipped(*ops: Op, m: int | None = m, r: int = replica, of: int = stage) -> set[int]:
+            return {
+                t.id for t in tasks
+                if (t.replica, t.stage, t.microbatch) == (r, of, m) and t.op in ops
+                and t.peer_stage >= 0
+            }  # fmt: skip
 
         def gradients(of: int, m: int | None = m, r: int = replica) -> set[int]:
             batch = range(graph.n_microbatches) if m is None else range(m + 1 - size, m + 1)
@@ -38,9 +45,10 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
 
         if op == Op.F:
             needed = any_of(stage, Op.RECV_F) or any_of(stage - 1, Op.F)
+            needed = needed | skipped(Op.RECV_F)
         elif op in (Op.B, Op.I):
             after = any_of(stage, Op.RECV_B) or any_of(stage + 1, Op.B, Op.I)
-            needed = after | any_of(stage, Op.F, Op.R)
+            needed = after | any_of(stage, Op.F, Op.R) | skipped(Op.RECV_B)
         elif op == Op.R:
             needed = any_of(stage, Op.F)
         elif op == Op.W:

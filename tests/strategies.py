@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import PipeError
-from pipesim.ops import SENDS, Action, Op
+from pipesim.ops import SENDS, TRANSFERS, Action, Op
 from pipesim.placement import Placement
 from pipesim.registry import schedule_info
 from pipesim.schedule import VERSIONS
@@ -30,6 +31,7 @@ __all__ = [
     "noises",
     "placements",
     "schedules",
+    "skipping_cases",
 ]
 
 NAMES = sorted(ps.schedules().index)
@@ -47,12 +49,11 @@ sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
 
 
 def actions() -> st.SearchStrategy[Action]:
-    """Any action, those on a whole stage included."""
-    return st.builds(
-        Action,
-        st.integers(0, 999),
-        st.sampled_from(Op),
-        st.one_of(st.none(), st.integers(0, 9999)),
+    """Any action, those on a whole stage and messages of skips included."""
+    stages, microbatches = st.integers(0, 999), st.one_of(st.none(), st.integers(0, 9999))
+    return st.one_of(
+        st.builds(Action, stages, st.sampled_from(Op), microbatches, st.just(-1)),
+        st.builds(Action, stages, st.sampled_from(sorted(TRANSFERS)), microbatches, stages),
     )
 
 
@@ -83,7 +84,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 def needs(action: Action, halves: set[tuple[int, int]], n_stages: int) -> list[Action]:
     """Return what a compute action needs (rule 3), said a second time on purpose."""
-    stage, op, microbatch = action
+    stage, op, microbatch, _ = action
 
     def gradient(of: int) -> Action:
         return Action(of, Op.I if (of, microbatch) in halves else Op.B, microbatch)
@@ -253,6 +254,20 @@ def cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
     """Return a graph, and costs that suit it."""
     graph = draw(graphs())
     return graph, draw(costs(graph.n_stages, graph.n_devices))
+
+
+@st.composite
+def skipping_cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
+    """Return a graph with skip connections, and costs that suit it."""
+    schedule = draw(schedules())
+    n = schedule.n_stages
+    pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
+    some = st.lists(st.sampled_from(pairs), unique=True, max_size=4) if pairs else st.just([])
+    skips = draw(some)
+    portals = draw(st.booleans())
+    graph = ps.lower(schedule, skips=skips, portals=portals, **draw(lower_options()))
+    nbytes = draw(st.one_of(sizes, st.fixed_dictionaries(dict.fromkeys(skips, sizes))))
+    return graph, replace(draw(costs(n, graph.n_devices)), skip_bytes=nbytes)
 
 
 def distributions() -> st.SearchStrategy[Any]:

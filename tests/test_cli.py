@@ -101,6 +101,30 @@ def test_simulate_prints_what_the_timeline_says(capsys: pytest.CaptureFixture[st
         assert got == pytest.approx(expected, rel=1e-3)
 
 
+def test_skips_and_when_to_recompute(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Flags for what all schedules share; a file has the bytes of each skip."""
+    config = tmp_path / "unet.toml"
+    config.write_text("[costs]\nskip_bytes = { 0-3 = 2e6, 1-2 = 5e6 }\n")
+    costs = ps.Costs(
+        forward=1e-3,
+        backward=2e-3,
+        skip_bytes={(0, 3): 2e6, (1, 2): 5e6},
+        network=ps.Network(bandwidth=1e9),
+    )
+    options = {"skips": [(0, 3), (1, 2)], "recompute": "always", "recompute_first": True}
+    for portals, flag in ((True, "--portals"), (False, "--no-portals")):
+        graph = ps.lower(ps.schedule("gpipe", 4, 8), portals=portals, **options)
+        out = succeed(
+            capsys, "simulate", "gpipe", *BASE, "--config", config, "--skips", "0-3,1-2", flag,
+            "--recompute", "always", "--recompute-first", "--bandwidth", "1e9",
+        )  # fmt: skip
+        makespan = ps.simulate(graph, costs).makespan
+        assert float(rows(out)[1][1]) == pytest.approx(makespan * 1e3, rel=1e-4)
+    out = succeed(capsys, "simulate", "gpipe", *BASE, "--skips", "0-3", "--skip-bytes", 8e9,
+                  "--bandwidth", "1e9")  # fmt: skip
+    assert rows(out)[1] == ["makespan", "128006", "ms"]
+
+
 def test_compare_prints_a_row_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     out = succeed(capsys, "compare", "1f1b", "gpipe", *BASE, "--activation-bytes", 2**30)
     assert rows(out)[1:] == [
@@ -132,7 +156,7 @@ def test_schedules_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> Non
         assert f"{name}: {formulas}; " in out
         assert row["source"] in out
         assert row["summary"] in out
-    assert listed["gpipe"][:5] == ["gpipe", "25.0%", "6", "1", "backward_order"]
+    assert listed["gpipe"][:6] == ["gpipe", "25.0%", "6", "1", "backward_order,", "seed"]
     assert "gpipe: bubble (p-1)/(m+p-1); activations m; parameters 1; GPipe" in out
 
 

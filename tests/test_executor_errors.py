@@ -467,6 +467,15 @@ def test_a_cuda_device_where_there_is_none() -> None:
         make(devices=["cuda:0", "cuda:0"])
 
 
+def test_skip_connections_are_refused() -> None:
+    """Even where they need no message: what a stage is given does not have them."""
+    one_device = ps.Schedule.from_orders([["0F0", "1F0", "1B0", "0B0"]])
+    for schedule, devices in ((ps.schedule("gpipe", 2, 2), ["cpu"] * 2), (one_device, ["cpu"])):
+        graph = ps.lower(schedule, skips=[(0, 1)])
+        with pytest.raises(ArgumentError, match=r"has skip connections .*; pipeexec\.GPipe does"):
+            make(graph=graph, devices=devices)
+
+
 def test_operations_that_need_many_processes_are_refused() -> None:
     """With the operation named, and no worker left behind."""
     workers = threading.active_count()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipesim.errors import check_name
+from pipesim.errors import check_count, check_name
 from pipesim.ops import Op
 from pipesim.placement import linear
 from pipesim.registry import ClosedForm, register
@@ -18,7 +18,9 @@ from pipesim.schedule import Schedule
     bubble=ClosedForm("(p-1)/(m+p-1)", lambda p, m: (p - 1) / (m + p - 1)),
     activations=ClosedForm("m", lambda p, m: m),
 )
-def gpipe(n_devices: int, n_microbatches: int, backward_order: str = "reverse") -> Schedule:
+def gpipe(
+    n_devices: int, n_microbatches: int, backward_order: str = "reverse", seed: int = 0
+) -> Schedule:
     """Build GPipe's order.
 
     Three devices, four micro-batches, B as long as F::
@@ -30,22 +32,39 @@ def gpipe(n_devices: int, n_microbatches: int, backward_order: str = "reverse") 
     For stages of equal cost and free transfers: makespan ``(m + p - 1)(f + b)``, bubble
     ``(p - 1)/(m + p - 1)``, and every device holds the activations of all ``m`` micro-batches.
 
+    With ``backward_order="random"`` and ``seed=0``, where a device waits for gradients that the
+    next one makes in another order, so that the makespan is longer::
+
+        device 0 | F0 F1 F2 F3 .. .. .. .. .. .. .. B2 .. B0 B1 B3
+        device 1 | .. F0 F1 F2 F3 .. .. .. B3 .. B2 B1 B0 .. .. ..
+        device 2 | .. .. F0 F1 F2 F3 B1 B3 B0 B2 .. .. .. .. .. ..
+
     Parameters
     ----------
     n_devices, n_microbatches
         Any positive counts.
     backward_order
-        ``"reverse"`` (last micro-batch first, as the paper and torchgpipe do) or ``"forward"``
-        (as torch.distributed.pipelining does).
+        ``"reverse"`` (last micro-batch first, as the paper and torchgpipe do), ``"forward"`` (as
+        torch.distributed.pipelining does), or ``"random"``: each device in an order of its own, as
+        where nothing defines it. No order deadlocks, since a gradient comes from the next device
+        whatever this one does.
+    seed
+        Of the random orders, a whole number from 0; the same one gives the same orders.
     """
-    check_name("backward_order", backward_order, ("reverse", "forward"))
+    check_name("backward_order", backward_order, ("reverse", "forward", "random"))
+    random = np.random.default_rng(check_count("seed", seed, minimum=0))
     forward = np.arange(n_microbatches)
-    backward = forward[::-1] if backward_order == "reverse" else forward
+    if backward_order == "random":
+        backwards = [random.permutation(n_microbatches) for _ in range(n_devices)]
+    else:
+        backwards = [forward[::-1] if backward_order == "reverse" else forward] * n_devices
     ops = np.repeat([Op.F, Op.B], n_microbatches)
-    microbatches = np.concatenate([forward, backward])
     return Schedule.from_columns(
         "gpipe",
         linear(n_devices),
         n_microbatches,
-        ((ops, np.full(len(ops), device), microbatches) for device in range(n_devices)),
+        (
+            (ops, np.full(len(ops), device), np.concatenate([forward, backward]))
+            for device, backward in enumerate(backwards)
+        ),
     )

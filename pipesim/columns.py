@@ -1,0 +1,148 @@
+"""Check the columns of tasks that users give."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import fields
+
+import numpy as np
+
+from pipesim.capacity import check_memory
+from pipesim.csr import Ints
+from pipesim.errors import GraphError
+from pipesim.ops import OF_STAGES, Op
+from pipesim.tasks import StreamKind, Tasks
+
+__all__ = ["checked_tasks"]
+
+#: Largest number of a device, stage, replica or micro-batch, so that counts of them fit 32 bits.
+_LARGEST = 2**31 - 2
+_FROM_0 = "number them from 0"
+#: Lowest and highest value of each column, and what to do.
+_RANGES = {
+    "op": (0, len(Op) - 1, f"operations are {', '.join(f'{op:d} {op.name}' for op in Op)}"),
+    "device": (0, _LARGEST, _FROM_0),
+    "stage": (0, _LARGEST, _FROM_0),
+    "microbatch": (-1, _LARGEST, f"{_FROM_0}, and give -1 for operations on a whole stage"),
+    "replica": (0, _LARGEST, _FROM_0),
+    "peer_stage": (-1, _LARGEST, f"{_FROM_0}, and give -1 to all but messages of skips"),
+    "overlapped": (0, 1, "mark both halves of an overlapped F and B by 1"),
+    "group": (-1, 2**63 - 1, "give -1 to tasks that are of no collective"),
+}
+
+
+def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | None]:
+    """Return tasks, and the number of each one's collective, as columns of 64-bit integers.
+
+    Raises
+    ------
+    GraphError
+        For columns that hold no integers or differ in length, and for values out of range: an
+        operation that is none, a number below 0 (-1 where there may be no micro-batch or no
+        collective), the stream of a device that is not there; naming column and row.
+    CapacityError
+        If tables for devices, stages and replicas of such numbers would not fit in memory.
+    """
+    if not isinstance(tasks, Tasks):
+        raise GraphError(f"a graph is wired from pipesim.Tasks, got {type(tasks).__name__}")
+    given = {column.name: getattr(tasks, column.name) for column in fields(Tasks)}
+    given["group"] = group
+    columns = {
+        name: _integers(name, column)
+        for name, column in given.items()
+        if column is not None or name not in ("replica", "overlapped", "peer_stage", "group")
+    }
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise GraphError(f"tasks: columns differ in length ({lengths}); give one value a task")
+    for name, column in columns.items():
+        if name != "stream":
+            _check_range(name, column, *_RANGES[name])
+    n_devices = int(columns["device"].max(initial=0)) + 1
+    last = StreamKind.name(2 * n_devices)
+    advice = f"there are {n_devices} devices, the last stream is {last}; StreamKind has the codes"
+    _check_range("stream", columns["stream"], StreamKind.COLLECTIVE, 2 * n_devices, advice)
+    columns = {name: column.astype(np.int64, copy=False) for name, column in columns.items()}
+    _check_microbatches(columns["op"], columns["stage"], columns["microbatch"])
+    collective = columns.pop("group", None)
+    checked = Tasks(**columns)
+    _check_peers(checked)
+    _check_size(checked, n_devices)
+    return checked, collective
+
+
+def _integers(name: str, values: object) -> Ints:
+    """Return a column as an array of integers, which may still be of any size."""
+    try:
+        column = np.asarray(values)
+    except (TypeError, ValueError):  # a ragged sequence, or nothing that has values
+        column = np.empty((0, 0))
+    if column.ndim != 1:
+        raise GraphError(
+            f"tasks: column {name!r} must be a sequence of integers, one a task, got {values!r:.60}"
+        )
+    if column.dtype.kind in "iu":
+        return column
+    if isinstance(values, (list, tuple)):  # as they were before numpy made one type of them
+        column = np.empty(len(values), dtype=object)
+        column[:] = values
+    for row, value in enumerate(column):
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Integral):
+            raise GraphError(
+                f"tasks: row {row}: {name} must be an integer, got {value!r} "
+                f"({type(value).__name__}); give arrays or lists of integers"
+            )
+    return column if len(column) else np.empty(0, dtype=np.int64)
+
+
+def _check_range(name: str, column: Ints, lowest: int, highest: int, advice: str) -> None:
+    if len(column) and (column.min() < lowest or column.max() > highest):
+        row = np.flatnonzero((column < lowest) | (column > highest))[0]
+        raise GraphError(
+            f"tasks: row {row}: {name} must be {lowest} to {highest}, got {column[row]}; {advice}"
+        )
+
+
+def _check_microbatches(op: Ints, stage: Ints, microbatch: Ints) -> None:
+    """Raise for an operation that is of a micro-batch and has none."""
+    none = np.flatnonzero(microbatch < 0)
+    none = none[~np.isin(op[none], sorted(OF_STAGES))]
+    if len(none):
+        row = none[0]
+        raise GraphError(
+            f"tasks: row {row}: microbatch is -1, but {Op(op[row])} of stage {stage[row]} is of "
+            f"one micro-batch; give its number (only {', '.join(map(str, sorted(OF_STAGES)))} may "
+            "be on a whole stage)"
+        )
+
+
+def _check_peers(tasks: Tasks) -> None:
+    """Raise for tasks that name the other end of a skip and are no message there."""
+    if tasks.peer_stage is None:
+        return
+    away = np.sign(tasks.peer_stage - tasks.stage)
+    there = tasks.peer_stage <= tasks.stage.max(initial=-1)
+    right = np.zeros(len(tasks), dtype=bool)
+    for op, sign in ((Op.SEND_F, 1), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 1)):
+        right |= (tasks.op == op) & (away == sign) & there
+    wrong = np.flatnonzero((tasks.peer_stage >= 0) & ~right)
+    if len(wrong):
+        row = wrong[0]
+        raise GraphError(
+            f"tasks: row {row}: {Op(tasks.op[row])} of stage {tasks.stage[row]} has peer_stage "
+            f"{tasks.peer_stage[row]}; SEND_F and RECV_B of a skip name a later stage, RECV_F and "
+            f"SEND_B an earlier one, of stages 0..{tasks.stage.max()}; any other task has -1"
+        )
+
+
+def _check_size(tasks: Tasks, n_devices: int) -> None:
+    """Raise for numbers so large that what a graph keeps of each of them would not fit."""
+    stage = int(tasks.stage.max(initial=0))
+    replica = 0 if tasks.replica is None else int(tasks.replica.max(initial=0))
+    skips = tasks.peer_stage is not None and bool((tasks.peer_stage >= 0).any())
+    cells = len(Op) * (stage + 2) * (replica + 1) * (1 + skips * (stage + 1))
+    check_memory(
+        f"a graph of devices to {n_devices - 1}, stages to {stage} and replicas to {replica}",
+        16 * cells + 8 * n_devices,  # cells and their running number; the host of each device
+        f"{_FROM_0}, without gaps",
+    )

@@ -1,0 +1,123 @@
+"""The kinds of messages and reductions that come with the compute tasks of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.csr import CSR, Ints
+from pipesim.graph import PAIRS, TaskGraph
+from pipesim.issue import Partners
+from pipesim.ops import Op
+from pipesim.skips import Skip
+from pipesim.tasks import Kinds, StreamKind
+
+__all__ = ["add_partners"]
+
+
+class _Messages(NamedTuple):
+    """Messages of one direction, and the kinds of compute task that make and that need them.
+
+    Message ``made[k]`` is made by kind ``makes[k]``, and likewise for ``needed`` and ``needs``. The
+    other columns are of the messages, which lead from ``stage`` to stage ``to``.
+    """
+
+    makes: Ints
+    made: Ints
+    needs: Ints
+    needed: Ints
+    replica: Ints
+    stage: Ints
+    to: Ints
+    is_skip: NDArray[np.bool_]
+
+
+def add_partners(
+    compute: TaskGraph, overlap: bool, streams: str, reduces: bool, borders: Sequence[Skip]
+) -> tuple[Kinds, Partners]:
+    """Add the kinds of messages, wherever they lead to another device, and of reductions.
+
+    ``borders`` are the pairs of stages between which skips have messages.
+    """
+    kinds, homes, n_kinds = compute.kinds, compute.homes, len(compute.kinds)
+    ends: list[tuple[Ints, ...]] = []  # of each direction, as the next two
+    out: list[tuple[Ints, Ints]] = []
+    into: list[tuple[Ints, Ints]] = []
+    n = 0
+    for recv, (send, offset) in PAIRS.items():
+        carried = frozenset({Op.F} if send == Op.SEND_F else {Op.B, Op.I})
+        found = _messages(compute, carried, -offset, borders)
+        replica, stage, to = found.replica, found.stage, found.to
+        source, target = homes[replica, stage], homes[replica, to]
+        if not overlap:
+            codes = [np.full_like(stage, StreamKind.COMPUTE)] * 2
+        elif streams == "single":
+            codes = [np.full_like(stage, StreamKind.COPY)] * 2
+        else:
+            codes = [StreamKind.send(target), StreamKind.recv(source)]
+        numbers = len(kinds) + np.arange(2 * len(stage), dtype=np.int32).reshape(2, -1)
+        ends.append((*numbers, source * (int(homes.max()) + 1) + target))
+        out.append((found.makes, n + found.made))
+        into.append((found.needs, n + found.needed))
+        n += len(stage)
+        none = np.zeros_like(stage)
+        ahead, behind = (np.where(found.is_skip, other, -1) for other in (to, stage))
+        kinds = kinds.joined(
+            Kinds(np.full_like(stage, send), source, stage, replica, codes[0], none, ahead),
+            Kinds(np.full_like(stage, recv), target, to, replica, codes[1], none, behind),
+        )
+    adds_to: Ints = np.full(n_kinds, -1, dtype=np.int32)
+    reduce: Ints = np.empty((0, len(homes)), dtype=np.int32)
+    if reduces:
+        of = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.W})))
+        adds_to[of] = kinds.stage[of]
+        reduce = len(kinds) + np.arange(homes.size, dtype=np.int32).reshape(homes.T.shape)
+        kinds = kinds.joined(_reductions(homes, overlap))
+    send_kind, recv_kind, channel = (np.concatenate(column) for column in zip(*ends, strict=True))
+    made, needed = _rows(out, n_kinds), _rows(into, n_kinds)
+    return kinds, Partners(send_kind, recv_kind, channel, made, needed, adds_to, reduce)
+
+
+def _rows(parts: Sequence[tuple[Ints, Ints]], n_rows: int) -> CSR:
+    """Return the values of each row, given parts of rows and values."""
+    rows, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return CSR.from_pairs(rows, values, n_rows)
+
+
+def _messages(
+    compute: TaskGraph, carried: frozenset[Op], step: int, borders: Sequence[Skip]
+) -> _Messages:
+    """Return the messages of what ``carried`` makes: ``step`` stages on, and those of skips."""
+    kinds, homes, n_stages = compute.kinds, compute.homes, compute.n_stages
+    of = np.flatnonzero(kinds.is_op(carried))
+    pairs = np.array(borders, dtype=np.int64).reshape(-1, 2).T[::step]
+    which, border = np.nonzero(kinds.stage[of][:, None] == pairs[0])
+    makes = np.concatenate([of, of[which]])
+    to = np.concatenate([kinds.stage[of] + step, pairs[1][border]])
+    is_skip = np.arange(len(makes)) >= len(of)
+    there = (to >= 0) & (to < n_stages)
+    makes, to, is_skip = makes[there], to[there], is_skip[there]
+    away = homes[kinds.replica[makes], to] != kinds.device[makes]
+    makes, to, is_skip = makes[away], to[away], is_skip[away]
+    # B and I of a stage share the kinds of their message.
+    place = kinds.replica[makes] * n_stages + kinds.stage[makes]
+    key = (2 * place + is_skip) * n_stages + to
+    _, first, made = np.unique(key, return_index=True, return_inverse=True)
+    replica, stage = np.divmod(place[first], n_stages)
+    to, is_skip = to[first], is_skip[first]
+    of_place = CSR.group(kinds.replica[of] * n_stages + kinds.stage[of], homes.size)
+    at = replica * n_stages + to
+    needs = of[of_place.of(at)]
+    needed = np.repeat(np.arange(len(at)), np.diff(of_place.ptr)[at])
+    return _Messages(makes, made, needs, needed, replica, stage, to, is_skip)
+
+
+def _reductions(homes: Ints, overlap: bool) -> Kinds:
+    """Return the kinds that sum the gradients of each stage, over all paths."""
+    stage, replica = (x.ravel() for x in np.indices(homes.T.shape))
+    stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
+    op, code = np.full_like(stage, Op.REDUCE_GRAD), np.full_like(stage, stream)
+    return Kinds(op, homes[replica, stage], stage, replica, code)

@@ -1,0 +1,231 @@
+"""Skip connections: tensors that go from one stage to a later one beside the pipeline's outputs.
+
+With portals each skip has a message of its own. Without, one message at each border between two
+stages carries all skips that cross it, from stage to stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import ArgumentError, CostsError, GraphError, number
+from pipesim.tasks import Kinds
+
+__all__ = [
+    "Skip",
+    "SkipBytes",
+    "carried",
+    "checked_skip_bytes",
+    "checked_skips",
+    "input_bytes",
+    "message_bytes",
+    "skip_from_text",
+    "skip_text",
+    "skips_of",
+]
+
+#: Source and target stage.
+Skip = tuple[int, int]
+#: Bytes of all skips, or of each; a tuple, so that costs can be hashed.
+SkipBytes = float | tuple[tuple[Skip, float], ...]
+
+_EXAMPLE = "[(0, 3), (1, 2)]"
+
+
+def skip_text(skip: Skip) -> str:
+    """Return ``0-3``."""
+    return f"{skip[0]}-{skip[1]}"
+
+
+def skip_from_text(text: str) -> Skip:
+    """Read what `skip_text` wrote.
+
+    Raises
+    ------
+    ArgumentError
+        For any other text.
+    """
+    source, dash, target = text.strip().partition("-")
+    if not (dash and source.isdecimal() and target.isdecimal() and len(text) < 32):
+        raise ArgumentError(
+            f"{text!r:.60} is no skip connection; write source and target stage, such as '0-3'"
+        )
+    return int(source), int(target)
+
+
+def checked_skips(skips: object, n_stages: int) -> tuple[Skip, ...]:
+    """Return skips in order.
+
+    Raises
+    ------
+    ArgumentError
+        For what is no list of pairs of stages, a pair that does not lead to a later stage of
+        those there are, and a pair that is there twice.
+    """
+    if isinstance(skips, str):
+        skips = [skip_from_text(text) for text in skips.split(",") if text.strip()]
+    if not isinstance(skips, Iterable):
+        raise ArgumentError(f"skips must be pairs of stages, such as {_EXAMPLE}, got {skips!r:.60}")
+    pairs = sorted(_checked_pair(skip) for skip in skips)
+    for k, (source, target) in enumerate(pairs):
+        if not 0 <= source < target < n_stages:
+            raise ArgumentError(
+                f"skip ({source}, {target}) does not lead from a stage to a later one of 0.."
+                f"{n_stages - 1}; give (source, target) with source < target"
+            )
+        if k and pairs[k - 1] == pairs[k]:
+            raise ArgumentError(
+                f"skip ({source}, {target}) is given twice; give each pair of stages once, with "
+                "the bytes of all tensors that go there"
+            )
+    return tuple(pairs)
+
+
+def _checked_pair(skip: object) -> Skip:
+    """Return source and target as plain integers."""
+    if isinstance(skip, str):
+        return skip_from_text(skip)
+    stages = list(skip) if isinstance(skip, (tuple, list, np.ndarray)) else []
+    whole = all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in stages)
+    if len(stages) != 2 or not whole:
+        raise ArgumentError(
+            f"{skip!r:.60} is no skip; give pairs of stages (source, target), such as {_EXAMPLE}"
+        )
+    return int(stages[0]), int(stages[1])
+
+
+def carried(skips: Iterable[Skip], portals: bool) -> dict[Skip, list[int]]:
+    """Return which skips, by number, the message between two stages carries, message by message."""
+    messages: dict[Skip, list[int]] = {}
+    for k, (source, target) in enumerate(skips):
+        borders = [(source, target)] if portals else [(s, s + 1) for s in range(source, target)]
+        for border in borders:
+            messages.setdefault(border, []).append(k)
+    return dict(sorted(messages.items()))
+
+
+def skips_of(kinds: Kinds, skips: Iterable[Skip], portals: bool) -> tuple[Skip, ...]:
+    """Return the skips of a graph: those given, or where none are, those that its messages name.
+
+    Raises
+    ------
+    ArgumentError
+        For skips that are none.
+    GraphError
+        For a message that carries none of them.
+    """
+    given = checked_skips(skips, int(kinds.stage.max(initial=-1)) + 1)
+    of = kinds.peer_stage >= 0
+    if not of.any():
+        return given
+    ends = np.sort([kinds.stage[of], kinds.peer_stage[of]], axis=0)
+    named = {(source, target) for source, target in np.unique(ends, axis=1).T.tolist()}
+    if not given:
+        return tuple(sorted(named))
+    for source, target in sorted(named.difference(carried(given, portals))):
+        raise GraphError(
+            f"stages {source} and {target} have messages of a skip, but no skip goes that way with "
+            f"portals={portals}: there are {', '.join(map(skip_text, given))}"
+        )
+    return given
+
+
+def checked_skip_bytes(value: object) -> SkipBytes | None:
+    """Return bytes of skips as costs keep them.
+
+    Raises
+    ------
+    CostsError
+        For anything else than a number of bytes, or one for each of some pairs.
+    """
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if not isinstance(value, tuple):
+        return _checked_bytes("skip_bytes", value)
+    sizes: dict[Skip, float] = {}
+    for entry in value:
+        if not isinstance(entry, tuple) or len(entry) != 2:
+            raise CostsError(
+                "skip_bytes must be bytes, or a mapping such as {(0, 3): 4096}, got "
+                f"{value!r:.60}"
+            )
+        try:
+            skip = _checked_pair(entry[0])
+        except ArgumentError as error:
+            raise CostsError(f"skip_bytes: {error}") from error
+        if skip in sizes:
+            raise CostsError(f"skip_bytes gives skip {skip_text(skip)} twice; give it once")
+        sizes[skip] = _checked_bytes(f"skip_bytes of {skip_text(skip)}", entry[1])
+    return tuple(sorted(sizes.items()))
+
+
+def _checked_bytes(what: str, value: object) -> float:
+    got = number(value)
+    if got is None or not 0 <= got < np.inf:
+        raise CostsError(f"{what} must be finite bytes >= 0, got {value!r:.60}")
+    return got
+
+
+def _sizes(skip_bytes: SkipBytes | None, skips: tuple[Skip, ...]) -> NDArray[np.float64]:
+    """Return the bytes of each skip of a graph, which has to have those that costs name."""
+    if not isinstance(skip_bytes, tuple):
+        return np.full(len(skips), skip_bytes or 0.0)
+    sizes = dict(skip_bytes)
+    there = ", ".join(map(skip_text, skips)) or "none"
+    for skip in sizes:
+        if skip not in skips:
+            raise CostsError(
+                f"skip_bytes has skip {skip_text(skip)}, which the graph lacks (it has: {there}); "
+                "give it to lower(..., skips=), or leave it out"
+            )
+    for skip in skips:
+        if skip not in sizes:
+            raise CostsError(
+                f"skip_bytes lacks skip {skip_text(skip)} of the graph (it has: {there}); give the "
+                "bytes of each, or one number for all"
+            )
+    return np.array([sizes[skip] for skip in skips])
+
+
+def message_bytes(
+    kinds: Kinds, skips: tuple[Skip, ...], portals: bool, skip_bytes: SkipBytes | None
+) -> NDArray[np.float64]:
+    """Return what each kind of message of skips carries, 0 for other kinds; shape ``(n_kinds,)``.
+
+    Raises
+    ------
+    CostsError
+        If bytes are given for other skips than these.
+    """
+    sizes, nbytes = _sizes(skip_bytes, skips), np.zeros(len(kinds))
+    of = np.flatnonzero(kinds.peer_stage >= 0)
+    if not len(of):
+        return nbytes
+    messages = carried(skips, portals)
+    n_stages = int(kinds.stage.max()) + 1
+    ends = np.array(list(messages))
+    total = np.array([sizes[members].sum() for members in messages.values()])
+    sent, asked = (
+        pairs[0] * n_stages + pairs[1]
+        for pairs in (ends.T, np.sort([kinds.stage[of], kinds.peer_stage[of]], axis=0))
+    )
+    nbytes[of] = total[np.searchsorted(sent, asked)]
+    return nbytes
+
+
+def input_bytes(
+    n_stages: int, skips: tuple[Skip, ...], portals: bool, skip_bytes: SkipBytes | None
+) -> NDArray[np.float64]:
+    """Return what skips add to the input of each stage; shape ``(n_stages,)``.
+
+    Without portals, what a stage passes on is among it.
+    """
+    sizes, nbytes = _sizes(skip_bytes, skips), np.zeros(n_stages)
+    for (_, target), members in carried(skips, portals).items():
+        nbytes[target] += sizes[members].sum()
+    return nbytes
