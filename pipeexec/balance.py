@@ -5,17 +5,16 @@ Layers are run one by one, on copies; the split is the best there is for what wa
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeexec.batches import Batch
 from pipeexec.meter import Meter
-from pipeexec.skip import Key, Shelf, use_shelf
+from pipeexec.one_by_one import ends, one_by_one
 from pipesim.errors import ArgumentError, check_count
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_costs"]
@@ -58,7 +57,7 @@ def balance_by_time(
     seconds: list[list[float]] = [[] for _ in module]
     end = time.perf_counter() + timeout
     while not seconds[0] or time.perf_counter() < end:
-        for layer, (run, given) in enumerate(_layers(module, sample, where)):
+        for layer, (run, given) in enumerate(one_by_one(module, sample, where)):
             _wait_for(where)
             begin = time.perf_counter()
             _backward(run(given))
@@ -109,7 +108,7 @@ def balance_by_size(
         else input.chunk(chunks)[0]
     )
     sizes = []
-    for layer, (run, given) in zip(module, _layers(module, first, where), strict=True):
+    for layer, (run, given) in zip(module, one_by_one(module, first, where), strict=True):
         meter = Meter(ignored=[*run.parameters(), *run.buffers()])
         with meter.saved_tensors():
             run(given)
@@ -147,8 +146,8 @@ def balance_costs(costs: Sequence[float], partitions: int) -> list[int]:
             f"{len(costs)} layers cannot be split into {partitions} partitions: sequence is "
             "shorter than intended partitions; ask for fewer"
         )
-    ends = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
-    blocks = ends[None, :] - ends[:, None]  # of the layers from row to column
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
+    blocks = sums[None, :] - sums[:, None]  # of the layers from row to column
     n = len(costs)
     lowest = _best(np.where(np.tri(n + 1, dtype=bool), np.inf, blocks), partitions, np.maximum)[0]
     allowed = blocks <= lowest * (1 + 1e-12)
@@ -175,43 +174,10 @@ def _best(costs: np.ndarray, partitions: int, join: np.ufunc) -> tuple[float, li
     return float(best[partitions, n]), lengths
 
 
-class _Cut(Shelf):
-    """A shelf whose skips are cut off from what made them, as layers are run one by one."""
-
-    def put(self, key: Key, tensor: Tensor | None) -> None:
-        super().put(key, None if tensor is None else _leaf(tensor))
-
-
-def _layers(
-    module: nn.Sequential, sample: Batch, device: torch.device
-) -> Iterator[tuple[nn.Module, Batch]]:
-    """Return a copy of each layer, and its input: what the one before made of its own."""
-    given, shelf = _on(sample, device), _Cut()
-    kept: list[Batch] = []
-    for layer in module:
-        run = copy.deepcopy(layer).to(device).train()
-        handle = run.register_forward_hook(lambda _run, _given, output: kept.append(output))
-        with use_shelf(shelf):
-            yield run, given
-        handle.remove()
-        given = _on(kept.pop(), device)
-
-
-def _on(values: Batch, device: torch.device) -> Batch:
-    if isinstance(values, tuple):
-        return tuple(_leaf(x.to(device)) for x in values)
-    return _leaf(values.to(device))
-
-
-def _leaf(value: Tensor) -> Tensor:
-    return value.detach().requires_grad_(value.requires_grad)
-
-
 def _backward(output: Batch) -> None:
-    outputs = output if isinstance(output, tuple) else (output,)
-    ends = [x for x in outputs if x.requires_grad]
-    if ends:
-        torch.autograd.backward(ends, [torch.ones_like(x) for x in ends])
+    outputs, gradients = ends(output)
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
 
 
 def _device(device: torch.device | int | str | None) -> torch.device:

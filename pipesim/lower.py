@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pipesim.capacity import check_tasks
 from pipesim.csr import CSR, Ints
 from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.gradients_first import gradients_first
 from pipesim.graph import TaskGraph
 from pipesim.issue import issue, replicated
 from pipesim.ops import Op
@@ -39,6 +40,7 @@ def lower(
     skips: Iterable[tuple[int, int]] | str = (),
     portals: bool = True,
     recompute_first: bool = False,
+    recompute_waits: bool = False,
 ) -> TaskGraph:
     """Lower a schedule to the tasks that the simulator and the executor run.
 
@@ -82,6 +84,10 @@ def lower(
         that it can early; by default each comes right before its own. It takes the activations
         of all micro-batches at once, and needs a schedule such as GPipe's, with all forwards of
         a stage before its backwards.
+    recompute_waits
+        Whether a device that has ``overlap=False`` receives a gradient before the R of that
+        micro-batch, which then does not fill the wait for it; by default, right before B. So does
+        torchgpipe on default streams: its host issues the copy of the gradient first.
 
     Returns
     -------
@@ -91,7 +97,8 @@ def lower(
     Raises
     ------
     ArgumentError
-        For skips that are no such pairs, and for ``recompute_first`` where a forward comes later.
+        For skips that are no such pairs, for ``recompute_first`` where a forward comes later, and
+        for ``recompute_waits`` where transfers overlap.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
@@ -104,9 +111,15 @@ def lower(
     check_name("hosts", hosts, ("one", "per_device"))
     check_name("step", step, ("flush", "none"))
     flags = {"overlap": overlap, "rendezvous": rendezvous, "portals": portals}
-    for name, flag in (flags | {"recompute_first": recompute_first}).items():
+    flags |= {"recompute_first": recompute_first, "recompute_waits": recompute_waits}
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentError(f"{name} must be True or False, got {flag!r}")
+    if recompute_waits and overlap:
+        raise ArgumentError(
+            "recompute_waits=True, but transfers overlap: a gradient is received on a stream of "
+            "its own, and R never waits for it; add overlap=False, or leave recompute_waits out"
+        )
     n_replicas = check_count("n_replicas", n_replicas)
     if not isinstance(schedule, Schedule):
         raise ArgumentError(f"lower takes a Schedule, got {type(schedule).__name__}")
@@ -129,10 +142,14 @@ def lower(
     if n_replicas > 1:
         issued = replicated(issued, n_replicas, len(kinds))
         kinds = kinds.replicated(n_replicas, schedule.n_devices)
+    kind, microbatch = issued.kind, issued.microbatch
+    if recompute_waits:
+        order = gradients_first(kinds, kind, microbatch)
+        kind, microbatch = kind[order], microbatch[order]
     graph = TaskGraph.of_kinds(
         kinds,
-        issued.kind,
-        issued.microbatch,
+        kind,
+        microbatch,
         name=schedule.name,
         hosts=hosts,
         rendezvous=rendezvous,
@@ -143,7 +160,7 @@ def lower(
         skips=pairs,
         portals=portals,
     )
-    if rendezvous and not overlap:  # only these may have to be reordered, or deadlock
+    if not overlap and (rendezvous or recompute_waits):  # may have to be reordered, or deadlock
         graph = graph.in_topological_order()
         verify(graph)
     return graph.as_verified()

@@ -49,7 +49,7 @@ COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
 LOWERING = {
     "replicas": "n_replicas",
     **{k: k for k in ("recompute", "recompute_first", "overlap", "streams", "rendezvous")},
-    **{k: k for k in ("hosts", "step", "skips", "portals")},
+    **{k: k for k in ("recompute_waits", "hosts", "step", "skips", "portals")},
 }
 _NODES = tuple(field.name for field in fields(Nodes))
 SETTINGS = (*COUNTS, *LOWERING, "engine", "options", "per", "costs")

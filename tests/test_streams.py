@@ -258,7 +258,7 @@ def test_an_event_that_passes_while_it_is_waited_for(make: Callable[[str], Strea
 def test_work_is_run_between_its_events(
     first: str, second: str, make: Callable[[str], Stream]
 ) -> None:
-    """Behind what it needs, though that takes long; an error is work's own, and what follows runs."""
+    """Behind what it needs, though that takes long; what follows an error runs."""
     one, other, ran = make(first), make(second), []
     slow = one.run(lambda: (time.sleep(NAP), ran.append("slow")))
     began, ended = other.run(lambda: ran.append("behind"), [slow[1]])

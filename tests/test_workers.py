@@ -18,8 +18,8 @@ from pipesim.ops import Op
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
-#: 20 ms a message of 8 x 6 floats, and 10 ms more until it is there.
-LINK = ps.Network(latency=0.01, bandwidth=4 * 6 * 8 / 0.02)
+#: 20 ms a message of 8 x 16 floats, and 10 ms more until it is there.
+LINK = ps.Network(latency=0.01, bandwidth=4 * 16 * 8 / 0.02)
 
 
 def seconds(timeline: ps.Timeline, *ops: Op) -> Any:
@@ -36,7 +36,7 @@ def test_messages_take_the_time_of_their_link() -> None:
     assert (seconds(timeline, Op.SEND_F, Op.SEND_B) >= 0.02).all()
     recvs = timeline.graph.is_op(frozenset({Op.RECV_F, Op.RECV_B}))
     late = timeline.end[recvs] - timeline.end[timeline.graph.pair[recvs]]
-    assert (late >= 0.01).all()
+    assert (late >= 0.009).all()  # less what lies between the end of a copy and its event
 
 
 @pytest.mark.parametrize("copies", [True, False])
@@ -52,7 +52,7 @@ def test_copy_streams_carry_beside_what_computes(copies: bool) -> None:
         nn.Sequential(Nap(), Nap()), [1, 1],
         devices=px.workers(2, link=LINK), chunks=2, copy_streams=copies,
     )  # fmt: skip
-    x = torch.rand(16, 6, requires_grad=True)
+    x = torch.rand(16, 16, requires_grad=True)
     model(x).sum().backward()
     timeline = model.timeline()
     of = {str(timeline.graph.task(k)): k for k in range(len(timeline))}
@@ -63,7 +63,7 @@ def test_copy_streams_carry_beside_what_computes(copies: bool) -> None:
 def test_devices_that_were_given_are_not_copied() -> None:
     """A copy of the module has plain workers."""
     model = px.GPipe(nn.Sequential(*dense(2)), [1, 1], devices=px.workers(2, link=LINK), chunks=2)
-    x = torch.rand(16, 6)
+    x = torch.rand(16, 16)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
