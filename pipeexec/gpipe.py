@@ -323,7 +323,15 @@ class GPipe(nn.Module):
         )
         mode: Recompute = "except_last" if any(recomputed) else "never"
         mode = "always" if all(recomputed) else mode
-        return lower(schedule, recompute=mode, overlap=self._copy_streams, step="none")
+        return lower(
+            schedule,
+            recompute=mode,
+            overlap=self._copy_streams,
+            step="none",
+            skips=set(skips_across(self._parts()).values()),
+            portals=self._portals,
+            recompute_first=not self._dependencies,
+        )
 
     def timeline(self) -> Timeline:
         """Return when each task of the last forward, and of its backward, ran.
@@ -336,6 +344,7 @@ class GPipe(nn.Module):
         call = self._last
         if call is None or not call.order:
             raise ExecutionError("nothing was measured yet; run a forward and its backward first")
+        call.settle()
         m, n = len(call.recomputed), len(self.balance)
         ran: list[list[int]] = [[] for _ in range(n)]
         for op, j, i, _ in call.order:
@@ -351,7 +360,8 @@ class GPipe(nn.Module):
         for index in range(len(graph)):
             task = graph.task(index)
             assert task.microbatch is not None
-            done = task.op, task.stage, task.microbatch, None
+            peer = None if task.peer_stage < 0 else task.peer_stage
+            done = task.op, task.stage, task.microbatch, peer
             if done in call.ended and call.ended[done].passed():
                 start[index] = call.clock.seconds(task.device, call.began[done])
                 end[index] = call.clock.seconds(task.device, call.ended[done])

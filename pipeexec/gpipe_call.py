@@ -7,6 +7,7 @@ task to task; a task takes what arrived, and leaves what is to be sent.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -118,6 +119,8 @@ class Call:
         self._arrived: dict[tuple[Op, int, int], Tensors] = {}
         self._leaving: dict[tuple[Op, int, int], Tensors] = {}
         self._moving: dict[Done, tuple[Sequence[int | Key], Values]] = {}
+        # Of two partitions: the messages that were sent from one to the other, but not received.
+        self._channels: dict[tuple[int, ...], deque[tuple[Op, int, Route, Done]]] = {}
         # Of micro-batch and partition: what inputs and outputs stand for, and where random numbers
         # began.
         self._is_atomic: dict[tuple[int, int], bool] = {}
@@ -199,16 +202,22 @@ class Call:
         self.began[done], self.ended[done] = stream.run(work, [made])
         if not self.machine.copy_streams:
             self._last[route.source] = self.ended[done]
+        self._channels.setdefault(route[:2], deque()).append((op, i, route, done))
 
     def _receive(self, op: Op, i: int, route: Route) -> Event:
-        """Give the receiver's end of a message to its stream; return when it is there."""
+        """See that a message is received, behind those that its sender sent before."""
+        done = self._done(Op.RECV_F if op == Op.F else Op.RECV_B, i, route.target, route)
+        while done not in self.ended:
+            self._receive_next(*self._channels[route[:2]].popleft())
+        return self.ended[done]
+
+    def _receive_next(self, op: Op, i: int, route: Route, sent: Done) -> None:
+        """Give the receiver's end of a message to its stream."""
         name = f"recv:{route.source}" if self.machine.copy_streams else self._stream
         stream = self.machine.devices[route.target].stream(name)
-        sent = self._done(Op.SEND_F if op == Op.F else Op.SEND_B, i, route.source, route)
         done = self._done(Op.RECV_F if op == Op.F else Op.RECV_B, i, route.target, route)
         work = partial(self._guarded, self._land, op, i, route, sent)
         self.began[done], self.ended[done] = stream.run(work, [self.ended[sent]])
-        return self.ended[done]
 
     @staticmethod
     def _done(op: Op, i: int, at: int, route: Route) -> Done:

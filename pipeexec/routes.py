@@ -58,8 +58,14 @@ def routes(n: int, skips: Mapping[Key, tuple[int, int]], *, portals: bool) -> li
 
 
 def ways(n: int, along: Sequence[Route]) -> Ways:
-    """Sort routes by the partitions that they lead to, and come from."""
+    """Sort routes by the partitions that they lead to, and come from.
+
+    Outputs leave before skips; what arrives, does so by source. So a graph has it, too, where all
+    messages are on one stream.
+    """
+    by_source = sorted(along, key=lambda route: (route.source, route.skips is not None))
+    by_target = sorted(along, key=lambda route: (route.skips is not None, route.target))
     return Ways(
-        [[route for route in along if route.target == j] for j in range(n)],
-        [[route for route in along if route.source == j] for j in range(n)],
+        [[route for route in by_source if route.target == j] for j in range(n)],
+        [[route for route in by_target if route.source == j] for j in range(n)],
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from executing import assert_order_respected
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -523,6 +524,59 @@ def test_without_dependencies_an_order_can_be_drawn() -> None:
     ordered = orders(0)
     assert ordered == orders(1)
     assert ordered[0].split()[-4:] == ["R1", "B1", "R0", "B0"]
+
+
+@pytest.mark.parametrize("dependencies", [True, False])
+@pytest.mark.parametrize("copy_streams", [True, False])
+@pytest.mark.parametrize("portals", [True, False])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_step_is_that_of_its_graph(
+    dependencies: bool, copy_streams: bool, portals: bool, seed: int | None
+) -> None:
+    """Messages of skips included, every task runs behind those that the graph has before it."""
+    model = px.GPipe(
+        sequential("skips"), [1, 4, 2, 1], devices=CPUS, chunks=4, dependencies=dependencies,
+        copy_streams=copy_streams, portals=portals, backward_seed=seed,
+    )  # fmt: skip
+    step(model, batch(requires_grad=True))
+    timeline = model.timeline()
+    assert timeline.complete
+    assert_order_respected(timeline)
+    if dependencies or seed is None:
+        graph = model.graph(8)
+        assert [graph.task(k) for k in range(len(graph))] == [
+            timeline.graph.task(k) for k in range(len(graph))
+        ]
+    assert (timeline.graph.skips, timeline.graph.portals) == (((0, 3), (1, 2)), portals)
+    costs = ps.Costs.from_timeline(timeline, skip_bytes={(0, 3): 48, (1, 2): 48})
+    assert ps.simulate(timeline.graph, costs).makespan > 0
+
+
+def test_portals_remove_the_copies_between() -> None:
+    """Two micro-batches of a skip from the first partition to the last, 96 bytes each."""
+
+    def messages(**options: Any) -> dict[str, float]:
+        model = px.GPipe(
+            nn.Sequential(Stash(), *dense(2), Pop()), [1, 1, 1, 1],
+            devices=CPUS, chunks=2, **options,
+        )  # fmt: skip
+        step(model, batch(requires_grad=True))
+        timeline = model.timeline()
+        return {
+            str(timeline.graph.task(k)): float(timeline.nbytes[k])
+            for k in range(len(timeline))
+            if timeline.graph.peer_stage[k] >= 0
+        }
+
+    straight = "0SEND_F{i}>3 3RECV_F{i}<0 3SEND_B{i}>0 0RECV_B{i}<3"
+    hops = (
+        "0SEND_F{i}>1 1RECV_F{i}<0 1SEND_B{i}>0 0RECV_B{i}<1 "
+        "1SEND_F{i}>2 2RECV_F{i}<1 2SEND_B{i}>1 1RECV_B{i}<2 "
+        "2SEND_F{i}>3 3RECV_F{i}<2 3SEND_B{i}>2 2RECV_B{i}<3"
+    )
+    for portals, tasks in ((True, straight), (False, hops)):
+        names = {name for i in range(2) for name in tasks.format(i=i).split()}
+        assert messages(portals=portals) == dict.fromkeys(names, 96.0)
 
 
 def test_a_recompute_does_not_wait_for_its_gradient() -> None:
