@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+from torch import Tensor
 
-from pipeexec.executor import StepResult
 from pipesim.compare import Comparison
 from pipesim.error_parts import PARTS
 from pipesim.intervals import Interval, mean_interval
@@ -19,16 +19,35 @@ from pipesim.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Repeat", "interval_over", "op_errors", "op_seconds", "parts_of_steps"]
+__all__ = ["Repeat", "Step", "interval_over", "op_errors", "op_seconds", "parts_of_steps"]
 
 Key = tuple[str, int]
+
+
+class Step(Protocol):
+    """What is looked at of a measured step; `pipeexec.StepResult` has it."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each task ran."""
+        ...
+
+    @property
+    def host_seconds(self) -> float:
+        """What the host took to issue all tasks."""
+        ...
+
+    @property
+    def loss(self) -> Tensor:
+        """Loss of the whole batch."""
+        ...
 
 
 class Repeat(NamedTuple):
     """The prediction of a graph from one calibration, and the steps measured beside it."""
 
     predicted: Timeline
-    results: Sequence[StepResult]
+    results: Sequence[Step]
 
 
 def interval_over(errors: Sequence[Sequence[float]]) -> Interval:

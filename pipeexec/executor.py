@@ -36,7 +36,6 @@ from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
 from pipeexec.failures import last_of, raise_failure
 from pipeexec.messages import set_step
 from pipeexec.meter import Meter
-from pipeexec.optimizer_state import put_back
 from pipeexec.parts import Part, whole
 from pipeexec.paths import (
     Elsewhere,
@@ -46,6 +45,7 @@ from pipeexec.paths import (
     paths_of_microbatches,
 )
 from pipeexec.plan import plan
+from pipeexec.preserved import preserved
 from pipeexec.processes import Processes
 from pipeexec.run import Planned, Run
 from pipeexec.stage import Held, Stage
@@ -553,28 +553,12 @@ class Pipeline:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
-        states = [copy.deepcopy(module.state_dict()) for module in self.modules]
-        # Buffers need not be in the state.
-        buffers = [[b.clone() for b in module.buffers()] for module in self.modules]
-        gradients = [[None if p.grad is None else p.grad.clone() for p in module.parameters()]
-                     for module in self.modules]  # fmt: skip
-        optimizers = [None if o is None else copy.deepcopy(o.state_dict()) for o in self.optimizers]
         n_steps = self.n_steps
         try:
-            yield
+            with preserved(self.modules, self.optimizers):
+                yield
         finally:
             self.n_steps = n_steps
-            for module, state, kept, grads in zip(
-                self.modules, states, buffers, gradients, strict=True
-            ):
-                module.load_state_dict(state)
-                for buffer, before in zip(module.buffers(), kept, strict=True):
-                    buffer.copy_(before)
-                for parameter, gradient in zip(module.parameters(), grads, strict=True):
-                    parameter.grad = gradient
-            for optimizer, saved in zip(self.optimizers, optimizers, strict=True):
-                if optimizer is not None and saved is not None:
-                    put_back(optimizer, saved)
 
     def held_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes of activations that each stage holds in a step, counted in one.

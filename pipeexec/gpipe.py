@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Never
 
 import numpy as np
@@ -13,6 +14,7 @@ from pipeexec.batches import Batch
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices import CpuDevice, CudaDevice, make_devices, parse
 from pipeexec.gpipe_call import WORTH_A_THREAD, Call, Machine
+from pipeexec.meter import Meter
 from pipeexec.partition import Partition, skips_across
 from pipeexec.randomness import next_seed, use_seed
 from pipeexec.routes import routes, ways
@@ -93,7 +95,7 @@ class GPipe(nn.Module):
     ----------
     partitions
         The parts of the module; their parameters and buffers keep their places.
-    balance, devices, chunks, checkpoint
+    balance, devices, chunks, checkpoint, workers
         As they are used; ``devices[-1]`` is where outputs are, and targets should be.
 
     Raises
@@ -151,7 +153,7 @@ class GPipe(nn.Module):
         self._batch_norms = [x for x in self.modules() if isinstance(x, DeferredBatchNorm)]
         self._dependencies, self._copy_streams = dependencies, copy_streams
         self._portals, self._backward_seed = portals, backward_seed
-        self._workers = workers
+        self.workers = workers
         self._machine: Machine | None = None
         self._last: Call | None = None
         self._n_microbatches = 0  # so far
@@ -243,9 +245,9 @@ class GPipe(nn.Module):
 
     def _stream(self) -> str:
         """Return which stream of each device is to compute."""
-        if self.devices[0].type != "cpu" or self._workers:
+        if self.devices[0].type != "cpu" or self.workers:
             return "compute"
-        if self._workers is not None:
+        if self.workers is not None:
             return "caller"
         last, given = self._last, any(not isinstance(x, torch.device) for x in self._places)
         if given or last is None or last.forward_seconds() > WORTH_A_THREAD:
@@ -332,6 +334,36 @@ class GPipe(nn.Module):
             portals=self._portals,
             recompute_first=not self._dependencies,
         )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What whoever reads measured times should know of the devices, such as imposed links."""
+        devices = self._machine.devices if self._machine is not None else ()
+        return tuple(dict.fromkeys(device.note for device in devices if device.note))
+
+    def skip_bytes(self) -> dict[tuple[int, int], int]:
+        """Return what skips carried between partitions in the last forward: bytes a micro-batch.
+
+        As `pipesim.Costs` takes them; the largest, if micro-batches differ.
+        """
+        found = dict.fromkeys(skips_across(self._parts()).values(), 0)
+        for key, pair in skips_across(self._parts()).items():
+            found[pair] += self._last.skip_bytes.get(key, 0) if self._last is not None else 0
+        return found
+
+    @contextmanager
+    def metered(self) -> Iterator[list[Meter]]:
+        """Count, in this block, the bytes that each partition holds for its backward."""
+        self._machine = machine = self._machine or self._made()
+        weights = [*self.parameters(), *self.buffers()]
+        meters = [Meter(weights) for _ in machine.stages]
+        try:
+            for stage, meter in zip(machine.stages, meters, strict=True):
+                stage.meter = meter
+            yield meters
+        finally:
+            for stage in machine.stages:
+                stage.meter = None
 
     def timeline(self) -> Timeline:
         """Return when each task of the last forward, and of its backward, ran.

@@ -109,6 +109,7 @@ class Call:
         self.began: dict[Done, Event] = {}
         self.ended: dict[Done, Event] = {}
         self.nbytes: dict[Done, int] = {}
+        self.skip_bytes: dict[Key, int] = {}  # of the largest micro-batch
         self.order: list[Done] = []  # of backwards and recomputes, as they were issued
         self.has_failed = False
         self._error: BaseException | None = None  # what failed first, until it is raised
@@ -255,6 +256,9 @@ class Call:
         sender, receiver = self.machine.devices[route.source], self.machine.devices[route.target]
         values = tuple(taken.values())
         self.nbytes[sent] = transfer.nbytes(values)
+        for slot, value in taken.items() if op == Op.F and route.skips is not None else ():
+            assert not isinstance(slot, int)
+            self.skip_bytes[slot] = max(self.skip_bytes.get(slot, 0), value.nbytes)
         self._moving[sent] = tuple(taken), transfer.send(values, sender, stream, receiver)
 
     def _land(self, op: Op, i: int, route: Route, sent: Done) -> None:

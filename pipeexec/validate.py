@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from pipeexec.accuracy import Repeat, op_errors, parts_of_steps
 from pipeexec.batches import Batch
 from pipeexec.devices import DeviceLike
 from pipeexec.executor import Loss, Pipeline, StepResult
+from pipeexec.gpipe import GPipe
+from pipeexec.gpipe_validation import GPipeStep, GPipeSteps, check_models, mean_costs
 from pipeexec.processes import Processes
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.validation import Row, Validation
@@ -37,14 +39,52 @@ from pipesim.simulate import replay, simulate
 
 __all__ = ["validate"]
 
+#: Makes the optimizer of some parameters.
+Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
+
+@overload
 def validate(
     stages: Sequence[nn.Module],
     graphs: Mapping[str, TaskGraph],
     devices: Sequence[DeviceLike],
     loss_fn: Loss,
     batches: Iterable[tuple[Batch, Any]],
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    optimizer: Optimizers | None = None,
+    *,
+    n_steps: int = 9,
+    warm_up: int = 2,
+    repeat: int = 1,
+    costs: Costs | None = None,
+    progress: Callable[[str], None] | None = None,
+    timeout: float | None = 60.0,
+    processes: Processes | None = None,
+    cuda_graph: bool = False,
+) -> Validation: ...
+
+
+@overload
+def validate(
+    stages: GPipe | Mapping[str, GPipe],
+    *,
+    loss_fn: Loss,
+    batches: Iterable[tuple[Batch, Any]],
+    optimizer: Optimizers | None = None,
+    n_steps: int = 9,
+    warm_up: int = 2,
+    repeat: int = 1,
+    costs: Costs | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Validation: ...
+
+
+def validate(
+    stages: Sequence[nn.Module] | GPipe | Mapping[str, GPipe],
+    graphs: Mapping[str, TaskGraph] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
+    loss_fn: Loss | None = None,
+    batches: Iterable[tuple[Batch, Any]] = (),
+    optimizer: Optimizers | None = None,
     *,
     n_steps: int = 9,
     warm_up: int = 2,
@@ -60,7 +100,10 @@ def validate(
     Parameters
     ----------
     stages, devices, loss_fn, optimizer
-        As for `Pipeline`. The stages are trained by the measured steps.
+        As for `Pipeline`. The stages are trained by the measured steps. In place of stages a
+        `GPipe`, or several by name that are cut alike, which have their devices and graphs: costs
+        then come from calibration steps of the last one, and hold for all; what lies between its
+        forward and its backward, such as the loss, is no task.
     graphs
         By name; all with the same placement and number of micro-batches.
     batches
@@ -93,6 +136,15 @@ def validate(
     n_steps = check_count("n_steps", n_steps)
     warm_up = check_count("warm_up", warm_up, 0)
     repeat = check_count("repeat", repeat)
+    if isinstance(stages, (GPipe, Mapping)):
+        models = check_models({"gpipe": stages} if isinstance(stages, GPipe) else stages)
+        _check_alone(graphs, devices, processes, cuda_graph)
+        source = _taken(batches, repeat * (n_steps + 1))
+        counts = n_steps, warm_up, repeat
+        return _validated(models, _given(loss_fn), source, optimizer, counts, costs, progress)
+    if graphs is None or devices is None:
+        raise ArgumentError("validate needs graphs and devices, but for a GPipe, which has its own")
+    loss_fn = _given(loss_fn)
     first = _widest(graphs)
     if costs is not None:
         _check_costs(costs, graphs)
@@ -127,6 +179,64 @@ def validate(
     if costs is not None:
         _warn_of_other_sizes(costs, rows)
     return Validation(rows, repeats[-1].costs, repeats[-1].profile, clocks, notes)
+
+
+def _given(loss_fn: Loss | None) -> Loss:
+    if loss_fn is None:
+        raise ArgumentError("validate needs loss_fn, which takes outputs and targets")
+    return loss_fn
+
+
+def _check_alone(graphs: object, devices: object, processes: object, cuda_graph: bool) -> None:
+    """Raise for what a GPipe has of its own, or cannot have."""
+    if graphs is not None or devices is not None:
+        raise ArgumentError("a GPipe has its own graph and devices; leave out graphs and devices")
+    if processes is not None or cuda_graph:
+        raise ArgumentError("a GPipe runs in one process, and in no CUDA graph; leave both out")
+
+
+def _validated(
+    models: Mapping[str, GPipe],
+    loss_fn: Loss,
+    source: Iterator[tuple[Batch, Any]],
+    optimizer: Optimizers | None,
+    counts: tuple[int, int, int],
+    costs: Costs | None,
+    progress: Callable[[str], None] | None,
+) -> Validation:
+    """Run calibration steps of the last module and measured steps of all in turn."""
+    n_steps, warm_up, repeat = counts
+    steps = [GPipeSteps(model, loss_fn, optimizer) for model in models.values()]
+    said: list[Costs] = []
+    results: list[list[list[GPipeStep]]] = []  # of each repeat, module and step
+    for number in range(repeat):
+        say = _prefixed(progress, f"repeat {number + 1} of {repeat}, " if repeat > 1 else "")
+        say(f"warming up: {warm_up} rounds")
+        batch = next(source)
+        for each in steps * warm_up:
+            each.step(*batch)
+        found: list[Costs] = []
+        results.append([[] for _ in steps])
+        for turn in range(n_steps):
+            batch = next(source)
+            if costs is None:
+                found.append(steps[-1].calibrate(*batch))
+            for each, kept in zip(steps, results[-1], strict=True):
+                kept.append(each.step(*batch))
+            say(f"round {turn + 1} of {n_steps}: loss {float(results[-1][-1][-1].loss):.4f}")
+        said.append(costs or steps[-1].with_bytes(mean_costs(found), *batch))
+    real = steps[-1].with_bytes(said[-1], *batch)
+    rows = {}
+    for row, (name, each) in enumerate(zip(models, steps, strict=True)):
+        graph = results[-1][row][-1].timeline.graph
+        repeats = [
+            Repeat(simulate(graph, one), measured[row])
+            for one, measured in zip(said, results, strict=True)
+        ]
+        held = static(graph, real) + np.array(each.held_bytes(*batch))
+        rows[name] = _row(name, repeats, held.tolist())
+    notes = dict.fromkeys(note for model in models.values() for note in model.notes)
+    return Validation(rows, said[-1], notes=tuple(notes))
 
 
 def _widest(graphs: Mapping[str, TaskGraph]) -> TaskGraph:

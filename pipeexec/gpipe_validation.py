@@ -1,0 +1,160 @@
+"""Predict steps of `pipeexec.GPipe` modules, run them, and compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeexec.batches import Batch
+from pipeexec.executor import Loss
+from pipeexec.gpipe import GPipe
+from pipeexec.preserved import preserved
+from pipesim.costs import Costs
+from pipesim.errors import ArgumentError
+from pipesim.network import Network
+from pipesim.timeline import Timeline
+
+__all__ = ["GPipeStep", "GPipeSteps", "check_models", "mean_costs"]
+
+#: Costs of a step that are durations; others are the same in every step.
+_SECONDS = ("forward", "backward", "recompute")
+
+
+def check_models(models: Mapping[str, object]) -> dict[str, GPipe]:
+    """Return modules by name, which are cut alike, so that one set of costs is of all of them.
+
+    Raises
+    ------
+    ArgumentError
+        For no modules, and for such that differ in balance or micro-batches.
+    """
+    if not models:
+        raise ArgumentError("validate needs at least one GPipe")
+    found: dict[str, GPipe] = {}
+    for name, model in models.items():
+        if not isinstance(model, GPipe):
+            raise ArgumentError(
+                f"{name!r} is no GPipe, got {type(model).__name__}; give a GPipe or GPipes by name"
+            )
+        found[name] = model
+        first = next(iter(found.values()))
+        if (model.balance, model.chunks) != (first.balance, first.chunks):
+            raise ArgumentError(
+                f"{name!r} has balance {model.balance} and {model.chunks} chunks, the first "
+                f"{first.balance} and {first.chunks}: costs hold for one cut and one size of "
+                "micro-batch; validate modules of as many"
+            )
+    return found
+
+
+class GPipeStep(NamedTuple):
+    """A measured step; ``host_seconds`` are not told apart from those of the devices."""
+
+    loss: Tensor
+    timeline: Timeline
+    host_seconds: float = 0.0
+
+
+class GPipeSteps:
+    """Runs training steps of a module, one at a time.
+
+    Parameters
+    ----------
+    model
+        In training mode. On CPUs its partitions compute in threads of their own, however short.
+    loss_fn, optimizer
+        As for `pipeexec.Pipeline`; the optimizer steps after the time is taken.
+    """
+
+    def __init__(
+        self,
+        model: GPipe,
+        loss_fn: Loss,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    ) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.optimizer = None if optimizer is None else optimizer(model.parameters())
+
+    def step(self, inputs: Batch, targets: Any) -> GPipeStep:
+        """Run forward, loss and backward, and let the optimizer step; gradients end as None."""
+        with _changed(self.model, "workers", True):
+            loss = self.loss_fn(self.model(inputs), self._moved(targets))
+            loss.backward()
+        timeline = self.model.timeline()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return GPipeStep(loss.detach(), timeline)
+
+    def calibrate(self, inputs: Batch, targets: Any) -> Costs:
+        """Return what a step that leaves no trace cost."""
+        with preserved([self.model], [self.optimizer]):
+            timeline = self.step(inputs, targets).timeline
+        return Costs.from_timeline(timeline, skip_bytes=self.model.skip_bytes())
+
+    def with_bytes(self, costs: Costs, inputs: Batch, targets: Any) -> Costs:
+        """Return costs with the bytes of parameters and optimizer, and of activations."""
+        model = self.model
+        with _changed(model, "checkpoint", "never"):
+            held = self.held_bytes(inputs, targets)
+        first = inputs[0] if isinstance(inputs, tuple) else inputs
+        m = len(first.chunk(model.chunks))
+        state = self.optimizer.state if self.optimizer is not None else {}
+        return replace(
+            costs,
+            activation_bytes=tuple(each / m for each in held),
+            parameter_bytes=tuple(
+                float(sum(p.nbytes for p in part.parameters())) for part in model.partitions
+            ),
+            optimizer_bytes=tuple(
+                float(sum(_nbytes(state.get(p, {})) for p in part.parameters()))
+                for part in model.partitions
+            ),
+        )
+
+    def held_bytes(self, inputs: Batch, targets: Any) -> list[int]:
+        """Return the most bytes of activations that each partition holds, counted in a step."""
+        with preserved([self.model], [self.optimizer]), self.model.metered() as meters:
+            self.step(inputs, targets)
+            return [meter.peak for meter in meters]
+
+    def _moved(self, targets: Any) -> Any:
+        """Return targets where the outputs are."""
+        return targets.to(self.model.devices[-1]) if isinstance(targets, Tensor) else targets
+
+
+@contextmanager
+def _changed(model: GPipe, name: str, value: object) -> Iterator[None]:
+    """Give an attribute another value in a block."""
+    before = getattr(model, name)
+    setattr(model, name, value)
+    try:
+        yield
+    finally:
+        setattr(model, name, before)
+
+
+def _nbytes(state: Mapping[str, Any]) -> int:
+    return sum(x.nbytes for x in state.values() if isinstance(x, Tensor))
+
+
+def mean_costs(costs: Sequence[Costs]) -> Costs:
+    """Return costs whose durations, latency and bandwidth are means over steps."""
+    first = costs[0]
+    changed: dict[str, Any] = {}
+    for name in _SECONDS:
+        values = [getattr(each, name) for each in costs]
+        if values[0] is not None:
+            changed[name] = tuple(np.mean(values, axis=0).tolist())
+    per_byte = float(np.mean([1 / each.network.bandwidth for each in costs]))
+    network = Network(
+        latency=float(np.mean([each.network.latency for each in costs])),
+        bandwidth=1 / per_byte if per_byte else float("inf"),
+    )
+    return replace(first, **changed, network=network)
