@@ -12,8 +12,16 @@ from torch import Tensor, nn
 
 from pipeexec.batches import Batch
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
-from pipeexec.devices import CpuDevice, CudaDevice, make_devices, parse
-from pipeexec.gpipe_call import WORTH_A_THREAD, Call, Machine
+from pipeexec.devices import make_devices
+from pipeexec.gpipe_arguments import (
+    DeviceLike,
+    check_module,
+    checked_balance,
+    checked_input,
+    chosen,
+)
+from pipeexec.gpipe_call import WORTH_A_THREAD, Call
+from pipeexec.gpipe_work import Machine, Work
 from pipeexec.meter import Meter
 from pipeexec.partition import Partition, skips_across
 from pipeexec.randomness import next_seed, use_seed
@@ -24,7 +32,6 @@ from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
     ExecutionError,
-    TooFewDevicesError,
     check_count,
 )
 from pipesim.graph import TaskGraph
@@ -35,22 +42,6 @@ from pipesim.schedule import Schedule
 from pipesim.timeline import Timeline
 
 __all__ = ["GPipe"]
-
-_Made = CpuDevice | CudaDevice
-DeviceLike = torch.device | int | str | _Made
-
-_ADVICE = """{problem}
-
-If the model still changes, let its balance be found each time:
-
-    from pipeexec import GPipe
-    from pipeexec.balance import balance_by_time
-
-    partitions = torch.cuda.device_count()
-    sample = torch.empty(...)
-    balance = balance_by_time(partitions, model, sample)
-    model = GPipe(model, balance, ...)
-"""
 
 
 class GPipe(nn.Module):
@@ -128,8 +119,6 @@ class GPipe(nn.Module):
         workers: bool | None = None,
     ) -> None:
         super().__init__()
-        if balance is None:
-            raise ArgumentError(_ADVICE.format(problem="balance is required"))
         is_whole = isinstance(chunks, float) and chunks % 1 == 0
         self.chunks = check_count("chunks", int(chunks) if is_whole else chunks)
         checkpoint = str(checkpoint)  # type: ignore[assignment]
@@ -138,14 +127,14 @@ class GPipe(nn.Module):
                 f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}"
             )
         self.checkpoint = checkpoint
-        _check_module(module)
+        check_module(module)
         verify_skippables(module)
         if deferred_batch_norm:
             converted = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
             assert isinstance(converted, nn.Sequential)
             module = converted
-        self.balance = _checked_balance(balance, len(module))
-        self._places = _chosen(devices, len(self.balance))
+        self.balance = checked_balance(balance, len(module))
+        self._places = chosen(devices, len(self.balance))
         self.devices = [x if isinstance(x, torch.device) else x.torch_device for x in self._places]
         self.partitions = nn.ModuleList(_cut(module, self.balance))
         for partition, device in zip(self.partitions, self.devices, strict=True):
@@ -208,7 +197,7 @@ class GPipe(nn.Module):
         ArgumentTypeError
             If the input is no tensor, and no tuple of tensors.
         """
-        tensors = _checked_input(input)
+        tensors = checked_input(input)
         if not self.devices:
             return input
         counts = {len(x.chunk(self.chunks)) for x in tensors}
@@ -225,14 +214,9 @@ class GPipe(nn.Module):
             stage.is_random.get(stage.module.training, True) for stage in machine.stages
         )
         seed = next_seed() if draws else None
-        call = Call(
-            machine,
-            self._n_microbatches,
-            self._recomputed(m),
-            seed,
-            self._tracked(inputs),
-            self._stream(),
-        )
+        tracked = self._tracked(inputs)
+        work = Work(machine, self._n_microbatches, self._recomputed(m), seed, tracked)
+        call = Call(work, self._stream())
         self._n_microbatches += m
         microbatches = list(zip(*(x.detach().chunk(self.chunks) for x in inputs), strict=True))
         is_atomic, outputs = call.run(inputs, microbatches, not isinstance(input, tuple))
@@ -348,7 +332,7 @@ class GPipe(nn.Module):
         """
         found = dict.fromkeys(skips_across(self._parts()).values(), 0)
         for key, pair in skips_across(self._parts()).items():
-            found[pair] += self._last.skip_bytes.get(key, 0) if self._last is not None else 0
+            found[pair] += self._last.work.skip_bytes.get(key, 0) if self._last is not None else 0
         return found
 
     @contextmanager
@@ -377,15 +361,15 @@ class GPipe(nn.Module):
         if call is None or not call.order:
             raise ExecutionError("nothing was measured yet; run a forward and its backward first")
         call.settle()
-        m, n = len(call.recomputed), len(self.balance)
+        m, n = len(call.work.recomputed), len(self.balance)
         ran: list[list[int]] = [[] for _ in range(n)]
-        for op, j, i, _ in call.order:
+        for op, j, i in call.order:
             if op == Op.B:
                 ran[j].append(i)
         full = [
             order + [i for i in range(m)[::-1] if i not in order] for order in ran
         ]  # what needs no gradient has no backward
-        graph = self._graph(call.recomputed, full)
+        graph = self._graph(call.work.recomputed, full)
         start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
         nbytes = np.zeros(len(graph))
         assert call.clock is not None
@@ -397,7 +381,7 @@ class GPipe(nn.Module):
             if done in call.ended and call.ended[done].passed():
                 start[index] = call.clock.seconds(task.device, call.began[done])
                 end[index] = call.clock.seconds(task.device, call.ended[done])
-                nbytes[index] = call.nbytes.get(done, 0)
+                nbytes[index] = call.work.nbytes.get(done, 0)
         sent = np.flatnonzero(graph.pair >= 0)
         nbytes[sent] = np.maximum(nbytes[sent], nbytes[graph.pair[sent]])
         return Timeline(graph, start, end, nbytes)
@@ -409,54 +393,6 @@ def _moving_denied() -> ArgumentTypeError:
     )
 
 
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Sequential):
-        raise ArgumentTypeError(
-            f"module must be nn.Sequential to be partitioned, got {type(module).__name__}"
-        )
-    if len(list(module.named_children())) != len(module):
-        raise ArgumentError("module with duplicate children is not supported")
-    n_of_children = sum(len(list(child.parameters())) for child in module.children())
-    if len(list(module.parameters())) != n_of_children:
-        raise ArgumentError(
-            "module with duplicate parameters in distinct children is not supported"
-        )
-
-
-def _checked_balance(balance: Iterable[int], n_layers: int) -> list[int]:
-    found = list(balance)
-    if any(isinstance(x, bool) or not isinstance(x, int) or x <= 0 for x in found):
-        raise ArgumentError(
-            _ADVICE.format(
-                problem=f"all balance numbers must be positive integer (balance: {found})"
-            )
-        )
-    if sum(found) != n_layers:
-        problem = "module and sum of balance have different length"
-        sizes = f"(module: {n_layers}, sum of balance: {sum(found)})"
-        raise ArgumentError(_ADVICE.format(problem=f"{problem} {sizes}"))
-    return found
-
-
-def _chosen(devices: Iterable[DeviceLike] | None, n: int) -> list[torch.device | _Made]:
-    if devices is None:
-        count = torch.cuda.device_count()
-        devices = range(count) if count else ["cpu"] * n
-    given = [
-        x
-        if isinstance(x, (CpuDevice, CudaDevice))
-        else torch.device("cuda", x)
-        if isinstance(x, int)
-        else parse(x)
-        for x in devices
-    ]
-    if len(given) < n:
-        raise TooFewDevicesError(
-            f"too few devices to hold given partitions (devices: {len(given)}, partitions: {n})"
-        )
-    return given[:n]
-
-
 def _cut(module: nn.Sequential, balance: list[int]) -> Iterator[nn.Sequential]:
     """Return partitions whose layers keep their names."""
     layers = iter(module.named_children())
@@ -465,15 +401,3 @@ def _cut(module: nn.Sequential, balance: list[int]) -> Iterator[nn.Sequential]:
         for _ in range(n):
             partition.add_module(*next(layers))
         yield partition
-
-
-def _checked_input(given: object) -> tuple[Tensor, ...]:
-    tensors = given if isinstance(given, tuple) else (given,)
-    for x in tensors:
-        if not isinstance(x, Tensor):
-            raise ArgumentTypeError(
-                f"expected Tensor, but got {type(x).__name__}; GPipe takes a tensor or a tuple"
-            )
-    if not tensors:
-        raise ArgumentTypeError("expected Tensor, but got an empty tuple")
-    return tensors

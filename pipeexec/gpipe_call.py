@@ -1,8 +1,8 @@
 """One forward of a `pipeexec.GPipe`, and the backward that may follow it.
 
 The host issues tasks and messages to streams: forwards by the clock cycle, recomputes and backwards
-as the autograd engine comes to their nodes (`pipeexec.backward_order`). Tables hand tensors from
-task to task; a task takes what arrived, and leaves what is to be sent.
+as the autograd engine comes to their nodes (`pipeexec.backward_order`). What they do with tensors
+is in `pipeexec.gpipe_work`.
 """
 
 from __future__ import annotations
@@ -11,62 +11,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from pipeexec import clocks, transfer
+from pipeexec import clocks
 from pipeexec.backward_order import joined, link, ordered, unordered
 from pipeexec.clock_cycles import clock_cycles
-from pipeexec.devices import Device, Values
-from pipeexec.partition import Form, Partition
-from pipeexec.randomness import default_state, task_seed
-from pipeexec.recomputing import checkpointing, recomputing
-from pipeexec.routes import Route, Ways
-from pipeexec.skip import Key
-from pipeexec.stage import Stage
-from pipeexec.streams import Event, Stream
-from pipeexec.thread_settings import thread_settings
+from pipeexec.gpipe_work import Done, Tensors, Work
+from pipeexec.routes import Route
+from pipeexec.streams import Event
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Call", "Machine"]
-
-#: A task, or an end of a message: operation, partition, micro-batch, and the partition at the other
-#: end if it carries skips.
-Done = tuple[Op, int, int, int | None]
-#: Tensors of a micro-batch in a partition, by the number of an output, or the skip that it is.
-Tensors = dict[int | Key, Tensor]
-
-
-class Machine(NamedTuple):
-    """What all calls of a module have in common.
-
-    Attributes
-    ----------
-    stages, partitions, devices
-        One of each a partition; the partition is the stage's module.
-    forward, backward
-        The ways of outputs and skips, and of their gradients.
-    dependencies
-        Whether ``B[i+1, j]`` must come before ``B[i, j]``.
-    copy_streams
-        Whether messages have streams of their own; else they are on those that compute.
-    seed
-        Of the order of the backward, where there are no dependencies; None for autograd's own.
-    """
-
-    stages: Sequence[Stage]
-    partitions: Sequence[Partition]
-    devices: Sequence[Device]
-    forward: Ways
-    backward: Ways
-    dependencies: bool = True
-    copy_streams: bool = True
-    seed: int | None = None
-
+__all__ = ["WORTH_A_THREAD", "Call"]
 
 #: Seconds of a forward from which on a thread is worth having: below, threads that take Python's
 #: lock from each other cost more than they gain (``benchmarks/peers_gpipe.py``).
@@ -78,60 +38,33 @@ class Call:
 
     Parameters
     ----------
-    machine
-        What runs it.
-    first_key
-        Under which stages keep the first micro-batch, others under the next.
-    recomputed
-        For each micro-batch, whether its activations are dropped and recomputed.
-    seed
-        Of the random numbers of all tasks; None to draw from the process's generator.
-    tracked
-        The partitions that have a backward: these and all behind them.
+    work
+        What is to be run.
     stream
         The one of each device that computes.
+
+    Attributes
+    ----------
+    clock, began, ended
+        When each task and message began and ended.
+    order
+        Backwards and recomputes, as they were issued.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        first_key: int,
-        recomputed: Sequence[bool],
-        seed: int | None,
-        tracked: Sequence[int],
-        stream: str = "compute",
-    ) -> None:
-        self._stream = stream
-        self.machine, self.first_key, self.seed = machine, first_key, seed
-        self.recomputed, self.tracked = list(recomputed), tracked
-        self.settings = thread_settings()
+    def __init__(self, work: Work, stream: str = "compute") -> None:
+        self.work, self.machine = work, work.machine
         self.clock: clocks.Clocks | None = None
         self.began: dict[Done, Event] = {}
         self.ended: dict[Done, Event] = {}
-        self.nbytes: dict[Done, int] = {}
-        self.skip_bytes: dict[Key, int] = {}  # of the largest micro-batch
-        self.order: list[Done] = []  # of backwards and recomputes, as they were issued
+        self.order: list[tuple[Op, int, int]] = []
         self.has_failed = False
+        self._stream = stream
         self._error: BaseException | None = None  # what failed first, until it is raised
         self._has_gone_back = self._is_done = False
         self._last: dict[int, Event] = {}  # of each partition
-        # Of F and B, micro-batch and partition: what has arrived, what is to leave, and, by the
-        # SEND, what is on its way.
-        self._arrived: dict[tuple[Op, int, int], Tensors] = {}
-        self._leaving: dict[tuple[Op, int, int], Tensors] = {}
-        self._moving: dict[Done, tuple[Sequence[int | Key], Values]] = {}
         # Of two partitions: the messages that were sent from one to the other, but not received.
         self._channels: dict[tuple[int, ...], deque[tuple[Op, int, Route, Done]]] = {}
-        # Of micro-batch and partition: what inputs and outputs stand for, and where random numbers
-        # began.
-        self._is_atomic: dict[tuple[int, int], bool] = {}
         self._entered: Sequence[Sequence[torch.Size]] = ()
-        self._forms: dict[tuple[int, int], tuple[Form, Form]] = {}
-        self._states: dict[tuple[int, int], Tensor] = {}
-
-    def key(self, i: int) -> int:
-        """Return the number under which stages keep a micro-batch of this call."""
-        return self.first_key + i
 
     # Forward
 
@@ -146,13 +79,12 @@ class Call:
         self.clock = clocks.start(self.machine.devices)
         self._entered = [[x.shape for x in tensors] for tensors in microbatches]
         for i, tensors in enumerate(microbatches):
-            self._arrived[Op.F, i, 0] = dict(enumerate(tensors))
-            self._is_atomic[i, 0] = atomic
+            self.work.enter(i, tensors, atomic)
         for i, j in chain.from_iterable(clock_cycles(m, n)):
             self._issue(Op.F, i, j)
-        leave = self._linked(inputs) if self.tracked else joined  # while devices work
+        leave = self._linked(inputs) if self.work.tracked else joined  # while devices work
         made = self._awaited(n - 1, [(Op.F, i, n - 1) for i in range(m)])
-        is_atomic = all(self._is_atomic.pop((i, n)) for i in range(m))
+        is_atomic = all(self.work.is_atomic(i) for i in range(m))
         return is_atomic, leave([tuple(tensors.values()) for tensors in made])
 
     def _awaited(self, j: int, which: Sequence[tuple[Op, int, int]]) -> list[Tensors]:
@@ -160,7 +92,7 @@ class Call:
         device = self.machine.devices[j]
         device.rejoin(self._last[j])
         self._check()
-        made = [self._leaving.pop(each) for each in which]
+        made = [self.work.take(*each) for each in which]
         device.rejoin(self._last[j], tuple(x for tensors in made for x in tensors.values()))
         return made
 
@@ -168,22 +100,20 @@ class Call:
         self, inputs: tuple[Tensor, ...]
     ) -> Callable[[Sequence[tuple[Tensor, ...]]], tuple[Tensor, ...]]:
         """Make the graph that gives the backward its order."""
-        m, machine = len(self.recomputed), self.machine
+        machine, recomputed, tracked = self.machine, self.work.recomputed, self.work.tracked
         if machine.dependencies:
-            cycles = clock_cycles(m, len(machine.stages))
-            nodes = ordered(
-                ([cell for cell in cycle if cell[1] in self.tracked] for cycle in cycles),
-                self.recomputed,
-            )
+            cycles = clock_cycles(len(recomputed), len(machine.stages))
+            kept = ([cell for cell in cycle if cell[1] in tracked] for cycle in cycles)
+            nodes = ordered(kept, recomputed)
         else:
-            nodes = unordered(self.recomputed, self.tracked, machine.seed)
+            nodes = unordered(recomputed, tracked, machine.seed)
         return link(self, inputs, nodes, dependencies=machine.dependencies)
 
     def _issue(self, op: Op, i: int, j: int) -> None:
         """Give a task to its stream, what arrives for it before, and what leaves after it."""
         ways = self.machine.forward if op == Op.F else self.machine.backward
         needed = [self._receive(op, i, route) for route in ways.arriving[j]] if op != Op.R else ()
-        work = {Op.F: self._forward, Op.R: self._recompute, Op.B: self._backward}[op]
+        work = {Op.F: self.work.forward, Op.R: self.work.recompute, Op.B: self.work.backward}[op]
         stream = self.machine.devices[j].stream(self._stream)
         done = op, j, i, None
         began, ended = stream.run(partial(self._guarded, work, i, j), needed)
@@ -191,7 +121,7 @@ class Call:
         if op == Op.R:
             return
         for route in ways.leaving[j]:
-            if op == Op.F or route.target in self.tracked:
+            if op == Op.F or route.target in self.work.tracked:
                 self._send(op, i, route, ended)
 
     def _send(self, op: Op, i: int, route: Route, made: Event) -> None:
@@ -199,7 +129,7 @@ class Call:
         name = f"send:{route.target}" if self.machine.copy_streams else self._stream
         stream = self.machine.devices[route.source].stream(name)
         done = self._done(Op.SEND_F if op == Op.F else Op.SEND_B, i, route.source, route)
-        work = partial(self._guarded, self._part, op, i, route, done, stream)
+        work = partial(self._guarded, self.work.part, op, i, route, done, stream)
         self.began[done], self.ended[done] = stream.run(work, [made])
         if not self.machine.copy_streams:
             self._last[route.source] = self.ended[done]
@@ -214,10 +144,11 @@ class Call:
 
     def _receive_next(self, op: Op, i: int, route: Route, sent: Done) -> None:
         """Give the receiver's end of a message to its stream."""
+        computes = self.machine.devices[route.target].stream(self._stream)
         name = f"recv:{route.source}" if self.machine.copy_streams else self._stream
         stream = self.machine.devices[route.target].stream(name)
         done = self._done(Op.RECV_F if op == Op.F else Op.RECV_B, i, route.target, route)
-        work = partial(self._guarded, self._land, op, i, route, sent)
+        work = partial(self._guarded, self.work.land, op, i, route, sent, computes)
         self.began[done], self.ended[done] = stream.run(work, [self.ended[sent]])
 
     @staticmethod
@@ -229,16 +160,13 @@ class Call:
     def forward_seconds(self) -> float:
         """Return how long a forward takes: the fastest of each partition, on average."""
         n = len(self.machine.stages)
-        tasks = [[(Op.F, j, i, None) for i in range(len(self.recomputed))] for j in range(n)]
-        return (
-            sum(
-                min(self.ended[done].seconds_since(self.began[done]) for done in each)
-                for each in tasks
+        seconds = [
+            min(self.ended[done].seconds_since(self.began[done]) for done in each)
+            for each in (
+                [(Op.F, j, i, None) for i in range(len(self.work.recomputed))] for j in range(n)
             )
-            / n
-        )
-
-    # What streams run
+        ]
+        return sum(seconds) / n
 
     def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
         """Run a task, unless another has failed."""
@@ -248,73 +176,6 @@ class Call:
             work(*arguments)
         except BaseException as error:
             self.has_failed, self._error = True, error
-
-    def _part(self, op: Op, i: int, route: Route, sent: Done, stream: Stream) -> None:
-        """Put what leaves on a route into the memory of its target."""
-        leaving = self._leaving[op, i, route.source]
-        taken = {slot: leaving.pop(slot) for slot in list(leaving) if route.carries(slot)}
-        sender, receiver = self.machine.devices[route.source], self.machine.devices[route.target]
-        values = tuple(taken.values())
-        self.nbytes[sent] = transfer.nbytes(values)
-        for slot, value in taken.items() if op == Op.F and route.skips is not None else ():
-            assert not isinstance(slot, int)
-            self.skip_bytes[slot] = max(self.skip_bytes.get(slot, 0), value.nbytes)
-        self._moving[sent] = tuple(taken), transfer.send(values, sender, stream, receiver)
-
-    def _land(self, op: Op, i: int, route: Route, sent: Done) -> None:
-        """Make what came safe to use where it is computed with."""
-        device = self.machine.devices[route.target]
-        slots, values = self._moving.pop(sent)
-        transfer.receive(values, device, device.stream(self._stream))
-        there = self._arrived.setdefault((op, i, route.target), {})
-        there.update({k: x for k, x in zip(slots, values, strict=True) if x is not None})
-
-    def _forward(self, i: int, j: int) -> None:
-        """Run the layers of a partition; keep what the backward needs, or nothing."""
-        stage, partition = self.machine.stages[j], self.machine.partitions[j]
-        held = self._arrived.pop((Op.F, i, j))
-        skips = tuple(key for key in partition.entering if key in held)
-        n = sum(isinstance(slot, int) for slot in held)
-        given = partition.forms.given = Form(self._is_atomic.pop((i, j)), n, skips)
-        tensors = tuple(held.pop(slot) for slot in given.slots)
-        seed = self._seed(i, j)
-        with self.settings():
-            if j not in self.tracked:
-                made = stage.evaluate(self.key(i), tensors, seed)
-            elif self.recomputed[i]:
-                if seed is None:
-                    self._states[i, j] = default_state(stage.device)
-                with checkpointing():
-                    made = stage.forward(self.key(i), tensors, seed, recomputed=True)
-            else:
-                made = stage.forward(self.key(i), tensors, seed, recomputed=False)
-        form = partition.forms.made
-        self._is_atomic[i, j + 1] = form.is_atomic
-        if j in self.tracked:
-            self._forms[i, j] = given, form
-        held.update({k: x for k, x in zip(form.slots, made, strict=True) if x is not None})
-        self._leaving[Op.F, i, j] = held  # with skips that pass
-
-    def _seed(self, i: int, j: int) -> int | None:
-        """Return the seed of a forward, if it may draw random numbers of its own."""
-        stage = self.machine.stages[j]
-        if self.seed is None or not stage.is_random.get(stage.module.training, True):
-            return None
-        return task_seed(self.seed, 0, j, i)
-
-    def _recompute(self, i: int, j: int) -> None:
-        self.machine.partitions[j].forms.given = self._forms[i, j][0]
-        seed = self._states.pop((i, j), None) if self.seed is None else self._seed(i, j)
-        with self.settings(), recomputing():
-            self.machine.stages[j].recompute(self.key(i), seed)
-
-    def _backward(self, i: int, j: int) -> None:
-        given, made = self._forms.pop((i, j))
-        held = self._arrived.pop((Op.B, i, j), {})
-        gradients = tuple(held.pop(slot, None) for slot in made.slots)
-        found = self.machine.stages[j].backward(self.key(i), gradients)
-        held.update({k: x for k, x in zip(given.slots, found, strict=True) if x is not None})
-        self._leaving[Op.B, i, j] = held
 
     # Where host and streams meet
 
@@ -340,11 +201,7 @@ class Call:
             return
         self.settle()
         self._is_done = True
-        for stage in self.machine.stages:
-            for i in range(len(self.recomputed)):
-                stage.forget(self.key(i))
-        for table in (self._arrived, self._leaving, self._moving, self._forms, self._states):
-            table.clear()
+        self.work.forget()
 
     # Backward: what its graph asks for
 
@@ -362,19 +219,16 @@ class Call:
                 "forward again, or add up the losses and go back once"
             )
         self._has_gone_back = True
-        n = len(self.machine.stages)
-        device = self.machine.devices[n - 1]
+        device = self.machine.devices[-1]
         device.mark()  # what follows comes behind what the caller has made
         for i, given in enumerate(gradients):
-            there: Tensors = {k: x for k, x in enumerate(given) if x is not None}
-            transfer.receive(tuple(there.values()), device, device.stream(self._stream))
-            self._arrived[Op.B, i, n - 1] = there
+            self.work.go_back(i, given, device.stream(self._stream))
         Variable._execution_engine.queue_callback(self._came_back)
 
     def issue(self, op: Op, i: int, j: int) -> None:
         """Issue R or B of a micro-batch in a partition."""
         self._check()
-        self.order.append((op, j, i, None))
+        self.order.append((op, j, i))
         self._issue(op, i, j)
 
     def _came_back(self) -> None:
@@ -382,7 +236,7 @@ class Call:
             self.machine.devices[j].rejoin(event)
         self._check()
         self._is_done = True
-        self._leaving.clear()  # gradients of inputs that need none
+        self.work.drop()
 
     def entry_gradients(self) -> list[Tensor | None]:
         """Return the gradients of the mini-batch's inputs, once they are there."""

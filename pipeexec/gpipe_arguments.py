@@ -1,0 +1,95 @@
+"""What `pipeexec.GPipe` is given, checked: as torchgpipe's own errors do, and better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from pipeexec.devices import CpuDevice, CudaDevice, parse
+from pipesim.errors import ArgumentError, ArgumentTypeError, TooFewDevicesError
+
+__all__ = ["DeviceLike", "check_module", "checked_balance", "checked_input", "chosen"]
+
+_Made = CpuDevice | CudaDevice
+DeviceLike = torch.device | int | str | _Made
+
+_ADVICE = """{problem}
+
+If the model still changes, let its balance be found each time:
+
+    from pipeexec import GPipe
+    from pipeexec.balance import balance_by_time
+
+    partitions = torch.cuda.device_count()
+    sample = torch.empty(...)
+    balance = balance_by_time(partitions, model, sample)
+    model = GPipe(model, balance, ...)
+"""
+
+
+def check_module(module: object) -> None:
+    """Raise for a module that cannot be cut."""
+    if not isinstance(module, nn.Sequential):
+        raise ArgumentTypeError(
+            f"module must be nn.Sequential to be partitioned, got {type(module).__name__}"
+        )
+    if len(list(module.named_children())) != len(module):
+        raise ArgumentError("module with duplicate children is not supported")
+    n_of_children = sum(len(list(child.parameters())) for child in module.children())
+    if len(list(module.parameters())) != n_of_children:
+        raise ArgumentError(
+            "module with duplicate parameters in distinct children is not supported"
+        )
+
+
+def checked_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
+    """Return a balance of so many layers."""
+    if balance is None:
+        raise ArgumentError(_ADVICE.format(problem="balance is required"))
+    found = list(balance)
+    if any(isinstance(x, bool) or not isinstance(x, int) or x <= 0 for x in found):
+        raise ArgumentError(
+            _ADVICE.format(
+                problem=f"all balance numbers must be positive integer (balance: {found})"
+            )
+        )
+    if sum(found) != n_layers:
+        problem = "module and sum of balance have different length"
+        sizes = f"(module: {n_layers}, sum of balance: {sum(found)})"
+        raise ArgumentError(_ADVICE.format(problem=f"{problem} {sizes}"))
+    return found
+
+
+def chosen(devices: Iterable[DeviceLike] | None, n: int) -> list[torch.device | _Made]:
+    """Return the devices of ``n`` partitions."""
+    if devices is None:
+        count = torch.cuda.device_count()
+        devices = range(count) if count else ["cpu"] * n
+    given = [
+        x
+        if isinstance(x, (CpuDevice, CudaDevice))
+        else torch.device("cuda", x)
+        if isinstance(x, int)
+        else parse(x)
+        for x in devices
+    ]
+    if len(given) < n:
+        raise TooFewDevicesError(
+            f"too few devices to hold given partitions (devices: {len(given)}, partitions: {n})"
+        )
+    return given[:n]
+
+
+def checked_input(given: object) -> tuple[Tensor, ...]:
+    """Return the tensors of an input."""
+    tensors = given if isinstance(given, tuple) else (given,)
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise ArgumentTypeError(
+                f"expected Tensor, but got {type(x).__name__}; GPipe takes a tensor or a tuple"
+            )
+    if not tensors:
+        raise ArgumentTypeError("expected Tensor, but got an empty tuple")
+    return tensors

@@ -1,0 +1,218 @@
+"""What the tasks of a `pipeexec.GPipe`'s forward and backward do with tensors.
+
+Tables hand them from task to task: a task takes what has arrived, and leaves what is to be sent; a
+message takes some of that along. Streams call all of this, each piece behind those that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pipeexec import transfer
+from pipeexec.devices import Device, Values
+from pipeexec.partition import Form, Partition
+from pipeexec.randomness import default_state, task_seed
+from pipeexec.recomputing import checkpointing, recomputing
+from pipeexec.routes import Route, Ways
+from pipeexec.skip import Key
+from pipeexec.stage import Stage
+from pipeexec.streams import Stream
+from pipeexec.thread_settings import thread_settings
+from pipesim.ops import Op
+
+__all__ = ["Done", "Machine", "Tensors", "Work"]
+
+#: A task, or an end of a message: operation, partition, micro-batch, and the partition at the other
+#: end if it carries skips.
+Done = tuple[Op, int, int, int | None]
+#: Tensors of a micro-batch in a partition, by the number of an output, or the skip that it is.
+Tensors = dict[int | Key, Tensor]
+
+
+class Machine(NamedTuple):
+    """What all calls of a module have in common.
+
+    Attributes
+    ----------
+    stages, partitions, devices
+        One of each a partition; the partition is the stage's module.
+    forward, backward
+        The ways of outputs and skips, and of their gradients.
+    dependencies
+        Whether ``B[i+1, j]`` must come before ``B[i, j]``.
+    copy_streams
+        Whether messages have streams of their own; else they are on those that compute.
+    seed
+        Of the order of the backward, where there are no dependencies; None for autograd's own.
+    """
+
+    stages: Sequence[Stage]
+    partitions: Sequence[Partition]
+    devices: Sequence[Device]
+    forward: Ways
+    backward: Ways
+    dependencies: bool = True
+    copy_streams: bool = True
+    seed: int | None = None
+
+
+class Work:
+    """What is computed and moved in one forward, and in its backward.
+
+    Made in the thread of the caller, whose settings hold in all others.
+
+    Parameters
+    ----------
+    machine
+        What runs it.
+    first_key
+        Under which stages keep the first micro-batch, others under the next.
+    recomputed
+        For each micro-batch, whether its activations are dropped and recomputed.
+    seed
+        Of the random numbers of all tasks; None to draw from the process's generator.
+    tracked
+        The partitions that have a backward: these and all behind them.
+
+    Attributes
+    ----------
+    nbytes
+        Of each message that was sent.
+    skip_bytes
+        Of each skip that was sent, in the largest micro-batch.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        first_key: int,
+        recomputed: Sequence[bool],
+        seed: int | None,
+        tracked: Sequence[int],
+    ) -> None:
+        self.machine, self.recomputed, self.tracked = machine, list(recomputed), tracked
+        self.nbytes: dict[Done, int] = {}
+        self.skip_bytes: dict[Key, int] = {}
+        self._first_key, self._seed = first_key, seed
+        self._settings = thread_settings()
+        # Of F and B, micro-batch and partition: what has arrived, what is to leave, and, by the
+        # SEND, what is on its way.
+        self._arrived: dict[tuple[Op, int, int], Tensors] = {}
+        self._leaving: dict[tuple[Op, int, int], Tensors] = {}
+        self._moving: dict[Done, tuple[Sequence[int | Key], Values]] = {}
+        # Of micro-batch and partition: what inputs and outputs stand for, and where random numbers
+        # began.
+        self._is_atomic: dict[tuple[int, int], bool] = {}
+        self._forms: dict[tuple[int, int], tuple[Form, Form]] = {}
+        self._states: dict[tuple[int, int], Tensor] = {}
+
+    # What comes in and goes out
+
+    def enter(self, i: int, tensors: Sequence[Tensor], atomic: bool) -> None:
+        """Take a micro-batch, which is one tensor if it is ``atomic``."""
+        self._arrived[Op.F, i, 0] = dict(enumerate(tensors))
+        self._is_atomic[i, 0] = atomic
+
+    def take(self, op: Op, i: int, j: int) -> Tensors:
+        """Return what a task has made, and nobody else takes."""
+        return self._leaving.pop((op, i, j))
+
+    def is_atomic(self, i: int) -> bool:
+        """Return whether a micro-batch has become one tensor."""
+        return self._is_atomic.pop((i, len(self.machine.stages)))
+
+    def go_back(self, i: int, gradients: Iterable[Tensor | None], stream: Stream) -> None:
+        """Take the gradients of a micro-batch's outputs."""
+        there: Tensors = {k: x for k, x in enumerate(gradients) if x is not None}
+        n = len(self.machine.stages)
+        transfer.receive(tuple(there.values()), self.machine.devices[n - 1], stream)
+        self._arrived[Op.B, i, n - 1] = there
+
+    def drop(self) -> None:
+        """Let go of tensors that nobody takes: gradients of inputs that need none."""
+        self._leaving.clear()
+
+    def forget(self) -> None:
+        """Let go of what a backward would need."""
+        for stage in self.machine.stages:
+            for i in range(len(self.recomputed)):
+                stage.forget(self._key(i))
+        for table in (self._arrived, self._leaving, self._moving, self._forms, self._states):
+            table.clear()
+
+    def _key(self, i: int) -> int:
+        return self._first_key + i
+
+    # What streams run
+
+    def part(self, op: Op, i: int, route: Route, sent: Done, stream: Stream) -> None:
+        """Put what leaves on a route into the memory of its target."""
+        leaving = self._leaving[op, i, route.source]
+        taken = {slot: leaving.pop(slot) for slot in list(leaving) if route.carries(slot)}
+        sender, receiver = self.machine.devices[route.source], self.machine.devices[route.target]
+        values = tuple(taken.values())
+        self.nbytes[sent] = transfer.nbytes(values)
+        for slot, value in taken.items() if op == Op.F and route.skips is not None else ():
+            assert not isinstance(slot, int)
+            self.skip_bytes[slot] = max(self.skip_bytes.get(slot, 0), value.nbytes)
+        self._moving[sent] = tuple(taken), transfer.send(values, sender, stream, receiver)
+
+    def land(self, op: Op, i: int, route: Route, sent: Done, stream: Stream) -> None:
+        """Make what came safe to use where it is computed with."""
+        device = self.machine.devices[route.target]
+        slots, values = self._moving.pop(sent)
+        transfer.receive(values, device, stream)
+        there = self._arrived.setdefault((op, i, route.target), {})
+        there.update({k: x for k, x in zip(slots, values, strict=True) if x is not None})
+
+    def forward(self, i: int, j: int) -> None:
+        """Run the layers of a partition; keep what the backward needs, or nothing."""
+        stage, partition = self.machine.stages[j], self.machine.partitions[j]
+        held = self._arrived.pop((Op.F, i, j))
+        skips = tuple(key for key in partition.entering if key in held)
+        n = sum(isinstance(slot, int) for slot in held)
+        given = partition.forms.given = Form(self._is_atomic.pop((i, j)), n, skips)
+        tensors = tuple(held.pop(slot) for slot in given.slots)
+        seed = self._seed_of(i, j)
+        with self._settings():
+            if j not in self.tracked:
+                made = stage.evaluate(self._key(i), tensors, seed)
+            elif self.recomputed[i]:
+                if seed is None:
+                    self._states[i, j] = default_state(stage.device)
+                with checkpointing():
+                    made = stage.forward(self._key(i), tensors, seed, recomputed=True)
+            else:
+                made = stage.forward(self._key(i), tensors, seed, recomputed=False)
+        form = partition.forms.made
+        self._is_atomic[i, j + 1] = form.is_atomic
+        if j in self.tracked:
+            self._forms[i, j] = given, form
+        held.update({k: x for k, x in zip(form.slots, made, strict=True) if x is not None})
+        self._leaving[Op.F, i, j] = held  # with skips that pass
+
+    def _seed_of(self, i: int, j: int) -> int | None:
+        """Return the seed of a forward, if it may draw random numbers of its own."""
+        stage = self.machine.stages[j]
+        if self._seed is None or not stage.is_random.get(stage.module.training, True):
+            return None
+        return task_seed(self._seed, 0, j, i)
+
+    def recompute(self, i: int, j: int) -> None:
+        """Run the layers again, to keep what the backward needs."""
+        self.machine.partitions[j].forms.given = self._forms[i, j][0]
+        seed = self._states.pop((i, j), None) if self._seed is None else self._seed_of(i, j)
+        with self._settings(), recomputing():
+            self.machine.stages[j].recompute(self._key(i), seed)
+
+    def backward(self, i: int, j: int) -> None:
+        """Accumulate the gradients of a partition, and leave those of its inputs."""
+        given, made = self._forms.pop((i, j))
+        held = self._arrived.pop((Op.B, i, j), {})
+        gradients = tuple(held.pop(slot, None) for slot in made.slots)
+        found = self.machine.stages[j].backward(self._key(i), gradients)
+        held.update({k: x for k, x in zip(given.slots, found, strict=True) if x is not None})
+        self._leaving[Op.B, i, j] = held
