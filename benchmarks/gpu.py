@@ -60,6 +60,7 @@ STEPS: dict[str, Step | None] = {
     "host": Step("_gpu_steps", "host", 30),
     "overlap": Step("_gpu_steps", "overlap", 40),
     "peers": Step("_gpu_steps", "peers", 30),
+    "gpipe": Step("_gpu_gpipe", "gpipe", 40),
     "memory": Step("_gpu_steps", "memory", 35),
     "soak": Step("_gpu_steps", "soak", 45),
 }

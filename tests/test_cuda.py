@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.run import Planned, Run
+from pipeexec.skip_models import unet
 from pipesim.ops import COMPUTE, SENDS
 
 pytestmark = [
@@ -380,3 +382,48 @@ def test_clocks_of_two_gpus_are_joined() -> None:
             result = subject.step(*_batch(graph))
     assert 0 < result.clock_error < 50e-6
     assert_order_respected(result.timeline, result.clock_error + SLACK)
+
+
+# The GPipe module
+
+
+@pytest.mark.parametrize("portals", [True, False])
+@pytest.mark.parametrize("copy_streams", [True, False])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_gpipe_on_slices_is_the_module(
+    checkpoint: Any, copy_streams: bool, portals: bool
+) -> None:
+    """Outputs and gradients, of the input too; every task after what it needs."""
+    torch.manual_seed(0)
+    layers = unet(2, 1, 8, dropout=0.0)
+    whole = copy.deepcopy(layers).to("cuda:0")
+    third = len(layers) // 3
+    model = px.GPipe(
+        layers, [third, third, len(layers) - 2 * third], devices=px.slices("cuda:0", 3), chunks=4,
+        checkpoint=checkpoint, copy_streams=copy_streams, portals=portals,
+    )  # fmt: skip
+    inputs = torch.rand(8, 3, 32, 32, device="cuda:0")
+    x, y = (inputs.clone().requires_grad_() for _ in range(2))
+    for _ in range(3):
+        whole.zero_grad()
+        model.zero_grad()
+        x.grad = y.grad = None
+        output, wanted = model(x), torch.cat([whole(part) for part in y.chunk(4)])
+        output.square().mean().backward()
+        wanted.square().mean().backward()
+    torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-6)
+    _close([model], [whole])
+    assert_order_respected(model.timeline(), SLACK)
+
+
+def test_a_gpipe_lets_its_host_go_on() -> None:
+    """A forward of layers that spin for milliseconds returns before they are through."""
+    model = px.GPipe(nn.Sequential(*_spinning(2)), [1, 1], devices=px.slices("cuda:0", 2), chunks=4)
+    model(torch.rand(16, WIDTH))
+    torch.cuda.synchronize()
+    start = perf_counter()
+    model(torch.rand(16, WIDTH))
+    issued = perf_counter() - start
+    torch.cuda.synchronize()
+    assert issued < 0.7 * (perf_counter() - start)

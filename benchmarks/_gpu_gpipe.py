@@ -1,0 +1,75 @@
+"""Step ``gpipe`` of ``benchmarks/gpu.py``: the module, with each of its mechanisms and without."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from _gpu import GRADIENTS, Bench, Report
+from torch import Tensor, nn
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.skip_models import unet
+
+#: Largest error of the makespan.
+TARGET = 0.05
+#: Between slices: slow enough to show.
+LINK = ps.Network(latency=20e-6, bandwidth=5e9)
+ROWS: dict[str, dict[str, Any]] = {
+    "none": {"dependencies": False, "copy_streams": False, "portals": False},
+    "+ dependency": {"copy_streams": False, "portals": False},
+    "+ streams": {"portals": False},
+    "+ portals": {},
+}
+
+
+def gpipe(bench: Bench, report: Report) -> None:
+    """Compare gradients with the plain module's; then validate a U-Net, a line a row."""
+    n, m = bench.pick(4, 2), 4
+    torch.manual_seed(0)
+    layers = unet(*((3, 2, 32) if not bench.dry else (2, 1, 4)), dropout=0.0)
+    inputs = torch.rand(m * bench.pick(4, 1), 3, *[bench.pick(128, 16)] * 2)
+    targets = torch.rand(len(inputs), 1, *inputs.shape[2:])
+    balance = [len(layers) * (j + 1) // n - len(layers) * j // n for j in range(n)]
+    models = {}
+    for name, switches in ROWS.items():
+        devices = bench.devices(n, LINK)
+        models[name] = px.GPipe(
+            copy.deepcopy(layers), balance, devices=devices, chunks=m, **switches
+        )
+        error = gradient_error(models[name], layers, bench, inputs, targets, m)
+        report.check(error <= GRADIENTS, f"gradients, {name}: {error:.1e} (limit {GRADIENTS:g})")
+    found = px.validate(
+        models,
+        loss_fn=nn.functional.mse_loss,
+        batches=iter(lambda: (inputs, targets), None),
+        n_steps=bench.pick(5, 1),
+        warm_up=bench.pick(3, 1),
+    )
+    for name, row in found.table.iterrows():
+        said = (
+            f"{name:>14} predicted {row['predicted'] * 1e3:8.2f} ms, measured "
+            f"{row['measured'] * 1e3:8.2f} ms, error {row['error']:+.1%}, worst {row['worst']:+.1%}"
+        )
+        report.check(bench.dry or abs(row["error"]) <= TARGET, said)
+    if not bench.dry:
+        found.save(bench.out / "gpipe", record={"slices": n, "link": LINK.to_dict()})
+
+
+def gradient_error(
+    model: px.GPipe, layers: nn.Sequential, bench: Bench, inputs: Tensor, targets: Tensor, m: int
+) -> float:
+    """Return how far gradients are from the plain module's, relative to the largest."""
+    whole = copy.deepcopy(layers).to(bench.gpu)
+    outputs = torch.cat([whole(part) for part in inputs.to(bench.gpu).chunk(m)])
+    nn.functional.mse_loss(outputs, targets.to(bench.gpu)).backward()
+    nn.functional.mse_loss(model(inputs), targets.to(model.devices[-1])).backward()
+    errors = [
+        float((mine.grad.cpu() - its.grad.cpu()).abs().max() / its.grad.abs().max().cpu())
+        for mine, its in zip(model.parameters(), whole.parameters(), strict=True)
+        if mine.grad is not None and its.grad is not None and its.grad.any()
+    ]
+    model.zero_grad()
+    return max(errors)
