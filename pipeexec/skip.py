@@ -129,6 +129,18 @@ class Skippable(nn.Module):
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: of the layer its state, since its class has lost its name."""
+        others = {name: x for name, x in self._modules.items() if name != "module"}
+        return {**self.__dict__, "_modules": others, "module": self.module.__getstate__()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what `__getstate__` returned."""
+        inner = self.module_cls.__new__(self.module_cls)
+        inner.__setstate__(state["module"])  # type: ignore[no-untyped-call]
+        super().__setstate__({name: x for name, x in state.items() if name != "module"})
+        self._modules["module"] = inner
+
     def stashable(self) -> list[Key]:
         """Return the skips that it stashes, by name."""
         return [self._key(name) for name in sorted(self.stashable_names)]

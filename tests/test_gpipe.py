@@ -7,12 +7,12 @@ import gc
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from executing import assert_order_respected
+from executing import assert_order_respected, one_thread
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -28,6 +28,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.Oversubscription
 
 MODES = ("always", "except_last", "never")
 CPUS = ["cpu"] * 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 class Pair(nn.Module):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from executing import one_thread
 from torch import Tensor, nn
 
 from pipeexec import models
@@ -25,10 +26,8 @@ CUTS = [[5], [3, 2], [1, 4], [1, 1, 2, 1], [1, 1, 1, 1, 1]]
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Small layers, and sums in one order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 def small(name: str, seed: int = 0, **options: models.Option) -> models.Workload:

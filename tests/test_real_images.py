@@ -72,10 +72,8 @@ TASKS = {
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_thread():
+        yield
 
 
 def made(name: str) -> nn.Sequential:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -87,6 +88,36 @@ def test_one_name_twice_in_namespaces() -> None:
     verify_skippables(model)
     assert model(torch.zeros(1)).tolist() == [2 + 3 + 0]
     verify_skippables(copy.deepcopy(model))
+
+
+@skippable(stash=["scaled"])
+class Scaled(nn.Module):
+    """Stashes its input times a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 3.0))
+
+    def forward(self, x: Any) -> Any:
+        yield stash("scaled", x * self.scale)
+        return x
+
+
+def test_a_layer_can_be_pickled() -> None:
+    """Parameters are its own, namespaces those that others of the model have."""
+    namespace = Namespace()
+    layer = Scaled().isolate(namespace).eval()
+    for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):  # noqa: S301
+        assert type(other) is type(layer)
+        assert other.stashable() == layer.stashable()
+        assert not other.training
+        with torch.no_grad():
+            other.module.scale.add_(1)
+        assert (float(other.module.scale), float(layer.module.scale)) == (4, 3)
+        shelf = Shelf()
+        with use_shelf(shelf):
+            other(torch.ones(1))
+        assert shelf.take((namespace, "scaled")) == 4
 
 
 def test_some_names_of_a_layer_are_isolated() -> None:
