@@ -137,8 +137,9 @@ class Skippable(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take what `__getstate__` returned."""
         inner = self.module_cls.__new__(self.module_cls)
-        inner.__setstate__(state["module"])  # type: ignore[no-untyped-call]
-        super().__setstate__({name: x for name, x in state.items() if name != "module"})
+        inner.__setstate__(state["module"])
+        rest = {name: x for name, x in state.items() if name != "module"}
+        super().__setstate__(rest)  # type: ignore[no-untyped-call]
         self._modules["module"] = inner
 
     def stashable(self) -> list[Key]:

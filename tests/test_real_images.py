@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from executing import one_thread
 from images import digits, noisy_patches
 from torch import Tensor, nn
 
