@@ -1,4 +1,4 @@
-"""What a timeline is drawn with: lanes, cells, bubbles, arrows, and the entries of its legend.
+"""What a timeline is drawn with: cells, bubbles, arrows, and the entries of its legend.
 
 Imported when something is drawn, since it loads matplotlib.
 """
@@ -17,6 +17,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipesim.graph import TaskGraph
+from pipesim.lanes import Lanes
 from pipesim.numerals import Numbers, points_per_unit
 from pipesim.ops import COMPUTE, SENDS, Op
 from pipesim.pairs import draw_pairs, pair_entry
@@ -37,13 +38,10 @@ from pipesim.timeline import Timeline
 
 __all__ = [
     "Cells",
-    "Lanes",
     "draw_bubbles",
     "draw_cells",
     "draw_dependencies",
     "legend_entries",
-    "one_lane",
-    "with_transfers",
 ]
 
 Floats = NDArray[np.float64]
@@ -53,46 +51,6 @@ BUBBLE, GREY = "#EEEEEE", "#909090"
 HATCH, DASHES = "//////", (0, (3, 2))
 #: Points: narrower cells have no gaps between them, and no hatch.
 GAPLESS, HATCHLESS = 1.5, 3.0
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """Where each task is drawn, in rows: centre ``y`` and ``height``; NaN for those left out.
-
-    ``bands`` holds the same of each device's compute lane, shape ``(n_devices, 2)``.
-    """
-
-    y: Floats
-    height: Floats
-    bands: Floats
-
-
-def one_lane(graph: TaskGraph, offset: float, height: float) -> Lanes:
-    """Put what is on compute streams into one lane a device, ``offset`` rows below its middle."""
-    centres = np.arange(graph.n_devices) + offset
-    return Lanes(
-        y=np.where(graph.on_compute, centres[graph.device], np.nan),
-        height=np.full(len(graph), height),
-        bands=np.column_stack([centres, np.full_like(centres, height)]),
-    )
-
-
-def with_transfers(graph: TaskGraph) -> Lanes:
-    """Put compute streams above, and under them a thin lane for each copy stream of the device."""
-    lanes = one_lane(graph, -0.17, 0.5)
-    of_device: list[list[int]] = [[] for _ in range(graph.n_devices)]
-    for number, (device, name) in enumerate(graph.streams):
-        if name != "compute":
-            of_device[device].append(number)
-    thin = 0.3 / max(1, *map(len, of_device))
-    y = np.zeros(len(graph.streams))
-    for device, numbers in enumerate(of_device):
-        y[numbers] = device + 0.11 + thin * (np.arange(len(numbers)) + 0.5)
-    return Lanes(
-        y=np.where(graph.on_compute, lanes.y, y[graph.stream]),
-        height=np.where(graph.on_compute, lanes.height, thin * 0.86),
-        bands=lanes.bands,
-    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pipesim.charts import bars, memory
 from pipesim.compare import Comparison
 from pipesim.errors import ArgumentError, number
 from pipesim.html import figure_html, graph_html, note_html, schedule_html, table_html
+from pipesim.lanes import lanes, rows
 from pipesim.ops import Op
 from pipesim.page import (
     ONE_COLUMN,
@@ -67,8 +68,8 @@ __all__ = [
 
 #: What a prediction mixes in of white; it is outlined in the full colour.
 TINT = 0.6
-#: Rows of a timeline that a device takes with its transfers, and in a comparison.
-WITH_TRANSFERS, COMPARED = 1.9, 1.5
+#: Rows of a timeline that a row of a comparison takes.
+COMPARED = 1.5
 
 
 def timeline(
@@ -115,16 +116,15 @@ def timeline(
     """
     graph = checked(timeline, Timeline).graph
     sign, scale = time_unit(timeline.makespan, unit)
-    copies = transfers and not graph.on_compute.all()
-    ax = axes_or_new(ax, graph.n_devices * (WITH_TRANSFERS if copies else 1.0))
+    ax = axes_or_new(ax, rows(graph, transfers=transfers))
     from pipesim import cells
 
     rows_of_devices(ax, graph.n_devices, end_of_axis(timeline) * scale, sign)
-    lanes = cells.with_transfers(graph) if copies else cells.one_lane(graph, 0.0, 0.8)
-    cells.draw_bubbles(ax, lanes, timeline.makespan * scale)
-    drawn = cells.draw_cells(ax, timeline, lanes, scale=scale, numbers=numbers)
+    where = lanes(graph, transfers=transfers)
+    cells.draw_bubbles(ax, where, timeline.makespan * scale)
+    drawn = cells.draw_cells(ax, timeline, where, scale=scale, numbers=numbers)
     if dependencies:
-        cells.draw_dependencies(ax, timeline, lanes, scale=scale)
+        cells.draw_dependencies(ax, timeline, where, scale=scale)
     height = 0.0
     if legend and drawn:
         cut = len(timeline.frame) > int(timeline.ran.sum())
@@ -138,6 +138,7 @@ def comparison(
     comparison: Comparison,
     *,
     ax: Axes | None = None,
+    transfers: bool = False,
     numbers: bool = True,
     legend: bool = True,
     unit: str | None = None,
@@ -152,7 +153,7 @@ def comparison(
     ----------
     comparison
         What to draw.
-    ax, numbers, legend, unit
+    ax, transfers, numbers, legend, unit
         As for `timeline`.
     title
         By default the measured timeline's name.
@@ -165,8 +166,8 @@ def comparison(
         For an unknown unit.
     """
     graph = checked(comparison, Comparison).predicted.graph
-    ax = axes_or_new(ax, graph.n_devices * COMPARED)
-    drawn = _draw_comparison(ax, comparison, _latest([comparison]), numbers, unit)
+    ax = axes_or_new(ax, COMPARED * rows(graph, transfers=transfers))
+    drawn = _draw_comparison(ax, comparison, _latest([comparison]), transfers, numbers, unit)
     height = 0.0
     if legend:
         from pipesim.cells import legend_entries
@@ -180,6 +181,7 @@ def overlay(
     comparisons: Mapping[str, Comparison],
     *,
     width: float = TWO_COLUMNS,
+    transfers: bool = False,
     numbers: bool = True,
     unit: str | None = None,
 ) -> Figure:
@@ -191,7 +193,7 @@ def overlay(
         By title, the first on top.
     width
         Inches.
-    numbers, unit
+    transfers, numbers, unit
         As for `timeline`.
 
     Returns
@@ -217,17 +219,19 @@ def overlay(
     all_of = [checked(each, Comparison) for each in comparisons.values()]
     if (number(width) or 0.0) <= 0:
         raise ArgumentError(f"width must be inches > 0, got {width!r}")
-    rows = [0.36 * each.predicted.graph.n_devices for each in all_of]
-    height = 0.7 + sum(rows) + 0.22 * len(rows)
+    graphs = [each.predicted.graph for each in all_of]
+    heights = [0.36 * rows(graph, transfers=transfers) for graph in graphs]
+    height = 0.7 + sum(heights) + 0.22 * len(heights)
     whole = Figure(figsize=(width, height), layout="constrained")
-    stacked = whole.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    axes = whole.subplots(len(graphs), 1, sharex=True, squeeze=False, height_ratios=heights)
+    stacked = axes[:, 0]
     drawn: dict[Op, str | None] = {}
     for ax, (title, each) in zip(stacked, comparisons.items(), strict=True):
-        drawn |= _draw_comparison(ax, each, _latest(all_of), numbers, unit)
+        drawn |= _draw_comparison(ax, each, _latest(all_of), transfers, numbers, unit)
         _draw_heading(ax, each, title, 0.0)
         if ax is not stacked[-1]:
             ax.set_xlabel("")
-    deepest = max((each.predicted.graph for each in all_of), key=n_chunks)
+    deepest = max(graphs, key=n_chunks)
     handles, labels = legend_entries(deepest, drawn, compared=True)
     options = legend_options(labels, width * 72)
     whole.legend(handles, labels, loc="outside upper center", **options)
@@ -279,7 +283,12 @@ def _latest(comparisons: Iterable[Comparison]) -> float:
 
 
 def _draw_comparison(
-    ax: Axes, comparison: Comparison, until: float, numbers: bool, unit: str | None
+    ax: Axes,
+    comparison: Comparison,
+    until: float,
+    transfers: bool,
+    numbers: bool,
+    unit: str | None,
 ) -> dict[Op, str | None]:
     """Draw both timelines and their makespans; return the operations, each with its hatch."""
     from pipesim import cells
@@ -288,14 +297,14 @@ def _draw_comparison(
     sign, scale = time_unit(until, unit)
     rows_of_devices(ax, graph.n_devices, until * scale, sign)
     drawn: dict[Op, str | None] = {}
-    for name, each, offset, tint, style in (
-        ("predicted", comparison.predicted, -0.2, TINT, cells.DASHES),
-        ("measured", comparison.measured, 0.2, 0.0, "-"),
+    for name, each, half, tint, style in (
+        ("predicted", comparison.predicted, -1, TINT, cells.DASHES),
+        ("measured", comparison.measured, 1, 0.0, "-"),
     ):
-        lanes = cells.one_lane(graph, offset, 0.36)
-        cells.draw_bubbles(ax, lanes, each.makespan * scale)
+        where = lanes(graph, transfers=transfers, half=half)
+        cells.draw_bubbles(ax, where, each.makespan * scale)
         drawn |= cells.draw_cells(
-            ax, each, lanes, scale=scale, name=name, tint=tint, numbers=numbers
+            ax, each, where, scale=scale, name=name, tint=tint, numbers=numbers
         )
         line = ax.axvline(
             each.makespan * scale, color=INK, linestyle=style, linewidth=0.8, zorder=1.5

@@ -558,6 +558,43 @@ def test_overlay_stacks_comparisons_on_one_axis_of_time() -> None:
     assert legend.get_window_extent().y0 >= figure.axes[0]._left_title.get_window_extent().y1
 
 
+def test_compared_transfers_have_lanes_of_their_own() -> None:
+    """Under the compute lane of each, those of the prediction above the measured device."""
+    predicted = simulated()
+    comparison = ps.Comparison(predicted, measured(predicted))
+    assert not any("SEND" in gid for gid in drawn(comparison.plot(ax=axes())))
+    ax = comparison.plot(ax=axes(), transfers=True, unit="s")
+    lanes: dict[str, list[Any]] = {"predicted": [], "measured": []}
+    for name, timeline in (("predicted", predicted), ("measured", comparison.measured)):
+        frame = timeline.frame[timeline.duration > 0]
+        for op in sorted({Op[each] for each in frame["op"]}):
+            tasks, cells = frame[frame["op"] == op.name], boxes(ax, f"{name}:{op.name}")
+            np.testing.assert_allclose(cells[:, :2], tasks[["start", "end"]], atol=1e-12)
+            for device in range(4):
+                of_device = cells[tasks["device"] == device, 2:]
+                lanes[name] += [(device, op in TRANSFERS, *lane) for lane in of_device.tolist()]
+    for device in range(4):
+        above, below = (np.array([x[1:] for x in lanes[n] if x[0] == device]) for n in lanes)
+        assert device - 0.5 < above[:, 1].min() < above[:, 2].max() < below[:, 1].min()
+        assert below[:, 2].max() < device + 0.5
+        for one in (above, below):
+            assert one[one[:, 0] == 0, 2].max() < one[one[:, 0] == 1, 1].min()
+
+
+def test_an_overlay_makes_room_for_transfers_where_there_are_lanes_for_them() -> None:
+    timelines = {str(overlap): simulated(n=2, m=4, overlap=overlap) for overlap in (False, True)}
+    comparisons = {name: ps.Comparison(t, measured(t)) for name, t in timelines.items()}
+    plain, figure = (plot.overlay(comparisons, transfers=shown) for shown in (False, True))
+    assert figure.get_figheight() > plain.get_figheight()
+    without, with_lanes = figure.axes
+    np.testing.assert_array_equal(
+        boxes(without, "predicted:F"), boxes(plain.axes[0], "predicted:F")
+    )
+    assert "measured:SEND_F" in drawn(with_lanes)
+    figure.canvas.draw()
+    assert with_lanes.bbox.height > 1.5 * without.bbox.height
+
+
 # Memory and bars.
 
 
