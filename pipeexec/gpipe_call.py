@@ -7,7 +7,7 @@ is in `pipeexec.gpipe_work`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -21,13 +21,14 @@ from pipeexec import clocks
 from pipeexec.backward_order import joined, link, ordered, unordered
 from pipeexec.clock_cycles import clock_cycles
 from pipeexec.gpipe_work import Done, Tensors, Work
-from pipeexec.routes import Route
+from pipeexec.message_lanes import Lane, Lanes, lanes
 from pipeexec.streams import Event
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
 __all__ = ["WORTH_A_THREAD", "Call"]
 
+_NOTHING = Lanes([], [])
 #: Seconds of a forward from which on a thread is worth having: below, threads that take Python's
 #: lock from each other cost more than they gain (``benchmarks/peers_gpipe.py``).
 WORTH_A_THREAD = 300e-6
@@ -63,7 +64,8 @@ class Call:
         self._has_gone_back = self._is_done = False
         self._last: dict[int, Event] = {}  # of each partition
         # Of two partitions: the messages that were sent from one to the other, but not received.
-        self._channels: dict[tuple[int, ...], deque[tuple[Op, int, Route, Done]]] = {}
+        self._channels: dict[tuple[int, int], deque[tuple[int, Lane, Done]]] = defaultdict(deque)
+        self._lanes: dict[Op, Lanes] = {}
         self._entered: Sequence[Sequence[torch.Size]] = ()
 
     # Forward
@@ -111,51 +113,54 @@ class Call:
 
     def _issue(self, op: Op, i: int, j: int) -> None:
         """Give a task to its stream, what arrives for it before, and what leaves after it."""
-        ways = self.machine.forward if op == Op.F else self.machine.backward
-        needed = [self._receive(op, i, route) for route in ways.arriving[j]] if op != Op.R else ()
+        arriving, leaving = _NOTHING if op == Op.R else self._lanes_of(op)
+        needed = [self._received(i, lane) for lane in arriving[j]] if arriving else ()
         work = {Op.F: self.work.forward, Op.R: self.work.recompute, Op.B: self.work.backward}[op]
-        stream = self.machine.devices[j].stream(self._stream)
         done = op, j, i, None
+        stream = self.machine.devices[j].stream(self._stream)
         began, ended = stream.run(partial(self._guarded, work, i, j), needed)
         self.began[done], self.ended[done], self._last[j] = began, ended, ended
-        if op == Op.R:
-            return
-        for route in ways.leaving[j]:
-            if op == Op.F or route.target in self.work.tracked:
-                self._send(op, i, route, ended)
+        for lane in leaving[j] if leaving else ():
+            self._send(i, lane, ended)
 
-    def _send(self, op: Op, i: int, route: Route, made: Event) -> None:
+    def _lanes_of(self, op: Op) -> Lanes:
+        """Return the lanes of F, or of B, made on first use."""
+        if op not in self._lanes:
+            machine, tracked = self.machine, self.work.tracked
+            ways, partitions = (
+                (machine.forward, range(len(machine.stages)))
+                if op == Op.F
+                else (machine.backward, tracked)
+            )
+            self._lanes[op] = lanes(
+                op, ways, machine.devices, self._stream,
+                copy_streams=machine.copy_streams, partitions=partitions,
+            )  # fmt: skip
+        return self._lanes[op]
+
+    def _send(self, i: int, lane: Lane, made: Event) -> None:
         """Give the sender's end of a message to its stream, behind what ``made`` it."""
-        name = f"send:{route.target}" if self.machine.copy_streams else self._stream
-        stream = self.machine.devices[route.source].stream(name)
-        done = self._done(Op.SEND_F if op == Op.F else Op.SEND_B, i, route.source, route)
-        work = partial(self._guarded, self.work.part, op, i, route, done, stream)
-        self.began[done], self.ended[done] = stream.run(work, [made])
+        source, target, _ = lane.route
+        sent = lane.send, source, i, lane.ahead
+        work = partial(self._guarded, self.work.part, i, lane, sent)
+        self.began[sent], self.ended[sent] = lane.sends.run(work, (made,))
         if not self.machine.copy_streams:
-            self._last[route.source] = self.ended[done]
-        self._channels.setdefault(route[:2], deque()).append((op, i, route, done))
+            self._last[source] = self.ended[sent]
+        self._channels[source, target].append((i, lane, sent))
 
-    def _receive(self, op: Op, i: int, route: Route) -> Event:
-        """See that a message is received, behind those that its sender sent before."""
-        done = self._done(Op.RECV_F if op == Op.F else Op.RECV_B, i, route.target, route)
+    def _received(self, i: int, lane: Lane) -> Event:
+        """Return when a message is there: it is received behind those that were sent before."""
+        source, target, _ = lane.route
+        done = lane.recv, target, i, lane.behind
         while done not in self.ended:
-            self._receive_next(*self._channels[route[:2]].popleft())
+            self._receive(*self._channels[source, target].popleft())
         return self.ended[done]
 
-    def _receive_next(self, op: Op, i: int, route: Route, sent: Done) -> None:
+    def _receive(self, i: int, lane: Lane, sent: Done) -> None:
         """Give the receiver's end of a message to its stream."""
-        computes = self.machine.devices[route.target].stream(self._stream)
-        name = f"recv:{route.source}" if self.machine.copy_streams else self._stream
-        stream = self.machine.devices[route.target].stream(name)
-        done = self._done(Op.RECV_F if op == Op.F else Op.RECV_B, i, route.target, route)
-        work = partial(self._guarded, self.work.land, op, i, route, sent, computes)
-        self.began[done], self.ended[done] = stream.run(work, [self.ended[sent]])
-
-    @staticmethod
-    def _done(op: Op, i: int, at: int, route: Route) -> Done:
-        """Return what one end of a message is known by."""
-        peer = route.source if at == route.target else route.target
-        return op, at, i, None if route.skips is None else peer
+        done = lane.recv, lane.route.target, i, lane.behind
+        work = partial(self._guarded, self.work.land, i, lane, sent)
+        self.began[done], self.ended[done] = lane.receives.run(work, (self.ended[sent],))
 
     def forward_seconds(self) -> float:
         """Return how long a forward takes: the fastest of each partition, on average."""

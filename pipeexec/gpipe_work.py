@@ -13,10 +13,11 @@ from torch import Tensor
 
 from pipeexec import transfer
 from pipeexec.devices import Device, Values
+from pipeexec.message_lanes import Lane
 from pipeexec.partition import Form, Partition
 from pipeexec.randomness import default_state, task_seed
 from pipeexec.recomputing import checkpointing, recomputing
-from pipeexec.routes import Route, Ways
+from pipeexec.routes import Ways
 from pipeexec.skip import Key
 from pipeexec.stage import Stage
 from pipeexec.streams import Stream
@@ -148,24 +149,26 @@ class Work:
 
     # What streams run
 
-    def part(self, op: Op, i: int, route: Route, sent: Done, stream: Stream) -> None:
-        """Put what leaves on a route into the memory of its target."""
-        leaving = self._leaving[op, i, route.source]
-        taken = {slot: leaving.pop(slot) for slot in list(leaving) if route.carries(slot)}
-        sender, receiver = self.machine.devices[route.source], self.machine.devices[route.target]
+    def part(self, i: int, lane: Lane, sent: Done) -> None:
+        """Put what leaves on a lane into the memory of its target."""
+        source, target, skips = lane.route
+        leaving = self._leaving[lane.op, i, source]
+        taken = {slot: leaving.pop(slot) for slot in list(leaving) if lane.route.carries(slot)}
         values = tuple(taken.values())
         self.nbytes[sent] = transfer.nbytes(values)
-        for slot, value in taken.items() if op == Op.F and route.skips is not None else ():
+        for slot, value in taken.items() if lane.op == Op.F and skips is not None else ():
             assert not isinstance(slot, int)
             self.skip_bytes[slot] = max(self.skip_bytes.get(slot, 0), value.nbytes)
-        self._moving[sent] = tuple(taken), transfer.send(values, sender, stream, receiver)
+        devices = self.machine.devices
+        moved = transfer.send(values, devices[source], lane.sends, devices[target])
+        self._moving[sent] = tuple(taken), moved
 
-    def land(self, op: Op, i: int, route: Route, sent: Done, stream: Stream) -> None:
+    def land(self, i: int, lane: Lane, sent: Done) -> None:
         """Make what came safe to use where it is computed with."""
-        device = self.machine.devices[route.target]
+        target = lane.route.target
         slots, values = self._moving.pop(sent)
-        transfer.receive(values, device, stream)
-        there = self._arrived.setdefault((op, i, route.target), {})
+        transfer.receive(values, self.machine.devices[target], lane.computes)
+        there = self._arrived.setdefault((lane.op, i, target), {})
         there.update({k: x for k, x in zip(slots, values, strict=True) if x is not None})
 
     def forward(self, i: int, j: int) -> None:
