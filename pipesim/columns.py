@@ -140,7 +140,7 @@ def _check_size(tasks: Tasks, n_devices: int) -> None:
     stage = int(tasks.stage.max(initial=0))
     replica = 0 if tasks.replica is None else int(tasks.replica.max(initial=0))
     skips = tasks.peer_stage is not None and bool((tasks.peer_stage >= 0).any())
-    cells = len(Op) * (stage + 2) * (replica + 1) * (1 + skips * (stage + 1))
+    cells = (len(Op) + 1) * (stage + 2) * (replica + 1) * (1 + skips * (stage + 1))
     check_memory(
         f"a graph of devices to {n_devices - 1}, stages to {stage} and replicas to {replica}",
         16 * cells + 8 * n_devices,  # cells and their running number; the host of each device

@@ -487,46 +487,40 @@ class TaskGraph:
 
 def _kind_rules(kinds: Kinds, width: int) -> tuple[KindRules, int]:
     """Turn `RULES` into tables of bases, ``width`` cells a kind; return them and how many cells."""
-    n_stages, n_replicas = (
-        int(kinds.stage.max(initial=0)) + 1,
-        int(kinds.replica.max(initial=0)) + 1,
-    )
+    n_stages, n_replicas = (int(x.max(initial=0)) + 1 for x in (kinds.stage, kinds.replica))
     peers = np.unique(kinds.peer_stage[kinds.peer_stage >= 0]).tolist()
     # Cells by operation, replica, stage and peer; kinds that differ in device or stream share
-    # theirs. The last peer is none.
+    # theirs. The last operation and the last peer, -1, are none.
     place = (kinds.op, kinds.replica, kinds.stage + 1, kinds.peer_stage)
-    cells = np.zeros((len(Op), n_replicas, n_stages + 2, n_stages * bool(peers) + 1), np.int64)
+    cells = np.zeros((len(Op) + 1, n_replicas, n_stages + 2, n_stages * bool(peers) + 1), np.int64)
     cells[place] = 1
     cells = np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
-
-    def base(op: Op, of: Ints, offset: int, peer: int = -1) -> Ints:
-        found: Ints = cells[op, kinds.replica[of], kinds.stage[of] + 1 + offset, peer]
-        return found
-
-    kind_of: list[Ints] = []
-    through: list[Ints] = []
-    needs: list[Ints] = []
-    every: list[Ints] = []
-    for rule, peer in [(each, p) for each in RULES for p in (peers if each.skips else (-1,))]:
-        of = np.flatnonzero(kinds.is_op(frozenset(rule.ops)))
-        none = np.full(len(of), -1, dtype=np.int64)
-        choices = [base(needed, of, rule.stage, peer) for needed in rule.needs]
-        kind_of.append(of)
-        through.append(none if rule.through is None else base(rule.through, of, 0))
-        needs.append(np.stack([*choices, none][:2], axis=1))
-        every.append(np.full(len(of), rule.every))
-    applies = (np.concatenate(needs).max(axis=1) >= 0) | (np.concatenate(through) >= 0)
-    rules = CSR.group(np.concatenate(kind_of)[applies], len(kinds))
+    rules = [(rule, peer) for rule in RULES for peer in (peers if rule.skips else (-1,))]
+    columns = [
+        (-1 if rule.through is None else rule.through, *(*rule.needs, -1)[:2], rule.stage, peer)
+        for rule, peer in rules
+    ]
+    ruled = np.zeros((len(rules), len(Op)), dtype=bool)
+    for k, (rule, _) in enumerate(rules):
+        ruled[k, rule.ops] = True
+    which, of = np.nonzero(ruled[:, kinds.op])
+    through_op, first_op, second_op, offset, peer = np.array(columns)[which].T
+    replica, stage = kinds.replica[of], kinds.stage[of] + 1
+    through = cells[through_op, replica, stage, -1]
+    needs = cells[np.stack([first_op, second_op]), replica, stage + offset, peer].T
+    every = np.array([rule.every for rule, _ in rules])[which]
+    applies = np.flatnonzero((needs.max(axis=1) >= 0) | (through >= 0))
+    of_kind = CSR.group(of[applies], len(kinds))
     pair = np.full(len(kinds), -1, dtype=np.int64)
-    for recv, (send, offset) in PAIRS.items():
-        for op, other, away in ((recv, send, offset), (send, recv, -offset)):
-            of = np.flatnonzero((kinds.op == op) & (kinds.peer_stage < 0))
-            pair[of] = base(other, of, away)
-            of = np.flatnonzero((kinds.op == op) & (kinds.peer_stage >= 0))
-            there = kinds.peer_stage[of] + 1
-            pair[of] = cells[other, kinds.replica[of], there, kinds.stage[of]]
-    tables = (np.concatenate(column)[applies][rules.values] for column in (through, needs, every))
-    return KindRules(cells[place], pair, rules.ptr, *tables), int(cells.max(initial=-1)) + width
+    for recv, (send, away) in PAIRS.items():
+        for op, other, step in ((recv, send, away), (send, recv, -away)):
+            of = np.flatnonzero(kinds.op == op)
+            stage, peer = kinds.stage[of], kinds.peer_stage[of]
+            to, back = np.where(peer < 0, [stage + step, peer], [peer, stage])
+            pair[of] = cells[other, kinds.replica[of], to + 1, back]
+    order = applies[of_kind.values]
+    tables = through[order], np.ascontiguousarray(needs[order]), every[order]
+    return KindRules(cells[place], pair, of_kind.ptr, *tables), int(cells.max(initial=-1)) + width
 
 
 def wired(

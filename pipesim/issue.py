@@ -46,7 +46,7 @@ class Issued(NamedTuple):
 
 
 def issue(
-    compute: TaskGraph, cycles: CSR, partners: Partners, overlap: bool, n_replicas: int
+    compute: TaskGraph, cycle: Ints, partners: Partners, overlap: bool, n_replicas: int
 ) -> Issued:
     """Return one replica's tasks in issue order: cycle by cycle, and in a cycle by device.
 
@@ -68,18 +68,22 @@ def issue(
     n_tasks = len(compute) + 2 * n_messages + n_batches * partners.reduce.size
     check_graph(n_tasks * n_replicas)
     kind, microbatch = np.empty(n_tasks, np.int32), np.empty(n_tasks, np.int32)
-    ends, reduced = np.empty((len(cycles), 3), dtype=np.int64), np.zeros_like(left)
+    starts, turns, finishes = _cycles(compute, cycle)
+    ends, reduced = np.empty((len(turns), 3), dtype=np.int64), np.zeros_like(left)
     channels, channel = np.unique(partners.channel, return_inverse=True)
     begins = np.zeros(len(channels) + 1, dtype=np.int64)  # each channel's messages
     np.add.at(begins, channel + 1, sent)
     begins = np.cumsum(begins)[:-1]
     of_order = 0 if overlap else n_messages  # what only tells which RECV comes next
     _issue_tasks(
-        cycles.ptr,
-        cycles.values,
+        starts.ptr,
+        starts.values,
+        turns.ptr,
+        turns.values,
+        finishes.ptr,
+        finishes.values,
         compute.kind,
         compute.microbatch,
-        *_halves(compute),
         partners.out.ptr,
         partners.out.values,
         partners.into.ptr,
@@ -104,29 +108,33 @@ def issue(
     return Issued(kind, microbatch, np.sort(np.concatenate([ends.ravel(), reduced.ravel()])))
 
 
-def _halves(compute: TaskGraph) -> tuple[Ints, Ints]:
-    """Return the F of each overlapped B, and the B of each such F; empty if there are none.
+def _cycles(compute: TaskGraph, cycle: Ints) -> tuple[CSR, CSR, CSR]:
+    """Return the tasks of each cycle: whose action starts in it, that run in it, whose ends.
 
-    -1 for other tasks. An overlapped action starts with what both halves need, and what it
-    computes is there at its end, so that the messages to both come before the first half, and
-    those of both follow the second.
+    An overlapped action starts with what both halves need, and what it computes is there at its
+    end, so that the messages to both come before the first half, and those of both follow the
+    second.
     """
+    n_cycles = int(cycle.max()) + 1
+    turns = CSR.group(cycle, n_cycles)
     if not compute.kinds.overlapped.any():
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        return turns, turns, turns
     forward, backward = overlapped_pairs(compute.kinds, compute.kind, compute.stream_of_kind)
-    before, after = np.full((2, len(compute)), -1, dtype=np.int64)
-    before[backward], after[forward] = forward, backward
-    return before, after
+    start, end = cycle.copy(), cycle.copy()
+    start[backward], end[forward] = cycle[forward], cycle[backward]
+    return CSR.group(start, n_cycles), turns, CSR.group(end, n_cycles)
 
 
 @kernel()
 def _issue_tasks(
-    cycles_ptr: Ints,
-    cycles: Ints,
+    starts_ptr: Ints,
+    starts: Ints,
+    turns_ptr: Ints,
+    turns: Ints,
+    finishes_ptr: Ints,
+    finishes: Ints,
     kind: Ints,
     microbatch: Ints,
-    forward_of: Ints,
-    backward_of: Ints,
     out_ptr: Ints,
     out: Ints,
     into_ptr: Ints,
@@ -153,53 +161,44 @@ def _issue_tasks(
     ``messages`` holds number and micro-batch of those sent, channel by channel, and ``place``
     where in it each is.
     """
-    n, halves = 0, int(len(forward_of) > 0)
-    several = left.shape[1] > 1
-    for cycle in range(len(cycles_ptr) - 1):
-        first, last = cycles_ptr[cycle], cycles_ptr[cycle + 1]
-        for k in range(first, last) if not overlap else range(0):
-            for half in range(1 + halves):  # what the task needs, then what it is overlapped with
-                if half == 1 and backward_of[cycles[k]] < 0:
-                    continue
-                task = cycles[k] if half == 0 else backward_of[cycles[k]]
-                for j in range(into_ptr[kind[task]], into_ptr[kind[task] + 1]):
-                    needed = place[into[j], microbatch[task]]
-                    of = channel[into[j]]
-                    while received[of] <= needed:
-                        message = messages[received[of]]
-                        issued_kind[n], issued_microbatch[n] = recv[message[0]], message[1]
-                        received[of] += 1
-                        n += 1
+    n, several = 0, left.shape[1] > 1
+    for cycle in range(len(turns_ptr) - 1):
+        for k in range(starts_ptr[cycle], starts_ptr[cycle + 1]) if not overlap else range(0):
+            task, m = kind[starts[k]], microbatch[starts[k]]
+            for j in range(into_ptr[task], into_ptr[task + 1]):
+                line = channel[into[j]]
+                at = received[line]
+                while at <= place[into[j], m]:
+                    issued_kind[n], issued_microbatch[n] = recv[messages[at, 0]], messages[at, 1]
+                    at += 1
+                    n += 1
+                received[line] = at
         ends[cycle, 0] = n
-        for k in range(first, last):
-            issued_kind[n] = kind[cycles[k]]
-            issued_microbatch[n] = microbatch[cycles[k]]
+        for k in range(turns_ptr[cycle], turns_ptr[cycle + 1]):
+            issued_kind[n] = kind[turns[k]]
+            issued_microbatch[n] = microbatch[turns[k]]
             n += 1
         ends[cycle, 1] = n
-        for k in range(first, last):
-            if halves > 0 and backward_of[cycles[k]] >= 0:
-                continue
-            for half in range(1 - halves, 2):  # what an overlapped forward sends, then the task
-                if half == 0 and forward_of[cycles[k]] < 0:
-                    continue
-                task = cycles[k] if half == 1 else forward_of[cycles[k]]
-                for j in range(out_ptr[kind[task]], out_ptr[kind[task] + 1]):
-                    of, m = out[j], microbatch[task]
-                    issued_kind[n], issued_microbatch[n] = send[of], m
+        for k in range(finishes_ptr[cycle], finishes_ptr[cycle + 1]):
+            task, m = kind[finishes[k]], microbatch[finishes[k]]
+            for j in range(out_ptr[task], out_ptr[task + 1]):
+                of = out[j]
+                issued_kind[n], issued_microbatch[n] = send[of], m
+                n += 1
+                if overlap:
+                    issued_kind[n], issued_microbatch[n] = recv[of], m
                     n += 1
-                    if overlap:
-                        issued_kind[n], issued_microbatch[n] = recv[of], m
-                        n += 1
-                    else:
-                        place[of, m] = sent[channel[of]]
-                        messages[place[of, m], 0], messages[place[of, m], 1] = of, m
-                        sent[channel[of]] += 1
+                else:
+                    line = channel[of]
+                    at = sent[line]
+                    place[of, m], messages[at, 0], messages[at, 1] = at, of, m
+                    sent[line] = at + 1
         ends[cycle, 2] = n
-        for k in range(first, last):
-            of = adds_to[kind[cycles[k]]]
-            if of < 0 or len(reduce) == 0:
+        for k in range(turns_ptr[cycle], turns_ptr[cycle + 1]) if len(reduce) else range(0):
+            of = adds_to[kind[turns[k]]]
+            if of < 0:
                 continue
-            batch = microbatch[cycles[k]] // batch_size
+            batch = microbatch[turns[k]] // batch_size
             left[of, batch] -= 1
             for path in range(reduce.shape[1]) if left[of, batch] == 0 else range(0):
                 issued_kind[n] = reduce[of, path]

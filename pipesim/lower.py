@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.capacity import check_tasks
-from pipesim.csr import CSR, Ints
+from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.gradients_first import gradients_first
 from pipesim.graph import TaskGraph
@@ -137,7 +137,7 @@ def lower(
     reduces = n_replicas * schedule.placement.n_paths > 1
     borders = list(carried(pairs, portals))
     kinds, partners = add_partners(compute, overlap, streams, reduces, borders)
-    issued = issue(compute, CSR.group(cycles, int(cycles.max()) + 1), partners, overlap, n_replicas)
+    issued = issue(compute, cycles, partners, overlap, n_replicas)
     del compute, cycles, kind, microbatch
     if n_replicas > 1:
         issued = replicated(issued, n_replicas, len(kinds))

@@ -96,10 +96,9 @@ def _messages(
     pairs = np.array(borders, dtype=np.int64).reshape(-1, 2).T[::step]
     which, border = np.nonzero(kinds.stage[of][:, None] == pairs[0])
     makes = np.concatenate([of, of[which]])
-    to = np.concatenate([kinds.stage[of] + step, pairs[1][border]])
+    # Past either end of the pipeline is the stage itself, which is not away.
+    to = np.concatenate([(kinds.stage[of] + step).clip(0, n_stages - 1), pairs[1][border]])
     is_skip = np.arange(len(makes)) >= len(of)
-    there = (to >= 0) & (to < n_stages)
-    makes, to, is_skip = makes[there], to[there], is_skip[there]
     away = homes[kinds.replica[makes], to] != kinds.device[makes]
     makes, to, is_skip = makes[away], to[away], is_skip[away]
     # B and I of a stage share the kinds of their message.
