@@ -6,14 +6,13 @@ import ctypes
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from pipeexec.cuda import CudaEvent, CudaStream
-from pipeexec.streams import CpuEvent, CpuStream, Event, InlineStream, Stream
+from pipeexec.streams import CallerStream, CpuEvent, CpuStream, Event, InlineStream, Stream
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
 __all__ = [
@@ -139,24 +138,10 @@ class _Streams:
         self.closed = True
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch compute with one thread, as a worker does, so that results are the same."""
-    n = torch.get_num_threads()
-    if n == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(n)
-
-
 class CpuDevice(_Streams):
     """A worker thread that computes on one core; its messages are handed over by reference.
 
-    Its stream ``"caller"`` computes as the worker does, but in the thread that waits for it.
+    Its stream ``"caller"`` computes in the thread that gives it work.
 
     Parameters
     ----------
@@ -176,7 +161,7 @@ class CpuDevice(_Streams):
         if name == "compute":
             return CpuStream(f"{self.name} {name}", self._prepare)
         if name == "caller":
-            return InlineStream(_one_thread)
+            return CallerStream()
         return CpuStream(f"{self.name} {name}") if blocks else InlineStream()
 
     def _prepare(self) -> None:
@@ -187,9 +172,7 @@ class CpuDevice(_Streams):
 
     def mark(self) -> Event:
         """Return an event that passes now; all CPU workers have one clock."""
-        event = CpuEvent()
-        event.fire()
-        return event
+        return CpuEvent.now()
 
     def rejoin(self, event: Event, values: Values = ()) -> None:
         """Block the caller until ``event`` has passed."""

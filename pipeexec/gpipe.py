@@ -20,7 +20,7 @@ from pipeexec.gpipe_arguments import (
     checked_input,
     chosen,
 )
-from pipeexec.gpipe_call import WORTH_A_THREAD, Call
+from pipeexec.gpipe_call import CALLER, COMPUTE, WORTH_A_THREAD, Call
 from pipeexec.gpipe_work import Machine, Work
 from pipeexec.meter import Meter
 from pipeexec.partition import Partition, skips_across
@@ -230,13 +230,13 @@ class GPipe(nn.Module):
     def _stream(self) -> str:
         """Return which stream of each device is to compute."""
         if self.devices[0].type != "cpu" or self.workers:
-            return "compute"
+            return COMPUTE
         if self.workers is not None:
-            return "caller"
+            return CALLER
         last, given = self._last, any(not isinstance(x, torch.device) for x in self._places)
         if given or last is None or last.forward_seconds() > WORTH_A_THREAD:
-            return "compute"
-        return "caller"
+            return COMPUTE
+        return CALLER
 
     def _tracked(self, inputs: tuple[Tensor, ...]) -> range:
         """Return the partitions that have a backward: those from the first with a gradient on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,12 +24,14 @@ from pipeexec.clock_cycles import clock_cycles
 from pipeexec.gpipe_work import Done, Tensors, Work
 from pipeexec.message_lanes import Lane, Lanes, lanes
 from pipeexec.streams import Event
+from pipeexec.thread_settings import one_thread
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["WORTH_A_THREAD", "Call"]
+__all__ = ["CALLER", "COMPUTE", "WORTH_A_THREAD", "Call"]
 
-_NOTHING = Lanes([], [])
+#: Streams that compute: one that a device has, or that which is whoever gives it work.
+COMPUTE, CALLER = "compute", "caller"
 #: Seconds of a forward from which on a thread is worth having: below, threads that take Python's
 #: lock from each other cost more than they gain (``benchmarks/peers_gpipe.py``).
 WORTH_A_THREAD = 300e-6
@@ -52,14 +55,18 @@ class Call:
         Backwards and recomputes, as they were issued.
     """
 
-    def __init__(self, work: Work, stream: str = "compute") -> None:
+    def __init__(self, work: Work, stream: str = COMPUTE) -> None:
         self.work, self.machine = work, work.machine
         self.clock: clocks.Clocks | None = None
         self.began: dict[Done, Event] = {}
         self.ended: dict[Done, Event] = {}
         self.order: list[tuple[Op, int, int]] = []
         self.has_failed = False
-        self._stream = stream
+        # The caller's thread computes and moves all, or gives both to other streams.
+        self._stream, self._copies = stream, work.machine.copy_streams and stream != CALLER
+        self._around = one_thread if stream == CALLER else nullcontext
+        self._streams = [device.stream(stream) for device in self.machine.devices]
+        self._works = {Op.F: work.forward, Op.R: work.recompute, Op.B: work.backward}
         self._error: BaseException | None = None  # what failed first, until it is raised
         self._has_gone_back = self._is_done = False
         self._last: dict[int, Event] = {}  # of each partition
@@ -82,8 +89,9 @@ class Call:
         self._entered = [[x.shape for x in tensors] for tensors in microbatches]
         for i, tensors in enumerate(microbatches):
             self.work.enter(i, tensors, atomic)
-        for i, j in chain.from_iterable(clock_cycles(m, n)):
-            self._issue(Op.F, i, j)
+        with self._around():
+            for i, j in chain.from_iterable(clock_cycles(m, n)):
+                self._issue(Op.F, i, j)
         leave = self._linked(inputs) if self.work.tracked else joined  # while devices work
         made = self._awaited(n - 1, [(Op.F, i, n - 1) for i in range(m)])
         is_atomic = all(self.work.is_atomic(i) for i in range(m))
@@ -113,28 +121,26 @@ class Call:
 
     def _issue(self, op: Op, i: int, j: int) -> None:
         """Give a task to its stream, what arrives for it before, and what leaves after it."""
-        arriving, leaving = _NOTHING if op == Op.R else self._lanes_of(op)
-        needed = [self._received(i, lane) for lane in arriving[j]] if arriving else ()
-        work = {Op.F: self.work.forward, Op.R: self.work.recompute, Op.B: self.work.backward}[op]
+        arriving, leaving = self._lanes_of(op)
+        needed = [self._received(i, lane) for lane in arriving[j]]
         done = op, j, i, None
-        stream = self.machine.devices[j].stream(self._stream)
-        began, ended = stream.run(partial(self._guarded, work, i, j), needed)
+        began, ended = self._streams[j].run(partial(self._guarded, self._works[op], i, j), needed)
         self.began[done], self.ended[done], self._last[j] = began, ended, ended
-        for lane in leaving[j] if leaving else ():
+        for lane in leaving[j]:
             self._send(i, lane, ended)
 
     def _lanes_of(self, op: Op) -> Lanes:
-        """Return the lanes of F, or of B, made on first use."""
+        """Return the lanes of F, or of B, made on first use; R has none."""
         if op not in self._lanes:
             machine, tracked = self.machine, self.work.tracked
             ways, partitions = (
                 (machine.forward, range(len(machine.stages)))
                 if op == Op.F
-                else (machine.backward, tracked)
+                else (machine.backward, tracked if op == Op.B else ())
             )
             self._lanes[op] = lanes(
                 op, ways, machine.devices, self._stream,
-                copy_streams=machine.copy_streams, partitions=partitions,
+                copy_streams=self._copies, partitions=partitions,
             )  # fmt: skip
         return self._lanes[op]
 
@@ -144,7 +150,7 @@ class Call:
         sent = lane.send, source, i, lane.ahead
         work = partial(self._guarded, self.work.part, i, lane, sent)
         self.began[sent], self.ended[sent] = lane.sends.run(work, (made,))
-        if not self.machine.copy_streams:
+        if not self._copies:
             self._last[source] = self.ended[sent]
         self._channels[source, target].append((i, lane, sent))
 
@@ -224,17 +230,17 @@ class Call:
                 "forward again, or add up the losses and go back once"
             )
         self._has_gone_back = True
-        device = self.machine.devices[-1]
-        device.mark()  # what follows comes behind what the caller has made
+        self.machine.devices[-1].mark()  # what follows comes behind what the caller has made
         for i, given in enumerate(gradients):
-            self.work.go_back(i, given, device.stream(self._stream))
+            self.work.go_back(i, given, self._streams[-1])
         Variable._execution_engine.queue_callback(self._came_back)
 
     def issue(self, op: Op, i: int, j: int) -> None:
         """Issue R or B of a micro-batch in a partition."""
         self._check()
         self.order.append((op, j, i))
-        self._issue(op, i, j)
+        with self._around():
+            self._issue(op, i, j)
 
     def _came_back(self) -> None:
         for j, event in self._last.items():

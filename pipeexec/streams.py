@@ -12,13 +12,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Protocol
 
-__all__ = ["CpuEvent", "CpuStream", "Event", "InlineStream", "Stream"]
+__all__ = ["CallerStream", "CpuEvent", "CpuStream", "Event", "InlineStream", "Stream"]
 
 Work = Callable[[], object]
 
@@ -79,6 +78,13 @@ class CpuEvent:
         self.time: float | None = None
         self._waiting: list[Work] = []
         self._lock = threading.Lock()
+
+    @classmethod
+    def now(cls) -> CpuEvent:
+        """Return an event that passes now: nobody can wait for it, so that it needs no lock."""
+        event = cls.__new__(cls)
+        event.time = perf_counter()
+        return event
 
     def fire(self) -> None:
         """Pass, and tell whoever waits."""
@@ -212,15 +218,9 @@ class InlineStream:
 
     For work that takes no time, such as handing over a tensor within one memory: a thread of its
     own would cost a wake-up a message (25 us idle, 200 us on busy cores) and nothing else.
-
-    Parameters
-    ----------
-    around
-        Makes a context for each piece of work.
     """
 
-    def __init__(self, around: Callable[[], AbstractContextManager[None]] | None = None) -> None:
-        self._around = around
+    def __init__(self) -> None:
         self._queue: deque[Work | CpuEvent] = deque()
         self._lock = threading.Lock()
         self._signals = 0
@@ -251,11 +251,7 @@ class InlineStream:
                 continue
             self._queue.popleft()
             try:
-                if self._around is None:
-                    work()
-                else:
-                    with self._around():
-                        work()
+                work()
             except BaseException as error:
                 self._errors.append(error)
 
@@ -296,6 +292,42 @@ class InlineStream:
         """Block the caller until everything has run; raise the first exception of raw work."""
         self.record().wait()
         _raise_first(self._errors)
+
+    def close(self) -> None:
+        """Do nothing: there is no thread to end."""
+
+
+class CallerStream:
+    """A stream that is its caller: work is done when it is given.
+
+    For work so short that a thread would cost more than it gains. Whoever gives work waits for what
+    it needs.
+    """
+
+    def submit(self, work: Work) -> None:
+        """Do ``work``."""
+        work()
+
+    def record(self) -> CpuEvent:
+        """Return an event that passes now."""
+        return CpuEvent.now()
+
+    def wait_event(self, event: Event) -> None:
+        """Wait for ``event``."""
+        while not event.wait(0.1):
+            pass
+
+    def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
+        """Do ``work`` once these events have passed; return those around it."""
+        for event in after:
+            if not event.passed():
+                self.wait_event(event)
+        began = CpuEvent.now()
+        work()
+        return began, CpuEvent.now()
+
+    def synchronize(self) -> None:
+        """Do nothing: all is done."""
 
     def close(self) -> None:
         """Do nothing: there is no thread to end."""

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-__all__ = ["thread_settings"]
+__all__ = ["one_thread", "thread_settings"]
 
 
 def thread_settings() -> Callable[[], AbstractContextManager[None]]:
@@ -35,3 +35,18 @@ def thread_settings() -> Callable[[], AbstractContextManager[None]]:
             yield
 
     return settings
+
+
+def one_thread() -> AbstractContextManager[None]:
+    """Return a context in which torch computes with one thread, as workers do."""
+    return contextlib.nullcontext() if torch.get_num_threads() == 1 else _one_of_several()
+
+
+@contextlib.contextmanager
+def _one_of_several() -> Iterator[None]:
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n)
