@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
 __all__ = ["Backward", "joined", "link", "ordered", "unordered"]
@@ -132,6 +133,11 @@ class _Task(Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise ExecutionError(
+                "backward(create_graph=True) does not go through GPipe: there are no second "
+                "derivatives; leave it out, or use the module alone"
+            )
         backward, op, i, j = ctx.task
         backward.issue(op, i, j)
         return ctx.nothing  # the engine goes on to who made `before` all the same

@@ -67,6 +67,12 @@ class DeferredBatchNorm(_BatchNorm):
             converted.add_module(name, cls.convert_deferred_batch_norm(child, chunks))
         return converted
 
+    def begin(self, chunks: int) -> None:
+        """Begin a mini-batch of so many micro-batches; let go of what one that failed has left."""
+        self.chunks = chunks
+        if self.tracked:
+            self._restart()
+
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
@@ -104,6 +110,9 @@ class DeferredBatchNorm(_BatchNorm):
         variance = biased * (self.counter / max(1, self.counter - 1))
         self.running_mean += share * (mean - self.running_mean)
         self.running_var += share * (variance - self.running_var)
+        self._restart()
+
+    def _restart(self) -> None:
         self.sum.zero_()
         self.sum_squares.zero_()
         self.counter = self.tracked = 0

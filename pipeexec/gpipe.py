@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Never
@@ -33,6 +35,7 @@ from pipesim.errors import (
     ArgumentTypeError,
     ExecutionError,
     check_count,
+    check_name,
 )
 from pipesim.graph import TaskGraph
 from pipesim.lower import RECOMPUTE, Recompute, lower
@@ -77,7 +80,7 @@ class GPipe(nn.Module):
         to where they are popped. To see what each does; there is no other reason to do without.
     backward_seed
         Where nothing orders the backward, draw the order at random; None for autograd's own.
-    workers
+    threads
         Whether partitions on CPUs compute in threads of their own, or all in the caller's. By
         default in threads on devices of `workers`, and where forwards take more than 0.3 ms: with
         less to do, threads that take Python's lock from each other cost more than they gain.
@@ -86,7 +89,7 @@ class GPipe(nn.Module):
     ----------
     partitions
         The parts of the module; their parameters and buffers keep their places.
-    balance, devices, chunks, checkpoint, workers
+    balance, devices, chunks, checkpoint, threads
         As they are used; ``devices[-1]`` is where outputs are, and targets should be.
 
     Raises
@@ -116,17 +119,20 @@ class GPipe(nn.Module):
         copy_streams: bool = True,
         portals: bool = True,
         backward_seed: int | None = None,
-        workers: bool | None = None,
+        threads: bool | None = None,
     ) -> None:
         super().__init__()
         is_whole = isinstance(chunks, float) and chunks % 1 == 0
         self.chunks = check_count("chunks", int(chunks) if is_whole else chunks)
-        checkpoint = str(checkpoint)  # type: ignore[assignment]
-        if checkpoint not in RECOMPUTE:
+        self.checkpoint = str(checkpoint)
+        if self.checkpoint not in RECOMPUTE:
             raise ArgumentError(
                 f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}"
             )
-        self.checkpoint = checkpoint
+        flags = {"dependencies": dependencies, "copy_streams": copy_streams, "portals": portals}
+        for name, flag in {**flags, "threads": threads}.items():
+            if not isinstance(flag, bool) and (name != "threads" or flag is not None):
+                raise ArgumentError(f"{name} must be True or False, got {flag!r}")
         check_module(module)
         verify_skippables(module)
         if deferred_batch_norm:
@@ -142,10 +148,9 @@ class GPipe(nn.Module):
         self._batch_norms = [x for x in self.modules() if isinstance(x, DeferredBatchNorm)]
         self._dependencies, self._copy_streams = dependencies, copy_streams
         self._portals, self._backward_seed = portals, backward_seed
-        self.workers = workers
+        self.threads = threads
         self._machine: Machine | None = None
         self._last: Call | None = None
-        self._n_microbatches = 0  # so far
 
     # As of the sequential module
 
@@ -200,38 +205,48 @@ class GPipe(nn.Module):
         tensors = checked_input(input)
         if not self.devices:
             return input
-        counts = {len(x.chunk(self.chunks)) for x in tensors}
-        if len(counts) > 1:
+        n_samples = {x.shape[0] if x.dim() else None for x in tensors}
+        if len(n_samples) > 1 or None in n_samples:
             raise ArgumentError(
-                f"the tensors of the input have {[len(x) for x in tensors]} samples; give as many"
+                f"the tensors of the input have shapes {[tuple(x.shape) for x in tensors]}; give "
+                "as many samples of each, along the first dimension"
             )
-        (m,) = counts
-        for norm in self._batch_norms if self.training else ():
-            norm.chunks = m
-        self._machine = machine = self._machine or self._made()
         inputs = tuple(x.to(self.devices[0], non_blocking=True) for x in tensors)
-        draws = m > 1 and any(
-            stage.is_random.get(stage.module.training, True) for stage in machine.stages
-        )
-        seed = next_seed() if draws else None
-        tracked = self._tracked(inputs)
-        work = Work(machine, self._n_microbatches, self._recomputed(m), seed, tracked)
-        call = Call(work, self._stream())
-        self._n_microbatches += m
-        microbatches = list(zip(*(x.detach().chunk(self.chunks) for x in inputs), strict=True))
-        is_atomic, outputs = call.run(inputs, microbatches, not isinstance(input, tuple))
-        if draws and any(
-            stage.is_random.get(stage.module.training, False) for stage in machine.stages
-        ):
+        self._machine = self._machine or self._made()
+        is_atomic, outputs = self._run(inputs, not isinstance(input, tuple))
+        return outputs[0] if is_atomic else outputs
+
+    def _run(self, inputs: tuple[Tensor, ...], atomic: bool) -> tuple[bool, tuple[Tensor, ...]]:
+        """Run micro-batches; return the outputs, and whether they are one tensor."""
+        machine = self._machine
+        assert machine is not None
+        chunks = check_count("chunks", self.chunks)
+        microbatches = list(zip(*(x.detach().chunk(chunks) for x in inputs), strict=True))
+        recomputed, tracked = self._recomputed(len(microbatches)), self._tracked(inputs)
+        for norm in self._batch_norms if self.training else ():
+            norm.begin(len(microbatches))
+        several = len(microbatches) > 1
+        seed = next_seed() if several and machine.draws(unknown=True) else None
+        repeats = several and bool(tracked) and any(recomputed)
+        before = machine.random_states() if repeats else None
+        call = Call(Work(machine, recomputed, seed, tracked), self._stream())
+        made = call.run(inputs, microbatches, atomic)
+        if before is not None and machine.has_drawn(before):
+            # A partition draws that did not draw before, so that nobody knows what: once more.
+            call.forget()
+            seed = next_seed()
+            call = Call(Work(machine, recomputed, seed, tracked, again=True), self._stream())
+            made = call.run(inputs, microbatches, atomic)
+        if seed is not None and machine.draws(unknown=False):
             use_seed()
         self._last = call
-        return outputs[0] if is_atomic else outputs
+        return made
 
     def _stream(self) -> str:
         """Return which stream of each device is to compute."""
-        if self.devices[0].type != "cpu" or self.workers:
+        if self.devices[0].type != "cpu" or self.threads:
             return COMPUTE
-        if self.workers is not None:
+        if self.threads is not None:
             return CALLER
         last, given = self._last, any(not isinstance(x, torch.device) for x in self._places)
         if given or last is None or last.forward_seconds() > WORTH_A_THREAD:
@@ -256,6 +271,7 @@ class GPipe(nn.Module):
 
     def _recomputed(self, m: int) -> list[bool]:
         """Return which of so many micro-batches are recomputed."""
+        check_name("checkpoint", self.checkpoint, RECOMPUTE)
         n = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint] if self.training else 0
         return [i < n for i in range(m)]
 
@@ -283,6 +299,8 @@ class GPipe(nn.Module):
             devices,
             ways(len(parts), along),
             ways(len(parts), [route.back for route in along]),
+            [threading.RLock() for _ in parts],
+            itertools.count(),
             self._dependencies,
             self._copy_streams,
             self._backward_seed,
@@ -361,6 +379,8 @@ class GPipe(nn.Module):
         if call is None or not call.order:
             raise ExecutionError("nothing was measured yet; run a forward and its backward first")
         call.settle()
+        if call.has_failed:
+            raise ExecutionError("the last forward or backward failed; run both again")
         m, n = len(call.work.recomputed), len(self.balance)
         ran: list[list[int]] = [[] for _ in range(n)]
         for op, j, i in call.order:

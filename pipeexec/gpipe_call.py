@@ -84,26 +84,43 @@ class Call:
 
         It is one tensor if the first of what is returned says so, else a tuple.
         """
+        try:
+            return self._run(inputs, microbatches, atomic)
+        except BaseException:  # an interrupt, too
+            self.has_failed = True
+            self.forget()
+            raise
+
+    def _run(
+        self, inputs: tuple[Tensor, ...], microbatches: Sequence[tuple[Tensor, ...]], atomic: bool
+    ) -> tuple[bool, tuple[Tensor, ...]]:
         m, n = len(microbatches), len(self.machine.stages)
         self.clock = clocks.start(self.machine.devices)
         self._entered = [[x.shape for x in tensors] for tensors in microbatches]
+        for x in inputs:
+            self.machine.devices[0].adopt(x, self._streams[0])
         for i, tensors in enumerate(microbatches):
             self.work.enter(i, tensors, atomic)
         with self._around():
             for i, j in chain.from_iterable(clock_cycles(m, n)):
                 self._issue(Op.F, i, j)
         leave = self._linked(inputs) if self.work.tracked else joined  # while devices work
-        made = self._awaited(n - 1, [(Op.F, i, n - 1) for i in range(m)])
+        self._rejoin()
+        made = self._taken(n - 1, [(Op.F, i, n - 1) for i in range(m)])
         is_atomic = all(self.work.is_atomic(i) for i in range(m))
         return is_atomic, leave([tuple(tensors.values()) for tensors in made])
 
-    def _awaited(self, j: int, which: Sequence[tuple[Op, int, int]]) -> list[Tensors]:
-        """Return what partition ``j`` has made, for the caller to use."""
-        device = self.machine.devices[j]
-        device.rejoin(self._last[j])
+    def _rejoin(self) -> None:
+        """Let the caller go on once all devices have: what it does then may concern each."""
+        for j, event in self._last.items():
+            self.machine.devices[j].rejoin(event)
         self._check()
+
+    def _taken(self, j: int, which: Sequence[tuple[Op, int, int]]) -> list[Tensors]:
+        """Return what partition ``j`` has made, for the caller to use."""
         made = [self.work.take(*each) for each in which]
-        device.rejoin(self._last[j], tuple(x for tensors in made for x in tensors.values()))
+        values = tuple(x for tensors in made for x in tensors.values())
+        self.machine.devices[j].rejoin(self._last[j], values)
         return made
 
     def _linked(
@@ -230,7 +247,8 @@ class Call:
                 "forward again, or add up the losses and go back once"
             )
         self._has_gone_back = True
-        self.machine.devices[-1].mark()  # what follows comes behind what the caller has made
+        for device in self.machine.devices:
+            device.mark()  # what follows comes behind what the caller has made and changed
         for i, given in enumerate(gradients):
             self.work.go_back(i, given, self._streams[-1])
         Variable._execution_engine.queue_callback(self._came_back)
@@ -243,16 +261,16 @@ class Call:
             self._issue(op, i, j)
 
     def _came_back(self) -> None:
-        for j, event in self._last.items():
-            self.machine.devices[j].rejoin(event)
-        self._check()
+        self._rejoin()
         self._is_done = True
         self.work.drop()
 
     def entry_gradients(self) -> list[Tensor | None]:
         """Return the gradients of the mini-batch's inputs, once they are there."""
         m = len(self._entered)
-        found = self._awaited(0, [(Op.B, i, 0) for i in range(m)])
+        self.machine.devices[0].rejoin(self._last[0])
+        self._check()
+        found = self._taken(0, [(Op.B, i, 0) for i in range(m)])
         whole: list[Tensor | None] = []
         for k in range(len(self._entered[0])):
             like = next((tensors[k] for tensors in found if k in tensors), None)

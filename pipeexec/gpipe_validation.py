@@ -83,7 +83,7 @@ class GPipeSteps:
 
     def step(self, inputs: Batch, targets: Any) -> GPipeStep:
         """Run forward, loss and backward, and let the optimizer step; gradients end as None."""
-        with _changed(self.model, "workers", True):
+        with _changed(self.model, "threads", True):
             loss = self.loss_fn(self.model(inputs), self._moved(targets))
             loss.backward()
         timeline = self.model.timeline()

@@ -6,16 +6,18 @@ message takes some of that along. Streams call all of this, each piece behind th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipeexec import transfer
 from pipeexec.devices import Device, Values
 from pipeexec.message_lanes import Lane
 from pipeexec.partition import Form, Partition
-from pipeexec.randomness import default_state, task_seed
+from pipeexec.randomness import default_state, set_default_state, task_seed
 from pipeexec.recomputing import checkpointing, recomputing
 from pipeexec.routes import Ways
 from pipeexec.skip import Key
@@ -46,6 +48,10 @@ class Machine(NamedTuple):
         Whether ``B[i+1, j]`` must come before ``B[i, j]``.
     copy_streams
         Whether messages have streams of their own; else they are on those that compute.
+    locks
+        One a partition: two calls may run it in different threads.
+    numbers
+        Of calls.
     seed
         Of the order of the backward, where there are no dependencies; None for autograd's own.
     """
@@ -55,9 +61,30 @@ class Machine(NamedTuple):
     devices: Sequence[Device]
     forward: Ways
     backward: Ways
+    locks: Sequence[AbstractContextManager[Any]]
+    numbers: Iterator[int]
     dependencies: bool = True
     copy_streams: bool = True
     seed: int | None = None
+
+    def draws(self, unknown: bool) -> bool:
+        """Return whether a forward draws random numbers; ``unknown`` where nothing is known."""
+        return any(stage.is_random.get(stage.module.training, unknown) for stage in self.stages)
+
+    def random_states(self) -> list[Tensor]:
+        """Return where the generators of the devices go on."""
+        return [default_state(device) for device in dict.fromkeys(s.device for s in self.stages)]
+
+    def has_drawn(self, before: Sequence[Tensor]) -> bool:
+        """Return whether the generators have moved; then move them back, and ask anew who draws."""
+        devices = dict.fromkeys(stage.device for stage in self.stages)
+        if all(map(torch.equal, before, self.random_states())):
+            return False
+        for device, state in zip(devices, before, strict=True):
+            set_default_state(device, state)
+        for stage in self.stages:
+            stage.is_random.clear()
+        return True
 
 
 class Work:
@@ -69,14 +96,14 @@ class Work:
     ----------
     machine
         What runs it.
-    first_key
-        Under which stages keep the first micro-batch, others under the next.
     recomputed
         For each micro-batch, whether its activations are dropped and recomputed.
     seed
         Of the random numbers of all tasks; None to draw from the process's generator.
     tracked
         The partitions that have a backward: these and all behind them.
+    again
+        Whether the forward was run before: buffers stay as they are.
 
     Attributes
     ----------
@@ -89,15 +116,16 @@ class Work:
     def __init__(
         self,
         machine: Machine,
-        first_key: int,
         recomputed: Sequence[bool],
         seed: int | None,
         tracked: Sequence[int],
+        again: bool = False,
     ) -> None:
         self.machine, self.recomputed, self.tracked = machine, list(recomputed), tracked
         self.nbytes: dict[Done, int] = {}
         self.skip_bytes: dict[Key, int] = {}
-        self._first_key, self._seed = first_key, seed
+        self._first_key = next(machine.numbers) << 32  # and more micro-batches no call has
+        self._seed, self._again = seed, again
         self._settings = thread_settings()
         # Of F and B, micro-batch and partition: what has arrived, what is to leave, and, by the
         # SEND, what is on its way.
@@ -173,29 +201,35 @@ class Work:
 
     def forward(self, i: int, j: int) -> None:
         """Run the layers of a partition; keep what the backward needs, or nothing."""
-        stage, partition = self.machine.stages[j], self.machine.partitions[j]
+        partition = self.machine.partitions[j]
         held = self._arrived.pop((Op.F, i, j))
         skips = tuple(key for key in partition.entering if key in held)
         n = sum(isinstance(slot, int) for slot in held)
-        given = partition.forms.given = Form(self._is_atomic.pop((i, j)), n, skips)
+        given = Form(self._is_atomic.pop((i, j)), n, skips)
         tensors = tuple(held.pop(slot) for slot in given.slots)
-        seed = self._seed_of(i, j)
-        with self._settings():
-            if j not in self.tracked:
-                made = stage.evaluate(self._key(i), tensors, seed)
-            elif self.recomputed[i]:
-                if seed is None:
-                    self._states[i, j] = default_state(stage.device)
-                with checkpointing():
-                    made = stage.forward(self._key(i), tensors, seed, recomputed=True)
-            else:
-                made = stage.forward(self._key(i), tensors, seed, recomputed=False)
-        form = partition.forms.made
+        with self.machine.locks[j], self._settings(), recomputing(self._again):
+            partition.forms.given = given
+            made = self._made(i, j, tensors)
+            form = partition.forms.made
         self._is_atomic[i, j + 1] = form.is_atomic
         if j in self.tracked:
             self._forms[i, j] = given, form
         held.update({k: x for k, x in zip(form.slots, made, strict=True) if x is not None})
         self._leaving[Op.F, i, j] = held  # with skips that pass
+
+    def _made(self, i: int, j: int, tensors: tuple[Tensor, ...]) -> Values:
+        """Return what layers make of tensors."""
+        stage, seed = self.machine.stages[j], self._seed_of(i, j)
+        if j not in self.tracked:
+            return stage.evaluate(self._key(i), tensors, seed)
+        if not self.recomputed[i]:
+            return stage.forward(self._key(i), tensors, seed, False, again=self._again)
+        before = default_state(stage.device) if len(self.recomputed) == 1 else None
+        with checkpointing():
+            made = stage.forward(self._key(i), tensors, seed, True, again=self._again)
+        if before is not None and not torch.equal(before, default_state(stage.device)):
+            self._states[i, j] = before
+        return made
 
     def _seed_of(self, i: int, j: int) -> int | None:
         """Return the seed of a forward, if it may draw random numbers of its own."""
@@ -206,9 +240,10 @@ class Work:
 
     def recompute(self, i: int, j: int) -> None:
         """Run the layers again, to keep what the backward needs."""
-        self.machine.partitions[j].forms.given = self._forms[i, j][0]
-        seed = self._states.pop((i, j), None) if self._seed is None else self._seed_of(i, j)
-        with self._settings(), recomputing():
+        state = self._states.pop((i, j), None)
+        seed = self._seed_of(i, j) if state is None else state
+        with self.machine.locks[j], self._settings(), recomputing():
+            self.machine.partitions[j].forms.given = self._forms[i, j][0]
             self.machine.stages[j].recompute(self._key(i), seed)
 
     def backward(self, i: int, j: int) -> None:
@@ -216,6 +251,7 @@ class Work:
         given, made = self._forms.pop((i, j))
         held = self._arrived.pop((Op.B, i, j), {})
         gradients = tuple(held.pop(slot, None) for slot in made.slots)
-        found = self.machine.stages[j].backward(self._key(i), gradients)
+        with self.machine.locks[j]:
+            found = self.machine.stages[j].backward(self._key(i), gradients)
         held.update({k: x for k, x in zip(given.slots, found, strict=True) if x is not None})
         self._leaving[Op.B, i, j] = held

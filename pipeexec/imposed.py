@@ -186,16 +186,16 @@ def make_waits(device: torch.device) -> Waits:
 
 
 class Links:
-    """The imposed links between all slices of a GPU.
+    """The imposed links between all slices of a GPU, or all workers.
 
     Parameters
     ----------
     network
         With a link of its own for each pair.
     n_devices
-        How many slices.
+        How many of them.
     waits
-        How the GPU waits.
+        How they wait.
 
     Raises
     ------
@@ -241,6 +241,6 @@ def check_links(network: Network) -> None:
         )
     if network.nodes is not None or any(len(link.pairs) > 1 for link in network.links):
         raise ArgumentError(
-            "link must give each pair of slices a link of its own: the time that messages spend "
+            "link must give each pair of devices a link of its own: the time that messages spend "
             "waiting for a shared one cannot be imposed; leave out nodes and shared links"
         )

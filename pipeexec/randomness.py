@@ -16,7 +16,14 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["OwnGenerator", "default_state", "next_seed", "task_seed", "use_seed"]
+__all__ = [
+    "OwnGenerator",
+    "default_state",
+    "next_seed",
+    "set_default_state",
+    "task_seed",
+    "use_seed",
+]
 
 _DEFAULT_GENERATOR = threading.Lock()
 
@@ -87,6 +94,11 @@ class OwnGenerator(TorchDispatchMode):
 def default_state(device: torch.device) -> torch.Tensor:
     """Return where the random numbers of a device go on."""
     return _default_generator(device).get_state()
+
+
+def set_default_state(device: torch.device, state: torch.Tensor) -> None:
+    """Let the random numbers of a device go on where they did when that was their state."""
+    _default_generator(device).set_state(state)
 
 
 def next_seed() -> int:

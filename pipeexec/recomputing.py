@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 __all__ = ["checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
 
@@ -35,9 +35,9 @@ def checkpointing() -> AbstractContextManager[None]:
     return _being("is_checkpointing")
 
 
-def recomputing() -> AbstractContextManager[None]:
-    """Return a context in which `is_recomputing` is true in this thread."""
-    return _being("is_recomputing")
+def recomputing(again: bool = True) -> AbstractContextManager[None]:
+    """Return a context in which `is_recomputing` is true in this thread, or one of no meaning."""
+    return _being("is_recomputing") if again else nullcontext()
 
 
 @contextmanager

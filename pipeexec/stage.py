@@ -23,7 +23,8 @@ __all__ = ["Held", "Stage", "Values"]
 
 #: Turns the last stage's output and the number of the micro-batch into its weighted loss.
 Finish = Callable[[object, int], Tensor]
-#: Where random numbers begin: a seed, a generator's state, or None for the process's generator.
+#: Where random numbers begin: a seed, the state of a generator that a forward drew from, or None
+#: for the process's generator.
 Seed = int | Tensor | None
 
 
@@ -102,7 +103,7 @@ class Stage:
         self.held, self.finish = held, finish
         self.buffers = [name for name, _ in module.named_buffers()]
         self.is_random: dict[bool, bool] = {}  # by training mode; unknown until the first forward
-        self.modifies_input: bool | None = None  # unknown until the first forward
+        self.modifies_input: dict[bool, bool] = {}  # likewise
         self.needs_input_grad = index > 0
         self.meter: Meter | None = None  # counts the bytes held, where one is set
         self._of_loss = torch.ones(())  # the gradient of a loss with respect to itself
@@ -117,12 +118,20 @@ class Stage:
             return tuple(x.detach() for x in self._call(inputs, microbatch, seed))
 
     def forward(
-        self, microbatch: int, values: Values, seed: Seed, recomputed: bool, split: bool = False
+        self,
+        microbatch: int,
+        values: Values,
+        seed: Seed,
+        recomputed: bool,
+        split: bool = False,
+        again: bool = False,
     ) -> Values:
         """Run F; keep the activations, or only the input where it will be recomputed.
 
         Where the backward will be ``split``, its weight gradients are made such that they can wait.
+        A forward that is run ``again`` leaves buffers as they are.
         """
+        fresh = self._fresh_buffers() if again else None
         inputs = tuple(value for value in values if value is not None)
         if self.versions is not None:
             self.versions.begin(microbatch)
@@ -130,17 +139,19 @@ class Stage:
             self._inputs[microbatch] = inputs
             self._input_receipts[microbatch] = self._receipts(inputs)
             with torch.no_grad():
-                outputs = self._call(inputs, microbatch, seed)
+                outputs = self._call(inputs, microbatch, seed, fresh)
         else:
-            outputs = self._activate(microbatch, self._leaves(inputs), seed, split)
+            outputs = self._activate(microbatch, self._leaves(inputs), seed, split, fresh)
         return tuple(output.detach() for output in outputs)
 
     def recompute(self, microbatch: int, seed: Seed, split: bool = False) -> None:
         """Run R: F again, under the same random numbers, without updating buffers again."""
         leaves = self._leaves(self._inputs.pop(microbatch))
-        fresh = {name: self.module.get_buffer(name).clone() for name in self.buffers}
-        self._activate(microbatch, leaves, seed, split, fresh)
+        self._activate(microbatch, leaves, seed, split, self._fresh_buffers())
         del self._input_receipts[microbatch]
+
+    def _fresh_buffers(self) -> dict[str, Tensor]:
+        return {name: self.module.get_buffer(name).clone() for name in self.buffers}
 
     def backward(self, microbatch: int, gradients: Values) -> Values:
         """Run B: accumulate the parameters' gradients, return those of the inputs."""
@@ -261,10 +272,11 @@ class Stage:
     ) -> tuple[Tensor, ...]:
         """Run the module, and the loss after the last stage, under the task's random numbers."""
         infers = torch.is_inference_mode_enabled()  # whose tensors do not know their version
-        copies = self.modifies_input is not False or infers
+        training = self.module.training
+        copies = self.modifies_input.get(training, True) or infers
         given = tuple(x.clone() for x in inputs) if copies else inputs
         versions = [] if infers else [x._version for x in given]
-        draws = self.is_random.get(self.module.training, True)
+        draws = self.is_random.get(training, True) or isinstance(seed, Tensor)
         with contextlib.ExitStack() as context:
             random = None
             if draws and seed is not None:
@@ -280,7 +292,7 @@ class Stage:
             else:
                 outputs = self._checked(output)
         if random is not None:
-            self.is_random.setdefault(self.module.training, random.drew)
+            self.is_random.setdefault(training, random.drew)
         if not infers:
             self._note_modified(given, versions)
         return outputs
@@ -296,13 +308,13 @@ class Stage:
     def _note_modified(self, given: tuple[Tensor, ...], versions: list[int]) -> None:
         """Learn whether the module changes its input in place; it is given copies if so."""
         changed = any(x._version != v for x, v in zip(given, versions, strict=True))
-        if self.modifies_input is False and changed:
+        known = self.modifies_input.setdefault(self.module.training, changed)
+        if changed and not known:
+            self.modifies_input[self.module.training] = True
             raise ExecutionError(
                 f"stage {self.index} changed its input in place, which it did not do at first; "
                 "what others hold of it is lost: let the module clone its input first"
             )
-        if self.modifies_input is None:
-            self.modifies_input = changed
 
     def _checked(self, output: object) -> tuple[Tensor, ...]:
         """Return the output as a tuple of tensors."""

@@ -13,7 +13,11 @@ __all__ = ["one_thread", "thread_settings"]
 
 
 def thread_settings() -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes a context with this thread's gradient mode, inference mode and autocast."""
+    """Return what makes a context with this thread's gradient mode, inference mode and autocast.
+
+    Casts are not cached: one made without a graph, for a forward that is recomputed, must not serve
+    one that needs it.
+    """
     tracks, infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     casts = [
         (kind, torch.get_autocast_dtype(kind))
@@ -22,7 +26,6 @@ def thread_settings() -> Callable[[], AbstractContextManager[None]]:
     ]
     if not infers and not casts:
         return partial(torch.set_grad_enabled, tracks)
-    caches = torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
     def settings() -> Iterator[None]:
@@ -31,7 +34,7 @@ def thread_settings() -> Callable[[], AbstractContextManager[None]]:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(tracks))
             for kind, dtype in casts:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             yield
 
     return settings

@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.clock_cycles import clock_cycles
+from pipeexec.gpipe_call import Call
 from pipeexec.skip import Namespace, pop, skippable, stash
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 from pipesim.ops import Op
@@ -367,26 +367,30 @@ def test_short_forwards_run_in_the_thread_of_the_caller() -> None:
     class Where(nn.Module):
         """Notes its threads."""
 
-        def __init__(self, seconds: float) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.seconds, self.seen = seconds, []
+            self.seen: list[threading.Thread] = []
 
         def forward(self, x: Tensor) -> Tensor:
-            time.sleep(self.seconds)
             self.seen.append(threading.current_thread())
             return x
 
-    def seen(seconds: float, **options: Any) -> list[bool]:
-        layers = nn.Sequential(Where(seconds), Where(seconds))
-        model = px.GPipe(layers, [1, 1], devices=CPUS, chunks=2, **options)
-        for _ in range(2):
-            model(batch())
+    def seen(worth: float, **options: Any) -> list[bool]:
+        layers = nn.Sequential(Where(), Where())
+        model = px.GPipe(layers, [1, 1], chunks=2, **{"devices": CPUS, **options})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pipeexec.gpipe.WORTH_A_THREAD", worth)
+            for _ in range(2):
+                model(batch())
         return [thread is threading.current_thread() for thread in layers[0].seen]
 
-    assert seen(0.002) == [False] * 4
-    assert seen(0.0, workers=True) == [False] * 4
-    assert seen(0.002, workers=False) == [True] * 4
-    assert seen(0.0)[:2] == [False] * 2
+    assert seen(0.0) == [False] * 4
+    assert seen(float("inf")) == [False] * 2 + [True] * 2
+    assert seen(float("inf"), threads=True) == [False] * 4
+    assert seen(0.0, threads=False) == [True] * 4
+    linked = px.workers(2, link=ps.Network(latency=1e-3))
+    assert seen(float("inf"), devices=linked) == [False] * 4
+    assert seen(0.0, devices=linked, threads=False) == [True] * 4
 
 
 @pytest.mark.parametrize(("name", "balance"), CASES)
@@ -396,7 +400,7 @@ def test_it_is_the_same_in_the_thread_of_the_caller(
 ) -> None:
     plain = sequential(name)
     model = px.GPipe(
-        copy.deepcopy(plain), balance, devices=CPUS, chunks=4, checkpoint=checkpoint, workers=False
+        copy.deepcopy(plain), balance, devices=CPUS, chunks=4, checkpoint=checkpoint, threads=False
     )
     x, y = batch(requires_grad=True), batch(requires_grad=True)
     assert torch.equal(step(model, x), plain_step(plain, y, 4))
@@ -586,26 +590,30 @@ def test_portals_remove_the_copies_between() -> None:
 
 
 def test_a_recompute_does_not_wait_for_its_gradient() -> None:
-    """On the first device it is over before the backward of the next stage is."""
+    """The backward of the last partition waits for a recompute of the first, which comes."""
+    recomputed, came = threading.Event(), []
 
-    class Nap(nn.Module):
+    class Tells(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if px.is_recomputing():
+                recomputed.set()
+            return x
+
+    class Waits(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x * 1
             if y.requires_grad:
-                y.register_hook(self.nap)
+                y.register_hook(lambda _: came.append(recomputed.wait(10)))
             return y
 
-        def nap(self, _: Tensor) -> None:
-            time.sleep(0.05)
-
     model = px.GPipe(
-        nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), Nap())), [1, 1],
-        devices=CPUS, chunks=2, checkpoint="always",
+        nn.Sequential(nn.Linear(6, 6), Tells(), nn.Linear(6, 6), Waits()), [2, 2],
+        devices=CPUS, chunks=2, checkpoint="always", threads=True,
     )  # fmt: skip
     step(model, batch())
+    assert came == [True, True]
     timeline = model.timeline()
     of = {str(timeline.graph.task(k)): k for k in range(len(timeline))}
-    assert timeline.end[of["0R1"]] < timeline.end[of["1B1"]]
     assert timeline.start[of["0B1"]] >= timeline.end[of["1B1"]]
 
 
@@ -671,6 +679,137 @@ def test_a_failure_leaves_nothing_behind(where: str) -> None:
     gc.collect()
     assert model._machine is not None
     assert not any(stage._activations or stage._inputs for stage in model._machine.stages)
+
+
+def test_random_numbers_that_begin_later_are_those_of_the_recompute() -> None:
+    """A dropout that is raised from 0: gradients are those of the outputs that were seen."""
+    for chunks in (1, 4):
+        torch.manual_seed(0)
+        dropout = nn.Dropout(0.0)
+        norm = nn.BatchNorm1d(6)
+        layers = nn.Sequential(nn.Linear(6, 6), norm, dropout, nn.Linear(6, 6, bias=False))
+        model = px.GPipe(layers, [3, 1], devices=CPUS, chunks=chunks, checkpoint="always")
+        for p in (0.0, 0.5, 0.5):
+            dropout.p = p
+            model.zero_grad()
+            masks: list[Tensor] = []
+            handle = dropout.register_forward_hook(lambda _, x, y, m=masks: m.append(y / x[0]))
+            step(model, batch())
+            handle.remove()
+            assert len(masks) >= 2 * chunks
+            forward, again = masks[-2 * chunks : -chunks], masks[-chunks:]
+            for mask in again:
+                assert any(torch.equal(mask, each) for each in forward)
+        assert int(norm.num_batches_tracked) == 3 * chunks
+
+
+def test_an_eval_at_first_says_nothing_of_training() -> None:
+    model = px.GPipe(
+        nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5, inplace=True), nn.Linear(6, 6)),
+        [1, 2], devices=CPUS, chunks=2,
+    )  # fmt: skip
+    model.eval()
+    model(batch())
+    model.train()
+    step(model, batch())
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_two_forwards_in_different_threads() -> None:
+    """One in threads of its own, one in the caller's, and one backward through both."""
+    for _ in range(10):
+        plain = sequential("batch norm")
+        model = px.GPipe(copy.deepcopy(plain), [2, 2], devices=CPUS, chunks=4, checkpoint="always")
+        buffers = [id(buffer) for buffer in model.buffers()]
+        model.threads = False
+        first = model(batch())
+        model.threads = True
+        (first + model(batch(16)[8:])).square().mean().backward()
+        assert [id(buffer) for buffer in model.buffers()] == buffers
+        other = torch.cat([plain(x) for x in batch().chunk(4)])
+        (other + torch.cat([plain(x) for x in batch(16)[8:].chunk(4)])).square().mean().backward()
+        check_same(model, plain)
+
+
+def test_two_threads_may_use_one_module() -> None:
+    model = px.GPipe(sequential("dense"), [2, 2], devices=CPUS, chunks=4)
+    found: dict[int, list[Tensor]] = {0: [], 1: []}
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            x = batch(8 + 4 * number, requires_grad=True)
+            model(x).square().sum().backward()
+            assert x.grad is not None
+            found[number].append(x.grad)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, gradients in found.items():
+        assert len(gradients) == 20
+        y = batch(8 + 4 * number, requires_grad=True)
+        sequential("dense")(y).square().sum().backward()
+        for gradient in gradients:
+            torch.testing.assert_close(gradient, y.grad)
+
+
+def test_a_failed_forward_leaves_no_statistics() -> None:
+    """Of deferred batch norms: the next mini-batch is counted alone."""
+    fails = Fails()
+    layers = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), fails)
+    model = px.GPipe(layers, [1, 2], devices=CPUS, chunks=4, deferred_batch_norm=True)
+    fails.in_forward = 1
+    with pytest.raises(ZeroDivisionError):
+        model(batch() + 100)
+    model(batch())
+    assert float(model[0].running_mean.abs().max()) < 1
+
+
+def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the caller waits for the devices."""
+    model = px.GPipe(sequential("dense"), [2, 2], devices=CPUS, chunks=4, threads=True)
+    rejoin = Call._rejoin
+
+    def interrupted(call: Call) -> None:
+        rejoin(call)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Call, "_rejoin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch())
+    monkeypatch.undo()
+    assert model._machine is not None
+    assert not any(stage._activations or stage._inputs for stage in model._machine.stages)
+    step(model, batch())
+
+
+def test_second_derivatives_are_refused() -> None:
+    model = px.GPipe(sequential("dense"), [2, 2], devices=CPUS, chunks=4)
+    with pytest.raises(ExecutionError, match="create_graph=True"):
+        model(batch()).square().sum().backward(create_graph=True)
+
+
+def test_what_failed_was_not_measured() -> None:
+    fails = Fails()
+    model = px.GPipe(nn.Sequential(nn.Linear(6, 6), fails), [1, 1], devices=CPUS, chunks=2)
+    fails.in_backward = 1
+    with pytest.raises(ZeroDivisionError):
+        step(model, batch())
+    with pytest.raises(ExecutionError, match="the last forward or backward failed"):
+        model.timeline()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("checkpoint", "sometimes", "unknown checkpoint 'sometimes'"), ("chunks", 0, "chunks must")],
+)
+def test_attributes_are_checked_when_they_are_used(name: str, value: Any, message: str) -> None:
+    model = px.GPipe(sequential("dense"), [2, 2], devices=CPUS, chunks=2)
+    setattr(model, name, value)
+    with pytest.raises(PipeError, match=message):
+        model(batch())
 
 
 def test_a_second_backward() -> None:
@@ -748,7 +887,7 @@ def test_wrong_inputs(given: Any, message: str) -> None:
 
 def test_inputs_of_several_lengths() -> None:
     model = px.GPipe(sequential("dense"), [2, 2], devices=CPUS, chunks=4)
-    with pytest.raises(ArgumentError, match=r"have \[8, 2\] samples; give as many"):
+    with pytest.raises(ArgumentError, match=r"have shapes \[\(8, 6\), \(2, 6\)\]; give"):
         model((batch(8), batch(2)))
 
 

@@ -63,7 +63,7 @@ def test_modules_are_predicted_run_and_compared() -> None:
     """By one set of costs; each trains as the module alone does, calibration left out."""
     models = {
         "plain": model(portals=False, dependencies=False),
-        "all": model(workers=False),
+        "all": model(threads=False),
     }
     found = px.validate(models, loss_fn=mse, batches=batches(), optimizer=sgd, n_steps=3, warm_up=1)
     assert list(found.table.index) == ["plain", "all"]
@@ -86,7 +86,7 @@ def test_modules_are_predicted_run_and_compared() -> None:
         losses.append(float(loss.detach()))
     for row in found.rows.values():
         np.testing.assert_allclose(row.losses, losses[1:], rtol=1e-6)
-    assert [each.workers for each in models.values()] == [None, False]
+    assert [each.threads for each in models.values()] == [None, False]
 
 
 def test_memory_is_counted() -> None:

@@ -101,7 +101,7 @@ def test_each_pair_has_its_own_link() -> None:
     ],
 )
 def test_shared_links_are_refused(network: ps.Network) -> None:
-    with pytest.raises(ArgumentError, match="each pair of slices a link of its own"):
+    with pytest.raises(ArgumentError, match="each pair of devices a link of its own"):
         Links(network, 3, Listed())
 
 

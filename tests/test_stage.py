@@ -125,7 +125,7 @@ def test_an_in_place_operation_leaves_the_input_alone(
         assert torch.equal(x, before)
         assert found is not None
         assert torch.equal(found == 0, before <= 0)
-    assert subject.modifies_input is True
+    assert subject.modifies_input == {True: True}
 
 
 def test_an_input_that_nobody_changes_is_copied_once(x: Tensor, gradient: Tensor) -> None:
@@ -386,7 +386,7 @@ def test_frozen_weights_are_not_counted_as_activations(x: Tensor) -> None:
 def test_a_dropped_forward_holds_its_input_only(x: Tensor) -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     subject = stage(module)
-    subject.modifies_input = False
+    subject.modifies_input = {True: False}
     subject.meter = Meter(module.parameters())
     subject.forward(0, (x,), 0, True)
     assert subject.meter.now == 4 * 5 * 4

@@ -18,8 +18,8 @@ from pipesim.ops import Op
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
-#: 20 ms a message of 8 x 16 floats, and 10 ms more until it is there.
-LINK = ps.Network(latency=0.01, bandwidth=4 * 16 * 8 / 0.02)
+#: 100 ms a message of 8 x 16 floats, and 50 ms more until it is there.
+LINK = ps.Network(latency=0.05, bandwidth=4 * 16 * 8 / 0.1)
 
 
 def seconds(timeline: ps.Timeline, *ops: Op) -> Any:
@@ -28,15 +28,15 @@ def seconds(timeline: ps.Timeline, *ops: Op) -> Any:
 
 
 def test_messages_take_the_time_of_their_link() -> None:
-    """A SEND holds its bytes' time, its RECV ends a latency later; never less."""
+    """A SEND holds its bytes' time, its RECV ends a latency after them."""
     graph = ps.lower(ps.schedule("gpipe", 2, 2), step="none")
     with px.Pipeline(cut(dense(2), [1, 1]), graph, px.workers(2, link=LINK), mse) as pipeline:
         timeline = pipeline.step(*data(16)).timeline
         assert "imposed" in " ".join(pipeline.notes)
-    assert (seconds(timeline, Op.SEND_F, Op.SEND_B) >= 0.02).all()
+    assert (seconds(timeline, Op.SEND_F, Op.SEND_B) >= 0.1).all()
     recvs = timeline.graph.is_op(frozenset({Op.RECV_F, Op.RECV_B}))
-    late = timeline.end[recvs] - timeline.end[timeline.graph.pair[recvs]]
-    assert (late >= 0.009).all()  # less what lies between the end of a copy and its event
+    since = timeline.end[recvs] - timeline.start[timeline.graph.pair[recvs]]
+    assert (since >= 0.15).all()
 
 
 @pytest.mark.parametrize("copies", [True, False])
@@ -45,7 +45,7 @@ def test_copy_streams_carry_beside_what_computes(copies: bool) -> None:
 
     class Nap(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            time.sleep(0.005)
+            time.sleep(0.001)
             return x
 
     model = px.GPipe(
@@ -68,7 +68,7 @@ def test_devices_that_were_given_are_not_copied() -> None:
 
 
 def test_shared_links_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="each pair of slices a link of its own"):
+    with pytest.raises(ArgumentError, match="each pair of devices a link of its own"):
         px.workers(2, link=ps.Network.preset("dgx_h100"))
     with pytest.raises(ArgumentError, match="n must be"):
         px.workers(0, link=LINK)
