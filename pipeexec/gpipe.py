@@ -52,8 +52,8 @@ class GPipe(nn.Module):
 
     Outputs, losses and gradients are those of the module; ``loss.backward()`` goes back through
     the partitions as a pipeline, too (GPipe, arXiv 1811.06965; torchgpipe, arXiv 2004.09910, whose
-    interface this is). Gradients are added to ``.grad`` of the parameters: `torch.autograd.grad`
-    and second derivatives do not go through.
+    interface this is; ``docs/gpipe.md`` has the differences). Gradients are added to ``.grad`` of
+    the parameters: `torch.autograd.grad` and second derivatives do not go through.
 
     Random numbers: of one micro-batch those that the module itself would draw; of several, each
     has its own, which depend on the process's generator alone.

@@ -20,7 +20,7 @@ from pipesim.errors import ArgumentError
 from pipesim.network import Network
 from pipesim.timeline import Timeline
 
-__all__ = ["GPipeStep", "GPipeSteps", "check_models", "mean_costs"]
+__all__ = ["GPipeStep", "GPipeSteps", "check_backward", "check_models", "mean_costs"]
 
 #: Costs of a step that are durations; others are the same in every step.
 _SECONDS = ("forward", "backward", "recompute")
@@ -51,6 +51,20 @@ def check_models(models: Mapping[str, object]) -> dict[str, GPipe]:
                 "micro-batch; validate modules of as many"
             )
     return found
+
+
+def check_backward(models: Mapping[str, GPipe], inputs: Batch) -> None:
+    """Raise `ArgumentError` if a partition needs no gradient: then not all tasks of a graph run."""
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    if any(x.requires_grad for x in given):
+        return
+    for name, model in models.items():
+        if not any(p.requires_grad for p in model.partitions[0].parameters()):
+            raise ArgumentError(
+                f"{name!r}: partition 0 has no parameter that needs a gradient, and so no "
+                "backward, which its graph has; give inputs that need one (requires_grad_()), or "
+                "a balance whose first partition has such parameters"
+            )
 
 
 class GPipeStep(NamedTuple):

@@ -90,7 +90,8 @@ class Machine(NamedTuple):
 class Work:
     """What is computed and moved in one forward, and in its backward.
 
-    Made in the thread of the caller, whose settings hold in all others.
+    Made in the thread of the caller, whose gradient mode, inference mode and autocast hold in all
+    others.
 
     Parameters
     ----------

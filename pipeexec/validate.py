@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -20,7 +21,13 @@ from pipeexec.batches import Batch
 from pipeexec.devices import DeviceLike
 from pipeexec.executor import Loss, Pipeline, StepResult
 from pipeexec.gpipe import GPipe
-from pipeexec.gpipe_validation import GPipeStep, GPipeSteps, check_models, mean_costs
+from pipeexec.gpipe_validation import (
+    GPipeStep,
+    GPipeSteps,
+    check_backward,
+    check_models,
+    mean_costs,
+)
 from pipeexec.processes import Processes
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.validation import Row, Validation
@@ -207,6 +214,12 @@ def _validated(
     """Run calibration steps of the last module and measured steps of all in turn."""
     n_steps, warm_up, repeat = counts
     steps = [GPipeSteps(model, loss_fn, optimizer) for model in models.values()]
+    first = next(source)
+    if costs is not None:
+        n_samples = len(first[0][0] if isinstance(first[0], tuple) else first[0])
+        _check_costs(costs, {name: model.graph(n_samples) for name, model in models.items()})
+    check_backward(models, first[0])
+    source = chain([first], source)
     said: list[Costs] = []
     results: list[list[list[GPipeStep]]] = []  # of each repeat, module and step
     for number in range(repeat):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.skip import pop, skippable, stash
-from pipesim.errors import ArgumentError
+from pipesim.errors import PipeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
@@ -121,9 +121,12 @@ def test_costs_can_be_given() -> None:
         (model(), {"cuda_graph": True}, "no CUDA graph"),
         (model(), {"loss_fn": None}, "needs loss_fn"),
         (model(), {"batches": []}, "got 0 batches"),
+        (px.GPipe(nn.Sequential(nn.Flatten(), nn.Linear(6, 6)), [1, 1], devices=["cpu"] * 2), {},
+         "partition 0 has no parameter that needs a gradient"),
+        (model(), {"costs": ps.Costs(1, 2, skip_bytes={(0, 1): 8})}, "the costs do not suit"),
     ],
 )  # fmt: skip
 def test_mistakes(models: Any, options: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"loss_fn": mse, "batches": batches(), **options}
-    with pytest.raises(ArgumentError, match=message):
+    with pytest.raises(PipeError, match=message):
         px.validate(copy.copy(models), **arguments)
