@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from pipeexec.devices import CpuDevice, CudaDevice, parse
 from pipesim.errors import ArgumentError, ArgumentTypeError, TooFewDevicesError
 
-__all__ = ["DeviceLike", "check_module", "checked_balance", "checked_input", "chosen"]
+__all__ = ["Place", "check_module", "checked_balance", "checked_input", "chosen"]
 
 _Made = CpuDevice | CudaDevice
-DeviceLike = torch.device | int | str | _Made
+Place = torch.device | int | str | _Made
 
 _ADVICE = """{problem}
 
@@ -62,7 +62,7 @@ def checked_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
     return found
 
 
-def chosen(devices: Iterable[DeviceLike] | None, n: int) -> list[torch.device | _Made]:
+def chosen(devices: Iterable[Place] | None, n: int) -> list[torch.device | _Made]:
     """Return the devices of ``n`` partitions."""
     if devices is None:
         count = torch.cuda.device_count()
