@@ -149,6 +149,7 @@ class GPipe(nn.Module):
         self._dependencies, self._copy_streams = dependencies, copy_streams
         self._portals, self._backward_seed = portals, backward_seed
         self.threads = threads
+        self._others_draw = False  # from the process's generator, while this runs
         self._machine: Machine | None = None
         self._last: Call | None = None
 
@@ -227,7 +228,7 @@ class GPipe(nn.Module):
             norm.begin(len(microbatches))
         several = len(microbatches) > 1
         seed = next_seed() if several and machine.draws(unknown=True) else None
-        repeats = several and bool(tracked) and any(recomputed)
+        repeats = several and bool(tracked) and any(recomputed) and not self._others_draw
         before = machine.random_states() if repeats else None
         call = Call(Work(machine, recomputed, seed, tracked), self._stream())
         made = call.run(inputs, microbatches, atomic)
@@ -237,6 +238,7 @@ class GPipe(nn.Module):
             seed = next_seed()
             call = Call(Work(machine, recomputed, seed, tracked, again=True), self._stream())
             made = call.run(inputs, microbatches, atomic)
+            self._others_draw = not machine.draws(unknown=False)  # it was none of ours
         if seed is not None and machine.draws(unknown=False):
             use_seed()
         self._last = call

@@ -703,6 +703,26 @@ def test_random_numbers_that_begin_later_are_those_of_the_recompute() -> None:
         assert int(norm.num_batches_tracked) == 3 * chunks
 
 
+def test_others_may_draw_meanwhile() -> None:
+    """A forward is run again where a layer may have begun to draw, but once if none has."""
+    counts: list[int] = []
+
+    class Elsewhere(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            counts.append(len(x))
+            thread = threading.Thread(target=torch.rand, args=(1,))
+            thread.start()
+            thread.join()
+            return x
+
+    layers = nn.Sequential(nn.Linear(6, 6), Elsewhere())
+    model = px.GPipe(layers, [1, 1], devices=CPUS, chunks=2)
+    for forwards in (4, 2, 2):
+        counts.clear()
+        step(model, batch())
+        assert len(counts) == forwards + 1  # and a recompute
+
+
 def test_an_eval_at_first_says_nothing_of_training() -> None:
     model = px.GPipe(
         nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5, inplace=True), nn.Linear(6, 6)),
