@@ -71,6 +71,7 @@ def workers(n: int, *, link: Network) -> list[Worker]:
 
     Examples
     --------
+    >>> import pipeexec as px, pipesim as ps
     >>> devices = px.workers(2, link=ps.Network(latency=1e-3, bandwidth=1e9))
     >>> [device.name for device in devices]
     ['cpu:0', 'cpu:1']

@@ -805,6 +805,7 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> 
     step(model, batch())
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 def test_second_derivatives_are_refused() -> None:
     model = px.GPipe(sequential("dense"), [2, 2], devices=CPUS, chunks=4)
     with pytest.raises(ExecutionError, match="create_graph=True"):

@@ -330,7 +330,7 @@ def test_listing() -> None:
     assert table.loc["1f1b", "bubble"] == 3 / 11
     assert table.loc["1f1b", "activations"] == 4
     assert table.loc["gpipe", "activations"] == 8
-    assert table.loc["gpipe", "options"] == "backward_order"
+    assert table.loc["gpipe", "options"] == "backward_order, seed"
     assert table["source"].str.contains("arXiv").all()
 
 

@@ -35,9 +35,9 @@ def gpipe(
     With ``backward_order="random"`` and ``seed=0``, where a device waits for gradients that the
     next one makes in another order, so that the makespan is longer::
 
-        device 0 | F0 F1 F2 F3 .. .. .. .. .. .. .. B2 .. B0 B1 B3
-        device 1 | .. F0 F1 F2 F3 .. .. .. B3 .. B2 B1 B0 .. .. ..
-        device 2 | .. .. F0 F1 F2 F3 B1 B3 B0 B2 .. .. .. .. .. ..
+        0 | F0 F1 F2 F3 .. .. .. .. .. .. .. B2 .. B0 B1 B3
+        1 | .. F0 F1 F2 F3 .. .. .. B3 .. B2 B1 B0 .. .. ..
+        2 | .. .. F0 F1 F2 F3 B1 B3 B0 B2 .. .. .. .. .. ..
 
     Parameters
     ----------
