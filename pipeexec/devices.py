@@ -87,11 +87,14 @@ class _Streams:
 
     Attributes
     ----------
+    torch_device
+        Whose memory it has.
     note
         What whoever reads its times should know; empty if nothing.
     """
 
     note = ""
+    torch_device: torch.device
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, bool], Stream] = {}
@@ -112,6 +115,8 @@ class _Streams:
 
     def carry(self, values: Values, target: Device) -> Values:
         """Return a message on the memory of ``target``: the same tensors where it is the same."""
+        if self.torch_device == target.torch_device:
+            return values
         return tuple(
             None if value is None else value.to(target.torch_device, non_blocking=True)
             for value in values

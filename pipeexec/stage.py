@@ -294,7 +294,7 @@ class Stage:
         if random is not None:
             self.is_random.setdefault(training, random.drew)
         if not infers:
-            self._note_modified(given, versions)
+            self._note_modified(given, versions, training)
         return outputs
 
     def _module_output(
@@ -305,12 +305,14 @@ class Stage:
             return functional_call(self.module, {**weights, **(buffers or {})}, inputs)
         return self.module(*inputs)
 
-    def _note_modified(self, given: tuple[Tensor, ...], versions: list[int]) -> None:
+    def _note_modified(
+        self, given: tuple[Tensor, ...], versions: list[int], training: bool
+    ) -> None:
         """Learn whether the module changes its input in place; it is given copies if so."""
         changed = any(x._version != v for x, v in zip(given, versions, strict=True))
-        known = self.modifies_input.setdefault(self.module.training, changed)
+        known = self.modifies_input.setdefault(training, changed)
         if changed and not known:
-            self.modifies_input[self.module.training] = True
+            self.modifies_input[training] = True
             raise ExecutionError(
                 f"stage {self.index} changed its input in place, which it did not do at first; "
                 "what others hold of it is lost: let the module clone its input first"
