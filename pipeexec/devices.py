@@ -12,7 +12,15 @@ from typing import Protocol
 import torch
 
 from pipeexec.cuda import CudaEvent, CudaStream
-from pipeexec.streams import CallerStream, CpuEvent, CpuStream, Event, InlineStream, Stream
+from pipeexec.streams import (
+    CallerStream,
+    CpuEvent,
+    CpuStream,
+    Event,
+    InlineStream,
+    Stream,
+    wait_for,
+)
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
 __all__ = [
@@ -181,8 +189,7 @@ class CpuDevice(_Streams):
 
     def rejoin(self, event: Event, values: Values = ()) -> None:
         """Block the caller until ``event`` has passed."""
-        while not event.wait(0.1):  # a signal is served in between
-            pass
+        wait_for(event)
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Do nothing: Python's references keep memory."""

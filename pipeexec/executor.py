@@ -48,7 +48,7 @@ from pipeexec.plan import plan
 from pipeexec.preserved import preserved
 from pipeexec.processes import Processes
 from pipeexec.run import Planned, Run
-from pipeexec.stage import Held, Stage
+from pipeexec.stage import Held, Stage, metered
 from pipeexec.versions import Versions
 from pipeexec.watch import Status
 from pipesim.errors import (
@@ -586,14 +586,8 @@ class Pipeline:
         weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
         batch = inputs if isinstance(inputs, tuple) else (inputs,)
         meters = [Meter(weights, batch) for _ in range(max(place) + 1)]
-        with self.preserved():
-            try:
-                for stage, at in zip(self.stages, place, strict=True):
-                    stage.meter = meters[at]
-                self._step(inputs, targets, Run.walk)  # eagerly: a replay takes no memory
-            finally:
-                for stage in self.stages:
-                    stage.meter = None
+        with self.preserved(), metered(self.stages, [meters[at] for at in place]):
+            self._step(inputs, targets, Run.walk)  # eagerly: a replay takes no memory
         return meters
 
     def allocated(self, inputs: Batch, targets: Any) -> Allocated:

@@ -32,7 +32,7 @@ from pipeexec.partition import Partition, skips_across
 from pipeexec.randomness import next_seed, use_seed
 from pipeexec.routes import routes, ways
 from pipeexec.skip import verify_skippables
-from pipeexec.stage import Held, Stage
+from pipeexec.stage import Held, Stage, metered
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -232,7 +232,7 @@ class GPipe(nn.Module):
         before = machine.random_states() if repeats else None
         call = Call(Work(machine, recomputed, seed, tracked), self._stream())
         made = call.run(inputs, microbatches, atomic)
-        if before is not None and machine.has_drawn(before):
+        if before is not None and machine.take_back_draws(before):
             # A partition draws that did not draw before, so that nobody knows what: once more.
             call.forget()
             seed = next_seed()
@@ -341,9 +341,11 @@ class GPipe(nn.Module):
 
         As `pipesim.Costs` takes them; the largest, if micro-batches differ.
         """
-        found = dict.fromkeys(skips_across(self._parts()).values(), 0)
-        for key, pair in skips_across(self._parts()).items():
-            found[pair] += self._last.work.skip_bytes.get(key, 0) if self._last is not None else 0
+        skips = skips_across(self._parts())
+        sent = {} if self._last is None else self._last.work.skip_bytes
+        found = dict.fromkeys(skips.values(), 0)
+        for key, pair in skips.items():
+            found[pair] += sent.get(key, 0)
         return found
 
     @contextmanager
@@ -352,13 +354,8 @@ class GPipe(nn.Module):
         self._machine = machine = self._machine or self._made()
         weights = [*self.parameters(), *self.buffers()]
         meters = [Meter(weights) for _ in machine.stages]
-        try:
-            for stage, meter in zip(machine.stages, meters, strict=True):
-                stage.meter = meter
+        with metered(machine.stages, meters):
             yield meters
-        finally:
-            for stage in machine.stages:
-                stage.meter = None
 
     def timeline(self) -> Timeline:
         """Return when each task of the last forward, and of its backward, ran.

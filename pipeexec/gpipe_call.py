@@ -23,7 +23,7 @@ from pipeexec.backward_order import joined, link, ordered, unordered
 from pipeexec.clock_cycles import clock_cycles
 from pipeexec.gpipe_work import Done, Tensors, Work
 from pipeexec.message_lanes import Lane, Lanes, lanes
-from pipeexec.streams import Event
+from pipeexec.streams import Event, wait_for
 from pipeexec.thread_settings import one_thread
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
@@ -220,8 +220,7 @@ class Call:
     def settle(self) -> None:
         """Wait until every device is through with what was issued."""
         for event in list(self._last.values()):
-            while not event.wait(0.1):
-                pass
+            wait_for(event)
 
     def forget(self) -> None:
         """Let go of what a backward would need: there will be none any more."""

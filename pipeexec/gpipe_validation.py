@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.batches import Batch
+from pipeexec.changed import changed
 from pipeexec.executor import Loss
 from pipeexec.gpipe import GPipe
 from pipeexec.preserved import preserved
@@ -97,7 +97,7 @@ class GPipeSteps:
 
     def step(self, inputs: Batch, targets: Any) -> GPipeStep:
         """Run forward, loss and backward, and let the optimizer step; gradients end as None."""
-        with _changed(self.model, "threads", True):
+        with changed(self.model, "threads", True):
             loss = self.loss_fn(self.model(inputs), self._moved(targets))
             loss.backward()
         timeline = self.model.timeline()
@@ -115,7 +115,7 @@ class GPipeSteps:
     def with_bytes(self, costs: Costs, inputs: Batch, targets: Any) -> Costs:
         """Return costs with the bytes of parameters and optimizer, and of activations."""
         model = self.model
-        with _changed(model, "checkpoint", "never"):
+        with changed(model, "checkpoint", "never"):
             held = self.held_bytes(inputs, targets)
         first = inputs[0] if isinstance(inputs, tuple) else inputs
         m = len(first.chunk(model.chunks))
@@ -141,17 +141,6 @@ class GPipeSteps:
     def _moved(self, targets: Any) -> Any:
         """Return targets where the outputs are."""
         return targets.to(self.model.devices[-1]) if isinstance(targets, Tensor) else targets
-
-
-@contextmanager
-def _changed(model: GPipe, name: str, value: object) -> Iterator[None]:
-    """Give an attribute another value in a block."""
-    before = getattr(model, name)
-    setattr(model, name, value)
-    try:
-        yield
-    finally:
-        setattr(model, name, before)
 
 
 def _nbytes(state: Mapping[str, Any]) -> int:

@@ -75,8 +75,8 @@ class Machine(NamedTuple):
         """Return where the generators of the devices go on."""
         return [default_state(device) for device in dict.fromkeys(s.device for s in self.stages)]
 
-    def has_drawn(self, before: Sequence[Tensor]) -> bool:
-        """Return whether the generators have moved; then move them back, and ask anew who draws."""
+    def take_back_draws(self, before: Sequence[Tensor]) -> bool:
+        """Move generators back that have moved, and ask anew who draws; return whether they had."""
         devices = dict.fromkeys(stage.device for stage in self.stages)
         if all(map(torch.equal, before, self.random_states())):
             return False

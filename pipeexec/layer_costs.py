@@ -23,7 +23,7 @@ from pipesim.layers import Layers
 from pipesim.network import Network
 from pipesim.split import checked_split
 
-__all__ = ["LayerCost", "LayerCosts", "Skip", "layer_costs"]
+__all__ = ["LayerCost", "LayerCosts", "LayerSkip", "layer_costs"]
 
 _META = torch.device("meta")
 
@@ -51,7 +51,7 @@ class LayerCost(NamedTuple):
     parameter_bytes: float
 
 
-class Skip(NamedTuple):
+class LayerSkip(NamedTuple):
     """A skip: the layers that stash and pop it, and its bytes for one micro-batch."""
 
     source: int
@@ -72,7 +72,7 @@ class LayerCosts:
     """
 
     layers: tuple[LayerCost, ...]
-    skips: tuple[Skip, ...] = ()
+    skips: tuple[LayerSkip, ...] = ()
 
     def on(self, device: Roofline) -> Layers:
         """Return seconds and bytes of the layers on such a device."""
@@ -141,12 +141,12 @@ def layer_costs(module: nn.Sequential, sample: Batch) -> LayerCosts:
     shelf, saved = CutShelf(), _Saved()
     source: dict[Key, tuple[int, float]] = {}
     layers: list[LayerCost] = []
-    skips: list[Skip] = []
+    skips: list[LayerSkip] = []
     for i, (run, given) in enumerate(one_by_one(module, sample, _META, shelf)):
         layers.append(_counted(run, given, saved))
         if isinstance(run, Skippable):
             for key in run.poppable():
-                skips.append(Skip(source[key][0], i, source[key][1]))
+                skips.append(LayerSkip(source[key][0], i, source[key][1]))
             for key in run.stashable():
                 skip = shelf.skips[key]
                 source[key] = i, 0.0 if skip is None else float(skip.nbytes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+
+from pipeexec.changed import changed
 
 __all__ = ["checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
 
@@ -32,19 +33,9 @@ def is_recomputing() -> bool:
 
 def checkpointing() -> AbstractContextManager[None]:
     """Return a context in which `is_checkpointing` is true in this thread."""
-    return _being("is_checkpointing")
+    return changed(_LOCAL, "is_checkpointing", True)
 
 
 def recomputing(again: bool = True) -> AbstractContextManager[None]:
     """Return a context in which `is_recomputing` is true in this thread, or one of no meaning."""
-    return _being("is_recomputing") if again else nullcontext()
-
-
-@contextmanager
-def _being(name: str) -> Iterator[None]:
-    before = getattr(_LOCAL, name)
-    setattr(_LOCAL, name, True)
-    try:
-        yield
-    finally:
-        setattr(_LOCAL, name, before)
+    return changed(_LOCAL, "is_recomputing", True) if again else nullcontext()

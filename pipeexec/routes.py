@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pipeexec.skip import Key
+from pipesim.skips import carried
 
 __all__ = ["Route", "Ways", "routes", "ways"]
 
@@ -48,13 +49,12 @@ def routes(n: int, skips: Mapping[Key, tuple[int, int]], *, portals: bool) -> li
     With ``portals`` skips go straight to the partition that pops them; without, beside the outputs
     through each one between.
     """
-    carried: dict[tuple[int, int], list[Key]] = {}
-    for key, (source, target) in skips.items():
-        hops = [(source, target)] if portals else [(j, j + 1) for j in range(source, target)]
-        for hop in hops:
-            carried.setdefault(hop, []).append(key)
+    keys = list(skips)
     outputs = [Route(j, j + 1) for j in range(n - 1)]
-    return outputs + [Route(*hop, tuple(keys)) for hop, keys in sorted(carried.items())]
+    return outputs + [
+        Route(*hop, tuple(keys[k] for k in members))
+        for hop, members in carried(skips.values(), portals).items()
+    ]
 
 
 def ways(n: int, along: Sequence[Route]) -> Ways:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from pipeexec.randomness import OwnGenerator
 from pipeexec.versions import Versions
 from pipesim.errors import ExecutionError
 
-__all__ = ["Held", "Stage", "Values"]
+__all__ = ["Held", "Stage", "Values", "metered"]
 
 #: Turns the last stage's output and the number of the micro-batch into its weighted loss.
 Finish = Callable[[object, int], Tensor]
@@ -37,6 +37,18 @@ def _go_back(outputs: list[GradientEdge], gradients: list[Tensor]) -> None:
     Variable._execution_engine.run_backward(
         tuple(outputs), tuple(gradients), False, False, (), True, True
     )
+
+
+@contextlib.contextmanager
+def metered(stages: Sequence[Stage], meters: Sequence[Meter]) -> Iterator[None]:
+    """Let each stage count the bytes that it holds, in a block."""
+    try:
+        for stage, meter in zip(stages, meters, strict=True):
+            stage.meter = meter
+        yield
+    finally:
+        for stage in stages:
+            stage.meter = None
 
 
 class Held:

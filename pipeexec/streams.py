@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Protocol
 
-__all__ = ["CallerStream", "CpuEvent", "CpuStream", "Event", "InlineStream", "Stream"]
+__all__ = ["CallerStream", "CpuEvent", "CpuStream", "Event", "InlineStream", "Stream", "wait_for"]
 
 Work = Callable[[], object]
 
@@ -67,6 +67,12 @@ class Stream(Protocol):
     def close(self) -> None:
         """Run what was given, then end; the stream takes no more."""
         ...
+
+
+def wait_for(event: Event) -> None:
+    """Block the caller until an event has passed; signals are served meanwhile."""
+    while not event.wait(0.1):
+        pass
 
 
 class CpuEvent:
@@ -301,7 +307,7 @@ class CallerStream:
     """A stream that is its caller: work is done when it is given.
 
     For work so short that a thread would cost more than it gains. Whoever gives work waits for what
-    it needs.
+    it needs, and gets its exception.
     """
 
     def submit(self, work: Work) -> None:
@@ -314,8 +320,7 @@ class CallerStream:
 
     def wait_event(self, event: Event) -> None:
         """Wait for ``event``."""
-        while not event.wait(0.1):
-            pass
+        wait_for(event)
 
     def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
         """Do ``work`` once these events have passed; return those around it."""

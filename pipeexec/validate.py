@@ -238,7 +238,7 @@ def _validated(
                 kept.append(each.step(*batch))
             say(f"round {turn + 1} of {n_steps}: loss {float(results[-1][-1][-1].loss):.4f}")
         said.append(costs or steps[-1].with_bytes(mean_costs(found), *batch))
-    real = steps[-1].with_bytes(said[-1], *batch)
+    real = said[-1] if costs is None else steps[-1].with_bytes(costs, *batch)
     rows = {}
     for row, (name, each) in enumerate(zip(models, steps, strict=True)):
         graph = results[-1][row][-1].timeline.graph

@@ -9,8 +9,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.thread_settings import one_thread
 from pipesim.ops import Op
 from pipesim.placement import Placement
 
@@ -66,17 +66,6 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return value
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch sum in one order: that of a CPU device, which has one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Sleep(torch.autograd.Function):
