@@ -1,26 +1,26 @@
 """The order of the backward, through the autograd graph.
 
-Each R and each B is one node of the graph. Nodes carry no gradients, which the tables of a call do,
-but phony tensors without elements, which say who comes first. So the engine, which runs one node
-after the other, only says in which order the tasks of the backward are issued; streams run them.
+Nodes of this graph carry no gradients, which the tables of a call do, but phony tensors without
+elements, which say who comes first. So the engine, which runs one node after the other, only says
+in which order the tasks of the backward are issued; streams run them.
 
-Nothing in the data says whether ``B[i, j]`` or ``B[i+1, j]`` comes first. A phony tensor does: the
-node of ``F[i, j]`` makes one, that of ``F[i+1, j]`` takes it, and so the engine must run
-``B[i+1, j]`` first (torchgpipe, arXiv 2004.09910, section 3.2.1, figure 5)::
+Nothing in the data says whether ``B[i, j]`` or ``B[i+1, j]`` comes first. A phony tensor does
+(torchgpipe, arXiv 2004.09910, section 3.2.1): each clock cycle of the forward is a node, which
+takes the phony of the one before, and so the engine must turn the cycles around::
 
-    enter ──> B[0,0] ── R[0,0] ──> B[0,1] ── R[0,1] ──> leave
-                           │                    │
-                           v                    v            the backward goes against the arrows
-    enter ──> B[1,0] ── R[1,0] ──> B[1,1] ── R[1,1] ──> leave
+    enter ──> B[0,0] ──> B[1,0] B[0,1] ──> B[2,0] B[1,1] ──> B[2,1] ──> leave
 
-Without the arrows down, the engine takes the node that was made last among those that it could run.
+``B[i+1, j]`` is in the cycle behind that of ``B[i, j]``, so that it comes first in the backward,
+which goes against the arrows. Each R is right before its B.
+
+Without dependencies every R and B is a node of its own, and just the data tie them together. The
+engine then takes the node that was made last among those that it could run.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -31,10 +31,10 @@ from torch.autograd.function import once_differentiable
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Backward", "joined", "link", "ordered", "unordered"]
+__all__ = ["Backward", "in_any_order", "in_cycles", "joined", "link"]
 
 Cell = tuple[int, int]
-Node = tuple[Op, int, int]
+Task = tuple[Op, int, int]
 Tensors = tuple[Tensor, ...]
 
 
@@ -58,34 +58,47 @@ class Backward(Protocol):
         ...
 
 
-def ordered(cycles: Iterable[Sequence[Cell]], recomputed: Sequence[bool]) -> Iterator[Node]:
-    """Return nodes as they are made where dependencies give the order: as forwards are issued."""
-    for i, j in chain.from_iterable(cycles):
-        yield Op.B, i, j
-        if recomputed[i]:
-            yield Op.R, i, j
+def in_cycles(
+    backward: Backward, cycles: Iterable[Sequence[Cell]], recomputed: Sequence[bool], phony: Tensor
+) -> list[Tensor]:
+    """Make a node a clock cycle of the forward behind a phony; return the phony of the last."""
+    for cycle in cycles:
+        tasks: list[Task] = []
+        for i, j in reversed(cycle):
+            tasks += [(Op.R, i, j), (Op.B, i, j)] if recomputed[i] else [(Op.B, i, j)]
+        phony = _Tasks.apply(backward, tasks, phony)  # type: ignore[no-untyped-call]
+    return [phony]
 
 
-def unordered(
-    recomputed: Sequence[bool], partitions: Iterable[int], seed: int | None
-) -> Iterator[Node]:
-    """Return nodes as they are made where nothing gives an order to micro-batches.
+def in_any_order(
+    backward: Backward,
+    partitions: Sequence[int],
+    recomputed: Sequence[bool],
+    seed: int | None,
+    phony: Tensor,
+) -> list[Tensor]:
+    """Make a node a task, such that micro-batches have no order; return the phonies of the last.
 
     In each partition first those of B, in order, or shuffled if there is a ``seed``; then those of
     R, which so come first in the backward: as under torchgpipe without its dependencies, whose
     recomputes, too, are newer than any B.
     """
     draws = None if seed is None else random.Random(seed)
+    newest = [phony for _ in recomputed]  # of each micro-batch
     for j in partitions:
         microbatches = list(range(len(recomputed)))
         if draws is not None:
             draws.shuffle(microbatches)
-        yield from ((Op.B, i, j) for i in microbatches)
-        yield from ((Op.R, i, j) for i in microbatches if recomputed[i])
+        tasks = [(Op.B, i, j) for i in microbatches]
+        tasks += [(Op.R, i, j) for i in microbatches if recomputed[i]]
+        for task in tasks:
+            i = task[1]
+            newest[i] = _Tasks.apply(backward, [task], newest[i])  # type: ignore[no-untyped-call]
+    return newest
 
 
 def link(
-    backward: Backward, inputs: Tensors, nodes: Iterable[Node], *, dependencies: bool
+    backward: Backward, inputs: Tensors, nodes: Callable[[Tensor], list[Tensor]]
 ) -> Callable[[Sequence[Tensors]], Tensors]:
     """Make the graph of a backward; return what makes outputs its own.
 
@@ -96,9 +109,7 @@ def link(
     inputs
         Of the mini-batch: those that require a gradient get theirs.
     nodes
-        What to make nodes of, in this order.
-    dependencies
-        Whether ``B[i+1, j]`` must come before ``B[i, j]``.
+        Makes the nodes of its tasks behind a phony; returns the phonies of the last ones.
 
     Returns
     -------
@@ -108,14 +119,7 @@ def link(
     entry = torch.empty(0, requires_grad=True)
     if any(x.requires_grad for x in inputs):
         entry = _Enter.apply(backward, *inputs)  # type: ignore[no-untyped-call]
-    made: dict[Cell, Tensor] = {}  # what the newest node of each task says
-    for op, i, j in nodes:
-        before = [made[i, j]] if op == Op.R else [made.get((i, j - 1), entry)]
-        if dependencies and op == Op.B and i:
-            before.append(made[i - 1, j])
-        made[i, j] = _Task.apply(backward, op, i, j, *before)  # type: ignore[no-untyped-call]
-    last = max(j for _, j in made)
-    ends = [phony for (_, j), phony in made.items() if j == last]
+    ends = nodes(entry)
 
     def leave(outputs: Sequence[Tensors]) -> Tensors:
         return _Leave.apply(backward, outputs, *ends)  # type: ignore[no-untyped-call, no-any-return]
@@ -123,11 +127,10 @@ def link(
     return leave
 
 
-class _Task(Function):
+class _Tasks(Function):
     @staticmethod
-    def forward(ctx: Any, backward: Backward, op: Op, i: int, j: int, *before: Tensor) -> Tensor:
-        ctx.task = backward, op, i, j
-        ctx.nothing = (None,) * (4 + len(before))
+    def forward(ctx: Any, backward: Backward, tasks: Sequence[Task], _: Tensor) -> Tensor:
+        ctx.tasks = backward, tasks
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
@@ -138,9 +141,10 @@ class _Task(Function):
                 "backward(create_graph=True) does not go through GPipe: there are no second "
                 "derivatives; leave it out, or use the module alone"
             )
-        backward, op, i, j = ctx.task
-        backward.issue(op, i, j)
-        return ctx.nothing  # the engine goes on to who made `before` all the same
+        backward, tasks = ctx.tasks
+        for op, i, j in tasks:
+            backward.issue(op, i, j)
+        return None, None, None  # the engine goes on to the node before all the same
 
 
 class _Forgets:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from pipeexec import clocks
-from pipeexec.backward_order import joined, link, ordered, unordered
+from pipeexec.backward_order import in_any_order, in_cycles, joined, link
 from pipeexec.clock_cycles import clock_cycles
 from pipeexec.gpipe_work import Done, Tensors, Work
 from pipeexec.message_lanes import Lane, Lanes, lanes
@@ -130,11 +130,10 @@ class Call:
         machine, recomputed, tracked = self.machine, self.work.recomputed, self.work.tracked
         if machine.dependencies:
             cycles = clock_cycles(len(recomputed), len(machine.stages))
-            kept = ([cell for cell in cycle if cell[1] in tracked] for cycle in cycles)
-            nodes = ordered(kept, recomputed)
-        else:
-            nodes = unordered(recomputed, tracked, machine.seed)
-        return link(self, inputs, nodes, dependencies=machine.dependencies)
+            kept = [[cell for cell in cycle if cell[1] in tracked] for cycle in cycles]
+            return link(self, inputs, partial(in_cycles, self, kept, recomputed))
+        nodes = partial(in_any_order, self, tracked, recomputed, machine.seed)
+        return link(self, inputs, nodes)
 
     def _issue(self, op: Op, i: int, j: int) -> None:
         """Give a task to its stream, what arrives for it before, and what leaves after it."""

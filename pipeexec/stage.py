@@ -28,6 +28,9 @@ Finish = Callable[[object, int], Tensor]
 Seed = int | Tensor | None
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def _go_back(outputs: list[GradientEdge], gradients: list[Tensor]) -> None:
     """Accumulate gradients, as `torch.autograd.backward` does, but for its checks.
 
@@ -289,14 +292,8 @@ class Stage:
         given = tuple(x.clone() for x in inputs) if copies else inputs
         versions = [] if infers else [x._version for x in given]
         draws = self.is_random.get(training, True) or isinstance(seed, Tensor)
-        with contextlib.ExitStack() as context:
-            random = None
-            if draws and seed is not None:
-                random = context.enter_context(OwnGenerator(seed, self.device))
-            if self.meter is not None:
-                context.enter_context(self.meter.saved_tensors())
-            if deferred is not None:
-                context.enter_context(deferred.deferring())
+        random = OwnGenerator(seed, self.device) if draws and seed is not None else None
+        with self._around(random, deferred):
             output = self._module_output(given, microbatch, buffers)
             if self.finish is not None:
                 outputs: tuple[Tensor, ...] = (self.finish(output, microbatch),)
@@ -308,6 +305,21 @@ class Stage:
         if not infers:
             self._note_modified(given, versions, training)
         return outputs
+
+    def _around(
+        self, random: OwnGenerator | None, deferred: Deferred | None
+    ) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which to run the module; mostly there is none."""
+        if random is None and self.meter is None and deferred is None:
+            return _NOTHING
+        context = contextlib.ExitStack()
+        if random is not None:
+            context.enter_context(random)
+        if self.meter is not None:
+            context.enter_context(self.meter.saved_tensors())
+        if deferred is not None:
+            context.enter_context(deferred.deferring())
+        return context
 
     def _module_output(
         self, inputs: tuple[Tensor, ...], microbatch: int, buffers: dict[str, Tensor] | None
