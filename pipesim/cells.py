@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipesim.graph import TaskGraph
 from pipesim.lanes import Lanes
 from pipesim.numerals import Numbers, points_per_unit
-from pipesim.ops import COMPUTE, SENDS, Op
+from pipesim.ops import COMPUTE, EXCHANGES, SENDS, Op
 from pipesim.pairs import draw_pairs, pair_entry
 from pipesim.style import (
     HATCHED,
@@ -229,6 +229,10 @@ def _numbers(graph: TaskGraph, members: Indices) -> list[str]:
     for k in np.flatnonzero(graph.peer_stage[members] >= 0).tolist():
         task = graph.task(int(members[k]))
         shown[k] += f"{'>' if task.op in SENDS else '<'}{task.peer_stage}"
+    for k in np.flatnonzero(graph.part[members] >= 0).tolist():
+        task = graph.task(int(members[k]))
+        of = "" if task.microbatch is None else str(task.microbatch)
+        shown[k] = of + (EXCHANGES[task.part][0] if task.op == Op.ALL_TO_ALL else f".{task.part}")
     return shown
 
 

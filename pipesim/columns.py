@@ -10,7 +10,7 @@ import numpy as np
 from pipesim.capacity import check_memory
 from pipesim.csr import Ints
 from pipesim.errors import GraphError
-from pipesim.ops import OF_STAGES, Op
+from pipesim.ops import EXCHANGES, OF_STAGES, Op
 from pipesim.tasks import StreamKind, Tasks
 
 __all__ = ["checked_tasks"]
@@ -26,9 +26,12 @@ _RANGES = {
     "microbatch": (-1, _LARGEST, f"{_FROM_0}, and give -1 for operations on a whole stage"),
     "replica": (0, _LARGEST, _FROM_0),
     "peer_stage": (-1, _LARGEST, f"{_FROM_0}, and give -1 to all but messages of skips"),
+    "part": (-1, _LARGEST, f"{_FROM_0}, and give -1 to tasks that are no part of several"),
     "overlapped": (0, 1, "mark both halves of an overlapped F and B by 1"),
     "group": (-1, 2**63 - 1, "give -1 to tasks that are of no collective"),
 }
+#: Columns that need not be given.
+_OPTIONAL = ("replica", "overlapped", "peer_stage", "part", "group")
 
 
 def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | None]:
@@ -50,7 +53,7 @@ def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | No
     columns = {
         name: _integers(name, column)
         for name, column in given.items()
-        if column is not None or name not in ("replica", "overlapped", "peer_stage", "group")
+        if column is not None or name not in _OPTIONAL
     }
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
@@ -67,6 +70,7 @@ def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | No
     collective = columns.pop("group", None)
     checked = Tasks(**columns)
     _check_peers(checked)
+    _check_parts(checked)
     _check_size(checked, n_devices)
     return checked, collective
 
@@ -135,12 +139,29 @@ def _check_peers(tasks: Tasks) -> None:
         )
 
 
+def _check_parts(tasks: Tasks) -> None:
+    """Raise for parts of tasks that have none, and exchanges that there are not."""
+    part = np.full(len(tasks), -1) if tasks.part is None else tasks.part
+    exchange = tasks.op == Op.ALL_TO_ALL
+    wrong = np.where(exchange, part >= len(EXCHANGES), part >= 0)
+    wrong &= tasks.op != Op.REDUCE_GRAD
+    for row in np.flatnonzero(wrong)[:1].tolist():
+        names = ", ".join(f"{number} {name}" for number, name in enumerate(EXCHANGES))
+        raise GraphError(
+            f"tasks: row {row}: {Op(tasks.op[row])} of stage {tasks.stage[row]} has part "
+            f"{part[row]}; those of ALL_TO_ALL are {names}, buckets of REDUCE_GRAD count from 0, "
+            "and any other task has -1"
+        )
+
+
 def _check_size(tasks: Tasks, n_devices: int) -> None:
     """Raise for numbers so large that what a graph keeps of each of them would not fit."""
     stage = int(tasks.stage.max(initial=0))
     replica = 0 if tasks.replica is None else int(tasks.replica.max(initial=0))
-    skips = tasks.peer_stage is not None and bool((tasks.peer_stage >= 0).any())
-    cells = (len(Op) + 1) * (stage + 2) * (replica + 1) * (1 + skips * (stage + 1))
+    columns = [column for column in (tasks.peer_stage, tasks.part) if column is not None]
+    highest = (int(column.max(initial=-1)) + 1 for column in columns)
+    others = max(len(EXCHANGES), *highest, 0)
+    cells = (len(Op) + 1) * (stage + 2) * (replica + 1) * (1 + others)
     check_memory(
         f"a graph of devices to {n_devices - 1}, stages to {stage} and replicas to {replica}",
         16 * cells + 8 * n_devices,  # cells and their running number; the host of each device

@@ -23,45 +23,86 @@ from pipesim.columns import checked_tasks
 from pipesim.csr import CSR, Ints, ids_dtype
 from pipesim.errors import ArgumentError, GraphError, check_count, check_name
 from pipesim.levels import levels, stable_topological_order
-from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
+from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.schedule import Versions
 from pipesim.skips import skips_of
 from pipesim.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.wiring import KindRules, index_tasks, wire
 
-__all__ = ["RULES", "Rule", "TaskGraph", "overlapped_pairs", "task_twice", "wired"]
+__all__ = [
+    "GRAD_SYNC",
+    "RULES",
+    "GradSync",
+    "Rule",
+    "TaskGraph",
+    "overlapped_pairs",
+    "task_twice",
+    "wired",
+]
+
+GradSync = Literal["last", "every", "bucketed"]
+GRAD_SYNC: tuple[GradSync, ...] = ("last", "every", "bucketed")
+
+
+class Through(NamedTuple):
+    """A task that brings what another makes: a message, a reduction, an exchange.
+
+    ``stage`` counts from the stage of the task that needs it.
+    """
+
+    op: Op
+    stage: int = 0
+    part: int = -1
 
 
 class Rule(NamedTuple):
     """Tasks of ``ops`` need the task of ``needs``, ``stage`` stages on, of their micro-batch.
 
     Of several ``needs`` those count that exist; with ``every``, those of every micro-batch of the
-    mini-batch. Where a task ``through`` exists, a message or a reduction, they need that instead;
-    what it needs in its turn has a rule of its own. With ``skips``, they need the messages of all
-    skips that reach their stage.
+    mini-batch. Where a task ``through`` exists (the first of several that does), they need that
+    instead; what it needs in its turn has a rule of its own. With ``skips``, they need the messages
+    of all skips that reach their stage; with ``buckets``, all buckets of what is gone through.
+    ``part`` is that of the tasks that a rule is for, if it is not for all, and ``needs_part`` that
+    of what they need.
     """
 
     ops: tuple[Op, ...]
     needs: tuple[Op, ...]
     stage: int = 0
-    through: Op | None = None
+    through: tuple[Through, ...] = ()
     every: bool = False
     skips: bool = False
+    buckets: bool = False
+    part: int | None = None
+    needs_part: int = -1
 
 
+_COUNTS, _KEYS, _VECTORS, _GRADIENTS = range(len(EXCHANGES))
 #: Rule 3 of docs/time.md.
 RULES = (
-    Rule((Op.F,), (Op.F,), -1, Op.RECV_F),
-    Rule((Op.B, Op.I), (Op.B, Op.I), +1, Op.RECV_B),
+    Rule((Op.F,), (Op.F,), -1, (Through(Op.RECV_F), Through(Op.ALL_TO_ALL, -1, _VECTORS))),
+    Rule(
+        (Op.B, Op.I),
+        (Op.B, Op.I),
+        +1,
+        (Through(Op.ALL_TO_ALL, 0, _GRADIENTS), Through(Op.RECV_B)),
+    ),
     Rule((Op.F,), (Op.RECV_F,), skips=True),
     Rule((Op.B, Op.I), (Op.RECV_B,), skips=True),
     Rule((Op.B, Op.I, Op.R), (Op.F,)),
     Rule((Op.B, Op.I), (Op.R,)),
     Rule((Op.W,), (Op.I,)),
-    Rule((Op.SEND_F,), (Op.F,)),
+    Rule((Op.SEND_F,), (Op.F,), 0, (Through(Op.ALL_TO_ALL, 0, _VECTORS),)),
     Rule((Op.SEND_B,), (Op.B, Op.I)),
+    Rule((Op.ALL_TO_ALL,), (Op.F,), -1, (Through(Op.RECV_F),), part=_COUNTS),
+    Rule((Op.ALL_TO_ALL,), (Op.ALL_TO_ALL,), part=_KEYS, needs_part=_COUNTS),
+    Rule((Op.F,), (Op.ALL_TO_ALL,), needs_part=_KEYS),
+    Rule((Op.ALL_TO_ALL,), (Op.F,), part=_VECTORS),
+    Rule((Op.ALL_TO_ALL,), (Op.B, Op.I), +1, (Through(Op.RECV_B),), part=_GRADIENTS),
     Rule((Op.REDUCE_GRAD,), (Op.B, Op.W), every=True),
-    Rule((Op.STEP,), (Op.B, Op.W), through=Op.REDUCE_GRAD, every=True),
+    Rule((Op.STEP,), (Op.B, Op.W), 0, (Through(Op.REDUCE_GRAD),), every=True),
+    Rule((Op.STEP,), (), 0, (Through(Op.REDUCE_GRAD),), buckets=True),
+    Rule((Op.UNSHARD,), (Op.STEP,)),
 )
 #: The message that a RECV receives: ``(SEND, stage offset of its sender)``; of skips the sender is
 #: the peer stage.
@@ -86,11 +127,15 @@ class TaskGraph:
         Operation, stage, replica, device and stream of each kind of task.
     kind, microbatch
         One entry a task; ``microbatch`` is -1 for operations on a whole stage. `op`, `device`,
-        `stage`, `replica`, `stream` and `peer_stage` are columns too.
+        `stage`, `replica`, `stream`, `peer_stage` and `part` are columns too.
     streams
         ``(device, name)`` of each stream.
     dependencies
         CSR: the tasks whose end a task needs (rule 3).
+    during
+        The one among them that a task needs no more than a part of, else -1: the last backward, for
+        a bucket of its gradients, which are there before the backward's end. Empty where there are
+        no buckets.
     pair
         The SEND of a RECV and the RECV of a SEND, else -1 (rule 4).
     collectives
@@ -103,6 +148,9 @@ class TaskGraph:
         What the graph was lowered with; labels only.
     n_batches
         Number of mini-batches, each with an optimizer step of its own.
+    grad_sync
+        When gradients are reduced, as `pipesim.lower` says: a REDUCE_GRAD of a micro-batch needs its
+        backward alone if ``"every"``, else all of the mini-batch.
     weight_versions
         Which weights F sees, as `pipesim.Schedule` says.
     skips
@@ -123,6 +171,7 @@ class TaskGraph:
     streams: tuple[tuple[int, str], ...]
     stream_of_kind: Ints
     dependencies: CSR
+    during: Ints
     pair: Ints
     collectives: CSR
     host: Ints
@@ -130,6 +179,7 @@ class TaskGraph:
     recompute: str = "never"
     overlap: bool = True
     n_batches: int = 1
+    grad_sync: GradSync = "last"
     weight_versions: Versions = "one"
     skips: tuple[tuple[int, int], ...] = ()
     portals: bool = True
@@ -146,6 +196,7 @@ class TaskGraph:
         recompute: str = "never",
         overlap: bool = True,
         n_batches: int = 1,
+        grad_sync: GradSync = "last",
         weight_versions: Versions = "one",
         skips: Iterable[tuple[int, int]] = (),
         portals: bool = True,
@@ -161,9 +212,9 @@ class TaskGraph:
             Columns: arrays, or lists, of integers.
         group
             One number a task. Tasks of one number, other than -1, are the members of one
-            collective. By default the tasks of a collective operation, stage and micro-batch are,
-            over all replicas.
-        name, hosts, rendezvous, recompute, overlap, n_batches, weight_versions
+            collective. By default the tasks of a collective operation, stage, part and micro-batch
+            are, over all replicas.
+        name, hosts, rendezvous, recompute, overlap, n_batches, grad_sync, weight_versions
             As `pipesim.lower` and the attributes say. Of several mini-batches, the operations on
             whole stages have the number of the last micro-batch of theirs.
         skips, portals
@@ -187,6 +238,7 @@ class TaskGraph:
             recompute=recompute,
             overlap=overlap,
             n_batches=n_batches,
+            grad_sync=grad_sync,
             weight_versions=weight_versions,
             skips=skips,
             portals=portals,
@@ -210,12 +262,14 @@ class TaskGraph:
         hosts: str = "one",
         name: str = "custom",
         n_batches: int = 1,
+        grad_sync: GradSync = "last",
         skips: Iterable[tuple[int, int]] = (),
         portals: bool = True,
         **labels: Any,
     ) -> TaskGraph:
         """Do what `wire` does, given the kind of each task."""
         check_name("hosts", hosts, ("one", "per_device"))
+        check_name("grad_sync", grad_sync, GRAD_SYNC)
         check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK)
         n_devices = int(kinds.device.max(initial=0)) + 1
         n_microbatches = int(microbatch.max(initial=-1)) + 1
@@ -229,7 +283,9 @@ class TaskGraph:
         unique, stream = np.unique(
             kinds.device * n_codes + kinds.stream - lowest, return_inverse=True
         )
-        data, pair = wired(kinds, kind, microbatch, n_microbatches // n_batches, stream)
+        data, pair = wired(
+            kinds, kind, microbatch, n_microbatches // n_batches, stream, each=grad_sync == "every"
+        )
         dependencies = _with_ends(data, kinds, kind, stream)
         if group is None:
             group = _groups(kinds, kind, microbatch)
@@ -247,10 +303,12 @@ class TaskGraph:
             ),
             stream_of_kind=stream.astype(np.int32),
             dependencies=dependencies,
+            during=_during(kinds, kind, dependencies),
             pair=pair,
             collectives=_members(group),
             host=np.zeros(n_devices, np.int64) if hosts == "one" else np.arange(n_devices),
             n_batches=n_batches,
+            grad_sync=grad_sync,
             skips=skips,
             portals=portals,
             **labels,
@@ -278,6 +336,7 @@ class TaskGraph:
             recompute=self.recompute,
             overlap=self.overlap,
             n_batches=self.n_batches,
+            grad_sync=self.grad_sync,
             weight_versions=self.weight_versions,
             skips=self.skips,
             portals=self.portals,
@@ -335,6 +394,11 @@ class TaskGraph:
         return self.kinds.peer_stage.astype(np.int32)[self.kind]
 
     @cached_property
+    def part(self) -> NDArray[np.int32]:
+        """Bucket of each REDUCE_GRAD, or which exchange each ALL_TO_ALL is; -1 for other tasks."""
+        return self.kinds.part.astype(np.int32)[self.kind]
+
+    @cached_property
     def stream(self) -> NDArray[np.int32]:
         """Index into ``streams`` of each task's."""
         stream: NDArray[np.int32] = self.stream_of_kind[self.kind]
@@ -373,6 +437,7 @@ class TaskGraph:
             None if microbatch < 0 else microbatch,
             int(self.kinds.replica[kind]),
             int(self.kinds.peer_stage[kind]),
+            int(self.kinds.part[kind]),
         )
 
     def save_torch_csv(self, path: Path | str) -> None:
@@ -485,31 +550,69 @@ class TaskGraph:
         return level
 
 
-def _kind_rules(kinds: Kinds, width: int) -> tuple[KindRules, int]:
-    """Turn `RULES` into tables of bases, ``width`` cells a kind; return them and how many cells."""
+def _rules_of(kinds: Kinds) -> list[Rule]:
+    """Return `RULES`, with one for each skip and each bucket that there is in place of one for all.
+
+    A rule for a skip or a bucket has its number as ``needs_part``, and as that of what it goes
+    through.
+    """
+    peers, buckets = (
+        np.unique(column[(column >= 0) & kinds.is_op(ops)]).tolist()
+        for column, ops in (
+            (kinds.peer_stage, frozenset(Op)),
+            (kinds.part, frozenset({Op.REDUCE_GRAD})),
+        )
+    )
+    found = []
+    for rule in RULES:
+        if not (rule.skips or rule.buckets):
+            found.append(rule)
+        for number in [*(peers if rule.skips else ()), *(buckets if rule.buckets else ())]:
+            through = tuple(x._replace(part=number) for x in rule.through)
+            found.append(rule._replace(needs_part=number, through=through))
+    return found
+
+
+def _kind_rules(kinds: Kinds, width: int, each: bool) -> tuple[KindRules, int]:
+    """Turn `RULES` into tables of bases, ``width`` cells a kind; return them and how many cells.
+
+    With ``each``, micro-batches have reductions of their own.
+    """
     n_stages, n_replicas = (int(x.max(initial=0)) + 1 for x in (kinds.stage, kinds.replica))
-    peers = np.unique(kinds.peer_stage[kinds.peer_stage >= 0]).tolist()
-    # Cells by operation, replica, stage and peer; kinds that differ in device or stream share
-    # theirs. The last operation and the last peer, -1, are none.
-    place = (kinds.op, kinds.replica, kinds.stage + 1, kinds.peer_stage)
-    cells = np.zeros((len(Op) + 1, n_replicas, n_stages + 2, n_stages * bool(peers) + 1), np.int64)
+    part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
+    # Cells by operation, replica, stage, and peer or part; kinds that differ in device or stream
+    # share theirs. The last operation and the last part, -1, are none.
+    place = (kinds.op, kinds.replica, kinds.stage + 1, part)
+    n_parts = max(int(part.max(initial=-1)) + 1, len(EXCHANGES))
+    cells = np.zeros((len(Op) + 1, n_replicas, n_stages + 2, n_parts + 1), np.int64)
     cells[place] = 1
     cells = np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
-    rules = [(rule, peer) for rule in RULES for peer in (peers if rule.skips else (-1,))]
+    rules = _rules_of(kinds)
+    none = Through(op=-1)  # type: ignore[arg-type]  # the last operation of the cells
     columns = [
-        (-1 if rule.through is None else rule.through, *(*rule.needs, -1)[:2], rule.stage, peer)
-        for rule, peer in rules
+        (
+            *(*rule.needs, -1, -1)[:2],
+            rule.stage,
+            rule.needs_part,
+            *(value for x in (*rule.through, none, none)[:2] for value in x),
+        )
+        for rule in rules
     ]
-    ruled = np.zeros((len(rules), len(Op)), dtype=bool)
-    for k, (rule, _) in enumerate(rules):
-        ruled[k, rule.ops] = True
-    which, of = np.nonzero(ruled[:, kinds.op])
-    through_op, first_op, second_op, offset, peer = np.array(columns)[which].T
+    ruled = np.zeros((len(rules), len(Op), n_parts + 1), dtype=bool)
+    for k, rule in enumerate(rules):
+        ruled[k, rule.ops, slice(None) if rule.part is None else rule.part] = True
+    which, of = np.nonzero(ruled[:, kinds.op, np.where(kinds.op == Op.ALL_TO_ALL, part, -1)])
+    first_op, second_op, offset, needs_part, *hops = np.array(columns)[which].T
     replica, stage = kinds.replica[of], kinds.stage[of] + 1
-    through = cells[through_op, replica, stage, -1]
-    needs = cells[np.stack([first_op, second_op]), replica, stage + offset, peer].T
-    every = np.array([rule.every for rule, _ in rules])[which]
-    applies = np.flatnonzero((needs.max(axis=1) >= 0) | (through >= 0))
+    through = np.stack(
+        [cells[op, replica, stage + away, p] for op, away, p in (hops[:3], hops[3:])], axis=1
+    )
+    needs = cells[np.stack([first_op, second_op]), replica, stage + offset, needs_part].T
+    # 2: what is gone through is of each micro-batch too.
+    every = np.array(
+        [rule.every * (1 + each) * (not each or Op.STEP in rule.ops) for rule in rules]
+    )[which]
+    applies = np.flatnonzero((needs.max(axis=1) >= 0) | (through.max(axis=1) >= 0))
     of_kind = CSR.group(of[applies], len(kinds))
     pair = np.full(len(kinds), -1, dtype=np.int64)
     for recv, (send, away) in PAIRS.items():
@@ -519,21 +622,39 @@ def _kind_rules(kinds: Kinds, width: int) -> tuple[KindRules, int]:
             to, back = np.where(peer < 0, [stage + step, peer], [peer, stage])
             pair[of] = cells[other, kinds.replica[of], to + 1, back]
     order = applies[of_kind.values]
-    tables = through[order], np.ascontiguousarray(needs[order]), every[order]
+    tables = (*map(np.ascontiguousarray, (through[order], needs[order])), every[order])
     return KindRules(cells[place], pair, of_kind.ptr, *tables), int(cells.max(initial=-1)) + width
 
 
+def _during(kinds: Kinds, kind: Ints, needs: CSR) -> Ints:
+    """Return the last of the backwards that each bucket of gradients needs, -1 for other tasks."""
+    is_bucket = (kinds.op == Op.REDUCE_GRAD) & (kinds.part >= 0)
+    if not is_bucket.any():
+        return np.empty(0, dtype=np.int64)
+    during = np.full(len(kind), -1, dtype=np.int64)
+    rows = needs.rows
+    of = np.flatnonzero(is_bucket[kind[rows]])
+    np.maximum.at(during, rows[of], needs.values[of])
+    return during
+
+
 def wired(
-    kinds: Kinds, kind: Ints, microbatch: Ints, batch_size: int, stream_of_kind: Ints
+    kinds: Kinds,
+    kind: Ints,
+    microbatch: Ints,
+    batch_size: int,
+    stream_of_kind: Ints,
+    each: bool = False,
 ) -> tuple[CSR, Ints]:
     """Apply `RULES`; return what each task needs before it can start, and pairs.
 
     An overlapped F needs what its B needs.
     """
     n_microbatches = int(microbatch.max(initial=-1)) + 1
-    rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches)
+    rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches, each)
     most = (rules.needs >= 0).sum(axis=1) * np.where(rules.every, n_microbatches, 1)
-    most = np.maximum(most, rules.through >= 0) * np.repeat(counts, np.diff(rules.ptr))
+    goes = (rules.through >= 0).any(axis=1) * np.where(rules.every == 2, n_microbatches, 1)
+    most = np.maximum(most, goes) * np.repeat(counts, np.diff(rules.ptr))
     dtype = ids_dtype(max(len(kind), int(most.sum())))
     ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
     values = np.empty(int(most.sum()), dtype=dtype)
@@ -590,22 +711,27 @@ def task_twice(graph: TaskGraph) -> int:
 
 
 def _indexed(
-    kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32], n_microbatches: int
+    kinds: Kinds,
+    kind: NDArray[np.int32],
+    microbatch: NDArray[np.int32],
+    n_microbatches: int,
+    each: bool = False,
 ) -> tuple[KindRules, Ints, Ints, int]:
     """Return the rules of kinds, each cell's task, tasks of each kind, and a task seen twice."""
-    rules, n_cells = _kind_rules(kinds, n_microbatches + 1)
+    rules, n_cells = _kind_rules(kinds, n_microbatches + 1, each)
     index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
     counts = np.zeros(len(kinds), dtype=np.int64)
     return rules, index, counts, index_tasks(kind, microbatch, rules.base, index, counts)
 
 
 def _groups(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints | None:
-    """Number the collectives: one of each operation, stage and micro-batch, over all replicas."""
+    """Number the collectives: one of each operation, stage, part and micro-batch."""
     collective = kinds.is_op(COLLECTIVES)
     if not collective.any():
         return None
     members = np.flatnonzero(collective[kind])
-    columns = (kinds.op[kind[members]], kinds.stage[kind[members]], microbatch[members])
+    of = kind[members]
+    columns = (kinds.op[of], kinds.stage[of], kinds.part[of], microbatch[members])
     _, numbers = np.unique(np.stack(columns), axis=1, return_inverse=True)
     group = np.full(len(kind), -1, dtype=np.int64)
     group[members] = numbers.ravel()

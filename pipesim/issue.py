@@ -25,7 +25,9 @@ class Partners(NamedTuple):
     ``send`` and ``recv`` are the kinds of the two ends of each message, ``channel`` numbers its
     pair of devices. Row ``k`` of ``out`` are the messages of what kind ``k`` makes, of ``into``
     those that it needs. ``adds_to`` is the stage to whose gradients a kind adds, -1 for none, and
-    row ``s`` of ``reduce`` the kinds that sum those of stage ``s`` over all paths.
+    ``reduce[s, b]`` the kinds that sum bucket ``b`` of those of stage ``s`` over all paths. Row
+    ``k`` of ``before`` and ``after`` are the other collectives that come before a task of kind ``k``,
+    and after it.
     """
 
     send: Ints
@@ -35,10 +37,12 @@ class Partners(NamedTuple):
     into: CSR
     adds_to: Ints
     reduce: Ints
+    before: CSR
+    after: CSR
 
 
 class Issued(NamedTuple):
-    """Tasks in issue order, and where the phases of each clock cycle end, and each reduction."""
+    """Tasks in issue order, and where the phases of each clock cycle end, and each collective."""
 
     kind: NDArray[np.int32]
     microbatch: NDArray[np.int32]
@@ -46,15 +50,20 @@ class Issued(NamedTuple):
 
 
 def issue(
-    compute: TaskGraph, cycle: Ints, partners: Partners, overlap: bool, n_replicas: int
+    compute: TaskGraph,
+    cycle: Ints,
+    partners: Partners,
+    overlap: bool,
+    n_replicas: int,
+    each: bool = False,
 ) -> Issued:
     """Return one replica's tasks in issue order: cycle by cycle, and in a cycle by device.
 
     Overlapped transfers are issued after the compute tasks of the cycle that produces them, each
     SEND followed by its RECV: one order of messages for all devices, in which none can wait for
-    another in a circle. Likewise the members of a reduction are issued together. Otherwise a SEND
+    another in a circle. Likewise the members of a collective are issued together. Otherwise a SEND
     follows its producer, and a RECV comes right before its consumer, or before that of a message
-    which its sender sends later.
+    which its sender sends later. With ``each``, gradients are reduced after each micro-batch.
     """
     counts = count(compute.kind, len(partners.adds_to))
     sent = np.zeros(len(partners.send), dtype=np.int64)  # how often each message is sent
@@ -64,12 +73,20 @@ def issue(
     adds = partners.adds_to >= 0
     gradients = np.zeros(len(partners.reduce), dtype=np.int64)
     np.add.at(gradients, partners.adds_to[adds], counts[adds])
-    left = np.repeat(gradients[:, None] // n_batches, n_batches, axis=1)  # of each mini-batch
-    n_tasks = len(compute) + 2 * n_messages + n_batches * partners.reduce.size
+    if each:
+        n_batches, size = compute.n_microbatches, 1
+    left = np.repeat(gradients[:, None] // n_batches, n_batches, axis=1)  # of each (mini-)batch
+    reduces = np.flatnonzero(gradients)
+    n_reductions = n_batches * partners.reduce[reduces].size
+    n_exchanges = sum(
+        int((counts * np.diff(rows.ptr)).sum()) for rows in (partners.before, partners.after)
+    )
+    n_tasks = len(compute) + 2 * n_messages + n_reductions + n_exchanges
     check_graph(n_tasks * n_replicas)
     kind, microbatch = np.empty(n_tasks, np.int32), np.empty(n_tasks, np.int32)
     starts, turns, finishes = _cycles(compute, cycle)
-    ends, reduced = np.empty((len(turns), 3), dtype=np.int64), np.zeros_like(left)
+    ends = np.empty((len(turns), 3), dtype=np.int64)
+    joined = np.zeros(n_reductions + 2 * n_exchanges, dtype=np.int64)
     channels, channel = np.unique(partners.channel, return_inverse=True)
     begins = np.zeros(len(channels) + 1, dtype=np.int64)  # each channel's messages
     np.add.at(begins, channel + 1, sent)
@@ -88,6 +105,10 @@ def issue(
         partners.out.values,
         partners.into.ptr,
         partners.into.values,
+        partners.before.ptr,
+        partners.before.values,
+        partners.after.ptr,
+        partners.after.values,
         partners.send,
         partners.recv,
         channel,
@@ -95,6 +116,7 @@ def issue(
         partners.reduce,
         left,
         size,
+        each or n_batches > 1,
         begins.copy(),
         begins.copy(),
         np.empty((of_order, 2), np.int32),
@@ -103,9 +125,9 @@ def issue(
         kind,
         microbatch,
         ends,
-        reduced,
+        joined,
     )
-    return Issued(kind, microbatch, np.sort(np.concatenate([ends.ravel(), reduced.ravel()])))
+    return Issued(kind, microbatch, np.sort(np.concatenate([ends.ravel(), joined])))
 
 
 def _cycles(compute: TaskGraph, cycle: Ints) -> tuple[CSR, CSR, CSR]:
@@ -139,6 +161,10 @@ def _issue_tasks(
     out: Ints,
     into_ptr: Ints,
     into: Ints,
+    before_ptr: Ints,
+    before: Ints,
+    after_ptr: Ints,
+    after: Ints,
     send: Ints,
     recv: Ints,
     channel: Ints,
@@ -146,6 +172,7 @@ def _issue_tasks(
     reduce: Ints,
     left: Ints,
     batch_size: int,
+    numbered: bool,
     sent: Ints,
     received: Ints,
     messages: Ints,
@@ -154,18 +181,19 @@ def _issue_tasks(
     issued_kind: Ints,
     issued_microbatch: Ints,
     ends: Ints,
-    reduced: Ints,
+    joined: Ints,
 ) -> None:
     """Fill the last four; see `issue`.
 
     ``messages`` holds number and micro-batch of those sent, channel by channel, and ``place``
-    where in it each is.
+    where in it each is. ``joined`` gets where collectives end, and where they begin unless another
+    does: each of their members is a phase of its own.
     """
-    n, several = 0, left.shape[1] > 1
+    n, n_joined = 0, 0
     for cycle in range(len(turns_ptr) - 1):
-        for k in range(starts_ptr[cycle], starts_ptr[cycle + 1]) if not overlap else range(0):
+        for k in range(starts_ptr[cycle], starts_ptr[cycle + 1]):
             task, m = kind[starts[k]], microbatch[starts[k]]
-            for j in range(into_ptr[task], into_ptr[task + 1]):
+            for j in range(into_ptr[task], into_ptr[task + 1]) if not overlap else range(0):
                 line = channel[into[j]]
                 at = received[line]
                 while at <= place[into[j], m]:
@@ -173,6 +201,12 @@ def _issue_tasks(
                     at += 1
                     n += 1
                 received[line] = at
+            for j in range(before_ptr[task], before_ptr[task + 1]):
+                joined[n_joined] = n
+                issued_kind[n], issued_microbatch[n] = before[j], m
+                n += 1
+                joined[n_joined + 1] = n
+                n_joined += 2
         ends[cycle, 0] = n
         for k in range(turns_ptr[cycle], turns_ptr[cycle + 1]):
             issued_kind[n] = kind[turns[k]]
@@ -181,6 +215,12 @@ def _issue_tasks(
         ends[cycle, 1] = n
         for k in range(finishes_ptr[cycle], finishes_ptr[cycle + 1]):
             task, m = kind[finishes[k]], microbatch[finishes[k]]
+            for j in range(after_ptr[task], after_ptr[task + 1]):
+                joined[n_joined] = n
+                issued_kind[n], issued_microbatch[n] = after[j], m
+                n += 1
+                joined[n_joined + 1] = n
+                n_joined += 2
             for j in range(out_ptr[task], out_ptr[task + 1]):
                 of = out[j]
                 issued_kind[n], issued_microbatch[n] = send[of], m
@@ -200,12 +240,13 @@ def _issue_tasks(
                 continue
             batch = microbatch[turns[k]] // batch_size
             left[of, batch] -= 1
-            for path in range(reduce.shape[1]) if left[of, batch] == 0 else range(0):
-                issued_kind[n] = reduce[of, path]
-                issued_microbatch[n] = (batch + 1) * batch_size - 1 if several else -1
-                n += 1
-            if left[of, batch] == 0:
-                reduced[of, batch] = n
+            for bucket in range(reduce.shape[1]) if left[of, batch] == 0 else range(0):
+                for path in range(reduce.shape[2]):
+                    issued_kind[n] = reduce[of, bucket, path]
+                    issued_microbatch[n] = (batch + 1) * batch_size - 1 if numbered else -1
+                    n += 1
+                joined[n_joined] = n
+                n_joined += 1
 
 
 def replicated(issued: Issued, n_replicas: int, n_kinds: int) -> Issued:

@@ -12,10 +12,11 @@ from pipesim.capacity import check_tasks
 from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.gradients_first import gradients_first
-from pipesim.graph import TaskGraph
+from pipesim.graph import GRAD_SYNC, GradSync, TaskGraph
 from pipesim.issue import issue, replicated
 from pipesim.ops import Op
-from pipesim.partners import add_partners
+from pipesim.partners import Collectives, add_partners
+from pipesim.placement import LAYOUTS, Layout, replica_devices
 from pipesim.schedule import Schedule
 from pipesim.skips import carried, checked_skips
 from pipesim.tasks import Kinds, StreamKind
@@ -37,6 +38,11 @@ def lower(
     hosts: Literal["one", "per_device"] = "one",
     step: Literal["flush", "none"] = "flush",
     n_replicas: int = 1,
+    layout: Layout = "replica_major",
+    grad_sync: GradSync = "last",
+    n_buckets: int = 4,
+    shard_optimizer: bool = False,
+    sharded: Iterable[int] = (),
     skips: Iterable[tuple[int, int]] | str = (),
     portals: bool = True,
     recompute_first: bool = False,
@@ -70,6 +76,25 @@ def lower(
         several, a stage's gradients are reduced over all of them, on a stream of its own if
         transfers overlap, as soon as its last one is there; its optimizer step waits for that.
         The paths of a bidirectional placement are replicas too, on the same devices.
+    layout
+        Which devices have consecutive numbers: those of a replica (``"replica_major"``), or the
+        replicas of a stage (``"stage_major"``); see `pipesim.placement.replica_devices`.
+    grad_sync
+        When gradients are reduced: once a mini-batch, after the ``"last"`` backward, as in the
+        ``no_sync`` of torch's DistributedDataParallel (PyTorch Distributed, arXiv 2006.15704,
+        section 3.2.4); after ``"every"`` micro-batch, as it does without; or once in ``"bucketed"``
+        parts, each as soon as the last backward has made its gradients (section 3.2.2 there).
+    n_buckets
+        Of a stage, where gradients are bucketed; the first has those of the last layers.
+    shard_optimizer
+        Whether each replica steps its share of the parameters and then gathers the others (UNSHARD)
+        as in ZeRO-1 (arXiv 1910.02054). `pipesim.Costs` then has REDUCE_GRAD as a reduce-scatter, a
+        STEP of the share's seconds, and optimizer state of its bytes.
+    sharded
+        Stages that are embeddings whose rows are spread over the replicas, as in HugeCTR's sparse
+        operation kit. Their F looks up the rows that all replicas ask for, their B adds up the
+        gradients of those rows; ALL_TO_ALLs exchange counts, keys and vectors around F and
+        gradients before B. They reduce no gradients and are not recomputed.
     skips
         ``(source, target)`` pairs of stages between which tensors go beside the pipeline's
         outputs, such as a U-Net's long connections; each pair once, with source < target. Also as
@@ -97,8 +122,9 @@ def lower(
     Raises
     ------
     ArgumentError
-        For skips that are no such pairs, for ``recompute_first`` where a forward comes later, and
-        for ``recompute_waits`` where transfers overlap.
+        For skips that are no such pairs, for ``recompute_first`` where a forward comes later, for
+        ``recompute_waits`` where transfers overlap, and for collectives that do not suit the
+        schedule.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
@@ -112,6 +138,9 @@ def lower(
     check_name("step", step, ("flush", "none"))
     flags = {"overlap": overlap, "rendezvous": rendezvous, "portals": portals}
     flags |= {"recompute_first": recompute_first, "recompute_waits": recompute_waits}
+    flags |= {"shard_optimizer": shard_optimizer}
+    check_name("layout", layout, LAYOUTS)
+    check_name("grad_sync", grad_sync, GRAD_SYNC)
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ArgumentError(f"{name} must be True or False, got {flag!r}")
@@ -126,7 +155,18 @@ def lower(
     verify_listing(schedule)
     check_tasks(len(schedule) * n_replicas)
     pairs = checked_skips(skips, schedule.n_stages)
-    kinds, kind, microbatch = _with_recompute_and_steps(schedule, recompute, step, recompute_first)
+    reduces = n_replicas * schedule.placement.n_paths > 1
+    n_buckets = check_count("n_buckets", n_buckets)
+    collectives = Collectives(
+        buckets=reduces * (n_buckets if grad_sync == "bucketed" else 1),
+        each=grad_sync == "every",
+        sharded=_checked_sharded(sharded, schedule),
+        unshards=shard_optimizer and n_replicas > 1,
+    )
+    _check_collectives(schedule, collectives)
+    kinds, kind, microbatch = _with_recompute_and_steps(
+        schedule, recompute, step, recompute_first, collectives.sharded
+    )
     n_batches = schedule.n_batches
     compute = TaskGraph.of_kinds(kinds, kind, microbatch, n_batches=n_batches)
     cycles = compute.levels
@@ -134,14 +174,13 @@ def lower(
         verify(schedule)  # says who waits for whom
     if schedule.placement.n_paths > 1:
         cycles = _with_late_steps(compute, cycles)
-    reduces = n_replicas * schedule.placement.n_paths > 1
     borders = list(carried(pairs, portals))
-    kinds, partners = add_partners(compute, overlap, streams, reduces, borders)
-    issued = issue(compute, cycles, partners, overlap, n_replicas)
+    kinds, partners = add_partners(compute, overlap, streams, collectives, borders)
+    issued = issue(compute, cycles, partners, overlap, n_replicas, collectives.each)
     del compute, cycles, kind, microbatch
     if n_replicas > 1:
         issued = replicated(issued, n_replicas, len(kinds))
-        kinds = kinds.replicated(n_replicas, schedule.n_devices)
+        kinds = kinds.replicated(replica_devices(n_replicas, schedule.n_devices, layout))
     kind, microbatch = issued.kind, issued.microbatch
     if recompute_waits:
         order = gradients_first(kinds, kind, microbatch)
@@ -156,6 +195,7 @@ def lower(
         recompute=recompute,
         overlap=overlap,
         n_batches=n_batches,
+        grad_sync=grad_sync,
         weight_versions=schedule.weight_versions,
         skips=pairs,
         portals=portals,
@@ -166,8 +206,52 @@ def lower(
     return graph.as_verified()
 
 
+def _checked_sharded(sharded: Iterable[int], schedule: Schedule) -> tuple[int, ...]:
+    """Return the numbers of the sharded stages."""
+    try:
+        stages = tuple(sharded)
+    except TypeError:
+        raise ArgumentError(
+            f"sharded must be the numbers of stages, such as [0], got {sharded!r}"
+        ) from None
+    for stage in stages:
+        if check_count("sharded: a stage", stage, 0) >= schedule.n_stages:
+            raise ArgumentError(
+                f"sharded names stage {stage}; there are {schedule.n_stages} stages, "
+                f"0..{schedule.n_stages - 1}"
+            )
+    if len(set(stages)) < len(stages):
+        raise ArgumentError(f"sharded names a stage twice: {list(stages)}; name each once")
+    return stages
+
+
+def _check_collectives(schedule: Schedule, collectives: Collectives) -> None:
+    """Raise for collectives that mean nothing for a schedule."""
+    if schedule.placement.n_paths > 1 and (collectives.each or collectives.sharded):
+        what = 'grad_sync="every"' if collectives.each else f"sharded={list(collectives.sharded)}"
+        raise ArgumentError(
+            f"{what}, but schedule {schedule.name!r} has {schedule.placement.n_paths} paths, of "
+            "which each has other micro-batches; take a schedule of one path"
+        )
+    if collectives.unshards and schedule.n_batches > 1:
+        raise ArgumentError(
+            f"shard_optimizer=True, but schedule {schedule.name!r} steps {schedule.n_batches} times "
+            "while micro-batches are in flight; take a schedule of one mini-batch"
+        )
+    if collectives.sharded and schedule.n_batches > 1:
+        raise ArgumentError(
+            f"sharded={list(collectives.sharded)}, but schedule {schedule.name!r} steps "
+            f"{schedule.n_batches} times while micro-batches are in flight, and shards have no "
+            "versions of their weights; take a schedule of one mini-batch"
+        )
+
+
 def _with_recompute_and_steps(
-    schedule: Schedule, recompute: str, step: str, recompute_first: bool
+    schedule: Schedule,
+    recompute: str,
+    step: str,
+    recompute_first: bool,
+    sharded: tuple[int, ...],
 ) -> tuple[Kinds, NDArray[np.int32], NDArray[np.int32]]:
     """Put R before each backward whose forward kept no activations, and STEPs last.
 
@@ -176,7 +260,7 @@ def _with_recompute_and_steps(
     kinds, kind = compute_listing(schedule)
     microbatch = schedule.microbatch
     recomputed = frozenset({Op.B, Op.I}) if recompute != "never" else frozenset()
-    backward = np.flatnonzero(kinds.is_op(recomputed))
+    backward = np.flatnonzero(kinds.is_op(recomputed) & ~np.isin(kinds.stage, sharded))
     homes = np.asarray(schedule.placement.paths)
     path, stage = (
         x.ravel() if step == "flush" else np.empty(0, dtype=np.int64)

@@ -17,6 +17,7 @@ from pipesim.errors import ArgumentError, suggestion
 __all__ = [
     "COLLECTIVES",
     "COMPUTE",
+    "EXCHANGES",
     "OF_STAGES",
     "RECVS",
     "SCHEDULED",
@@ -44,6 +45,7 @@ class Op(IntEnum):
     REDUCE_GRAD = 9
     ALL_TO_ALL = 10
     STEP = 11
+    UNSHARD = 12
 
     def __str__(self) -> str:
         return self.name
@@ -57,11 +59,15 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECVS
 #: What devices do together: all start when the last has come (rule 9).
-COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL})
+COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD})
 #: What may be on a whole stage, without a micro-batch.
 OF_STAGES = COLLECTIVES | {Op.STEP}
+#: What an ALL_TO_ALL of a sharded embedding exchanges, by its `part`: in this order.
+EXCHANGES = ("counts", "keys", "vectors", "gradients")
 
-_ACTION = re.compile(r"\s*([0-9]+)([A-Z](?:[A-Z_]*[A-Z])?)([0-9]*)(?:([<>])([0-9]+))?\s*")
+_ACTION = re.compile(
+    r"\s*([0-9]+)([A-Z](?:[A-Z_]*[A-Z])?)([0-9]*)(?:([<>])([0-9]+)|\.([0-9]+|[a-z]+))?\s*"
+)
 _OVERLAPPED = re.compile(r"\s*\(([^();]*);([^();]*)\)OVERLAP_F_B\s*")
 
 
@@ -69,21 +75,28 @@ class Action(NamedTuple):
     """One operation of one stage on one micro-batch; ``str`` and `parse` are inverse.
 
     ``microbatch`` is None for operations on a whole stage, such as ``STEP``. ``peer_stage`` is the
-    stage at the other end of a message of skip connections, -1 for any other action.
+    stage at the other end of a message of skip connections, -1 for any other action. ``part`` is
+    the bucket of a REDUCE_GRAD that has several, or which of `EXCHANGES` an ALL_TO_ALL is, else -1.
 
     >>> str(Action(2, Op.F, 0)), str(Action(0, Op.SEND_F, 3, 2)), str(Action(2, Op.RECV_F, 3, 0))
     ('2F0', '0SEND_F3>2', '2RECV_F3<0')
+    >>> str(Action(2, Op.REDUCE_GRAD, part=1)), str(Action(0, Op.ALL_TO_ALL, 3, part=1))
+    ('2REDUCE_GRAD.1', '0ALL_TO_ALL3.keys')
     >>> Action.parse("1SEND_F3")
-    Action(stage=1, op=<Op.SEND_F: 5>, microbatch=3, peer_stage=-1)
+    Action(stage=1, op=<Op.SEND_F: 5>, microbatch=3, peer_stage=-1, part=-1)
     """
 
     stage: int
     op: Op
     microbatch: int | None = None
     peer_stage: int = -1
+    part: int = -1
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.op.name}{'' if self.microbatch is None else self.microbatch}"
+        if self.part >= 0:
+            exchanges = self.op == Op.ALL_TO_ALL and self.part < len(EXCHANGES)
+            return f"{text}.{EXCHANGES[self.part] if exchanges else self.part}"
         if self.peer_stage < 0:
             return text
         return f"{text}{'>' if self.op in SENDS else '<'}{self.peer_stage}"
@@ -102,7 +115,7 @@ class Action(NamedTuple):
             raise ArgumentError(
                 f"{text!r} is not an action; write stage, operation, micro-batch, such as '2F0'"
             )
-        stage, op, microbatch, sign, peer = match.groups()
+        stage, op, microbatch, sign, peer, part = match.groups()
         if op not in Op.__members__:
             raise ArgumentError(
                 f"{text!r} names no operation: {op!r}{suggestion(op, Op.__members__)} "
@@ -113,9 +126,16 @@ class Action(NamedTuple):
                 f"{text!r} is not an action: only messages of skip connections name another "
                 "stage, such as '0SEND_F3>2' and '2RECV_F3<0'"
             )
+        names = EXCHANGES if op == Op.ALL_TO_ALL.name else ()
+        if part and part not in names and (op != Op.REDUCE_GRAD.name or not part.isdigit()):
+            raise ArgumentError(
+                f"{text!r} is not an action; only buckets, such as '2REDUCE_GRAD.1', and exchanges "
+                f"({', '.join(EXCHANGES)}), such as '0ALL_TO_ALL3.keys', are parts: write '2F0'"
+            )
+        number = part if part is None or part not in names else names.index(part)
         try:
             numbers = int(microbatch) if microbatch else None, int(peer) if peer else -1
-            return cls(int(stage), Op[op], *numbers)
+            return cls(int(stage), Op[op], *numbers, -1 if number is None else int(number))
         except ValueError as error:  # more digits than Python reads
             raise ArgumentError(
                 f"{text!r:.40}... of {len(text)} characters is not an action; "

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from pipesim.csr import CSR, Ints
 from pipesim.graph import PAIRS, TaskGraph
 from pipesim.issue import Partners
-from pipesim.ops import Op
+from pipesim.ops import EXCHANGES, Op
 from pipesim.skips import Skip
 from pipesim.tasks import Kinds, StreamKind
 
-__all__ = ["add_partners"]
+__all__ = ["Collectives", "add_partners"]
 
 
 class _Messages(NamedTuple):
@@ -35,10 +35,35 @@ class _Messages(NamedTuple):
     is_skip: NDArray[np.bool_]
 
 
+class Collectives(NamedTuple):
+    """Which collectives there are beside the compute tasks.
+
+    Attributes
+    ----------
+    buckets
+        Number of REDUCE_GRADs that the gradients of a stage are reduced in; 0 for none.
+    each
+        Whether each micro-batch has a REDUCE_GRAD, rather than each mini-batch.
+    sharded
+        Stages whose rows are spread over the replicas: they exchange, and reduce nothing.
+    unshards
+        Whether replicas gather the parameters that each of them has stepped.
+    """
+
+    buckets: int = 0
+    each: bool = False
+    sharded: tuple[int, ...] = ()
+    unshards: bool = False
+
+
 def add_partners(
-    compute: TaskGraph, overlap: bool, streams: str, reduces: bool, borders: Sequence[Skip]
+    compute: TaskGraph,
+    overlap: bool,
+    streams: str,
+    collectives: Collectives,
+    borders: Sequence[Skip],
 ) -> tuple[Kinds, Partners]:
-    """Add the kinds of messages, wherever they lead to another device, and of reductions.
+    """Add the kinds of messages, wherever they lead to another device, and of collectives.
 
     ``borders`` are the pairs of stages between which skips have messages.
     """
@@ -70,15 +95,60 @@ def add_partners(
             Kinds(np.full_like(stage, recv), target, to, replica, codes[1], none, behind),
         )
     adds_to: Ints = np.full(n_kinds, -1, dtype=np.int32)
-    reduce: Ints = np.empty((0, len(homes)), dtype=np.int32)
-    if reduces:
+    stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
+    n_buckets = collectives.buckets
+    shape = (homes.shape[1], n_buckets, len(homes)) if n_buckets else (0, 0, len(homes))
+    reduce = len(kinds) + np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    if n_buckets:
         of = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.W})))
+        of = of[~np.isin(kinds.stage[of], collectives.sharded)]
         adds_to[of] = kinds.stage[of]
-        reduce = len(kinds) + np.arange(homes.size, dtype=np.int32).reshape(homes.T.shape)
-        kinds = kinds.joined(_reductions(homes, overlap))
+        kinds = kinds.joined(_reductions(homes, stream, n_buckets))
+    before, after, kinds = _exchanges(compute, kinds, stream, collectives)
     send_kind, recv_kind, channel = (np.concatenate(column) for column in zip(*ends, strict=True))
     made, needed = _rows(out, n_kinds), _rows(into, n_kinds)
-    return kinds, Partners(send_kind, recv_kind, channel, made, needed, adds_to, reduce)
+    return kinds, Partners(
+        send_kind, recv_kind, channel, made, needed, adds_to, reduce, before, after
+    )
+
+
+#: Which exchanges come before (-1) and after (1) an operation of a sharded stage.
+_EXCHANGES_OF = {
+    Op.F: ((-1, "counts"), (-1, "keys"), (1, "vectors")),
+    Op.B: ((-1, "gradients"),),
+    Op.I: ((-1, "gradients"),),
+}
+
+
+def _exchanges(
+    compute: TaskGraph, kinds: Kinds, stream: int, collectives: Collectives
+) -> tuple[CSR, CSR, Kinds]:
+    """Add the kinds of exchanges, and of gathered parameters; return what each comes before, after.
+
+    Row ``k`` of the first are those before a task of kind ``k``, of the second those after it.
+    """
+    found: dict[int, list[tuple[int, int]]] = {-1: [], 1: []}
+    added: dict[tuple[int, ...], int] = {}  # B and I of a stage share theirs
+    own = compute.kinds
+    for kind in range(len(own)):
+        op, stage = Op(own.op[kind]), int(own.stage[kind])
+        wanted = []
+        if stage in collectives.sharded:
+            wanted = [(side, Op.ALL_TO_ALL, EXCHANGES.index(name))
+                      for side, name in _EXCHANGES_OF.get(op, ())]  # fmt: skip
+        elif op == Op.STEP and collectives.unshards:
+            wanted = [(1, Op.UNSHARD, -1)]
+        for side, collective, part in wanted:
+            place = int(own.device[kind]), stage, int(own.replica[kind])
+            number = added.setdefault((collective, *place, part), len(added))
+            found[side].append((kind, len(kinds) + number))
+    rows = [np.array(found[side], dtype=np.int64).reshape(-1, 2).T for side in (-1, 1)]
+    before, after = (CSR.from_pairs(row, value, len(own)) for row, value in rows)
+    if added:
+        op, device, of_stage, replica, part = np.array(list(added)).T
+        code = np.full_like(op, stream)
+        kinds = kinds.joined(Kinds(op, device, of_stage, replica, code, part=part))
+    return before, after, kinds
 
 
 def _rows(parts: Sequence[tuple[Ints, Ints]], n_rows: int) -> CSR:
@@ -114,9 +184,10 @@ def _messages(
     return _Messages(makes, made, needs, needed, replica, stage, to, is_skip)
 
 
-def _reductions(homes: Ints, overlap: bool) -> Kinds:
-    """Return the kinds that sum the gradients of each stage, over all paths."""
-    stage, replica = (x.ravel() for x in np.indices(homes.T.shape))
-    stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
+def _reductions(homes: Ints, stream: int, n_buckets: int) -> Kinds:
+    """Return the kinds that sum the gradients of each stage, bucket by bucket, over all paths."""
+    shape = homes.shape[1], n_buckets, len(homes)
+    stage, bucket, replica = (x.ravel() for x in np.indices(shape))
     op, code = np.full_like(stage, Op.REDUCE_GRAD), np.full_like(stage, stream)
-    return Kinds(op, homes[replica, stage], stage, replica, code)
+    part = bucket if n_buckets > 1 else np.full_like(stage, -1)
+    return Kinds(op, homes[replica, stage], stage, replica, code, part=part)

@@ -5,13 +5,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count
 
-__all__ = ["Placement", "bidirectional", "linear", "looped", "v_shaped", "waves"]
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "Placement",
+    "bidirectional",
+    "linear",
+    "looped",
+    "replica_devices",
+    "v_shaped",
+    "waves",
+]
+
+Layout = Literal["replica_major", "stage_major"]
+LAYOUTS: tuple[Layout, ...] = ("replica_major", "stage_major")
 
 
 @dataclass(frozen=True)
@@ -130,3 +144,21 @@ def bidirectional(n_devices: int) -> Placement:
             f"a bidirectional placement needs an even number of devices, got {n_devices}"
         )
     return Placement(down, tuple(reversed(down)))
+
+
+def replica_devices(n_replicas: int, n_devices: int, layout: Layout) -> NDArray[np.int64]:
+    """Return the devices of each replica of a pipeline; shape ``(n_replicas, n_devices)``.
+
+    ``"replica_major"``: the devices of a replica have consecutive numbers, so that its stages are
+    neighbours. ``"stage_major"``: the replicas of a stage have, so that they reduce their gradients
+    inside a node.
+
+    >>> replica_devices(2, 3, "replica_major").tolist()
+    [[0, 1, 2], [3, 4, 5]]
+    >>> replica_devices(2, 3, "stage_major").tolist()
+    [[0, 2, 4], [1, 3, 5]]
+    """
+    numbers = np.arange(n_replicas * n_devices)
+    if layout == "stage_major":
+        return numbers.reshape(n_devices, n_replicas).T
+    return numbers.reshape(n_replicas, n_devices)

@@ -50,6 +50,7 @@ PALETTE: Mapping[Op, str] = {
     Op.REDUCE_GRAD: "#332288",
     Op.ALL_TO_ALL: "#882255",
     Op.STEP: "#5F5F5F",
+    Op.UNSHARD: "#6A5ACD",
 }
 #: Drawn with a hatch: the same work as F, done again.
 HATCHED = frozenset({Op.R})
@@ -69,6 +70,7 @@ LABELS: Mapping[Op, str] = {
     Op.REDUCE_GRAD: "reduce gradients",
     Op.ALL_TO_ALL: "all-to-all",
     Op.STEP: "optimizer",
+    Op.UNSHARD: "gather parameters",
 }
 #: How many of a unit make a second.
 TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}

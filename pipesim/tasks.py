@@ -60,11 +60,12 @@ class Task(NamedTuple):
     microbatch: int | None
     replica: int = 0
     peer_stage: int = -1
+    part: int = -1
 
     @property
     def action(self) -> Action:
         """The task's action, without its place."""
-        return Action(self.stage, self.op, self.microbatch, self.peer_stage)
+        return Action(self.stage, self.op, self.microbatch, self.peer_stage, self.part)
 
     def __str__(self) -> str:
         return str(self.action)
@@ -93,6 +94,9 @@ class Tasks:
     peer_stage
         The stage at the other end of a message of skip connections, -1 for any other task, the
         pipeline's own messages included; None where there are no skips.
+    part
+        The bucket of a REDUCE_GRAD that has several, or which of `pipesim.ops.EXCHANGES` an
+        ALL_TO_ALL is, -1 for any other task; None where there are none.
     """
 
     op: Ints
@@ -103,6 +107,7 @@ class Tasks:
     replica: Ints | None = None
     overlapped: Ints | None = None
     peer_stage: Ints | None = None
+    part: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.op)
@@ -113,8 +118,11 @@ class Tasks:
             np.zeros_like(self.op) if column is None else column
             for column in (self.replica, self.overlapped)
         )
-        peer = np.full_like(self.op, -1) if self.peer_stage is None else self.peer_stage
-        columns = (self.device, self.stream, self.op, self.stage, replica, overlapped, peer)
+        peer, part = (
+            np.full_like(self.op, -1) if column is None else column
+            for column in (self.peer_stage, self.part)
+        )
+        columns = (self.device, self.stream, self.op, self.stage, replica, overlapped, peer, part)
         lowest = [int(column.min(initial=0)) for column in columns]
         widths = [int(c.max(initial=0)) - low + 1 for c, low in zip(columns, lowest, strict=True)]
         if math.prod(widths) >= 2**63:
@@ -127,13 +135,14 @@ class Tasks:
         for column, low, width in zip(columns, lowest, widths, strict=True):
             key = key * width + (column - low)
         _, first, kind = np.unique(key, return_index=True, return_inverse=True)
-        device, stream, op, stage, replica, overlapped, peer = (c[first] for c in columns)
-        return Kinds(op, device, stage, replica, stream, overlapped, peer), kind.astype(np.int32)
+        device, stream, op, stage, replica, overlapped, peer, part = (c[first] for c in columns)
+        kinds = Kinds(op, device, stage, replica, stream, overlapped, peer, part)
+        return kinds, kind.astype(np.int32)
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """A table of kinds: what all tasks of one operation, stage, replica and peer have in common.
+    """A table of kinds: what tasks of one operation, stage, replica, peer and part have in common.
 
     A graph of 10^8 tasks has a few thousand kinds, and costs and streams are theirs.
 
@@ -148,6 +157,8 @@ class Kinds:
     peer_stage
         The stage at the other end of a message of skip connections, else -1, also where it is not
         given.
+    part
+        The bucket of a REDUCE_GRAD, or which exchange an ALL_TO_ALL is, likewise.
     """
 
     op: Ints
@@ -157,9 +168,10 @@ class Kinds:
     stream: Ints
     overlapped: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     peer_stage: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    part: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
-        for name, value in (("overlapped", 0), ("peer_stage", -1)):
+        for name, value in (("overlapped", 0), ("peer_stage", -1), ("part", -1)):
             if len(getattr(self, name)) != len(self.op):
                 object.__setattr__(self, name, np.full(len(self.op), value))
         for column in fields(self):
@@ -183,16 +195,18 @@ class Kinds:
             )
         )
 
-    def replicated(self, n_replicas: int, n_devices: int) -> Kinds:
-        """Return ``n_replicas`` copies, each on ``n_devices`` devices of its own.
+    def replicated(self, devices: Ints) -> Kinds:
+        """Return copies, each on devices of its own: row ``c`` of ``devices`` has those of copy c.
 
         Kind ``k`` of copy ``c`` is number ``c * len(self) + k``; what was replica ``r`` of ``n``
         is replica ``c * n + r``.
         """
-        copy = np.repeat(np.arange(n_replicas), len(self))
-        op, device, stage, replica, stream, overlapped, peer = (
-            np.tile(getattr(self, column.name), n_replicas) for column in fields(self)
-        )
-        stream = np.where(stream > 0, stream + 2 * n_devices * copy, stream)  # of its peer
-        replica += copy * (int(self.replica.max(initial=0)) + 1)
-        return Kinds(op, device + n_devices * copy, stage, replica, stream, overlapped, peer)
+        copy = np.repeat(np.arange(len(devices)), len(self))
+        columns = {f.name: np.tile(getattr(self, f.name), len(devices)) for f in fields(self)}
+        stream = columns["stream"]
+        peer = devices[copy, np.maximum(stream - 1, 0) // 2]
+        moved = np.where(stream % 2 == 1, StreamKind.send(peer), StreamKind.recv(peer))
+        columns["stream"] = np.where(stream > 0, moved, stream)
+        columns["device"] = devices[copy, columns["device"]]
+        columns["replica"] += copy * (int(self.replica.max(initial=0)) + 1)
+        return Kinds(**columns)

@@ -205,8 +205,9 @@ class Timeline:
 
         Columns: ``device``, ``stream``, ``op``, ``stage``, ``microbatch`` (-1 for operations on a
         whole stage), ``start``, ``end`` (s), ``nbytes`` (of messages); and where there are any,
-        ``replica``, ``overlapped`` (1 for the halves of overlapped actions), and ``peer_stage``
-        (the stage at the other end of a message of skips, else -1).
+        ``replica``, ``overlapped`` (1 for the halves of overlapped actions), ``peer_stage`` (the
+        stage at the other end of a message of skips, else -1), and ``part`` (the bucket of a
+        REDUCE_GRAD, or which exchange an ALL_TO_ALL is, else -1).
         """
         frame = self.all_rows()
         return frame[frame["start"].notna()]
@@ -234,13 +235,15 @@ class Timeline:
             columns["overlapped"] = graph.kinds.overlapped[graph.kind]
         if (graph.kinds.peer_stage >= 0).any():
             columns["peer_stage"] = graph.peer_stage
+        if (graph.kinds.part >= 0).any():
+            columns["part"] = graph.part
         return pd.DataFrame(columns, index=pd.RangeIndex(len(graph), name="task"))
 
     def save(self, path: Path | str) -> None:
         """Write all tasks as CSV with the columns of `frame`, whole or not at all.
 
-        And, where they are not the usual ones, `lower`'s ``rendezvous``, ``hosts``, ``skips`` and
-        ``portals``, and ``weight_versions``, in columns of their own.
+        And, where they are not the usual ones, `lower`'s ``rendezvous``, ``hosts``, ``grad_sync``,
+        ``skips`` and ``portals``, and ``weight_versions``, in columns of their own.
         """
         from pipesim.timeline_files import save
 

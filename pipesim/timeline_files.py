@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipesim.costs import Costs
 from pipesim.errors import PipeError, TimelineError, check_name, suggestion
 from pipesim.files import write_whole
-from pipesim.graph import TaskGraph
+from pipesim.graph import GRAD_SYNC, TaskGraph
 from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.schedule import VERSIONS
 from pipesim.skips import skip_from_text, skip_text
@@ -30,11 +30,12 @@ __all__ = ["load", "save"]
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "rendezvous": ("False", "True"),
     "hosts": ("one", "per_device"),
+    "grad_sync": GRAD_SYNC,
     "weight_versions": VERSIONS,
     "portals": ("True", "False"),
 }
 #: What columns that may be missing hold then.
-_DEFAULTS = {"replica": "0", "overlapped": "0", "peer_stage": "-1"}
+_DEFAULTS = {"replica": "0", "overlapped": "0", "peer_stage": "-1", "part": "-1"}
 
 
 def save(timeline: Timeline, path: Path | str) -> None:
@@ -43,6 +44,7 @@ def save(timeline: Timeline, path: Path | str) -> None:
     settings = {
         "rendezvous": str(graph.rendezvous),
         "hosts": "one" if len(np.unique(graph.host)) == 1 else "per_device",
+        "grad_sync": graph.grad_sync,
         "weight_versions": graph.weight_versions,
         "portals": str(graph.portals),
     }
@@ -112,6 +114,7 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         replica=rows["replica"].to_numpy(np.int64),
         overlapped=rows["overlapped"].to_numpy(np.int64),
         peer_stage=rows["peer_stage"].to_numpy(np.int64),
+        part=rows["part"].to_numpy(np.int64),
     )
     # Each mini-batch has optimizer steps of its own.
     n_batches = max(1, len(np.unique(tasks.microbatch[tasks.op == Op.STEP])))

@@ -184,10 +184,10 @@ def _counters(timeline: Timeline, first_pid: int) -> Iterator[Event]:
 def names(timeline: Timeline) -> list[str]:
     """Return the text form of each task's action."""
     graph = timeline.graph
-    columns = (graph.stage, graph.op, graph.microbatch, graph.peer_stage)
+    columns = (graph.stage, graph.op, graph.microbatch, graph.peer_stage, graph.part)
     return [
-        str(Action(stage, Op(op), None if microbatch < 0 else microbatch, peer))
-        for stage, op, microbatch, peer in zip(*(c.tolist() for c in columns), strict=True)
+        str(Action(stage, Op(op), None if microbatch < 0 else microbatch, peer, part))
+        for stage, op, microbatch, peer, part in zip(*(c.tolist() for c in columns), strict=True)
     ]
 
 

@@ -140,7 +140,7 @@ def charge_gaps(placed: Mapping[Action, Placed]) -> dict[Action, Placed]:
 def _edges(placed: Mapping[Action, Placed]) -> Iterator[_Edge]:
     """Yield the hand-overs between devices: outputs to the next stage, gradients back, skips."""
     for action in placed:
-        stage, op, microbatch, peer = action
+        stage, op, microbatch, peer, _ = action
         if peer >= 0:
             continue
         if op == Op.F:

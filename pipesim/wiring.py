@@ -27,11 +27,12 @@ class KindRules(NamedTuple):
     ptr
         Kind ``k`` has rules ``ptr[k]`` to ``ptr[k + 1]``.
     through
-        Of the message that stands in for what is needed; shape ``(n_rules,)``.
+        Of what stands in for what is needed, the first that is there; shape ``(n_rules, 2)``.
     needs
         Of what is needed; shape ``(n_rules, 2)``.
     every
-        Whether that is of every micro-batch of the task's mini-batch; shape ``(n_rules,)``.
+        Whether what is needed is of every micro-batch of the task's mini-batch: 0 if not, 1 if so,
+        2 if what stands in for it is too; shape ``(n_rules,)``.
     """
 
     base: Ints
@@ -82,27 +83,31 @@ def wire(
     for task in range(len(kind)):
         of, column = kind[task], microbatch[task] + 1
         for rule in range(rules_ptr[of], rules_ptr[of + 1]):
-            if through[rule] >= 0:
-                found = index[through[rule] + column]
-                if found >= 0:
-                    values[total] = found
-                    total += 1
-                    continue
-            for choice in range(2):
-                base = needs[rule, choice]
-                if base < 0:
-                    continue
-                if not every[rule]:
-                    found = index[base + column]
+            last, first = column + 1, column
+            if every[rule]:
+                last = 1 + (n_microbatches if column == 0 else column)
+                first = 1 if column == 0 else max(1, column - batch_size + 1)
+            before = total
+            for choice in range(2) if every[rule] < 2 else range(0):
+                if through[rule, choice] >= 0 and total == before:
+                    found = index[through[rule, choice] + column]
                     if found >= 0:
                         values[total] = found
                         total += 1
-                    continue
-                last = n_microbatches if column == 0 else column
-                first = 0 if column == 0 else max(0, column - batch_size)
-                for cell in range(base + 1 + first, base + 1 + last):
-                    if index[cell] >= 0:
-                        values[total] = index[cell]
+            if total > before:
+                continue
+            instead = through[rule, 0] if every[rule] == 2 else -1
+            for cell in range(first, last) if instead >= 0 else range(0):
+                if index[instead + cell] >= 0:
+                    values[total] = index[instead + cell]
+                    total += 1
+            for choice in range(2):
+                base = needs[rule, choice]
+                for cell in range(first, last) if base >= 0 else range(0):
+                    if instead >= 0 and index[instead + cell] >= 0:
+                        continue
+                    if index[base + cell] >= 0:
+                        values[total] = index[base + cell]
                         total += 1
         ptr[task + 1] = total
         pair[task] = -1

@@ -23,7 +23,7 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
     size = graph.n_microbatches // graph.n_batches
     ids = {(task.replica, task.action): task.id for task in tasks}
     found: list[set[int]] = []
-    for _, op, _, _, stage, m, replica, _ in tasks:
+    for _, op, _, _, stage, m, replica, *_ in tasks:
 
         def any_of(of: int, *ops: Op, m: int | None = m, r: int = replica) -> set[int]:
             return {ids[r, Action(of, x, m)] for x in ops if (r, Action(of, x, m)) in ids}

@@ -49,11 +49,14 @@ sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
 
 
 def actions() -> st.SearchStrategy[Action]:
-    """Any action, those on a whole stage and messages of skips included."""
+    """Any action: on a whole stage, messages of skips, buckets and exchanges included."""
     stages, microbatches = st.integers(0, 999), st.one_of(st.none(), st.integers(0, 9999))
+    none, reduce, exchange = st.just(-1), st.just(Op.REDUCE_GRAD), st.just(Op.ALL_TO_ALL)
     return st.one_of(
-        st.builds(Action, stages, st.sampled_from(Op), microbatches, st.just(-1)),
-        st.builds(Action, stages, st.sampled_from(sorted(TRANSFERS)), microbatches, stages),
+        st.builds(Action, stages, st.sampled_from(Op), microbatches, none, none),
+        st.builds(Action, stages, st.sampled_from(sorted(TRANSFERS)), microbatches, stages, none),
+        st.builds(Action, stages, reduce, microbatches, none, st.integers(0, 99)),
+        st.builds(Action, stages, exchange, microbatches, none, st.integers(0, 3)),
     )
 
 
@@ -84,7 +87,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 def needs(action: Action, halves: set[tuple[int, int]], n_stages: int) -> list[Action]:
     """Return what a compute action needs (rule 3), said a second time on purpose."""
-    stage, op, microbatch, _ = action
+    stage, op, microbatch, *_ = action
 
     def gradient(of: int) -> Action:
         return Action(of, Op.I if (of, microbatch) in halves else Op.B, microbatch)

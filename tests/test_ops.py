@@ -26,6 +26,10 @@ def test_text_form_parses_back(action: Action) -> None:
         ("1RECV_B3", Action(1, Op.RECV_B, 3)),
         ("0REDUCE_GRAD", Action(0, Op.REDUCE_GRAD)),
         ("3STEP", Action(3, Op.STEP)),
+        ("2REDUCE_GRAD.1", Action(2, Op.REDUCE_GRAD, part=1)),
+        ("2REDUCE_GRAD7.10", Action(2, Op.REDUCE_GRAD, 7, part=10)),
+        ("0ALL_TO_ALL3.counts", Action(0, Op.ALL_TO_ALL, 3, part=0)),
+        ("0ALL_TO_ALL3.gradients", Action(0, Op.ALL_TO_ALL, 3, part=3)),
     ],
 )
 def test_text_form_is_torchs(text: str, action: Action) -> None:
@@ -36,13 +40,15 @@ def test_text_form_is_torchs(text: str, action: Action) -> None:
 
 def test_every_op_is_in_one_set() -> None:
     """A new operation has to say what it occupies: compute, a transfer, or (here) a collective."""
-    collectives = {Op.REDUCE_GRAD, Op.ALL_TO_ALL}
+    collectives = {Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD}
     assert set(Op) == COMPUTE | TRANSFERS | collectives
     assert sum(map(len, (COMPUTE, SENDS, RECVS, collectives))) == len(Op)
     assert SCHEDULED < COMPUTE
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2f0", "2F0.5", "-1F0", "2F-1", "2F0 1B0", None, 3])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2f0", "2F0.5", "0ALL_TO_ALL0.words", "-1F0", "2F-1", "2F0 1B0", None, 3]
+)
 def test_text_that_is_no_action(text: object) -> None:
     """The text is shown, and an example of what is allowed."""
     with pytest.raises(ArgumentError, match=r"is not an action; .*'2F0'") as caught:
