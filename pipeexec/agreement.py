@@ -20,7 +20,7 @@ from pipesim.errors import ArgumentError
 from pipesim.graph import TaskGraph
 from pipesim.verify import verify
 
-__all__ = ["agree_on_graph", "agree_on_samples", "agree_on_shapes", "agree_on_weights"]
+__all__ = ["agree_on_graph", "agree_on_shapes", "agree_on_weights"]
 
 
 def agree_on_graph(graph: TaskGraph, processes: Processes) -> None:
@@ -110,29 +110,6 @@ def agree_on_shapes(
         given = _shared(own, processes)
         found.append(given)
     return found
-
-
-def agree_on_samples(own: tuple[int | None, int | None], processes: Processes) -> None:
-    """Check that all processes give batches of one length; ``own`` are inputs and targets.
-
-    Raises
-    ------
-    ArgumentError
-        If they differ.
-    """
-    lengths = {
-        f"{name} of rank {rank}": length
-        for rank, row in enumerate(processes.share(own))
-        for name, length in zip(("inputs", "targets"), row, strict=True)
-        if length is not None
-    }
-    if len(set(lengths.values())) > 1:
-        (first, its), *others = lengths.items()
-        name, length = next(x for x in others if x[1] != its)
-        raise ArgumentError(
-            f"{first} have {its} samples, {name} {length}; give every process the same batch, or "
-            "None where it is not needed"
-        )
 
 
 def _shared(own: Sequence[Signature], processes: Processes) -> list[Signature]:

@@ -77,9 +77,12 @@ def _sent(task: Planned, rendezvous: bool, stream: str) -> Planned:
 
 
 def expected_messages(
-    graph: TaskGraph, tasks: Sequence[Planned], agreed: Sequence[Sequence[Signature]]
+    graph: TaskGraph, tasks: Sequence[Planned], agreed: Sequence[Sequence[Sequence[Signature]]]
 ) -> dict[int, Expected]:
-    """Return each message to or from another process as it should be, by its task, in step 0."""
+    """Return each message to or from another process as it should be, by its task, in step 0.
+
+    ``agreed`` are, for each share of the batch, the outputs of each stage and micro-batch.
+    """
     found = {}
     for task in tasks:
         if task.channel is not None:
@@ -88,7 +91,8 @@ def expected_messages(
             edge = stage - (graph.op[task.id] in (Op.SEND_B, Op.RECV_F))
             path = int(graph.replica[task.id])
             content = Content(0, op, edge + (op is Op.SEND_B), task.microbatch, path)
-            signature = agreed[edge][task.microbatch]
+            share = task.sample // graph.n_microbatches
+            signature = agreed[share][edge][task.microbatch]
             head = header(content, signature)
             found[task.id] = Expected.of(head, signature, waits=graph.rendezvous)
     return found

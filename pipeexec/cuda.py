@@ -6,6 +6,7 @@ Work runs on the host at once and launches its kernels; the host waits in ``sync
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter, sleep
 
 import torch
@@ -102,6 +103,11 @@ class CudaStream:
         """Let what is given from now on wait for ``event``."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.order)
+
+    def milestone(self) -> tuple[CudaEvent, Work]:
+        """Return an event within work, and what that work calls to let it pass."""
+        event = self.make_event()
+        return event, partial(event.record, self.stream)
 
     def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CudaEvent, CudaEvent]:
         """Launch the kernels of ``work`` behind these events; return those around it."""

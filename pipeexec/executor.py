@@ -16,14 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pipeexec.agreement import (
     agree_on_graph,
-    agree_on_samples,
     agree_on_shapes,
     agree_on_weights,
 )
@@ -34,20 +31,16 @@ from pipeexec.capture import Captured
 from pipeexec.channels import Expected
 from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
 from pipeexec.failures import last_of, raise_failure
+from pipeexec.gradient_sync import settle
 from pipeexec.messages import set_step
 from pipeexec.meter import Meter
 from pipeexec.parts import Part, whole
-from pipeexec.paths import (
-    Elsewhere,
-    check_hooks,
-    copies,
-    follow,
-    paths_of_microbatches,
-)
+from pipeexec.paths import Elsewhere, check_hooks, follow, placed
 from pipeexec.plan import plan
 from pipeexec.preserved import preserved
 from pipeexec.processes import Processes
 from pipeexec.run import Planned, Run
+from pipeexec.shares import Shares
 from pipeexec.stage import Held, Stage, metered
 from pipeexec.versions import Versions
 from pipeexec.watch import Status
@@ -89,6 +82,8 @@ class StepResult:
     clock_error
         The most that times of two devices can be wrong against each other (s), from how their
         clocks were joined; 0 where they have one clock. See `pipeexec.clocks`.
+    n_microbatches
+        Of all replicas.
     """
 
     losses: tuple[Tensor, ...]
@@ -98,6 +93,7 @@ class StepResult:
     part: Part | None = None
     n_losses: int = 1
     clock_error: float = 0.0
+    n_microbatches: int = 1
 
     @cached_property
     def loss(self) -> Tensor:
@@ -108,7 +104,7 @@ class StepResult:
         ExecutionError
             If last stages are in other processes, and the result was not gathered.
         """
-        if len(self.losses) < self.timeline.graph.n_microbatches:
+        if len(self.losses) < self.n_microbatches:
             raise ExecutionError(
                 "the loss is computed in another process; every process can have it from "
                 "pipeline.gather(result), which all must call"
@@ -207,14 +203,8 @@ class Pipeline:
             self.devices = _make_devices(devices, graph, pin_threads, processes)
             here = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
             _check_stages(stages, graph, here)
-            path = paths_of_microbatches(graph)
-            # Path after path: the stages as they were given, and copies of them.
-            n = graph.n_stages
-            own = [
-                m if m is not None and h else Elsewhere()
-                for m, h in zip(stages, here, strict=False)
-            ]
-            self.modules = [*own, *copies(stages, graph.n_replicas - 1, here[n:])]
+            # Replica after replica: the stages as they were given, and copies of them.
+            self.modules = placed(stages, here)
             self._homes: list[list[int]] = graph.homes.tolist()
             self.loss_fn, self.loss_reduction = loss_fn, loss_reduction
             for module, device in zip(self.modules, graph.homes.ravel(), strict=True):
@@ -229,7 +219,7 @@ class Pipeline:
             self._run: Run | None = None
             if processes is not None:
                 self._agree(graph, processes)
-            self._set_graph(graph, path)
+            self._set_graph(graph)
 
     def _agree(self, graph: TaskGraph, processes: Processes) -> None:
         """Check that every process makes the same pipeline."""
@@ -239,11 +229,11 @@ class Pipeline:
         if graph.n_replicas > 1:
             agree_on_weights(self.modules, graph.n_stages, processes)
 
-    def _set_graph(self, graph: TaskGraph, path: NDArray[np.int64]) -> None:
+    def _set_graph(self, graph: TaskGraph) -> None:
         verify(graph)
         if self.processes is not None:
             agree_on_graph(graph, self.processes)
-        self.graph, self._path = graph, path
+        self.graph, self._shares = graph, Shares(graph, self.devices)
         self._messages: dict[int, Expected] | None = None
         self.held = [Held() for _ in self.devices]
         last = graph.n_stages - 1
@@ -256,14 +246,16 @@ class Pipeline:
                 index % graph.n_stages,
                 self.devices[device].torch_device,
                 self.held[device],
-                self._finish if index % graph.n_stages == last else None,
+                partial(self._finish, index // graph.n_stages)
+                if index % graph.n_stages == last
+                else None,
                 Versions(module, size, delayed) if several else None,
             )
             for index, (module, device) in enumerate(
                 zip(self.modules, graph.homes.ravel().tolist(), strict=False)
             )
         ]
-        self._plan = plan(graph, self.stages, self.devices, self.processes)
+        self._plan = plan(graph, self.stages, self.devices, self._shares, self.processes)
         self._captured = (
             Captured(
                 graph,
@@ -294,23 +286,23 @@ class Pipeline:
         other = copy.copy(self)
         stages = self.stages
         with nullcontext() if self.processes is None else self.processes.guard():
-            other._set_graph(graph, paths_of_microbatches(graph))
+            other._set_graph(graph)
         for mine, its in zip(stages, other.stages, strict=False):
             its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
         return other
 
-    def _finish(self, output: object, microbatch: int) -> Tensor:
+    def _finish(self, replica: int, output: object, microbatch: int) -> Tensor:
         """Return the weighted loss of a micro-batch, and note it."""
         assert self._run is not None
-        run = self._run
-        loss = self.loss_fn(output, run.targets[microbatch])
+        run, number = self._run, self._shares.number(replica, microbatch)
+        loss = self.loss_fn(output, run.targets[number])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ExecutionError(
                 f"the loss must be a tensor with one element, got "
                 f"{tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}"
             )
-        loss = loss.reshape(()) * run.weights[microbatch]
-        run.losses[microbatch] = loss.detach()
+        loss = loss.reshape(()) * run.weights[number]
+        run.losses[number] = loss.detach()
         return loss
 
     def step(self, inputs: Batch | None, targets: Any) -> StepResult:
@@ -396,6 +388,7 @@ class Pipeline:
             part=part,
             n_losses=run.n_losses,
             clock_error=run.clock_error,
+            n_microbatches=len(run.losses),
         )
 
     def _begun(self, inputs: Batch | None, targets: Any) -> Run:
@@ -416,7 +409,7 @@ class Pipeline:
         self._check_batch(inputs, targets)
         run = self._run = Run(
             self.graph,
-            self._path,
+            self._shares,
             self.devices,
             self.modules,
             self.optimizers,
@@ -434,7 +427,7 @@ class Pipeline:
             self.processes.watch.last_of = partial(last_of, self.graph, run.number, self.processes)
             self.processes.measured = partial(run.timeline, is_over=False)
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
-            check_hooks(self.modules, self.graph.n_stages)
+            check_hooks(self.modules, self.graph.n_stages, self.graph.n_batches > 1)
         follow(self.modules, self.graph.n_stages)
         for index, module in enumerate(self.modules):
             if self.zero_grad or index >= self.graph.n_stages:
@@ -447,6 +440,8 @@ class Pipeline:
 
     def _end(self, run: Run) -> None:
         """Let go of a step."""
+        for slot in list(run.reduced):  # of graphs without STEP
+            settle(run, slot)
         self._run = None
         self.n_steps += 1
         if run.abandoned or (run.failure is not None and self.processes is not None):
@@ -476,13 +471,16 @@ class Pipeline:
     def _expected(self, run: Run, processes: Processes) -> dict[int, Expected]:
         """Return what messages should be; their shapes are agreed on before the first step."""
         if self._messages is None:
-            agree_on_samples((run.n_samples, run.n_targets), processes)
-            agreed = agree_on_shapes(
-                self.modules[: self.graph.n_stages],
-                [self.devices[d] for d in self.graph.homes[0]],
-                run.inputs,
-                processes,
-            )
+            n, m = self.graph.n_stages, self.graph.n_microbatches
+            agreed = [
+                agree_on_shapes(
+                    self.modules[replica * n : (replica + 1) * n],
+                    [self.devices[d] for d in self.graph.homes[replica]],
+                    run.inputs[share * m : (share + 1) * m],
+                    processes,
+                )
+                for share, replica in enumerate(range(0, self.graph.n_replicas, run.shares.n_paths))
+            ]
             self._messages = expected_messages(self.graph, self._plan, agreed)
         return self._messages
 
@@ -516,7 +514,7 @@ class Pipeline:
         self._note(part.timeline)
         dtype = getattr(torch, part.loss_dtype)
         losses = tuple(
-            torch.tensor(part.losses[m], dtype=dtype) for m in range(graph.n_microbatches)
+            torch.tensor(part.losses[m], dtype=dtype) for m in range(result.n_microbatches)
         )
         return StepResult(
             losses,
@@ -526,6 +524,7 @@ class Pipeline:
             part,
             result.n_losses,
             part.clock_error,
+            result.n_microbatches,
         )
 
     def total(self, values: Sequence[float]) -> list[float]:
@@ -673,9 +672,9 @@ def _check_graph(graph: TaskGraph) -> None:
 def _check_stages(
     stages: Sequence[nn.Module | None], graph: TaskGraph, here: Sequence[bool]
 ) -> None:
-    wanted = zip(stages, here, strict=False)
-    if len(stages) != graph.n_stages or not all(
-        isinstance(s, nn.Module) or not h for s, h in wanted
+    n = graph.n_stages
+    if len(stages) != n or not all(
+        isinstance(stage, nn.Module) or not any(here[k::n]) for k, stage in enumerate(stages)
     ):
         raise ArgumentError(
             f"the graph has {graph.n_stages} stages, got {len(stages)} "

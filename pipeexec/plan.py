@@ -8,8 +8,10 @@ import numpy as np
 
 from pipeexec.away import connected
 from pipeexec.devices import Device, RemoteDevice
+from pipeexec.gradient_sync import Work, handing_over, marking
 from pipeexec.processes import Processes
 from pipeexec.run import Planned
+from pipeexec.shares import Shares
 from pipeexec.stage import Stage
 from pipeexec.work import WORK
 from pipesim.errors import ArgumentError
@@ -32,11 +34,12 @@ def plan(
     graph: TaskGraph,
     stages: Sequence[Stage],
     devices: Sequence[Device],
+    shares: Shares,
     processes: Processes | None = None,
 ) -> list[Planned]:
     """Look up everything about each task of this process that does not change from step to step.
 
-    ``stages`` are those of the first path, then of the next.
+    ``stages`` are those of the first replica, then of the next.
 
     Raises
     ------
@@ -56,6 +59,8 @@ def plan(
         for op in (Op.R, Op.W)
     )
     here = np.array([not isinstance(x, RemoteDevice) for x in devices])[graph.device]
+    during = {t: int(graph.during[t]) for t in np.flatnonzero(graph.during >= 0).tolist()}
+    n_parts = {(graph.stage[t], graph.replica[t]): int(graph.part[t]) + 1 for t in during}
     planned = []
     for index in np.flatnonzero(here).tolist():
         task = graph.task(index)
@@ -64,26 +69,45 @@ def plan(
         group = int(graph.group[index])
         members = [] if group < 0 else [t for t in graph.collectives[group].tolist() if here[t]]
         others = [t for t in members if t < index]  # the first one reduces for all
+        partly = [during[t] for t in members if t in during]
         slot = task.replica * graph.n_stages + task.stage
         planned.append(
             Planned(
                 id=index,
-                work=WORK[task.op],
+                work=_work(graph, index, during),
                 stream=devices[task.device].stream(task.stream),
                 device=devices[task.device],
                 stage=stages[slot],
                 microbatch=-1 if task.microbatch is None else task.microbatch,
-                waits=tuple(needed.union(others)),
+                waits=tuple(needed.union(others).difference(partly)),
                 source=_source(graph, index),
                 recomputed=(task.stage, task.microbatch) in recomputed,
                 split=(task.stage, task.microbatch) in split,
                 slot=slot,
+                sample=shares.number(task.replica, max(task.microbatch or 0, 0)),
                 copies=() if others else tuple(
                     int(graph.replica[t]) * graph.n_stages + task.stage for t in members
                 ),
+                part=task.part,
+                n_parts=n_parts.get((task.stage, task.replica), 0)
+                if index in during or index in during.values() else 0,
+                milestones=tuple((t, task.part) for t in partly),
             )
         )  # fmt: skip
     return planned if processes is None else connected(graph, planned, devices, processes)
+
+
+def _work(graph: TaskGraph, index: int, during: Mapping[int, int]) -> Work:
+    """Return what a task does; a backward, also what the reduction of its gradients needs."""
+    op = Op(graph.op[index])
+    work = WORK[op]
+    if index in during.values():
+        stage = graph.stage == graph.stage[index]
+        return marking(work, 1 + int(graph.part[stage & (graph.op == Op.REDUCE_GRAD)].max()))
+    each = graph.grad_sync == "every" and op in (Op.B, Op.W)
+    if each and (graph.op[graph.stage == graph.stage[index]] == Op.REDUCE_GRAD).any():
+        return handing_over(work)
+    return work
 
 
 def _source(graph: TaskGraph, index: int) -> int:

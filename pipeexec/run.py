@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -21,6 +20,7 @@ from pipeexec.parts import Part
 from pipeexec.processes import Processes
 from pipeexec.progress import Progress, StepHeads
 from pipeexec.randomness import task_seed
+from pipeexec.shares import Shares
 from pipeexec.stage import Stage, Values
 from pipeexec.streams import CpuEvent, Event, Stream
 from pipeexec.watch import Failure, Status
@@ -50,6 +50,10 @@ class Planned(NamedTuple):
     split: bool
     slot: int
     copies: tuple[int, ...]
+    sample: int  # number of the micro-batch through all replicas' shares of the batch
+    part: int = -1  # bucket of gradients
+    n_parts: int = 0  # buckets of the stage, for those of a reduction and who makes them
+    milestones: tuple[tuple[int, int], ...] = ()  # backwards and buckets that it waits for
     # What other processes have to do with it; see `pipeexec.away`.
     meet: Callable[[Run, Planned], None] | None = None  # waits for them before it begins
     after: Callable[[Run, Planned], None] | None = None  # what is done once it has ended
@@ -65,7 +69,7 @@ class Run:
     def __init__(
         self,
         graph: TaskGraph,
-        path: NDArray[np.int64],
+        shares: Shares,
         devices: Sequence[Device],
         modules: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer | None],
@@ -77,32 +81,35 @@ class Run:
         timeout: float | None = None,
         processes: Processes | None = None,
     ) -> None:
-        m = graph.n_microbatches
-        self.graph, self.devices = graph, devices
-        here = [d for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)]
-        self.numbers = {device: number for number, device in enumerate(here)}  # of those here
+        m = shares.n * shares.n_microbatches
+        self.graph, self.devices, self.shares = graph, devices, shares
+        own = [d for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)]
+        self.numbers = {device: number for number, device in enumerate(own)}  # of those here
         self.modules, self.optimizers = modules, optimizers
         self.number, self.timeout, self.processes = number, timeout, processes
-        parts, labels, sizes = split_batches(inputs, targets, m)
-        first, last = (
-            [devices[d].torch_device for d in graph.homes[path, stage]] for stage in (0, -1)
+        here = shares.numbers_here()
+        parts, labels, sizes = split_batches(inputs, targets, len(here))
+        homes = graph.homes[shares.replica.ravel()[here]]
+        first, last = ([devices[d].torch_device for d in homes[:, stage]] for stage in (0, -1))
+        self.inputs: list[Values] = [()] * m
+        self.targets: list[Any] = [None] * m
+        for number, part in zip(here, moved(parts, first), strict=True):
+            self.inputs[number] = part
+        for number, label in zip(here, moved(labels, last), strict=True):
+            one = not isinstance(targets, tuple)
+            self.targets[number] = (label[0] if label else None) if one else label
+        self.sizes = shares.agree(
+            [] if inputs is None else sizes, [] if targets is None else sizes, processes
         )
-        self.inputs = moved(parts, first)
-        labelled = moved(labels, last)
-        self.targets: list[Any] = (
-            labelled
-            if isinstance(targets, tuple)
-            else [part[0] if part else None for part in labelled]
-        )
-        self.n_samples = None if inputs is None else sum(sizes)
-        self.n_targets = None if targets is None else sum(sizes)
-        batches = [sizes[k : k + m // graph.n_batches] for k in range(0, m, m // graph.n_batches)]
-        self.weights = [
-            size / sum(batch) if is_mean else 1.0 for batch in batches for size in batch
-        ]
-        self.n_losses = len(batches) if is_mean else 1
+        self.weights = _weights(self.sizes, shares, graph.n_batches) if is_mean else [1.0] * m
+        self.n_losses = graph.n_batches if is_mean else 1
         self.losses: list[Tensor | None] = [None] * m
         self.values: list[Values | None] = [None] * len(graph)
+        #: Gradients of micro-batches that are summed one by one; sums so far, by stage.
+        self.handed: dict[tuple[int, int], list[Tensor | None]] = {}
+        self.reduced: dict[int, list[Tensor | None]] = {}
+        #: Events within backwards, by task and bucket, and what lets them pass.
+        self.milestones: dict[tuple[int, int], tuple[Event, Callable[[], object]]] = {}
         self.clock: clocks.Clocks | None = None
         self.zero = 0.0
         self.began: list[Event | None] = [None] * len(graph)
@@ -150,6 +157,10 @@ class Run:
             stream = task.stream
             for needed in task.waits:
                 stream.wait_event(ended[needed])  # type: ignore[arg-type]  # issued before
+            for milestone in task.milestones:
+                stream.wait_event(self.milestones[milestone][0])
+            for bucket in range(task.n_parts) if task.part < 0 else ():
+                self.milestones[task.id, bucket] = stream.milestone()
             if task.meet is not None:
                 stream.submit(partial(self._guarded, task, task.meet, False))
             began[task.id] = stream.record()
@@ -218,6 +229,8 @@ class Run:
         """Let what waits for a message go on that will not be sent."""
         if task.id in self.gone:
             self.gone[task.id].fire()
+        for bucket in range(task.n_parts) if task.part < 0 else ():
+            self.milestones[task.id, bucket][1]()
 
     def take(self, task: int) -> Values:
         """Return what ``task`` produced, and let go of it."""
@@ -228,7 +241,7 @@ class Run:
         """Return the seed of a task's random numbers."""
         if not task.stage.is_random.get(task.stage.module.training, True):
             return 0
-        return task_seed(self.seed, self.number, task.stage.index, task.microbatch)
+        return task_seed(self.seed, self.number, task.stage.index, task.sample)
 
     def timeline(self, *, is_over: bool = True) -> Timeline:
         """Return when each task ran; NaN for those that did not, or ran in other processes."""
@@ -269,6 +282,13 @@ class Run:
     def where(self, index: int) -> str:
         """Return a task's device, stage and micro-batch, as text."""
         return place(self.graph, index)
+
+
+def _weights(sizes: Sequence[int], shares: Shares, n_batches: int) -> list[float]:
+    """Return the part of each micro-batch in its mini-batch, over all replicas."""
+    table = np.array(sizes).reshape(shares.n, n_batches, -1)
+    weights: list[float] = (table / table.sum(axis=(0, 2), keepdims=True)).ravel().tolist()
+    return weights
 
 
 def place(graph: TaskGraph, index: int) -> str:

@@ -53,6 +53,13 @@ class Stream(Protocol):
         """Let what is given from now on wait for ``event``."""
         ...
 
+    def milestone(self) -> tuple[Event, Work]:
+        """Return an event within work of this stream, and what that work calls to let it pass.
+
+        It passes once all that the work has given to the stream until then has run.
+        """
+        ...
+
     def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[Event, Event]:
         """Let ``work`` run behind what was given before and these events.
 
@@ -173,6 +180,11 @@ class CpuStream:
         if event.time is None:
             self._queue.put(partial(self._block, event))
 
+    def milestone(self) -> tuple[CpuEvent, Work]:
+        """Return an event within work, and what that work calls to let it pass."""
+        event = CpuEvent()
+        return event, event.fire
+
     def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
         """Let ``work`` run behind what was given before and these events; as one piece of work."""
         for event in after:
@@ -284,6 +296,11 @@ class InlineStream:
             self._queue.append(event)
             self._advance()
 
+    def milestone(self) -> tuple[CpuEvent, Work]:
+        """Return an event within work, and what that work calls to let it pass."""
+        event = CpuEvent()
+        return event, event.fire
+
     def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
         """Let ``work`` run behind what was given before and these events; as one piece of work."""
         for event in after:
@@ -321,6 +338,11 @@ class CallerStream:
     def wait_event(self, event: Event) -> None:
         """Wait for ``event``."""
         wait_for(event)
+
+    def milestone(self) -> tuple[CpuEvent, Work]:
+        """Return an event within work, and what that work calls to let it pass."""
+        event = CpuEvent()
+        return event, event.fire
 
     def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
         """Do ``work`` once these events have passed; return those around it."""

@@ -15,7 +15,7 @@ from torch.distributed import (
 
 from pipeexec import transfer
 from pipeexec.channels import Lost
-from pipeexec.paths import reduce_gradients
+from pipeexec.gradient_sync import reduce_gradients, settle
 from pipeexec.run import Planned, Run
 from pipesim.ops import Op
 
@@ -23,7 +23,7 @@ __all__ = ["WORK", "meet_members"]
 
 
 def _forward(run: Run, task: Planned) -> None:
-    values = run.inputs[task.microbatch] if task.source < 0 else run.take(task.source)
+    values = run.inputs[task.sample] if task.source < 0 else run.take(task.source)
     values = task.stage.forward(
         task.microbatch, values, run.seed_of(task), task.recomputed, task.split
     )
@@ -72,7 +72,7 @@ def meet_members(run: Run, task: Planned) -> None:
 def _reduce(run: Run, task: Planned) -> None:
     if task.copies:
         with _among(task.members):
-            reduce_gradients([run.modules[slot] for slot in task.copies], task.members)
+            reduce_gradients(run, task)
 
 
 @contextmanager
@@ -94,6 +94,7 @@ def _lost(group: ProcessGroup | None, error: Exception) -> Lost:
 
 
 def _step(run: Run, task: Planned) -> None:
+    settle(run, task.slot)
     optimizer = run.optimizers[task.slot]
     if optimizer is not None:
         optimizer.step()

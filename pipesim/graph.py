@@ -149,8 +149,8 @@ class TaskGraph:
     n_batches
         Number of mini-batches, each with an optimizer step of its own.
     grad_sync
-        When gradients are reduced, as `pipesim.lower` says: a REDUCE_GRAD of a micro-batch needs its
-        backward alone if ``"every"``, else all of the mini-batch.
+        When gradients are reduced, as `pipesim.lower` says: a REDUCE_GRAD of a micro-batch needs
+        its backward alone if ``"every"``, else all of the mini-batch.
     weight_versions
         Which weights F sees, as `pipesim.Schedule` says.
     skips

@@ -26,8 +26,8 @@ class Partners(NamedTuple):
     pair of devices. Row ``k`` of ``out`` are the messages of what kind ``k`` makes, of ``into``
     those that it needs. ``adds_to`` is the stage to whose gradients a kind adds, -1 for none, and
     ``reduce[s, b]`` the kinds that sum bucket ``b`` of those of stage ``s`` over all paths. Row
-    ``k`` of ``before`` and ``after`` are the other collectives that come before a task of kind ``k``,
-    and after it.
+    ``k`` of ``before`` and ``after`` are the other collectives that come before a task of kind
+    ``k``, and after it.
     """
 
     send: Ints

@@ -235,8 +235,8 @@ def _check_collectives(schedule: Schedule, collectives: Collectives) -> None:
         )
     if collectives.unshards and schedule.n_batches > 1:
         raise ArgumentError(
-            f"shard_optimizer=True, but schedule {schedule.name!r} steps {schedule.n_batches} times "
-            "while micro-batches are in flight; take a schedule of one mini-batch"
+            f"shard_optimizer=True, but schedule {schedule.name!r} steps {schedule.n_batches} "
+            "times while micro-batches are in flight; take a schedule of one mini-batch"
         )
     if collectives.sharded and schedule.n_batches > 1:
         raise ArgumentError(

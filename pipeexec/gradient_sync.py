@@ -1,0 +1,138 @@
+"""When replicas sum their gradients: once, after every micro-batch, or in buckets that overlap.
+
+*Every*: a backward hands over what it added, so that the next one may add while that is summed; the
+sums are the gradients from STEP on. *Buckets*: a backward marks when it has made the gradients of a
+bucket, which are then summed while it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pipeexec.reduction import summed
+from pipeexec.run import Planned, Run
+
+__all__ = ["Work", "buckets", "handing_over", "marking", "reduce_gradients", "settle"]
+
+Work = Callable[[Run, Planned], None]
+
+
+def buckets(module: nn.Module, n: int) -> list[list[nn.Parameter]]:
+    """Return a module's parameters in buckets of about equal bytes, those used last first.
+
+    As backwards make their gradients, if the parameters are registered as they are used.
+    """
+    parameters = list(module.parameters())[::-1]
+    total = sum(p.nbytes for p in parameters)
+    found: list[list[nn.Parameter]] = [[] for _ in range(n)]
+    before = 0
+    for parameter in parameters:
+        middle = before + parameter.nbytes / 2
+        found[min(n - 1, int(middle * n / total)) if total else 0].append(parameter)
+        before += parameter.nbytes
+    return found
+
+
+def marking(work: Work, n: int) -> Work:
+    """Return a backward that marks when each of ``n`` buckets of its stage has its gradients."""
+    return partial(_mark, work, n)
+
+
+def _mark(work: Work, n: int, run: Run, task: Planned) -> None:
+    reach = [run.milestones[task.id, bucket][1] for bucket in range(n)]
+    with _watched(buckets(task.stage.module, n), reach):
+        work(run, task)
+
+
+@contextmanager
+def _watched(
+    found: Sequence[Sequence[nn.Parameter]], reach: Sequence[Callable[[], object]]
+) -> Iterator[None]:
+    """Reach each bucket as soon as all its parameters have gradients; at the latest at the end."""
+    left = [sum(p.requires_grad for p in bucket) for bucket in found]
+    reached: set[int] = set()
+
+    def note(bucket: int, _: Tensor) -> None:
+        left[bucket] -= 1
+        if not left[bucket]:
+            reached.add(bucket)
+            reach[bucket]()
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(note, number))
+        for number, bucket in enumerate(found)
+        for parameter in bucket
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for number in sorted({*range(len(found))} - reached):
+            reach[number]()
+
+
+def handing_over(work: Work) -> Work:
+    """Return a backward that then hands over the gradients that are there."""
+    return partial(_hand_over, work)
+
+
+def _hand_over(work: Work, run: Run, task: Planned) -> None:
+    work(run, task)
+    parameters = list(task.stage.module.parameters())
+    run.handed[task.slot, task.microbatch] = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@torch.no_grad()
+def reduce_gradients(run: Run, task: Planned) -> None:
+    """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, here and elsewhere."""
+    each = run.graph.grad_sync == "every"
+    lists = [_parameters(run, slot, task) for slot in task.copies]
+    if each:
+        gradients = [run.handed.pop((slot, task.microbatch)) for slot in task.copies]
+    else:
+        gradients = [[parameter.grad for parameter in parameters] for parameters in lists]
+    for gradient in (x for row in gradients for x in row if x is not None):
+        task.device.adopt(gradient, task.stream)  # made on another stream
+    sums = summed(gradients, lists[0], task.members)
+    for number, (slot, parameters) in enumerate(zip(task.copies, lists, strict=True)):
+        totals = [
+            None if x is None else x.to(p.device, copy=number > 0)
+            for x, p in zip(sums, parameters, strict=True)
+        ]
+        if each:
+            run.reduced[slot] = _added(run.reduced.get(slot), totals)
+            continue
+        for parameter, total in zip(parameters, totals, strict=True):
+            parameter.grad = total
+
+
+def _parameters(run: Run, slot: int, task: Planned) -> list[nn.Parameter]:
+    if task.part < 0:
+        return list(run.modules[slot].parameters())
+    return buckets(run.modules[slot], task.n_parts)[task.part]
+
+
+def _added(before: list[Tensor | None] | None, more: list[Tensor | None]) -> list[Tensor | None]:
+    """Return sums of gradients, where None is nothing."""
+    if before is None:
+        return more
+    return [
+        y if x is None else x if y is None else x.add_(y) for x, y in zip(before, more, strict=True)
+    ]
+
+
+def settle(run: Run, slot: int) -> None:
+    """Give a stage the sums of what it has handed over, if there are any."""
+    for parameter, total in zip(
+        run.modules[slot].parameters(), run.reduced.pop(slot, ()), strict=False
+    ):
+        parameter.grad = total
