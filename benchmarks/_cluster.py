@@ -19,7 +19,7 @@ rings of 50 GB/s leave a pod of 3,072 GPUs, 6.4 TB/s, where its share of the ove
 (1:7, section 3.3.1) is 3072 * 50e9 / 7 = 21.9 TB/s, if each ring leaves a pod once. Bytes are too
 few: the paper reduces and scatters gradients in 32 bits and gathers weights in 16, 4 + 2 bytes
 where an all-reduce in 16 bits moves 2 + 2. And it overlaps them with the backward; here a stage's
-all-reduce follows its last backward, in one piece, and does not slow messages on the same NIC.
+all-reduce follows its last backward, in one piece.
 """
 
 from __future__ import annotations

@@ -234,7 +234,8 @@ class Calibration:
         graph = self.loaded.graph
         transfers = measure_transfers(self.pipeline, pairs_of(self.pipeline.graph))
         fitted = fits(transfers)
-        rows, values = [], {}
+        rows: list[dict[str, Any]] = []
+        values: dict[str, Any] = {}
         for op, name in _MEASURED.items():
             if op in (Op.I, Op.W) and not self.splits:
                 continue

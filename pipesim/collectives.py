@@ -1,4 +1,4 @@
-"""Seconds that collective operations last, in closed form (rule 9).
+"""Seconds that collective operations last, in closed form, and the links they hold (rule 9).
 
 For n members with b bytes each; latency and bandwidth are those of the slowest hop:
 
@@ -13,6 +13,9 @@ JPDC 69(2), 2009. Tree: the double binary tree of Sanders, Speck and Träff, "Tw
 full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, in the form of NCCL
 (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/): each tree
 carries half of the bytes up and down again, and a member inside one tree is a leaf of the other.
+
+A collective holds the links of all of its hops; they are given member by member, as those of the
+hops that begin at it, so that the rows of many members stay narrow.
 """
 
 from __future__ import annotations
@@ -25,7 +28,14 @@ from numpy.typing import NDArray
 from pipesim.links import Nodes
 from pipesim.routes import Paths, Router
 
-__all__ = ["all_to_all", "ring_all_reduce", "tree_all_reduce"]
+__all__ = [
+    "all_to_all",
+    "all_to_all_links",
+    "ring_all_reduce",
+    "ring_links",
+    "tree_all_reduce",
+    "tree_links",
+]
 
 Devices = NDArray[np.int64]
 
@@ -48,9 +58,8 @@ def tree_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
     where ``2 * nbytes`` comes from. A link that k > 4 edges hold serves each at 4/k of its
     bandwidth.
     """
-    child, parent = _double_tree(len(devices))
-    ends = np.concatenate([child, parent]), np.concatenate([parent, child])  # up, then down
-    paths = router.paths(devices[ends[0]], devices[ends[1]], int(devices.max()) + 1)
+    source, target = _tree_hops(len(devices))
+    paths = router.paths(devices[source], devices[target], int(devices.max()) + 1)
     depth = (len(devices) - 1).bit_length()
     return 2 * nbytes / _slowest(paths, 4) + 2 * depth * float(paths.latency.max())
 
@@ -82,11 +91,67 @@ def all_to_all(router: Router, nbytes: float, devices: Devices) -> float:
     return float(max(busy)) + float(latency)
 
 
+def ring_links(router: Router, devices: Devices, n_devices: int) -> Devices:
+    """Return the links that each member's hop holds: to the next of ``devices``."""
+    return _held(router.paths(devices, np.roll(devices, -1), n_devices))
+
+
+def tree_links(router: Router, devices: Devices, n_devices: int) -> Devices:
+    """Return the links that each member's hops hold: up and down the edges of both trees."""
+    source, target = _tree_hops(len(devices))
+    links = _held(router.paths(devices[source], devices[target], n_devices))
+    return _rows(np.repeat(source, links.shape[1]), links.ravel(), len(devices))
+
+
+def all_to_all_links(router: Router, devices: Devices, n_devices: int) -> Devices:
+    """Return the links that each member's hops hold: its port and its NIC, each out and in.
+
+    And those that `Network.links` names for several pairs. Links of one pair alone are left out:
+    each member has n - 1 of them, and only a bidirectional pipeline may send between two members.
+    """
+    n = len(devices)
+    i, j, link = _named_pairs(router, devices)
+    ends = router.ends(devices, n_devices)
+    if router.nodes is not None:
+        node = router.nodes.node_of(devices)
+        _, at, size = np.unique(node, return_inverse=True, return_counts=True)
+        elsewhere = node[i] != node[j]
+        for column, end in enumerate((i, j)):  # hops that are not named: any, and to other nodes
+            ports = n - 1 - np.bincount(end, minlength=n)
+            nics = n - size[at] - np.bincount(end[elsewhere], minlength=n)
+            ends[ports == 0, column] = ends[nics == 0, 2 + column] = -1
+    pairs_of = np.bincount(router.link, minlength=len(router.link_bandwidth))
+    kept = (pairs_of[link] > 1) & np.isfinite(router.link_bandwidth[link])
+    member = np.concatenate([np.repeat(np.arange(n), ends.shape[1]), i[kept]])
+    return _rows(member, np.concatenate([ends.ravel(), link[kept]]), n)
+
+
+def _held(paths: Paths) -> Devices:
+    """Return the links that can be busy: those of endless bandwidth never are."""
+    return np.where(np.isfinite(paths.capacity), paths.links, -1)
+
+
+def _rows(member: Devices, link: Devices, n: int) -> Devices:
+    """Return the links (>= 0) of each of n members, each once, as rows that end in -1."""
+    held = np.stack([member, link], axis=1)[link >= 0]
+    member, link = np.unique(held, axis=0).T
+    count = np.bincount(member, minlength=n)
+    rows = np.full((n, int(count.max())), -1, dtype=np.int64)
+    rows[member, np.arange(len(member)) - (np.cumsum(count) - count)[member]] = link
+    return rows
+
+
 def _slowest(paths: Paths, free: int) -> float:
     """Return bytes a second of the slowest link, where up to ``free`` messages do not share it."""
     _, at, users = np.unique(paths.links, return_inverse=True, return_counts=True)
     sharing = np.maximum(users[at].reshape(paths.links.shape) / free, 1)
     return float(np.where(paths.links >= 0, paths.capacity / sharing, math.inf).min())
+
+
+def _tree_hops(n: int) -> tuple[Devices, Devices]:
+    """Return the positions at both ends of each hop of both trees: all up, then all down."""
+    child, parent = _double_tree(n)
+    return np.concatenate([child, parent]), np.concatenate([parent, child])
 
 
 def _double_tree(n: int) -> tuple[Devices, Devices]:

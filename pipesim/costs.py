@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipesim.errors import ArgumentError, CostsError, check_name, number
 from pipesim.files import write_whole
 from pipesim.graph import PAIRS, TaskGraph
-from pipesim.network import Network
+from pipesim.network import ALL_REDUCE, Network
 from pipesim.ops import RECVS, SENDS, Op
 from pipesim.placement import Placement
 from pipesim.skips import SkipBytes, checked_skip_bytes, skip_text
@@ -50,8 +50,8 @@ class CostTable(NamedTuple):
     nbytes
         Bytes of each message; 0 elsewhere.
     links
-        Numbers of the links that a SEND holds while it lasts, -1 for fewer; -1 elsewhere. Shape
-        ``(n_rows, most links of a message)``.
+        Numbers of the links that a SEND, or the hops of a collective that begin at this member,
+        hold while they last, -1 for fewer; -1 elsewhere. Shape ``(n_rows, most links of a row)``.
     """
 
     duration: NDArray[np.float64]
@@ -122,7 +122,7 @@ class TaskCosts:
 
     @property
     def links(self) -> NDArray[np.int64]:
-        """Links that each SEND holds, padded by -1; shape ``(len(graph), most of one)``."""
+        """Links that each SEND or member holds, or -1; shape ``(len(graph), most of one)``."""
         values: NDArray[np.int64] = self.table.links[self.row]
         return values
 
@@ -159,11 +159,15 @@ class Costs:
         pairs; None for none. Devices hold them as part of ``activation_bytes``.
     network
         Links between devices.
+    all_reduce
+        Algorithm of REDUCE_GRAD, ``"ring"`` or ``"tree"``; `Network.all_reduce` has the formulas.
 
     Raises
     ------
     CostsError
         For values that are negative, NaN, infinite, None or no numbers, naming field and stage.
+    UnknownNameError
+        For another algorithm.
     """
 
     forward: PerStage | None = None
@@ -181,10 +185,12 @@ class Costs:
     optimizer_bytes: PerStage = 0.0
     skip_bytes: Mapping[tuple[int, int], float] | SkipBytes | None = None
     network: Network = field(default_factory=Network)
+    all_reduce: str = "ring"
 
     def __post_init__(self) -> None:
         if not isinstance(self.network, Network):
             raise CostsError(f"network must be a pipesim.Network, got {self.network!r}")
+        check_name("all-reduce", self.all_reduce, ALL_REDUCE)
         for name in VALUE_FIELDS:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
@@ -259,7 +265,7 @@ class Costs:
         links[sends] = routes.links[is_send]
         duration[sends] = nbytes[sends] / routes.bandwidth[is_send]
         launch = self.per_stage("launch", graph.n_stages)[kinds.stage]
-        self._price_reductions(graph, duration)
+        links = self._price_reductions(graph, duration, links)
         table = CostTable(duration, latency, launch, nbytes, links)
         return TaskCosts(table, graph.kind, None, self)
 
@@ -280,20 +286,26 @@ class Costs:
         whole = both[graph.kinds.stage[halves]]
         duration[halves] = np.where(graph.kinds.op[halves] == Op.F, first, whole - first)
 
-    def _price_reductions(self, graph: TaskGraph, duration: NDArray[np.float64]) -> None:
-        """Fill the seconds of the kinds of REDUCE_GRAD (rule 9)."""
+    def _price_reductions(
+        self, graph: TaskGraph, duration: NDArray[np.float64], links: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Fill the seconds of the kinds of REDUCE_GRAD, and return links with theirs (rule 9)."""
         kinds, gradients = graph.kinds, self.per_stage("parameter_bytes", graph.n_stages)
         priced = kinds.op != Op.REDUCE_GRAD
         for row in range(len(graph.collectives)):
             members = graph.kind[graph.collectives[row]]
             if priced[members].all():
                 continue
+            devices = np.unique(kinds.device[members])
             for stage in np.unique(kinds.stage[members]):
                 of = members[kinds.stage[members] == stage]
-                duration[of] = self.network.all_reduce(
-                    gradients[stage], np.unique(kinds.device[members])
-                )
+                duration[of] = self.network.all_reduce(gradients[stage], devices, self.all_reduce)
+            if gradients[kinds.stage[members]].any():
+                held = self.network.collective_links(self.all_reduce, devices, graph.n_devices)
+                of_member = held[np.searchsorted(devices, kinds.device[members])]
+                links = with_links(links, members, of_member)
             priced[members] = True
+        return links
 
     def in_chunks(self, placement: Placement) -> Costs:
         """Return the costs of the stages of a placement, given those of all that a device holds.
@@ -338,6 +350,7 @@ class Costs:
         return {
             **{name: value for name, value in values.items() if value is not None},
             "network": self.network.to_dict(),
+            "all_reduce": self.all_reduce,
         }
 
     @classmethod
@@ -350,7 +363,7 @@ class Costs:
             Naming an unknown key and the nearest known one.
         """
         for key in values:
-            check_name("cost", key, (*VALUE_FIELDS, "skip_bytes", "network"))
+            check_name("cost", key, (*VALUE_FIELDS, *OTHER_FIELDS, "network"))
         network = Network.from_dict(values.get("network", {}))
         return cls(**{**values, "network": network})
 
@@ -507,8 +520,10 @@ class Costs:
         return scaled(self, factor, stage)
 
 
+#: Fields of `Costs` that are plain values, but not of stages.
+OTHER_FIELDS = ("skip_bytes", "all_reduce")
 #: Every field of `Costs` that is a number or one number a stage.
-VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in ("skip_bytes", "network"))
+VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))
 
 #: Field that says how long an operation takes; messages and collectives ask the network.
 DURATION_OF = {
@@ -519,6 +534,17 @@ DURATION_OF = {
     Op.R: "recompute",
     Op.STEP: "optimizer_step",
 }
+
+
+def with_links(
+    links: NDArray[np.int64], rows: NDArray[Any], held: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return ``links`` with those that some rows hold, as wide as it takes."""
+    missing = held.shape[1] - links.shape[1]
+    if missing > 0:
+        links = np.pad(links, ((0, 0), (0, missing)), constant_values=-1)
+    links[rows, : held.shape[1]] = held
+    return links
 
 
 def message_bytes(kinds: Kinds, output_bytes: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -38,7 +38,7 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     bandwidth      a message's bytes, or a collective, are under way
     latency        a message is under way beyond its bytes
     contention     a message that could leave waits: for another on its stream or on a link, or
-                   for its rendezvous partner
+                   for its rendezvous partner; or a collective waits for a link
     host           a task is not issued yet (as the launch costs have it), or nothing happens
     straggler      a task runs longer than is usual for its stage, or, on the chain to the
                    beginning, shorter: the lower median of its operation's durations there, over

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import DURATION_OF, VALUE_FIELDS, Costs
+from pipesim.costs import DURATION_OF, OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -51,11 +51,11 @@ def costs_from_timeline(
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"costs come from a Timeline, got {type(timeline).__name__}")
     for name in fields:
-        check_name("cost", name, (*VALUE_FIELDS, "skip_bytes"))
+        check_name("cost", name, (*VALUE_FIELDS, *OTHER_FIELDS))
     timeline.check_complete("take costs from")
     values: dict[str, Any] = {}
-    if timeline.costs is not None:  # bytes that a timeline does not show
-        values = {name: getattr(timeline.costs, name) for name in _BYTES}
+    if timeline.costs is not None:  # what a timeline does not show
+        values = {name: getattr(timeline.costs, name) for name in (*_BYTES, "all_reduce")}
     values["output_bytes"] = tuple(output_bytes(timeline).tolist())
     if timeline.graph.skips and "skip_bytes" not in fields:
         values["skip_bytes"] = _skip_bytes(timeline)

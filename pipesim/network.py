@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.collectives import all_to_all, ring_all_reduce, tree_all_reduce
+from pipesim.collectives import (
+    all_to_all,
+    all_to_all_links,
+    ring_all_reduce,
+    ring_links,
+    tree_all_reduce,
+    tree_links,
+)
 from pipesim.errors import NetworkError, check_count, check_name, number
 from pipesim.links import MAX_DEVICE, Link, Nodes, check_keys, check_speed, endless, finite
 from pipesim.machines import machine
@@ -24,6 +31,8 @@ __all__ = ["Link", "Network", "Nodes", "Routes"]
 
 #: Algorithms of an all-reduce.
 ALL_REDUCE = {"ring": ring_all_reduce, "tree": tree_all_reduce}
+#: Links that the members of each collective hold.
+_LINKS = {"ring": ring_links, "tree": tree_links, "all_to_all": all_to_all_links}
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,7 @@ class Network:
     def all_reduce(
         self, nbytes: float, devices: Sequence[int] | NDArray[Any], algorithm: str = "ring"
     ) -> float:
-        """Return seconds of an all-reduce (rule 9); 0 for one member.
+        """Return seconds of an all-reduce that has its links (rule 9); 0 for one member.
 
         Ring: ``2(n-1)/n * nbytes / bandwidth + 2(n-1) * latency``. Double binary tree:
         ``2 * nbytes / bandwidth + 2 * ceil(log2 n) * latency``. Both take the slowest latency and
@@ -172,6 +181,47 @@ class Network:
         """
         size, members = _collective("all-to-all", nbytes, devices)
         return all_to_all(self._router, size, members) if len(members) > 1 else 0.0
+
+    def collective_links(
+        self, algorithm: str, devices: Sequence[int] | NDArray[Any], n_devices: int
+    ) -> NDArray[np.int64]:
+        """Return the links of the hops that begin at each member; a collective holds all of them.
+
+        Numbered as `resolve` does for as many devices. Links of endless bandwidth are left out,
+        and of an all-to-all also those of one pair alone, which hardly any message uses.
+
+        Parameters
+        ----------
+        algorithm
+            ``"ring"`` or ``"tree"`` of an all-reduce, or ``"all_to_all"``.
+        devices
+            The members, in the order that `all_reduce` or `all_to_all` gets.
+        n_devices
+            How many devices there are.
+
+        Returns
+        -------
+        numpy.ndarray
+            Shape ``(len(devices), most links of one)``, -1 for fewer.
+
+        Raises
+        ------
+        NetworkError
+            For members, or ends of links, that are none of these devices.
+        UnknownNameError
+            For another algorithm.
+        """
+        links = _LINKS[check_name("collective", algorithm, _LINKS)]
+        _, members = _collective(algorithm, 0, devices)
+        self._router.check_devices(n_devices)
+        if members.max() >= n_devices:
+            raise NetworkError(
+                f"{algorithm} names device {members.max()}; there are {n_devices} devices, "
+                f"0..{n_devices - 1}"
+            )
+        if len(members) == 1:
+            return np.empty((1, 0), dtype=np.int64)
+        return links(self._router, members, n_devices)
 
     @classmethod
     def preset(cls, name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> Network:

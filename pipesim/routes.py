@@ -109,6 +109,18 @@ class Router:
         latency[rows] = self.link_latency[named[rows]]
         return Paths(links, capacity, latency)
 
+    def ends(self, devices: NDArray[np.int64], n_devices: int) -> NDArray[np.int64]:
+        """Return each device's port out, port in, NIC out and NIC in, shape ``(n, 4)``.
+
+        -1 for those of endless bandwidth, which nothing holds, and without nodes.
+        """
+        if self.nodes is None:
+            return np.full((len(devices), 4), -1, dtype=np.int64)
+        numbers = _ends(self.nodes, len(self.link_latency), devices, n_devices)
+        port, nic = self.nodes.port_bandwidth, self.nodes.nic_bandwidth
+        held = np.isfinite([port, port, nic, nic])
+        return np.where(held, np.stack(numbers, axis=1), -1)
+
     def routes(
         self, source: NDArray[np.int64], target: NDArray[np.int64], n_devices: int
     ) -> Routes:
@@ -126,20 +138,26 @@ def _through(
 ) -> Paths:
     """Return paths over ports and NICs, whose numbers begin at ``first``."""
     across = nodes.node_of(source) != nodes.node_of(target)
-    n_nics = -(-n_devices // nodes.devices_per_node) * nodes.nics_per_node
+    port_out, _, nic_out, _ = _ends(nodes, first, source, n_devices)
+    _, port_in, _, nic_in = _ends(nodes, first, target, n_devices)
     columns, speed = [], []
     if math.isfinite(nodes.port_bandwidth):
-        columns += [first + source, first + n_devices + target]
+        columns += [port_out, port_in]
         speed += [nodes.port_bandwidth] * 2
     if math.isfinite(nodes.nic_bandwidth):
-        nics = first + 2 * n_devices
-        columns += [
-            np.where(across, nics + nodes.nic_of(source), -1),
-            np.where(across, nics + n_nics + nodes.nic_of(target), -1),
-        ]
+        columns += [np.where(across, nic_out, -1), np.where(across, nic_in, -1)]
         speed += [nodes.nic_bandwidth] * 2
     if not columns:
         columns, speed = [np.full(len(source), -1, dtype=np.int64)], [math.inf]
     links = np.stack(columns, axis=1)
     capacity = np.where(links >= 0, np.array(speed), math.inf)
     return Paths(links, capacity, np.where(across, nodes.nic_latency, nodes.port_latency))
+
+
+def _ends(
+    nodes: Nodes, first: int, devices: NDArray[np.int64], n_devices: int
+) -> tuple[NDArray[np.int64], ...]:
+    """Return the numbers of each device's port out, port in, NIC out and NIC in."""
+    n_nics = -(-n_devices // nodes.devices_per_node) * nodes.nics_per_node
+    nics = first + 2 * n_devices + nodes.nic_of(devices)
+    return first + devices, first + n_devices + devices, nics, nics + n_nics

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipesim.costs import VALUE_FIELDS, Costs
+from pipesim.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
 from pipesim.links import Nodes
 from pipesim.lower import lower
@@ -62,7 +62,7 @@ FLAT: dict[str, tuple[str, ...]] = {
     **{key: (key,) for key in ("engine", "per", "costs")},
     # `recompute` is how the graph is lowered, not how long R takes.
     **{"recompute_time" if k == "recompute" else k: ("costs", k) for k in VALUE_FIELDS},
-    "skip_bytes": ("costs", "skip_bytes"),
+    **{key: ("costs", key) for key in OTHER_FIELDS},
     "network": ("costs", "network"),
     "latency": ("costs", "network", "latency"),
     "bandwidth": ("costs", "network", "bandwidth"),
@@ -107,7 +107,7 @@ def checked(where: str, layer: object, known: tuple[str, ...], folder: Path) -> 
         _table(f"{where}: options", table["options"], None)  # the schedule knows its own
     if "costs" not in table:
         return table
-    known = ("file", "network", "skip_bytes", *VALUE_FIELDS)
+    known = ("file", "network", *OTHER_FIELDS, *VALUE_FIELDS)
     costs = _table(f"{where}: costs", table["costs"], known)
     if "network" in costs:
         network = _table(f"{where}: costs.network", costs["network"], KEYS)

@@ -269,7 +269,7 @@ class Transformer:
             recompute=recompute,
         )
         values: dict[str, Any] = shard.stages(layers_per_stage, flops_per_second)
-        others = {"optimizer_step": optimizer_step, "launch": launch}
+        others: dict[str, Any] = {"optimizer_step": optimizer_step, "launch": launch}
         return Costs(**values, **others, network=Network() if network is None else network)
 
     def _tokens(self, microbatch_size: int) -> int:

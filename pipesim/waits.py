@@ -37,10 +37,11 @@ def issue_times(timeline: Timeline) -> NDArray[np.float64]:
 
 
 def held_links(timeline: Timeline) -> Ints:
-    """Return for each message the one that held one of its links last before it started (rule 8).
+    """Return what held one of a message's links last before it started (rule 8), for each.
 
-    Shape ``(len(graph),)``. -1 where there is none, or where links are not known for want of
-    costs. Of several that ended at one moment, the smallest id.
+    A message or a collective's member, and likewise for each collective, whose members wait for
+    the links of all. Shape ``(len(graph),)``. -1 where there is none, or where links are not known
+    for want of costs. Of several that ended at one moment, the smallest id.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     found = np.full(len(graph), -1, dtype=np.int64)
@@ -64,6 +65,11 @@ def held_links(timeline: Timeline) -> Ints:
     latest = np.lexsort((holder, -end[holder], waiter))
     first = latest[np.unique(waiter[latest], return_index=True)[1]]
     found[waiter[first]] = holder[first]
+    for number in range(len(graph.collectives)):
+        members = graph.collectives[number]
+        holders = found[members][found[members] >= 0]
+        if len(holders):
+            found[members] = holders[np.lexsort((holders, -end[holders]))[0]]
     return found
 
 

@@ -92,6 +92,17 @@ def issue_times(graph: ps.TaskGraph, costs: ps.TaskCosts) -> np.ndarray:
     return issued
 
 
+def holders_with(graph: ps.TaskGraph, costs: ps.TaskCosts, task: int) -> list[int]:
+    """Return the tasks that hold links from one moment on, for which ``task`` asks; or none."""
+    if graph.op[task] in (Op.SEND_F, Op.SEND_B):
+        return [task] if costs.duration[task] > 0 else []
+    if graph.group[task] < 0:
+        return []
+    members = np.flatnonzero(graph.group == graph.group[task])
+    asks = task == members[0] and (costs.duration[members] > 0).all()
+    return members.tolist() if asks else []
+
+
 def assert_rules_hold(timeline: ps.Timeline, costs: ps.TaskCosts) -> None:
     """Check every start and end with ``==``."""
     graph, start, end = timeline.graph, timeline.start, timeline.end
@@ -110,10 +121,13 @@ def assert_rules_hold(timeline: ps.Timeline, costs: ps.TaskCosts) -> None:
             wanted[task] = reached[graph.group == graph.group[task]].max()  # rule 9
     free: dict[int, float] = {}
     for task in sorted(range(n), key=lambda t: (wanted[t], t)):  # rule 8
-        if graph.op[task] in (Op.SEND_F, Op.SEND_B) and costs.duration[task] > 0:
-            links = [link for link in costs.links[task].tolist() if link >= 0]
-            wanted[task] = max([wanted[task], *(free.get(link, 0.0) for link in links)])
-            free.update(dict.fromkeys(links, wanted[task] + costs.duration[task]))
+        together = holders_with(graph, costs, task)
+        links = {k: set(costs.links[k].tolist()) - {-1} for k in together}
+        needed = set().union(*links.values())
+        wanted[together] = max([wanted[task], *(free.get(link, 0.0) for link in needed)])
+        for k in together:
+            until = wanted[k] + costs.duration[k]
+            free.update({link: max(until, free.get(link, 0.0)) for link in links[k]})
     for task in range(n):
         label = f"{graph.task(task)} (task {task})"
         if graph.op[task] in (Op.RECV_F, Op.RECV_B):  # rule 4

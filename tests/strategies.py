@@ -249,6 +249,7 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
         **{name: values(sizes) for name in nbytes},
         launch=values(launches) if draw(st.booleans()) else 0.0,
         network=draw(networks(n_devices)),
+        all_reduce=draw(st.sampled_from(["ring", "tree"])),
     )
 
 

@@ -125,6 +125,16 @@ def test_skips_and_when_to_recompute(capsys: pytest.CaptureFixture[str], tmp_pat
     assert rows(out)[1] == ["makespan", "128006", "ms"]
 
 
+def test_algorithm_of_reductions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As a flag, or in a file: 33 ms, and of 8 replicas 2 * 1 GB / 1 GB/s by trees."""
+    config = tmp_path / "tree.toml"
+    config.write_text('[costs]\nall_reduce = "tree"\n')
+    replicas = [*BASE, "--replicas", 8, "--parameter-bytes", "1e9", "--bandwidth", "1e9"]
+    for chosen in (["--all-reduce", "tree"], ["--config", config]):
+        out = succeed(capsys, "simulate", "gpipe", *replicas, *chosen)
+        assert rows(out)[1] == ["makespan", "2033.0", "ms"]
+
+
 def test_compare_prints_a_row_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     out = succeed(capsys, "compare", "1f1b", "gpipe", *BASE, "--activation-bytes", 2**30)
     assert rows(out)[1:] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from strategies import cases, costs
 import pipesim as ps
 from pipesim.costs import DURATION_OF, VALUE_FIELDS
 from pipesim.errors import CostsError, PipeError, UnknownNameError
-from pipesim.ops import COMPUTE, SENDS, TRANSFERS, Op
+from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
 
 
 def test_one_value_or_one_a_stage() -> None:
@@ -82,14 +83,14 @@ def test_costs_of_tasks_by_hand() -> None:
 
 @given(cases())
 def test_task_costs_suit_the_graph(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
-    """One finite value a task; links are those of the messages alone, the same at both ends."""
+    """One finite value a task; links are those of messages and reductions, bytes of messages."""
     graph, mine = case
     got = mine.of(graph)
     for column in (got.duration, got.latency, got.launch, got.nbytes):
         assert column.shape == (len(graph),)
         assert (np.isfinite(column) & (column >= 0)).all()
     transfers = graph.is_op(TRANSFERS)
-    assert (got.links[~graph.is_op(SENDS)] == -1).all()
+    assert (got.links[~graph.is_op(SENDS | COLLECTIVES)] == -1).all()
     assert (got.latency[~transfers] == 0).all()
     ends = np.flatnonzero(transfers)
     for column in (got.latency, got.nbytes):
@@ -104,6 +105,22 @@ def test_every_operation_has_a_duration() -> None:
     assert set(DURATION_OF) == COMPUTE
     assert set(DURATION_OF) | of_network == set(Op)
     assert set(DURATION_OF.values()) <= set(VALUE_FIELDS)
+
+
+def test_algorithm_of_reductions(tmp_path: Path) -> None:
+    """Of 4 replicas: a ring takes 2 * 3/4 * 8 + 2 * 3 = 18 s, a tree 2 * 8 + 2 * 2 = 20 s."""
+    graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=4)
+    reduces = graph.op == Op.REDUCE_GRAD
+    ring = ps.Costs(1, 1, parameter_bytes=8, network=ps.Network(latency=1, bandwidth=1))
+    tree = replace(ring, all_reduce="tree")
+    assert set(ring.of(graph).duration[reduces]) == {18}
+    assert set(tree.of(graph).duration[reduces]) == {20}
+    assert (tree.of(graph).links[reduces] >= 0).sum() == 2 * 5, "five edges, up and down"
+    tree.save(tmp_path / "costs.json")
+    assert ps.Costs.load(tmp_path / "costs.json") == tree
+    assert ps.Costs.from_timeline(ps.simulate(graph, tree)).all_reduce == "tree"
+    with pytest.raises(UnknownNameError, match="unknown all-reduce 'tre'; did you mean 'tree'"):
+        ps.Costs(1, 1, all_reduce="tre")
 
 
 REQUIRED = sorted(

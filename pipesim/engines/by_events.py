@@ -60,7 +60,53 @@ def _wake(waiting: Ints, next_waiting: Ints, of: int, todo: Ints, n_todo: int) -
     return n_todo
 
 
-@kernel(_push, _pop, _wake)
+def _asks(
+    first: int,
+    last: int,
+    members: Ints,
+    row: Ints,
+    asks: NDArray[np.bool_],
+    duration: Floats,
+    drawn: Floats,
+) -> bool:
+    """Tell whether a collective, ``members[first:last]``, waits for links; all must take time."""
+    shared = False
+    for j in range(first, last):
+        member = members[j]
+        if (drawn[member] if len(drawn) else duration[row[member]]) <= 0.0:
+            return False
+        shared = shared or asks[row[member]]
+    return shared
+
+
+def _hold(
+    first: int,
+    last: int,
+    members: Ints,
+    row: Ints,
+    links: Ints,
+    duration: Floats,
+    drawn: Floats,
+    begin: float,
+    link_free: Floats,
+) -> float:
+    """Let a collective hold its links; return when all are free."""
+    for j in range(first, last):
+        for k in range(links.shape[1]):
+            link = links[row[members[j]], k]
+            if link >= 0:
+                begin = max(begin, link_free[link])
+    for j in range(first, last):
+        member = members[j]
+        finish = begin + (drawn[member] if len(drawn) else duration[row[member]])
+        for k in range(links.shape[1]):
+            link = links[row[member], k]
+            if link >= 0:
+                link_free[link] = max(link_free[link], finish)
+    return begin
+
+
+@kernel(_push, _pop, _wake, _asks, _hold)
 def events(
     kind: Ints,
     stream: Ints,
@@ -91,7 +137,8 @@ def events(
     A stream that meets an unfinished task is listed with it, and walks on when it is finished. A
     stream that meets a shared link (``asks``) puts its request on a heap. When no stream can walk,
     no request earlier than the first on the heap can come any more, so that one is served (rule
-    8).
+    8). Streams of a collective are listed with it until the last is there, and until it may hold
+    its links; its request is that of its first member.
     """
     n_tasks, n_groups = len(kind), len(members_ptr) - 1
     cursor = queue_ptr[:-1].copy()
@@ -99,6 +146,7 @@ def events(
     waiting = np.full(n_tasks + n_groups, -1, np.int32)  # first stream that waits for a task
     next_waiting = np.full(n_streams, -1, np.int32)
     arrived, together = np.zeros(n_groups, np.int64), np.zeros(n_groups)
+    granted = np.zeros(n_groups, np.bool_)  # whether nothing keeps a collective any more
     joined = np.zeros(n_streams, np.bool_)  # whether the stream's head is among the arrived
     times, requests, n_requests = np.empty(n_streams), np.empty(n_streams, np.int64), 0
     todo, n_todo = np.arange(n_streams), n_streams
@@ -112,6 +160,13 @@ def events(
             served, begin = requests[0], times[0]
             _pop(times, requests, n_requests)
             n_requests -= 1
+            if len(group) and group[served] >= 0:
+                number = group[served]
+                held = members_ptr[number], members_ptr[number + 1], members, row, links
+                together[number] = _hold(*held, duration, drawn, begin, link_free)
+                granted[number] = True
+                n_todo = _wake(waiting, next_waiting, n_tasks + number, todo, n_todo)
+                continue
             on = stream[kind[served]]
         while cursor[on] < queue_ptr[on + 1]:
             task = queue[cursor[on]]
@@ -165,7 +220,14 @@ def events(
                     if not joined[on]:
                         joined[on] = True
                         arrived[number] += 1
-                    if arrived[number] < members_ptr[number + 1] - members_ptr[number]:
+                    first, last = members_ptr[number], members_ptr[number + 1]
+                    if arrived[number] == last - first and not granted[number]:
+                        if _asks(first, last, members, row, asks, duration, drawn):
+                            _push(times, requests, n_requests, begin, members[first])
+                            n_requests += 1
+                        else:
+                            granted[number] = True
+                    if not granted[number]:
                         next_waiting[on] = waiting[n_tasks + number]
                         waiting[n_tasks + number] = on
                         break

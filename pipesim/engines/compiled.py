@@ -1,10 +1,10 @@
 """The fast engine: the rules of docs/time.md as loops over arrays, compiled by numba.
 
-Where no transfer waits for a link, every time follows from times of smaller ids: one pass in order
-of ids suffices (`by_ids`), which gives up when two transfers meet on a link. Then transfers ask for
-their links in order of time: `by_events` lets each stream walk until it meets a shared link, and
-serves the earliest request of all when none can walk on. Times are made by ``max`` and ``+``
-alone, so that engines agree exactly.
+Where nobody waits for a link, every time follows from times of smaller ids: one pass in order of
+ids suffices (`by_ids`; `side_by_side` for several scenarios), which gives up when transfers or
+collectives meet on a link. Then they ask for their links in order of time: `by_events` lets each
+stream walk until it meets a shared link, and serves the earliest request of all when none can walk
+on. Times are made by ``max`` and ``+`` alone, so that engines agree exactly.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from pipesim.costs import TaskCosts
 from pipesim.csr import Ints
 from pipesim.engines import RECV, SEND
 from pipesim.engines.by_events import events
-from pipesim.engines.by_ids import issue, one_pass, pass_many, prune
+from pipesim.engines.by_ids import issue, one_pass
+from pipesim.engines.side_by_side import pass_many, prune
 from pipesim.graph import TaskGraph
 from pipesim.noise import Noise
-from pipesim.ops import RECVS, SENDS
+from pipesim.ops import COLLECTIVES, RECVS, SENDS
 
 __all__ = ["Many", "run"]
 
@@ -106,7 +107,7 @@ class Many:
 
     def nbytes(self, n_scenarios: int) -> int:
         """Return bytes of the times that a call with so many scenarios holds at once."""
-        one_by_one = 24 * len(self.graph) if self.plan.n_links else 0  # where transfers met
+        one_by_one = 24 * len(self.graph) if self.plan.n_links else 0  # where some met
         return 16 * self.window * n_scenarios + one_by_one
 
     def __call__(self, scenarios: Sequence[int]) -> tuple[Floats, Floats]:
@@ -166,14 +167,15 @@ def planned(graph: TaskGraph, costs: TaskCosts) -> Plan:
 def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints:
     """Return the links of each row that several streams share, numbered from 0; -1 for none.
 
-    A stream's own transfers never meet on a link, because they hold their stream as long.
+    What one stream runs never meets on a link, because it holds the stream as long.
     """
     none = np.full((len(costs.table.duration), 1), -1, dtype=np.int64)
-    sends = np.flatnonzero(graph.kinds.is_op(SENDS))
+    holders = SENDS | COLLECTIVES
     if costs.row is graph.kind:
-        rows, streams = sends, graph.stream_of_kind[sends]
+        rows = np.flatnonzero(graph.kinds.is_op(holders))
+        streams = graph.stream_of_kind[rows]
     else:
-        of = np.flatnonzero(graph.is_op(SENDS))
+        of = np.flatnonzero(graph.is_op(holders))
         rows, streams = costs.row[of], graph.stream_of_kind[graph.kind[of]]
     links = costs.table.links[rows]
     if not (links >= 0).any():
@@ -192,7 +194,7 @@ def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints:
 def run_events(
     graph: TaskGraph, plan: Plan, duration: Floats, drawn: Floats, start: Floats, end: Floats
 ) -> None:
-    """Fill start and end where transfers wait for links."""
+    """Fill start and end where some wait for links."""
     end.fill(-1.0)
     queues = graph.queues
     free = np.zeros(plan.n_links)

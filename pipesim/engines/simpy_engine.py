@@ -7,6 +7,7 @@ engines can be compared with ``==``.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Generator, Iterable
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -34,34 +35,37 @@ def run(graph: TaskGraph, costs: TaskCosts) -> tuple[NDArray[np.float64], NDArra
 
 
 class _Request(NamedTuple):
-    """A transfer that waits for its links since a moment; ``granted`` lets it go."""
+    """A transfer or collective that waits for its links since a moment; ``granted`` lets it go.
+
+    ``links`` counts how many members of a collective hold each.
+    """
 
     since: float
     task: int
-    links: frozenset[int]
+    links: Counter[int]
     granted: simpy.Event
 
 
 class _Links:
-    """Serve transfers first come, first served; of one moment, the smaller id first (rule 8).
+    """Serve who asks first come, first served; of one moment, the smaller id first (rule 8).
 
-    A transfer that needs several links waits in the queue of each, and starts when it is the first
-    of all of them and all are free.
+    Who needs several links waits in the queue of each, and starts when it is the first of all of
+    them and all are free.
     """
 
     def __init__(self, env: simpy.Environment) -> None:
         self.env = env
-        self.busy: set[int] = set()
+        self.busy: Counter[int] = Counter()
         self.waiting: list[_Request] = []
 
-    def request(self, task: int, links: frozenset[int]) -> simpy.Event:
+    def request(self, task: int, links: Counter[int]) -> simpy.Event:
         """Return an event that fires when ``task`` may hold its links."""
         granted = self.env.event()
         insort(self.waiting, _Request(self.env.now, task, links, granted), key=itemgetter(0, 1))
         self._serve_later()
         return granted
 
-    def release(self, links: frozenset[int]) -> None:
+    def release(self, links: Counter[int]) -> None:
         self.busy -= links
         self._serve_later()
 
@@ -77,9 +81,9 @@ class _Links:
         for request in list(self.waiting):
             if taken.isdisjoint(request.links):
                 self.waiting.remove(request)
-                self.busy |= request.links
+                self.busy += request.links
                 request.granted.succeed()
-            taken |= request.links  # later requests wait behind this one, served or not
+            taken.update(request.links)  # later requests wait behind this one, served or not
 
 
 class _Step:
@@ -99,6 +103,7 @@ class _Step:
         self.head: dict[int, simpy.Event] = {}  # of a SEND: its first byte arrives
         self.tail: dict[int, simpy.Event] = {}  # of a SEND: its last byte arrives
         self.links = _Links(env)
+        self.granted: dict[int, simpy.Event] = {}  # of a collective: it may hold its links
         self.is_send, self.is_recv = graph.is_op(SENDS), graph.is_op(RECVS)
         host_of = graph.host[graph.device]
         for host in np.unique(host_of):
@@ -134,21 +139,43 @@ class _Step:
         self.start[task] = self.env.now
         self.started[task].succeed()
 
+    def held(self, task: int) -> Counter[int]:
+        """Return the links that a SEND, or a member of a collective, holds while it lasts."""
+        return Counter(set(self.link_numbers[task].tolist()) - {-1})
+
     def compute(self, task: int) -> Process:
-        """Hold the stream for the task's duration, once all members of its group are here."""
-        group = int(self.graph.group[task])
-        if group >= 0:  # rule 9
-            for member in self.graph.collectives[group].tolist():
-                yield self.reached[member]
+        """Hold the stream for the task's duration; a member of a collective, its links too."""
+        links: Counter[int] = Counter()
+        if self.graph.group[task] >= 0:
+            links = yield from self.meet(task)
         self.begin(task)
         yield self.env.timeout(self.duration[task])
+        if links:
+            self.links.release(links)
+
+    def meet(self, task: int) -> Generator[simpy.Event, Any, Counter[int]]:
+        """Wait for all members of a collective (rule 9), then for the links of all (rule 8).
+
+        Returns the links that this member holds.
+        """
+        group = int(self.graph.group[task])
+        members = self.graph.collectives[group].tolist()
+        for member in members:
+            yield self.reached[member]
+        if self.duration[members].min() <= 0:
+            return Counter()
+        if group not in self.granted:
+            links = Counter(link for member in members for link in self.held(member))
+            self.granted[group] = self.links.request(min(members), links)
+        yield self.granted[group]
+        return self.held(task)
 
     def send(self, task: int) -> Process:
         """Hold link and stream for the bytes; head and tail arrive a latency later (rule 4)."""
         if self.graph.rendezvous:  # rule 6
             yield self.reached[self.graph.pair[task]]
         duration, latency = self.duration[task], self.latency[task]
-        links = frozenset(self.link_numbers[task].tolist()) - {-1}
+        links = self.held(task)
         if duration > 0:
             yield self.links.request(task, links)
         self.head[task] = self.env.timeout(latency)
