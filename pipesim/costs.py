@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
 from pipesim.errors import ArgumentError, CostsError, check_name, number
 from pipesim.files import write_whole
 from pipesim.graph import PAIRS, TaskGraph
 from pipesim.network import ALL_REDUCE, Network
-from pipesim.ops import RECVS, SENDS, Op
+from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.placement import Placement
 from pipesim.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.skips import message_bytes as bytes_of_skips
@@ -32,7 +33,19 @@ if TYPE_CHECKING:
 __all__ = ["CostTable", "Costs", "TaskCosts"]
 
 PerStage = float | tuple[float, ...]
-_OPTIONAL = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute")
+#: Field that says how long a collective takes, where that was measured.
+MEASURED_COLLECTIVES = {
+    "REDUCE_GRAD": "reduce_grad",
+    "UNSHARD": "unshard",
+    "counts": "exchange_counts",
+    "keys": "exchange_keys",
+    "vectors": "exchange_vectors",
+    "gradients": "exchange_gradients",
+}
+_OPTIONAL = (
+    *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
+    *("vector_bytes", *MEASURED_COLLECTIVES.values()),
+)
 
 
 class CostTable(NamedTuple):
@@ -48,10 +61,13 @@ class CostTable(NamedTuple):
     launch
         Seconds that the host needs to issue a task (rule 7).
     nbytes
-        Bytes of each message; 0 elsewhere.
+        Bytes of each message, and that each member brings to a collective; 0 elsewhere.
     links
         Numbers of the links that a SEND, or the hops of a collective that begin at this member,
         hold while they last, -1 for fewer; -1 elsewhere. Shape ``(n_rows, most links of a row)``.
+    share
+        Part of the seconds of the last backward, 0 to 1, after which it has made the gradients of
+        this bucket; 0 elsewhere. Shape ``(n_rows,)``; None for zeros.
     """
 
     duration: NDArray[np.float64]
@@ -59,6 +75,7 @@ class CostTable(NamedTuple):
     launch: NDArray[np.float64]
     nbytes: NDArray[np.float64]
     links: NDArray[np.int64]
+    share: NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,9 @@ class TaskCosts:
 
     def per_task(self) -> TaskCosts:
         """Return the same costs with a row a task, which has what was drawn."""
-        table = CostTable(self.duration, self.latency, self.launch, self.nbytes, self.links)
+        table = CostTable(
+            self.duration, self.latency, self.launch, self.nbytes, self.links, self.share
+        )
         return TaskCosts.of_tasks(table, self.costs)
 
     @property
@@ -121,6 +140,14 @@ class TaskCosts:
         return values
 
     @property
+    def share(self) -> NDArray[np.float64]:
+        """Part of the last backward that each bucket needs; shape ``(len(graph),)``."""
+        if self.table.share is None:
+            return np.zeros(len(self.row))
+        values: NDArray[np.float64] = self.table.share[self.row]
+        return values
+
+    @property
     def links(self) -> NDArray[np.int64]:
         """Links that each SEND or member holds, or -1; shape ``(len(graph), most of one)``."""
         values: NDArray[np.int64] = self.table.links[self.row]
@@ -143,7 +170,11 @@ class Costs:
     recompute
         Seconds of R; defaults to ``forward``.
     optimizer_step, launch
-        Seconds of STEP, and of the host to issue one task of the stage.
+        Seconds of STEP, and of the host to issue one task of the stage. A STEP takes its share of
+        them where the optimizer is sharded.
+    reduce_grad, unshard, exchange_counts, exchange_keys, exchange_vectors, exchange_gradients
+        Seconds of collectives as they were measured, in place of those that follow from ``network``
+        and bytes: of REDUCE_GRAD of all gradients of a stage, of UNSHARD, and of each ALL_TO_ALL.
     output_bytes
         Bytes of a stage's output for one micro-batch: the message to the next stage, and its
         gradient on the way back.
@@ -152,7 +183,14 @@ class Costs:
     weight_grad_bytes
         Bytes that are held between I and W: of the activations, and gradients of outputs.
     parameter_bytes, optimizer_bytes
-        Bytes of a stage's parameters (its gradients are as many again) and optimizer state.
+        Bytes of a stage's parameters (its gradients are as many again) and optimizer state; of a
+        sharded stage, of one replica's rows.
+    key_bytes, vector_bytes
+        Bytes that a sharded stage of one replica asks for in one micro-batch: of keys, and of their
+        vectors (``output_bytes``, if not given), which gradients are as many of.
+    buckets
+        Of each stage, its buckets of gradients as pairs: the share of the bytes, and the share of
+        the last backward after which the bucket is complete. None: even shares of both.
     skip_bytes
         Bytes that each skip connection carries for one micro-batch, and its gradient on the way
         back: one number for all, or a mapping from ``(source, target)`` stages, which is kept as
@@ -183,6 +221,15 @@ class Costs:
     weight_grad_bytes: PerStage = 0.0
     parameter_bytes: PerStage = 0.0
     optimizer_bytes: PerStage = 0.0
+    reduce_grad: PerStage | None = None
+    unshard: PerStage | None = None
+    exchange_counts: PerStage | None = None
+    exchange_keys: PerStage | None = None
+    exchange_vectors: PerStage | None = None
+    exchange_gradients: PerStage | None = None
+    key_bytes: PerStage = 0.0
+    vector_bytes: PerStage | None = None
+    buckets: Buckets | None = None
     skip_bytes: Mapping[tuple[int, int], float] | SkipBytes | None = None
     network: Network = field(default_factory=Network)
     all_reduce: str = "ring"
@@ -196,6 +243,7 @@ class Costs:
             if value is not None or name not in _OPTIONAL:
                 object.__setattr__(self, name, _checked(name, value))
         object.__setattr__(self, "skip_bytes", checked_skip_bytes(self.skip_bytes))
+        object.__setattr__(self, "buckets", checked_buckets(self.buckets))
         if self.forward is None:
             raise CostsError("forward is missing; give the seconds of F, one or one a stage")
 
@@ -210,6 +258,8 @@ class Costs:
         value = getattr(self, check_name("cost", name, VALUE_FIELDS))
         if value is None and name == "recompute":
             return self.per_stage("forward", n_stages)
+        if value is None and name == "vector_bytes":
+            return self.per_stage("output_bytes", n_stages)
         if value is None and name == "overlapped":
             return self.per_stage("forward", n_stages) + self.per_stage("backward", n_stages)
         if value is None and name == "backward":
@@ -241,11 +291,6 @@ class Costs:
             If a link names a device that the graph does not have.
         """
         kinds = graph.kinds
-        if (kinds.op == Op.ALL_TO_ALL).any():
-            raise CostsError(
-                "the graph has ALL_TO_ALL tasks, which Costs cannot price yet; give ps.TaskCosts "
-                "with their seconds (Network.all_to_all computes them)"
-            )
         duration, latency = np.zeros(len(kinds)), np.zeros(len(kinds))
         for op, name in DURATION_OF.items():
             of_op = kinds.op == op
@@ -265,8 +310,11 @@ class Costs:
         links[sends] = routes.links[is_send]
         duration[sends] = nbytes[sends] / routes.bandwidth[is_send]
         launch = self.per_stage("launch", graph.n_stages)[kinds.stage]
-        links = self._price_reductions(graph, duration, links)
-        table = CostTable(duration, latency, launch, nbytes, links)
+        share = np.zeros(len(kinds))
+        if kinds.is_op(COLLECTIVES).any():
+            priced = Priced(duration, nbytes, links, share)
+            duration, nbytes, links, share = self._collectives(graph.n_stages).price(graph, priced)
+        table = CostTable(duration, latency, launch, nbytes, links, share)
         return TaskCosts(table, graph.kind, None, self)
 
     @property
@@ -286,26 +334,21 @@ class Costs:
         whole = both[graph.kinds.stage[halves]]
         duration[halves] = np.where(graph.kinds.op[halves] == Op.F, first, whole - first)
 
-    def _price_reductions(
-        self, graph: TaskGraph, duration: NDArray[np.float64], links: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Fill the seconds of the kinds of REDUCE_GRAD, and return links with theirs (rule 9)."""
-        kinds, gradients = graph.kinds, self.per_stage("parameter_bytes", graph.n_stages)
-        priced = kinds.op != Op.REDUCE_GRAD
-        for row in range(len(graph.collectives)):
-            members = graph.kind[graph.collectives[row]]
-            if priced[members].all():
-                continue
-            devices = np.unique(kinds.device[members])
-            for stage in np.unique(kinds.stage[members]):
-                of = members[kinds.stage[members] == stage]
-                duration[of] = self.network.all_reduce(gradients[stage], devices, self.all_reduce)
-            if gradients[kinds.stage[members]].any():
-                held = self.network.collective_links(self.all_reduce, devices, graph.n_devices)
-                of_member = held[np.searchsorted(devices, kinds.device[members])]
-                links = with_links(links, members, of_member)
-            priced[members] = True
-        return links
+    def _collectives(self, n_stages: int) -> CollectiveCosts:
+        """Return what collectives cost."""
+        parameter, key, vector = (
+            self.per_stage(name, n_stages)
+            for name in ("parameter_bytes", "key_bytes", "vector_bytes")
+        )
+        measured = {
+            name: self.per_stage(field, n_stages)
+            for name, field in MEASURED_COLLECTIVES.items()
+            if getattr(self, field) is not None
+        }
+        buckets = checked_buckets(self.buckets)
+        return CollectiveCosts(
+            self.network, self.all_reduce, parameter, key, vector, measured, buckets
+        )
 
     def in_chunks(self, placement: Placement) -> Costs:
         """Return the costs of the stages of a placement, given those of all that a device holds.
@@ -351,6 +394,7 @@ class Costs:
             **{name: value for name, value in values.items() if value is not None},
             "network": self.network.to_dict(),
             "all_reduce": self.all_reduce,
+            **({} if self.buckets is None else {"buckets": self.buckets}),
         }
 
     @classmethod
@@ -521,7 +565,7 @@ class Costs:
 
 
 #: Fields of `Costs` that are plain values, but not of stages.
-OTHER_FIELDS = ("skip_bytes", "all_reduce")
+OTHER_FIELDS = ("skip_bytes", "all_reduce", "buckets")
 #: Every field of `Costs` that is a number or one number a stage.
 VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))
 
@@ -534,17 +578,6 @@ DURATION_OF = {
     Op.R: "recompute",
     Op.STEP: "optimizer_step",
 }
-
-
-def with_links(
-    links: NDArray[np.int64], rows: NDArray[Any], held: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return ``links`` with those that some rows hold, as wide as it takes."""
-    missing = held.shape[1] - links.shape[1]
-    if missing > 0:
-        links = np.pad(links, ((0, 0), (0, missing)), constant_values=-1)
-    links[rows, : held.shape[1]] = held
-    return links
 
 
 def message_bytes(kinds: Kinds, output_bytes: NDArray[np.float64]) -> NDArray[np.float64]:

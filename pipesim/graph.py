@@ -94,7 +94,13 @@ RULES = (
     Rule((Op.W,), (Op.I,)),
     Rule((Op.SEND_F,), (Op.F,), 0, (Through(Op.ALL_TO_ALL, 0, _VECTORS),)),
     Rule((Op.SEND_B,), (Op.B, Op.I)),
-    Rule((Op.ALL_TO_ALL,), (Op.F,), -1, (Through(Op.RECV_F),), part=_COUNTS),
+    Rule(
+        (Op.ALL_TO_ALL,),
+        (Op.F,),
+        -1,
+        (Through(Op.RECV_F), Through(Op.ALL_TO_ALL, -1, _VECTORS)),
+        part=_COUNTS,
+    ),
     Rule((Op.ALL_TO_ALL,), (Op.ALL_TO_ALL,), part=_KEYS, needs_part=_COUNTS),
     Rule((Op.F,), (Op.ALL_TO_ALL,), needs_part=_KEYS),
     Rule((Op.ALL_TO_ALL,), (Op.F,), part=_VECTORS),
@@ -490,6 +496,12 @@ class TaskGraph:
         homes = np.zeros((self.n_replicas, self.n_stages), dtype=np.int64)
         homes[self.kinds.replica, self.kinds.stage] = self.kinds.device
         return homes
+
+    @cached_property
+    def sharded(self) -> tuple[int, ...]:
+        """Stages whose rows are spread over the replicas: those with exchanges."""
+        stages = self.kinds.stage[self.kinds.op == Op.ALL_TO_ALL]
+        return tuple(np.unique(stages).tolist())
 
     @property
     def device_of_stage(self) -> Ints:

@@ -220,6 +220,11 @@ def _checked_sharded(sharded: Iterable[int], schedule: Schedule) -> tuple[int, .
                 f"sharded names stage {stage}; there are {schedule.n_stages} stages, "
                 f"0..{schedule.n_stages - 1}"
             )
+        if stage == schedule.n_stages - 1:
+            raise ArgumentError(
+                f"sharded names stage {stage}, the last one, which computes the loss; its vectors "
+                "have to go to a stage after it"
+            )
     if len(set(stages)) < len(stages):
         raise ArgumentError(f"sharded names a stage twice: {list(stages)}; name each once")
     return stages

@@ -27,11 +27,15 @@ __all__ = ["changes", "over_time", "peak_memory", "static", "weight_versions"]
 def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     """Return bytes that each device holds throughout: parameters, gradients, optimizer state.
 
-    Parameters count once for each version of them that a stage holds; see `weight_versions`.
+    Parameters count once for each version of them that a stage holds; see `weight_versions`. Of a
+    sharded optimizer, a replica has its share.
     """
     parameters, optimizer = (
         costs.per_stage(name, graph.n_stages) for name in ("parameter_bytes", "optimizer_bytes")
     )
+    kinds = graph.kinds
+    for stage in np.unique(kinds.stage[kinds.op == Op.UNSHARD]).tolist():
+        optimizer[stage] /= len(np.unique(kinds.replica[kinds.stage == stage]))
     held = (weight_versions(graph) + 1) * parameters + optimizer
     return bincount(graph.homes.ravel(), held.ravel(), graph.n_devices)
 

@@ -101,7 +101,7 @@ def test_task_costs_suit_the_graph(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
 
 def test_every_operation_has_a_duration() -> None:
     """A field, or the network; an operation without either would silently take no time."""
-    of_network = TRANSFERS | {Op.REDUCE_GRAD, Op.ALL_TO_ALL}
+    of_network = TRANSFERS | COLLECTIVES
     assert set(DURATION_OF) == COMPUTE
     assert set(DURATION_OF) | of_network == set(Op)
     assert set(DURATION_OF.values()) <= set(VALUE_FIELDS)

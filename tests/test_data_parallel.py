@@ -1,4 +1,4 @@
-"""Replicas of a pipeline against one process with the whole batch: same loss, gradients, weights."""
+"""Replicas of a pipeline against one process with the whole batch: loss, gradients, weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipesim.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
@@ -87,7 +86,9 @@ def test_gradients_add_up_from_step_to_step(mode: dict[str, Any], overlap: bool)
     with px.Pipeline(stages, graph, ["cpu"] * 4, mse) as pipeline:
         for n in (1, 2):
             pipeline.step(x, y)
-            for p, q in zip((p for s in stages for p in s.parameters()), model.parameters()):
+            for p, q in zip(
+                (p for s in stages for p in s.parameters()), model.parameters(), strict=True
+            ):
                 torch.testing.assert_close(p.grad, n * q.grad)
 
 
@@ -133,15 +134,15 @@ def test_two_processes(two_ranks: Ranks, mode: dict[str, Any], n_calls: int) -> 
     """2 replicas x 1 stage, 2 x 2 with two stages a process, 1 x 2: one all-reduce in K or K."""
     for n_stages, schedule in ((1, "gpipe"), (2, "1f1b")):
         sizes = [7, 4]
-        options = dict(n_stages=n_stages, n_replicas=2, sizes=sizes, options=mode)
+        options = {"n_stages": n_stages, "n_replicas": 2, "sizes": sizes, "options": mode}
         _check(two_ranks.run(_steps, schedule=schedule, **options), sizes, n_calls, n_stages)
-    options = dict(n_stages=2, n_replicas=1, sizes=[11], options=mode)
+    options = {"n_stages": 2, "n_replicas": 1, "sizes": [11], "options": mode}
     _check(two_ranks.run(_steps, schedule="1f1b", **options), [11], 0, 2)
 
 
 @pytest.mark.parametrize(("mode", "n_calls"), list(zip(MODES, [1, K, 2], strict=True)))
 def test_four_processes(four_ranks: Ranks, mode: dict[str, Any], n_calls: int) -> None:
     """2 replicas x 2 stages, a process each; replicas of unlike batches."""
-    options = dict(n_stages=2, n_replicas=2, sizes=[5, 8], options=mode)
+    options = {"n_stages": 2, "n_replicas": 2, "sizes": [5, 8], "options": mode}
     found = four_ranks.run(_steps, schedule="zb_h1", **options)
     _check(found, [5, 8], n_calls, 2)

@@ -1,0 +1,186 @@
+"""What collectives cost: seconds of reductions and exchanges, links that they hold (rule 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import CostsError, number
+from pipesim.graph import TaskGraph
+from pipesim.network import Network
+from pipesim.ops import COLLECTIVES, EXCHANGES, Op
+
+__all__ = ["Buckets", "CollectiveCosts", "Priced", "checked_buckets", "with_links"]
+
+Floats = NDArray[np.float64]
+#: Of each stage, its buckets: share of the bytes, and of the backward when it is complete.
+Buckets = tuple[tuple[tuple[float, float], ...], ...]
+#: Bytes of a count.
+_COUNT = 8
+
+
+class Priced(NamedTuple):
+    """Seconds, bytes that a member brings, and links of each kind of task; shares of backwards.
+
+    ``share`` is the part of its backward after which a bucket is reduced.
+    """
+
+    duration: Floats
+    nbytes: Floats
+    links: NDArray[np.int64]
+    share: Floats
+
+
+class CollectiveCosts(NamedTuple):
+    """What the seconds of collectives follow from; arrays have one value a stage.
+
+    Attributes
+    ----------
+    network, all_reduce
+        Links, and the algorithm of REDUCE_GRAD.
+    gradient_bytes, key_bytes, vector_bytes
+        Bytes of a stage's gradients; of a micro-batch's keys, and of their vectors.
+    measured
+        Seconds of REDUCE_GRAD, UNSHARD and of each exchange by name, where they were measured.
+    buckets
+        How gradients are shared by buckets; None for evenly.
+    """
+
+    network: Network
+    all_reduce: str
+    gradient_bytes: Floats
+    key_bytes: Floats
+    vector_bytes: Floats
+    measured: Mapping[str, Floats]
+    buckets: Buckets | None
+
+    def price(self, graph: TaskGraph, priced: Priced) -> Priced:
+        """Fill the rows of collectives; return them, with links as wide as they need."""
+        kinds, done = graph.kinds, ~graph.kinds.is_op(COLLECTIVES)
+        n_buckets = _n_buckets(graph)
+        unsharded = np.unique(kinds.stage[kinds.op == Op.UNSHARD])
+        links = priced.links
+        for row in range(len(graph.collectives)):
+            members = graph.kind[graph.collectives[row]]
+            if done[members].all():
+                continue
+            devices = np.unique(kinds.device[members])
+            nbytes = 0.0
+            for stage in np.unique(kinds.stage[members]).tolist():
+                of = members[kinds.stage[members] == stage]
+                op, part = Op(kinds.op[of[0]]), int(kinds.part[of[0]])
+                if op == Op.ALL_TO_ALL:
+                    seconds, nbytes = self._exchange(stage, part, devices)
+                else:
+                    parts = self._buckets(stage, int(n_buckets[stage]))
+                    of_bytes, priced.share[of] = parts[part] if part >= 0 else (1.0, 0.0)
+                    halves = stage in unsharded
+                    seconds, nbytes = self._reduction(op, stage, of_bytes, devices, halves)
+                priced.duration[of], priced.nbytes[of] = seconds, nbytes
+            if nbytes > 0:
+                name = "all_to_all" if (kinds.op[members] == Op.ALL_TO_ALL).any() else (
+                    "ring" if np.isin(kinds.stage[members], unsharded).any() else self.all_reduce
+                )  # fmt: skip
+                held = self.network.collective_links(name, devices, graph.n_devices)
+                links = with_links(
+                    links, members, held[np.searchsorted(devices, kinds.device[members])]
+                )
+            done[members] = True
+        for stage in unsharded.tolist():
+            of = (kinds.stage == stage) & (kinds.op == Op.STEP)
+            priced.duration[of] /= len(np.unique(kinds.replica[of]))
+        return priced._replace(links=links)
+
+    def _reduction(
+        self, op: Op, stage: int, part: float, devices: NDArray[Any], halves: bool
+    ) -> tuple[float, float]:
+        """Return seconds and bytes of a part of a stage's REDUCE_GRAD, or of its UNSHARD.
+
+        Where parameters are gathered after the step, an all-reduce's two halves are a collective
+        each: a reduce-scatter, and this all-gather.
+        """
+        nbytes = part * float(self.gradient_bytes[stage])
+        algorithm = "ring" if halves else self.all_reduce
+        seconds = self.network.all_reduce(nbytes, devices, algorithm)
+        known = self.measured.get(op.name)
+        if known is not None:
+            least = self.network.all_reduce(0.0, devices, algorithm) if part < 1 else 0.0
+            whole = float(known[stage])
+            return min(whole, least) + part * max(0.0, whole - least), nbytes
+        return seconds / (2 if halves else 1), nbytes
+
+    def _exchange(self, stage: int, part: int, devices: NDArray[Any]) -> tuple[float, float]:
+        """Return seconds and bytes of one of a sharded stage's exchanges."""
+        name, n = EXCHANGES[part], len(devices)
+        sizes = {"counts": _COUNT * n, "keys": self.key_bytes[stage]}
+        nbytes = float(sizes.get(name, self.vector_bytes[stage]))
+        known = self.measured.get(name)
+        if known is not None:
+            return float(known[stage]), nbytes
+        return self.network.all_to_all(nbytes, devices), nbytes
+
+    def _buckets(self, stage: int, n: int) -> Sequence[tuple[float, float]]:
+        """Return the share of the bytes, and of the backward, of each of a stage's buckets."""
+        if self.buckets is None:
+            return [(1 / n, (k + 1) / n) for k in range(n)]
+        found = self.buckets[stage] if stage < len(self.buckets) else ()
+        if len(found) != n:
+            raise CostsError(
+                f"buckets has {len(found)} of stage {stage}, but the graph reduces its gradients "
+                f"in {n}; give (share of bytes, share of the backward) of each"
+            )
+        return found
+
+
+def _n_buckets(graph: TaskGraph) -> NDArray[np.int64]:
+    """Return how many buckets of gradients each stage has; 0 where it reduces them in one."""
+    found = np.zeros(graph.n_stages, dtype=np.int64)
+    of = graph.kinds.op == Op.REDUCE_GRAD
+    np.maximum.at(found, graph.kinds.stage[of], graph.kinds.part[of] + 1)
+    return found
+
+
+def checked_buckets(buckets: object) -> Buckets | None:
+    """Return buckets as tuples.
+
+    Raises
+    ------
+    CostsError
+        For anything but pairs of shares, 0 to 1, of which those of the bytes sum to 1.
+    """
+    if buckets is None:
+        return None
+    try:
+        stages = tuple(
+            tuple((float(a), float(b)) for a, b in stage)
+            for stage in buckets  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError):
+        raise CostsError(
+            "buckets must be, of each stage, pairs (share of bytes, share of the backward), such "
+            f"as [[(0.5, 0.4), (0.5, 1.0)]], got {buckets!r}"
+        ) from None
+    for index, stage in enumerate(stages):
+        values = [number(x) for pair in stage for x in pair]
+        if not all(x is not None and 0 <= x <= 1 for x in values):
+            raise CostsError(f"buckets of stage {index} must be shares, 0 to 1, got {stage!r}")
+        if stage and abs(sum(a for a, _ in stage) - 1) > 1e-6:
+            raise CostsError(
+                f"buckets of stage {index} have {sum(a for a, _ in stage):g} of its bytes; give "
+                "shares that sum to 1"
+            )
+    return stages
+
+
+def with_links(
+    links: NDArray[np.int64], rows: NDArray[Any], held: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return ``links`` with those that some rows hold, as wide as it takes."""
+    missing = held.shape[1] - links.shape[1]
+    if missing > 0:
+        links = np.pad(links, ((0, 0), (0, missing)), constant_values=-1)
+    links[rows, : held.shape[1]] = held
+    return links
