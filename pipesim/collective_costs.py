@@ -75,8 +75,10 @@ class CollectiveCosts(NamedTuple):
                 if op == Op.ALL_TO_ALL:
                     seconds, nbytes = self._exchange(stage, part, devices)
                 else:
-                    parts = self._buckets(stage, int(n_buckets[stage]))
-                    of_bytes, priced.share[of] = parts[part] if part >= 0 else (1.0, 0.0)
+                    of_bytes = 1.0
+                    if part >= 0:
+                        parts = self._buckets(stage, int(n_buckets[stage]))
+                        of_bytes, priced.share[of] = parts[part]
                     halves = stage in unsharded
                     seconds, nbytes = self._reduction(op, stage, of_bytes, devices, halves)
                 priced.duration[of], priced.nbytes[of] = seconds, nbytes
