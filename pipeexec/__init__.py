@@ -1,5 +1,6 @@
 """Run the task graphs of pipesim on real devices, and compare what they take with what was said."""
 
+from pipeexec.accumulation import GradientAccumulation
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
 from pipeexec.meeting import join
@@ -14,6 +15,7 @@ from pipeexec.workers import Worker, workers
 
 __all__ = [
     "GPipe",
+    "GradientAccumulation",
     "Pipeline",
     "Processes",
     "Profile",

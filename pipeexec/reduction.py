@@ -1,15 +1,27 @@
-"""The sum of gradients over local copies of a stage and over processes."""
+"""The sum of gradients over copies of a module: local ones, and those of other processes.
+
+Processes first agree on which gradients there are, dense or sparse, in one small message: a sparse
+gradient would not fit into the message of a dense one, and a process that has none cannot know.
+Then all dense gradients of a type travel in one all-reduce. Sparse ones, those of
+``nn.Embedding(sparse=True)``, stay sparse: their rows are gathered, as many as the process with
+the most has, since neither gloo nor NCCL gathers different lengths.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-__all__ = ["summed"]
+__all__ = ["agree", "summed"]
+
+#: A gradient's place among the parameters, and what this process adds to it.
+Mine = tuple[int, Tensor]
 
 
 @torch.no_grad()
@@ -17,23 +29,202 @@ def summed(
     gradients: Sequence[Sequence[Tensor | None]],
     like: Sequence[nn.Parameter],
     group: ProcessGroup | None = None,
+    kinds: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Return each parameter's sum of gradients; None where nobody has one."""
-    sums: list[Tensor | None] = []
-    for row in zip(*gradients, strict=True):
-        there = [x for x in row if x is not None]
-        total = there[0].clone() if there else None
-        for other in there[1:]:
-            total += other.to(total.device)  # type: ignore[union-attr]
-        sums.append(total)
-    if group is None or not like:
-        return sums
-    given = [torch.zeros_like(p) if x is None else x for x, p in zip(sums, like, strict=True)]
-    flags = torch.tensor([float(x is not None) for x in sums], dtype=given[0].dtype)
-    flat = torch.cat([*(x.reshape(-1) for x in given), flags.to(given[0].device)])
-    dist.all_reduce(flat, group=group)
-    *totals, counts = flat.split([*(x.numel() for x in given), len(flags)])
-    return [
-        total.view_as(p) if count else None
-        for total, count, p in zip(totals, counts.tolist(), like, strict=True)
+    """Return the sum of each parameter's gradients, over all copies of all processes.
+
+    Parameters
+    ----------
+    gradients
+        Those of each local copy, one a parameter; None where a parameter has none. They stay as
+        they are.
+    like
+        The parameters: sums have their types, layouts and devices.
+    group
+        Of the processes, all of which call this with parameters of the same shapes and types; None
+        for this one alone.
+    kinds
+        What processes have agreed on by `agree`, if they have.
+
+    Returns
+    -------
+    list
+        One sum a parameter: None where nobody has a gradient, sparse and coalesced where all that
+        there are are sparse. Of a single dense gradient, the gradient itself.
+    """
+    local = [
+        _local_sum([copy[index] for copy in gradients], parameter)
+        for index, parameter in enumerate(like)
     ]
+    if group is None or not local:
+        return local
+    found: list[Tensor | None] = [None] * len(like)
+    kinds = agree(gradients, like, group) if kinds is None else kinds
+    dense, sparse = _shared_out(local, like, kinds)
+    for of_dtype in _by_dtype(dense):
+        for index, total in _reduced(of_dtype, group):
+            found[index] = _laid_out(total, like[index])
+    for index, total in _gathered(sparse, group):
+        found[index] = total
+    return found
+
+
+def _local_sum(copies: Sequence[Tensor | None], parameter: nn.Parameter) -> Tensor | None:
+    """Return the sum over local copies, on the parameter's device."""
+    there = [_known(x).to(parameter.device) for x in copies if x is not None]
+    if not there:
+        return None
+    if all(x.is_sparse for x in there):
+        n_sparse = max(x.sparse_dim() for x in there)
+        alike = [_in_coordinates(x, parameter, n_sparse) for x in there]
+        return _joined([x._indices() for x in alike], [x._values() for x in alike], parameter.shape)
+    return functools.reduce(torch.add, (x.to_dense() if x.is_sparse else x for x in there))
+
+
+def _joined(indices: Sequence[Tensor], values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return the sum of sparse tensors; torch adds those of half precision in no other way."""
+    return torch.sparse_coo_tensor(
+        torch.cat(list(indices), 1), torch.cat(list(values)), tuple(shape), check_invariants=False
+    ).coalesce()
+
+
+def _known(gradient: Tensor) -> Tensor:
+    """Return a gradient as strided or in coordinates; other layouts are rare, and made dense."""
+    if gradient.layout in (torch.strided, torch.sparse_coo):
+        return gradient
+    return gradient.to_dense()
+
+
+def agree(
+    gradients: Sequence[Sequence[Tensor | None]],
+    like: Sequence[nn.Parameter],
+    group: ProcessGroup,
+) -> Tensor:
+    """Return which gradients there are anywhere; nobody leaves before all processes have come.
+
+    Arguments are those of `summed`. Shape ``(2, len(like))``: whether some are dense, and the most
+    sparse dimensions of any.
+    """
+    kinds = torch.zeros((2, max(1, len(like))), dtype=torch.int32)
+    for index, copies in enumerate(zip(*gradients, strict=True)):
+        for gradient in (x for x in copies if x is not None):
+            if gradient.layout == torch.sparse_coo:
+                kinds[1, index] = max(int(kinds[1, index]), gradient.sparse_dim())
+            else:
+                kinds[0, index] = 1
+    if like:
+        kinds = kinds.to(like[0].device)
+    dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
+    return kinds
+
+
+def _shared_out(
+    local: Sequence[Tensor | None], like: Sequence[nn.Parameter], kinds: Tensor
+) -> tuple[list[Mine], list[Mine]]:
+    """Return what this process adds to the sums that are dense, and to those that are sparse.
+
+    A parameter's gradient is dense if it is so anywhere. Where this process has none, it adds
+    zeros, or no rows.
+    """
+    dense: list[Mine] = []
+    sparse: list[Mine] = []
+    for index, (any_dense, n_sparse) in enumerate(kinds.T.tolist()):
+        mine = local[index]
+        if any_dense:
+            mine = torch.zeros_like(like[index]) if mine is None else mine
+            dense.append((index, mine.to_dense() if mine.is_sparse else mine))
+        elif n_sparse:
+            sparse.append((index, _in_coordinates(mine, like[index], n_sparse)))
+    return dense, sparse
+
+
+def _in_coordinates(mine: Tensor | None, parameter: nn.Parameter, n_sparse: int) -> Tensor:
+    """Return a sparse gradient with ``n_sparse`` sparse dimensions; without rows for none."""
+    if mine is None:
+        indices = torch.empty((n_sparse, 0), dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty((0, *parameter.shape[n_sparse:]))
+        return torch.sparse_coo_tensor(
+            indices, values, parameter.shape, check_invariants=False, is_coalesced=True
+        )
+    if mine.sparse_dim() == n_sparse:
+        return mine
+    return mine.to_dense().to_sparse(n_sparse).coalesce()
+
+
+def _by_dtype(tensors: Sequence[Mine]) -> Iterator[list[Mine]]:
+    """Yield the tensors of each type, in an order that is the same in every process."""
+    for dtype in dict.fromkeys(x.dtype for _, x in tensors):
+        yield [(index, x) for index, x in tensors if x.dtype == dtype]
+
+
+def _reduced(tensors: Sequence[Mine], group: ProcessGroup) -> Iterator[Mine]:
+    """Yield the sums of dense tensors of one type, in one all-reduce."""
+    device = tensors[0][1].device
+    flat = torch.cat([x.reshape(-1).to(device) for _, x in tensors])
+    dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
+    parts = flat.split([x.numel() for _, x in tensors])
+    return ((index, part.view(x.shape)) for (index, x), part in zip(tensors, parts, strict=True))
+
+
+def _laid_out(total: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a copy with the parameter's layout, which does not hold all others' memory."""
+    return torch.empty_like(parameter).copy_(total)
+
+
+def _gathered(tensors: Sequence[Mine], group: ProcessGroup) -> Iterator[Mine]:
+    """Yield the sums of sparse tensors: all indices in one message, values in one a type."""
+    if not tensors:
+        return
+    device = tensors[0][1].device
+    n_rows = torch.tensor([x._nnz() for _, x in tensors], device=device)
+    counts = torch.stack(_all_gather(n_rows, group)).tolist()  # of each process
+    most = [max(of_tensor) for of_tensor in zip(*counts, strict=True)]
+    indices = _gathered_rows([x.indices().T for _, x in tensors], most, counts, group)
+    values: dict[int, list[Tensor]] = {}
+    places = {index: place for place, (index, _) in enumerate(tensors)}
+    for of_dtype in _by_dtype(tensors):
+        at = [places[index] for index, _ in of_dtype]
+        found = _gathered_rows(
+            [x.values() for _, x in of_dtype],
+            [most[place] for place in at],
+            [[of_rank[place] for place in at] for of_rank in counts],
+            group,
+        )
+        values.update(zip(at, found, strict=True))
+    for place, (index, x) in enumerate(tensors):
+        rows = [part.T.to(x.device) for part in indices[place]]
+        yield index, _joined(rows, [part.to(x.device) for part in values[place]], x.shape)
+
+
+def _gathered_rows(
+    tensors: Sequence[Tensor],
+    most: Sequence[int],
+    counts: Sequence[Sequence[int]],
+    group: ProcessGroup,
+) -> list[list[Tensor]]:
+    """Return the rows that each process has of each tensor, which travel padded to the most."""
+    device = tensors[0].device
+    padded = []
+    for x, n in zip(tensors, most, strict=True):
+        rows = x.new_zeros((n, *x.shape[1:]), device=device)
+        rows[: len(x)] = x
+        padded.append(rows.reshape(-1))
+    sizes = [len(x) for x in padded]
+    found: list[list[Tensor]] = [[] for _ in tensors]
+    for flat, of_rank in zip(_all_gather(torch.cat(padded), group), counts, strict=True):
+        for parts, part, x, n in zip(found, flat.split(sizes), tensors, of_rank, strict=True):
+            shape = x.shape[1:]
+            parts.append(part[: n * math.prod(shape)].view(n, *shape))
+    return found
+
+
+def _all_gather(mine: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Return the tensors of all processes, which are of one shape."""
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    if mine.numel() == 0:  # in every process
+        return found
+    if mine.is_complex():
+        dist.all_gather([torch.view_as_real(x) for x in found], torch.view_as_real(mine), group)
+    else:
+        dist.all_gather(found, mine, group)
+    return found

@@ -12,6 +12,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
+from pipeexec.ddp_stage import ddp_stage
 from pipeexec.deferred import Deferred
 from pipeexec.devices import Values
 from pipeexec.meter import Meter, Receipt
@@ -103,6 +104,14 @@ class Stage:
         The loss, for the last stage.
     versions
         Of the weights, where the stage steps while micro-batches are in flight.
+    batch_size
+        Micro-batches of a mini-batch, after which a stage that is DistributedDataParallel adds up
+        its gradients over replicas; such a stage needs it.
+
+    Raises
+    ------
+    ArgumentError
+        For DistributedDataParallel that cannot be a stage; see `pipeexec.ddp_stage`.
     """
 
     def __init__(
@@ -113,9 +122,11 @@ class Stage:
         held: Held,
         finish: Finish | None = None,
         versions: Versions | None = None,
+        batch_size: int | None = None,
     ) -> None:
         self.module, self.index, self.device, self.versions = module, index, device, versions
         self.held, self.finish = held, finish
+        self.ddp = ddp_stage(module, index, batch_size, versions is not None)
         self.buffers = [name for name, _ in module.named_buffers()]
         self.is_random: dict[bool, bool] = {}  # by training mode; unknown until the first forward
         self.modifies_input: dict[bool, bool] = {}  # likewise
@@ -173,6 +184,8 @@ class Stage:
         kept = self._release(microbatch)
         outputs, given = self._with_gradients(kept.outputs, gradients)
         if outputs:
+            if self.ddp is not None:
+                self.ddp.before_backward(microbatch)
             _go_back(outputs, given)
         self._ended(microbatch)
         return tuple(leaf.grad for leaf in kept.inputs)
@@ -203,6 +216,8 @@ class Stage:
 
     def begin(self) -> None:
         """Begin a step: the weights are as they are now."""
+        if self.ddp is not None:
+            self.ddp.begin()
         if self.versions is not None:
             self.versions.reset()
             self._note_versions()
@@ -229,6 +244,8 @@ class Stage:
         """Note the end of a micro-batch's backward."""
         if self.versions is not None:
             self.versions.end(microbatch)
+        if self.ddp is not None:
+            self.ddp.ended(microbatch)
 
     def forget(self, microbatch: int) -> None:
         """Let go of a micro-batch whose backward will not come, if it is held."""
@@ -243,6 +260,8 @@ class Stage:
         self._input_receipts.clear()
         while self._activations:
             self._release(next(iter(self._activations)))
+        if self.ddp is not None:
+            self.ddp.reset()
 
     def _activate(
         self,
@@ -310,9 +329,11 @@ class Stage:
         self, random: OwnGenerator | None, deferred: Deferred | None
     ) -> contextlib.AbstractContextManager[object]:
         """Return the context in which to run the module; mostly there is none."""
-        if random is None and self.meter is None and deferred is None:
+        if random is None and self.meter is None and deferred is None and self.ddp is None:
             return _NOTHING
         context = contextlib.ExitStack()
+        if self.ddp is not None:
+            context.enter_context(self.ddp.around_forward())
         if random is not None:
             context.enter_context(random)
         if self.meter is not None:

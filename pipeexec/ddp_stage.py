@@ -1,0 +1,145 @@
+"""A stage that DistributedDataParallel replicates: its gradients are added up once a mini-batch.
+
+DDP expects a backward after each forward: a forward makes its reducer ready, and the next backward
+is the one that adds up gradients. In a pipeline several forwards come before the first backward.
+So forwards leave the reducer alone, and it is made ready before the last backward::
+
+      F0 F1 F2 B0 F3 B1 B2 | B3     made ready at the bar: the all-reduce overlaps B3
+      F0 F1 I0 W0 I1 W1 |           no hook of autograd sees W: the all-reduce comes after it
+
+Gradients of earlier micro-batches have accumulated by then, and go along. It also comes after the
+last backward where the schedule has versions of the weights, which are not the parameters that the
+reducer knows, and under ``find_unused_parameters``, where a parameter that the last micro-batch
+does not use may have been used by others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeexec.ddp import ddp_of, synchronize
+from pipesim.errors import ArgumentError
+
+__all__ = ["DdpStage", "check_ddp", "ddp_stage"]
+
+
+def check_ddp(stages: Sequence[nn.Module | None], n_paths: int) -> None:
+    """Check that stages which are DDP can run in a pipeline of their own process.
+
+    Raises
+    ------
+    ArgumentError
+        If two of them share a process group, or a bidirectional placement would copy them.
+    """
+    owner: dict[object, int] = {}
+    for index, stage in enumerate(stages):
+        ddp = None if stage is None else ddp_of(stage, f"stage {index}")
+        if ddp is None:
+            continue
+        if n_paths > 1:
+            raise ArgumentError(
+                f"stage {index} is DistributedDataParallel, and the graph has {n_paths} copies of "
+                "each stage, which would need process groups of their own; run a placement with "
+                "one, and let DDP alone do the rest"
+            )
+        first = owner.setdefault(ddp.process_group, index)
+        if first != index:
+            raise ArgumentError(
+                f"stages {first} and {index} are DistributedDataParallel over one process group; "
+                "stages run at the same time, and their messages would be mixed up: give each a "
+                "group of its own, process_group=torch.distributed.new_group()"
+            )
+
+
+def ddp_stage(
+    module: nn.Module, index: int, batch_size: int | None, has_versions: bool
+) -> DdpStage | None:
+    """Return what a stage needs if it is DDP, None if it is not; see `DdpStage`.
+
+    Raises
+    ------
+    ArgumentError
+        If DDP replicates a part of the stage, has an option that no stage can have, or
+        ``batch_size`` is not known.
+    """
+    ddp = ddp_of(module, f"stage {index}")
+    if ddp is None:
+        return None
+    if batch_size is None:
+        raise ArgumentError(
+            f"stage {index} is DistributedDataParallel, which only pipeexec.Pipeline can run"
+        )
+    return DdpStage(ddp, batch_size, has_versions)
+
+
+class DdpStage:
+    """Makes DDP's reducer ready for a stage's last backward of each mini-batch.
+
+    A step within the user's ``ddp.no_sync()`` adds up nothing. Buffers are broadcast in the first
+    forward of a step that follows one which added up gradients, as DDP does.
+
+    Parameters
+    ----------
+    ddp
+        The stage.
+    batch_size
+        Micro-batches of a mini-batch.
+    has_versions
+        Whether forwards see versions of the weights in place of the parameters.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, batch_size: int, has_versions: bool) -> None:
+        self.ddp, self.batch_size = ddp, batch_size
+        self.overlaps = not has_versions and not ddp.find_unused_parameters
+        self._n_ended: Counter[int] = Counter()  # of each mini-batch
+        self._is_ready = False
+        self._was_synchronized = False
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._n_ended.clear()
+        if self._was_synchronized:  # a forward that synchronizes would have said so
+            self.ddp.require_forward_param_sync = True
+        self._was_synchronized = False
+
+    def around_forward(self) -> AbstractContextManager[None]:
+        """Return the context of a forward or recompute, which must not make the reducer ready."""
+        return self.ddp.no_sync()
+
+    def before_backward(self, microbatch: int) -> None:
+        """Make the reducer ready if this backward is the one that it should watch."""
+        if self.overlaps and self._synchronizes_after(microbatch):
+            self.ddp.reducer.prepare_for_backward([])
+            self._is_ready = True
+
+    def ended(self, microbatch: int) -> None:
+        """Note that a micro-batch has all its gradients; add them up over replicas if all have.
+
+        Raises
+        ------
+        RuntimeError
+            DDP's own, if the last backward has not reached all parameters.
+        """
+        if self._is_ready:
+            self.ddp.reducer._check_reducer_finalized()
+            self._is_ready = False
+            self._was_synchronized = True
+        elif self._synchronizes_after(microbatch):
+            synchronize(self.ddp)
+            self._was_synchronized = True
+        self._n_ended[microbatch // self.batch_size] += 1
+
+    def reset(self) -> None:
+        """Forget a step that failed."""
+        if self._is_ready:
+            self.ddp.reducer._reset_state()
+            self._is_ready = False
+
+    def _synchronizes_after(self, microbatch: int) -> bool:
+        is_last = self._n_ended[microbatch // self.batch_size] == self.batch_size - 1
+        return is_last and self.ddp.require_backward_grad_sync
