@@ -1,12 +1,14 @@
 """Run the task graphs of pipesim on real devices, and compare what they take with what was said."""
 
 from pipeexec.accumulation import GradientAccumulation
+from pipeexec.embedding_stage import EmbeddingStage
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
 from pipeexec.meeting import join
 from pipeexec.processes import Processes
 from pipeexec.profile import Profile, measure, profile
 from pipeexec.recomputing import is_checkpointing, is_recomputing
+from pipeexec.sharded_embedding import ShardedEmbedding
 from pipeexec.slices import Slice, slices
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
@@ -14,11 +16,13 @@ from pipeexec.validation import Validation, load_run
 from pipeexec.workers import Worker, workers
 
 __all__ = [
+    "EmbeddingStage",
     "GPipe",
     "GradientAccumulation",
     "Pipeline",
     "Processes",
     "Profile",
+    "ShardedEmbedding",
     "Slice",
     "StepResult",
     "Validation",

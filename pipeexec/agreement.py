@@ -54,8 +54,12 @@ def agree_on_graph(graph: TaskGraph, processes: Processes) -> None:
         verify(replace(graph, rendezvous=True).in_topological_order())
 
 
-def agree_on_weights(modules: Sequence[nn.Module], n_stages: int, processes: Processes) -> None:
+def agree_on_weights(
+    modules: Sequence[nn.Module], n_stages: int, sharded: Sequence[int], processes: Processes
+) -> None:
     """Check that copies of a stage in different processes begin with the same weights.
+
+    Those that are ``sharded`` do not.
 
     Raises
     ------
@@ -63,7 +67,7 @@ def agree_on_weights(modules: Sequence[nn.Module], n_stages: int, processes: Pro
         Naming a stage that does not.
     """
     rows = processes.share([_checksum(module) for module in modules])
-    for stage in range(n_stages):
+    for stage in sorted({*range(n_stages)}.difference(sharded)):
         if len({sum for row in rows for sum in row[stage::n_stages] if sum}) > 1:
             raise ArgumentError(
                 f"stage {stage} begins with other weights in one process than in another; build "

@@ -43,10 +43,9 @@ def connected(
     found = []
     for task in tasks:
         name = graph.task(task.id).stream
-        stream = task.device.stream(name, blocks=int(graph.stream[task.id]) in blocking)
-        task = task._replace(
-            stream=stream, slate=slates.get((int(graph.device[task.id]), name), -1)
-        )
+        if int(graph.stream[task.id]) in blocking:
+            task = task._replace(stream=task.device.stream(name, blocks=True))
+        task = task._replace(slate=slates.get((int(graph.device[task.id]), name), -1))
         members = groups.get(int(graph.group[task.id]))
         if members is not None:
             task = task._replace(members=members, meet=meet_members if task.copies else None)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -29,7 +29,9 @@ from pipeexec.away import expected_messages
 from pipeexec.batches import Batch
 from pipeexec.capture import Captured
 from pipeexec.channels import Expected
+from pipeexec.ddp_stage import check_ddp
 from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
+from pipeexec.embedding_stage import EmbeddingStage, ShardedStage, check_embedding
 from pipeexec.failures import last_of, raise_failure
 from pipeexec.gradient_sync import settle
 from pipeexec.messages import set_step
@@ -84,6 +86,9 @@ class StepResult:
         clocks were joined; 0 where they have one clock. See `pipeexec.clocks`.
     n_microbatches
         Of all replicas.
+    milestones
+        Share of the last backward, 0 to 1, after which the gradients of each bucket of this process
+        were there; by the number of its REDUCE_GRAD.
     """
 
     losses: tuple[Tensor, ...]
@@ -94,6 +99,7 @@ class StepResult:
     n_losses: int = 1
     clock_error: float = 0.0
     n_microbatches: int = 1
+    milestones: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def loss(self) -> Tensor:
@@ -203,6 +209,8 @@ class Pipeline:
             self.devices = _make_devices(devices, graph, pin_threads, processes)
             here = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
             _check_stages(stages, graph, here)
+            check_ddp(stages, graph.n_replicas)
+            _check_embeddings(stages, graph, here)
             # Replica after replica: the stages as they were given, and copies of them.
             self.modules = placed(stages, here)
             self._homes: list[list[int]] = graph.homes.tolist()
@@ -227,35 +235,36 @@ class Pipeline:
         processes.agree("whether there is an optimizer", self.zero_grad)
         processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())
         if graph.n_replicas > 1:
-            agree_on_weights(self.modules, graph.n_stages, processes)
+            agree_on_weights(self.modules, graph.n_stages, graph.sharded, processes)
 
     def _set_graph(self, graph: TaskGraph) -> None:
         verify(graph)
         if self.processes is not None:
             agree_on_graph(graph, self.processes)
-        self.graph, self._shares = graph, Shares(graph, self.devices)
+        self.graph, self.shares = graph, Shares(graph, self.devices)
         self._messages: dict[int, Expected] | None = None
         self.held = [Held() for _ in self.devices]
-        last = graph.n_stages - 1
+        n = graph.n_stages
         several = graph.n_batches > 1
         size = graph.n_microbatches // graph.n_batches
         delayed = graph.weight_versions == "double_buffered"
         self.stages = [
-            Stage(
+            ShardedStage(module, index % n, self.devices[device].torch_device, self.held[device])
+            if index % n in graph.sharded and isinstance(module, EmbeddingStage)
+            else Stage(
                 module,
-                index % graph.n_stages,
+                index % n,
                 self.devices[device].torch_device,
                 self.held[device],
-                partial(self._finish, index // graph.n_stages)
-                if index % graph.n_stages == last
-                else None,
+                partial(self._finish, index // n) if index % n == n - 1 else None,
                 Versions(module, size, delayed) if several else None,
+                size,
             )
             for index, (module, device) in enumerate(
                 zip(self.modules, graph.homes.ravel().tolist(), strict=False)
             )
         ]
-        self._plan = plan(graph, self.stages, self.devices, self._shares, self.processes)
+        self._plan = plan(graph, self.stages, self.devices, self.shares, self.processes)
         self._captured = (
             Captured(
                 graph,
@@ -284,17 +293,20 @@ class Pipeline:
                 f"on {_listed(homes)}; make a new Pipeline"
             )
         other = copy.copy(self)
-        stages = self.stages
         with nullcontext() if self.processes is None else self.processes.guard():
             other._set_graph(graph)
-        for mine, its in zip(stages, other.stages, strict=False):
-            its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
+        other.know(self)
         return other
+
+    def know(self, other: Pipeline) -> None:
+        """Take over what another pipeline's first steps have shown of the stages they share."""
+        for mine, its in zip(self.stages, other.stages, strict=False):
+            mine.is_random, mine.modifies_input = its.is_random, its.modifies_input
 
     def _finish(self, replica: int, output: object, microbatch: int) -> Tensor:
         """Return the weighted loss of a micro-batch, and note it."""
         assert self._run is not None
-        run, number = self._run, self._shares.number(replica, microbatch)
+        run, number = self._run, self.shares.number(replica, microbatch)
         loss = self.loss_fn(output, run.targets[number])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ExecutionError(
@@ -389,6 +401,7 @@ class Pipeline:
             n_losses=run.n_losses,
             clock_error=run.clock_error,
             n_microbatches=len(run.losses),
+            milestones=run.milestone_shares(self._plan),
         )
 
     def _begun(self, inputs: Batch | None, targets: Any) -> Run:
@@ -409,7 +422,7 @@ class Pipeline:
         self._check_batch(inputs, targets)
         run = self._run = Run(
             self.graph,
-            self._shares,
+            self.shares,
             self.devices,
             self.modules,
             self.optimizers,
@@ -688,6 +701,15 @@ def _check_stages(
                     f"stages {owner[parameter]} and {index} share the parameter {name!r}; stages "
                     "run at the same time, so each needs parameters of its own"
                 )
+
+
+def _check_embeddings(
+    stages: Sequence[nn.Module | None], graph: TaskGraph, here: Sequence[bool]
+) -> None:
+    n_shares = graph.n_replicas  # sharded stages have one path
+    for stage in graph.sharded:
+        if any(here[stage :: graph.n_stages]):
+            check_embedding(stages[stage], stage, n_shares)
 
 
 @contextmanager

@@ -14,10 +14,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeexec.reduction import summed
+from pipeexec.reduction import agree, summed
 from pipeexec.run import Planned, Run
 
-__all__ = ["Work", "buckets", "handing_over", "marking", "reduce_gradients", "settle"]
+__all__ = [
+    "Work",
+    "agree_on_gradients",
+    "buckets",
+    "handing_over",
+    "marking",
+    "reduce_gradients",
+    "settle",
+]
 
 Work = Callable[[Run, Planned], None]
 
@@ -91,18 +99,34 @@ def _hand_over(work: Work, run: Run, task: Planned) -> None:
         parameter.grad = None
 
 
+def agree_on_gradients(run: Run, task: Planned) -> None:
+    """Wait until every process of a REDUCE_GRAD has come, and learn which gradients there are."""
+    assert task.members is not None
+    lists, gradients = _gradients(run, task)
+    run.kinds[task.id] = agree(gradients, lists[0], task.members)
+
+
+def _gradients(
+    run: Run, task: Planned
+) -> tuple[list[list[nn.Parameter]], list[list[Tensor | None]]]:
+    """Return parameters and gradients of the local copies that a REDUCE_GRAD is for."""
+    lists = [_parameters(run, slot, task) for slot in task.copies]
+    if run.graph.grad_sync == "every":
+        return lists, [run.handed[slot, task.microbatch] for slot in task.copies]
+    return lists, [[parameter.grad for parameter in parameters] for parameters in lists]
+
+
 @torch.no_grad()
 def reduce_gradients(run: Run, task: Planned) -> None:
     """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, here and elsewhere."""
     each = run.graph.grad_sync == "every"
-    lists = [_parameters(run, slot, task) for slot in task.copies]
-    if each:
-        gradients = [run.handed.pop((slot, task.microbatch)) for slot in task.copies]
-    else:
-        gradients = [[parameter.grad for parameter in parameters] for parameters in lists]
+    lists, gradients = _gradients(run, task)
+    for slot in task.copies if each else ():
+        del run.handed[slot, task.microbatch]
     for gradient in (x for row in gradients for x in row if x is not None):
         task.device.adopt(gradient, task.stream)  # made on another stream
-    sums = summed(gradients, lists[0], task.members)
+        run.nbytes[task.id] += gradient.numel() * gradient.element_size()
+    sums = summed(gradients, lists[0], task.members, run.kinds.pop(task.id, None))
     for number, (slot, parameters) in enumerate(zip(task.copies, lists, strict=True)):
         totals = [
             None if x is None else x.to(p.device, copy=number > 0)

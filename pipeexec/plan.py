@@ -20,13 +20,19 @@ from pipesim.ops import RECVS, Op
 
 __all__ = ["plan"]
 
-#: Whose result a task of the key takes, and how many stages on that is; a RECV takes its SEND's.
-_SOURCES: Mapping[Op, Mapping[Op, int]] = {
-    Op.F: {Op.F: -1, Op.RECV_F: 0},
-    Op.B: {Op.B: 1, Op.I: 1, Op.RECV_B: 0},
-    Op.I: {Op.B: 1, Op.I: 1, Op.RECV_B: 0},
-    Op.SEND_F: {Op.F: 0},
-    Op.SEND_B: {Op.B: 0, Op.I: 0},
+_OF_GRADIENT = ((Op.ALL_TO_ALL, 0), (Op.B, 1), (Op.I, 1), (Op.RECV_B, 0))
+#: Whose result a task of the key, an operation and for exchanges a part, takes, and how many stages
+#: on that is: the first that it needs. A RECV takes its SEND's.
+_SOURCES: Mapping[tuple[Op, int], Sequence[tuple[Op, int]]] = {
+    (Op.F, -1): ((Op.ALL_TO_ALL, 0), (Op.ALL_TO_ALL, -1), (Op.F, -1), (Op.RECV_F, 0)),
+    (Op.B, -1): _OF_GRADIENT,
+    (Op.I, -1): _OF_GRADIENT,
+    (Op.SEND_F, -1): ((Op.ALL_TO_ALL, 0), (Op.F, 0)),
+    (Op.SEND_B, -1): ((Op.B, 0), (Op.I, 0)),
+    (Op.ALL_TO_ALL, 0): ((Op.ALL_TO_ALL, -1), (Op.F, -1), (Op.RECV_F, 0)),  # counts
+    (Op.ALL_TO_ALL, 1): ((Op.ALL_TO_ALL, 0),),  # keys
+    (Op.ALL_TO_ALL, 2): ((Op.F, 0),),  # vectors
+    (Op.ALL_TO_ALL, 3): _OF_GRADIENT[1:],  # gradients
 }
 
 
@@ -75,7 +81,7 @@ def plan(
             Planned(
                 id=index,
                 work=_work(graph, index, during),
-                stream=devices[task.device].stream(task.stream),
+                stream=devices[task.device].stream(task.stream, blocks=group >= 0),
                 device=devices[task.device],
                 stage=stages[slot],
                 microbatch=-1 if task.microbatch is None else task.microbatch,
@@ -115,10 +121,10 @@ def _source(graph: TaskGraph, index: int) -> int:
     op, stage = Op(graph.op[index]), int(graph.stage[index])
     if op in RECVS:
         return int(graph.pair[index])
-    for needed in graph.dependencies[index].tolist():
-        found = Op(graph.op[needed])
-        offset = _SOURCES.get(op, {}).get(found)
-        same = graph.microbatch[needed] == graph.microbatch[index]
-        if offset is not None and same and graph.stage[needed] == stage + offset:
-            return int(needed)
-    return -1
+    needs = {
+        (Op(graph.op[needed]), int(graph.stage[needed]) - stage): int(needed)
+        for needed in graph.dependencies[index].tolist()
+        if graph.microbatch[needed] == graph.microbatch[index]
+    }
+    wanted = _SOURCES.get((op, int(graph.part[index])), ())
+    return next((needs[source] for source in wanted if source in needs), -1)

@@ -22,6 +22,13 @@ import torch
 from torch import Tensor
 
 from pipeexec.batches import Batch, split_batches
+from pipeexec.collective_profile import (
+    base_placement,
+    collective_seconds,
+    lowered_like,
+    measured_buckets,
+    n_buckets,
+)
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.link_fit import fits, network_of, with_fits
 from pipeexec.link_speed import measure_transfers, pairs_of
@@ -30,7 +37,6 @@ from pipeexec.run_directory import command, read_record, write_directory
 from pipesim.costs import DURATION_OF, Costs
 from pipesim.errors import AccuracyWarning, check_count
 from pipesim.graph import TaskGraph
-from pipesim.lower import lower
 from pipesim.measured import output_bytes, stage_seconds
 from pipesim.ops import Op
 from pipesim.placement import Placement
@@ -173,17 +179,23 @@ class Calibration:
         graphs = list(graphs or [graph])
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
-        n_microbatches = graph.n_microbatches + 1
-        *_, sizes = split_batches(inputs, targets, graph.n_microbatches)
+        n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.here)
+        *_, sizes = split_batches(inputs, targets, n_here * graph.n_microbatches)
         self.size = min(sizes)
-        self.batch = tuple(_repeated(x, n_microbatches * self.size) for x in (inputs, targets))
-        self.one = tuple(_repeated(x, self.size) for x in (inputs, targets))
-        self.loaded, self.isolated = (
-            pipeline.with_graph(lower(self._schedule(n, 2), recompute="always"))
+        self.batch, self.one = (
+            tuple(_repeated(x, n_here * n * self.size) for x in (inputs, targets))
             for n in (n_microbatches, 1)
+        )
+        self.loaded, self.isolated = (
+            self._with_graph(self._schedule(n, 2), recompute="always") for n in (n_microbatches, 1)
+        )
+        self.n_buckets = n_buckets(graphs)
+        self.bucketed = self.n_buckets and self._with_graph(
+            self._schedule(1, 0), grad_sync="bucketed", n_buckets=self.n_buckets
         )
         self.steps: list[StepResult] = []
         self.alone: list[StepResult] = []
+        self.filled: list[StepResult] = []  # of bucketed gradients, in this process
         self.optimizer_bytes: tuple[float, ...] = ()
 
     def _run(self, pipeline: Pipeline, batch: tuple[Batch, ...]) -> StepResult:
@@ -203,11 +215,19 @@ class Calibration:
         with self.pipeline.preserved():
             self.steps.append(self._run(self.loaded, self.batch))
             self.alone.append(self._run(self.isolated, self.one))
+            if self.bucketed:
+                self.filled.append(self.bucketed.step(*self.one))
             # Now, since optimizers have no state before their first step.
             self.optimizer_bytes = _optimizer_bytes(self.pipeline)
 
+    def _with_graph(self, schedule: Schedule, **options: Any) -> Pipeline:
+        pipeline = self.pipeline
+        return pipeline.with_graph(
+            lowered_like(pipeline.graph, schedule, pipeline.shares, **options)
+        )
+
     def _schedule(self, n_microbatches: int, split: int) -> Schedule:
-        placement = Placement(self.pipeline.graph.device_of_stage.tolist())
+        placement = base_placement(self.pipeline.graph)
         schedule = breadth_first(placement, n_microbatches, split if self.splits else 0)
         # A step after each micro-batch, then, as its time includes that of keeping the weights.
         many = self.keeps_versions and n_microbatches > 1
@@ -216,16 +236,18 @@ class Calibration:
     @cached_property
     def held_bytes(self) -> list[int]:
         """Bytes of activations that each stage holds for one micro-batch."""
-        once = lower(breadth_first(Placement(self.pipeline.graph.device_of_stage.tolist()), 1))
-        # Not of `pipeline`, which may not have run yet: a first forward is given copies.
-        return self.loaded.with_graph(once).held_bytes(*self.one)
+        once = self._with_graph(breadth_first(base_placement(self.pipeline.graph), 1))
+        once.know(self.loaded)  # a first forward is given copies
+        return once.held_bytes(*self.one)[: once.graph.n_stages]
 
     @cached_property
     def left_bytes(self) -> list[int]:
         """Bytes that each stage holds for one micro-batch between I and W; 0 without them."""
         if not self.splits:
             return [0] * self.pipeline.graph.n_stages
-        return self.loaded.with_graph(lower(self._schedule(1, 1))).left_bytes(*self.one)
+        once = self._with_graph(self._schedule(1, 1))
+        once.know(self.loaded)
+        return once.left_bytes(*self.one)[: once.graph.n_stages]
 
     def result(self) -> Profile:
         """Return the costs that the steps so far show."""
@@ -264,6 +286,10 @@ class Calibration:
             weight_grad_bytes=tuple(map(float, self.left_bytes)),
             network=network_of(transfers, fitted, (run.timeline for run in self.steps)),
             output_bytes=tuple(output_bytes(self.steps[-1].timeline).tolist()),
+            **collective_seconds([run.timeline for run in self.steps]),
+            buckets=measured_buckets(self.pipeline, self.filled, self.n_buckets)
+            if self.n_buckets
+            else None,
         )
         costs = replace(
             with_stage_bytes(costs, self.pipeline), optimizer_bytes=self.optimizer_bytes

@@ -108,6 +108,8 @@ class Run:
         #: Gradients of micro-batches that are summed one by one; sums so far, by stage.
         self.handed: dict[tuple[int, int], list[Tensor | None]] = {}
         self.reduced: dict[int, list[Tensor | None]] = {}
+        #: What processes have agreed on before a reduction, by task.
+        self.kinds: dict[int, Tensor] = {}
         #: Events within backwards, by task and bucket, and what lets them pass.
         self.milestones: dict[tuple[int, int], tuple[Event, Callable[[], object]]] = {}
         self.clock: clocks.Clocks | None = None
@@ -257,6 +259,20 @@ class Run:
             start[task] = self.clock.seconds(device, began)
             end[task] = self.clock.seconds(device, ended)
         return Timeline(graph, start, end, self.nbytes)
+
+    def milestone_shares(self, tasks: Sequence[Planned]) -> dict[int, float]:
+        """Return the share of its backward after which each bucket's gradients were there."""
+        found: dict[int, float] = {}
+        for task in tasks:
+            for backward, bucket in task.milestones:
+                began, ended = self.began[backward], self.ended[backward]
+                event = self.milestones[backward, bucket][0]
+                if began is not None and ended is not None:
+                    whole = max(ended.seconds_since(began), 1e-9)
+                    found[task.id] = max(
+                        found.get(task.id, 0.0), event.seconds_since(began) / whole
+                    )
+        return found
 
     @property
     def clock_error(self) -> float:

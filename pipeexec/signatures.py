@@ -51,11 +51,18 @@ def output_signature(
 ) -> Signature:
     """Return what a stage returns for inputs of a signature.
 
+    A module that cannot be run by one process alone, such as `EmbeddingStage`, says so itself by a
+    method ``output_signature``.
+
     Raises
     ------
     ExecutionError
         If the stage raises, or does not return tensors.
     """
+    declared = getattr(module, "output_signature", None)
+    if callable(declared):
+        said: Signature = declared(inputs)
+        return said
     try:
         output = _on_meta(module, inputs)
     except Exception:  # whatever a module does that needs data

@@ -15,9 +15,10 @@ from torch.distributed import (
 
 from pipeexec import transfer
 from pipeexec.channels import Lost
-from pipeexec.gradient_sync import reduce_gradients, settle
+from pipeexec.embedding_stage import ShardedStage
+from pipeexec.gradient_sync import agree_on_gradients, reduce_gradients, settle
 from pipeexec.run import Planned, Run
-from pipesim.ops import Op
+from pipesim.ops import EXCHANGES, Op
 
 __all__ = ["WORK", "meet_members"]
 
@@ -64,9 +65,12 @@ def _receive(run: Run, task: Planned) -> None:
 
 
 def meet_members(run: Run, task: Planned) -> None:
-    """Wait until every process of a reduction is ready for it."""
+    """Wait until every process of a collective is ready for it."""
     with _among(task.members):
-        barrier(group=task.members)
+        if run.graph.op[task.id] == Op.REDUCE_GRAD:
+            agree_on_gradients(run, task)
+        else:
+            barrier(group=task.members)
 
 
 def _reduce(run: Run, task: Planned) -> None:
@@ -93,6 +97,14 @@ def _lost(group: ProcessGroup | None, error: Exception) -> Lost:
     return Lost(others[0] if len(others) == 1 else -1, error)
 
 
+def _exchange(run: Run, task: Planned) -> None:
+    values = run.inputs[task.sample] if task.source < 0 else run.take(task.source)
+    assert isinstance(task.stage, ShardedStage)
+    with _among(task.members):
+        run.values[task.id] = task.stage.exchange(EXCHANGES[task.part], task.microbatch, values)
+    run.nbytes[task.id] = task.stage.sent
+
+
 def _step(run: Run, task: Planned) -> None:
     settle(run, task.slot)
     optimizer = run.optimizers[task.slot]
@@ -101,7 +113,7 @@ def _step(run: Run, task: Planned) -> None:
     task.stage.stepped(zero_grad=optimizer is not None)
 
 
-#: How each operation is run; `ALL_TO_ALL` needs many processes.
+#: How each operation is run.
 WORK: Mapping[Op, Callable[[Run, Planned], None]] = {
     Op.F: _forward,
     Op.B: _backward,
@@ -113,5 +125,6 @@ WORK: Mapping[Op, Callable[[Run, Planned], None]] = {
     Op.SEND_B: _send,
     Op.RECV_B: _receive,
     Op.REDUCE_GRAD: _reduce,
+    Op.ALL_TO_ALL: _exchange,
     Op.STEP: _step,
 }

@@ -1,0 +1,273 @@
+"""`Exchange`: keys to the processes that own their rows, vectors back, and gradients to the rows.
+
+Once there and back, phase by phase (after the sparse operation kit of HugeCTR), for rank 0 of two::
+
+    keys           3  0  1  3  5           what this rank asks for
+    dispatch       0 | 1  3  5             each key once, grouped by owner, order remembered
+    counts         1 | 3                   how many go to each owner, so that it can make room
+    keys           0, 4 6                  what others ask of this rank, as rows 0, 2 3
+    lookup         v0, v4 v6               from this rank's shard
+    vectors        v0 | v1 v3 v5           back to who asked; in the input's order v3 v0 v1 v3 v5
+    gradients      g0 | g1 g3+g3 g5        the other way: summed here for each key, then sent
+    accumulate     row 0 += g0, ...        and there, over all who asked
+
+Nothing here knows of autograd. Several exchanges may be under way, as long as all processes run
+their phases in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeexec.embedding_peers import Peers
+from pipeexec.embedding_rows import Layout
+from pipesim.errors import ExecutionError, PeerError, PipeError
+
+__all__ = ["Exchange", "Terms"]
+
+_PHASES = ("counts", "keys", "lookup", "vectors", "gradients", "accumulate")
+#: The count that says that a process has refused its keys.
+_REFUSED = -1
+
+
+class Terms(NamedTuple):
+    """What all exchanges of an embedding have in common.
+
+    Attributes
+    ----------
+    layout
+        Where rows lie.
+    combiner
+        ``"sum"`` or ``"mean"`` of the vectors of a bag; None where each key has its own.
+    padding_key
+        The key that stands for no key.
+    scale
+        By which gradients are multiplied.
+    sparse
+        Whether gradients of rows are sparse.
+    """
+
+    layout: Layout
+    combiner: str | None
+    padding_key: int | None
+    scale: float
+    sparse: bool
+
+    @property
+    def bags(self) -> bool:
+        """Whether the last dimension of keys is that of bags."""
+        return self.combiner is not None
+
+
+class Exchange:
+    """One set of keys on its way; made by `ShardedEmbedding.dispatch`.
+
+    All processes must call the same phases, in this order: `counts`, `keys`, `lookup`, `vectors`,
+    and where there are gradients `gradients` and `accumulate` (or `gradient`). Memory that later
+    phases do not need is given back at once.
+
+    Parameters
+    ----------
+    keys
+        This process's.
+    weight
+        This process's rows.
+    terms
+        Those of the embedding.
+    peers
+        The processes that share it.
+
+    Attributes
+    ----------
+    sent
+        Bytes that this process has sent to others, by phase.
+    """
+
+    def __init__(self, keys: Tensor, weight: Tensor, terms: Terms, peers: Peers) -> None:
+        self.sent: dict[str, int] = {}
+        self._weight, self._terms, self._peers = weight, terms, peers
+        self._n_done = 0
+        self._error: PipeError | None = None
+        try:
+            terms.layout.check_form(keys, weight.device, bags=terms.bags)
+        except PipeError as error:  # raised once the others know
+            self._error = error
+            return
+        with torch.no_grad():
+            self._keys = keys
+            self._shape = keys.shape[: keys.dim() - terms.bags]
+            self._bag = keys.shape[-1] if terms.bags else 1
+            self._group()
+
+    def _group(self) -> None:
+        """Group keys by owner, each once; nothing here waits for the device."""
+        terms, keys = self._terms, self._keys
+        layout = terms.layout
+        addresses = layout.addresses(keys, bags=terms.bags)
+        self._bad = layout.outside(keys, bags=terms.bags)
+        if terms.padding_key is not None:
+            padding = keys == terms.padding_key
+            addresses = addresses.masked_fill(padding, layout.beyond)
+            self._bad &= ~padding
+            if terms.combiner == "mean":
+                self._n_in_bag = (~padding).sum(-1).clamp_(min=1).view(-1, 1)
+        self._addresses, self._order = addresses.reshape(-1).sort(stable=True)
+        self._is_first = torch.ones_like(self._addresses, dtype=torch.bool)
+        torch.ne(self._addresses[1:], self._addresses[:-1], out=self._is_first[1:])
+        n_before = functional.pad(self._is_first.cumsum(0), (1, 0))
+        # Where each vector comes back to.
+        self._slots = torch.empty_like(self._order).scatter_(0, self._order, n_before[1:] - 1)
+        owners = torch.arange(layout.n_ranks + 1, device=keys.device, dtype=layout.dtype)
+        ends = torch.searchsorted(self._addresses, owners * layout.rows_per_rank)
+        self._n_kept = ends[-1:]
+        self._counts = n_before[ends].diff()
+
+    def _begin(self, phase: str) -> None:
+        """Raise unless it is this phase's turn."""
+        if _PHASES[self._n_done : self._n_done + 1] != (phase,):
+            turn = "nothing: it is done" if self._n_done == len(_PHASES) else _PHASES[self._n_done]
+            raise ExecutionError(
+                f"an exchange of keys was asked for {phase}, and next comes {turn}; run its phases "
+                f"once each, in order: {', '.join(_PHASES)}"
+            )
+        self._n_done += 1
+
+    @torch.no_grad()
+    def counts(self) -> None:
+        """Tell each owner how many keys will come, and learn how many will come here.
+
+        Raises
+        ------
+        ArgumentError
+            If a key is no row, or keys are of the wrong type or shape; the others are told.
+        PeerError
+            If another process refused its keys.
+        Lost
+            If a process is gone.
+        """
+        self._begin("counts")
+        n, device = self._peers.n, self._weight.device
+        if self._error is None:
+            given = torch.where(self._bad.any(), _REFUSED, self._counts)
+        else:
+            given = torch.full((n,), _REFUSED, device=device)
+        found = torch.empty_like(given)
+        self.sent["counts"] = self._peers.exchange(found, given, [1] * n, [1] * n, "counts")
+        if self._error is not None:
+            raise self._error
+        numbers = torch.cat([given, found, self._n_kept]).tolist()  # to the host, all at once
+        self._asked, self._wanted, self._n_sorted = numbers[:n], numbers[n:-1], numbers[-1]
+        self._check()
+        del self._bad, self._counts, self._n_kept, self._keys
+
+    def _check(self) -> None:
+        """Raise if this process, or another, has refused its keys."""
+        if _REFUSED in self._asked:
+            raise self._terms.layout.explain(self._keys, self._bad, bags=self._terms.bags)
+        if _REFUSED in self._wanted:
+            rank = self._peers.ranks[self._wanted.index(_REFUSED)]
+            raise PeerError(f"rank {rank} refused its keys, as its own error says; none was sent")
+
+    @torch.no_grad()
+    def keys(self) -> None:
+        """Send each owner the keys, as addresses, and receive those of this process's rows."""
+        self._begin("keys")
+        n_asked = sum(self._asked)
+        # Padding comes last, and is asked of nobody.
+        self._starts = self._is_first.nonzero_static(size=n_asked).view(-1)
+        given = self._addresses.index_select(0, self._starts)
+        del self._is_first, self._addresses
+        found = given.new_empty(sum(self._wanted))
+        self.sent["keys"] = self._peers.exchange(found, given, self._wanted, self._asked, "keys")
+        self._rows = found.sub_(self._peers.rank * self._terms.layout.rows_per_rank)
+
+    @torch.no_grad()
+    def lookup(self) -> None:
+        """Take from this process's rows what others, and this process, asked for."""
+        self._begin("lookup")
+        self._found = self._weight.index_select(0, self._rows)
+
+    @torch.no_grad()
+    def vectors(self) -> Tensor:
+        """Send the vectors back; return those of the input's keys, in order, combined."""
+        self._begin("vectors")
+        n_asked = sum(self._asked)
+        padded = self._terms.padding_key is not None
+        all_slots = self._weight.new_empty(n_asked + padded, self._weight.shape[1])
+        all_slots[n_asked:] = 0
+        self.sent["vectors"] = self._peers.exchange(
+            all_slots[:n_asked], self._found, self._asked, self._wanted, "vectors"
+        )
+        del self._found
+        output = self._combine(all_slots, n_asked if padded else None)
+        del self._slots
+        return output.view(*self._shape, self._weight.shape[1])
+
+    def _combine(self, vectors: Tensor, padding: int | None) -> Tensor:
+        """Return the vector of each key, or of each bag."""
+        if self._terms.combiner is None:
+            return vectors.index_select(0, self._slots)
+        if not self._slots.numel():  # no bag, or empty ones
+            return vectors.new_zeros(self._shape.numel(), vectors.shape[1])
+        bags = self._slots.view(-1, self._bag)
+        mode = self._terms.combiner
+        return functional.embedding_bag(bags, vectors, mode=mode, padding_idx=padding)
+
+    @torch.no_grad()
+    def gradients(self, grad_output: Tensor) -> None:
+        """Sum the gradients of each key, and send them to its owner.
+
+        Parameters
+        ----------
+        grad_output
+            Of what `vectors` returned.
+        """
+        self._begin("gradients")
+        given = self._summed(grad_output.reshape(-1, self._weight.shape[1]))
+        del self._order, self._starts
+        self._grads = given.new_empty(sum(self._wanted), given.shape[1])
+        self.sent["gradients"] = self._peers.exchange(
+            self._grads, given, self._wanted, self._asked, "gradients"
+        )
+
+    def _summed(self, grad: Tensor) -> Tensor:
+        """Return the sum of the gradients of each key that was sent, in the order sent."""
+        terms = self._terms
+        if not len(self._starts):
+            return grad.new_empty(0, grad.shape[1])
+        if terms.combiner == "mean":
+            grad = grad / (self._bag if terms.padding_key is None else self._n_in_bag)
+        if terms.scale != 1:
+            grad = grad * terms.scale
+        sources = self._order[: self._n_sorted]
+        if terms.bags:
+            sources = sources.div(self._bag, rounding_mode="floor")
+        return functional.embedding_bag(sources, grad, self._starts, mode="sum")
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the gradients to ``weight.grad`` of this process's rows."""
+        gradient = self._weight.grad
+        if gradient is None or gradient.is_sparse:
+            new = self.gradient()
+            self._weight.grad = new if gradient is None else gradient + new
+            return
+        self._begin("accumulate")
+        gradient.index_add_(0, self._rows, self._grads)
+        del self._rows, self._grads
+
+    @torch.no_grad()
+    def gradient(self) -> Tensor:
+        """Return the gradient of this process's rows; in place of `accumulate`."""
+        self._begin("accumulate")
+        rows, grads, shape = self._rows, self._grads, self._weight.shape
+        del self._rows, self._grads
+        if self._terms.sparse:
+            return torch.sparse_coo_tensor(
+                rows.long()[None], grads, shape, check_invariants=False, is_coalesced=False
+            )
+        return torch.zeros_like(self._weight).index_add_(0, rows, grads)

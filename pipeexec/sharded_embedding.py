@@ -1,0 +1,286 @@
+"""`ShardedEmbedding`: tables whose rows are spread over the processes of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from pipeexec.embedding_peers import Peers
+from pipeexec.embedding_rows import Layout
+from pipeexec.key_exchange import Exchange, Terms
+from pipeexec.processes import Processes
+from pipesim.errors import ArgumentError, ArgumentTypeError, PipeError, check_count, check_name
+
+__all__ = ["ShardedEmbedding"]
+
+Whole = Tensor | nn.Embedding | nn.EmbeddingBag
+
+
+class ShardedEmbedding(nn.Module):
+    """An embedding whose rows are spread over processes that each have a part of the batch.
+
+    Keys go to the processes that own their rows, vectors come back, and gradients go the same way;
+    each key of a process is sent once, however often it occurs there. After the sparse operation
+    kit of HugeCTR: data parallel before and after, model parallel within. Every process of the
+    group must make the module, call it (with no keys if it has none), and call ``backward`` of what
+    it returned, in the same order.
+
+    Parameters
+    ----------
+    n_rows
+        Rows of the table; or a sequence of the rows of each of several tables, whose keys go in one
+        exchange. Row ``key`` is on rank ``key % n``, where it is number ``key // n`` of the table.
+    dim
+        Length of a vector.
+    process_group
+        The processes: a process group, or `Processes`. None: the default group, or this process
+        alone where torch.distributed is not initialised. gloo, or NCCL for rows on GPUs.
+    combiner
+        None: a vector for each key. ``"sum"`` or ``"mean"``: the last dimension of keys is a bag,
+        with one vector; zeros where it has no key.
+    padding_key
+        The key that stands for no key: zeros, or left out of its bag.
+    gradients
+        ``"sum"`` over processes, right where the loss is that of all of them; ``"mean"``: divided
+        by their number, as DistributedDataParallel does with those of the rest of a model.
+    sparse
+        Whether the gradient is sparse, of the rows that occur alone, as ``SparseAdam`` needs it.
+    dtype, device
+        Of the rows.
+
+    Attributes
+    ----------
+    weight
+        The rows that this process has, of shape ``(rows, dim)``: of the first table, then of the
+        next. A table takes equally many on every process, though the last may be no row. One
+        parameter for all tables, so that one lookup and one step of an optimizer serve all.
+
+    Raises
+    ------
+    ArgumentError
+        For a wrong argument, one that differs between processes, and other processes in the group
+        of another.
+    PeerError
+        If another process has a wrong argument, or does not come.
+
+    Notes
+    -----
+    Rows are normal, as those of `torch.nn.Embedding`, and do not depend on the number of processes:
+    only on the random state of the group's first. ``state_dict`` has this process's rows, and is
+    refused by another process, or another number of them: keep `full_weight` for those.
+    DistributedDataParallel would take the rows of different processes for copies of one parameter;
+    keep the module out of it.
+    """
+
+    def __init__(
+        self,
+        n_rows: int | Sequence[int],
+        dim: int,
+        process_group: dist.ProcessGroup | Processes | None = None,
+        *,
+        combiner: str | None = None,
+        padding_key: int | None = None,
+        gradients: str = "sum",
+        sparse: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        peers, several = Peers(process_group), isinstance(n_rows, Sequence)
+        dtype = dtype or torch.get_default_dtype()
+        try:
+            rows = _checked_rows(n_rows)
+            dim = check_count("dim", dim)
+            _check_modes(combiner, padding_key, gradients, dtype)
+        except PipeError as error:
+            peers.meet(error)
+            raise
+        seed = peers.meet({
+            "n_rows": rows if several else rows[0], "dim": dim,
+            "combiner": combiner, "padding_key": padding_key, "gradients": gradients,
+            "sparse": bool(sparse), "dtype": str(dtype),
+        })  # fmt: skip
+        self._peers, self.dim = peers, dim
+        layout = Layout(rows, peers.n, several=several)
+        scale = 1 / peers.n if gradients == "mean" else 1.0
+        self._terms = Terms(layout, combiner, padding_key, scale, bool(sparse))
+        self.weight = nn.Parameter(
+            torch.empty(layout.rows_per_rank, dim, dtype=dtype, device=device)
+        )
+        layout.draw(self.weight.detach(), peers.rank, seed)
+
+    @property
+    def n_rows(self) -> tuple[int, ...]:
+        """Rows of each table, over all processes."""
+        return self._terms.layout.n_rows
+
+    @property
+    def n_ranks(self) -> int:
+        """Number of processes that the rows are spread over."""
+        return self._peers.n
+
+    @property
+    def combiner(self) -> str | None:
+        """How the vectors of a bag are combined; None where each key has its own."""
+        return self._terms.combiner
+
+    @classmethod
+    def from_full(
+        cls,
+        weights: Whole | Sequence[Whole],
+        process_group: dist.ProcessGroup | Processes | None = None,
+        **options: Any,
+    ) -> ShardedEmbedding:
+        """Return an embedding of given rows, of which every process keeps its own.
+
+        Parameters
+        ----------
+        weights
+            A tensor of all rows, or a module that has them; a list of these for several tables.
+            Of a module its rows alone are taken: give ``combiner`` and ``padding_key`` as options.
+        process_group, **options
+            As for the class; ``dtype`` and ``device`` are those of the rows unless given.
+
+        Raises
+        ------
+        ArgumentError
+            For rows of unlike length, and as for the class.
+        """
+        several = isinstance(weights, Sequence)
+        tables = list(map(_rows_of, weights if isinstance(weights, Sequence) else [weights]))
+        if len({table.shape[1] for table in tables}) != 1:
+            shapes = [tuple(table.shape) for table in tables]
+            raise ArgumentError(f"tables must have rows of one length, got shapes {shapes}")
+        first = tables[0]
+        options = {"dtype": first.dtype, "device": first.device, **options}
+        sizes = [len(table) for table in tables]
+        made = cls(sizes if several else sizes[0], first.shape[1], process_group, **options)
+        for table, place, keys in made._terms.layout.shards(made._peers.rank):
+            made.weight.detach()[place] = tables[table][keys.start :: keys.step].to(made.weight)
+        return made
+
+    def full_weight(self) -> Tensor | list[Tensor]:
+        """Return all rows: a tensor, or one a table; every process must call this.
+
+        Raises
+        ------
+        Lost
+            If a process is gone.
+        """
+        layout = self._terms.layout
+        found = self._peers.gather(self.weight.detach(), "rows")
+        tables = [found[0].new_empty(rows, self.dim) for rows in layout.n_rows]
+        for rank, rows in enumerate(found):
+            for table, place, keys in layout.shards(rank):
+                tables[table][keys.start :: keys.step] = rows[place]
+        return tables if layout.several else tables[0]
+
+    def dispatch(self, keys: Tensor) -> Exchange:
+        """Return an exchange of keys, whose phases are to be called one by one, without autograd.
+
+        Parameters
+        ----------
+        keys
+            As for `forward`. What is wrong with them is raised by ``counts``, once the other
+            processes know.
+        """
+        return Exchange(keys, self.weight, self._terms, self._peers)
+
+    def forward(self, keys: Tensor) -> Tensor:
+        """Return the vectors of keys.
+
+        Parameters
+        ----------
+        keys
+            int32 or int64. Of one table: any shape; with a combiner ``(..., bag)``. Of several:
+            ``(..., n_tables)``, or ``(..., n_tables, bag)``.
+
+        Returns
+        -------
+        Tensor
+            Of the shape of the keys, without that of bags, and ``dim``.
+
+        Raises
+        ------
+        ArgumentError
+            If keys are of another type or shape, or one is no row of its table. Nothing is sent.
+        PeerError
+            If another process refused its keys.
+        Lost
+            If another process is gone.
+        """
+        output: Tensor = _Looked.apply(self.weight, self.dispatch(keys))  # type: ignore[no-untyped-call]
+        return output
+
+    def get_extra_state(self) -> Tensor:
+        """Return which rows these are."""
+        return torch.tensor([self._peers.rank, self._peers.n, *self.n_rows])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise unless a state is of the rows that this process has."""
+        if state.tolist() != self.get_extra_state().tolist():
+            rank, n, *rows = state.tolist()
+            raise ArgumentError(
+                f"a state of rank {rank} of {n}, tables of {rows} rows, cannot be loaded into rank "
+                f"{self._peers.rank} of {self._peers.n}, tables of {list(self.n_rows)} rows; keep "
+                "full_weight() instead, and load it by from_full"
+            )
+
+    def extra_repr(self) -> str:
+        """Return what `repr` says of the module."""
+        return f"{list(self.n_rows)}, {self.dim}, rank {self._peers.rank} of {self._peers.n}"
+
+
+class _Looked(torch.autograd.Function):
+    """The phases of an exchange, as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, exchange: Exchange) -> Tensor:
+        """Return the vectors."""
+        ctx.exchange = exchange
+        exchange.counts()
+        exchange.keys()
+        exchange.lookup()
+        return exchange.vectors()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of this process's rows."""
+        ctx.exchange.gradients(grad_output)
+        return ctx.exchange.gradient(), None
+
+
+def _checked_rows(n_rows: int | Sequence[int]) -> list[int]:
+    """Return the rows of each table."""
+    if isinstance(n_rows, Sequence) and not isinstance(n_rows, str):
+        if not n_rows:
+            raise ArgumentError("n_rows is empty; give the rows of at least one table")
+        return [check_count(f"n_rows[{i}]", rows) for i, rows in enumerate(n_rows)]
+    return [check_count("n_rows", n_rows)]
+
+
+def _check_modes(
+    combiner: str | None, padding_key: int | None, gradients: str, dtype: torch.dtype
+) -> None:
+    """Raise for a combiner, padding or dtype that there is not."""
+    if combiner is not None:
+        check_name("combiner", combiner, ["sum", "mean"])
+    check_name("gradients", gradients, ["sum", "mean"])
+    if padding_key is not None and type(padding_key) is not int:
+        raise ArgumentTypeError(f"padding_key must be an int or None, got {padding_key!r}")
+    if not dtype.is_floating_point:
+        raise ArgumentTypeError(f"dtype must be a floating-point type, got {dtype}")
+
+
+def _rows_of(table: Whole) -> Tensor:
+    """Return the rows of a table."""
+    rows = table if isinstance(table, Tensor) else table.weight
+    if rows.dim() != 2:
+        raise ArgumentError(f"a table must have shape (rows, dim), got {tuple(rows.shape)}")
+    return rows.detach()
