@@ -125,6 +125,21 @@ def test_parity_on_slices(schedule: str, n: int) -> None:
     assert result.clock_error == 0.0
 
 
+@sliced
+@pytest.mark.parametrize("mode", ["last", "every", "bucketed"])
+def test_replicas_on_slices(mode: Any, n: int) -> None:
+    """Replicas of one stage on slices of a GPU, gradients reduced on streams of their own."""
+    schedule = ps.schedule("gpipe", 1, 4)
+    graph = ps.lower(schedule, n_replicas=n, grad_sync=mode, n_buckets=2, step="none")
+    stages = _stages(1)
+    whole = copy.deepcopy(stages[0]).to("cuda:0")
+    inputs, targets = data(16 * n * graph.n_microbatches, width=WIDTH)
+    mse(whole(inputs.to("cuda:0")), targets.to("cuda:0")).backward()
+    with px.Pipeline(stages, graph, px.slices("cuda:0", n), mse) as subject:
+        subject.step(inputs, targets)
+    _close(stages, [whole])
+
+
 def test_dropout_on_slices_is_the_same_in_every_schedule() -> None:
     losses = []
     for schedule in ("gpipe", "1f1b", "zb_h1"):

@@ -222,3 +222,17 @@ def test_a_gpipe_lets_its_host_go_on(cuda: FakeCuda, copies: bool) -> None:
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
     assert model.timeline().complete
+
+
+@pytest.mark.parametrize("mode", ["last", "every", "bucketed"])
+@pytest.mark.usefixtures("cuda")
+def test_replicas_reduce_their_gradients(mode: Any) -> None:
+    """On a stream of their own; a bucket behind an event that was recorded within a backward."""
+    graph = ps.lower(
+        ps.schedule("gpipe", 1, 2), n_replicas=2, grad_sync=mode, n_buckets=2, step="none"
+    )
+    model, whole = dense(4), dense(4)
+    mse(whole(data(8)[0]), data(8)[1]).backward()
+    _pipeline(graph, [model]).step(*data(8))
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)

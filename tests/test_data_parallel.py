@@ -92,6 +92,25 @@ def test_gradients_add_up_from_step_to_step(mode: dict[str, Any], overlap: bool)
                 torch.testing.assert_close(p.grad, n * q.grad)
 
 
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["grad_sync"])
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+def test_mini_batches_of_replicas(name: str, mode: dict[str, Any]) -> None:
+    """Delayed and stashed weights: as one replica whose micro-batches are twice as large."""
+    schedule = ps.schedule(name, 2, 4)
+    x, y = data(16)
+    # Micro-batch m of the one replica has those of both.
+    joined = [torch.stack(batch.chunk(2)).unflatten(1, (4, 2)).transpose(0, 1).flatten(0, 2)
+              for batch in (x, y)]  # fmt: skip
+    found = []
+    for n_replicas, batch in ((1, joined), (2, [x, y])):
+        stages = layers(2)
+        graph = ps.lower(schedule, n_replicas=n_replicas, **mode)
+        with px.Pipeline(stages, graph, ["cpu"] * graph.n_devices, mse, sgd) as pipeline:
+            loss = pipeline.step(*batch).loss
+        found.append([loss, *(p.detach() for stage in stages for p in stage.parameters())])
+    torch.testing.assert_close(*found)
+
+
 def _steps(
     processes: px.Processes,
     schedule: str,
