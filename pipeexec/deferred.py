@@ -71,6 +71,10 @@ class Deferred:
             _Work(ctx.layer, ctx.options, x, gradient, ctx.parameters, ctx.wanted, receipts)
         )
 
+    def parameters(self) -> set[int]:
+        """Return the ids of the parameters whose gradients are still to come."""
+        return {id(p) for work in self._work for p in work.parameters if p is not None}
+
     @torch.no_grad()
     def run(self) -> None:
         """Add the gradients to those of the parameters; let go of what they needed."""
@@ -117,6 +121,9 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient + before
     else:
         before.add_(gradient)
+    hooks: Mapping[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for hook in tuple(hooks.values()):  # set since the forward, or the gradient would not be here
+        hook(parameter)
 
 
 class _Split(torch.autograd.Function):

@@ -53,7 +53,12 @@ def marking(work: Work, n: int) -> Work:
 
 def _mark(work: Work, n: int, run: Run, task: Planned) -> None:
     reach = [run.milestones[task.id, bucket][1] for bucket in range(n)]
-    with _watched(buckets(task.stage.module, n), reach):
+    pending = task.stage.pending(task.microbatch)
+    of_buckets = [
+        [p for p in bucket if p.requires_grad and (pending is None or id(p) in pending)]
+        for bucket in buckets(task.stage.module, n)
+    ]
+    with _watched(of_buckets, reach):
         work(run, task)
 
 
@@ -62,8 +67,10 @@ def _watched(
     found: Sequence[Sequence[nn.Parameter]], reach: Sequence[Callable[[], object]]
 ) -> Iterator[None]:
     """Reach each bucket as soon as all its parameters have gradients; at the latest at the end."""
-    left = [sum(p.requires_grad for p in bucket) for bucket in found]
-    reached: set[int] = set()
+    left = [len(bucket) for bucket in found]
+    reached = {number for number, bucket in enumerate(found) if not bucket}
+    for number in reached:
+        reach[number]()
 
     def note(bucket: int, _: Tensor) -> None:
         left[bucket] -= 1
@@ -75,7 +82,6 @@ def _watched(
         parameter.register_post_accumulate_grad_hook(partial(note, number))
         for number, bucket in enumerate(found)
         for parameter in bucket
-        if parameter.requires_grad
     ]
     try:
         yield

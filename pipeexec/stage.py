@@ -214,6 +214,14 @@ class Stage:
             deferred.run()
         self._ended(microbatch)
 
+    def pending(self, microbatch: int) -> set[int] | None:
+        """Return the ids of the parameters whose gradients W will make; None where all are to come.
+
+        Others have had theirs from I.
+        """
+        deferred = self._activations[microbatch].deferred
+        return None if deferred is None else deferred.parameters()
+
     def begin(self) -> None:
         """Begin a step: the weights are as they are now."""
         if self.ddp is not None:

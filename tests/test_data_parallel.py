@@ -111,6 +111,20 @@ def test_mini_batches_of_replicas(name: str, mode: dict[str, Any]) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_buckets_are_complete_before_the_backward_is(schedule: str) -> None:
+    """Those of the last layers first, whether B makes the gradients or W."""
+    x, y = data(12)
+    graph = lowered(schedule, 1, 2, grad_sync="bucketed", n_buckets=4)
+    with px.Pipeline(layers(1), graph, ["cpu"] * 2, mse) as pipeline:
+        result = pipeline.step(x, y)
+    shares = [share for _, share in sorted(result.milestones.items())][::2]  # one replica's
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[1] < shares[2] < shares[3] <= 1
+    bucket = result.timeline.frame.query("op == 'REDUCE_GRAD'")
+    assert bucket["part"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def _steps(
     processes: px.Processes,
     schedule: str,
