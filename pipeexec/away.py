@@ -17,7 +17,6 @@ from pipeexec.run import Planned, Run
 from pipeexec.signatures import Signature, check_values
 from pipeexec.stage import Values
 from pipeexec.streams import InlineStream
-from pipeexec.work import meet_members
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
 
@@ -48,7 +47,7 @@ def connected(
         task = task._replace(slate=slates.get((int(graph.device[task.id]), name), -1))
         members = groups.get(int(graph.group[task.id]))
         if members is not None:
-            task = task._replace(members=members, meet=meet_members if task.copies else None)
+            task = task._replace(members=members)
         if task.id in away:
             task = task._replace(channel=processes.channel(away[task.id]))
             if graph.is_op(RECVS)[task.id]:

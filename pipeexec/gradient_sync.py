@@ -14,12 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeexec.reduction import agree, summed
+from pipeexec.reduction import summed
 from pipeexec.run import Planned, Run
 
 __all__ = [
     "Work",
-    "agree_on_gradients",
     "buckets",
     "handing_over",
     "marking",
@@ -105,13 +104,6 @@ def _hand_over(work: Work, run: Run, task: Planned) -> None:
         parameter.grad = None
 
 
-def agree_on_gradients(run: Run, task: Planned) -> None:
-    """Wait until every process of a REDUCE_GRAD has come, and learn which gradients there are."""
-    assert task.members is not None
-    lists, gradients = _gradients(run, task)
-    run.kinds[task.id] = agree(gradients, lists[0], task.members)
-
-
 def _gradients(
     run: Run, task: Planned
 ) -> tuple[list[list[nn.Parameter]], list[list[Tensor | None]]]:
@@ -132,7 +124,7 @@ def reduce_gradients(run: Run, task: Planned) -> None:
     for gradient in (x for row in gradients for x in row if x is not None):
         task.device.adopt(gradient, task.stream)  # made on another stream
         run.nbytes[task.id] += gradient.numel() * gradient.element_size()
-    sums = summed(gradients, lists[0], task.members, run.kinds.pop(task.id, None))
+    sums = summed(gradients, lists[0], task.members)
     for number, (slot, parameters) in enumerate(zip(task.copies, lists, strict=True)):
         totals = [
             None if x is None else x.to(p.device, copy=number > 0)

@@ -7,11 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.graph import TaskGraph
 from pipesim.timeline import Timeline
 
-__all__ = ["Part", "whole"]
+__all__ = ["Part", "together", "whole"]
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +69,20 @@ class Part:
         return cls(zero, timeline, dict(losses), host_seconds, tuple(peak_held), *rest)
 
 
+def together(graph: TaskGraph, start: Floats, end: Floats) -> tuple[Floats, Floats]:
+    """Return times in which the members of a collective start when the last one has come (rule 9).
+
+    Each has noted when it came itself; where some are of other processes, that is all there is.
+    """
+    start = start.copy()
+    for row in range(len(graph.collectives)):
+        members = graph.collectives[row]
+        latest = start[members].max()
+        if not np.isnan(latest):  # clocks of two processes are not quite one
+            start[members] = np.fmin(latest, end[members])
+    return start, end
+
+
 def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
     """Return the sum of parts, on one clock; time zero is when the first process began."""
     parts = list(parts)
@@ -79,7 +96,7 @@ def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
     held = np.array([part.peak_held for part in parts]).sum(axis=0).tolist()
     return Part(
         zero,
-        Timeline(graph, start, end, nbytes),
+        Timeline(graph, *together(graph, start, end), nbytes),
         {m: loss for part in parts for m, loss in part.losses.items()},
         sum(part.host_seconds for part in parts),
         tuple(held) if isinstance(held, list) else (),

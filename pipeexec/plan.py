@@ -95,6 +95,7 @@ def plan(
                     int(graph.replica[t]) * graph.n_stages + task.stage for t in members
                 ),
                 part=task.part,
+                leader=others[0] if others else -1,
                 n_parts=n_parts.get((task.stage, task.replica), 0)
                 if index in during or index in during.values() else 0,
                 milestones=tuple((t, task.part) for t in partly),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-__all__ = ["agree", "summed"]
+__all__ = ["summed"]
 
 #: A gradient's place among the parameters, and what this process adds to it.
 Mine = tuple[int, Tensor]
@@ -29,7 +29,6 @@ def summed(
     gradients: Sequence[Sequence[Tensor | None]],
     like: Sequence[nn.Parameter],
     group: ProcessGroup | None = None,
-    kinds: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Return the sum of each parameter's gradients, over all copies of all processes.
 
@@ -43,8 +42,6 @@ def summed(
     group
         Of the processes, all of which call this with parameters of the same shapes and types; None
         for this one alone.
-    kinds
-        What processes have agreed on by `agree`, if they have.
 
     Returns
     -------
@@ -59,8 +56,7 @@ def summed(
     if group is None or not local:
         return local
     found: list[Tensor | None] = [None] * len(like)
-    kinds = agree(gradients, like, group) if kinds is None else kinds
-    dense, sparse = _shared_out(local, like, kinds)
+    dense, sparse = _agreed(local, like, group)
     for of_dtype in _by_dtype(dense):
         for index, total in _reduced(of_dtype, group):
             found[index] = _laid_out(total, like[index])
@@ -95,37 +91,18 @@ def _known(gradient: Tensor) -> Tensor:
     return gradient.to_dense()
 
 
-def agree(
-    gradients: Sequence[Sequence[Tensor | None]],
-    like: Sequence[nn.Parameter],
-    group: ProcessGroup,
-) -> Tensor:
-    """Return which gradients there are anywhere; nobody leaves before all processes have come.
-
-    Arguments are those of `summed`. Shape ``(2, len(like))``: whether some are dense, and the most
-    sparse dimensions of any.
-    """
-    kinds = torch.zeros((2, max(1, len(like))), dtype=torch.int32)
-    for index, copies in enumerate(zip(*gradients, strict=True)):
-        for gradient in (x for x in copies if x is not None):
-            if gradient.layout == torch.sparse_coo:
-                kinds[1, index] = max(int(kinds[1, index]), gradient.sparse_dim())
-            else:
-                kinds[0, index] = 1
-    if like:
-        kinds = kinds.to(like[0].device)
-    dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
-    return kinds
-
-
-def _shared_out(
-    local: Sequence[Tensor | None], like: Sequence[nn.Parameter], kinds: Tensor
+def _agreed(
+    local: Sequence[Tensor | None], like: Sequence[nn.Parameter], group: ProcessGroup
 ) -> tuple[list[Mine], list[Mine]]:
     """Return what this process adds to the sums that are dense, and to those that are sparse.
 
     A parameter's gradient is dense if it is so anywhere. Where this process has none, it adds
     zeros, or no rows.
     """
+    n_sparse_dims = [0 if x is None or not x.is_sparse else x.sparse_dim() for x in local]
+    is_dense = [x is not None and not x.is_sparse for x in local]
+    kinds = torch.tensor([is_dense, n_sparse_dims], dtype=torch.int32, device=like[0].device)
+    dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
     dense: list[Mine] = []
     sparse: list[Mine] = []
     for index, (any_dense, n_sparse) in enumerate(kinds.T.tolist()):

@@ -16,7 +16,7 @@ from pipeexec import clocks
 from pipeexec.batches import Batch, moved, split_batches
 from pipeexec.channels import Asked, Channel, Expected
 from pipeexec.devices import Device, RemoteDevice
-from pipeexec.parts import Part
+from pipeexec.parts import Part, together
 from pipeexec.processes import Processes
 from pipeexec.progress import Progress, StepHeads
 from pipeexec.randomness import task_seed
@@ -54,6 +54,7 @@ class Planned(NamedTuple):
     part: int = -1  # bucket of gradients
     n_parts: int = 0  # buckets of the stage, for those of a reduction and who makes them
     milestones: tuple[tuple[int, int], ...] = ()  # backwards and buckets that it waits for
+    leader: int = -1  # the member of its collective that does the work of those of this process
     # What other processes have to do with it; see `pipeexec.away`.
     meet: Callable[[Run, Planned], None] | None = None  # waits for them before it begins
     after: Callable[[Run, Planned], None] | None = None  # what is done once it has ended
@@ -108,8 +109,6 @@ class Run:
         #: Gradients of micro-batches that are summed one by one; sums so far, by stage.
         self.handed: dict[tuple[int, int], list[Tensor | None]] = {}
         self.reduced: dict[int, list[Tensor | None]] = {}
-        #: What processes have agreed on before a reduction, by task.
-        self.kinds: dict[int, Tensor] = {}
         #: Events within backwards, by task and bucket, and what lets them pass.
         self.milestones: dict[tuple[int, int], tuple[Event, Callable[[], object]]] = {}
         self.clock: clocks.Clocks | None = None
@@ -121,6 +120,7 @@ class Run:
         self.failure: tuple[int, BaseException] | None = None
         self.stopped: Status | None = None
         self.abandoned = False
+        self.leaders: dict[int, int] = {}  # of members of collectives, which another works for
         self.seed = torch.initial_seed()
         self.host_seconds = 0.0
         #: Messages between processes: as they should be, those that were asked for, and events
@@ -156,6 +156,8 @@ class Run:
         if self.processes is not None:
             self.slate[0] = self.number
         for task in tasks:
+            if task.leader >= 0:
+                self.leaders[task.id] = task.leader
             stream = task.stream
             for needed in task.waits:
                 stream.wait_event(ended[needed])  # type: ignore[arg-type]  # issued before
@@ -258,7 +260,10 @@ class Run:
             device = self.numbers[int(graph.device[task])]
             start[task] = self.clock.seconds(device, began)
             end[task] = self.clock.seconds(device, ended)
-        return Timeline(graph, start, end, self.nbytes)
+        for task, leader in self.leaders.items():
+            if not np.isnan(end[task]):
+                start[task], end[task] = start[leader], end[leader]
+        return Timeline(graph, *together(graph, start, end), self.nbytes)
 
     def milestone_shares(self, tasks: Sequence[Planned]) -> dict[int, float]:
         """Return the share of its backward after which each bucket's gradients were there."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipesim.errors import PeerError
+from pipesim.ops import COLLECTIVES, TRANSFERS
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -358,27 +359,44 @@ class _Silent:
         raise RuntimeError("the store does not answer")
 
 
+#: What waits for other processes: operations between two, and among many.
+_COLLECTIVES = {op.name for op in COLLECTIVES}
+_BETWEEN = _COLLECTIVES | {op.name for op in TRANSFERS}
+
+
+def _op(task: str) -> str:
+    """Return the name of the operation in the text of a task."""
+    return task.lstrip("0123456789").partition(".")[0].rstrip("0123456789<>")
+
+
 def stalled(everyone: list[Status], timeout: float) -> Failure:
     """Return the failure of a step in which nothing moves, naming who holds it up.
 
     A task that has begun and does not end is the culprit; else a process that is not in the step;
-    else nobody in particular: what devices wait for is told beside it.
+    else a collective, of which nobody knows which member holds it up; else nobody in particular:
+    what devices wait for is told beside it.
     """
     step = max(s.step for s in everyone)
-    for status in everyone:
-        for head in status.heads:
-            if (
-                status.in_step
-                and head.running
-                and "RECV" not in head.task
-                and "SEND" not in head.task
-            ):
-                return Failure(
-                    "stalled",
-                    status.rank,
-                    f"{head.task} hangs (rank {status.rank}, device {head.device}, {head.place}, "
-                    f"step {status.step}): no task has ended for {timeout:g} s",
-                )
+    running = [
+        (status, head)
+        for status in everyone
+        for head in status.heads
+        if status.in_step and head.running and not _BETWEEN & {_op(head.task)}
+    ]
+    together = [
+        (status, head)
+        for status in everyone
+        for head in status.heads
+        if status.in_step and head.running and _op(head.task) in _COLLECTIVES
+    ]
+    if running or (together and all(status.in_step for status in everyone)):
+        status, head = (running or together)[0]
+        return Failure(
+            "stalled",
+            status.rank,
+            f"{head.task} hangs (rank {status.rank}, device {head.device}, {head.place}, "
+            f"step {status.step}): no task has ended for {timeout:g} s",
+        )
     for status in everyone:
         if not status.in_step:
             return Failure(

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from torch.distributed import (
     DistError,
     ProcessGroup,
-    barrier,
     get_process_group_ranks,
     get_rank,
 )
@@ -16,11 +15,11 @@ from torch.distributed import (
 from pipeexec import transfer
 from pipeexec.channels import Lost
 from pipeexec.embedding_stage import ShardedStage
-from pipeexec.gradient_sync import agree_on_gradients, reduce_gradients, settle
+from pipeexec.gradient_sync import reduce_gradients, settle
 from pipeexec.run import Planned, Run
 from pipesim.ops import EXCHANGES, Op
 
-__all__ = ["WORK", "meet_members"]
+__all__ = ["WORK"]
 
 
 def _forward(run: Run, task: Planned) -> None:
@@ -62,15 +61,6 @@ def _send(run: Run, task: Planned) -> None:
 def _receive(run: Run, task: Planned) -> None:
     consumer = task.device.stream("compute")
     run.values[task.id] = transfer.receive(run.take(task.source), task.device, consumer)
-
-
-def meet_members(run: Run, task: Planned) -> None:
-    """Wait until every process of a collective is ready for it."""
-    with _among(task.members):
-        if run.graph.op[task.id] == Op.REDUCE_GRAD:
-            agree_on_gradients(run, task)
-        else:
-            barrier(group=task.members)
 
 
 def _reduce(run: Run, task: Planned) -> None:

@@ -33,6 +33,7 @@ from pipeexec.cli import main
 from pipeexec.models import build_model, split
 from pipeexec.process_clock import Alignment
 from pipeexec.randomness import OwnGenerator, task_seed
+from pipesim.ops import COLLECTIVES
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
@@ -250,8 +251,13 @@ def check_whole(
     sends = np.flatnonzero(timeline.graph.pair > np.arange(len(timeline.graph)))
     assert (timeline.nbytes[sends] == timeline.nbytes[timeline.graph.pair[sends]]).all()
     ran = own.timeline.ran
-    shift = (timeline.start - own.timeline.start)[ran]
+    shift = (timeline.end - own.timeline.end)[ran]
     assert np.ptp(shift) < 1e-9, "a process's own times moved against each other"
+    # A collective starts when its last member has come, whom its own process does not see.
+    moved = (timeline.start - own.timeline.start)[ran] - shift
+    together = timeline.graph.is_op(COLLECTIVES)[ran]
+    assert (np.abs(moved[~together]) < 1e-9).all()
+    assert (moved[together] > -1e-9).all()
     assert len(whole.losses) == timeline.graph.n_microbatches
     assert whole.host_seconds > own.host_seconds > 0
 
