@@ -1,63 +1,99 @@
 """Steps of two replicas, in two processes over gloo, against their predictions.
 
-Rows: gradients reduced after ``every`` micro-batch, or once after the ``last`` one, both of which
-keep the device waiting as DistributedDataParallel does; ``bucketed``, beside the last backward; and
-the step of a model with a sharded embedding. Costs come from calibration steps that take turns with
-the measured ones. Prints the table and writes it to results/benchmarks/data_parallel.txt, and the
-run directories' timelines beside it with ``--keep``.
+A model of linear layers whose gradients are reduced after ``every`` micro-batch, or once after the
+``last`` one, which both keep a device waiting as DistributedDataParallel does, or ``bucketed``,
+beside the last backward; and a DLRM whose tables lie in both processes, as `pipeexec.recommender`
+makes it. Each process computes with one thread on a core of its own. Costs come from calibration
+steps that take turns with the measured ones (`pipeexec.validate`); nothing is fitted to a row.
+
+``python benchmarks/data_parallel.py`` prints the tables, what the errors consist of and whether the
+predictions tell which row is faster, and writes them to results/benchmarks/data_parallel.txt.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
+import _machine as machine
 import _ranks
 import torch
 from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.recommender import KAGGLE
+from pipesim.errors import PipeWarning
 
-WIDTH, LAYERS, SAMPLES, K = 512, 4, 96, 4
-ROWS, DIM, TABLES, BAG = 20_000, 64, 8, 1
+N_RANKS = 2
+K = 4
+WIDTH, LAYERS, SAMPLES = 768, 4, 128
+#: Of the Kaggle tables; samples of a micro-batch.
+SCALE, CLICKS = 1e-2, 512
+Batches = Iterator[tuple[Tensor | tuple[Tensor, ...], Tensor]]
 
 
-def mlp() -> nn.Module:
+def linear(processes: px.Processes, n_steps: int, repeat: int) -> px.Validation:
+    """Validate the three ways to reduce gradients."""
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    return nn.Sequential(*layers)
 
+    def batches() -> Batches:
+        generator = torch.Generator().manual_seed(processes.rank)
+        while True:
+            x, y = torch.randn(2, K * SAMPLES, WIDTH, generator=generator)
+            yield x, y
 
-def batches(rank: int) -> Iterator[tuple[Any, Tensor]]:
-    generator = torch.Generator().manual_seed(rank)
-    while True:
-        x = torch.randn(K * SAMPLES, WIDTH, generator=generator)
-        yield x, torch.randn(K * SAMPLES, WIDTH, generator=generator)
-
-
-def dense_rows(processes: px.Processes, n_steps: int, repeat: int) -> px.Validation:
     schedule = ps.schedule("gpipe", 1, K)
     graphs = {
-        "every": ps.lower(
-            schedule, n_replicas=2, grad_sync="every", overlap=False, hosts="per_device"
-        ),
-        "last": ps.lower(
-            schedule, n_replicas=2, grad_sync="last", overlap=False, hosts="per_device"
-        ),
-        "bucketed": ps.lower(
-            schedule, n_replicas=2, grad_sync="bucketed", n_buckets=4, hosts="per_device"
-        ),
+        mode: ps.lower(
+            schedule,
+            n_replicas=N_RANKS,
+            grad_sync=mode,
+            overlap=mode == "bucketed",
+            hosts="per_device",
+        )
+        for mode in ("every", "last", "bucketed")
     }
     return px.validate(
-        [mlp()],
+        [nn.Sequential(*layers)],
         graphs,
         ["cpu"],
         nn.functional.mse_loss,
-        batches(processes.rank),
-        lambda p: torch.optim.SGD(p, 1e-3),
+        batches(),
+        lambda parameters: torch.optim.SGD(parameters, 1e-3),
+        n_steps=n_steps,
+        repeat=repeat,
+        processes=processes,
+    )
+
+
+def recommender(processes: px.Processes, n_steps: int, repeat: int) -> px.Validation:
+    """Validate a DLRM with sharded tables."""
+    torch.manual_seed(0)
+    model = KAGGLE.scaled(SCALE)
+
+    def batches() -> Batches:
+        generator = torch.Generator().manual_seed(processes.rank)
+        while True:
+            yield model.batch(K * CLICKS, generator)
+
+    graph = ps.lower(
+        ps.schedule("looped_bfs", 1, K, n_chunks=2),
+        n_replicas=N_RANKS,
+        sharded=[0],
+        hosts="per_device",
+    )
+    return px.validate(
+        model.stages(processes),
+        {"sharded embedding": graph},
+        ["cpu"],
+        nn.functional.binary_cross_entropy_with_logits,
+        batches(),
+        lambda parameters: torch.optim.SGD(parameters, 1e-3),
         n_steps=n_steps,
         repeat=repeat,
         processes=processes,
@@ -65,23 +101,50 @@ def dense_rows(processes: px.Processes, n_steps: int, repeat: int) -> px.Validat
 
 
 def run(folder: str, n_steps: int, repeat: int) -> None:
+    """Be a rank; rank 0 leaves the text in a file."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", PipeWarning)
+    lines = []
     with px.join(120) as processes:
-        found = dense_rows(processes, n_steps, repeat)
+        for validate in (linear, recommender):
+            found = validate(processes, n_steps, repeat)
+            lines += [_table(found), ""]
+            if len(found.rows) > 1:
+                order = found.differences
+                right = int((order["right"] | ~order["beyond_noise"]).sum())
+                lines += [f"order right, or within the noise, in {right} of {len(order)} pairs:"]
+                lines += [order.to_string(float_format=lambda x: f"{x * 1e3:.2f} ms"), ""]
+            lines += ["what the errors consist of (ms):", _ms(found.parts), ""]
         if processes.rank == 0:
-            print(found.table.to_string())
-            print(found.costs.to_dict())
-            print(found.differences.to_string())
-            print(found.ops.to_string())
+            (Path(folder) / "text").write_text("\n".join(lines))
+
+
+def _table(found: px.Validation) -> str:
+    rows = [f"{'':18}{'predicted':>11}{'measured':>10}{'error':>8}{'mean, 95 % interval':>28}"]
+    for name, row in found.table.iterrows():
+        interval = f"{row['error_mean']:+.1%} ({row['error_low']:+.1%} to {row['error_high']:+.1%})"
+        rows.append(
+            f"{name:18}{row['predicted'] * 1e3:8.2f} ms{row['measured'] * 1e3:7.2f} ms"
+            f"{row['error']:+8.1%}{interval:>28}"
+        )
+    return "\n".join(rows)
+
+
+def _ms(parts: object) -> str:
+    return (parts * 1e3).to_string(float_format=lambda x: f"{x:.2f}")  # type: ignore[operator, no-any-return]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=21)
+    parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        _ranks.spawn(run, 2, folder, arguments.steps, arguments.repeat)
+        _ranks.spawn(run, N_RANKS, folder, arguments.steps, arguments.repeat)
+        text = (Path(folder) / "text").read_text()
+    text = "\n".join([*machine.header(["pipesim", "torch"]), "", text])
+    print(text)
+    (machine.ROOT / "results" / "benchmarks" / "data_parallel.txt").write_text(text + "\n")
 
 
 if __name__ == "__main__":
