@@ -1,0 +1,275 @@
+"""DLRM, a recommender: tables spread over all processes, and MLPs that each of them has.
+
+As two stages, of which the first is lowered as sharded::
+
+    numbers (n, 13) ---------------> bottom MLP --+
+                                                  +--> products of all pairs --> top MLP --> logits
+    keys (n, 26) --> 26 tables -------------------+
+                    | stage 0 |     | stage 1                                              |
+
+Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
+arXiv 1906.00091.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeexec.criteo import (
+    KAGGLE_ROWS,
+    N_DENSE,
+    SKEW,
+    TERABYTE_ROWS,
+    distinct,
+    draw_keys,
+    scaled_rows,
+)
+from pipeexec.embedding_stage import EmbeddingStage
+from pipeexec.kernels import Kernel, Roofline
+from pipeexec.layer_costs import layer_costs
+from pipeexec.processes import Processes
+from pipeexec.sharded_embedding import ShardedEmbedding
+from pipesim.costs import Costs
+from pipesim.errors import ArgumentError, check_count
+from pipesim.network import Network
+
+__all__ = ["DLRM", "KAGGLE", "TERABYTE", "DenseStage", "UnsplitDLRM"]
+
+#: Bytes of a parameter, of a key on its way, and that a radix sort of 32 bits with 8 a pass reads
+#: and writes of a key and its place.
+_PARAMETER, _KEY, _SORTED = 4, 4, 4 * 2 * 8
+
+
+@dataclass(frozen=True)
+class DLRM:
+    """Sizes of a DLRM, and what is made of them: stages, batches, costs.
+
+    Attributes
+    ----------
+    rows
+        Of each table.
+    dim
+        Length of a row, and of what the bottom MLP puts out.
+    bottom, top
+        Widths of the hidden layers of both MLPs.
+    n_dense
+        Numbers of a sample.
+
+    Raises
+    ------
+    ArgumentError
+        For sizes that are no whole numbers of at least 1.
+
+    Examples
+    --------
+    >>> TERABYTE.n_interactions, TERABYTE.n_rows  # 26 * 27 / 2 pairs, and the bottom MLP's output
+    (479, 187767399)
+    """
+
+    rows: tuple[int, ...]
+    dim: int
+    bottom: tuple[int, ...] = ()
+    top: tuple[int, ...] = ()
+    n_dense: int = N_DENSE
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "bottom", "top"):
+            given = getattr(self, name)
+            if not isinstance(given, Sequence) or isinstance(given, str):
+                raise ArgumentError(f"{name} must be a sequence of sizes, got {given!r}")
+            sizes = tuple(check_count(f"{name}[{i}]", size) for i, size in enumerate(given))
+            object.__setattr__(self, name, sizes)
+        if not self.rows:
+            raise ArgumentError("rows is empty; give the rows of at least one table")
+        check_count("dim", self.dim)
+        check_count("n_dense", self.n_dense)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all tables."""
+        return sum(self.rows)
+
+    @property
+    def n_interactions(self) -> int:
+        """Numbers that the top MLP reads: ``dim``, and a product for each pair of vectors."""
+        return self.dim + len(self.rows) * (len(self.rows) + 1) // 2
+
+    def scaled(self, factor: float, least: int = 4) -> DLRM:
+        """Return the same with smaller tables; see `pipeexec.criteo.scaled_rows`."""
+        return replace(self, rows=scaled_rows(self.rows, factor, least))
+
+    def stages(
+        self, process_group: dist.ProcessGroup | Processes | None = None, *, sparse: bool = False
+    ) -> list[nn.Module]:
+        """Return both stages, for a graph lowered with ``sharded=[0]``.
+
+        Parameters
+        ----------
+        process_group, sparse
+            As for `pipeexec.ShardedEmbedding`, whose module every process must make.
+        """
+        embedding = ShardedEmbedding(list(self.rows), self.dim, process_group, sparse=sparse)
+        return [EmbeddingStage(embedding), DenseStage(self)]
+
+    def batch(
+        self, n: int, generator: torch.Generator, skew: float = SKEW
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return made-up samples: ``((numbers, keys), clicks)``, the same for the same generator.
+
+        Keys are those of `pipeexec.criteo.draw_keys`; a quarter are clicks, as in Criteo's logs.
+        """
+        n = check_count("n", n)
+        numbers = torch.randn(n, self.n_dense, generator=generator)
+        keys = draw_keys(self.rows, n, generator, skew)
+        return (numbers, keys), (torch.rand(n, 1, generator=generator) < 0.25).float()
+
+    def costs(
+        self,
+        device: Roofline,
+        batch: int,
+        *,
+        n_replicas: int = 1,
+        network: Network | None = None,
+        dtype: torch.dtype = torch.float32,
+        skew: float = SKEW,
+        all_reduce: str = "ring",
+    ) -> Costs:
+        """Return the costs of both stages on a device that one has the data sheet of.
+
+        The kernels of the MLPs are counted without running them. Of the embedding, vectors are read
+        and written once by each of: lookup, reordering, sums over keys that occur twice, sums
+        in the rows' gradients. Keys are sorted once. All of this is in F and B; an ALL_TO_ALL is
+        bytes over the network alone. SGD steps on the rows that occur (``sparse=True``).
+
+        Parameters
+        ----------
+        device
+            What a GPU sustains, for numbers of ``dtype``.
+        batch
+            Samples of a GPU's micro-batch.
+        n_replicas
+            GPUs that share the tables; they hold equal parts.
+        network, all_reduce
+            As in `pipesim.Costs`.
+        dtype
+            Of activations, vectors and gradients on their way; parameters have 32 bits.
+        skew
+            Of the keys; the more, the fewer differ.
+
+        Raises
+        ------
+        ArgumentError
+            For counts that are none.
+        """
+        batch, n_replicas = check_count("batch", batch), check_count("n_replicas", n_replicas)
+        n_keys, asked = batch * len(self.rows), distinct(self.rows, batch, skew)
+        one = self.dim * dtype.itemsize
+        every, each = n_keys * one, asked * one  # bytes of vectors as they occur, and once each
+        numbers = torch.empty(batch, self.n_dense, dtype=dtype, device="meta")
+        vectors = torch.empty(batch, len(self.rows), self.dim, dtype=dtype, device="meta")
+        with torch.device("meta"):
+            dense = nn.Sequential(_OfTuple(DenseStage(self).to(dtype)))
+        [layer] = layer_costs(dense, (numbers, vectors)).layers
+        n_dense = layer.parameter_bytes / dtype.itemsize
+        lookup, sums = 2 * each, 3 * each  # a sum reads both, and writes
+        forward = [Kernel(0, n) for n in (_SORTED * n_keys, lookup, each + every)]
+        backward = [Kernel(0, n) for n in (every + each, sums)]
+        shard = sum(-(-rows // n_replicas) for rows in self.rows) * self.dim
+        touched = 3 * _PARAMETER * asked * self.dim
+        return Costs(
+            forward=(device.seconds(forward), device.seconds(layer.forward)),
+            backward=(device.seconds(backward), device.seconds(layer.backward)),
+            optimizer_step=(
+                device.seconds([Kernel(0, touched)]),
+                device.seconds([Kernel(0, 3 * _PARAMETER * n_dense)]),
+            ),
+            output_bytes=(float(numbers.nbytes + vectors.nbytes), layer.output_bytes),
+            # Where each key's vector comes from and goes to.
+            activation_bytes=(3.0 * _KEY * n_keys, layer.activation_bytes),
+            parameter_bytes=(float(_PARAMETER * shard), _PARAMETER * n_dense),
+            key_bytes=(_KEY * asked, 0.0),
+            vector_bytes=(each, 0.0),
+            network=Network() if network is None else network,
+            all_reduce=all_reduce,
+        )
+
+
+#: The sizes of facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh.
+KAGGLE = DLRM(KAGGLE_ROWS, 16, (512, 256, 64), (512, 256))
+#: Those of MLPerf training: bench/run_and_time.sh there.
+TERABYTE = DLRM(TERABYTE_ROWS, 128, (512, 256), (1024, 1024, 512, 256))
+
+
+class DenseStage(nn.Module):
+    """Both MLPs and what is between them: numbers and vectors to a logit of each sample.
+
+    Parameters
+    ----------
+    sizes
+        Of the model.
+    """
+
+    pairs: Tensor
+
+    def __init__(self, sizes: DLRM) -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(*_layers([sizes.n_dense, *sizes.bottom, sizes.dim]), nn.ReLU())
+        self.top = nn.Sequential(*_layers([sizes.n_interactions, *sizes.top, 1]))
+        n = len(sizes.rows) + 1
+        row, column = torch.tril_indices(n, n, offset=-1)
+        self.register_buffer("pairs", row * n + column, persistent=False)
+
+    def forward(self, numbers: Tensor, vectors: Tensor) -> Tensor:
+        """Return logits, of shape (n, 1), for numbers and vectors (n, tables, dim)."""
+        x = self.bottom(numbers)
+        features = torch.cat([x[:, None], vectors], 1)
+        products = torch.bmm(features, features.mT).flatten(1)
+        logits: Tensor = self.top(torch.cat([x, products.index_select(1, self.pairs)], 1))
+        return logits
+
+
+class UnsplitDLRM(nn.Module):
+    """The whole model in one module: what one process computes with all tables.
+
+    Attributes
+    ----------
+    tables, dense
+        An `nn.Embedding` a table, and the `DenseStage`.
+    """
+
+    def __init__(self, sizes: DLRM) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, sizes.dim) for rows in sizes.rows)
+        self.dense = DenseStage(sizes)
+
+    def forward(self, numbers: Tensor, keys: Tensor) -> Tensor:
+        """Return logits, of shape (n, 1), for numbers and keys (n, tables)."""
+        columns = zip(self.tables, keys.unbind(1), strict=True)
+        logits: Tensor = self.dense(numbers, torch.stack([t(k) for t, k in columns], 1))
+        return logits
+
+
+class _OfTuple(nn.Module):
+    """A module of several arguments as one of a tuple."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
+        output: Tensor = self.module(*values)
+        return output
+
+
+def _layers(widths: Sequence[int]) -> list[nn.Module]:
+    """Return linear layers, with a ReLU between two."""
+    layers: list[nn.Module] = []
+    for n_in, n_out in pairwise(widths):
+        layers += [nn.Linear(n_in, n_out), nn.ReLU()]
+    return layers[:-1]
