@@ -10,10 +10,11 @@ import numpy as np
 from pipeexec.gradient_sync import buckets
 from pipeexec.shares import Shares
 from pipesim.collective_costs import Buckets
-from pipesim.costs import MEASURED_COLLECTIVES
 from pipesim.graph import TaskGraph
 from pipesim.lower import lower
-from pipesim.ops import EXCHANGES, Op
+from pipesim.measured_collectives import measured_collectives
+from pipesim.network import Network
+from pipesim.ops import Op
 from pipesim.placement import Placement, replica_devices
 from pipesim.schedule import Schedule
 from pipesim.timeline import Timeline
@@ -50,19 +51,10 @@ def lowered_like(graph: TaskGraph, schedule: Schedule, shares: Shares, **options
 
 def collective_seconds(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the mean seconds of each collective that there is, as fields of `Costs`."""
-    graph = timelines[0].graph
-    names = {Op.REDUCE_GRAD: ("REDUCE_GRAD",), Op.ALL_TO_ALL: EXCHANGES, Op.UNSHARD: ("UNSHARD",)}
-    seconds = np.mean([timeline.duration for timeline in timelines], axis=0)
-    found = {}
-    for op, parts in names.items():
-        for part, name in enumerate(parts):
-            of = (graph.op == op) & ((graph.part == part) | (len(parts) == 1))
-            if of.any():
-                counts = np.bincount(graph.stage[of], minlength=graph.n_stages)
-                sums = np.bincount(graph.stage[of], seconds[of], graph.n_stages)
-                means = sums / np.maximum(counts, 1)
-                found[MEASURED_COLLECTIVES[name]] = tuple(means.tolist())
-    return found
+    found = [measured_collectives(timeline, Network(), np.mean) for timeline in timelines]
+    return {
+        name: tuple(np.mean([each[name] for each in found], axis=0).tolist()) for name in found[0]
+    }
 
 
 def n_buckets(graphs: Iterable[TaskGraph]) -> int:

@@ -204,11 +204,13 @@ def _draw_unfinished(ax: Axes, cells: Cells, gid: str) -> None:
 def _draw_numbers(ax: Axes, cells: Cells, gid: str) -> None:
     """Put the number of its micro-batch into each cell on a compute stream.
 
-    A message of skips has the stage at its other end beside it, as in ``3>2`` or ``3<0``.
+    A message of skips has the stage at its other end beside it, as in ``3>2`` or ``3<0``, an
+    exchange the letter of what it exchanges, as in ``2k``. Buckets say which they are: ``.1``.
     """
     graph = cells.graph
     members = np.concatenate([cells.lasting, cells.unfinished])
-    members = members[graph.on_compute[members] & (graph.microbatch[members] >= 0)]
+    numbered = (graph.microbatch >= 0) | (graph.part >= 0)
+    members = members[graph.on_compute[members] & numbered[members]]
     start, end = cells.start[members], cells.end[members]
     artist = Numbers(
         (start + end) / 2,

@@ -14,7 +14,7 @@ from pipesim.csr import Ints
 from pipesim.jit import kernel
 from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SENDS, TRANSFERS, Op
 from pipesim.timeline import Timeline
-from pipesim.waits import held_links, issue_times, message_latency
+from pipesim.waits import held_links, issue_times, let_go, message_latency
 
 __all__ = ["Cause", "seconds_of_causes"]
 
@@ -139,7 +139,8 @@ def _chain(timeline: Timeline) -> _Chain:
     before, ready = np.full(len(graph), -1, dtype=np.int64), np.zeros(len(graph))
     queued, latency = np.zeros(len(graph)), message_latency(timeline)
     waits = graph.precedence
-    _release(waits.ptr, waits.values, role, graph.pair, end, latency, before, ready, queued)
+    free = let_go(timeline)
+    _release(waits.ptr, waits.values, free, role, graph.pair, end, latency, before, ready, queued)
     issued, held = issue_times(timeline), held_links(timeline)
     late = (start > np.maximum(np.maximum(ready, queued), issued)) & (held >= 0)
     queued[late] = np.maximum(queued[late], end[held[late]])
@@ -222,6 +223,7 @@ def _usual(timeline: Timeline) -> Floats:
 def _release(
     ptr: Ints,
     values: Ints,
+    free: Floats,
     role: NDArray[np.int8],
     pair: Ints,
     end: Floats,
@@ -232,8 +234,9 @@ def _release(
 ) -> None:
     """Fill the columns of `_Chain` that come from other tasks; they come in as -1, 0 and 0.
 
-    A message waits behind other messages (``queued``); whatever else a task waits for may be
-    ``before`` it. Of several that let go at one moment, the largest id.
+    ``free`` is when each of ``values`` lets go. A message waits behind other messages
+    (``queued``); whatever else a task waits for may be ``before`` it. Of several that let go at one
+    moment, the largest id.
     """
     for task in range(len(role)):
         for k in range(ptr[task], ptr[task + 1]):
@@ -241,13 +244,13 @@ def _release(
             if role[task] == _RECV and other == pair[task]:
                 continue
             if role[task] >= _SEND and role[other] >= _SEND:
-                queued[task] = max(queued[task], end[other])
+                queued[task] = max(queued[task], free[k])
             elif (
                 before[task] < 0
-                or end[other] > ready[task]
-                or (end[other] == ready[task] and other > before[task])
+                or free[k] > ready[task]
+                or (free[k] == ready[task] and other > before[task])
             ):
-                before[task], ready[task] = other, end[other]
+                before[task], ready[task] = other, free[k]
         if role[task] == _RECV and pair[task] >= 0:
             came = end[pair[task]] + latency[task]
             if before[task] < 0 or came > ready[task]:
@@ -317,9 +320,12 @@ def _follow(
             now = min(then, start[task])
             rest = then - now
             if rest > 0 or task != first[gap]:  # not the one that is yet to start
-                parts[_STRAGGLER] += sign * straggles[task]
-                parts[_IMBALANCE] += sign * uneven[task]
-                rest -= straggles[task] + uneven[task]
+                did = 1.0  # the part of it that is on the chain
+                if role[task] == _COMPUTES and rest < end[task] - start[task]:
+                    did = rest / (end[task] - start[task])
+                parts[_STRAGGLER] += sign * did * straggles[task]
+                parts[_IMBALANCE] += sign * did * uneven[task]
+                rest -= did * (straggles[task] + uneven[task])
             parts[of_task[task]] += sign * rest
             # What it waited for, latest first.
             earlier = max(ready[task], issued[task])
@@ -332,8 +338,11 @@ def _follow(
             then = min(now, ready[task])
             parts[_HOST] += sign * (now - then)
             now, task = then, before[task]
-        if task >= 0:  # one of them may have a message later than the end of its SEND
-            parts[_LATENCY if role[task] == _SEND else _HOST] += sign * (now - other_now)
+        if task >= 0:  # one may have a message later than the end of its SEND, or a part of it
+            cause = _LATENCY if role[task] == _SEND else _HOST
+            if role[task] == _COMPUTES and max(now, other_now) <= end[task]:
+                cause = of_task[task]
+            parts[cause] += sign * (now - other_now)
         # The cycle of the pipeline has its name from the phase.
         if phase[gap] >= 0:
             cycle = parts[_WARM_UP] + parts[_COOL_DOWN]

@@ -50,7 +50,8 @@ A TOML file (--config) holds the same settings; arguments override it:
 
   devices = 4
   microbatches = 8
-  recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine
+  recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine,
+                            # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded
   per = "device"            # costs are of all that a device holds, however many stages
 
   [costs]                   # the fields of pipesim.Costs: one value, or one a stage
@@ -94,6 +95,10 @@ _FLAGS = (
     ("--devices", "N", "number of devices"),
     ("--microbatches", "N", "number of micro-batches of a step"),
     ("--replicas", "N", "data-parallel replicas of the pipeline"),
+    ("--layout", "ORDER", "replica_major or stage_major: whose devices are numbered in a row"),
+    ("--grad-sync", "MODE", "replicas reduce gradients last, after every micro-batch, or bucketed"),
+    ("--n-buckets", "N", "buckets of a stage's gradients"),
+    ("--sharded", "STAGES", "embeddings that are spread over the replicas, such as 0"),
     ("--recompute", "MODE", "never, always or except_last"),
     ("--skips", "PAIRS", "skip connections between stages, such as 0-3,1-2"),
     ("--streams", "KIND", "per_peer copy streams, or a single one a device"),
@@ -106,6 +111,7 @@ _SWITCHES = (
     ("--overlap", "transfers run beside compute"),
     ("--rendezvous", "a SEND waits until its RECV is reached"),
     ("--portals", "a skip goes straight to its target, not from stage to stage"),
+    ("--shard-optimizer", "each replica steps its share of the parameters, as in ZeRO-1"),
     ("--recompute-first", "every recompute of a stage comes before its first backward"),
 )
 _CLOSED_FORMS = ("bubble", "activations", "parameters")
@@ -239,7 +245,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
 
 def _add_flags(command: argparse.ArgumentParser, flags: Iterable[tuple[str, str, str]]) -> None:
     for flag, metavar, text in flags:
-        dest = f"settings.{flag[2:]}"
+        dest = f"settings.{flag[2:].replace('-', '_')}"
         command.add_argument(flag, dest=dest, type=_value, metavar=metavar, help=text)
 
 

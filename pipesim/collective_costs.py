@@ -61,7 +61,7 @@ class CollectiveCosts(NamedTuple):
         """Fill the rows of collectives; return them, with links as wide as they need."""
         kinds, done = graph.kinds, ~graph.kinds.is_op(COLLECTIVES)
         n_buckets = _n_buckets(graph)
-        unsharded = np.unique(kinds.stage[kinds.op == Op.UNSHARD])
+        unsharded = np.flatnonzero(graph.optimizer_shares > 1)
         links = priced.links
         for row in range(len(graph.collectives)):
             members = graph.kind[graph.collectives[row]]
@@ -91,9 +91,8 @@ class CollectiveCosts(NamedTuple):
                     links, members, held[np.searchsorted(devices, kinds.device[members])]
                 )
             done[members] = True
-        for stage in unsharded.tolist():
-            of = (kinds.stage == stage) & (kinds.op == Op.STEP)
-            priced.duration[of] /= len(np.unique(kinds.replica[of]))
+        steps = kinds.op == Op.STEP
+        priced.duration[steps] /= graph.optimizer_shares[kinds.stage[steps]]
         return priced._replace(links=links)
 
     def _reduction(

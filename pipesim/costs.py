@@ -67,7 +67,7 @@ class CostTable(NamedTuple):
         hold while they last, -1 for fewer; -1 elsewhere. Shape ``(n_rows, most links of a row)``.
     share
         Part of the seconds of the last backward, 0 to 1, after which it has made the gradients of
-        this bucket; 0 elsewhere. Shape ``(n_rows,)``; None for zeros.
+        this bucket; 1 elsewhere. Shape ``(n_rows,)``; None for ones: buckets need it to the end.
     """
 
     duration: NDArray[np.float64]
@@ -82,7 +82,8 @@ class CostTable(NamedTuple):
 class TaskCosts:
     """What an engine needs of each task.
 
-    The properties show one value a task: `duration`, `latency`, `launch`, `nbytes`, `links`.
+    The properties show one value a task: `duration`, `latency`, `launch`, `nbytes`, `links`,
+    `share`.
 
     Attributes
     ----------
@@ -143,7 +144,7 @@ class TaskCosts:
     def share(self) -> NDArray[np.float64]:
         """Part of the last backward that each bucket needs; shape ``(len(graph),)``."""
         if self.table.share is None:
-            return np.zeros(len(self.row))
+            return np.ones(len(self.row))
         values: NDArray[np.float64] = self.table.share[self.row]
         return values
 
@@ -310,7 +311,7 @@ class Costs:
         links[sends] = routes.links[is_send]
         duration[sends] = nbytes[sends] / routes.bandwidth[is_send]
         launch = self.per_stage("launch", graph.n_stages)[kinds.stage]
-        share = np.zeros(len(kinds))
+        share = np.ones(len(kinds))
         if kinds.is_op(COLLECTIVES).any():
             priced = Priced(duration, nbytes, links, share)
             duration, nbytes, links, share = self._collectives(graph.n_stages).price(graph, priced)
@@ -513,8 +514,10 @@ class Costs:
         timeline, the bandwidth at which their SENDs went, and as latency what they took beside, on
         average over those that were waited for and whose RECV did not wait for its own stream; the
         least of all, which is the most that it can be, where there are none. ``launch`` is 0: it
-        is within the durations. Reductions have no seconds: ``parameter_bytes`` and the network
-        say how long they take.
+        is within the durations. Collectives have their seconds from when their last member began
+        (``reduce_grad``, ``unshard``, ``exchange_...``; ``buckets`` where gradients have some),
+        which are those of as many replicas on such links; where ``network`` or their bytes are
+        given, these say how long they take.
 
         Parameters
         ----------
@@ -537,8 +540,8 @@ class Costs:
         Warns
         -----
         AccuracyWarning
-            If reductions took more than 1 % of the timeline, and neither its own costs nor
-            ``fields`` have ``parameter_bytes``.
+            If reductions took more than 1 % of the timeline, ``network`` is given, and neither its
+            own costs nor ``fields`` have ``parameter_bytes``.
         """
         from pipesim.measured import costs_from_timeline
 

@@ -15,7 +15,7 @@ from pipesim.graph import TaskGraph
 from pipesim.ops import COMPUTE, RECVS, SENDS
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
-from pipesim.waits import message_latency
+from pipesim.waits import bucket_shares, let_go, measured_shares, message_latency
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +43,8 @@ def error_parts(
     durations   mean seconds of each operation, in each stage: costs that moved, as under load
     spread      how single tasks strayed from that mean, which no cost of a stage can say
     transfers   seconds from the start of a SEND to its use by a consumer that waited for it (else
-                to its arrival), and those of collectives
+                to its arrival), and those of collectives; after which part of a backward its
+                gradients are reduced
     host        when tasks were issued
     hand_over   seconds between the end of what a task needed on another stream, and its start;
                 unless that was a message, whose hand-over is part of its latency, as in costs
@@ -116,7 +117,8 @@ class _Tasks(NamedTuple):
     """What one timeline says of each task: an array of each kind, shape ``(len(graph),)``.
 
     ``mean`` and ``shape`` multiply to the seconds of a compute task; ``held``, ``latency`` and
-    ``links`` are those of messages and collectives.
+    ``links`` are those of messages and collectives, ``share`` the part of its last backward that a
+    bucket of gradients needs.
     """
 
     mean: Floats
@@ -124,6 +126,7 @@ class _Tasks(NamedTuple):
     held: Floats
     latency: Floats
     links: NDArray[np.int64]
+    share: Floats
     launch: Floats
     late: Floats
 
@@ -144,12 +147,14 @@ class _Values:
             np.where(graph.is_op(RECVS), 0.0, predicted.duration),
             np.where(graph.pair >= 0, np.maximum(usual, usual[graph.pair]), 0.0),
             _links(predicted),
+            bucket_shares(predicted),
             own,
             np.zeros(len(graph)),
         )
-        held, latency, late = _waits(graph, measured, usual, _issued(graph, real))
+        share = measured_shares(measured, self.said.share)
+        held, latency, late = _waits(graph, measured, usual, _issued(graph, real), share)
         mean_and_shape = _mean_and_shape(graph, measured.duration)
-        self.seen = _Tasks(*mean_and_shape, held, latency, _links(measured), real, late)
+        self.seen = _Tasks(*mean_and_shape, held, latency, _links(measured), share, real, late)
 
     def differs(self, kind: int) -> bool:
         """Tell whether the timelines differ in a kind; order as in `PARTS`."""
@@ -173,12 +178,13 @@ class _Values:
             launch=tasks.launch,
             nbytes=np.zeros(len(busy)),
             links=tasks.links,
+            share=tasks.share,
         )
         return simulate(self.graph, TaskCosts.of_tasks(table)).makespan
 
 
 #: Fields of `_Tasks` that make each kind; order as in `PARTS`.
-_FIELDS = (("mean",), ("shape",), ("held", "latency", "links"), ("launch",), ("late",))
+_FIELDS = (("mean",), ("shape",), ("held", "latency", "links", "share"), ("launch",), ("late",))
 
 
 def _mean_and_shape(graph: TaskGraph, duration: Floats) -> tuple[Floats, Floats]:
@@ -215,7 +221,7 @@ def _issued(graph: TaskGraph, launch: Floats) -> Floats:
 
 
 def _waits(
-    graph: TaskGraph, timeline: Timeline, usual: Floats, issued: Floats
+    graph: TaskGraph, timeline: Timeline, usual: Floats, issued: Floats, share: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Return the seconds that each task held, its latency, and by how much it started late.
 
@@ -224,7 +230,7 @@ def _waits(
     """
     start, end = timeline.start, timeline.end
     is_recv, member = graph.is_op(RECVS), graph.group >= 0
-    ready, last, before = _needs(graph, end)
+    ready, last, before = _needs(graph, let_go(timeline, share))
     reached = np.maximum(ready, issued)
     if graph.rendezvous:  # a SEND begins once its RECV was issued too
         paired = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
@@ -256,18 +262,19 @@ def _waits(
     return held, latency, late
 
 
-def _needs(graph: TaskGraph, end: Floats) -> tuple[Floats, NDArray[np.int64], Floats]:
+def _needs(graph: TaskGraph, free: Floats) -> tuple[Floats, NDArray[np.int64], Floats]:
     """Return when all that a task needed had ended, which ended last, and when all but a pair had.
 
-    -1 and 0 s for tasks that need nothing.
+    ``free`` is when each entry of the graph's precedence lets go. -1 and 0 s for tasks that need
+    nothing.
     """
     rows, values = graph.precedence.rows, graph.precedence.values
     ready, before = np.zeros(len(graph)), np.zeros(len(graph))
-    np.maximum.at(ready, rows, end[values])
+    np.maximum.at(ready, rows, free)
     apart = values != graph.pair[rows]
-    np.maximum.at(before, rows[apart], end[values[apart]])
+    np.maximum.at(before, rows[apart], free[apart])
     last = np.full(len(graph), -1, dtype=np.int64)
     # Where two end at one moment, nothing was waited for: the own stream's counts.
-    order = np.lexsort((graph.stream[values] == graph.stream[rows], end[values], rows))
+    order = np.lexsort((graph.stream[values] == graph.stream[rows], free, rows))
     last[rows[order]] = values[order]
     return ready, last, before

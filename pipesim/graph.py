@@ -503,6 +503,19 @@ class TaskGraph:
         stages = self.kinds.stage[self.kinds.op == Op.ALL_TO_ALL]
         return tuple(np.unique(stages).tolist())
 
+    @cached_property
+    def optimizer_shares(self) -> Ints:
+        """Number of replicas that share each stage's optimizer, and gather what each has stepped.
+
+        1 for a stage without UNSHARD; shape ``(n_stages,)``.
+        """
+        shares = np.ones(self.n_stages, dtype=np.int64)
+        gathers = self.kinds.op == Op.UNSHARD
+        for stage in np.unique(self.kinds.stage[gathers]).tolist():
+            members = self.kinds.replica[gathers & (self.kinds.stage == stage)]
+            shares[stage] = len(np.unique(members))
+        return shares
+
     @property
     def device_of_stage(self) -> Ints:
         """Device that holds each stage, of the first replica; shape ``(n_stages,)``."""

@@ -24,10 +24,11 @@ class Partners(NamedTuple):
 
     ``send`` and ``recv`` are the kinds of the two ends of each message, ``channel`` numbers its
     pair of devices. Row ``k`` of ``out`` are the messages of what kind ``k`` makes, of ``into``
-    those that it needs. ``adds_to`` is the stage to whose gradients a kind adds, -1 for none, and
-    ``reduce[s, b]`` the kinds that sum bucket ``b`` of those of stage ``s`` over all paths. Row
-    ``k`` of ``before`` and ``after`` are the other collectives that come before a task of kind
-    ``k``, and after it.
+    those that it needs. ``adds_to`` is the row of ``reduce`` that waits for all tasks of a kind, -1
+    for none: ``reduce[s, b]`` are the kinds that sum bucket ``b`` of the gradients of stage ``s``
+    over all paths, and ``reduce[n_stages + s, 0]``, where replicas share the steps, those that
+    gather its parameters; -1 for fewer buckets. Row ``k`` of ``before`` and ``after`` are the
+    exchanges that come before a task of kind ``k``, and after it.
     """
 
     send: Ints
@@ -75,9 +76,11 @@ def issue(
     np.add.at(gradients, partners.adds_to[adds], counts[adds])
     if each:
         n_batches, size = compute.n_microbatches, 1
-    left = np.repeat(gradients[:, None] // n_batches, n_batches, axis=1)  # of each (mini-)batch
-    reduces = np.flatnonzero(gradients)
-    n_reductions = n_batches * partners.reduce[reduces].size
+    # Gradients are of a (mini-)batch; steps are shared where there is one of them.
+    rounds = np.where(np.arange(len(gradients)) < compute.n_stages, n_batches, 1)
+    left = np.repeat((gradients // rounds)[:, None], n_batches, axis=1)
+    sizes = (partners.reduce >= 0).sum(axis=(1, 2))
+    n_reductions = int((rounds * sizes)[gradients > 0].sum())
     n_exchanges = sum(
         int((counts * np.diff(rows.ptr)).sum()) for rows in (partners.before, partners.after)
     )
@@ -241,6 +244,8 @@ def _issue_tasks(
             batch = microbatch[turns[k]] // batch_size
             left[of, batch] -= 1
             for bucket in range(reduce.shape[1]) if left[of, batch] == 0 else range(0):
+                if reduce[of, bucket, 0] < 0:
+                    continue
                 for path in range(reduce.shape[2]):
                     issued_kind[n] = reduce[of, bucket, path]
                     issued_microbatch[n] = (batch + 1) * batch_size - 1 if numbered else -1

@@ -42,7 +42,7 @@ def lower(
     grad_sync: GradSync = "last",
     n_buckets: int = 4,
     shard_optimizer: bool = False,
-    sharded: Iterable[int] = (),
+    sharded: Iterable[int] | int = (),
     skips: Iterable[tuple[int, int]] | str = (),
     portals: bool = True,
     recompute_first: bool = False,
@@ -91,10 +91,10 @@ def lower(
         as in ZeRO-1 (arXiv 1910.02054). `pipesim.Costs` then has REDUCE_GRAD as a reduce-scatter, a
         STEP of the share's seconds, and optimizer state of its bytes.
     sharded
-        Stages that are embeddings whose rows are spread over the replicas, as in HugeCTR's sparse
-        operation kit. Their F looks up the rows that all replicas ask for, their B adds up the
-        gradients of those rows; ALL_TO_ALLs exchange counts, keys and vectors around F and
-        gradients before B. They reduce no gradients and are not recomputed.
+        Stages, or a stage, that are embeddings whose rows are spread over the replicas, as in
+        HugeCTR's sparse operation kit. Their F looks up the rows that all replicas ask for, their
+        B adds up the gradients of those rows; ALL_TO_ALLs exchange counts, keys and vectors around
+        F and gradients before B. They reduce no gradients and are not recomputed.
     skips
         ``(source, target)`` pairs of stages between which tensors go beside the pipeline's
         outputs, such as a U-Net's long connections; each pair once, with source < target. Also as
@@ -206,10 +206,10 @@ def lower(
     return graph.as_verified()
 
 
-def _checked_sharded(sharded: Iterable[int], schedule: Schedule) -> tuple[int, ...]:
+def _checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[int, ...]:
     """Return the numbers of the sharded stages."""
     try:
-        stages = tuple(sharded)
+        stages = (sharded,) if isinstance(sharded, (int, np.integer)) else tuple(sharded)
     except TypeError:
         raise ArgumentError(
             f"sharded must be the numbers of stages, such as [0], got {sharded!r}"

@@ -25,6 +25,7 @@ from pipesim.errors import (
     check_name,
     number,
 )
+from pipesim.measured_collectives import measured_collectives
 from pipesim.network import Network
 from pipesim.ops import SENDS, Op
 from pipesim.simulate import hand_over
@@ -62,8 +63,11 @@ def costs_from_timeline(
     values |= _durations(timeline, average)
     if network is None:
         network = _network(timeline, average)
+        values |= measured_collectives(timeline, network, _AVERAGES[average])
+        for size, seconds in _SECONDS_OF_BYTES.items():
+            values = {k: v for k, v in values.items() if size not in fields or k not in seconds}
     costs = Costs(**{**values, **fields}, network=network)
-    if "parameter_bytes" not in fields:
+    if "parameter_bytes" not in fields and costs.reduce_grad is None:
         _warn_of_free_reductions(timeline, costs)
     return costs
 
@@ -79,7 +83,7 @@ def _warn_of_free_reductions(timeline: Timeline, costs: Costs) -> None:
     if longest > _MUCH * timeline.makespan:
         warnings.warn(
             f"reductions of gradients took up to {longest:.2e} s of a device in timeline "
-            f"{timeline.name!r}, and cost nothing in what was taken from it; give "
+            f"{timeline.name!r}, and cost nothing on the network that was given; give "
             "parameter_bytes=, from which the network says how long the replicas of a graph reduce "
             "them, or parameter_bytes=0 if they are to cost nothing",
             AccuracyWarning,
@@ -87,6 +91,12 @@ def _warn_of_free_reductions(timeline: Timeline, costs: Costs) -> None:
         )
 
 
+#: Seconds that follow from bytes, and not from the timeline, where the bytes are given.
+_SECONDS_OF_BYTES = {
+    "parameter_bytes": ("reduce_grad", "unshard", "buckets"),
+    "key_bytes": ("exchange_counts", "exchange_keys"),
+    "vector_bytes": ("exchange_vectors", "exchange_gradients"),
+}
 #: What a timeline does not show.
 _BYTES = tuple(name for name in VALUE_FIELDS if name.endswith("bytes"))
 
@@ -101,7 +111,7 @@ def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]
     both = _overlaps(timeline, seconds, average) if graph.kinds.overlapped.any() else {}
     if (graph.op == Op.R).any():
         seconds[Op.R] = np.where(np.isnan(seconds[Op.R]), seconds[Op.F], seconds[Op.R])
-    seconds[Op.STEP] = np.nan_to_num(seconds[Op.STEP], nan=0.0)
+    seconds[Op.STEP] = np.nan_to_num(seconds[Op.STEP], nan=0.0) * graph.optimizer_shares
     durations = {DURATION_OF[op]: values for op, values in seconds.items()} | both
     return {
         name: tuple(values.tolist())

@@ -33,10 +33,7 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     parameters, optimizer = (
         costs.per_stage(name, graph.n_stages) for name in ("parameter_bytes", "optimizer_bytes")
     )
-    kinds = graph.kinds
-    for stage in np.unique(kinds.stage[kinds.op == Op.UNSHARD]).tolist():
-        optimizer[stage] /= len(np.unique(kinds.replica[kinds.stage == stage]))
-    held = (weight_versions(graph) + 1) * parameters + optimizer
+    held = (weight_versions(graph) + 1) * parameters + optimizer / graph.optimizer_shares
     return bincount(graph.homes.ravel(), held.ravel(), graph.n_devices)
 
 

@@ -12,7 +12,7 @@ from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
 from pipesim.timeline import Timeline
-from pipesim.waits import held_links, issue_times
+from pipesim.waits import held_links, issue_times, let_go
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +51,7 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
         (its SEND), ``"rendezvous"``, ``"link"`` (another message), ``"group"``, ``"host"`` (it was
         issued late; the chain begins there) or ``"start"`` (of the step).
         ``gap`` is the time between the two tasks, such as latency (s); below 0 for a message that
-        is received while it is sent.
+        is received while it is sent, and gradients that are reduced during their backward.
 
     Raises
     ------
@@ -60,11 +60,11 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     """
     if not timeline.ran.any():
         raise TimelineError(f"timeline {timeline.name!r} has no task that ran")
-    issued, held = issue_times(timeline), held_links(timeline)
+    issued, held, moments = issue_times(timeline), held_links(timeline), let_go(timeline)
     task: int | None = int(np.nanargmax(timeline.end))
     chain: list[tuple[int, str, float]] = []
     while task is not None:
-        before, cause = _cause(timeline, task, issued, held)
+        before, cause = _cause(timeline, task, issued, held, moments)
         gap = timeline.start[task] - (0.0 if before is None else timeline.end[before])
         chain.append((task, cause, gap))
         task = before
@@ -76,18 +76,28 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
 
 
 def _cause(
-    timeline: Timeline, task: int, issued: NDArray[np.float64], held: Ints
+    timeline: Timeline,
+    task: int,
+    issued: NDArray[np.float64],
+    held: Ints,
+    moments: NDArray[np.float64],
 ) -> tuple[int | None, str]:
-    """Return the task that ``task`` waited for last, and why; no task at the step's start."""
+    """Return the task that ``task`` waited for last, and why; no task at the step's start.
+
+    ``moments`` are those of `let_go`.
+    """
     graph, start, end = timeline.graph, timeline.start, timeline.end
-    before = [int(t) for t in graph.precedence[task] if timeline.ran[t]]
+    entries = slice(*graph.precedence.ptr[task : task + 2])
+    waited = zip(graph.precedence[task].tolist(), moments[entries].tolist(), strict=True)
+    free = {t: moment for t, moment in waited if timeline.ran[t]}
+    before = list(free)
     sender = int(graph.pair[task]) if graph.op[task] in RECVS else -1
     if sender in before:
         before.remove(sender)
         if end[task] > start[task]:  # it ends with its SEND, whenever it was reached
             return sender, "message"
-    last = max(before, key=lambda t: (end[t], t), default=None)
-    if last is not None and end[last] >= start[task]:
+    last = max(before, key=lambda t: (free[t], t), default=None)
+    if last is not None and free[last] >= start[task]:
         return last, _relation(graph, task, last)
     if issued[task] >= start[task] > 0:
         return None, "host"

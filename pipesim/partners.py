@@ -104,6 +104,14 @@ def add_partners(
         of = of[~np.isin(kinds.stage[of], collectives.sharded)]
         adds_to[of] = kinds.stage[of]
         kinds = kinds.joined(_reductions(homes, stream, n_buckets))
+    if collectives.unshards:
+        gather = np.full_like(reduce, -1)
+        gather[:, 0] = len(kinds) + np.arange(homes.size).reshape(homes.T.shape)
+        reduce = np.concatenate([reduce, gather])
+        of = np.flatnonzero(compute.kinds.op == Op.STEP)
+        of = of[~np.isin(kinds.stage[of], collectives.sharded)]
+        adds_to[of] = homes.shape[1] + kinds.stage[of]
+        kinds = kinds.joined(_reductions(homes, stream, 1, Op.UNSHARD))
     before, after, kinds = _exchanges(compute, kinds, stream, collectives)
     send_kind, recv_kind, channel = (np.concatenate(column) for column in zip(*ends, strict=True))
     made, needed = _rows(out, n_kinds), _rows(into, n_kinds)
@@ -123,7 +131,7 @@ _EXCHANGES_OF = {
 def _exchanges(
     compute: TaskGraph, kinds: Kinds, stream: int, collectives: Collectives
 ) -> tuple[CSR, CSR, Kinds]:
-    """Add the kinds of exchanges, and of gathered parameters; return what each comes before, after.
+    """Add the kinds of exchanges; return which come before each kind of task, and after it.
 
     Row ``k`` of the first are those before a task of kind ``k``, of the second those after it.
     """
@@ -132,21 +140,15 @@ def _exchanges(
     own = compute.kinds
     for kind in range(len(own)):
         op, stage = Op(own.op[kind]), int(own.stage[kind])
-        wanted = []
-        if stage in collectives.sharded:
-            wanted = [(side, Op.ALL_TO_ALL, EXCHANGES.index(name))
-                      for side, name in _EXCHANGES_OF.get(op, ())]  # fmt: skip
-        elif op == Op.STEP and collectives.unshards:
-            wanted = [(1, Op.UNSHARD, -1)]
-        for side, collective, part in wanted:
+        for side, name in _EXCHANGES_OF.get(op, ()) if stage in collectives.sharded else ():
             place = int(own.device[kind]), stage, int(own.replica[kind])
-            number = added.setdefault((collective, *place, part), len(added))
+            number = added.setdefault((*place, EXCHANGES.index(name)), len(added))
             found[side].append((kind, len(kinds) + number))
     rows = [np.array(found[side], dtype=np.int64).reshape(-1, 2).T for side in (-1, 1)]
     before, after = (CSR.from_pairs(row, value, len(own)) for row, value in rows)
     if added:
-        op, device, of_stage, replica, part = np.array(list(added)).T
-        code = np.full_like(op, stream)
+        device, of_stage, replica, part = np.array(list(added)).T
+        op, code = np.full_like(part, Op.ALL_TO_ALL), np.full_like(part, stream)
         kinds = kinds.joined(Kinds(op, device, of_stage, replica, code, part=part))
     return before, after, kinds
 
@@ -184,10 +186,10 @@ def _messages(
     return _Messages(makes, made, needs, needed, replica, stage, to, is_skip)
 
 
-def _reductions(homes: Ints, stream: int, n_buckets: int) -> Kinds:
+def _reductions(homes: Ints, stream: int, n_buckets: int, collective: Op = Op.REDUCE_GRAD) -> Kinds:
     """Return the kinds that sum the gradients of each stage, bucket by bucket, over all paths."""
     shape = homes.shape[1], n_buckets, len(homes)
     stage, bucket, replica = (x.ravel() for x in np.indices(shape))
-    op, code = np.full_like(stage, Op.REDUCE_GRAD), np.full_like(stage, stream)
+    op, code = np.full_like(stage, collective), np.full_like(stage, stream)
     part = bucket if n_buckets > 1 else np.full_like(stage, -1)
     return Kinds(op, homes[replica, stage], stage, replica, code, part=part)

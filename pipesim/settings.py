@@ -50,6 +50,7 @@ LOWERING = {
     "replicas": "n_replicas",
     **{k: k for k in ("recompute", "recompute_first", "overlap", "streams", "rendezvous")},
     **{k: k for k in ("recompute_waits", "hosts", "step", "skips", "portals")},
+    **{k: k for k in ("grad_sync", "n_buckets", "shard_optimizer", "sharded", "layout")},
 }
 _NODES = tuple(field.name for field in fields(Nodes))
 SETTINGS = (*COUNTS, *LOWERING, "engine", "options", "per", "costs")

@@ -22,6 +22,7 @@ from pipesim.noise import Noise
 from pipesim.ops import RECVS
 from pipesim.timeline import Timeline
 from pipesim.verify import verify
+from pipesim.waits import measured_shares
 
 __all__ = ["replay", "simulate"]
 
@@ -117,6 +118,8 @@ def _check(graph: TaskGraph, costs: TaskCosts) -> None:
     if len(costs.row) != len(graph):
         raise CostsError(f"got the costs of {len(costs.row)} tasks for a graph of {len(graph)}")
     columns = [(name, getattr(costs.table, name)) for name in _CHECKED]
+    if costs.table.share is not None:
+        _check_shares(graph, costs)
     if costs.drawn is not None:
         columns.append(("duration", costs.drawn))
     for name, values in columns:
@@ -131,12 +134,23 @@ def _check(graph: TaskGraph, costs: TaskCosts) -> None:
         )
 
 
+def _check_shares(graph: TaskGraph, costs: TaskCosts) -> None:
+    """Raise unless what buckets need of their backward is a share of it."""
+    good = (costs.share >= 0) & (costs.share <= 1)
+    if not good.all():
+        task = graph.task(int(np.argmin(good)))
+        raise CostsError(
+            f"share of {task} (task {task.id}) must be 0 to 1, got {costs.share[task.id]}"
+        )
+
+
 def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     """Simulate a measured timeline from its own durations: a check of the graph, no prediction.
 
     Each task takes as long as it did. Each message takes from the start of its SEND to that of
     the task that waited for it, which includes waking up a waiting device, or else to its arrival.
-    Links are shared as the timeline's costs say, if it has any.
+    Buckets of gradients need as much of their backward as had passed when they started. Links are
+    shared as the timeline's costs say, if it has any.
 
     Raises
     ------
@@ -166,6 +180,7 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
         launch=np.zeros(len(graph)),
         nbytes=timeline.nbytes,
         links=links,
+        share=measured_shares(timeline),
     )
     costs = TaskCosts.of_tasks(table, timeline.costs)
     return simulate(graph, costs, engine=engine).with_name(f"{timeline.name} replayed")

@@ -33,7 +33,8 @@ def verify(what: Schedule | TaskGraph) -> None:
     W, on the device that holds the stage, in an order that can run; an F is overlapped with the B
     after it; and of several mini-batches, a stage ends the backward of one before the next one's,
     and has the weights that a forward needs. A graph's streams must run every task once, its
-    messages must pair up and keep their sender's order, its ids must be a topological order, and
+    messages must pair up and keep their sender's order, its collectives have a member of each
+    replica, its ids must be a topological order, and
     nothing may wait for itself in a circle.
 
     Raises
@@ -315,6 +316,7 @@ def _verify_graph(graph: TaskGraph) -> None:
             f"({', '.join(op.name for op in sorted(COLLECTIVES))}) have members"
         )
     _check_halves(graph)
+    _check_members(graph)
     _check_messages(graph)
     _check_deadlock(graph, f"graph {graph.name!r}")
     waits = graph.precedence
@@ -339,6 +341,31 @@ def _check_halves(graph: TaskGraph) -> None:
         raise GraphError(
             f"task {half} ({graph.task(int(half))}) is overlapped with nothing: what overlaps is "
             "an F with the B right after it on its stream"
+        )
+
+
+def _check_members(graph: TaskGraph) -> None:
+    """Check that a collective is of one operation, with one member of each replica that trains."""
+    members, number = graph.collectives.values, graph.collectives.rows
+    first = members[graph.collectives.ptr[number]]
+    for unlike in np.flatnonzero(graph.op[members] != graph.op[first])[:1].tolist():
+        one, other = (graph.task(int(task[unlike])) for task in (first, members))
+        raise GraphError(
+            f"task {one.id} ({one}) and task {other.id} ({other}) are members of one collective; "
+            "give tasks of different operations different groups"
+        )
+    cells, of = np.unique(number * graph.n_stages + graph.stage[members], return_inverse=True)
+    there = np.zeros((len(cells), graph.n_replicas), dtype=np.int64)
+    np.add.at(there, (of, graph.replica[members]), 1)
+    trains = np.zeros(graph.n_replicas, dtype=bool)
+    trains[graph.replica[graph.is_op(frozenset({Op.B, Op.W}))]] = True
+    for cell, replica in np.argwhere((there > 1) | (trains & (there == 0)))[:1].tolist():
+        task = graph.task(int(members[of == cell][0]))
+        has = "lacks it" if there[cell, replica] == 0 else f"has {there[cell, replica]} of it"
+        raise GraphError(
+            f"task {task.id} ({task}) is of replica {task.replica} on device {task.device}, but "
+            f"replica {replica} {has}: a collective of stage {task.stage} has one member of each "
+            f"of the {graph.n_replicas} replicas; give each replica the same tasks of the stage"
         )
 
 

@@ -1,4 +1,4 @@
-"""What tasks of a timeline waited for besides other tasks: hosts, links, latencies."""
+"""What tasks of a timeline waited for besides ends of others: hosts, links, parts of backwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from pipesim.csr import CSR, Ints
 from pipesim.ops import RECVS, SENDS
 from pipesim.timeline import Timeline
 
-__all__ = ["held_links", "issue_times", "message_latency"]
+__all__ = [
+    "bucket_shares",
+    "held_links",
+    "issue_times",
+    "let_go",
+    "measured_shares",
+    "message_latency",
+]
+
+#: Differences of times below this share of the makespan are rounding.
+_ROUNDING = 1e-12
 
 
 def issue_times(timeline: Timeline) -> NDArray[np.float64]:
@@ -71,6 +81,78 @@ def held_links(timeline: Timeline) -> Ints:
         if len(holders):
             found[members] = holders[np.lexsort((holders, -end[holders]))[0]]
     return found
+
+
+def let_go(timeline: Timeline, shares: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+    """Return when each task of ``graph.precedence`` let the one go that it comes before; seconds.
+
+    One value for each of ``graph.precedence.values``: the end of that task, or for buckets of
+    gradients, the moment when their last backward had got as far as they need: ``shares``, one a
+    task, or those of `bucket_shares`.
+    """
+    graph, start, end = timeline.graph, timeline.start, timeline.end
+    waits = graph.precedence
+    moments: NDArray[np.float64] = end[waits.values]
+    buckets = np.flatnonzero(graph.during >= 0)
+    if not len(buckets):
+        return moments
+    backward = graph.during[buckets]
+    shares = bucket_shares(timeline) if shares is None else shares
+    made = start[backward] + shares[buckets] * (end[backward] - start[backward])
+    # Draws aside, a bucket that starts at once does so at this very moment.
+    near = np.abs(made - start[buckets]) <= _ROUNDING * timeline.makespan
+    made = np.minimum(np.where(near, start[buckets], made), end[backward])
+    # All members of a collective wait for what each of them needs.
+    label = np.where(graph.group >= 0, graph.group, len(graph) + np.arange(len(graph)))
+    cells, of = np.unique(label[buckets] * len(graph) + backward, return_inverse=True)
+    latest = np.full(len(cells), -np.inf)
+    np.fmax.at(latest, of, made)
+    wanted = label[waits.rows] * len(graph) + waits.values
+    place = np.minimum(np.searchsorted(cells, wanted), len(cells) - 1)
+    return np.where(cells[place] == wanted, latest[place], moments)
+
+
+def bucket_shares(timeline: Timeline) -> NDArray[np.float64]:
+    """Return the part of its backward that each bucket needs, 1 for other tasks.
+
+    As costs have it, or without them as `measured_shares`. Shape ``(len(graph),)``.
+    """
+    if timeline.costs is None or not len(timeline.graph.during):
+        return measured_shares(timeline)
+    return timeline.costs.of(timeline.graph).share
+
+
+def measured_shares(
+    timeline: Timeline, said: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """Return the part of its backward after which each bucket started, 1 for other tasks.
+
+    Where it may have waited for something else beyond the part that is ``said``, by default that of
+    the timeline's costs, no more than that: the start does not show it. Shape ``(len(graph),)``.
+    """
+    graph, start, end = timeline.graph, timeline.start, timeline.end
+    shares = np.ones(len(graph))
+    buckets = np.flatnonzero(graph.during >= 0)
+    if not len(buckets):
+        return shares
+    backward = graph.during[buckets]
+    lasted = timeline.duration[backward]
+    after = start[buckets] - start[backward]
+    part = np.divide(after, lasted, out=np.ones(len(buckets)), where=lasted > 0)
+    shares[buckets] = np.clip(part, 0.0, 1.0)
+    if said is None and timeline.costs is None:
+        return shares
+    said = bucket_shares(timeline) if said is None else said
+    waits, held = graph.precedence, held_links(timeline)[buckets]
+    rows, values = waits.rows, waits.values
+    other = ~np.isin(values, backward)
+    busy = np.where(held >= 0, end[held], 0.0)
+    latest = np.zeros(len(graph))
+    np.maximum.at(latest, rows[other], end[values[other]])
+    busy = np.maximum(busy, latest[buckets])
+    hidden = busy > start[backward] + said[buckets] * lasted
+    shares[buckets] = np.where(hidden, np.minimum(shares[buckets], said[buckets]), shares[buckets])
+    return shares
 
 
 def message_latency(timeline: Timeline) -> NDArray[np.float64]:

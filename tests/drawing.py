@@ -8,6 +8,7 @@ import textwrap
 import numpy as np
 
 import pipesim as ps
+from pipesim.ops import EXCHANGES
 
 __all__ = ["draw", "grid", "times"]
 
@@ -17,8 +18,9 @@ def draw(timeline: ps.Timeline, *, transfers: bool = True, rows: str = "") -> st
 
     Cells carry the stage where a device holds several. Messages are drawn by their letter, ``F``
     or ``B``, since the stream says who sends or receives; on streams of several uses (``compute``,
-    ``copy``) they are ``>F0`` where sent and ``<F0`` where received. Tasks that take no time do not
-    show. ``rows`` keeps the rows whose label matches it.
+    ``copy``) they are ``>F0`` where sent and ``<F0`` where received. ``R1`` reduces bucket 1,
+    ``k0`` exchanges the keys of micro-batch 0, ``US`` gathers parameters. Tasks that take no time
+    do not show. ``rows`` keeps the rows whose label matches it.
     """
     graph = timeline.graph
     places = np.stack([graph.kinds.replica, graph.kinds.device, graph.kinds.stage])
@@ -51,7 +53,11 @@ def draw(timeline: ps.Timeline, *, transfers: bool = True, rows: str = "") -> st
 def _cell(task: ps.Task, several: bool) -> str:
     letter = task.op.name.removeprefix("SEND_").removeprefix("RECV_")
     if letter == "REDUCE_GRAD":
-        return "RG"
+        return "RG" if task.part < 0 else f"R{task.part}"
+    if letter == "ALL_TO_ALL":
+        return f"{EXCHANGES[task.part][0]}{task.microbatch}"
+    if letter == "UNSHARD":
+        return "US"
     if letter == "STEP":
         return "ST"
     stage = str(task.stage) if several else ""

@@ -12,21 +12,30 @@ from typing import Any
 import numpy as np
 
 import pipesim as ps
-from pipesim.ops import Action, Op
+from pipesim.ops import EXCHANGES, Action, Op
 
 __all__ = ["all_reduced", "assert_rules_hold", "dependencies", "issue_times"]
 
 
 def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
-    """Return what each task of a lowered graph needs, from rules 3 and 4 alone."""
+    """Return what each task of a lowered graph needs, from rules 3 and 4 alone.
+
+    Of a bucket of gradients, this includes the backward that it needs a part of.
+    """
     tasks = [graph.task(k) for k in range(len(graph))]
     size = graph.n_microbatches // graph.n_batches
     ids = {(task.replica, task.action): task.id for task in tasks}
     found: list[set[int]] = []
-    for _, op, _, _, stage, m, replica, *_ in tasks:
+    for _, op, _, _, stage, m, replica, _, part in tasks:
 
-        def any_of(of: int, *ops: Op, m: int | None = m, r: int = replica) -> set[int]:
-            return {ids[r, Action(of, x, m)] for x in ops if (r, Action(of, x, m)) in ids}
+        def any_of(
+            of: int, *ops: Op, m: int | None = m, r: int = replica, part: int = -1
+        ) -> set[int]:
+            actions = [(r, Action(of, op, m, part=part)) for op in ops]
+            return {ids[action] for action in actions if action in ids}
+
+        def exchange(name: str, of: int, any_of: Any = any_of) -> set[int]:
+            return any_of(of, Op.ALL_TO_ALL, part=EXCHANGES.index(name))
 
         def skipped(*ops: Op, m: int | None = m, r: int = replica, of: int = stage) -> set[int]:
             return {
@@ -35,32 +44,49 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
                 and t.peer_stage >= 0
             }  # fmt: skip
 
-        def gradients(of: int, m: int | None = m, r: int = replica) -> set[int]:
+        def of_batch(*ops: Op, m: int | None = m, r: int = replica, of: int = stage) -> set[int]:
             batch = range(graph.n_microbatches) if m is None else range(m + 1 - size, m + 1)
             return {
                 t.id for t in tasks
-                if (t.replica, t.stage) == (r, of) and t.op in (Op.B, Op.W)
-                and t.microbatch in batch
+                if (t.replica, t.stage) == (r, of) and t.op in ops
+                and (t.microbatch is None or t.microbatch in batch)
             }  # fmt: skip
 
+        def output_of(of: int, any_of: Any = any_of, exchange: Any = exchange) -> set[int]:
+            return exchange("vectors", of) or any_of(of, Op.F)
+
+        arrived = any_of(stage, Op.RECV_F) or output_of(stage - 1)
+        gradient = any_of(stage, Op.RECV_B) or any_of(stage + 1, Op.B, Op.I)
         if op == Op.F:
-            needed = any_of(stage, Op.RECV_F) or any_of(stage - 1, Op.F)
-            needed = needed | skipped(Op.RECV_F)
+            needed = arrived | skipped(Op.RECV_F) | exchange("keys", stage)
+        elif op == Op.ALL_TO_ALL:
+            needed = {
+                "counts": arrived,
+                "keys": exchange("counts", stage),
+                "vectors": any_of(stage, Op.F),
+                "gradients": gradient,
+            }[EXCHANGES[part]]
         elif op in (Op.B, Op.I):
-            after = any_of(stage, Op.RECV_B) or any_of(stage + 1, Op.B, Op.I)
+            after = exchange("gradients", stage) or gradient
             needed = after | any_of(stage, Op.F, Op.R) | skipped(Op.RECV_B)
         elif op == Op.R:
             needed = any_of(stage, Op.F)
         elif op == Op.W:
             needed = any_of(stage, Op.I)
         elif op == Op.SEND_F:
-            needed = any_of(stage, Op.F)
+            needed = output_of(stage)
         elif op == Op.SEND_B:
             needed = any_of(stage, Op.B, Op.I)
         elif op == Op.STEP:
-            needed = any_of(stage, Op.REDUCE_GRAD) or gradients(stage)
+            needed = of_batch(Op.REDUCE_GRAD) or of_batch(Op.B, Op.W)
+            if (graph.part[list(needed)] >= 0).any():  # buckets need a part of the backward
+                needed = needed | of_batch(Op.B, Op.W)
+        elif op == Op.REDUCE_GRAD and graph.grad_sync == "every":
+            needed = any_of(stage, Op.B, Op.W)
         elif op == Op.REDUCE_GRAD:
-            needed = gradients(stage)
+            needed = of_batch(Op.B, Op.W)
+        elif op == Op.UNSHARD:
+            needed = any_of(stage, Op.STEP)
         else:
             needed = set()
         found.append(needed)
@@ -112,7 +138,12 @@ def assert_rules_hold(timeline: ps.Timeline, costs: ps.TaskCosts) -> None:
         for before, task in itertools.pairwise(queue):
             reached[task] = max(reached[task], end[before])  # rule 1
     for task in range(n):
-        reached[task] = max([reached[task], *end[graph.dependencies[task]]])  # rule 2
+        needed = graph.dependencies[task].tolist()
+        free = {k: end[k] for k in needed}
+        if graph.op[task] == Op.REDUCE_GRAD and graph.part[task] >= 0:  # rule 3
+            last = max(needed)
+            free[last] = start[last] + costs.share[task] * costs.duration[last]
+        reached[task] = max([reached[task], *free.values()])  # rule 2
     wanted = reached.copy()
     for task in range(n):
         if graph.op[task] in (Op.SEND_F, Op.SEND_B) and graph.rendezvous:

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import PipeError
+from pipesim.graph import GRAD_SYNC
 from pipesim.ops import SENDS, TRANSFERS, Action, Op
-from pipesim.placement import Placement
+from pipesim.placement import LAYOUTS, Placement
 from pipesim.registry import schedule_info
 from pipesim.schedule import VERSIONS
 
 __all__ = [
+    "Lowering",
     "actions",
     "cases",
     "clusters",
@@ -26,6 +28,7 @@ __all__ = [
     "graphs",
     "linked_networks",
     "lower_options",
+    "lowerings",
     "named_schedules",
     "networks",
     "noises",
@@ -45,6 +48,8 @@ seconds = st.one_of(
 device_counts = st.sampled_from([2, 3, 4, 2, 3, 4, 1])
 replica_counts = st.sampled_from([1, 1, 1, 2, 3])
 launches = st.sampled_from([0.0, 0.25, 1.0])
+#: Fields of `Costs` that replace what the network says of collectives.
+COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "exchange_counts", "exchange_vectors")
 sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
 
 
@@ -169,7 +174,7 @@ def schedules() -> st.SearchStrategy[ps.Schedule]:
 
 
 @st.composite
-def lower_options(draw: st.DrawFn) -> dict[str, Any]:
+def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     """Every mode of `pipesim.lower`, but for rendezvous on compute streams, which may deadlock."""
     overlap = draw(st.booleans())
     return {
@@ -179,14 +184,45 @@ def lower_options(draw: st.DrawFn) -> dict[str, Any]:
         "rendezvous": overlap and draw(st.booleans()),
         "hosts": draw(st.sampled_from(["one", "per_device"])),
         "step": draw(st.sampled_from(["flush", "none"])),
-        "n_replicas": draw(replica_counts),
+        **draw(replicated(schedule)),
     }
+
+
+@st.composite
+def replicated(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
+    """Number of replicas, and every way in which they work together that suits the schedule."""
+    n_replicas, one_path = draw(replica_counts), schedule.placement.n_paths == 1
+    syncs = [sync for sync in GRAD_SYNC if one_path or sync != "every"]
+    options = {"n_replicas": n_replicas, "grad_sync": draw(st.sampled_from(syncs))}
+    if options["grad_sync"] == "bucketed":
+        options["n_buckets"] = draw(st.integers(1, 3))
+    if n_replicas == 1:
+        return options
+    options["layout"] = draw(st.sampled_from(LAYOUTS))
+    if schedule.n_batches == 1:
+        options["shard_optimizer"] = draw(st.booleans())
+    if schedule.n_batches == 1 and one_path and schedule.n_stages > 1 and draw(st.booleans()):
+        stages = st.integers(0, schedule.n_stages - 2)
+        options["sharded"] = sorted(draw(st.sets(stages, max_size=2)))
+    return options
+
+
+#: A schedule, and how it is lowered.
+Lowering = tuple[ps.Schedule, dict[str, Any]]
+
+
+@st.composite
+def lowerings(draw: st.DrawFn) -> Lowering:
+    """Draw a schedule, and options of `pipesim.lower` that suit it."""
+    schedule = draw(schedules())
+    return schedule, draw(lower_options(schedule))
 
 
 @st.composite
 def graphs(draw: st.DrawFn, **fixed: Any) -> ps.TaskGraph:
     """Lowered schedules; some options may be ``fixed``."""
-    return ps.lower(draw(schedules()), **{**draw(lower_options()), **fixed})
+    schedule, options = draw(lowerings())
+    return ps.lower(schedule, **{**options, **fixed})
 
 
 @st.composite
@@ -243,10 +279,13 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
         "weight_grad_bytes",
         "parameter_bytes",
         "optimizer_bytes",
+        "key_bytes",
+        "vector_bytes",
     )
     return ps.Costs(
         **{name: values(seconds) for name in times},
         **{name: values(sizes) for name in nbytes},
+        **{name: values(seconds) for name in draw(st.sets(st.sampled_from(COLLECTIVE_SECONDS)))},
         launch=values(launches) if draw(st.booleans()) else 0.0,
         network=draw(networks(n_devices)),
         all_reduce=draw(st.sampled_from(["ring", "tree"])),
@@ -257,7 +296,13 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
 def cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
     """Return a graph, and costs that suit it."""
     graph = draw(graphs())
-    return graph, draw(costs(graph.n_stages, graph.n_devices))
+    drawn = draw(costs(graph.n_stages, graph.n_devices))
+    n_buckets = int(graph.part[graph.op == Op.REDUCE_GRAD].max(initial=-1)) + 1
+    if not n_buckets or draw(st.booleans()):
+        return graph, drawn
+    shares = st.sampled_from([0.0, 0.25, 0.3, 1.0])
+    of_stage = [(1 / n_buckets, draw(shares)) for _ in range(n_buckets)]
+    return graph, replace(drawn, buckets=[of_stage] * graph.n_stages)
 
 
 @st.composite
@@ -269,7 +314,7 @@ def skipping_cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
     some = st.lists(st.sampled_from(pairs), unique=True, max_size=4) if pairs else st.just([])
     skips = draw(some)
     portals = draw(st.booleans())
-    graph = ps.lower(schedule, skips=skips, portals=portals, **draw(lower_options()))
+    graph = ps.lower(schedule, skips=skips, portals=portals, **draw(lower_options(schedule)))
     nbytes = draw(st.one_of(sizes, st.fixed_dictionaries(dict.fromkeys(skips, sizes))))
     return graph, replace(draw(costs(n, graph.n_devices)), skip_bytes=nbytes)
 

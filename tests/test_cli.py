@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pipesim.plot
 import pipesim.settings
 from pipesim.cli import EPILOG, main
 from pipesim.costs import VALUE_FIELDS
+from pipesim.graph import GRAD_SYNC
 
 SHAPE = ["--devices", "4", "--microbatches", "8"]
 BASE = [*SHAPE, "--forward", "1e-3", "--backward", "2e-3"]
@@ -123,6 +125,49 @@ def test_skips_and_when_to_recompute(capsys: pytest.CaptureFixture[str], tmp_pat
     out = succeed(capsys, "simulate", "gpipe", *BASE, "--skips", "0-3", "--skip-bytes", 8e9,
                   "--bandwidth", "1e9")  # fmt: skip
     assert rows(out)[1] == ["makespan", "128006", "ms"]
+
+
+def test_how_replicas_work_together(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As flags, in a file, and as columns of a sweep."""
+    config = tmp_path / "replicas.toml"
+    config.write_text(
+        'replicas = 2\ngrad_sync = "bucketed"\nn_buckets = 2\nsharded = [0]\n'
+        'shard_optimizer = true\nlayout = "stage_major"\n'
+        "[costs]\nbuckets = [[], [[0.5, 0.1], [0.5, 1]], [[0.5, 0.1], [0.5, 1]], "
+        "[[0.5, 0.1], [0.5, 1]]]\n"
+    )
+    half = [(0.5, 0.1), (0.5, 1.0)]
+    costs = ps.Costs(
+        forward=1e-3, backward=2e-3, parameter_bytes=4e6, key_bytes=1e6, optimizer_step=1e-3,
+        buckets=[[], half, half, half], network=ps.Network(bandwidth=1e9),
+    )  # fmt: skip
+    options = {"n_replicas": 2, "grad_sync": "bucketed", "n_buckets": 2, "sharded": [0]}
+    graph = ps.lower(
+        ps.schedule("gpipe", 4, 8), shard_optimizer=True, layout="stage_major", **options
+    )
+    makespan = ps.simulate(graph, costs).makespan
+    sizes = ["--parameter-bytes", "4e6", "--key-bytes", "1e6", "--optimizer-step", "1e-3"]
+    flags = [
+        *("--replicas", 2, "--grad-sync", "bucketed", "--n-buckets", 2, "--sharded", 0),
+        *("--shard-optimizer", "--layout", "stage_major"),
+    ]
+    both = [*BASE, *sizes, "--bandwidth", "1e9"]
+    out = succeed(capsys, "simulate", "gpipe", *both, "--config", config)
+    assert float(rows(out)[1][1]) == pytest.approx(makespan * 1e3, rel=1e-4)
+    makespan = ps.simulate(graph, replace(costs, buckets=None)).makespan
+    out = succeed(capsys, "compare", "gpipe", *both, *flags)
+    assert f"{makespan * 1e3:.4g}" in out
+    out = succeed(
+        capsys, "sweep", "gpipe", *both, "--replicas", 2, "--jobs", 1, "--grid",
+        "grad_sync=last,every,bucketed",
+    )  # fmt: skip
+    assert [word for row in rows(out) for word in row if word in GRAD_SYNC] == list(GRAD_SYNC)
+    assert "unknown grad_sync 'lst'; did you mean 'last'" in fail(
+        capsys, "simulate", "gpipe", *BASE, "--grad-sync", "lst"
+    )
+    assert "sharded names stage 3, the last one" in fail(
+        capsys, "simulate", "gpipe", *BASE, "--replicas", 2, "--sharded", "1,3"
+    )
 
 
 def test_algorithm_of_reductions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

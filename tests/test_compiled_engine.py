@@ -20,7 +20,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from kernels import as_python, compiled, every_kernel
 from rules import all_reduced, assert_rules_hold
-from strategies import cases, costs, lower_options, noises, schedules
+from strategies import Lowering, cases, costs, lowerings, noises
 
 import pipesim as ps
 from pipesim.engines import compiled as engine
@@ -121,11 +121,10 @@ def test_engines_agree_on_a_collective_of_two_stages(
 
 
 @settings(max_examples=20)
-@given(schedule=schedules(), options=lower_options(), data=st.data())
-def test_kernels_say_the_same_as_python(
-    schedule: ps.Schedule, options: dict[str, Any], data: st.DataObject
-) -> None:
+@given(case=lowerings(), data=st.data())
+def test_kernels_say_the_same_as_python(case: Lowering, data: st.DataObject) -> None:
     """Lowering, verifying, simulating and counting memory: compiled, and not."""
+    schedule, options = case
     of_stages = data.draw(costs(schedule.n_stages, schedule.n_devices * options["n_replicas"]))
     answers = []
     for mode in (compiled, as_python):

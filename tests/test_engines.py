@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from drawing import draw, grid, times
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from rules import all_reduced, assert_rules_hold
 from strategies import cases
 
 import pipesim as ps
 from pipesim.csr import CSR
+from pipesim.engines.compiled import shared_links
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -27,7 +28,7 @@ from pipesim.errors import (
     UnknownNameError,
 )
 from pipesim.graph import TaskGraph
-from pipesim.ops import COMPUTE, RECVS, SENDS
+from pipesim.ops import COMPUTE, RECVS, SENDS, Op
 from pipesim.tasks import Tasks
 
 pytestmark = pytest.mark.usefixtures("each_engine")
@@ -374,7 +375,12 @@ def test_invariants(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
         queue = graph.queues[number]
         assert (end[queue][:-1] <= start[queue][1:]).all()
     needs = graph.dependencies
-    assert (end[needs.values] <= start[needs.rows]).all()
+    before, after = needs.values, needs.rows
+    if len(graph.during):
+        partly = before == graph.during[after]
+        assert (start[before[partly]] <= start[after[partly]]).all()
+        before, after = before[~partly], after[~partly]
+    assert (end[before] <= start[after]).all()
     recvs = np.flatnonzero(graph.is_op(RECVS))
     assert (start[graph.pair[recvs]] <= start[recvs]).all()
     assert (end[graph.pair[recvs]] <= end[recvs]).all()
@@ -393,7 +399,9 @@ def test_lower_bounds(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     chain = np.zeros(len(graph))
     for task in range(len(graph)):
         before = graph.precedence[task]
-        chain[task] = chain[before].max(initial=0.0) + duration[task]
+        partly = np.isin(before, graph.during) & (graph.op[task] == Op.REDUCE_GRAD)
+        ready = chain[before] - np.where(partly, duration[before], 0.0)
+        chain[task] = ready.max(initial=0.0) + duration[task]
     assert timeline.makespan >= chain.max()
     for number in range(len(graph.queues)):
         busy = 0.0
@@ -418,7 +426,10 @@ def test_simulation_is_repeatable(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
 def test_replay(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """A timeline replayed from its own durations is itself, but for what its host cost."""
     graph, costs = case
-    timeline = ps.simulate(graph, replace(costs, launch=0.0))
+    timeline, tasks = ps.simulate(graph, replace(costs, launch=0.0)), costs.of(graph)
+    # Rounded durations may change who is first on a link, where two came at one moment.
+    rounded = (timeline.duration != tasks.duration) & ~graph.is_op(RECVS)
+    assume(not rounded.any() or shared_links(graph, tasks).max() < 0)
     again = ps.replay(timeline)
     assert again.makespan == pytest.approx(timeline.makespan, rel=1e-9, abs=1e-9)
     assert again.name == f"{timeline.name} replayed"

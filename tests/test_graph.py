@@ -144,10 +144,12 @@ def test_build_mends_the_order(graph: ps.TaskGraph) -> None:
     columns = (
         *(graph.op, graph.device, graph.stage, graph.microbatch),
         *(np.array(by_stream), graph.replica, graph.kinds.overlapped[graph.kind]),
+        *(graph.peer_stage, graph.part),
     )
     order = np.argsort(graph.stream, kind="stable")
     shuffled = ps.Tasks(*(column[order] for column in columns))
-    again = TaskGraph.build(shuffled, rendezvous=graph.rendezvous, n_batches=graph.n_batches)
+    same = {name: getattr(graph, name) for name in ("rendezvous", "n_batches", "grad_sync")}
+    again = TaskGraph.build(shuffled, **same)
     ps.verify(again)
     for mine, other in zip(range(len(again.queues)), range(len(graph.queues)), strict=True):
         assert [str(again.task(t)) for t in again.queues[mine]] == [

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from strategies import graphs, lower_options, schedules
+from strategies import Lowering, graphs, lowerings, schedules
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, UnknownNameError
-from pipesim.ops import COMPUTE, RECVS, SCHEDULED, SENDS, TRANSFERS, Op
+from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SCHEDULED, SENDS, TRANSFERS, Op
 from pipesim.verify import compute_graph
 
 
@@ -99,15 +99,18 @@ def test_hosts() -> None:
     assert ps.lower(schedule, hosts="per_device").host.tolist() == [0, 1, 2]
 
 
-@given(schedule=schedules(), options=lower_options())
-def test_compute_order_is_the_schedules(schedule: ps.Schedule, options: dict[str, Any]) -> None:
+@given(lowerings())
+def test_compute_order_is_the_schedules(case: Lowering) -> None:
     """Lowering adds; it never reorders, drops or moves an action."""
+    schedule, options = case
     before = [str(action) for order in schedule.orders for action in order]
     graph = ps.lower(schedule, **options)
     for device, order in enumerate(schedule.orders):
         flat = [a for x in order for a in (x if isinstance(x, ps.Overlapped) else (x,))]
         for replica in range(options["n_replicas"]):
             on = device + replica * schedule.n_devices
+            if options.get("layout") == "stage_major":
+                on = replica + device * options["n_replicas"]
             mine = [t for t in np.flatnonzero(graph.device == on) if graph.op[t] in SCHEDULED]
             assert [graph.task(int(t)).action for t in mine] == flat
             assert (graph.replica[mine] // schedule.placement.n_paths == replica).all()
@@ -122,9 +125,10 @@ def test_compute_order_is_the_schedules(schedule: ps.Schedule, options: dict[str
     )
 
 
-@given(schedule=schedules(), options=lower_options())
-def test_counts(schedule: ps.Schedule, options: dict[str, Any]) -> None:
+@given(lowerings())
+def test_counts(case: Lowering) -> None:
     """As many R, messages and steps as the options say, and where they say."""
+    schedule, options = case
     graph = ps.lower(schedule, **options)
     paths, m = schedule.placement.paths, schedule.n_microbatches
     replicas, n_paths = options["n_replicas"], schedule.placement.n_paths
@@ -134,12 +138,20 @@ def test_counts(schedule: ps.Schedule, options: dict[str, Any]) -> None:
     )
     recomputed = {"never": 0, "always": m, "except_last": m - 1}[options["recompute"]]
     counted = {op: int((graph.op == op).sum()) for op in Op}
-    assert counted[Op.R] == replicas * recomputed * schedule.n_stages
+    sharded, copies = len(options.get("sharded", ())), replicas * n_paths
+    whole = schedule.n_stages - sharded
+    assert counted[Op.R] == replicas * recomputed * whole
     a_stage = replicas * n_paths * schedule.n_stages * schedule.n_batches
     assert counted[Op.STEP] == (a_stage if options["step"] == "flush" else 0)
-    assert counted[Op.REDUCE_GRAD] == (a_stage if replicas * n_paths > 1 else 0)
+    reductions = {"last": schedule.n_batches, "every": m}.get(options["grad_sync"])
+    reductions = reductions or schedule.n_batches * options["n_buckets"]
+    assert counted[Op.REDUCE_GRAD] == (reductions * copies * whole if copies > 1 else 0)
+    assert counted[Op.ALL_TO_ALL] == 4 * m * replicas * sharded
+    gathers = options.get("shard_optimizer") and options["step"] == "flush"
+    assert counted[Op.UNSHARD] == (whole * copies if gathers else 0)
     assert [counted[op] for op in sorted(TRANSFERS)] == [crossings] * 4
-    assert graph.is_op(COMPUTE).sum() + 4 * crossings + counted[Op.REDUCE_GRAD] == len(graph)
+    n_collective = sum(counted[op] for op in COLLECTIVES)
+    assert graph.is_op(COMPUTE).sum() + 4 * crossings + n_collective == len(graph)
     on_compute = graph.on_compute[graph.is_op(TRANSFERS)]
     assert not on_compute.any() if options["overlap"] else on_compute.all()
     assert graph.on_compute[graph.is_op(COMPUTE)].all()
@@ -210,18 +222,20 @@ def test_replicas_have_devices_and_streams_of_their_own() -> None:
     assert repr(graph).startswith("<TaskGraph gpipe: 40 tasks, 2 replicas, 4 devices, 2 stages")
 
 
-@given(schedule=schedules(), options=lower_options())
-def test_replicas_are_alike(schedule: ps.Schedule, options: dict[str, Any]) -> None:
-    """Each is the graph of one pipeline, but for its reductions and what comes after them."""
+@given(lowerings())
+def test_replicas_are_alike(case: Lowering) -> None:
+    """Each is the graph of one pipeline, but for what only several do together."""
+    schedule, options = case
     many = ps.lower(schedule, **{**options, "n_replicas": 3})
     alone = ps.lower(schedule, **{**options, "n_replicas": 1})
     n_paths = schedule.placement.n_paths
     wanted = [alone.task(task) for task in range(len(alone))]
-    wanted = [str(task) for task in wanted if task.op != Op.REDUCE_GRAD]
+    together = {Op.REDUCE_GRAD, Op.UNSHARD}
+    wanted = [str(task) for task in wanted if task.op not in together]
     for replica in range(3):
         of_copy = np.flatnonzero(many.replica // n_paths == replica)
         mine = [many.task(int(t)) for t in of_copy]
-        left = [str(task) for task in mine if task.op != Op.REDUCE_GRAD]
+        left = [str(task) for task in mine if task.op not in together]
         assert sorted(left) == sorted(wanted)
         if not (options["rendezvous"] and not options["overlap"]):
             assert left == wanted
@@ -242,11 +256,23 @@ def test_issue_order_is_the_clock_cycle(schedule: ps.Schedule) -> None:
     assert keys == sorted(keys)
 
 
-@given(schedule=schedules(), options=lower_options())
-def test_lowering_is_repeatable(schedule: ps.Schedule, options: dict[str, Any]) -> None:
+@given(lowerings())
+def test_lowering_is_repeatable(case: Lowering) -> None:
     """Two graphs of one schedule are equal in every column."""
+    schedule, options = case
     one, two = ps.lower(schedule, **options), ps.lower(schedule, **options)
-    for column in ("op", "device", "stage", "microbatch", "stream", "pair", "group", "host"):
+    for column in (
+        "op",
+        "device",
+        "stage",
+        "microbatch",
+        "stream",
+        "pair",
+        "group",
+        "host",
+        "part",
+        "during",
+    ):
         assert (getattr(one, column) == getattr(two, column)).all()
     assert one.streams == two.streams
 

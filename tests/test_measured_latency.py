@@ -69,17 +69,20 @@ def reduced(**costs: float) -> ps.Timeline:
 def test_reductions_without_bytes() -> None:
     """Their seconds would vanish: a warning says so, and what to give."""
     timeline = without_costs(reduced())
+    free = ps.Network()
     with pytest.warns(AccuracyWarning, match=r"took up to 1\.00e\+00 s .*; give parameter_bytes="):
-        ps.Costs.from_timeline(timeline)
+        ps.Costs.from_timeline(timeline, network=free)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ps.Costs.from_timeline(timeline, parameter_bytes=0)
-        ps.Costs.from_timeline(reduced())
+        assert ps.Costs.from_timeline(timeline).reduce_grad == (1.0, 1.0)
+        assert ps.Costs.from_timeline(timeline, parameter_bytes=0).reduce_grad is None
+        ps.Costs.from_timeline(timeline, network=free, parameter_bytes=0)
+        ps.Costs.from_timeline(reduced(), network=free)
         back = ps.Costs.from_timeline(
             timeline, parameter_bytes=8, network=ps.Network(bandwidth=8.0)
         )
         short = np.where(timeline.graph.op == ps.ops.Op.REDUCE_GRAD, timeline.start, timeline.end)
-        ps.Costs.from_timeline(replace(timeline, end=short))
+        ps.Costs.from_timeline(replace(timeline, end=short), network=free)
     assert ps.simulate(timeline.graph, back).makespan == pytest.approx(timeline.makespan)
 
 

@@ -293,6 +293,16 @@ def test_cells_carry_the_numbers_of_their_microbatches() -> None:
     assert len(numbers.fitting()[0]) == 12
 
 
+def test_cells_of_collectives_say_which_they_are() -> None:
+    """``.1`` is a bucket of gradients, ``0k`` the keys of micro-batch 0."""
+    network, schedule = ps.Network(bandwidth=1), ps.schedule("gpipe", 2, 1)
+    costs = ps.Costs(1, 2, parameter_bytes=4, key_bytes=4, vector_bytes=4, network=network)
+    options = {"n_replicas": 2, "overlap": False, "n_buckets": 2, "sharded": [0]}
+    graph = ps.lower(schedule, grad_sync="bucketed", **options)
+    texts = numbers_in(ps.simulate(graph, costs).plot(ax=axes())).texts
+    assert sorted(set(texts)) == [".0", ".1", "0", "0c", "0g", "0k", "0v"]
+
+
 def test_numbers_vanish_when_they_do_not_fit_and_come_back() -> None:
     ax = simulated("1f1b", 8, 64).plot(ax=axes(3.5, 2.0), unit="ms")
     numbers = numbers_in(ax)

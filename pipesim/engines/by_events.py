@@ -116,6 +116,8 @@ def events(
     needs_ptr: Ints,
     needs: Ints,
     pair: Ints,
+    during: Ints,
+    share: Floats,
     issued: Floats,
     group: Ints,
     members_ptr: Ints,
@@ -179,6 +181,12 @@ def events(
                         blocker = needs[k]
                         break
                     begin = max(begin, ended)
+                if blocker < 0 and len(during) and during[task] >= 0:  # a part of it suffices
+                    other = during[task]
+                    if end[other] < 0.0:
+                        blocker = other
+                    lasts = drawn[other] if len(drawn) else duration[row[other]]
+                    begin = max(begin, start[other] + share[at] * lasts)
                 if blocker < 0 and role[of] == RECV and end[pair[task]] < 0.0:
                     blocker = pair[task]
                 if blocker < 0 and role[of] == SEND and rendezvous:

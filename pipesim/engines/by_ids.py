@@ -57,7 +57,22 @@ def _hold(
     return True
 
 
-@kernel(_hold)
+def _made(
+    task: int,
+    during: Ints,
+    share: Floats,
+    row: Ints,
+    duration: Floats,
+    drawn: Floats,
+    start: Floats,
+) -> float:
+    """Return when the backward that ``task`` needs a part of has got so far."""
+    before = during[task]
+    seconds = drawn[before] if len(drawn) else duration[row[before]]
+    return float(start[before] + share[row[task]] * seconds)
+
+
+@kernel(_hold, _made)
 def one_pass(
     kind: Ints,
     stream: Ints,
@@ -67,6 +82,8 @@ def one_pass(
     needs_ptr: Ints,
     needs: Ints,
     pair: Ints,
+    during: Ints,
+    share: Floats,
     issued: Floats,
     group: Ints,
     members_ptr: Ints,
@@ -92,6 +109,8 @@ def one_pass(
             reached = max(reached, issued[task])
         for k in range(needs_ptr[task], needs_ptr[task + 1]):
             reached = max(reached, end[needs[k]])
+        if len(during) and during[task] >= 0:
+            reached = max(reached, _made(task, during, share, row, duration, drawn, start))
         seconds = drawn[task] if len(drawn) else duration[row[task]]
         if role[of] == RECV:  # RECV: head and tail arrive a latency after they leave (rule 4)
             late = latency[row[task]]
@@ -114,6 +133,9 @@ def one_pass(
                         reached = max(reached, issued[member])
                     for k in range(needs_ptr[member], needs_ptr[member + 1]):
                         reached = max(reached, end[needs[k]])
+                    if len(during) and during[member] >= 0:
+                        made = _made(member, during, share, row, duration, drawn, start)
+                        reached = max(reached, made)
                 together[number] = reached
                 held = members_ptr[number], members_ptr[number + 1], members, row, links
                 if not _hold(*held, duration, drawn, reached, link_free):

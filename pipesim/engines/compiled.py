@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import TaskCosts
-from pipesim.csr import Ints
+from pipesim.csr import CSR, Ints
 from pipesim.engines import RECV, SEND
 from pipesim.engines.by_events import events
 from pipesim.engines.by_ids import issue, one_pass
@@ -42,7 +42,10 @@ class Plan(NamedTuple):
     row, latency
         Row of costs of each task; latency of each row.
     needs_ptr, needs, pair
-        Dependencies and partners.
+        Dependencies whose end is needed, and partners.
+    during, share
+        Of each task, the backward that it needs no more than a part of, or -1, empty where there is
+        none; and the part, of each row.
     issued
         When each task has been issued (rule 7); empty where that costs nothing.
     group, members_ptr, members
@@ -64,6 +67,8 @@ class Plan(NamedTuple):
     needs_ptr: Ints
     needs: Ints
     pair: Ints
+    during: Ints
+    share: Floats
     issued: Floats
     group: Ints
     members_ptr: Ints
@@ -108,13 +113,14 @@ class Many:
     def nbytes(self, n_scenarios: int) -> int:
         """Return bytes of the times that a call with so many scenarios holds at once."""
         one_by_one = 24 * len(self.graph) if self.plan.n_links else 0  # where some met
-        return 16 * self.window * n_scenarios + one_by_one
+        return (24 if len(self.plan.during) else 16) * self.window * n_scenarios + one_by_one
 
     def __call__(self, scenarios: Sequence[int]) -> tuple[Floats, Floats]:
         """Return makespan (s), and seconds that all devices compute, of each scenario."""
         n, seconds = len(scenarios), self.costs.table.duration
         makespan, busy, met = np.zeros(n), np.zeros(n), np.zeros(n, dtype=bool)
         times = np.empty((2, self.window, n))
+        lasted = np.empty((self.window if len(self.plan.during) else 0, n))
         pass_many(
             *self.pruned,
             seconds,
@@ -123,6 +129,7 @@ class Many:
             self.noise.keys(scenarios),
             times[0],
             times[1],
+            lasted,
             makespan,
             busy,
             met,
@@ -144,15 +151,25 @@ def planned(graph: TaskGraph, costs: TaskCosts) -> Plan:
         issued = np.empty(len(graph))
         host = graph.host[graph.kinds.device]
         issue(graph.kind, host, costs.row, costs.table.launch, np.zeros(host.max() + 1), issued)
+    ends = graph.dependencies
+    share = np.empty(0)
+    if len(graph.during):
+        whole = ends.values != graph.during[ends.rows]
+        ends = CSR.from_pairs(ends.rows[whole], ends.values[whole], len(graph))
+        share = np.ones(len(costs.table.duration))
+        if costs.table.share is not None:
+            share = costs.table.share
     return Plan(
         kind=graph.kind,
         stream=graph.stream_of_kind,
         role=role.astype(np.int8),
         row=costs.row,
         latency=costs.table.latency,
-        needs_ptr=graph.dependencies.ptr,
-        needs=graph.dependencies.values,
+        needs_ptr=ends.ptr,
+        needs=ends.values,
         pair=graph.pair,
+        during=graph.during,
+        share=share,
         issued=issued,
         group=graph.group if len(collectives) else np.empty(0, np.int32),
         members_ptr=collectives.ptr.astype(np.int64),

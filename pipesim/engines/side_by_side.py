@@ -28,6 +28,8 @@ def prune(
     needs_ptr: Ints,
     needs: Ints,
     pair: Ints,
+    during: Ints,
+    share: Floats,
     issued: Floats,
     group: Ints,
     members_ptr: Ints,
@@ -40,6 +42,8 @@ def prune(
     kept: Ints,
 ) -> int:
     """Keep the last need on each other stream, since the streams' own order says the rest.
+
+    What a task needs a part of (``during``) is not among them.
 
     Returns how many ids a task looks back at most.
     """
@@ -60,6 +64,8 @@ def prune(
             reach = max(reach, task - kept[k])
         if role[kind[task]] == RECV:
             reach = max(reach, task - pair[task])
+        if len(during) and during[task] >= 0:
+            reach = max(reach, task - during[task])
     return reach
 
 
@@ -99,6 +105,8 @@ def pass_many(
     needs_ptr: Ints,
     needs: Ints,
     pair: Ints,
+    during: Ints,
+    share: Floats,
     issued: Floats,
     group: Ints,
     members_ptr: Ints,
@@ -118,6 +126,7 @@ def pass_many(
     keys: NDArray[np.uint64],
     start: Floats,
     end: Floats,
+    lasted: Floats,
     makespan: Floats,
     busy: Floats,
     met: NDArray[np.bool_],
@@ -125,9 +134,10 @@ def pass_many(
     """Do what `one_pass` does for several scenarios at once, drawing each task's seconds.
 
     ``start`` (used for SENDs) and ``end`` have a column a scenario, and as many rows as ids that
-    a task may have to look back: each row serves in turn. Adds to ``makespan`` and ``busy``
-    (seconds that all devices compute), which come in as zeros. Marks the scenarios in which two
-    ``met`` on a link, where the other results are wrong.
+    a task may have to look back: each row serves in turn. So has ``lasted``, the seconds of tasks,
+    where some need a part of another (then ``start`` is used for all); else it is empty. Adds to
+    ``makespan`` and ``busy`` (seconds that all devices compute), which come in as zeros. Marks the
+    scenarios in which two ``met`` on a link, where the other results are wrong.
     """
     last = len(end) - 1  # a power of two, less 1
     n = len(makespan)
@@ -154,8 +164,8 @@ def pass_many(
         if computes[of]:
             if hit_every > 0.0:
                 for k in range(n):
-                    share = shares(mixed(keys[k, OF_FAILURES], np.uint64(task)))
-                    if share * hit_every < seconds[k]:
+                    level = shares(mixed(keys[k, OF_FAILURES], np.uint64(task)))
+                    if level * hit_every < seconds[k]:
                         seconds[k] = seconds[k] + pause
             for k in range(n):
                 busy[k] += seconds[k]
@@ -166,6 +176,10 @@ def pass_many(
             needed = needs[j] & last
             for k in range(n):
                 reached[k] = max(reached[k], end[needed, k])
+        if len(during) and during[task] >= 0:
+            needed, part = during[task] & last, share[row[task]]
+            for k in range(n):
+                reached[k] = max(reached[k], start[needed, k] + part * lasted[needed, k])
         if role[of] == RECV:
             late, other = latency[row[task]], pair[task] & last
             for k in range(n):
@@ -191,6 +205,11 @@ def pass_many(
                         needed = needs[j] & last
                         for k in range(n):
                             reached[k] = max(reached[k], end[needed, k])
+                    if len(during) and during[member] >= 0:
+                        needed, part = during[member] & last, share[row[member]]
+                        for k in range(n):
+                            made = start[needed, k] + part * lasted[needed, k]
+                            reached[k] = max(reached[k], made)
                 for k in range(n):
                     together[number, k] = reached[k]
                 if len(link_free):
@@ -209,9 +228,11 @@ def pass_many(
                     _hold(first, past, members, row, links, reached, until, link_free, met)
             for k in range(n):
                 reached[k] = together[number, k]
-        if role[of] == SEND:
+        if role[of] == SEND or len(lasted):
             for k in range(n):
                 start[task & last, k] = reached[k]
+        for k in range(n if len(lasted) else 0):
+            lasted[task & last, k] = seconds[k]
         for k in range(n):
             end[task & last, k] = reached[k] + seconds[k]
             free[on, k] = end[task & last, k]

@@ -102,6 +102,12 @@ class _Step:
         self.ended = [env.event() for _ in range(n)]
         self.head: dict[int, simpy.Event] = {}  # of a SEND: its first byte arrives
         self.tail: dict[int, simpy.Event] = {}  # of a SEND: its last byte arrives
+        self.during: list[int] = graph.during.tolist()
+        self.share = costs.share
+        self.made: dict[int, simpy.Event] = {}  # of a bucket: its backward has got so far
+        self.buckets: dict[int, list[int]] = {}  # of a backward: those that need a part of it
+        for bucket in np.flatnonzero(graph.during >= 0).tolist():
+            self.buckets.setdefault(self.during[bucket], []).append(bucket)
         self.links = _Links(env)
         self.granted: dict[int, simpy.Event] = {}  # of a collective: it may hold its links
         self.is_send, self.is_recv = graph.is_op(SENDS), graph.is_op(RECVS)
@@ -123,7 +129,11 @@ class _Step:
         for task in queue:
             yield self.issued[task]
             for needed in self.graph.dependencies[task].tolist():
-                yield self.ended[needed]
+                if self.during and needed == self.during[task]:
+                    yield self.started[needed]
+                    yield self.made[task]
+                else:
+                    yield self.ended[needed]
             self.reached[task].succeed()
             if self.is_send[task]:
                 yield from self.send(task)
@@ -135,8 +145,10 @@ class _Step:
             self.ended[task].succeed()
 
     def begin(self, task: int) -> None:
-        """Note the start."""
+        """Note the start, and let buckets of its gradients be made while it lasts (rule 3)."""
         self.start[task] = self.env.now
+        for bucket in self.buckets.get(task, ()):
+            self.made[bucket] = self.env.timeout(self.share[bucket] * self.duration[task])
         self.started[task].succeed()
 
     def held(self, task: int) -> Counter[int]:

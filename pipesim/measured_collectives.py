@@ -1,0 +1,94 @@
+"""How long collectives took in a timeline, as fields of `Costs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs import MEASURED_COLLECTIVES
+from pipesim.network import Network
+from pipesim.ops import EXCHANGES, Op
+from pipesim.timeline import Timeline
+from pipesim.waits import measured_shares
+
+__all__ = ["measured_collectives"]
+
+Floats = NDArray[np.float64]
+#: Mean or median.
+Average = Callable[[Floats], Any]
+
+
+def measured_collectives(timeline: Timeline, network: Network, average: Average) -> dict[str, Any]:
+    """Return the seconds of each collective that there is, one a stage, and the buckets.
+
+    A collective lasts from the start of its last member. Those of buckets are together what one
+    REDUCE_GRAD would take, which has the latency of ``network`` once.
+    """
+    graph = timeline.graph
+    seconds = _seconds(timeline, average)
+    found: dict[str, Any] = {}
+    for (op, part), of_stage in seconds.items():
+        if op == Op.ALL_TO_ALL:
+            found[MEASURED_COLLECTIVES[EXCHANGES[part]]] = _filled(of_stage)
+        elif part < 0:
+            found[MEASURED_COLLECTIVES[op.name]] = _filled(of_stage)
+    n_buckets = 1 + max((part for op, part in seconds if op == Op.REDUCE_GRAD), default=-1)
+    if n_buckets == 0:
+        return found
+    parts = np.stack([seconds[Op.REDUCE_GRAD, part] for part in range(n_buckets)])
+    algorithm = "ring" if timeline.costs is None else timeline.costs.all_reduce
+    least = np.array(
+        [
+            network.all_reduce(0.0, np.unique(graph.homes[:, stage]), algorithm)
+            for stage in range(graph.n_stages)
+        ]
+    )
+    bytes_only = np.maximum(parts - least, 0.0)
+    found["reduce_grad"] = _filled(np.minimum(least, parts.max(axis=0)) + bytes_only.sum(axis=0))
+    if timeline.costs is None:
+        found["buckets"] = _buckets(timeline, bytes_only)
+    else:
+        found["buckets"] = timeline.costs.buckets
+    return found
+
+
+def _seconds(timeline: Timeline, average: Average) -> dict[tuple[Op, int], Floats]:
+    """Return average seconds of each kind of collective; shape ``(n_stages,)``, NaN for none."""
+    graph = timeline.graph
+    number, members = graph.collectives.rows, graph.collectives.values
+    last, end = (np.full(len(graph.collectives), -np.inf) for _ in range(2))
+    np.maximum.at(last, number, timeline.start[members])
+    np.maximum.at(end, number, timeline.end[members])
+    lasted = np.maximum(end - last, 0.0)
+    first = members[graph.collectives.ptr[:-1]]
+    found: dict[tuple[Op, int], Floats] = {}
+    kinds = np.unique(np.stack([graph.op[first], graph.part[first], graph.stage[first]]), axis=1)
+    for op, part, stage in kinds.T.tolist():
+        mine = (graph.op[first] == op) & (graph.part[first] == part) & (graph.stage[first] == stage)
+        of_stage = found.setdefault((Op(op), part), np.full(graph.n_stages, np.nan))
+        of_stage[stage] = average(lasted[mine])
+    return found
+
+
+def _buckets(timeline: Timeline, seconds: Floats) -> list[list[tuple[float, float]]]:
+    """Return shares of bytes, by the seconds beyond latency, and of the backward, of each bucket.
+
+    ``seconds`` has a row a bucket and a column a stage, NaN for a stage without buckets.
+    """
+    graph, shares = timeline.graph, measured_shares(timeline)
+    found: list[list[tuple[float, float]]] = []
+    for stage, of_stage in enumerate(seconds.T):
+        parts = of_stage[~np.isnan(of_stage)]
+        even = np.full(len(parts), 1 / max(len(parts), 1))
+        sizes = parts / parts.sum() if parts.sum() > 0 else even
+        of = [(graph.stage == stage) & (graph.part == part) for part in range(len(parts))]
+        ready = [shares[each & (graph.op == Op.REDUCE_GRAD)].mean() for each in of]
+        found.append(list(zip(sizes.tolist(), map(float, ready), strict=True)))
+    return found
+
+
+def _filled(values: Floats) -> tuple[float, ...]:
+    return tuple(np.nan_to_num(values).tolist())
