@@ -45,10 +45,11 @@ def agree_on_graph(graph: TaskGraph, processes: Processes) -> None:
         graph.stream,
         graph.pair,
     ]
-    columns += [graph.replica, graph.group, waits.ptr, waits.values, members.values]
+    columns += [graph.replica, graph.part, graph.group, waits.ptr, waits.values, members.values]
     for column in columns:
         found.update(column.tobytes())
-    found.update(repr((graph.rendezvous, graph.n_batches, graph.weight_versions)).encode())
+    words = (graph.rendezvous, graph.n_batches, graph.weight_versions, graph.grad_sync)
+    found.update(repr(words).encode())
     processes.agree("the task graph", f"{graph!r}, checksum {found.hexdigest()[:16]}")
     if not graph.rendezvous:
         verify(replace(graph, rendezvous=True).in_topological_order())

@@ -27,21 +27,25 @@ def moved(parts: Sequence[Values], devices: Sequence[torch.device]) -> list[Valu
 
 
 def split_batches(
-    inputs: Batch | None, targets: Batch | None, n_microbatches: int
+    inputs: Batch | None, targets: Batch | None, n_microbatches: int, n_shares: int = 1
 ) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor, ...]], list[int]]:
     """Return the micro-batches of inputs and of targets, and their sizes; see `split_batch`.
 
-    Either may be None, which has no micro-batches.
+    Either may be None, which has no micro-batches. There are ``n_microbatches`` of each of
+    ``n_shares`` replicas.
 
     Raises
     ------
     ArgumentError
         If there are not as many targets as inputs.
     """
-    parts, sizes = ([], []) if inputs is None else split_batch(inputs, n_microbatches, "inputs")
+    parts: list[tuple[Tensor, ...]] = []
+    sizes: list[int] = []
+    if inputs is not None:
+        parts, sizes = split_batch(inputs, n_microbatches, "inputs", n_shares)
     if targets is None:
-        return parts, [], sizes or [1] * n_microbatches
-    labels, label_sizes = split_batch(targets, n_microbatches, "targets")
+        return parts, [], sizes or [1] * (n_microbatches * n_shares)
+    labels, label_sizes = split_batch(targets, n_microbatches, "targets", n_shares)
     if inputs is None:
         return [], labels, label_sizes
     if label_sizes != sizes:
@@ -52,7 +56,7 @@ def split_batches(
 
 
 def split_batch(
-    batch: Batch, n_microbatches: int, name: str
+    batch: Batch, n_microbatches: int, name: str, n_shares: int = 1
 ) -> tuple[list[tuple[Tensor, ...]], list[int]]:
     """Return the micro-batches of a batch, whose sizes differ by one at most, and the sizes.
 
@@ -71,12 +75,14 @@ def split_batch(
     lengths = {len(x) for x in tensors}
     if len(lengths) > 1:
         raise ArgumentError(f"the tensors of {name} have {sorted(lengths)} samples; give as many")
-    if min(lengths) < n_microbatches:
+    n_parts = n_shares * n_microbatches
+    if min(lengths) < n_parts:
+        each = f", {n_microbatches} of each of {n_shares} replicas" if n_shares > 1 else ""
         raise ArgumentError(
-            f"{name} have {min(lengths)} samples, too few for {n_microbatches} micro-batches; "
+            f"{name} have {min(lengths)} samples, too few for {n_parts} micro-batches{each}; "
             "give a larger batch, or lower a schedule of fewer micro-batches"
         )
-    parts = list(zip(*(x.tensor_split(n_microbatches) for x in tensors), strict=True))
+    parts = list(zip(*(x.tensor_split(n_parts) for x in tensors), strict=True))
     return parts, [len(part[0]) for part in parts]
 
 

@@ -36,6 +36,7 @@ _EPILOG = """examples:
   pipeexec profile --name costs                      measure costs, and nothing else
   pipeexec validate --costs results/costs/costs.json predict from them
   torchrun --nproc-per-node 2 -m pipeexec run        two processes, gloo; NCCL with --devices cuda
+  torchrun --nproc-per-node 4 -m pipeexec validate --replicas 2 --grad-sync every,last,bucketed
   pipeexec run --devices cuda:0 --slices 4           one GPU as four devices
   pipeexec show results/demo                         the tables of a run directory
 """
@@ -184,8 +185,8 @@ def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> i
     asked = workload(arguments, processes)
     if len(asked.graphs) > 1:
         raise ArgumentError(
-            f"run takes one schedule and one recompute mode, got {', '.join(asked.graphs)}; "
-            "validate compares several"
+            "run takes one schedule, one recompute mode and one --grad-sync, got "
+            f"{', '.join(asked.graphs)}; validate compares several"
         )
     (graph,) = asked.graphs.values()
     with _pipeline(arguments, asked, graph, processes) as pipeline:

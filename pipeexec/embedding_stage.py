@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor, nn
 
+from pipeexec.batches import Batch
 from pipeexec.key_exchange import Exchange
 from pipeexec.sharded_embedding import ShardedEmbedding
 from pipeexec.signatures import Entry, Signature
 from pipeexec.stage import Held, Seed, Stage, Values
 from pipesim.errors import ArgumentError, ExecutionError
 
-__all__ = ["EmbeddingStage", "ShardedStage", "check_embedding"]
+__all__ = ["EmbeddingStage", "ShardedStage", "check_embedding", "check_keys"]
 
 
 class EmbeddingStage(nn.Module):
@@ -23,7 +26,7 @@ class EmbeddingStage(nn.Module):
     Parameters
     ----------
     embedding
-        Over a group of as many processes as the pipeline has replicas.
+        Over a group of the processes that have the stage, one for each replica of the pipeline.
     """
 
     def __init__(self, embedding: ShardedEmbedding) -> None:
@@ -44,20 +47,47 @@ class EmbeddingStage(nn.Module):
         return (*others, Entry(shape, self.embedding.weight.dtype))
 
 
-def check_embedding(module: nn.Module | None, stage: int, n_replicas: int) -> None:
-    """Raise `ArgumentError` unless a stage is an embedding over as many processes as replicas."""
+def check_embedding(module: nn.Module | None, stage: int, ranks: Sequence[int]) -> None:
+    """Raise `ArgumentError` unless a stage is an embedding over the processes of its replicas.
+
+    ``ranks`` are those of the devices on which its replicas are.
+    """
     embedding = module.embedding if isinstance(module, EmbeddingStage) else None
     if not isinstance(embedding, ShardedEmbedding):
         raise ArgumentError(
             f"the graph was lowered with stage {stage} sharded, but its module is a "
             f"{type(module).__name__}; give pipeexec.EmbeddingStage(pipeexec.ShardedEmbedding(...))"
         )
-    if embedding.n_ranks != n_replicas:
+    if embedding.gradients != "sum":
         raise ArgumentError(
-            f"the embedding of stage {stage} is spread over {embedding.n_ranks} processes, but the "
-            f"graph has {n_replicas} replicas; give each replica a process, and the embedding a "
-            "group of those that have its stage"
+            f"the embedding of stage {stage} has gradients={embedding.gradients!r}, but losses of "
+            "a pipeline are weighted over the whole batch already; leave gradients out"
         )
+    if len(set(ranks)) < len(ranks):
+        raise ArgumentError(
+            f"stage {stage} is sharded over {len(ranks)} replicas, which are in processes "
+            f"{list(ranks)}; give each replica of it a process of its own"
+        )
+    if embedding.n_ranks != len(ranks) or (len(ranks) > 1 and {*embedding.ranks} != {*ranks}):
+        raise ArgumentError(
+            f"the embedding of stage {stage} is spread over processes {list(embedding.ranks)}, but "
+            f"the replicas of the stage are in processes {list(ranks)}; give the embedding a group "
+            "of these"
+        )
+
+
+def check_keys(modules: Iterable[nn.Module], inputs: Batch, n_microbatches: int) -> None:
+    """Raise `ArgumentError` for keys of a batch that are no rows, before any of them is sent.
+
+    ``modules`` are all replicas of the first stage, of which one at most is in this process.
+    """
+    keys = inputs[-1] if isinstance(inputs, tuple) else inputs
+    for embedding in (x.embedding for x in modules if isinstance(x, EmbeddingStage)):
+        for microbatch, part in enumerate(keys.tensor_split(n_microbatches)):
+            try:
+                embedding.check(part)
+            except ArgumentError as error:
+                raise ArgumentError(f"stage 0, micro-batch {microbatch}: {error}") from error
 
 
 class ShardedStage(Stage):

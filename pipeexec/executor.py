@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +32,12 @@ from pipeexec.capture import Captured
 from pipeexec.channels import Expected
 from pipeexec.ddp_stage import check_ddp
 from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
-from pipeexec.embedding_stage import EmbeddingStage, ShardedStage, check_embedding
+from pipeexec.embedding_stage import (
+    EmbeddingStage,
+    ShardedStage,
+    check_embedding,
+    check_keys,
+)
 from pipeexec.failures import last_of, raise_failure
 from pipeexec.gradient_sync import settle
 from pipeexec.messages import set_step
@@ -166,11 +172,13 @@ class Pipeline:
 
     Notes
     -----
-    On a bidirectional placement each further path has copies of the stages, made here, which
-    follow them: they take their parameters, buffers and modes at the beginning of every step, and
-    share their gradients. Of buffers that a step changes, such as the statistics of a batch norm,
-    those of the first path's micro-batches stay. Other attributes, and hooks on modules, are as
-    they were when the pipeline was made; hooks on parameters are refused.
+    Where a stage has several replicas, or paths of a bidirectional placement, in this process, the
+    first has the module that was given, and others have copies of it, made here, which follow it:
+    they take its parameters, buffers and modes at the beginning of every step, and share their
+    gradients. Of buffers that a step changes, such as the statistics of a batch norm, those of
+    the first one's micro-batches stay. Other attributes, and hooks on modules, are as they were
+    when the pipeline was made; hooks on parameters are refused. In several processes each trains
+    the modules that it was given, with the same weights everywhere.
 
     A step of several mini-batches begins with the pipeline empty, and ends when it has drained.
     Beside the versions of weights that its schedule needs, each stage has one for the optimizer.
@@ -205,12 +213,16 @@ class Pipeline:
                 "checked by the host; leave it out"
             )
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
+        own = 0 if processes is None else processes.rank
         with nullcontext() if processes is None else processes.guard():
             self.devices = _make_devices(devices, graph, pin_threads, processes)
             here = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
             _check_stages(stages, graph, here)
             check_ddp(stages, graph.n_replicas)
-            _check_embeddings(stages, graph, here)
+            ranks = [d.rank if isinstance(d, RemoteDevice) else own for d in self.devices]
+            for stage in graph.sharded:
+                if any(here[stage :: graph.n_stages]):
+                    check_embedding(stages[stage], stage, [ranks[d] for d in graph.homes[:, stage]])
             # Replica after replica: the stages as they were given, and copies of them.
             self.modules = placed(stages, here)
             self._homes: list[list[int]] = graph.homes.tolist()
@@ -325,7 +337,9 @@ class Pipeline:
         inputs, targets
             A tensor or a tuple of tensors each, whose first dimension is the batch. It is split
             into the graph's micro-batches, as evenly as it can be. With several processes, either
-            may be None where neither the first nor the last stage is.
+            may be None where neither the first nor the last stage is. Of data-parallel replicas
+            each process gives the samples of those that it has a stage of, one behind the other:
+            in one process, all; with a process or several a replica, a share of the batch each.
 
         Raises
         ------
@@ -339,8 +353,9 @@ class Pipeline:
             If something failed in another process, or that process was lost. Like any other
             failure of a step of several processes, it closes the pipeline.
         ArgumentError
-            If the batch has fewer samples than there are micro-batches, or not the shape of the
-            batch with which a CUDA graph was captured.
+            If the batch has fewer samples than there are micro-batches, not the shape of the
+            batch with which a CUDA graph was captured, or with replicas in several processes not
+            the samples of the first; or if a key is no row of a sharded first stage.
         ExecutionError
             If the pipeline is closed, or its step cannot be captured as a CUDA graph.
         """
@@ -420,6 +435,7 @@ class Pipeline:
     def _begin(self, inputs: Batch | None, targets: Any) -> Run:
         """Return a step that can be walked."""
         self._check_batch(inputs, targets)
+        sharded = self.graph.sharded
         run = self._run = Run(
             self.graph,
             self.shares,
@@ -433,6 +449,8 @@ class Pipeline:
             timeout=self.timeout,
             processes=self.processes,
         )
+        if inputs is not None and 0 in sharded:  # others get their keys from the stage before
+            check_keys(self.modules[:: self.graph.n_stages], inputs, self.graph.n_microbatches)
         if self.processes is not None:
             run.expected = self._expected(run, self.processes)
             set_step((message.head for message in run.expected.values()), run.number)
@@ -443,7 +461,9 @@ class Pipeline:
             check_hooks(self.modules, self.graph.n_stages, self.graph.n_batches > 1)
         follow(self.modules, self.graph.n_stages)
         for index, module in enumerate(self.modules):
-            if self.zero_grad or index >= self.graph.n_stages:
+            # What copies had is in the sum that the first one has; shards have rows of their own.
+            is_copy = index >= self.graph.n_stages and index % self.graph.n_stages not in sharded
+            if self.zero_grad or is_copy:
                 module.zero_grad(set_to_none=True)
         for stage in self.stages:
             stage.begin()
@@ -596,7 +616,8 @@ class Pipeline:
         """Run a step that leaves no trace, and count what stages hold, together by their place."""
         modules = [stage.module for stage in self.stages]
         weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
-        batch = inputs if isinstance(inputs, tuple) else (inputs,)
+        given = [x if isinstance(x, tuple) else (x,) for x in (inputs, targets)]
+        batch = [x for values in given for x in values if isinstance(x, Tensor)]
         meters = [Meter(weights, batch) for _ in range(max(place) + 1)]
         with self.preserved(), metered(self.stages, [meters[at] for at in place]):
             self._step(inputs, targets, Run.walk)  # eagerly: a replay takes no memory
@@ -687,12 +708,19 @@ def _check_stages(
 ) -> None:
     n = graph.n_stages
     if len(stages) != n or not all(
-        isinstance(stage, nn.Module) or not any(here[k::n]) for k, stage in enumerate(stages)
+        isinstance(stage, nn.Module) or (stage is None and len(set(here)) > 1) for stage in stages
     ):
         raise ArgumentError(
             f"the graph has {graph.n_stages} stages, got {len(stages)} "
             f"({', '.join(type(s).__name__ for s in stages)}); give one nn.Module a stage"
         )
+    for slot in np.flatnonzero(here).tolist():
+        if stages[slot % n] is None:
+            of = f" of replica {slot // n}" if graph.n_replicas > 1 else ""
+            raise ArgumentError(
+                f"stage {slot % n}{of} is on device {graph.homes.ravel()[slot]}, which is of this "
+                "process, but None is given for it; give its nn.Module"
+            )
     owner: dict[nn.Parameter, int] = {}
     for index, module in enumerate(stages):
         for name, parameter in () if module is None else module.named_parameters():
@@ -701,15 +729,6 @@ def _check_stages(
                     f"stages {owner[parameter]} and {index} share the parameter {name!r}; stages "
                     "run at the same time, so each needs parameters of its own"
                 )
-
-
-def _check_embeddings(
-    stages: Sequence[nn.Module | None], graph: TaskGraph, here: Sequence[bool]
-) -> None:
-    n_shares = graph.n_replicas  # sharded stages have one path
-    for stage in graph.sharded:
-        if any(here[stage :: graph.n_stages]):
-            check_embedding(stages[stage], stage, n_shares)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ def raise_failure(
     """Raise what stopped a step, with what ran before; ``interrupt`` came from outside a task."""
     if processes is None:
         raise _of_one_process(run)
+    if run.failure is not None and isinstance(run.failure[1], PeerError):
+        processes.watch.wait_for_failure()  # of the process that this one has it from
     own = _own_failure(run, processes, interrupt)
     failure = own if own is None else processes.watch.post(own)
     failure = failure or processes.watch.failure

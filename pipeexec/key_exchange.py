@@ -62,6 +62,16 @@ class Terms(NamedTuple):
         """Whether the last dimension of keys is that of bags."""
         return self.combiner is not None
 
+    def check(self, keys: Tensor) -> None:
+        """Raise `ArgumentError` unless keys, on whatever device, are rows."""
+        layout, bags = self.layout, self.bags
+        layout.check_form(keys, keys.device, bags=bags)
+        bad = layout.outside(keys, bags=bags)
+        if self.padding_key is not None:
+            bad &= keys != self.padding_key
+        if bad.any():
+            raise layout.explain(keys, bad, bags=bags)
+
 
 class Exchange:
     """One set of keys on its way; made by `ShardedEmbedding.dispatch`.

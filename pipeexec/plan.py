@@ -54,7 +54,10 @@ def plan(
     """
     for index in np.flatnonzero(~graph.is_op(frozenset(WORK)))[:1].tolist():
         task = graph.task(index)
-        raise ArgumentError(f"{task} cannot be run; lower without {task.op}")
+        raise ArgumentError(
+            f"{task} cannot be run: a sharded optimizer is simulated, not run; lower without "
+            "shard_optimizer"
+        )
     if graph.skips:
         raise ArgumentError(
             f"graph {graph.name!r} has skip connections {list(graph.skips)}, which "

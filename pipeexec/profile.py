@@ -180,7 +180,7 @@ class Calibration:
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
         n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.here)
-        *_, sizes = split_batches(inputs, targets, n_here * graph.n_microbatches)
+        *_, sizes = split_batches(inputs, targets, graph.n_microbatches, n_here)
         self.size = min(sizes)
         self.batch, self.one = (
             tuple(_repeated(x, n_here * n * self.size) for x in (inputs, targets))

@@ -44,15 +44,28 @@ class StepHeads:
                 continue  # not issued yet, or of another process
             done = bisect_left(queue, True, key=lambda task: not self._has_ended(task))
             n_ended += done
-            if done < len(queue) and (name == "compute" or device not in found):
+            if done < len(queue) and self._is_nearer(name, int(queue[done]), found.get(device)):
                 found[device] = name, int(queue[done])
         for device, (_, task) in sorted(found.items()):
             heads.append(self._head(device, task))
         return Status(rank, step, True, n_ended, heads)
 
+    def _is_nearer(self, name: str, task: int, found: tuple[str, int] | None) -> bool:
+        """Return whether a stream's head says more of its device than that of one before it.
+
+        A compute task does, unless it waits while a collective runs. Streams come in the order of
+        their names.
+        """
+        if found is None or name != "compute":
+            return found is None
+        return self._has_begun(task) or not self._has_begun(found[1])
+
+    def _has_begun(self, task: int) -> bool:
+        event = self.began[task]
+        return event is not None and event.passed()
+
     def _head(self, device: int, task: int) -> Head:
-        view, began = self.graph.task(task), self.began[task]
-        running = began is not None and began.passed()
+        view, running = self.graph.task(task), self._has_begun(task)
         place = f"stage {view.stage}"
         place += "" if view.microbatch is None else f", micro-batch {view.microbatch}"
         return Head(device, str(view), place, running, "" if running else self._waits_for(task))

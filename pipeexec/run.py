@@ -89,7 +89,9 @@ class Run:
         self.modules, self.optimizers = modules, optimizers
         self.number, self.timeout, self.processes = number, timeout, processes
         here = shares.numbers_here()
-        parts, labels, sizes = split_batches(inputs, targets, len(here))
+        parts, labels, sizes = split_batches(
+            inputs, targets, shares.n_microbatches, len(shares.here)
+        )
         homes = graph.homes[shares.replica.ravel()[here]]
         first, last = ([devices[d].torch_device for d in homes[:, stage]] for stage in (0, -1))
         self.inputs: list[Values] = [()] * m

@@ -107,6 +107,7 @@ class ShardedEmbedding(nn.Module):
         })  # fmt: skip
         self._peers, self.dim = peers, dim
         layout = Layout(rows, peers.n, several=several)
+        self.gradients = gradients
         scale = 1 / peers.n if gradients == "mean" else 1.0
         self._terms = Terms(layout, combiner, padding_key, scale, bool(sparse))
         self.weight = nn.Parameter(
@@ -123,6 +124,11 @@ class ShardedEmbedding(nn.Module):
     def n_ranks(self) -> int:
         """Number of processes that the rows are spread over."""
         return self._peers.n
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Numbers of these processes in torch.distributed's default group."""
+        return tuple(self._peers.ranks)
 
     @property
     def combiner(self) -> str | None:
@@ -179,6 +185,13 @@ class ShardedEmbedding(nn.Module):
             for table, place, keys in layout.shards(rank):
                 tables[table][keys.start :: keys.step] = rows[place]
         return tables if layout.several else tables[0]
+
+    def check(self, keys: Tensor) -> None:
+        """Raise `ArgumentError` unless keys are rows, of the type and shape of `forward`'s.
+
+        Of this process alone: nothing is sent, and nobody waits.
+        """
+        self._terms.check(keys)
 
     def dispatch(self, keys: Tensor) -> Exchange:
         """Return an exchange of keys, whose phases are to be called one by one, without autograd.

@@ -102,9 +102,10 @@ class Shares:
                     own = list(sizes[k * m : (k + 1) * m])
                     who, other = found.setdefault(share, (f"{name} of rank {rank}", own))
                     if own != other:
+                        of = f" of replica {share}" if self.n > 1 else ""
                         raise ArgumentError(
-                            f"{who} have {sum(other)} samples, {name} of rank {rank} {sum(own)}; "
-                            "give every process of a replica the same batch, or None where it is "
-                            "not needed"
+                            f"{who} have {sum(other)} samples{of}, {name} of rank {rank} "
+                            f"{sum(own)}; give every process of a replica the same batch, "
+                            "or None where it is not needed"
                         )
         return [size for share in range(self.n) for size in found[share][1]]

@@ -118,7 +118,7 @@ def train(
     Parameters
     ----------
     batches
-        Yields ``(inputs, targets)``, a new batch for every step.
+        Yields ``(inputs, targets)``, a new batch for every step; as for ``pipeline.step``.
     n_steps, warm_up
         Steps that are kept, and steps before them that are not.
     costs
@@ -132,6 +132,7 @@ def train(
         If there are too few batches.
     """
     n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
+    predicted = None if costs is None else simulate(pipeline.graph, costs)  # or refuse them, first
     say = progress or (lambda _: None)
     source = iter(batches)
     steps = []
@@ -147,5 +148,4 @@ def train(
             steps.append(result)
             say(f"step {number - warm_up + 1} of {n_steps}: loss {float(result.loss):.4f}, "
                 f"{result.timeline.makespan * 1e3:.1f} ms")  # fmt: skip
-    predicted = None if costs is None else simulate(pipeline.graph, costs)
     return Training(tuple(steps), predicted, pipeline.clocks(), pipeline.notes)

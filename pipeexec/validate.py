@@ -114,7 +114,8 @@ def validate(
     graphs
         By name; all with the same placement and number of micro-batches.
     batches
-        Yields ``(inputs, targets)``; a new batch for every round of steps.
+        Yields ``(inputs, targets)``; a new batch for every round of steps. With replicas in several
+        processes, the share of this one, as for ``pipeline.step``.
     n_steps, warm_up
         Measured steps of each graph, and steps before them that do not count; in each repeat.
     repeat

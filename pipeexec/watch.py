@@ -275,6 +275,12 @@ class Watch:
         if self.failure is None:
             self.failure = failure
 
+    def wait_for_failure(self) -> None:
+        """Block until something has failed anywhere, for a little while."""
+        end = time.monotonic() + _LAST_WORDS
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(0.01)
+
     def check(self) -> None:
         """Raise `PeerError` if something has failed anywhere."""
         if self.failure is not None:

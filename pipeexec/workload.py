@@ -51,11 +51,21 @@ def add_workload(
     """
     add = parser.add_argument
     add("--model", default="gpt", help="gpt or convnet (default: gpt)")
-    add("--stages", type=int, help="number of devices, each of which has one stage, or the chunks "
-        "of a looped or V-shaped schedule (default: 2, or as --balance or a file has)")  # fmt: skip
+    add(
+        "--stages",
+        type=int,
+        help="number of devices of a replica, each of which has one stage, or the chunks of a "
+        "looped or V-shaped schedule (default: 2, or as --balance or a file has)",
+    )
     add("--balance", type=_counts, help="layers of each stage, such as 4,6 (default: even work)")
     add("--microbatches", type=int, help="of a step (default: 8, or as a file has)")
-    add("--batch", type=int, help="samples of a step (default: what suits the model)")
+    add("--batch", type=int, help="samples of a step of each replica (default: what suits the "
+        "model)")  # fmt: skip
+    add("--replicas", type=int, default=1, help="data-parallel replicas of the pipeline, each on "
+        "devices of its own (default: 1)")  # fmt: skip
+    add("--grad-sync", type=words, default=["last"], help="when replicas sum their gradients "
+        "(default: last; of last,every,bucketed)")  # fmt: skip
+    add("--buckets", type=int, default=4, help="of a stage, with bucketed (default: 4)")
     add("--schedules", type=words, default=list(schedules), help="names or files, all with the "
         f"same stages on the same devices (default: {','.join(schedules)})")  # fmt: skip
     add("--recompute", type=words, default=list(recompute), help=f"modes (default: "
@@ -108,7 +118,8 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
     """
     import torch
 
-    from pipeexec.models import MODELS, batches, build_model, split
+    from pipeexec.models import MODELS, build_model, split
+    from pipeexec.replica_batches import replica_batches, replicas_of
     from pipesim.errors import check_count, check_name, number
 
     rate = number(arguments.learning_rate)
@@ -135,11 +146,14 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
     batch = arguments.batch
     if batch is None:
         batch = _BATCH[arguments.model] * n_microbatches
+    place = (0, 1) if processes is None else (processes.rank, processes.n_ranks)
+    replicas = replicas_of(*place, arguments.replicas)
     record = {
         "model": arguments.model,
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in model.options.items()},
         "layers_of_stages": [len(stage) for stage in stages],
         "batch": batch,
+        "replicas": arguments.replicas,
         "seed": arguments.seed,
         "steps": arguments.steps,
     }
@@ -148,7 +162,7 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
         graphs,
         _devices(arguments, n_devices, processes),
         model.loss,
-        batches(model.make_batch, batch, arguments.seed),
+        replica_batches(model.make_batch, batch, arguments.seed, replicas),
         lambda parameters: torch.optim.AdamW(parameters, lr=rate, capturable=arguments.cuda_graph),
         record,
     )
@@ -179,20 +193,31 @@ def _devices(
 def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[str, TaskGraph]:
     """Return the rows: every schedule under every recompute mode."""
     import pipesim
+    from pipesim.errors import check_count
     from pipesim.schedule_names import info_of
 
-    if not arguments.schedules or not arguments.recompute:
-        raise ArgumentError("name at least one schedule and one recompute mode")
+    if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:
+        raise ArgumentError("name at least one schedule, one recompute mode and one --grad-sync")
     infos = {name: info_of(name) for name in arguments.schedules}
     several = _n_devices(arguments, processes)
+    n_replicas = check_count("n_replicas", arguments.replicas)
+    if several % n_replicas:
+        raise ArgumentError(
+            f"{several} devices cannot be shared by {n_replicas} replicas; give a multiple of "
+            f"{n_replicas}"
+        )
+    syncs = arguments.grad_sync if n_replicas > 1 else arguments.grad_sync[:1]
     n_devices = _count(
-        arguments, "stages", "devices", lambda: several or _balanced(arguments, infos)
+        arguments, "stages", "devices", lambda: several // n_replicas or _balanced(arguments, infos)
     )
     n_microbatches = _count(arguments, "microbatches", "micro-batches", lambda: 8)
     return {
-        f"{name} {recompute}": pipesim.lower(
+        " ".join([name, recompute, *[sync] * (n_replicas > 1)]): pipesim.lower(
             info.make(n_devices, n_microbatches),
             recompute=recompute,
+            n_replicas=n_replicas,
+            grad_sync=sync,
+            n_buckets=arguments.buckets,
             overlap=not arguments.no_overlap,
             hosts="one" if processes is None else "per_device",
             # Messages between processes wait for their receivers; only then it makes a difference.
@@ -200,6 +225,7 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
         )
         for name, info in infos.items()
         for recompute in arguments.recompute
+        for sync in syncs
     }
 
 

@@ -39,7 +39,8 @@ _LOST = ("kill", "abort", "stop", "hold", "vanish")
 class Fault:
     """What goes wrong, in which rank, and where: a task, or between steps for ``""``.
 
-    ``delay`` is seconds from there. ``devices`` is of each rank. With ``launcher``, torchrun starts
+    ``delay`` is seconds from there. ``devices`` is of each rank. Where stages are ``sharded``, so
+    is the first. With ``launcher``, torchrun starts
     the ranks and holds the store; else rank 0 does.
     """
 
@@ -56,14 +57,17 @@ class Fault:
     timeout: float = 5.0
     launcher: bool = False
     delay: float = 0.0
+    replicas: int = 1
+    sharded: bool = False
 
     def __str__(self) -> str:
         after = f"{self.delay * 1e3:.0f} ms from the beginning" if self.delay else "before"
         place = f"{self.task or after} of step {self.step}"
         by = "torchrun" if self.launcher else "no launcher"
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         return (
             f"{self.kind} in rank {self.rank} of {self.n_ranks}, {place}, {self.schedule} "
-            f"{self.recompute}, {self.devices} devices each, {by}"
+            f"{self.recompute}, {self.devices} devices each{replicas}, {by}"
         )
 
 
@@ -99,9 +103,11 @@ def complaints(output: str) -> list[str]:
 
 def graph_of(fault: Fault) -> ps.TaskGraph:
     """Return the graph that the ranks run."""
-    schedule = ps.schedule(fault.schedule, fault.n_ranks * fault.devices, fault.microbatches)
+    n_devices = fault.n_ranks * fault.devices // fault.replicas
     return ps.lower(
-        schedule,
+        ps.schedule(fault.schedule, n_devices, fault.microbatches),
+        n_replicas=fault.replicas,
+        sharded=[0] if fault.sharded else [],
         recompute=fault.recompute,  # type: ignore[arg-type]
         hosts="per_device",
         rendezvous=fault.rendezvous,

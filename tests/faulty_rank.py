@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 
 import torch
 from executing import Nap
+from faults import Fault, graph_of
 from torch import Tensor, nn
 
 import pipeexec as px
-import pipesim as ps
 from pipeexec import channels, cli, launched
 from pipeexec.run import Planned, Run
 
@@ -171,15 +171,12 @@ class Trap:
 def train(trap: Trap, arguments: argparse.Namespace, processes: px.Processes) -> int:
     fault = trap.fault
     torch.manual_seed(0)
-    n_devices = processes.n_ranks * fault["devices"]
-    graph = ps.lower(
-        ps.schedule(fault["schedule"], n_devices, fault["microbatches"]),
-        recompute=fault["recompute"],
-        hosts="per_device",
-        rendezvous=fault["rendezvous"],
-    )
-    stages = [Trickster() for _ in range(graph.n_stages)]
-    batch = torch.randn(4 * fault["microbatches"], 4)
+    graph = graph_of(Fault(**fault))
+    stages: list[nn.Module] = [Trickster() for _ in range(graph.n_stages)]
+    inputs = batch = torch.randn(4 * fault["microbatches"], 4)
+    if fault["sharded"]:
+        stages[0] = px.EmbeddingStage(px.ShardedEmbedding(16, 4, processes))
+        inputs = torch.arange(len(batch)) % 16
     with px.Pipeline(
         stages, graph, ["cpu"] * fault["devices"], loss, Optimizer, processes=processes
     ) as pipeline:
@@ -187,7 +184,7 @@ def train(trap: Trap, arguments: argparse.Namespace, processes: px.Processes) ->
         for step in range(3):
             trap.between(step)
             pipeline.align()
-            result = pipeline.gather(pipeline.step(batch, batch))
+            result = pipeline.gather(pipeline.step(inputs, batch))
     if processes.rank == 0 and fault["kind"] == "nothing":
         from pipeexec.run_directory import write_directory
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +18,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.cli import main
+from pipeexec.models import build_model
+from pipeexec.replica_batches import replica_batches, replicas_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
@@ -180,3 +187,105 @@ def test_four_processes(four_ranks: Ranks, mode: dict[str, Any], n_calls: int) -
     options = {"n_stages": 2, "n_replicas": 2, "sizes": [5, 8], "options": mode}
     found = four_ranks.run(_steps, schedule="zb_h1", **options)
     _check(found, [5, 8], n_calls, 2)
+
+
+# What stages hold
+
+
+def _held(pipeline: px.Pipeline, x: Tensor, y: Tensor) -> list[list[int]]:
+    return [held(x, y) for held in
+            (pipeline.held_bytes, pipeline.device_bytes, pipeline.left_bytes)]  # fmt: skip
+
+
+def _held_in_a_rank(processes: px.Processes) -> dict[str, Any]:
+    graph = lowered("zb_h1", 2, 2, hosts="per_device")
+    x, y = data(6)
+    stages = layers(2)
+    with px.Pipeline(stages, graph, ["cpu"] * 2, mse, sgd, processes=processes) as pipeline:
+        found = {"held": _held(pipeline, x, y), "n_steps": pipeline.n_steps}
+    weights = [p for stage in stages for p in stage.parameters()]
+    return {**found, "weights": [p.detach() for p in weights], "grads": [p.grad for p in weights]}
+
+
+def test_what_replicas_hold(two_ranks: Ranks) -> None:
+    """As much as a pipeline alone, each stage of each once; and counting leaves no trace."""
+    x, y = data(6)
+    alone = lowered("zb_h1", 2, 1)
+    with px.Pipeline(layers(2), alone, ["cpu"] * 2, mse, sgd) as pipeline:
+        one = _held(pipeline, x, y)
+    assert min(one[0]) > 0
+    twice = [2 * held for held in one]  # of the first replica, then of the second
+    x, y = torch.cat([x, x]), torch.cat([y, y])
+    with px.Pipeline(layers(2), lowered("zb_h1", 2, 2), ["cpu"] * 4, mse, sgd) as pipeline:
+        assert _held(pipeline, x, y) == twice
+    before = [p.detach() for stage in layers(2) for p in stage.parameters()]
+    for rank in two_ranks.run(_held_in_a_rank):
+        assert rank["held"] == twice
+        assert rank["n_steps"] == 0
+        torch.testing.assert_close(rank["weights"], before, rtol=0, atol=0)
+        assert set(rank["grads"]) == {None}
+
+
+# The command line
+
+
+def arguments(command: str, name: str, folder: str, more: str = "") -> list[str]:
+    sizes = "--layers 2 --width 16 --heads 2 --sequence 16 --batch 8 --microbatches 4 --stages 1"
+    rest = f"--replicas 2 --steps 2 --warm-up 1 --results {folder} --name {name} {more}"
+    return [command, *shlex.split(f"{sizes} {rest}")]
+
+
+def command_line(processes: px.Processes, folder: str) -> list[int]:
+    """Profile, train and validate; each command joins and leaves by itself."""
+    modes = "--grad-sync every,last,bucketed --buckets 2"
+    return [
+        main(arguments("profile", "costs", folder, modes)),
+        main(
+            arguments(
+                "run", "run", folder, f"--grad-sync bucketed --buckets 2 --costs {folder}/costs"
+            )
+        ),
+        main(arguments("validate", "modes", folder, f"{modes} --recompute never")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "n_replicas", "expected"),
+    [(1, 3, [[0, 1, 2]]), (2, 2, [[0], [1]]), (4, 2, [[0], [0], [1], [1]]),
+     (2, 4, [[0, 1], [2, 3]]), (3, 2, [[0], [0, 1], [1]]), (2, 1, [[0], [0]])],
+)  # fmt: skip
+def test_batches_of_replicas(n_ranks: int, n_replicas: int, expected: list[list[int]]) -> None:
+    """Each replica has samples of its own, the same ones in every process of it."""
+    found = [replicas_of(rank, n_ranks, n_replicas) for rank in range(n_ranks)]
+    assert [list(replicas) for replicas in found] == expected
+    make = build_model("gpt", layers=1, width=8, heads=1, sequence=8).make_batch
+    own = [next(replica_batches(make, 2, 5, [replica])) for replica in range(n_replicas)]
+    for inputs, others in pairwise(own):
+        assert not torch.equal(inputs[0], others[0])
+    for replicas in found:
+        batch = next(replica_batches(make, 2, 5, replicas))
+        for k, part in enumerate(batch):
+            assert torch.equal(part, torch.cat([own[replica][k] for replica in replicas]))
+
+
+def test_every_command_runs_with_replicas(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Replicas have batches of their own, the same in one process and in two."""
+    assert two_ranks.run(command_line, folder=str(tmp_path)) == [[0, 0, 0]] * 2
+    assert main(arguments("run", "alone", str(tmp_path), "--grad-sync every")) == 0
+    together, alone = (
+        json.loads((tmp_path / name / "run.json").read_text()) for name in ("run", "alone")
+    )
+    assert together["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert together["replicas"] == 2
+    modes = px.load_run(tmp_path / "modes")
+    assert list(modes.rows) == [
+        f"{name} never {mode}" for name in ("gpipe", "1f1b")
+        for mode in ("every", "last", "bucketed")
+    ]  # fmt: skip
+    for row in modes.rows.values():
+        assert row.measured.complete
+    table = modes.table
+    assert table["memory_predicted"].tolist() == table["memory_measured"].tolist()
+    costs = ps.Costs.load(tmp_path / "costs/costs.json")
+    assert costs.reduce_grad[0] > 0
+    assert len(costs.buckets[0]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from executing import mse
@@ -12,98 +13,324 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipesim.errors import ArgumentError
+from pipesim.ops import EXCHANGES, Op
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
-ROWS, DIM, DENSE, RATE, K = (30, 7), 4, 5, 0.5, 2
+ROWS, DIM, DENSE, RATE, K, REPLICAS = (30, 7), 4, 5, 0.5, 2, 2
+#: Samples of each replica.
 SIZES = [5, 4]
 
 
-class Top(nn.Module):
-    """Dense features and vectors to one number."""
+class Bottom(nn.Module):
+    """Makes something of dense features, and passes on the keys."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bottom = nn.Linear(DENSE, 2 * DIM)
-        self.top = nn.Linear(2 * DIM, 1)
+        self.layer = nn.Linear(DENSE, len(ROWS) * DIM)
+
+    def forward(self, dense: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.layer(dense)), keys
+
+
+class Top(nn.Module):
+    """Puts dense features and vectors together; alone, it has no dense features but its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(len(ROWS) * DIM, 1)
 
     def forward(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        return self.top(torch.tanh(self.bottom(dense) * vectors.flatten(1)))
+        return self.layer(torch.tanh(dense * vectors.flatten(1)))
 
 
-def model() -> tuple[list[Tensor], nn.Module]:
+class Rest(nn.Module):
+    """Both, after an embedding that the dense features pass by."""
+
+    def __init__(self, bottom: Bottom, top: Top) -> None:
+        super().__init__()
+        self.bottom, self.top = bottom, top
+
+    def forward(self, dense: Tensor, vectors: Tensor) -> Tensor:
+        return self.top(*self.bottom(dense, vectors))
+
+
+def model() -> tuple[list[Tensor], Bottom, Top]:
     """Return tables and the rest, always the same."""
     torch.manual_seed(0)
-    return [torch.randn(rows, DIM) for rows in ROWS], Top()
+    return [torch.randn(rows, DIM) for rows in ROWS], Bottom(), Top()
 
 
-def batch(n: int) -> tuple[Tensor, Tensor, Tensor]:
+def batch(n: int, bag: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return dense features, keys (also repeated ones, and rows that nobody asks for), targets."""
     generator = torch.Generator().manual_seed(1)
-    keys = [torch.randint(rows // 2, (n,), generator=generator) for rows in ROWS]
+    shape = (n, bag) if bag else (n,)
+    keys = [torch.randint(rows // 2 + 1, shape, generator=generator) for rows in ROWS]
     dense = torch.randn(n, DENSE, generator=generator)
     return dense, torch.stack(keys, 1), torch.randn(n, 1, generator=generator)
 
 
-def unsplit(n_steps: int) -> tuple[list[float], list[Tensor], list[Tensor]]:
-    """Return losses, tables and other weights after steps of one process."""
-    weights, top = model()
-    tables = nn.ModuleList(nn.Embedding.from_pretrained(w, freeze=False) for w in weights)
-    optimizer = torch.optim.SGD([*tables.parameters(), *top.parameters()], RATE)
-    dense, keys, y = batch(sum(SIZES))
+def unsplit(n_steps: int, bag: int, combiner: str | None) -> dict[str, Any]:
+    """Return losses, weights and gradients of steps of one process."""
+    weights, bottom, top = model()
+    tables = [w.requires_grad_() for w in weights]
+    parameters = [*tables, *bottom.parameters(), *top.parameters()]
+    optimizer = torch.optim.SGD(parameters, RATE)
+    dense, keys, y = batch(sum(SIZES), bag)
     losses = []
     for _ in range(n_steps):
         optimizer.zero_grad()
-        vectors = torch.stack([t(k) for t, k in zip(tables, keys.unbind(1), strict=True)], 1)
-        loss = mse(top(dense, vectors), y)
+        found = [
+            nn.functional.embedding(k, w) if combiner is None
+            else nn.functional.embedding_bag(k, w, mode=combiner, padding_idx=0)
+            for w, k in zip(tables, keys.unbind(1), strict=True)
+        ]  # fmt: skip
+        loss = mse(top(bottom(dense, keys)[0], torch.stack(found, 1)), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, [t.weight.detach() for t in tables], [p.detach() for p in top.parameters()]
+    return {
+        "losses": losses,
+        "tables": [w.detach() for w in tables],
+        "grads": [w.grad for w in tables],
+        "bottom": [p.detach() for p in bottom.parameters()],
+        "top": [p.detach() for p in top.parameters()],
+    }
 
 
-def lowered(n_replicas: int, n_devices: int, backward: str = "B") -> ps.TaskGraph:
-    """Return the graph of both stages on one device, or on one each."""
-    if n_devices == 2:
-        schedule = ps.schedule("zb_h1" if backward == "I" else "1f1b", 2, K)
-    else:
-        schedule = ps.schedule("looped_bfs", 1, K, n_chunks=2)
-    return ps.lower(schedule, n_replicas=n_replicas, sharded=[0], hosts="per_device")
-
-
-def _steps(processes: px.Processes, n_devices: int, backward: str) -> dict[str, Any]:
-    """Run two steps of two replicas."""
-    n_replicas, replica = 2, processes.rank * n_devices // 2 if n_devices == 1 else 0
-    n_replicas = 2
-    per_rank = n_replicas * n_devices // processes.n_ranks
-    replica = processes.rank * per_rank // n_devices
-    own = range(
-        processes.rank * per_rank % n_devices, (processes.rank * per_rank % n_devices) + per_rank
+def lowered(schedule: str, n_devices: int, n_stages: int, **options: Any) -> ps.TaskGraph:
+    """Return a graph whose last stage but one is sharded."""
+    n_chunks = {} if n_devices == n_stages else {"n_chunks": n_stages // n_devices}
+    return ps.lower(
+        ps.schedule(schedule, n_devices, K, **n_chunks),
+        n_replicas=REPLICAS,
+        sharded=[n_stages - 2],
+        hosts="per_device",
+        **options,
     )
-    weights, top = model()
-    holders = sorted({r * n_devices // per_rank for r in range(n_replicas)})
-    group = processes.group(holders, key="embedding")
-    stages: list[nn.Module | None] = [None, top]
-    if 0 in own:
-        stages[0] = px.EmbeddingStage(px.ShardedEmbedding.from_full(weights, group))
-    if n_devices == 2 and 1 not in own:
-        stages[1] = None
-    dense, keys, y = (part.split(SIZES)[replica] for part in batch(sum(SIZES)))
-    graph = lowered(n_replicas, n_devices, backward)
+
+
+def made(
+    processes: px.Processes, graph: ps.TaskGraph, optimizer: Any, **options: Any
+) -> tuple[px.Pipeline, nn.ModuleDict]:
+    """Return the pipeline of a rank, and its modules by name."""
+    weights, bottom, top = model()
+    n_own = graph.n_devices // processes.n_ranks
+    ranks = graph.homes // n_own  # of each replica and stage
+    here = (ranks == processes.rank).any(axis=0)
+    at = graph.n_stages - 2
+    group = processes.group(np.unique(ranks[:, at]).tolist(), key="embedding")
+    rest = [Rest(bottom, top)] if at == 0 else [top]
+    stages: list[nn.Module | None] = [*[bottom] * at, None, *rest]
+    if here[at]:
+        embedding = px.ShardedEmbedding.from_full(weights, group, **options)
+        stages[at] = px.EmbeddingStage(embedding)
+    given = [stage if own else None for stage, own in zip(stages, here, strict=True)]
     pipeline = px.Pipeline(
-        stages, graph, ["cpu"] * per_rank, mse, lambda p: torch.optim.SGD(p, RATE),
-        processes=processes,
+        given, graph, ["cpu"] * n_own, mse, optimizer, processes=processes
     )  # fmt: skip
-    losses = [pipeline.gather(pipeline.step((dense, keys), y)).loss.item() for _ in range(2)]
-    result = pipeline.gather(pipeline.step((dense, keys), y))
-    found = {"losses": losses, "complete": bool(result.timeline.complete)}
-    pipeline.close()
+    names = {"bottom": bottom} if here[0 if at else 1] else {}
+    names |= {"top": top} if here[-1] else {}
+    names |= {"embedding": embedding} if here[at] else {}
+    return pipeline, nn.ModuleDict(names)
+
+
+def share(processes: px.Processes, graph: ps.TaskGraph, bag: int = 0) -> tuple[Any, Any]:
+    """Return the inputs and targets of a rank's replica."""
+    replica = processes.rank * REPLICAS // processes.n_ranks
+    dense, keys, y = (part.split(SIZES)[replica] for part in batch(sum(SIZES), bag))
+    return (dense, keys), y
+
+
+def steps(
+    processes: px.Processes,
+    schedule: str,
+    n_devices: int,
+    n_stages: int,
+    lowering: dict[str, Any],
+    n_steps: int,
+    bag: int = 0,
+    optimizer: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run steps in a rank; return what it then has, and what it knows of all."""
+    graph = lowered(schedule, n_devices, n_stages, **lowering)
+    sgd = (lambda parameters: torch.optim.SGD(parameters, RATE)) if optimizer else None
+    pipeline, modules = made(processes, graph, sgd, **options)
+    inputs, targets = share(processes, graph, bag)
+    with pipeline:
+        results = [pipeline.gather(pipeline.step(inputs, targets)) for _ in range(n_steps)]
+    timeline = results[-1].timeline
+    found: dict[str, Any] = {
+        "losses": [result.loss.item() for result in results],
+        "complete": bool(timeline.complete),
+        "nbytes": {
+            (name, replica): _of_exchanges(timeline, part, replica)
+            for part, name in enumerate(EXCHANGES)
+            for replica in range(REPLICAS)
+        },
+    }
+    for name in ("bottom", "top"):
+        if name in modules:
+            found[name] = [p.detach() for p in modules[name].parameters()]
+    if "embedding" in modules:
+        embedding: Any = modules["embedding"]
+        found["tables"] = embedding.full_weight()
+        if embedding.weight.grad is not None:
+            with torch.no_grad():
+                embedding.weight.copy_(embedding.weight.grad.to_dense())
+            found["grads"] = embedding.full_weight()
     return found
 
 
-@pytest.mark.parametrize(("n_devices", "backward"), [(1, "B")])
-def test_two_replicas(two_ranks: Ranks, n_devices: int, backward: str) -> None:
-    losses, tables, others = unsplit(2)
-    for rank in two_ranks.run(_steps, n_devices=n_devices, backward=backward):
-        assert rank["losses"] == pytest.approx(losses, rel=1e-5)
+def _of_exchanges(timeline: ps.Timeline, part: int, replica: int) -> list[float]:
+    """Return the bytes of a replica's exchanges, micro-batch by micro-batch."""
+    graph = timeline.graph
+    of = (graph.op == Op.ALL_TO_ALL) & (graph.part == part) & (graph.replica == replica)
+    nbytes: list[float] = timeline.nbytes[of][np.argsort(graph.microbatch[of])].tolist()
+    return nbytes
+
+
+def check(ranks: Ranks, *where: Any, n_steps: int = 2, **options: Any) -> list[dict[str, Any]]:
+    """Run steps in ranks and in this process: losses, every row and other weights are equal."""
+    schedule, n_devices, n_stages, lowering = where
+    found: list[dict[str, Any]] = ranks.run(
+        steps, schedule=schedule, n_devices=n_devices, n_stages=n_stages, lowering=lowering,
+        n_steps=n_steps, **options,
+    )  # fmt: skip
+    wanted = unsplit(n_steps, options.get("bag", 0), options.get("combiner"))
+    for rank in found:
         assert rank["complete"]
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        for name in ("tables", "bottom", "top", "grads"):
+            if name in rank:
+                torch.testing.assert_close(rank[name], wanted[name])
+    for name in ("tables", "bottom", "top"):
+        assert any(name in rank for rank in found)
+    return found
+
+
+MODES: list[dict[str, Any]] = [
+    {},
+    {"grad_sync": "every"},
+    {"grad_sync": "bucketed", "n_buckets": 2},
+    {"recompute": "always"},
+    {"overlap": False, "rendezvous": True},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_both_stages_in_one_process_each(mode: dict[str, Any], two_ranks: Ranks) -> None:
+    """Before the dense pipeline, and in its midst, where what passes by has gradients too."""
+    check(two_ranks, "looped_bfs", 1, 2, mode)
+    check(two_ranks, "gpipe", 3, 3, mode, n_steps=1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_two_replicas_of_two_processes(schedule: str, four_ranks: Ranks) -> None:
+    """Embeddings on ranks 0 and 2; backwards whole and split."""
+    check(four_ranks, schedule, 2, 2, {})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_in_the_midst_of_a_pipeline(schedule: str, two_ranks: Ranks) -> None:
+    check(two_ranks, schedule, 3, 3, {})
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_bags_with_padding(combiner: str, two_ranks: Ranks) -> None:
+    check(two_ranks, "looped_bfs", 1, 2, {}, bag=3, combiner=combiner, padding_key=0)
+
+
+def test_sparse_gradients_of_rows(two_ranks: Ranks) -> None:
+    check(two_ranks, "looped_bfs", 1, 2, {}, sparse=True)
+
+
+def test_bytes_of_exchanges(two_ranks: Ranks) -> None:
+    """Of each key once: what one replica asks the other for, and gets."""
+    found = check(two_ranks, "looped_bfs", 1, 2, {})
+    _, all_keys, _ = batch(sum(SIZES), 0)
+    asked: list[list[int]] = []  # keys that each replica asks the other for, by micro-batch
+    for replica, keys in enumerate(all_keys.split(SIZES)):
+        parts = [{(t, k) for row in part.tolist() for t, k in enumerate(row)}
+                 for part in keys.tensor_split(K)]  # fmt: skip
+        asked.append([sum(k % REPLICAS != replica for _, k in part) for part in parts])
+    for nbytes in (rank["nbytes"] for rank in found):
+        for replica in range(REPLICAS):
+            of_keys, of_rows = asked[replica], asked[1 - replica]
+            assert nbytes["counts", replica] == [8] * K
+            assert nbytes["keys", replica] == [4 * n for n in of_keys]
+            assert nbytes["vectors", replica] == [4 * DIM * n for n in of_rows]
+            assert nbytes["gradients", replica] == [4 * DIM * n for n in of_keys]
+
+
+@pytest.mark.parametrize("n_steps", [1, 2])
+def test_gradients_add_up_without_an_optimizer(n_steps: int, two_ranks: Ranks) -> None:
+    """Of every process's rows alike."""
+    options = {"n_devices": 1, "n_stages": 2, "lowering": {"step": "none"}, "optimizer": False}
+    found = two_ranks.run(steps, schedule="looped_bfs", n_steps=n_steps, **options)
+    wanted = unsplit(1, 0, None)
+    for rank in found:
+        for own, its in zip(rank["grads"], wanted["grads"], strict=True):
+            torch.testing.assert_close(own, n_steps * its)
+
+
+def validated(processes: px.Processes) -> dict[str, Any]:
+    """Predict and measure a step."""
+    weights, bottom, top = model()
+    graph = lowered("looped_bfs", 1, 2)
+    embedding = px.ShardedEmbedding.from_full(weights, processes)
+    stages = [px.EmbeddingStage(embedding), Rest(bottom, top)]
+    validation = px.validate(
+        stages, {"step": graph}, ["cpu"], mse, iter([share(processes, graph)] * 3),
+        n_steps=2, warm_up=1, processes=processes,
+    )  # fmt: skip
+    row, costs = validation.rows["step"], validation.costs
+    return {
+        "complete": bool(row.measured.complete and row.predicted.complete),
+        "exchanges": [getattr(costs, f"exchange_{name}") for name in EXCHANGES],
+        "parameters": costs.parameter_bytes,
+        "rows": embedding.weight.nbytes,
+    }
+
+
+@pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
+def test_a_step_is_predicted_from_measured_exchanges(two_ranks: Ranks) -> None:
+    """Parameters are those that a process holds."""
+    for rank in two_ranks.run(validated):
+        assert rank["complete"]
+        for seconds in rank["exchanges"]:
+            assert seconds[0] > 0
+            assert seconds[1] == 0
+        assert rank["parameters"][0] == rank["rows"]
+
+
+def test_one_process_alone_has_all_rows() -> None:
+    """The graph's exchanges are then with nobody."""
+    weights, bottom, top = model()
+    graph = ps.lower(ps.schedule("1f1b", 2, K), sharded=[0])
+    embedding = px.ShardedEmbedding.from_full(weights)
+    stages = [px.EmbeddingStage(embedding), Rest(bottom, top)]
+    dense, keys, y = batch(sum(SIZES), 0)
+    sgd = lambda parameters: torch.optim.SGD(parameters, RATE)  # noqa: E731
+    with px.Pipeline(stages, graph, ["cpu"] * 2, mse, sgd) as pipeline:
+        losses = [pipeline.step((dense, keys), y).loss.item() for _ in range(2)]
+    wanted = unsplit(2, 0, None)
+    assert losses == pytest.approx(wanted["losses"], rel=1e-5)
+    torch.testing.assert_close(embedding.full_weight(), wanted["tables"])
+    for stage in (bottom, top):
+        name = "bottom" if stage is bottom else "top"
+        torch.testing.assert_close([p.detach() for p in stage.parameters()], wanted[name])
+
+
+def test_gradients_of_the_mean_over_processes_are_refused() -> None:
+    """Losses of a pipeline are weighted over the whole batch, so that its gradients are sums."""
+    weights, bottom, top = model()
+    graph = ps.lower(ps.schedule("1f1b", 2, K), sharded=[0])
+    stages = [
+        px.EmbeddingStage(px.ShardedEmbedding.from_full(weights, gradients="mean")),
+        Rest(bottom, top),
+    ]
+    with pytest.raises(ArgumentError, match=r"stage 0.*gradients='mean'.*leave gradients out"):
+        px.Pipeline(stages, graph, ["cpu"] * 2, mse)

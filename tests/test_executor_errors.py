@@ -27,8 +27,6 @@ from pipesim.errors import (
     StageError,
     UnknownNameError,
 )
-from pipesim.ops import Op
-from pipesim.tasks import StreamKind, Tasks
 from pipesim.timeline import Timeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -476,16 +474,30 @@ def test_skip_connections_are_refused() -> None:
             make(graph=graph, devices=devices)
 
 
-def test_operations_that_need_many_processes_are_refused() -> None:
+def test_sharded_optimizers_are_refused() -> None:
     """With the operation named, and no worker left behind."""
     workers = threading.active_count()
-    ops = np.array([Op.F, Op.B, Op.ALL_TO_ALL])
-    zeros = np.zeros(3, dtype=np.int64)
-    stream = np.full(3, StreamKind.COMPUTE)
-    graph = ps.TaskGraph.build(Tasks(ops, zeros, zeros, np.array([0, 0, -1]), stream))
-    with pytest.raises(ArgumentError, match="0ALL_TO_ALL cannot be run; lower without"):
-        make(stages=[nn.Linear(16, 16)], graph=graph, devices=["cpu"])
+    graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, shard_optimizer=True)
+    message = "0UNSHARD cannot be run: a sharded optimizer is simulated, not run; lower without sh"
+    with pytest.raises(ArgumentError, match=message):
+        make(stages=[nn.Linear(16, 16)], graph=graph, devices=["cpu"] * 2)
     assert threading.active_count() == workers
+
+
+def test_sharded_stages_that_are_no_embeddings_are_refused() -> None:
+    graph = ps.lower(ps.schedule("gpipe", 2, 2), sharded=[0])
+    message = r"stage 0 sharded, but its module is a Linear; give pipeexec\.EmbeddingStage"
+    with pytest.raises(ArgumentError, match=message):
+        make(stages=[nn.Linear(16, 16), nn.Linear(16, 16)], graph=graph)
+
+
+def test_too_few_samples_for_all_replicas() -> None:
+    """One process takes the batch of all."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2), n_replicas=2)
+    message = "inputs have 3 samples, too few for 4 micro-batches, 2 of each of 2 replicas; give a"
+    subject = make(graph=graph, devices=["cpu"] * 4)
+    with subject, pytest.raises(ArgumentError, match=message):
+        subject.step(*data(3))
 
 
 def test_a_closed_pipeline_says_so() -> None:

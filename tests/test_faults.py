@@ -44,7 +44,13 @@ CASES: dict[Fault, str] = {
     r"in step 1: device 0 before 0B\d .*, waiting for 0RECV_B\d from device 1;",
     Fault("kill", 0, "0B1", n_ranks=3): "rank 0.* was lost; rank 0 was in 0B1",
     Fault("kill", 2, "2F1", n_ranks=3): "rank 2 was lost; .*meanwhile rank 0 .*; rank 1 ",
-    Fault("kill", 1, "1REDUCE_GRAD", schedule="chimera"): "rank 1 was in 1REDUCE_GRAD",
+    Fault("kill", 1, "1REDUCE_GRAD", schedule="chimera"): "rank 1 was in .*1REDUCE_GRAD",
+    Fault("kill", 1, "1REDUCE_GRAD", devices=2, replicas=2): "rank 1 was in .*1REDUCE_GRAD .*; me",
+    Fault("kill", 1, "0ALL_TO_ALL2.keys", devices=2, replicas=2, sharded=True): "rank 1 was in 0ALL"
+    r"_TO_ALL2\.keys \(.*meanwhile rank 0 in step 1: device 0 in 0ALL_TO_ALL2\.keys",
+    Fault("sleep", 0, "0ALL_TO_ALL2.vectors", devices=2, replicas=2, sharded=True): "0ALL_TO_ALL2."
+    "vectors hangs .*rank 0, .* no task has ended for 5 s; meanwhile rank 1 .* in 0ALL_TO_ALL2.vec",
+    Fault("raise", 1, "0B1", devices=2, replicas=2): "0B1 failed .*on purpose; meanwhile rank 0",
     Fault("kill", 1): "rank 1 was lost; last seen rank 1 between steps|between tasks of step",
     Fault("stop", 1, "1F2", launcher=True): "rank 1 has given no sign of life for 5 s; rank 1 was",
     Fault("stop", 0, "0F2"): "rank 0, which held the store, was lost; rank 0 was in 0F2",

@@ -222,6 +222,7 @@ def train(
             whole = subject.gather(result)
             losses.append(whole.loss)
         check_whole(result, whole, processes, here)
+        assert {s for s in given if s is not None} <= {*subject.modules}, "a copy is trained"
         modules = dict(enumerate(subject.modules))
     return {
         "losses": losses,
