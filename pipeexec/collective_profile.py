@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeexec.gradient_sync import buckets
 from pipeexec.shares import Shares
 from pipesim.collective_costs import Buckets
 from pipesim.graph import TaskGraph
@@ -62,30 +61,48 @@ def n_buckets(graphs: Iterable[TaskGraph]) -> int:
     return max((int(g.part[g.op == Op.REDUCE_GRAD].max(initial=-1)) + 1 for g in graphs), default=0)
 
 
-def measured_buckets(pipeline: Pipeline, steps: Sequence[StepResult], n: int) -> Buckets:
+def measured_buckets(
+    pipeline: Pipeline,
+    own: Sequence[StepResult],
+    whole: Sequence[StepResult],
+    seconds: Sequence[float],
+    network: Network,
+    n: int,
+) -> Buckets:
     """Return the buckets of each stage; all processes must call this.
 
-    ``steps`` are of this process alone. A stage without gradients has its bytes evenly.
+    Parameters
+    ----------
+    own, whole
+        Steps with bucketed gradients: what this process measured, and gathered from all.
+    seconds
+        Of REDUCE_GRAD of all gradients of each stage.
+    network, n
+        Whose latency each bucket has, and how many there are.
     """
-    graph = pipeline.graph
+    graph = whole[0].timeline.graph
     shape = graph.n_stages, n
-    sizes, shares, counts = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    for stage, module in enumerate(pipeline.modules[: graph.n_stages]):
-        for bucket, parameters in enumerate(buckets(module, n)):
-            sizes[stage, bucket] = sum(p.nbytes for p in parameters)
-    for step in steps:
+    shares, counts, lasted = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    for step in own:
         for task, share in step.milestones.items():
-            at = int(step.timeline.graph.stage[task]), int(step.timeline.graph.part[task])
+            at = int(graph.stage[task]), int(graph.part[task])
             shares[at] += share
             counts[at] += 1
-    sizes, shares, counts = (
+    shares, counts = (
         np.array(pipeline.total(table.ravel().tolist())).reshape(shape)
-        for table in (sizes, shares, counts)
+        for table in (shares, counts)
     )
-    whole = sizes.sum(axis=1, keepdims=True)
-    parts = np.divide(sizes, whole, out=np.full(shape, 1 / n), where=whole > 0)
     done = np.divide(shares, counts, out=np.ones(shape), where=counts > 0).clip(0, 1)
-    return tuple(
-        tuple(zip(row.tolist(), ends.tolist(), strict=True))
-        for row, ends in zip(parts, done, strict=True)
-    )
+    tasks = np.flatnonzero(graph.op == Op.REDUCE_GRAD)
+    at_tasks = graph.stage[tasks], graph.part[tasks]
+    np.add.at(lasted, at_tasks, np.mean([each.timeline.duration[tasks] for each in whole], axis=0))
+    n_members = np.zeros(shape)
+    np.add.at(n_members, at_tasks, 1)
+    lasted = np.divide(lasted, n_members, out=np.zeros(shape), where=n_members > 0)
+    found = []
+    for stage, (of_stage, ends) in enumerate(zip(lasted, done, strict=True)):
+        least = network.all_reduce(0.0, np.unique(graph.homes[:, stage]))
+        beyond = np.maximum(of_stage - least, 0.0) / max(seconds[stage] - least, 1e-9)
+        parts = beyond / min(1.0, beyond.sum()) if beyond.sum() > 0 else np.full(n, 1 / n)
+        found.append(tuple(zip(parts.tolist(), ends.tolist(), strict=True)))
+    return tuple(found)

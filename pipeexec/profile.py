@@ -34,6 +34,7 @@ from pipeexec.link_fit import fits, network_of, with_fits
 from pipeexec.link_speed import measure_transfers, pairs_of
 from pipeexec.profile_files import load_profile, plot_transfers, save_profile
 from pipeexec.run_directory import command, read_record, write_directory
+from pipesim.collective_costs import Buckets
 from pipesim.costs import DURATION_OF, Costs
 from pipesim.errors import AccuracyWarning, check_count
 from pipesim.graph import TaskGraph
@@ -195,7 +196,7 @@ class Calibration:
         )
         self.steps: list[StepResult] = []
         self.alone: list[StepResult] = []
-        self.filled: list[StepResult] = []  # of bucketed gradients, in this process
+        self.filled: list[tuple[StepResult, StepResult]] = []  # of bucketed gradients; own, whole
         self.optimizer_bytes: tuple[float, ...] = ()
 
     def _run(self, pipeline: Pipeline, batch: tuple[Batch, ...]) -> StepResult:
@@ -209,6 +210,8 @@ class Calibration:
             for _ in range(n_steps):
                 self.loaded.step(*self.batch)
                 self.isolated.step(*self.one)
+                if self.bucketed:
+                    self.bucketed.step(*self.one)
 
     def step(self) -> None:
         """Run and keep one step under load, and one micro-batch alone."""
@@ -216,7 +219,9 @@ class Calibration:
             self.steps.append(self._run(self.loaded, self.batch))
             self.alone.append(self._run(self.isolated, self.one))
             if self.bucketed:
-                self.filled.append(self.bucketed.step(*self.one))
+                self.pipeline.align()
+                own = self.bucketed.step(*self.one)
+                self.filled.append((own, self.bucketed.gather(own)))
             # Now, since optimizers have no state before their first step.
             self.optimizer_bytes = _optimizer_bytes(self.pipeline)
 
@@ -248,6 +253,13 @@ class Calibration:
         once = self._with_graph(self._schedule(1, 1))
         once.know(self.loaded)
         return once.left_bytes(*self.one)[: once.graph.n_stages]
+
+    def _buckets(self, costs: Costs) -> Buckets | None:
+        if not self.filled:
+            return None
+        own, whole = zip(*self.filled, strict=True)
+        seconds = costs.per_stage("reduce_grad", whole[0].timeline.graph.n_stages).tolist()
+        return measured_buckets(self.pipeline, own, whole, seconds, costs.network, self.n_buckets)
 
     def result(self) -> Profile:
         """Return the costs that the steps so far show."""
@@ -287,12 +299,11 @@ class Calibration:
             network=network_of(transfers, fitted, (run.timeline for run in self.steps)),
             output_bytes=tuple(output_bytes(self.steps[-1].timeline).tolist()),
             **collective_seconds([run.timeline for run in self.steps]),
-            buckets=measured_buckets(self.pipeline, self.filled, self.n_buckets)
-            if self.n_buckets
-            else None,
         )
         costs = replace(
-            with_stage_bytes(costs, self.pipeline), optimizer_bytes=self.optimizer_bytes
+            with_stage_bytes(costs, self.pipeline),
+            optimizer_bytes=self.optimizer_bytes,
+            buckets=self._buckets(costs),
         )
         table = pd.DataFrame(rows).set_index(["op", "stage"])
         _warn_of_poor_accuracy(table)

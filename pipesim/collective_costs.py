@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import CostsError, number
+from pipesim.errors import CostsError
 from pipesim.graph import TaskGraph
 from pipesim.network import Network
 from pipesim.ops import COLLECTIVES, EXCHANGES, Op
@@ -16,7 +17,8 @@ from pipesim.ops import COLLECTIVES, EXCHANGES, Op
 __all__ = ["Buckets", "CollectiveCosts", "Priced", "checked_buckets", "with_links"]
 
 Floats = NDArray[np.float64]
-#: Of each stage, its buckets: share of the bytes, and of the backward when it is complete.
+#: Of each stage, its buckets: share of the bytes, or of the seconds as they were measured, which
+#: sum to more where overlap slows them; and share of the backward when it is complete.
 Buckets = tuple[tuple[tuple[float, float], ...], ...]
 #: Bytes of a count.
 _COUNT = 8
@@ -150,7 +152,7 @@ def checked_buckets(buckets: object) -> Buckets | None:
     Raises
     ------
     CostsError
-        For anything but pairs of shares, 0 to 1, of which those of the bytes sum to 1.
+        For anything but pairs of shares, the second 0 to 1, of which the first sum to at least 1.
     """
     if buckets is None:
         return None
@@ -165,13 +167,15 @@ def checked_buckets(buckets: object) -> Buckets | None:
             f"as [[(0.5, 0.4), (0.5, 1.0)]], got {buckets!r}"
         ) from None
     for index, stage in enumerate(stages):
-        values = [number(x) for pair in stage for x in pair]
-        if not all(x is not None and 0 <= x <= 1 for x in values):
-            raise CostsError(f"buckets of stage {index} must be shares, 0 to 1, got {stage!r}")
-        if stage and abs(sum(a for a, _ in stage) - 1) > 1e-6:
+        if not all(0 <= a < math.inf and 0 <= b <= 1 for a, b in stage):
+            raise CostsError(
+                f"buckets of stage {index} must be shares >= 0, those of the backward at most 1, "
+                f"got {stage!r}"
+            )
+        if stage and sum(a for a, _ in stage) < 1 - 1e-6:
             raise CostsError(
                 f"buckets of stage {index} have {sum(a for a, _ in stage):g} of its bytes; give "
-                "shares that sum to 1"
+                "shares that sum to 1, or more where they are of measured seconds"
             )
     return stages
 

@@ -190,8 +190,9 @@ class Costs:
         Bytes that a sharded stage of one replica asks for in one micro-batch: of keys, and of their
         vectors (``output_bytes``, if not given), which gradients are as many of.
     buckets
-        Of each stage, its buckets of gradients as pairs: the share of the bytes, and the share of
-        the last backward after which the bucket is complete. None: even shares of both.
+        Of each stage, its buckets of gradients as pairs: the share of the bytes, or of the seconds
+        of ``reduce_grad`` as measured beside a backward, which may sum to more than 1; and the
+        share of the last backward after which the bucket is complete. None: even shares of both.
     skip_bytes
         Bytes that each skip connection carries for one micro-batch, and its gradient on the way
         back: one number for all, or a mapping from ``(source, target)`` stages, which is kept as
