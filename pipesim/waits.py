@@ -102,6 +102,8 @@ def let_go(timeline: Timeline, shares: NDArray[np.float64] | None = None) -> NDA
     # Draws aside, a bucket that starts at once does so at this very moment.
     near = np.abs(made - start[buckets]) <= _ROUNDING * timeline.makespan
     made = np.minimum(np.where(near, start[buckets], made), end[backward])
+    behind = graph.stream[buckets] == graph.stream[backward]  # the stream itself comes to it later
+    made = np.where(behind, end[backward], made)
     # All members of a collective wait for what each of them needs.
     label = np.where(graph.group >= 0, graph.group, len(graph) + np.arange(len(graph)))
     cells, of = np.unique(label[buckets] * len(graph) + backward, return_inverse=True)

@@ -127,13 +127,6 @@ def test_weights_are_no_activations() -> None:
         assert max(held) <= max(devices) < held[0] + held[2]
 
 
-def test_data_parallel_replicas_are_refused() -> None:
-    """They would take micro-batches of their own."""
-    graph = ps.lower(ps.schedule("gpipe", 2, 2), n_replicas=2)
-    with pytest.raises(ArgumentError, match="2 replicas, some of them data-parallel"):
-        pipeline(cut(dense(2), [1, 1]), graph)
-
-
 def test_one_path_of_several_can_be_run_alone() -> None:
     """A pipeline on two paths also runs a graph of the first; not one of other places."""
     with pipeline(cut(dense(2), [1, 1]), ps.lower(CHIMERA)) as subject:
