@@ -180,6 +180,7 @@ class GradientAccumulation:
         """
         if self._state != "outside":
             raise ExecutionError("flush was called within a block of microbatch(); call it after")
+        self.has_stepped = False
         if not self._n_done:
             return False
         self._check_gradients()

@@ -102,7 +102,9 @@ def measured_buckets(
     found = []
     for stage, (of_stage, ends) in enumerate(zip(lasted, done, strict=True)):
         least = network.all_reduce(0.0, np.unique(graph.homes[:, stage]))
-        beyond = np.maximum(of_stage - least, 0.0) / max(seconds[stage] - least, 1e-9)
-        parts = beyond / min(1.0, beyond.sum()) if beyond.sum() > 0 else np.full(n, 1 / n)
+        parts = np.full(n, 1 / n)
+        if seconds[stage] > least:
+            beyond = np.maximum(of_stage - least, 0.0) / (seconds[stage] - least)
+            parts = beyond / min(1.0, beyond.sum()) if beyond.sum() > 0 else parts
         found.append(tuple(zip(parts.tolist(), ends.tolist(), strict=True)))
     return tuple(found)

@@ -43,6 +43,7 @@ class DeferredBatchNorm(_BatchNorm):
         self.chunks = chunks
         self.counter = 0  # values of a channel so far
         self.tracked = 0  # micro-batches so far
+        self._before: list[Tensor] | None = None  # the statistics that this mini-batch has changed
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
@@ -70,8 +71,20 @@ class DeferredBatchNorm(_BatchNorm):
     def begin(self, chunks: int) -> None:
         """Begin a mini-batch of so many micro-batches; let go of what one that failed has left."""
         self.chunks = chunks
+        self._before = None
         if self.tracked:
             self._restart()
+
+    def undo(self) -> None:
+        """Forget a mini-batch whose forward failed after all of it had come by here."""
+        if self._before is not None:
+            for statistic, before in zip(self._statistics(), self._before, strict=True):
+                statistic.copy_(before)
+        self._before = None
+
+    def _statistics(self) -> list[Tensor]:
+        found = (self.running_mean, self.running_var, self.num_batches_tracked)
+        return [x for x in found if x is not None]
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -100,6 +113,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     def _commit(self) -> None:
         """Update the running statistics by those of the mini-batch; the variance is unbiased."""
+        self._before = [x.clone() for x in self._statistics()]
         assert isinstance(self.num_batches_tracked, Tensor)
         assert isinstance(self.running_mean, Tensor)
         assert isinstance(self.running_var, Tensor)

@@ -39,7 +39,7 @@ from pipeexec.embedding_stage import (
     check_keys,
 )
 from pipeexec.failures import last_of, raise_failure
-from pipeexec.gradient_sync import settle
+from pipeexec.gradient_sync import give_back, settle
 from pipeexec.messages import set_step
 from pipeexec.meter import Meter
 from pipeexec.parts import Part, whole
@@ -94,7 +94,7 @@ class StepResult:
         Of all replicas.
     milestones
         Share of the last backward, 0 to 1, after which the gradients of each bucket of this process
-        were there; by the number of its REDUCE_GRAD.
+        were there; by the number of its REDUCE_GRAD. Empty once gathered.
     """
 
     losses: tuple[Tensor, ...]
@@ -475,6 +475,8 @@ class Pipeline:
         """Let go of a step."""
         for slot in list(run.reduced):  # of graphs without STEP
             settle(run, slot)
+        if run.handed:
+            give_back(run)
         self._run = None
         self.n_steps += 1
         if run.abandoned or (run.failure is not None and self.processes is not None):

@@ -231,7 +231,12 @@ class GPipe(nn.Module):
         repeats = several and bool(tracked) and any(recomputed) and not self._others_draw
         before = machine.random_states() if repeats else None
         call = Call(Work(machine, recomputed, seed, tracked), self._stream())
-        made = call.run(inputs, microbatches, atomic)
+        try:
+            made = call.run(inputs, microbatches, atomic)
+        except BaseException:
+            for norm in self._batch_norms:  # those of early partitions may have seen all of it
+                norm.undo()
+            raise
         if before is not None and machine.take_back_draws(before):
             # A partition draws that did not draw before, so that nobody knows what: once more.
             call.forget()

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from pipeexec.reduction import summed
 from pipeexec.run import Planned, Run
+from pipesim.errors import ExecutionError
 
 __all__ = [
     "Work",
     "buckets",
+    "give_back",
     "handing_over",
     "marking",
     "reduce_gradients",
@@ -71,7 +73,17 @@ def _watched(
     for number in reached:
         reach[number]()
 
-    def note(bucket: int, _: Tensor) -> None:
+    seen: set[int] = set()
+
+    def note(bucket: int, parameter: Tensor) -> None:
+        if id(parameter) in seen:
+            raise ExecutionError(
+                f"a backward made the gradient of a parameter of shape {tuple(parameter.shape)} "
+                "more than once, as torch.utils.checkpoint(use_reentrant=True) does, so that "
+                "nobody can tell when its bucket is complete; give use_reentrant=False, or lower "
+                'with grad_sync="last"'
+            )
+        seen.add(id(parameter))
         left[bucket] -= 1
         if not left[bucket]:
             reached.add(bucket)
@@ -123,7 +135,7 @@ def reduce_gradients(run: Run, task: Planned) -> None:
         del run.handed[slot, task.microbatch]
     for gradient in (x for row in gradients for x in row if x is not None):
         task.device.adopt(gradient, task.stream)  # made on another stream
-        run.nbytes[task.id] += gradient.numel() * gradient.element_size()
+    _note_bytes(run, task, gradients)
     sums = summed(gradients, lists[0], task.members)
     for number, (slot, parameters) in enumerate(zip(task.copies, lists, strict=True)):
         totals = [
@@ -137,6 +149,22 @@ def reduce_gradients(run: Run, task: Planned) -> None:
             parameter.grad = total
 
 
+def _note_bytes(run: Run, task: Planned, gradients: list[list[Tensor | None]]) -> None:
+    """Note the bytes that each local copy brings; of sparse gradients, of their rows."""
+    graph = run.graph
+    members = graph.collectives[int(graph.group[task.id])]
+    slots = (graph.replica[members] * graph.n_stages + graph.stage[members]).tolist()
+    for slot, row in zip(task.copies, gradients, strict=True):
+        member = int(members[slots.index(slot)])
+        run.nbytes[member] = sum(_size(x) for x in row if x is not None)
+
+
+def _size(gradient: Tensor) -> int:
+    if gradient.is_sparse:
+        return gradient._values().nbytes + gradient._indices().nbytes
+    return gradient.nbytes
+
+
 def _parameters(run: Run, slot: int, task: Planned) -> list[nn.Parameter]:
     if task.part < 0:
         return list(run.modules[slot].parameters())
@@ -148,8 +176,21 @@ def _added(before: list[Tensor | None] | None, more: list[Tensor | None]) -> lis
     if before is None:
         return more
     return [
-        y if x is None else x if y is None else x.add_(y) for x, y in zip(before, more, strict=True)
+        y if x is None else x if y is None else y + x if x.is_sparse else x.add_(y)
+        for x, y in zip(before, more, strict=True)
     ]
+
+
+def give_back(run: Run) -> None:
+    """Add what was handed over and not reduced, in a step that failed, to the gradients again."""
+    for slot, _ in list(run.handed):
+        settle(run, slot)
+    for (slot, _), gradients in run.handed.items():
+        parameters = list(run.modules[slot].parameters())
+        total = _added([p.grad for p in parameters], gradients)
+        for parameter, gradient in zip(parameters, total, strict=True):
+            parameter.grad = gradient
+    run.handed.clear()
 
 
 def settle(run: Run, slot: int) -> None:

@@ -157,9 +157,8 @@ class Run:
         self.zero = start = perf_counter()
         if self.processes is not None:
             self.slate[0] = self.number
+        self.leaders = {task.id: task.leader for task in tasks if task.leader >= 0}
         for task in tasks:
-            if task.leader >= 0:
-                self.leaders[task.id] = task.leader
             stream = task.stream
             for needed in task.waits:
                 stream.wait_event(ended[needed])  # type: ignore[arg-type]  # issued before

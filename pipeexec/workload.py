@@ -65,7 +65,7 @@ def add_workload(
         "devices of its own (default: 1)")  # fmt: skip
     add("--grad-sync", type=words, default=["last"], help="when replicas sum their gradients "
         "(default: last; of last,every,bucketed)")  # fmt: skip
-    add("--buckets", type=int, default=4, help="of a stage, with bucketed (default: 4)")
+    add("--n-buckets", type=int, default=4, help="of a stage, with bucketed (default: 4)")
     add("--schedules", type=words, default=list(schedules), help="names or files, all with the "
         f"same stages on the same devices (default: {','.join(schedules)})")  # fmt: skip
     add("--recompute", type=words, default=list(recompute), help=f"modes (default: "
@@ -193,7 +193,8 @@ def _devices(
 def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[str, TaskGraph]:
     """Return the rows: every schedule under every recompute mode."""
     import pipesim
-    from pipesim.errors import check_count
+    from pipesim.errors import check_count, check_name
+    from pipesim.graph import GRAD_SYNC
     from pipesim.schedule_names import info_of
 
     if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:
@@ -206,6 +207,8 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
             f"{several} devices cannot be shared by {n_replicas} replicas; give a multiple of "
             f"{n_replicas}"
         )
+    for name in arguments.grad_sync:
+        check_name("grad_sync", name, GRAD_SYNC)
     syncs = arguments.grad_sync if n_replicas > 1 else arguments.grad_sync[:1]
     n_devices = _count(
         arguments, "stages", "devices", lambda: several // n_replicas or _balanced(arguments, infos)
@@ -217,7 +220,7 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
             recompute=recompute,
             n_replicas=n_replicas,
             grad_sync=sync,
-            n_buckets=arguments.buckets,
+            n_buckets=arguments.n_buckets,
             overlap=not arguments.no_overlap,
             hosts="one" if processes is None else "per_device",
             # Messages between processes wait for their receivers; only then it makes a difference.

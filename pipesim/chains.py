@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs import MEASURED_COLLECTIVES
 from pipesim.csr import Ints
 from pipesim.jit import kernel
 from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SENDS, TRANSFERS, Op
@@ -166,11 +167,15 @@ def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     of_task[graph.is_op(frozenset({Op.F, Op.R}))] = _WARM_UP
     of_task[role != _COMPUTES] = _BANDWIDTH
     of_task[graph.is_op(TRANSFERS) & (timeline.nbytes <= 0)] = _LATENCY
-    if timeline.costs is not None and (graph.kinds.op == Op.REDUCE_GRAD).any():
-        # Reductions that gradients of no bytes would not make shorter.
-        empty = replace(timeline.costs, parameter_bytes=0.0)
-        seconds, least = (costs.of(graph).table.duration for costs in (timeline.costs, empty))
-        pure = (graph.kinds.op == Op.REDUCE_GRAD) & (seconds == least)
+    if timeline.costs is not None and graph.kinds.is_op(COLLECTIVES).any():
+        # Collectives that no bytes would not make shorter, unless their seconds were measured.
+        measured: dict[str, Any] = dict.fromkeys(MEASURED_COLLECTIVES.values())
+        priced = replace(timeline.costs, **measured)
+        empty = replace(priced, parameter_bytes=0.0, key_bytes=0.0, vector_bytes=0.0)
+        seconds, known, least = (
+            costs.of(graph).table.duration for costs in (timeline.costs, priced, empty)
+        )
+        pure = graph.kinds.is_op(COLLECTIVES) & (known == least) & (seconds == known)
         of_task[pure[graph.kind]] = _LATENCY
     return role, of_task
 

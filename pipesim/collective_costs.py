@@ -77,12 +77,14 @@ class CollectiveCosts(NamedTuple):
                 if op == Op.ALL_TO_ALL:
                     seconds, nbytes = self._exchange(stage, part, devices)
                 else:
-                    of_bytes = 1.0
+                    share, whole = 1.0, 1.0
                     if part >= 0:
                         parts = self._buckets(stage, int(n_buckets[stage]))
-                        of_bytes, priced.share[of] = parts[part]
+                        share, priced.share[of] = parts[part]
+                        whole = sum(of_bytes for of_bytes, _ in parts)
                     halves = stage in unsharded
-                    seconds, nbytes = self._reduction(op, stage, of_bytes, devices, halves)
+                    seconds, nbytes = self._reduction(op, stage, share, devices, halves)
+                    nbytes /= whole  # shares of measured seconds may sum to more than 1
                 priced.duration[of], priced.nbytes[of] = seconds, nbytes
             if nbytes > 0:
                 name = "all_to_all" if (kinds.op[members] == Op.ALL_TO_ALL).any() else (

@@ -370,7 +370,7 @@ class Costs:
             raise ArgumentError(f"placement must be a pipesim.Placement, got {placement!r}")
         stages = np.array(placement.device_of)
         share = np.bincount(stages)[stages]
-        changed = {}
+        changed: dict[str, Any] = {}
         for name in VALUE_FIELDS:
             value = getattr(self, name)
             if value is None or (name in ("launch", "output_bytes") and isinstance(value, float)):
@@ -383,6 +383,9 @@ class Costs:
             of_device = np.broadcast_to(np.array(value, dtype=float), placement.n_devices)
             whole = of_device[stages]
             changed[name] = whole if name in ("launch", "output_bytes") else whole / share
+        buckets = checked_buckets(self.buckets)
+        if buckets is not None and len(buckets) == placement.n_devices:
+            changed["buckets"] = tuple(buckets[device] for device in placement.device_of)
         return replace(self, **changed)
 
     def to_dict(self) -> dict[str, Any]:

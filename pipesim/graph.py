@@ -543,6 +543,8 @@ class TaskGraph:
             values.append(before[self.pair[sends]])
         if len(self.collectives):
             own = CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(self))
+            sizes = np.diff(self.collectives.ptr).astype(np.float64)
+            check_memory("what members of collectives wait for", int(32 * (sizes**2).sum()))
             for number in range(len(self.collectives)):
                 members = self.collectives[number]
                 # Of each stream the last, since that has the others before it.

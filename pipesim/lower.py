@@ -25,6 +25,7 @@ from pipesim.verify import compute_listing, verify, verify_listing
 __all__ = ["lower"]
 
 Recompute = Literal["never", "always", "except_last"]
+_MOST_BUCKETS = 1000
 RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "except_last")
 
 
@@ -157,6 +158,8 @@ def lower(
     pairs = checked_skips(skips, schedule.n_stages)
     reduces = n_replicas * schedule.placement.n_paths > 1
     n_buckets = check_count("n_buckets", n_buckets)
+    if n_buckets > _MOST_BUCKETS:
+        raise ArgumentError(f"n_buckets must be at most {_MOST_BUCKETS}, got {n_buckets}")
     collectives = Collectives(
         buckets=reduces * (n_buckets if grad_sync == "bucketed" else 1),
         each=grad_sync == "every",

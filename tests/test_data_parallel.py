@@ -154,6 +154,7 @@ def _steps(
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         result = pipeline.step(x, y)
     of_gradients = [call for call in calls.call_args_list if call.args[0].is_floating_point()]
+    assert calls.call_count == 2 * len(of_gradients)  # before each, what there is is agreed on
     losses.append(float(pipeline.gather(result).loss))
     weights = {s: [p.detach().clone() for p in stages[s].parameters()] for s in own}
     pipeline.close()
