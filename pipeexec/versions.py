@@ -60,7 +60,8 @@ class Versions:
         """Choose the weights that F of a micro-batch sees."""
         version = self.newest
         if self.double_buffered:
-            version = max(0, microbatch // self.batch_size - 1)
+            # Without optimizer steps the first version is the only one.
+            version = min(self.newest, max(0, microbatch // self.batch_size - 1))
         self.in_flight[microbatch] = version
 
     def of(self, microbatch: int) -> dict[str, nn.Parameter]:

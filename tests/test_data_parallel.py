@@ -238,12 +238,12 @@ def arguments(command: str, name: str, folder: str, more: str = "") -> list[str]
 
 def command_line(processes: px.Processes, folder: str) -> list[int]:
     """Profile, train and validate; each command joins and leaves by itself."""
-    modes = "--grad-sync every,last,bucketed --buckets 2"
+    modes = "--grad-sync every,last,bucketed --n-buckets 2"
     return [
         main(arguments("profile", "costs", folder, modes)),
         main(
             arguments(
-                "run", "run", folder, f"--grad-sync bucketed --buckets 2 --costs {folder}/costs"
+                "run", "run", folder, f"--grad-sync bucketed --n-buckets 2 --costs {folder}/costs"
             )
         ),
         main(arguments("validate", "modes", folder, f"{modes} --recompute never")),
