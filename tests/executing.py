@@ -298,6 +298,9 @@ def assert_order_respected(
         ready = np.where(is_message, timeline.start[waits.values], ready)
         if graph.rendezvous:
             begun = np.where(is_message, timeline.end[waits.rows], begun)
+    # Buckets, and with them all members of their collective, need a part of their backward.
+    partly = np.isin(waits.values, graph.during) & (graph.group[waits.rows] >= 0)
+    ready = np.where(partly, timeline.start[waits.values], ready)
     late = ready > begun + slack
     wrong = [f"{graph.task(int(waits.rows[k]))} before {graph.task(int(waits.values[k]))}"
              for k in np.flatnonzero(late)]  # fmt: skip
