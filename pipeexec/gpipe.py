@@ -46,6 +46,9 @@ from pipesim.timeline import Timeline
 
 __all__ = ["GPipe"]
 
+#: Held while a module's workers are made: a lock of the module's own could not be copied with it.
+_MAKING = threading.Lock()
+
 
 class GPipe(nn.Module):
     """A sequential module in partitions on several devices, which micro-batches pass through.
@@ -213,7 +216,7 @@ class GPipe(nn.Module):
                 "as many samples of each, along the first dimension"
             )
         inputs = tuple(x.to(self.devices[0], non_blocking=True) for x in tensors)
-        self._machine = self._machine or self._made()
+        self._ready()
         is_atomic, outputs = self._run(inputs, not isinstance(input, tuple))
         return outputs[0] if is_atomic else outputs
 
@@ -281,6 +284,12 @@ class GPipe(nn.Module):
         check_name("checkpoint", self.checkpoint, RECOMPUTE)
         n = {"always": m, "except_last": m - 1, "never": 0}[self.checkpoint] if self.training else 0
         return [i < n for i in range(m)]
+
+    def _ready(self) -> Machine:
+        """Return the workers and streams, made on first use; several threads may be the first."""
+        with _MAKING:
+            self._machine = self._machine or self._made()
+        return self._machine
 
     def _made(self) -> Machine:
         """Return the workers and streams."""
@@ -356,7 +365,7 @@ class GPipe(nn.Module):
     @contextmanager
     def metered(self) -> Iterator[list[Meter]]:
         """Count, in this block, the bytes that each partition holds for its backward."""
-        self._machine = machine = self._machine or self._made()
+        machine = self._ready()
         weights = [*self.parameters(), *self.buffers()]
         meters = [Meter(weights) for _ in machine.stages]
         with metered(machine.stages, meters):
