@@ -220,7 +220,9 @@ class Stage:
         Others have had theirs from I.
         """
         deferred = self._activations[microbatch].deferred
-        return None if deferred is None else deferred.parameters()
+        if deferred is None or self.versions is not None:  # whose weights are not the module's
+            return None
+        return deferred.parameters()
 
     def begin(self) -> None:
         """Begin a step: the weights are as they are now."""
