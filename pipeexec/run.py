@@ -235,7 +235,9 @@ class Run:
         if task.id in self.gone:
             self.gone[task.id].fire()
         for bucket in range(task.n_parts) if task.part < 0 else ():
-            self.milestones[task.id, bucket][1]()
+            event, reach = self.milestones[task.id, bucket]
+            if not event.passed():  # the work may have got so far before it failed
+                reach()
 
     def take(self, task: int) -> Values:
         """Return what ``task`` produced, and let go of it."""

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from executing import cut, data, dense, mse
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pipeexec as px
 import pipesim as ps
 from pipeexec.cli import main
 from pipeexec.models import build_model
 from pipeexec.replica_batches import replica_batches, replicas_of
+from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
@@ -132,6 +134,76 @@ def test_buckets_are_complete_before_the_backward_is(schedule: str) -> None:
     assert 0 < shares[0] < shares[1] < shares[2] < shares[3] <= 1
     bucket = result.timeline.frame.query("op == 'REDUCE_GRAD'")
     assert bucket["part"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+class Twice(nn.Module):
+    """A layer whose gradient a backward makes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.layer.bias
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def test_a_gradient_that_is_made_twice_is_refused_in_buckets() -> None:
+    """Nobody can tell when it is complete; reduced after the backward, it is right."""
+    x, y = data(8)
+    for mode in ("last", "bucketed"):
+        graph = lowered("gpipe", 1, 2, grad_sync=mode, n_buckets=2, step="none")
+        with px.Pipeline([Twice()], graph, ["cpu"] * 2, mse) as pipeline:
+            if mode == "last":
+                assert pipeline.step(x, y).timeline.complete
+                continue
+            with pytest.raises(StageError, match=r"more than once, .*use_reentrant=False"):
+                pipeline.step(x, y)
+
+
+class Table(nn.Module):
+    """Looks up rows, whose gradient is sparse; for a first sample below 0 all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(6, 16, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.rows(x.abs()[:, 0].long().clamp(max=5))
+        return found + self.rows.weight.sum(0) if x[0, 0] < 0 else found
+
+
+@pytest.mark.parametrize("signs", [(1, -1), (-1, 1), (1, 1)])
+def test_sparse_and_dense_gradients_of_micro_batches_add_up(signs: tuple[int, int]) -> None:
+    """Summed one by one, whichever comes first."""
+    x, y = data(8)
+    x = x.abs() * torch.tensor(signs).repeat_interleave(2).repeat(2)[:, None]
+    found = []
+    for mode in ("last", "every"):
+        torch.manual_seed(0)
+        table = Table()
+        graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, grad_sync=mode, step="none")
+        with px.Pipeline([table], graph, ["cpu"] * 2, mse) as pipeline:
+            pipeline.step(x, y)
+        found.append(table.rows.weight.grad.to_dense())
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("mode", ["last", "every"])
+def test_a_failed_step_keeps_the_gradients_of_earlier_ones(mode: Any) -> None:
+    """Without an optimizer they add up, and a step that fails adds to them at most."""
+    x, y = data(8)
+    stage = nn.Sequential(nn.Linear(16, 16))
+    graph = lowered("gpipe", 1, 2, grad_sync=mode, step="none")
+    with px.Pipeline([stage], graph, ["cpu"] * 2, lambda a, b: mse(a, b)) as pipeline:
+        pipeline.step(x, y)
+        before = stage[0].weight.grad.clone()
+        pipeline.loss_fn = lambda a, b: (a / 0).sum().item()  # no tensor: refused
+        with pytest.raises(StageError):
+            pipeline.step(x, y)
+        torch.testing.assert_close(stage[0].weight.grad, before)
 
 
 def _steps(
