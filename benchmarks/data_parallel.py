@@ -15,8 +15,9 @@ from __future__ import annotations
 import argparse
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import _machine as machine
 import _ranks
@@ -58,13 +59,11 @@ def linear(processes: px.Processes, n_steps: int, repeat: int) -> px.Validation:
         )
         for mode in ("every", "last", "bucketed")
     }
-    return px.validate(
+    return _validated(
         [nn.Sequential(*layers)],
         graphs,
-        ["cpu"],
         nn.functional.mse_loss,
         batches(),
-        lambda parameters: torch.optim.SGD(parameters, 1e-3),
         n_steps=n_steps,
         repeat=repeat,
         processes=processes,
@@ -87,17 +86,30 @@ def recommender(processes: px.Processes, n_steps: int, repeat: int) -> px.Valida
         sharded=[0],
         hosts="per_device",
     )
-    return px.validate(
+    return _validated(
         model.stages(processes),
         {"sharded embedding": graph},
-        ["cpu"],
         nn.functional.binary_cross_entropy_with_logits,
         batches(),
-        lambda parameters: torch.optim.SGD(parameters, 1e-3),
         n_steps=n_steps,
         repeat=repeat,
         processes=processes,
     )
+
+
+def _validated(
+    stages: Sequence[nn.Module],
+    graphs: Mapping[str, ps.TaskGraph],
+    loss: Any,
+    batches: Batches,
+    **options: Any,
+) -> px.Validation:
+    """Validate on one device a process, with SGD."""
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, 1e-3)
+
+    return px.validate(stages, graphs, ["cpu"], loss, batches, sgd, **options)
 
 
 def run(folder: str, n_steps: int, repeat: int) -> None:

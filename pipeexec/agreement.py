@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from pipeexec.copies import Elsewhere
 from pipeexec.devices import Device, RemoteDevice
-from pipeexec.paths import Elsewhere
 from pipeexec.processes import Processes
 from pipeexec.signatures import Signature, from_json, output_signature, signature, to_json
 from pipeexec.stage import Values

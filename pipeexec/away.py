@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from pipeexec import transfer
 from pipeexec.channels import Channel, Expected, Route, Sent
-from pipeexec.devices import Device, RemoteDevice
+from pipeexec.devices import Device, RemoteDevice, ranks_of
 from pipeexec.messages import Content, header
 from pipeexec.processes import Processes
 from pipeexec.run import Planned, Run
@@ -28,7 +28,7 @@ def connected(
 ) -> list[Planned]:
     """Return the tasks of this process with what other processes have to do with them."""
     own = {d: x for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)}
-    ranks = [x.rank if isinstance(x, RemoteDevice) else processes.rank for x in devices]
+    ranks = ranks_of(devices, processes.rank)
     routes = _routes(graph, ranks)
     processes.open(routes.values(), graph.n_devices, list(own.values()))
     here = {task.id for task in tasks}

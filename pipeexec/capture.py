@@ -33,9 +33,9 @@ from pipeexec.capturable import (
     check_state,
     imprint,
 )
+from pipeexec.copies import follow
 from pipeexec.cuda import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.devices import Device
-from pipeexec.paths import follow
 from pipeexec.run import Planned, Run
 from pipeexec.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError

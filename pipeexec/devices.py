@@ -383,3 +383,8 @@ def parse(name: DeviceLike) -> torch.device:
     elif device.type != "cpu":
         raise ArgumentError(f"{name!r} cannot run stages yet; use 'cpu' or 'cuda:0'")
     return device
+
+
+def ranks_of(devices: Sequence[Device], own: int) -> list[int]:
+    """Return the rank of the process that each device is of; ``own`` is this one's."""
+    return [x.rank if isinstance(x, RemoteDevice) else own for x in devices]

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeexec.batches import Batch
 from pipeexec.key_exchange import Exchange
 from pipeexec.sharded_embedding import ShardedEmbedding
 from pipeexec.signatures import Entry, Signature
@@ -76,16 +75,18 @@ def check_embedding(module: nn.Module | None, stage: int, ranks: Sequence[int]) 
         )
 
 
-def check_keys(modules: Iterable[nn.Module], inputs: Batch, n_microbatches: int) -> None:
+def check_keys(modules: Iterable[nn.Module], microbatches: Sequence[Values]) -> None:
     """Raise `ArgumentError` for keys of a batch that are no rows, before any of them is sent.
 
-    ``modules`` are all replicas of the first stage, of which one at most is in this process.
+    ``modules`` are all replicas of the first stage, of which one at most is in this process, and
+    so are ``microbatches``, which are empty where another has them.
     """
-    keys = inputs[-1] if isinstance(inputs, tuple) else inputs
+    given = [values for values in microbatches if values]
     for embedding in (x.embedding for x in modules if isinstance(x, EmbeddingStage)):
-        for microbatch, part in enumerate(keys.tensor_split(n_microbatches)):
+        for microbatch, (*_, keys) in enumerate(given):
+            assert keys is not None
             try:
-                embedding.check(part)
+                embedding.check(keys)
             except ArgumentError as error:
                 raise ArgumentError(f"stage 0, micro-batch {microbatch}: {error}") from error
 

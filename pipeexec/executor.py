@@ -30,8 +30,9 @@ from pipeexec.away import expected_messages
 from pipeexec.batches import Batch
 from pipeexec.capture import Captured
 from pipeexec.channels import Expected
+from pipeexec.copies import Elsewhere, check_hooks, follow, placed
 from pipeexec.ddp_stage import check_ddp
-from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices
+from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices, ranks_of
 from pipeexec.embedding_stage import (
     EmbeddingStage,
     ShardedStage,
@@ -43,7 +44,6 @@ from pipeexec.gradient_sync import give_back, settle
 from pipeexec.messages import set_step
 from pipeexec.meter import Meter
 from pipeexec.parts import Part, whole
-from pipeexec.paths import Elsewhere, check_hooks, follow, placed
 from pipeexec.plan import plan
 from pipeexec.preserved import preserved
 from pipeexec.processes import Processes
@@ -61,6 +61,7 @@ from pipesim.errors import (
     number,
 )
 from pipesim.graph import TaskGraph
+from pipesim.ops import Op
 from pipesim.timeline import Timeline
 from pipesim.verify import verify
 
@@ -90,8 +91,6 @@ class StepResult:
     clock_error
         The most that times of two devices can be wrong against each other (s), from how their
         clocks were joined; 0 where they have one clock. See `pipeexec.clocks`.
-    n_microbatches
-        Of all replicas.
     milestones
         Share of the last backward, 0 to 1, after which the gradients of each bucket of this process
         were there; by the number of its REDUCE_GRAD. Empty once gathered.
@@ -104,8 +103,13 @@ class StepResult:
     part: Part | None = None
     n_losses: int = 1
     clock_error: float = 0.0
-    n_microbatches: int = 1
     milestones: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def n_microbatches(self) -> int:
+        """Number of micro-batches, of all replicas."""
+        graph = self.timeline.graph
+        return int(((graph.op == Op.F) & (graph.stage == 0)).sum())
 
     @cached_property
     def loss(self) -> Tensor:
@@ -219,7 +223,7 @@ class Pipeline:
             here = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
             _check_stages(stages, graph, here)
             check_ddp(stages, graph.n_replicas)
-            ranks = [d.rank if isinstance(d, RemoteDevice) else own for d in self.devices]
+            ranks = ranks_of(self.devices, own)
             for stage in graph.sharded:
                 if any(here[stage :: graph.n_stages]):
                     check_embedding(stages[stage], stage, [ranks[d] for d in graph.homes[:, stage]])
@@ -307,13 +311,9 @@ class Pipeline:
         other = copy.copy(self)
         with nullcontext() if self.processes is None else self.processes.guard():
             other._set_graph(graph)
-        other.know(self)
-        return other
-
-    def know(self, other: Pipeline) -> None:
-        """Take over what another pipeline's first steps have shown of the stages they share."""
         for mine, its in zip(self.stages, other.stages, strict=False):
-            mine.is_random, mine.modifies_input = its.is_random, its.modifies_input
+            its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
+        return other
 
     def _finish(self, replica: int, output: object, microbatch: int) -> Tensor:
         """Return the weighted loss of a micro-batch, and note it."""
@@ -415,7 +415,6 @@ class Pipeline:
             part=part,
             n_losses=run.n_losses,
             clock_error=run.clock_error,
-            n_microbatches=len(run.losses),
             milestones=run.milestone_shares(self._plan),
         )
 
@@ -449,8 +448,8 @@ class Pipeline:
             timeout=self.timeout,
             processes=self.processes,
         )
-        if inputs is not None and 0 in sharded:  # others get their keys from the stage before
-            check_keys(self.modules[:: self.graph.n_stages], inputs, self.graph.n_microbatches)
+        if 0 in sharded:  # others get their keys from the stage before
+            check_keys(self.modules[:: self.graph.n_stages], run.inputs)
         if self.processes is not None:
             run.expected = self._expected(run, self.processes)
             set_step((message.head for message in run.expected.values()), run.number)
@@ -559,7 +558,6 @@ class Pipeline:
             part,
             result.n_losses,
             part.clock_error,
-            result.n_microbatches,
         )
 
     def total(self, values: Sequence[float]) -> list[float]:

@@ -47,17 +47,17 @@ def buckets(module: nn.Module, n: int) -> list[list[nn.Parameter]]:
     return found
 
 
-def marking(work: Work, n: int) -> Work:
-    """Return a backward that marks when each of ``n`` buckets of its stage has its gradients."""
-    return partial(_mark, work, n)
+def marking(work: Work) -> Work:
+    """Return a backward that marks when each bucket of its stage has its gradients."""
+    return partial(_mark, work)
 
 
-def _mark(work: Work, n: int, run: Run, task: Planned) -> None:
-    reach = [run.milestones[task.id, bucket][1] for bucket in range(n)]
+def _mark(work: Work, run: Run, task: Planned) -> None:
+    reach = [run.milestones[task.id, bucket][1] for bucket in range(task.marks)]
     pending = task.stage.pending(task.microbatch)
     of_buckets = [
         [p for p in bucket if p.requires_grad and (pending is None or id(p) in pending)]
-        for bucket in buckets(task.stage.module, n)
+        for bucket in _buckets(run, task.slot, task.marks)
     ]
     with _watched(of_buckets, reach):
         work(run, task)
@@ -168,7 +168,14 @@ def _size(gradient: Tensor) -> int:
 def _parameters(run: Run, slot: int, task: Planned) -> list[nn.Parameter]:
     if task.part < 0:
         return list(run.modules[slot].parameters())
-    return buckets(run.modules[slot], task.n_parts)[task.part]
+    return _buckets(run, slot, task.n_parts)[task.part]
+
+
+def _buckets(run: Run, slot: int, n: int) -> list[list[nn.Parameter]]:
+    """Return the buckets of a stage, found once a step: by the backward, which comes first."""
+    if slot not in run.buckets:
+        run.buckets[slot] = buckets(run.modules[slot], n)
+    return run.buckets[slot]
 
 
 def _added(before: list[Tensor | None] | None, more: list[Tensor | None]) -> list[Tensor | None]:

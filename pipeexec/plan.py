@@ -17,6 +17,7 @@ from pipeexec.work import WORK
 from pipesim.errors import ArgumentError
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS, Op
+from pipesim.tasks import Task
 
 __all__ = ["plan"]
 
@@ -69,7 +70,8 @@ def plan(
     )
     here = np.array([not isinstance(x, RemoteDevice) for x in devices])[graph.device]
     during = {t: int(graph.during[t]) for t in np.flatnonzero(graph.during >= 0).tolist()}
-    n_parts = {(graph.stage[t], graph.replica[t]): int(graph.part[t]) + 1 for t in during}
+    marks = {backward: int(graph.part[t]) + 1 for t, backward in during.items()}  # the last counts
+    reduced = frozenset(np.unique(graph.stage[graph.op == Op.REDUCE_GRAD]).tolist())
     planned = []
     for index in np.flatnonzero(here).tolist():
         task = graph.task(index)
@@ -83,7 +85,8 @@ def plan(
         planned.append(
             Planned(
                 id=index,
-                work=_work(graph, index, during),
+                work=_work(task, marks.get(index, 0),
+                           hands_over=graph.grad_sync == "every" and task.stage in reduced),
                 stream=devices[task.device].stream(task.stream, blocks=group >= 0),
                 device=devices[task.device],
                 stage=stages[slot],
@@ -99,25 +102,20 @@ def plan(
                 ),
                 part=task.part,
                 leader=others[0] if others else -1,
-                n_parts=n_parts.get((task.stage, task.replica), 0)
-                if index in during or index in during.values() else 0,
+                marks=marks.get(index, 0),
+                n_parts=marks.get(during.get(index, -1), 0),
                 milestones=tuple((t, task.part) for t in partly),
             )
         )  # fmt: skip
     return planned if processes is None else connected(graph, planned, devices, processes)
 
 
-def _work(graph: TaskGraph, index: int, during: Mapping[int, int]) -> Work:
+def _work(task: Task, marks: int, hands_over: bool) -> Work:
     """Return what a task does; a backward, also what the reduction of its gradients needs."""
-    op = Op(graph.op[index])
-    work = WORK[op]
-    if index in during.values():
-        stage = graph.stage == graph.stage[index]
-        return marking(work, 1 + int(graph.part[stage & (graph.op == Op.REDUCE_GRAD)].max()))
-    each = graph.grad_sync == "every" and op in (Op.B, Op.W)
-    if each and (graph.op[graph.stage == graph.stage[index]] == Op.REDUCE_GRAD).any():
-        return handing_over(work)
-    return work
+    work = WORK[task.op]
+    if marks:
+        return marking(work)
+    return handing_over(work) if hands_over and task.op in (Op.B, Op.W) else work
 
 
 def _source(graph: TaskGraph, index: int) -> int:

@@ -225,11 +225,13 @@ class Calibration:
             # Now, since optimizers have no state before their first step.
             self.optimizer_bytes = _optimizer_bytes(self.pipeline)
 
-    def _with_graph(self, schedule: Schedule, **options: Any) -> Pipeline:
+    def _with_graph(
+        self, schedule: Schedule, known: Pipeline | None = None, **options: Any
+    ) -> Pipeline:
+        """Return a pipeline that runs a schedule on all replicas, and knows what another does."""
         pipeline = self.pipeline
-        return pipeline.with_graph(
-            lowered_like(pipeline.graph, schedule, pipeline.shares, **options)
-        )
+        graph = lowered_like(pipeline.graph, schedule, pipeline.shares, **options)
+        return (known or pipeline).with_graph(graph)
 
     def _schedule(self, n_microbatches: int, split: int) -> Schedule:
         placement = base_placement(self.pipeline.graph)
@@ -241,8 +243,9 @@ class Calibration:
     @cached_property
     def held_bytes(self) -> list[int]:
         """Bytes of activations that each stage holds for one micro-batch."""
-        once = self._with_graph(breadth_first(base_placement(self.pipeline.graph), 1))
-        once.know(self.loaded)  # a first forward is given copies
+        schedule = breadth_first(base_placement(self.pipeline.graph), 1)
+        # Not of `pipeline`, which may not have run yet: a first forward is given copies.
+        once = self._with_graph(schedule, self.loaded)
         return once.held_bytes(*self.one)[: once.graph.n_stages]
 
     @cached_property
@@ -250,8 +253,7 @@ class Calibration:
         """Bytes that each stage holds for one micro-batch between I and W; 0 without them."""
         if not self.splits:
             return [0] * self.pipeline.graph.n_stages
-        once = self._with_graph(self._schedule(1, 1))
-        once.know(self.loaded)
+        once = self._with_graph(self._schedule(1, 1), self.loaded)
         return once.left_bytes(*self.one)[: once.graph.n_stages]
 
     def _buckets(self, costs: Costs) -> Buckets | None:

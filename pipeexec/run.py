@@ -52,7 +52,8 @@ class Planned(NamedTuple):
     copies: tuple[int, ...]
     sample: int  # number of the micro-batch through all replicas' shares of the batch
     part: int = -1  # bucket of gradients
-    n_parts: int = 0  # buckets of the stage, for those of a reduction and who makes them
+    n_parts: int = 0  # how many there are
+    marks: int = 0  # buckets that a backward marks
     milestones: tuple[tuple[int, int], ...] = ()  # backwards and buckets that it waits for
     leader: int = -1  # the member of its collective that does the work of those of this process
     # What other processes have to do with it; see `pipeexec.away`.
@@ -101,16 +102,18 @@ class Run:
         for number, label in zip(here, moved(labels, last), strict=True):
             one = not isinstance(targets, tuple)
             self.targets[number] = (label[0] if label else None) if one else label
-        self.sizes = shares.agree(
+        sizes = shares.agree(
             [] if inputs is None else sizes, [] if targets is None else sizes, processes
         )
-        self.weights = _weights(self.sizes, shares, graph.n_batches) if is_mean else [1.0] * m
+        self.weights = _weights(sizes, shares, graph.n_batches) if is_mean else [1.0] * m
         self.n_losses = graph.n_batches if is_mean else 1
         self.losses: list[Tensor | None] = [None] * m
         self.values: list[Values | None] = [None] * len(graph)
         #: Gradients of micro-batches that are summed one by one; sums so far, by stage.
         self.handed: dict[tuple[int, int], list[Tensor | None]] = {}
         self.reduced: dict[int, list[Tensor | None]] = {}
+        #: Parameters of each stage in buckets, once they were asked for.
+        self.buckets: dict[int, list[list[nn.Parameter]]] = {}
         #: Events within backwards, by task and bucket, and what lets them pass.
         self.milestones: dict[tuple[int, int], tuple[Event, Callable[[], object]]] = {}
         self.clock: clocks.Clocks | None = None
@@ -164,7 +167,7 @@ class Run:
                 stream.wait_event(ended[needed])  # type: ignore[arg-type]  # issued before
             for milestone in task.milestones:
                 stream.wait_event(self.milestones[milestone][0])
-            for bucket in range(task.n_parts) if task.part < 0 else ():
+            for bucket in range(task.marks):
                 self.milestones[task.id, bucket] = stream.milestone()
             if task.meet is not None:
                 stream.submit(partial(self._guarded, task, task.meet, False))
@@ -234,7 +237,7 @@ class Run:
         """Let what waits for a message go on that will not be sent."""
         if task.id in self.gone:
             self.gone[task.id].fire()
-        for bucket in range(task.n_parts) if task.part < 0 else ():
+        for bucket in range(task.marks):
             event, reach = self.milestones[task.id, bucket]
             if not event.passed():  # the work may have got so far before it failed
                 reach()

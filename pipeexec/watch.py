@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipesim.errors import PeerError
-from pipesim.ops import COLLECTIVES, TRANSFERS
+from pipesim.ops import COLLECTIVES, TRANSFERS, Action
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -365,16 +365,6 @@ class _Silent:
         raise RuntimeError("the store does not answer")
 
 
-#: What waits for other processes: operations between two, and among many.
-_COLLECTIVES = {op.name for op in COLLECTIVES}
-_BETWEEN = _COLLECTIVES | {op.name for op in TRANSFERS}
-
-
-def _op(task: str) -> str:
-    """Return the name of the operation in the text of a task."""
-    return task.lstrip("0123456789").partition(".")[0].rstrip("0123456789<>")
-
-
 def stalled(everyone: list[Status], timeout: float) -> Failure:
     """Return the failure of a step in which nothing moves, naming who holds it up.
 
@@ -383,20 +373,17 @@ def stalled(everyone: list[Status], timeout: float) -> Failure:
     what devices wait for is told beside it.
     """
     step = max(s.step for s in everyone)
-    running = [
-        (status, head)
+    begun = [
+        (Action.parse(head.task).op, status, head)
         for status in everyone
         for head in status.heads
-        if status.in_step and head.running and not _BETWEEN & {_op(head.task)}
+        if status.in_step and head.running
     ]
-    together = [
-        (status, head)
-        for status in everyone
-        for head in status.heads
-        if status.in_step and head.running and _op(head.task) in _COLLECTIVES
-    ]
+    # Those that do not wait for another process, and then, if nobody is away, those that do.
+    running = [x for x in begun if x[0] not in TRANSFERS | COLLECTIVES]
+    together = [x for x in begun if x[0] in COLLECTIVES]
     if running or (together and all(status.in_step for status in everyone)):
-        status, head = (running or together)[0]
+        _, status, head = (running or together)[0]
         return Failure(
             "stalled",
             status.rank,

@@ -17,15 +17,20 @@ from pipeexec.channels import Lost
 from pipeexec.embedding_stage import ShardedStage
 from pipeexec.gradient_sync import reduce_gradients, settle
 from pipeexec.run import Planned, Run
+from pipeexec.stage import Values
 from pipesim.ops import EXCHANGES, Op
 
 __all__ = ["WORK"]
 
 
+def _given(run: Run, task: Planned) -> Values:
+    """Return what a task takes: another's result, or a micro-batch of the batch."""
+    return run.inputs[task.sample] if task.source < 0 else run.take(task.source)
+
+
 def _forward(run: Run, task: Planned) -> None:
-    values = run.inputs[task.sample] if task.source < 0 else run.take(task.source)
     values = task.stage.forward(
-        task.microbatch, values, run.seed_of(task), task.recomputed, task.split
+        task.microbatch, _given(run, task), run.seed_of(task), task.recomputed, task.split
     )
     if task.stage.finish is None:
         run.values[task.id] = values
@@ -88,10 +93,10 @@ def _lost(group: ProcessGroup | None, error: Exception) -> Lost:
 
 
 def _exchange(run: Run, task: Planned) -> None:
-    values = run.inputs[task.sample] if task.source < 0 else run.take(task.source)
     assert isinstance(task.stage, ShardedStage)
+    values, name = _given(run, task), EXCHANGES[task.part]
     with _among(task.members):
-        run.values[task.id] = task.stage.exchange(EXCHANGES[task.part], task.microbatch, values)
+        run.values[task.id] = task.stage.exchange(name, task.microbatch, values)
     run.nbytes[task.id] = task.stage.sent
 
 

@@ -169,13 +169,11 @@ def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     of_task[graph.is_op(TRANSFERS) & (timeline.nbytes <= 0)] = _LATENCY
     if timeline.costs is not None and graph.kinds.is_op(COLLECTIVES).any():
         # Collectives that no bytes would not make shorter, unless their seconds were measured.
-        measured: dict[str, Any] = dict.fromkeys(MEASURED_COLLECTIVES.values())
-        priced = replace(timeline.costs, **measured)
-        empty = replace(priced, parameter_bytes=0.0, key_bytes=0.0, vector_bytes=0.0)
-        seconds, known, least = (
-            costs.of(graph).table.duration for costs in (timeline.costs, priced, empty)
-        )
-        pure = graph.kinds.is_op(COLLECTIVES) & (known == least) & (seconds == known)
+        without: dict[str, Any] = dict.fromkeys(MEASURED_COLLECTIVES.values())
+        without |= dict.fromkeys(("parameter_bytes", "key_bytes", "vector_bytes"), 0.0)
+        empty = replace(timeline.costs, **without)
+        seconds, least = (costs.of(graph).table.duration for costs in (timeline.costs, empty))
+        pure = graph.kinds.is_op(COLLECTIVES) & (seconds == least)
         of_task[pure[graph.kind]] = _LATENCY
     return role, of_task
 

@@ -347,9 +347,8 @@ class Costs:
             for name, field in MEASURED_COLLECTIVES.items()
             if getattr(self, field) is not None
         }
-        buckets = checked_buckets(self.buckets)
         return CollectiveCosts(
-            self.network, self.all_reduce, parameter, key, vector, measured, buckets
+            self.network, self.all_reduce, parameter, key, vector, measured, self.buckets
         )
 
     def in_chunks(self, placement: Placement) -> Costs:
@@ -383,9 +382,8 @@ class Costs:
             of_device = np.broadcast_to(np.array(value, dtype=float), placement.n_devices)
             whole = of_device[stages]
             changed[name] = whole if name in ("launch", "output_bytes") else whole / share
-        buckets = checked_buckets(self.buckets)
-        if buckets is not None and len(buckets) == placement.n_devices:
-            changed["buckets"] = tuple(buckets[device] for device in placement.device_of)
+        if self.buckets is not None and len(self.buckets) == placement.n_devices:
+            changed["buckets"] = tuple(self.buckets[device] for device in placement.device_of)
         return replace(self, **changed)
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -234,14 +234,19 @@ def ended(case: Callable[[px.Processes], None], processes: px.Processes) -> tupl
     return "no error", time.monotonic() - began
 
 
+def assert_said(found: list[tuple[str, float]], expected: Sequence[str]) -> None:
+    """Check what `ended` returned in each rank: the error, at once."""
+    for (message, seconds), pattern in zip(found, expected, strict=True):
+        assert re.match(pattern, message, re.DOTALL), message
+        assert seconds < PROMPT, message
+
+
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
 def test_every_process_says_what_is_wrong_at_once(
     case: Callable[[px.Processes], None], two_ranks: Ranks
 ) -> None:
     found = two_ranks.run(refused, timeout=TIMEOUT, name=case.__name__)
-    for (message, seconds), expected in zip(found, REFUSED[case], strict=True):
-        assert re.match(expected, message, re.DOTALL), message
-        assert seconds < PROMPT, message
+    assert_said(found, REFUSED[case])
 
 
 def closed_after_a_failure(processes: px.Processes) -> list[str]:
