@@ -22,8 +22,6 @@ __all__ = ["Peers"]
 _PATIENCE = 120.0
 #: Where the store says that groups are unlike.
 _APART = "pipeexec/apart"
-#: Seconds in which a process whose connection broke ends; the connection breaks first.
-_GONE = 1.0
 
 
 class Peers:
@@ -139,12 +137,7 @@ class Peers:
 
     def lost(self, error: RuntimeError, what: str) -> Lost:
         """Return what a collective's error means: which process is gone, where that is known."""
-        gone: list[int] = []
-        end = time.monotonic() + _GONE
-        while self._recorder is not None and time.monotonic() < end:
-            if gone := self._recorder.gone():
-                break
-            time.sleep(0.01)
+        gone = [] if self._recorder is None else self._recorder.gone_soon()
         first = (str(error) or type(error).__name__).splitlines()[0]
         cause = RuntimeError(f"in the exchange of {what}: {first}")
         return Lost(self.ranks[gone[0]] if gone else -1, cause)

@@ -32,8 +32,6 @@ __all__ = ["Processes"]
 
 #: Seconds that processes have to come to their first step, at least.
 _START = 120.0
-#: Seconds in which a process whose connection broke ends; the connection breaks first.
-_GONE = 1.0
 #: Seconds that who holds the store waits for the others to leave.
 _GOODBYE = 2.0
 
@@ -168,9 +166,7 @@ class Processes:
 
     def blame(self, error: Lost) -> tuple[int, str]:
         """Return the process that was lost where a connection broke, and what is known of it."""
-        end = time.monotonic() + _GONE
-        while not (gone := self.recorder.gone()) and time.monotonic() < end:
-            time.sleep(0.01)  # a connection breaks a little before its process has ended
+        gone = self.recorder.gone_soon()
         rank = error.rank if error.rank in gone or not gone else gone[0]
         if rank < 0:
             return rank, str(error)

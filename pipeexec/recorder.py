@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,8 @@ from pipesim.errors import ExecutionError
 
 __all__ = ["Recorder"]
 
+#: Seconds in which a process whose connection broke ends.
+_GONE = 1.0
 _WORDS = 512
 _BYTES = 8 * _WORDS
 
@@ -90,6 +93,16 @@ class Recorder:
         for handle in ranks:
             poll.register(handle, select.POLLIN)
         return sorted(ranks[handle] for handle, _ in poll.poll(0))
+
+    def gone_soon(self) -> list[int]:
+        """Return what `gone` does, once there is one; a connection breaks before its process ends.
+
+        Waits no longer than that takes.
+        """
+        end = time.monotonic() + _GONE
+        while not (gone := self.gone()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return gone
 
     def kill(self, rank: int) -> None:
         """End a process of this machine that does not answer, and may be stopped."""
