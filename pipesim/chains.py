@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import MEASURED_COLLECTIVES
 from pipesim.csr import Ints
 from pipesim.jit import kernel
 from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SENDS, TRANSFERS, Op
 from pipesim.timeline import Timeline
-from pipesim.waits import held_links, issue_times, let_go, message_latency
+from pipesim.waits import collective_latency, held_links, issue_times, let_go, message_latency
 
 __all__ = ["Cause", "seconds_of_causes"]
 
@@ -118,9 +116,9 @@ def _gaps(timeline: Timeline) -> _Gaps:
 class _Chain(NamedTuple):
     """When each task was on the chain, for which cause, and what it waited for before that.
 
-    A RECV that ends with its message is there from the end of its SEND. ``landed`` is where a
-    message's bytes end and its latency begins, ``ready`` when the task ``before`` let go,
-    ``queued`` when the last message ended that it waited behind.
+    A RECV that ends with its message is there from the end of its SEND. ``landed`` is where the
+    bytes of a message or a collective end and its latency begins, ``ready`` when the task
+    ``before`` let go, ``queued`` when the last message ended that it waited behind.
     """
 
     start: Floats
@@ -146,7 +144,8 @@ def _chain(timeline: Timeline) -> _Chain:
     late = (start > np.maximum(np.maximum(ready, queued), issued)) & (held >= 0)
     queued[late] = np.maximum(queued[late], end[held[late]])
 
-    landed, recv = end.copy(), np.flatnonzero((role == _RECV) & (graph.pair >= 0))
+    landed = np.maximum(start, end - collective_latency(timeline))
+    recv = np.flatnonzero((role == _RECV) & (graph.pair >= 0))
     recv = recv[end[graph.pair[recv]] + latency[recv] > start[recv]]
     sent, tail = end[graph.pair[recv]], end[recv] - latency[recv]
     slower = (of_task[recv] == _BANDWIDTH) & (tail > sent + _ROUNDING * timeline.makespan)
@@ -167,14 +166,6 @@ def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     of_task[graph.is_op(frozenset({Op.F, Op.R}))] = _WARM_UP
     of_task[role != _COMPUTES] = _BANDWIDTH
     of_task[graph.is_op(TRANSFERS) & (timeline.nbytes <= 0)] = _LATENCY
-    if timeline.costs is not None and graph.kinds.is_op(COLLECTIVES).any():
-        # Collectives that no bytes would not make shorter, unless their seconds were measured.
-        without: dict[str, Any] = dict.fromkeys(MEASURED_COLLECTIVES.values())
-        without |= dict.fromkeys(("parameter_bytes", "key_bytes", "vector_bytes"), 0.0)
-        empty = replace(timeline.costs, **without)
-        seconds, least = (costs.of(graph).table.duration for costs in (timeline.costs, empty))
-        pure = graph.kinds.is_op(COLLECTIVES) & (seconds == least)
-        of_task[pure[graph.kind]] = _LATENCY
     return role, of_task
 
 

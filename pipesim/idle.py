@@ -35,8 +35,8 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     ============== =============================================================================
     column         seconds on the chain in which
     ============== =============================================================================
-    bandwidth      a message's bytes, or a collective, are under way
-    latency        a message is under way beyond its bytes
+    bandwidth      a message's bytes, or a collective's, are under way
+    latency        a message or a collective is under way beyond its bytes
     contention     a message that could leave waits: for another on its stream or on a link, or
                    for its rendezvous partner; or a collective waits for a link
     host           a task is not issued yet (as the launch costs have it), or nothing happens
@@ -61,7 +61,7 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     stage that has more to do, unless replicas of the stage show what is usual. Without costs,
     links and launch costs are not known (contention for links counts as host), and latency is the
     shortest that a message of its kind took. What a message takes beyond its latency is bandwidth,
-    if it has bytes.
+    if it has bytes. A collective whose seconds were measured is bandwidth.
 
     Returns
     -------

@@ -223,6 +223,14 @@ class Network:
             return np.empty((1, 0), dtype=np.int64)
         return links(self._router, members, n_devices)
 
+    def unlimited(self) -> Network:
+        """Return this network with endless bandwidth: what is left is latency."""
+        nodes = self.nodes
+        if nodes is not None:
+            nodes = replace(nodes, port_bandwidth=math.inf, nic_bandwidth=math.inf)
+        links = tuple(replace(link, bandwidth=math.inf) for link in self.links)
+        return replace(self, bandwidth=math.inf, links=links, nodes=nodes)
+
     @classmethod
     def preset(cls, name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> Network:
         """Return the network of a common machine; `pipesim.machines` lists them.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs import MEASURED_COLLECTIVES
 from pipesim.csr import CSR, Ints
-from pipesim.ops import RECVS, SENDS
+from pipesim.ops import COLLECTIVES, RECVS, SENDS
 from pipesim.timeline import Timeline
 
 __all__ = [
     "bucket_shares",
+    "collective_latency",
     "held_links",
     "issue_times",
     "let_go",
@@ -174,3 +179,22 @@ def message_latency(timeline: Timeline) -> NDArray[np.float64]:
     np.minimum.at(shortest, graph.kind[recv], np.fmax(took, 0.0))
     latency[recv] = shortest[graph.kind[recv]]
     return latency
+
+
+def collective_latency(timeline: Timeline) -> NDArray[np.float64]:
+    """Return what each collective would take without its bytes, 0 for other tasks.
+
+    Seconds, shape ``(len(graph),)``; 0 without costs, and where seconds of it were measured.
+    """
+    graph = timeline.graph
+    of_kind = np.zeros(len(graph.kinds))
+    rows = graph.kinds.is_op(COLLECTIVES)
+    if timeline.costs is not None and rows.any():
+        costs = timeline.costs
+        measured = (
+            name for name in MEASURED_COLLECTIVES.values() if getattr(costs, name) is not None
+        )
+        none: dict[str, Any] = dict.fromkeys(measured, 0.0)
+        empty = replace(costs, network=costs.network.unlimited(), **none)
+        of_kind[rows] = empty.of(graph).table.duration[rows]
+    return of_kind[graph.kind]
