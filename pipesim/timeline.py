@@ -243,7 +243,8 @@ class Timeline:
         """Write all tasks as CSV with the columns of `frame`, whole or not at all.
 
         And, where they are not the usual ones, `lower`'s ``rendezvous``, ``hosts``, ``grad_sync``,
-        ``skips`` and ``portals``, and ``weight_versions``, in columns of their own.
+        ``skips`` and ``portals``, and the schedule's ``n_batches`` and ``weight_versions``, in
+        columns of their own.
         """
         from pipesim.timeline_files import save
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
-from pipesim.errors import PipeError, TimelineError, check_name, suggestion
+from pipesim.errors import PipeError, TimelineError, check_count, check_name, suggestion
 from pipesim.files import write_whole
 from pipesim.graph import GRAD_SYNC, TaskGraph
 from pipesim.ops import OF_STAGES, Action, Op
@@ -51,6 +51,8 @@ def save(timeline: Timeline, path: Path | str) -> None:
     for name, value in settings.items():
         if value != _SETTINGS[name][0]:
             rows[name] = value
+    if graph.n_batches > 1:
+        rows["n_batches"] = graph.n_batches
     if graph.skips:
         rows["skips"] = " ".join(map(skip_text, graph.skips))
     write_whole(Path(path), lambda file: rows.to_csv(file, index=False))
@@ -116,14 +118,12 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         peer_stage=rows["peer_stage"].to_numpy(np.int64),
         part=rows["part"].to_numpy(np.int64),
     )
-    # Each mini-batch has optimizer steps of its own.
-    n_batches = max(1, len(np.unique(tasks.microbatch[tasks.op == Op.STEP])))
-    _check_whole(tasks, n_batches)
+    settings = _settings(rows)
+    _check_whole(tasks, settings["n_batches"])
     graph = TaskGraph.wire(
         tasks,
         name=name,
-        n_batches=n_batches,
-        **_settings(rows),
+        **settings,
         recompute="some" if (tasks.op == Op.R).any() else "never",
         overlap=bool((tasks.stream != StreamKind.COMPUTE).any()),
     )
@@ -135,16 +135,15 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
 def _settings(rows: pd.DataFrame) -> dict[str, Any]:
     """Return what a graph was lowered with, as far as its tasks do not show it."""
     found: dict[str, Any] = {}
+    for name in (*_SETTINGS, "n_batches", "skips"):
+        if name in rows:
+            found[name] = rows[name].iloc[0]
+            _check_rows(rows, rows[name] == found[name], f"has another {name} than the first")
     for name, values in _SETTINGS.items():
-        different = rows[name].unique().tolist() if name in rows else [values[0]]
-        if len(different) > 1:
-            _check_rows(rows, rows[name] == different[0], f"has another {name} than the first")
-        check_name(name, different[0], values)
-        found[name] = different[0]
-    if "skips" in rows:
-        skips = rows["skips"].iloc[0]
-        _check_rows(rows, rows["skips"] == skips, "has other skips than the first")
-        found["skips"] = [skip_from_text(text) for text in skips.split()]
+        check_name(name, found.setdefault(name, values[0]), values)
+    found["n_batches"] = int(_read(rows[:1], "n_batches", int)[0]) if "n_batches" in found else 1
+    check_count("n_batches", found["n_batches"])
+    found["skips"] = [skip_from_text(text) for text in found.get("skips", "").split()]
     return found | {name: found[name] == "True" for name in ("rendezvous", "portals")}
 
 

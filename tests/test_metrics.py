@@ -205,6 +205,8 @@ def test_critical_path(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
             others = [task]
             if graph.rendezvous and graph.pair[task] >= 0:
                 others.append(int(graph.pair[task]))
+            if graph.group[task] >= 0:
+                others.extend(graph.collectives[graph.group[task]].tolist())
             assert before is None, label
             assert start[task] == max(issued[t] for t in others), label
         elif cause == "message":

@@ -76,13 +76,13 @@ def test_one_value_a_task(timeline: ps.Timeline) -> None:
 def same(one: ps.Timeline, two: ps.Timeline) -> bool:
     """Tell whether two timelines agree bit for bit, the wiring of their graphs included."""
     a, b = one.graph, two.graph
-    columns = ("op", "device", "stage", "microbatch", "stream", "pair", "replica")
+    columns = ("op", "device", "stage", "microbatch", "stream", "pair", "replica", "part")
     return (
         all((getattr(a, column) == getattr(b, column)).all() for column in columns)
         and a.streams == b.streams
         and all(
             getattr(a, count) == getattr(b, count)
-            for count in ("n_devices", "n_stages", "n_microbatches", "n_replicas")
+            for count in ("n_devices", "n_stages", "n_microbatches", "n_replicas", "n_batches")
         )
         and all(
             (x.ptr == y.ptr).all() and (x.values == y.values).all()
@@ -388,15 +388,25 @@ def test_file_keeps_what_the_graph_is(tmp_path: Path, name: str) -> None:
     assert loaded.idle_by_cause().equals(timeline.idle_by_cause())
 
 
+def test_mini_batches_without_steps(tmp_path: Path) -> None:
+    """How many there are is saved where no STEP shows it."""
+    graph = ps.lower(ps.schedule("pipedream", 1, 2), n_replicas=2, step="none")
+    timeline = ps.simulate(graph, ps.Costs(1, 2))
+    timeline.save(tmp_path / "t.csv")
+    assert same(timeline, ps.Timeline.load(tmp_path / "t.csv"))
+
+
 def test_bad_settings_in_a_file(tmp_path: Path) -> None:
     """What is no setting, or another one further down, by its line."""
-    ps.simulate(ps.lower(ps.schedule("gpipe", 2, 1), rendezvous=True), ps.Costs(1, 1)).save(
-        tmp_path / "t.csv"
-    )
+    graph = ps.lower(ps.schedule("pipedream", 2, 2), rendezvous=True, step="none")
+    ps.simulate(graph, ps.Costs(1, 1)).save(tmp_path / "t.csv")
     text = (tmp_path / "t.csv").read_text()
     for wrong, message in (
         (text.replace("True", "maybe"), "unknown rendezvous 'maybe'"),
         (text.replace("True", "False", 1), r"line 3 .*has another rendezvous than the first"),
+        (text.replace("stashed,2", "stashed,x"), "line 2: n_batches is no number but 'x'"),
+        (text.replace("stashed,2", "stashed,0"), "n_batches must be .*, got 0"),
+        (text.replace("stashed,2", "stashed,3"), "2 micro-batches cannot be shared evenly"),
     ):
         (tmp_path / "t.csv").write_text(wrong)
         with pytest.raises(TimelineError, match=message):

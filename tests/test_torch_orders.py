@@ -135,10 +135,12 @@ def torch_reads(schedule: ps.Schedule, path: Path, form: str) -> ps.Schedule:
     runtime._load_csv(str(path), format=form)
     held = runtime.pipeline_order_with_comms
     back = px.from_torch(held, n_microbatches=schedule.n_microbatches)
-    # Its simulation has no reductions and no sharding.
-    known = {rank: [a for a in row if a.microbatch_index is not None] for rank, row in held.items()}
-    runtime.pipeline_order_with_comms = known
-    runtime._simulate()
+    if schedule.overlapped is None:
+        # Its simulation has no reductions and no sharding, and no overlapped actions.
+        runtime.pipeline_order_with_comms = {
+            rank: [a for a in row if a.microbatch_index is not None] for rank, row in held.items()
+        }
+        runtime._simulate()
     return back
 
 
