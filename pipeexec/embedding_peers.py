@@ -49,11 +49,16 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup | Processes | None) -> None:
         self._processes = group if isinstance(group, Processes) else None
         self._recorder: Recorder | None = None
-        self.group = _group_of(group)
+        self._given = group
         self.rank, self.n, self.ranks = 0, 1, [0]
-        if self.group is not None:
-            self.rank, self.n = self.group.rank(), self.group.size()
-            self.ranks = dist.get_process_group_ranks(self.group)
+        if (found := self.group) is not None:
+            self.rank, self.n = found.rank(), found.size()
+            self.ranks = dist.get_process_group_ranks(found)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None for this process alone. It is its maker's, who may end it."""
+        return _group_of(self._given)
 
     def __deepcopy__(self, memo: object) -> Peers:
         """Copies of a module have the same peers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import socket
@@ -90,7 +91,18 @@ def _find(timeout: float) -> tuple[Store, int, int]:
             # Longer than ours, which names who is waited for.
             timeout=timedelta(seconds=2 * timeout + 30),
         )
+        atexit.register(_end_groups)
     return store, rank, n_ranks
+
+
+def _end_groups() -> None:
+    """End the threads of process groups while Python still runs.
+
+    One of gloo's that lets go of a tensor only after that aborts the process (pytorch/pytorch,
+    issue 190489).
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _rendezvous(timeout: float) -> tuple[Store, int, int]:

@@ -100,6 +100,8 @@ class Processes:
         """
         name = (*ranks, backend, key)
         if name not in self._groups:
+            if self.watch.leaving:
+                raise ArgumentError("these processes were left by close(); join again")
             # Longer than our own timeout, which names who is waited for.
             patience = timedelta(seconds=2 * self.timeout + 30)
             self._groups[name] = dist.new_group(list(ranks), backend=backend, timeout=patience)
@@ -192,6 +194,8 @@ class Processes:
         for group in self._groups.values():
             if isinstance(group, dist.ProcessGroup):  # those of others are not
                 dist.destroy_process_group(group)
+        self._groups.clear()  # with the last reference their threads end
+        self._channels.clear()
         others = [f"left/{r}" for r in range(self.n_ranks) if r != self.rank]
         end = time.monotonic() + _GOODBYE
         with suppress(dist.DistError):

@@ -372,6 +372,33 @@ def test_a_lone_process_joins_itself(tmp_path: Any) -> None:
     assert "[1.5, 2.0] ['x'] <rank 0 of 1 processes>" in output
 
 
+def test_no_thread_is_left_with_tensors(tmp_path: Any) -> None:
+    """Threads of process groups end before Python does, of embeddings that are still there too."""
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import atexit, pathlib\n"
+        "def of_gloo():\n"
+        "    names = [p.read_text() for p in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
+        "    return sum('gloo_runloop' in name for name in names)\n"
+        "atexit.register(lambda: print(before - of_gloo(), 'of', before, 'ended'))\n"
+        "import torch, pipeexec as px\n"
+        "from pipesim.errors import ArgumentError\n"
+        "with px.join(5) as processes:\n"
+        "    embedding = px.ShardedEmbedding(8, 2, processes)\n"
+        "    embedding(torch.arange(4)).sum().backward()\n"
+        "    before = of_gloo()\n"
+        "try:\n"
+        "    processes.group([0], key='another')\n"
+        "except ArgumentError as error:\n"
+        "    print(error)\n"
+    )
+    statuses, (output,) = run_to_end([[str(script)]], tmp_path)
+    assert statuses == [0], output
+    assert "these processes were left by close(); join again" in output
+    # The clock's group has no tensors: it is there as long as the processes are.
+    assert "4 of 6 ended" in output
+
+
 def test_a_rank_that_does_not_come(tmp_path: Any) -> None:
     """The first says so, after its timeout."""
     script = tmp_path / "early.py"
