@@ -25,8 +25,9 @@ from pipesim.verify import compute_listing, verify, verify_listing
 __all__ = ["lower"]
 
 Recompute = Literal["never", "always", "except_last"]
-_MOST_BUCKETS = 1000
 RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "except_last")
+#: Buckets that a stage may have; each is a task.
+_MOST_BUCKETS = 1000
 
 
 def lower(

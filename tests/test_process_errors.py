@@ -358,24 +358,30 @@ def test_pipelines_with_a_wrong_timeout(timeout: Any) -> None:
         px.Pipeline(stages, graph, ["cpu"], mse, timeout=timeout)
 
 
+def printed_by(text: str, folder: Any) -> str:
+    """Return what a script printed, run to its good end by one process."""
+    script = folder / "alone.py"
+    script.write_text(text)
+    statuses, (output,) = run_to_end([[str(script)]], folder)
+    assert statuses == [0], output
+    return output
+
+
 def test_a_lone_process_joins_itself(tmp_path: Any) -> None:
     """One process is a pipeline too, with messages to nobody."""
-    script = tmp_path / "alone.py"
-    script.write_text(
+    output = printed_by(
         "import pipeexec as px\n"
         "with px.join(5) as processes:\n"
         "    processes.clock.sample()\n"
-        "    print(processes.total([1.5, 2.0]), processes.share('x'), processes)\n"
+        "    print(processes.total([1.5, 2.0]), processes.share('x'), processes)\n",
+        tmp_path,
     )
-    statuses, (output,) = run_to_end([[str(script)]], tmp_path)
-    assert statuses == [0], output
     assert "[1.5, 2.0] ['x'] <rank 0 of 1 processes>" in output
 
 
 def test_no_thread_is_left_with_tensors(tmp_path: Any) -> None:
     """Threads of process groups end before Python does, of embeddings that are still there too."""
-    script = tmp_path / "alone.py"
-    script.write_text(
+    output = printed_by(
         "import atexit, pathlib\n"
         "def of_gloo():\n"
         "    names = [p.read_text() for p in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
@@ -390,10 +396,9 @@ def test_no_thread_is_left_with_tensors(tmp_path: Any) -> None:
         "try:\n"
         "    processes.group([0], key='another')\n"
         "except ArgumentError as error:\n"
-        "    print(error)\n"
+        "    print(error)\n",
+        tmp_path,
     )
-    statuses, (output,) = run_to_end([[str(script)]], tmp_path)
-    assert statuses == [0], output
     assert "these processes were left by close(); join again" in output
     # The clock's group has no tensors: it is there as long as the processes are.
     assert "4 of 6 ended" in output
