@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from pipesim.csr import Ints
 from pipesim.engines import RECV, SEND
+from pipesim.engines.by_ids import made
 from pipesim.jit import kernel
 
 __all__ = ["events"]
@@ -106,7 +107,7 @@ def _hold(
     return begin
 
 
-@kernel(_push, _pop, _wake, _asks, _hold)
+@kernel(_push, _pop, _wake, _asks, _hold, made)
 def events(
     kind: Ints,
     stream: Ints,
@@ -185,8 +186,7 @@ def events(
                     other = during[task]
                     if end[other] < 0.0:
                         blocker = other
-                    lasts = drawn[other] if len(drawn) else duration[row[other]]
-                    begin = max(begin, start[other] + share[at] * lasts)
+                    begin = max(begin, made(task, during, share, row, duration, drawn, start))
                 if blocker < 0 and role[of] == RECV and end[pair[task]] < 0.0:
                     blocker = pair[task]
                 if blocker < 0 and role[of] == SEND and rendezvous:

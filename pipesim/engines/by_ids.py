@@ -12,7 +12,7 @@ from pipesim.csr import Ints
 from pipesim.engines import RECV, SEND
 from pipesim.jit import kernel
 
-__all__ = ["issue", "one_pass"]
+__all__ = ["issue", "made", "one_pass"]
 
 Floats = NDArray[np.float64]
 
@@ -57,7 +57,7 @@ def _hold(
     return True
 
 
-def _made(
+def made(
     task: int,
     during: Ints,
     share: Floats,
@@ -72,7 +72,7 @@ def _made(
     return float(start[before] + share[row[task]] * seconds)
 
 
-@kernel(_hold, _made)
+@kernel(_hold, made)
 def one_pass(
     kind: Ints,
     stream: Ints,
@@ -110,7 +110,7 @@ def one_pass(
         for k in range(needs_ptr[task], needs_ptr[task + 1]):
             reached = max(reached, end[needs[k]])
         if len(during) and during[task] >= 0:
-            reached = max(reached, _made(task, during, share, row, duration, drawn, start))
+            reached = max(reached, made(task, during, share, row, duration, drawn, start))
         seconds = drawn[task] if len(drawn) else duration[row[task]]
         if role[of] == RECV:  # RECV: head and tail arrive a latency after they leave (rule 4)
             late = latency[row[task]]
@@ -134,8 +134,8 @@ def one_pass(
                     for k in range(needs_ptr[member], needs_ptr[member + 1]):
                         reached = max(reached, end[needs[k]])
                     if len(during) and during[member] >= 0:
-                        made = _made(member, during, share, row, duration, drawn, start)
-                        reached = max(reached, made)
+                        done = made(member, during, share, row, duration, drawn, start)
+                        reached = max(reached, done)
                 together[number] = reached
                 held = members_ptr[number], members_ptr[number + 1], members, row, links
                 if not _hold(*held, duration, drawn, reached, link_free):
