@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeexec.stage import Values
 from pipesim.errors import ArgumentError
 
-__all__ = ["Batch", "moved", "split_batch", "split_batches"]
+__all__ = ["Batch", "check_batch", "moved", "split_batch", "split_batches"]
 
 Batch = Tensor | tuple[Tensor, ...]
 
@@ -24,6 +24,30 @@ def moved(parts: Sequence[Values], devices: Sequence[torch.device]) -> list[Valu
         else tuple(None if x is None else x.to(device, non_blocking=True) for x in part)
         for part, device in zip(parts, devices, strict=True)
     ]  # fmt: skip
+
+
+def check_batch(inputs: object, targets: object) -> None:
+    """Raise unless the tensors of a batch are data alone, which can be split.
+
+    Raises
+    ------
+    ArgumentError
+        For tensors that require gradients, which a step would not compute, and for sparse ones.
+    """
+    for name, batch in (("inputs", inputs), ("targets", targets)):
+        for tensor in batch if isinstance(batch, tuple) else (batch,):
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor.requires_grad:
+                raise ArgumentError(
+                    f"{name} require gradients, which a step of a Pipeline does not compute; give "
+                    f"{name}.detach(), or use pipeexec.GPipe, whose backward does"
+                )
+            if tensor.layout != torch.strided:
+                raise ArgumentError(
+                    f"{name} have the layout {tensor.layout}, which cannot be split into "
+                    "micro-batches; give dense tensors, and make them sparse in the first stage"
+                )
 
 
 def split_batches(

@@ -19,7 +19,9 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeexec.ddp import ddp_of, synchronize
@@ -133,6 +135,16 @@ class DdpStage:
             synchronize(self.ddp)
             self._was_synchronized = True
         self._n_ended[microbatch // self.batch_size] += 1
+
+    def mean_count(self, count: Tensor | float) -> Tensor | float:
+        """Return the mean of a count over the replicas whose gradients were added up."""
+        if not self._was_synchronized:
+            return count
+        device = next(self.ddp.parameters()).device
+        total = torch.as_tensor(count, dtype=torch.float64, device=device).clone()
+        dist.all_reduce(total, group=self.ddp.process_group)
+        mean = total / dist.get_world_size(self.ddp.process_group)
+        return mean if device.type == "cuda" else float(mean)
 
     def reset(self) -> None:
         """Forget a step that failed."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from pipeexec.cuda import CudaEvent, CudaStream
+from pipeexec.step_lock import StepLock
 from pipeexec.streams import (
     CallerStream,
     CpuEvent,
@@ -46,12 +47,17 @@ class Device(Protocol):
     torch_device: torch.device
     closed: bool
     note: str
+    step_lock: StepLock
 
     def stream(self, name: str, *, blocks: bool = False) -> Stream:
         """Return the stream called ``name``, made on first use; one whose work may block, or not.
 
         Messages to other processes block.
         """
+        ...
+
+    def has_thread(self, thread: threading.Thread) -> bool:
+        """Return whether a thread runs work of this device's streams."""
         ...
 
     def mark(self) -> Event:
@@ -99,6 +105,8 @@ class _Streams:
         Whose memory it has.
     note
         What whoever reads its times should know; empty if nothing.
+    step_lock
+        Admits one caller at a time.
     """
 
     note = ""
@@ -108,6 +116,7 @@ class _Streams:
         self._streams: dict[tuple[str, bool], Stream] = {}
         self._making = threading.Lock()
         self.closed = False
+        self.step_lock = StepLock(self.has_thread)
 
     def _make(self, name: str, blocks: bool) -> Stream:
         raise NotImplementedError
@@ -120,6 +129,12 @@ class _Streams:
                 if key not in self._streams:
                     self._streams[key] = self._make(*key)
         return self._streams[key]
+
+    def has_thread(self, thread: threading.Thread) -> bool:
+        """Return whether a thread runs work of this device's streams."""
+        return any(
+            getattr(stream, "thread", None) is thread for stream in list(self._streams.values())
+        )
 
     def carry(self, values: Values, target: Device) -> Values:
         """Return a message on the memory of ``target``: the same tensors where it is the same."""
@@ -246,10 +261,15 @@ class RemoteDevice:
         self.name, self.rank = name, rank
         self.torch_device = torch.device("meta")
         self.closed = False
+        self.step_lock = StepLock(self.has_thread)
 
     def stream(self, name: str, *, blocks: bool = False) -> Stream:
         """Raise: its streams are in another process."""
         raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def has_thread(self, thread: threading.Thread) -> bool:
+        """Return False: its streams are in another process."""
+        return False
 
     def mark(self) -> Event:
         """Raise, as `stream` does."""

@@ -7,14 +7,13 @@ by name, or what kind of device it talks to.
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -27,12 +26,13 @@ from pipeexec.agreement import (
 )
 from pipeexec.allocated import Allocated, sampled
 from pipeexec.away import expected_messages
-from pipeexec.batches import Batch
+from pipeexec.batches import Batch, check_batch
 from pipeexec.capture import Captured
 from pipeexec.channels import Expected
 from pipeexec.copies import Elsewhere, check_hooks, follow, placed
 from pipeexec.ddp_stage import check_ddp
 from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices, ranks_of
+from pipeexec.earlier_gradients import EarlierGradients
 from pipeexec.embedding_stage import (
     EmbeddingStage,
     ShardedStage,
@@ -40,9 +40,11 @@ from pipeexec.embedding_stage import (
     check_keys,
 )
 from pipeexec.failures import last_of, raise_failure
-from pipeexec.gradient_sync import give_back, settle
+from pipeexec.gradient_sync import settle
+from pipeexec.loss import Loss, LossFunction
 from pipeexec.messages import set_step
 from pipeexec.meter import Meter
+from pipeexec.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.parts import Part, whole
 from pipeexec.plan import plan
 from pipeexec.preserved import preserved
@@ -50,14 +52,17 @@ from pipeexec.processes import Processes
 from pipeexec.run import Planned, Run
 from pipeexec.shares import Shares
 from pipeexec.stage import Held, Stage, metered
+from pipeexec.thread_settings import autocast
 from pipeexec.versions import Versions
 from pipeexec.watch import Status
 from pipesim.errors import (
     ArgumentError,
+    ArgumentTypeError,
     ExecutionError,
+    LossWarning,
     NanLossWarning,
     RandomnessWarning,
-    check_name,
+    check_list,
     number,
 )
 from pipesim.graph import TaskGraph
@@ -67,8 +72,6 @@ from pipesim.verify import verify
 
 __all__ = ["Pipeline", "StepResult"]
 
-Loss = Callable[[Any, Any], Tensor]
-
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
@@ -77,8 +80,8 @@ class StepResult:
     Attributes
     ----------
     losses
-        Share of each micro-batch in its mini-batch's; in a pipeline of several processes, of those
-        whose last stage is in this one.
+        Share of each micro-batch in the loss of its mini-batch; in a pipeline of several processes,
+        of those whose last stage is in this one.
     timeline
         When each task ran; NaN for those of other processes.
     peak_held
@@ -143,15 +146,15 @@ class Pipeline:
         One name (``"cpu"``, ``"cuda:0"``) a device of the graph; each ``"cpu"`` is a worker thread.
         With ``processes``, those of this process: the devices of rank 0 are the graph's first.
     loss_fn
-        ``loss_fn(output, targets)`` of a micro-batch; runs as part of the last stage.
+        ``loss_fn(output, targets)`` of a micro-batch; runs as part of the last stage. Returns the
+        loss, a tensor with one element, or the tuple ``(sum, count)``; see the notes. In the first
+        step it is called once more, with several micro-batches at once, to check that.
     optimizer
         Called with a stage's parameters, returns its `torch.optim.Optimizer`. STEP runs it, and
         each step begins without gradients. With None, STEP does nothing and gradients add up in
-        ``parameter.grad`` from step to step, as ever in torch.
+        ``parameter.grad`` from step to step, as always in torch.
     loss_reduction
-        Whether ``loss_fn`` returns a ``"mean"`` over its samples, or a ``"sum"``. The loss and the
-        gradients of a step are those of the whole batch at once: means are weighted by the sizes
-        of the micro-batches, which may differ.
+        Whether ``loss_fn`` returns a ``"mean"`` over its samples, or a ``"sum"``.
     pin_threads
         Whether each CPU worker stays on a core of its own, where there are enough.
     timeout
@@ -176,6 +179,22 @@ class Pipeline:
 
     Notes
     -----
+    The loss and the gradients of a step are those of the whole batch at once, up to rounding:
+
+    - of a sum, and of a mean over samples, of which micro-batches may have different numbers;
+    - of a mean over anything else, if ``loss_fn`` returns ``(sum, count)``: tokens that are not
+      masked or ignored, class weights. Gradients are divided by the total count, over all
+      micro-batches and replicas, before the optimizer steps.
+
+    They are not where the loss compares samples with each other (contrastive losses), or where a
+    stage does, as a batch norm. A loss function whose micro-batches do not combine to its value for
+    several of them at once causes a `LossWarning` in the first step.
+
+    `torch.autocast` around `step` holds for the forwards of all stages and for the loss.
+
+    Calls from a second thread while a step runs, from within a stage or the loss, and from a forked
+    process raise `ExecutionError`. Only `close` may come from another thread: it ends the step.
+
     Where a stage has several replicas, or paths of a bidirectional placement, in this process, the
     first has the module that was given, and others have copies of it, made here, which follow it:
     they take its parameters, buffers and modes at the beginning of every step, and share their
@@ -201,7 +220,7 @@ class Pipeline:
         graph: TaskGraph,
         devices: Sequence[DeviceLike],
         loss_fn: Loss,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        optimizer: OptimizerFactory | None = None,
         *,
         loss_reduction: Literal["mean", "sum"] = "mean",
         pin_threads: bool = True,
@@ -209,8 +228,9 @@ class Pipeline:
         processes: Processes | None = None,
         cuda_graph: bool = False,
     ) -> None:
-        check_name("loss_reduction", loss_reduction, ("mean", "sum"))
         _check_timeout(timeout)
+        _check_graph(graph)
+        self._loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph)
         if cuda_graph and processes is not None:
             raise ArgumentError(
                 "cuda_graph=True runs in one process: headers of messages between processes are "
@@ -219,6 +239,8 @@ class Pipeline:
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
         own = 0 if processes is None else processes.rank
         with nullcontext() if processes is None else processes.guard():
+            stages = check_list("stages", stages, "one nn.Module a stage of the graph")
+            devices = check_list("devices", devices, "one name a device of the graph")
             self.devices = _make_devices(devices, graph, pin_threads, processes)
             here = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
             _check_stages(stages, graph, here)
@@ -230,14 +252,10 @@ class Pipeline:
             # Replica after replica: the stages as they were given, and copies of them.
             self.modules = placed(stages, here)
             self._homes: list[list[int]] = graph.homes.tolist()
-            self.loss_fn, self.loss_reduction = loss_fn, loss_reduction
             for module, device in zip(self.modules, graph.homes.ravel(), strict=True):
                 if not isinstance(module, Elsewhere):
                     module.to(self.devices[device].torch_device)
-            self.optimizers: list[torch.optim.Optimizer | None] = [
-                None if optimizer is None or not any(True for _ in m.parameters())
-                else optimizer(m.parameters()) for m in self.modules
-            ]  # fmt: skip
+            self.optimizers = make_optimizers(optimizer, self.modules, graph.n_stages)
             self.zero_grad = optimizer is not None
             self.n_steps = 0
             self._run: Run | None = None
@@ -247,7 +265,7 @@ class Pipeline:
 
     def _agree(self, graph: TaskGraph, processes: Processes) -> None:
         """Check that every process makes the same pipeline."""
-        processes.agree("loss_reduction", self.loss_reduction)
+        processes.agree("loss_reduction", self._loss.reduction)
         processes.agree("whether there is an optimizer", self.zero_grad)
         processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())
         if graph.n_replicas > 1:
@@ -294,6 +312,30 @@ class Pipeline:
             else None
         )
 
+    @contextmanager
+    def _held(self, call: str) -> Iterator[None]:
+        """Hold the devices for a call, which no other may disturb."""
+        with ExitStack() as stack:
+            for device in self.devices:
+                stack.enter_context(device.step_lock.held(call))
+            if any(device.closed for device in self.devices):
+                raise ExecutionError(
+                    "the pipeline is closed, and its threads ended; make a new one"
+                )
+            yield
+
+    @contextmanager
+    def _stepping(self, run: Run) -> Iterator[None]:
+        """Let the tasks of a step run, until `close` stops it."""
+        self._run = run
+        try:
+            with ExitStack() as stack:
+                for device in self.devices:
+                    stack.enter_context(device.step_lock.stepping(run))
+                yield
+        finally:
+            self._run = None
+
     def with_graph(self, graph: TaskGraph) -> Pipeline:
         """Return a pipeline that runs another graph with the same stages, devices, optimizers.
 
@@ -301,33 +343,51 @@ class Pipeline:
         ------
         ArgumentError
             If the graph places its stages otherwise, or on paths that this one does not have.
+        ExecutionError
+            While a step runs.
         """
+        _check_graph(graph)
         homes, others = self._homes, graph.homes.tolist()
         if others != homes[: len(others)]:
             raise ArgumentError(
                 f"{graph!r} places its stages on {_listed(others)}, this pipeline "
                 f"on {_listed(homes)}; make a new Pipeline"
             )
-        other = copy.copy(self)
-        with nullcontext() if self.processes is None else self.processes.guard():
+        other: Pipeline = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        with (
+            self._held("with_graph"),
+            nullcontext() if self.processes is None else self.processes.guard(),
+        ):
             other._set_graph(graph)
         for mine, its in zip(self.stages, other.stages, strict=False):
             its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
         return other
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ArgumentTypeError(
+            "a Pipeline has threads, and can neither be copied nor pickled; with_graph runs "
+            "another graph, and state_dict() of its stages is what to save"
+        )
+
     def _finish(self, replica: int, output: object, microbatch: int) -> Tensor:
         """Return the weighted loss of a micro-batch, and note it."""
-        assert self._run is not None
-        run, number = self._run, self.shares.number(replica, microbatch)
-        loss = self.loss_fn(output, run.targets[number])
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ExecutionError(
-                f"the loss must be a tensor with one element, got "
-                f"{tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}"
-            )
-        loss = loss.reshape(()) * run.weights[number]
-        run.losses[number] = loss.detach()
+        run = self._run
+        assert run is not None
+        loss = run.loss.of(self.shares.number(replica, microbatch), output)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            self._check_frozen()
         return loss
+
+    def _check_frozen(self) -> None:
+        """Raise unless all parameters are frozen, as a loss without gradients trains none."""
+        if any(p.requires_grad for module in self.modules for p in module.parameters()):
+            raise ExecutionError(
+                "the loss does not depend on any parameter by operations that torch can "
+                "differentiate, so that a step would train nothing; look for detach(), no_grad(), "
+                "item() or integers in the last stage and the loss, and for a loss that does not "
+                "use the output"
+            )
 
     def step(self, inputs: Batch | None, targets: Any) -> StepResult:
         """Run one training step.
@@ -359,15 +419,14 @@ class Pipeline:
         ExecutionError
             If the pipeline is closed, or its step cannot be captured as a CUDA graph.
         """
-        if any(device.closed for device in self.devices):
-            raise ExecutionError("the pipeline is closed, and its threads ended; make a new one")
-        captured = self._captured
-        if captured is None or inputs is None:  # a captured step is of one process
-            return self._result(self._step(inputs, targets, Run.walk))
-        if captured.take(inputs, targets):
-            self.n_steps += 1
-            return self._result(captured.run)
-        return self._result(self._step(*captured.batch(inputs, targets), captured.walk))
+        with self._held("step"):
+            captured = self._captured
+            if captured is None or inputs is None:  # a captured step is of one process
+                return self._result(self._step(inputs, targets, Run.walk))
+            if captured.take(inputs, targets):
+                self.n_steps += 1
+                return self._result(captured.run)
+            return self._result(self._step(*captured.batch(inputs, targets), captured.walk))
 
     def _step(
         self,
@@ -379,9 +438,12 @@ class Pipeline:
         run = self._begun(inputs, targets)
         before = torch.get_rng_state()
         try:
-            with _garbage_collection_paused():
+            with self._stepping(run), _garbage_collection_paused():
                 walk(run, self._plan)
+                if run.failure is None and not run.abandoned:
+                    self._end_gradients(run)
         except BaseException as error:
+            run.failure = run.failure or (-1, error)
             if self.processes is not None:
                 raise_failure(run, self.processes, error)
             raise
@@ -390,12 +452,40 @@ class Pipeline:
         if run.failure is not None or run.abandoned:
             raise_failure(run, self.processes)
         self._check_randomness(before)
+        self._check_loss(run)
         return run
 
+    def _end_gradients(self, run: Run) -> None:
+        """Complete the gradients of a step whose tasks have all run."""
+        for slot in list(run.reduced):  # of graphs without STEP
+            settle(run, slot)
+        if not (self.graph.op == Op.STEP).any():
+            for slot, module in enumerate(self.modules[: len(self.stages)]):
+                if not isinstance(module, Elsewhere):
+                    run.divide(slot, 0)
+        if run.before is not None:
+            run.before.add()
+
+    def _check_loss(self, run: Run) -> None:
+        """Warn if the losses of micro-batches do not combine to that of several at once."""
+        found = run.loss.difference()
+        if found is not None:
+            warnings.warn(
+                f"the losses of {found.n_microbatches} micro-batches combine to "
+                f"{found.combined:.6g}, but at once they have the loss {found.whole:.6g}, and "
+                f"gradients at the output that differ by {found.gradients:.2g} of their norm: a "
+                "step is not that of the whole batch; if the loss is a mean over anything else "
+                "than samples (unmasked tokens, class weights), let loss_fn return the tuple "
+                "(sum, count), if it is a sum, give loss_reduction='sum'",
+                LossWarning,
+                stacklevel=4,
+            )
+
     def _result(self, run: Run) -> StepResult:
-        """Return what a step brought; losses are copied, for a replay would overwrite them."""
-        losses = tuple(loss.clone() for loss in run.losses if loss is not None)
-        for microbatch, loss in enumerate(run.losses):
+        """Return the result of a step; losses are copied, as a replay would overwrite them."""
+        found = run.loss.shares()
+        losses = tuple(loss.clone() for loss in found if loss is not None)
+        for microbatch, loss in enumerate(found):
             if loss is not None and loss.isnan():
                 warnings.warn(
                     f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
@@ -413,7 +503,7 @@ class Pipeline:
             peak_held=held,
             host_seconds=run.host_seconds,
             part=part,
-            n_losses=run.n_losses,
+            n_losses=run.loss.n_losses,
             clock_error=run.clock_error,
             milestones=run.milestone_shares(self._plan),
         )
@@ -433,17 +523,17 @@ class Pipeline:
 
     def _begin(self, inputs: Batch | None, targets: Any) -> Run:
         """Return a step that can be walked."""
-        self._check_batch(inputs, targets)
+        self.check_batch(inputs, targets)
         sharded = self.graph.sharded
-        run = self._run = Run(
+        run = Run(
             self.graph,
             self.shares,
             self.devices,
-            self.modules,
+            self.stages,
             self.optimizers,
             inputs,
             targets,
-            is_mean=self.loss_reduction == "mean",
+            loss=self._loss,
             number=self.n_steps,
             timeout=self.timeout,
             processes=self.processes,
@@ -464,20 +554,24 @@ class Pipeline:
             is_copy = index >= self.graph.n_stages and index % self.graph.n_stages not in sharded
             if self.zero_grad or is_copy:
                 module.zero_grad(set_to_none=True)
+        if not self.zero_grad and not self.cuda_graph:
+            # DistributedDataParallel takes the mean of earlier gradients too, after no_sync().
+            run.before = EarlierGradients(
+                {slot: stage.module for slot, stage in enumerate(self.stages) if stage.ddp is None},
+                apart=self._loss.returns_count is not False,
+            )
+        casts = autocast()
         for stage in self.stages:
-            stage.begin()
+            stage.begin(casts)
         for held in self.held:
             held.now = held.peak = 0
         return run
 
     def _end(self, run: Run) -> None:
-        """Let go of a step."""
-        for slot in list(run.reduced):  # of graphs without STEP
-            settle(run, slot)
-        if run.handed:
-            give_back(run)
-        self._run = None
+        """End a step; gradients of one that failed are those from before, where they are kept."""
         self.n_steps += 1
+        if run.before is not None and (run.failure is not None or run.abandoned):
+            run.before.put_back()
         if run.abandoned or (run.failure is not None and self.processes is not None):
             for device in self.devices:
                 device.abandon()
@@ -492,8 +586,14 @@ class Pipeline:
             for stage in self.stages:
                 stage.reset()
 
-    def _check_batch(self, inputs: Batch | None, targets: Any) -> None:
-        """Raise if what a stage of this process takes is not given."""
+    def check_batch(self, inputs: Batch | None, targets: Any) -> None:
+        """Raise unless a step can train on a batch, and all that this process takes is given."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise ExecutionError(
+                "a step trains, but was called under torch.no_grad() or torch.inference_mode(); "
+                "call it outside"
+            )
+        check_batch(inputs, targets)
         for name, batch, stage in (("inputs", inputs, 0), ("targets", targets, -1)):
             where = {self.devices[d] for d in self.graph.homes[:, stage]}
             if batch is None and not all(isinstance(d, RemoteDevice) for d in where):
@@ -587,7 +687,7 @@ class Pipeline:
         """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
         n_steps = self.n_steps
         try:
-            with preserved(self.modules, self.optimizers):
+            with self._held("preserved"), preserved(self.modules, self.optimizers):
                 yield
         finally:
             self.n_steps = n_steps
@@ -614,12 +714,17 @@ class Pipeline:
 
     def _metered(self, inputs: Batch, targets: Any, place: Sequence[int]) -> list[Meter]:
         """Run a step that leaves no trace, and count what stages hold, together by their place."""
+        check_batch(inputs, targets)
         modules = [stage.module for stage in self.stages]
         weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
         given = [x if isinstance(x, tuple) else (x,) for x in (inputs, targets)]
         batch = [x for values in given for x in values if isinstance(x, Tensor)]
         meters = [Meter(weights, batch) for _ in range(max(place) + 1)]
-        with self.preserved(), metered(self.stages, [meters[at] for at in place]):
+        with (
+            self._held("counting bytes"),
+            self.preserved(),
+            metered(self.stages, [meters[at] for at in place]),
+        ):
             self._step(inputs, targets, Run.walk)  # eagerly: a replay takes no memory
         return meters
 
@@ -635,7 +740,7 @@ class Pipeline:
             If the devices are CPU workers, whose memory torch does not count.
         """
         tasks, samples = sampled(self._plan, self.devices)
-        with self.preserved():
+        with self._held("allocated"), self.preserved():
             run = self._step(inputs, targets, lambda run, _: run.walk(tasks))
         return samples.placed(run.timeline())
 
@@ -645,9 +750,22 @@ class Pipeline:
         return tuple(dict.fromkeys(device.note for device in self.devices if device.note))
 
     def close(self) -> None:
-        """End the devices' threads; the pipeline, and those that share its devices, are done."""
+        """End the devices' threads; the pipeline, and those that share its devices, are done.
+
+        A step that runs in another thread ends with an `ExecutionError`.
+
+        Raises
+        ------
+        ExecutionError
+            From within a stage or the loss.
+        """
         for device in self.devices:
-            device.close()
+            if device.step_lock.is_forked:  # the threads are those of another process
+                device.abandon()
+            elif device.step_lock.stop():
+                device.close()
+            else:
+                device.abandon()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -673,7 +791,6 @@ def _make_devices(
         part, n_parts = 0, 1
     else:
         part, n_parts = processes.local_rank, processes.n_local
-    _check_graph(graph)
     own = names if processes is not None or len(names) == graph.n_devices else ()
     devices = make_devices(own, pin_threads, part=part, n_parts=n_parts)
     if processes is not None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipeexec.batches import Batch
 from pipeexec.changed import changed
-from pipeexec.executor import Loss
 from pipeexec.gpipe import GPipe
+from pipeexec.loss import Loss, combined
 from pipeexec.preserved import preserved
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError
@@ -98,7 +98,7 @@ class GPipeSteps:
     def step(self, inputs: Batch, targets: Any) -> GPipeStep:
         """Run forward, loss and backward, and let the optimizer step; gradients end as None."""
         with changed(self.model, "threads", True):
-            loss = self.loss_fn(self.model(inputs), self._moved(targets))
+            loss = combined(self.loss_fn(self.model(inputs), self._moved(targets)))
             loss.backward()
         timeline = self.model.timeline()
         if self.optimizer is not None:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pipeexec.earlier_gradients import added
 from pipeexec.reduction import summed
 from pipeexec.run import Planned, Run
 from pipesim.errors import ExecutionError
@@ -21,7 +22,6 @@ from pipesim.errors import ExecutionError
 __all__ = [
     "Work",
     "buckets",
-    "give_back",
     "handing_over",
     "marking",
     "reduce_gradients",
@@ -143,7 +143,8 @@ def reduce_gradients(run: Run, task: Planned) -> None:
             for x, p in zip(sums, parameters, strict=True)
         ]
         if each:
-            run.reduced[slot] = _added(run.reduced.get(slot), totals)
+            before = run.reduced.get(slot)
+            run.reduced[slot] = totals if before is None else added(before, totals)
             continue
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total
@@ -176,28 +177,6 @@ def _buckets(run: Run, slot: int, n: int) -> list[list[nn.Parameter]]:
     if slot not in run.buckets:
         run.buckets[slot] = buckets(run.modules[slot], n)
     return run.buckets[slot]
-
-
-def _added(before: list[Tensor | None] | None, more: list[Tensor | None]) -> list[Tensor | None]:
-    """Return sums of gradients, where None is nothing."""
-    if before is None:
-        return more
-    return [
-        y if x is None else x if y is None else y + x if x.is_sparse else x.add_(y)
-        for x, y in zip(before, more, strict=True)
-    ]
-
-
-def give_back(run: Run) -> None:
-    """Add what was handed over and not reduced, in a step that failed, to the gradients again."""
-    for slot, _ in list(run.handed):
-        settle(run, slot)
-    for (slot, _), gradients in run.handed.items():
-        parameters = list(run.modules[slot].parameters())
-        total = _added([p.grad for p in parameters], gradients)
-        for parameter, gradient in zip(parameters, total, strict=True):
-            parameter.grad = gradient
-    run.handed.clear()
 
 
 def settle(run: Run, slot: int) -> None:

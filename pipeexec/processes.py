@@ -75,7 +75,9 @@ class Processes:
     ) -> None:
         self.store, self.rank, self.n_ranks = store, rank, n_ranks
         self.timeout, self.local_rank, self.n_local = timeout, local_rank, n_local
-        self._n_gathers = 0
+        self._n_gathers = self._n_published = 0
+        #: For other threads than the one that gathers.
+        self._public = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
         #: Returns what this process measured in its latest step.
         self.measured: Callable[[], Timeline] | None = None
         self.has_stepped = False  # whether a pipeline of these processes has run a step
@@ -233,8 +235,7 @@ class Processes:
             if number >= 2:  # who is here has read the gather before the last
                 self.store.delete_key(f"gather/{number - 2}/{self.rank}")
         except dist.DistError as error:
-            self.watch.lose_store(error)
-            raise PeerError(self.watch.explain()) from error
+            raise self._without_store(error) from error
         return found
 
     def _wait_for(self, names: Sequence[str], timeout: float) -> None:
@@ -264,6 +265,39 @@ class Processes:
         found = [np.frombuffer(x) for x in self.gather(np.asarray(values, dtype=float).tobytes())]
         totals: list[float] = np.sum(found, axis=0).tolist()
         return totals
+
+    def next_number(self) -> int:
+        """Return a number that names what all processes publish in one step.
+
+        Every process must call this, in the same order.
+        """
+        self._n_published += 1
+        return self._n_published
+
+    def publish(self, name: str, value: float) -> None:
+        """Let other processes read a number, from any thread; see `published`."""
+        try:
+            self._public.set(name, repr(value))
+        except dist.DistError as error:
+            raise self._without_store(error) from error
+
+    def published(self, name: str) -> float:
+        """Return a number that another process publishes; block until it has.
+
+        Raises
+        ------
+        PeerError
+            If it does not within the timeout.
+        """
+        try:
+            self._public.wait([name], timedelta(seconds=self.timeout))
+            return float(self._public.get(name))
+        except dist.DistError as error:
+            raise self._without_store(error) from error
+
+    def _without_store(self, error: RuntimeError) -> PeerError:
+        self.watch.lose_store(error)
+        return PeerError(self.watch.explain())
 
     def barrier(self) -> None:
         """Block until every process is here."""

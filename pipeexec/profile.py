@@ -36,7 +36,7 @@ from pipeexec.profile_files import load_profile, plot_transfers, save_profile
 from pipeexec.run_directory import command, read_record, write_directory
 from pipesim.collective_costs import Buckets
 from pipesim.costs import DURATION_OF, Costs
-from pipesim.errors import AccuracyWarning, check_count
+from pipesim.errors import AccuracyWarning, ArgumentTypeError, check_count, check_list
 from pipesim.graph import TaskGraph
 from pipesim.measured import output_bytes, stage_seconds
 from pipesim.ops import Op
@@ -175,9 +175,14 @@ class Calibration:
         targets: Any,
         graphs: Iterable[TaskGraph] | None = None,
     ) -> None:
+        if not isinstance(pipeline, Pipeline):
+            raise ArgumentTypeError(
+                f"pipeline must be a pipeexec.Pipeline, got {type(pipeline).__name__}"
+            )
+        pipeline.check_batch(inputs, targets)
         graph = pipeline.graph
         self.pipeline = pipeline
-        graphs = list(graphs or [graph])
+        graphs = [graph] if graphs is None else check_list("graphs", graphs, "TaskGraphs")
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
         n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.here)

@@ -15,7 +15,9 @@ from torch.distributed import ProcessGroup
 from pipeexec import clocks
 from pipeexec.batches import Batch, moved, split_batches
 from pipeexec.channels import Asked, Channel, Expected
-from pipeexec.devices import Device, RemoteDevice
+from pipeexec.devices import Device, RemoteDevice, ranks_of
+from pipeexec.earlier_gradients import EarlierGradients
+from pipeexec.loss import LossFunction, StepLoss
 from pipeexec.parts import Part, together
 from pipeexec.processes import Processes
 from pipeexec.progress import Progress, StepHeads
@@ -24,6 +26,7 @@ from pipeexec.shares import Shares
 from pipeexec.stage import Stage, Values
 from pipeexec.streams import CpuEvent, Event, Stream
 from pipeexec.watch import Failure, Status
+from pipesim.errors import ExecutionError
 from pipesim.graph import TaskGraph
 from pipesim.timeline import Timeline
 
@@ -33,6 +36,8 @@ __all__ = ["Planned", "Run", "place"]
 _SLICE = 0.1
 #: Seconds that the tasks of a step of one process have to end once it was interrupted.
 _PATIENCE = 5.0
+#: The same once its pipeline was closed by another thread.
+_STOPPING = 0.5
 
 
 class Planned(NamedTuple):
@@ -73,12 +78,12 @@ class Run:
         graph: TaskGraph,
         shares: Shares,
         devices: Sequence[Device],
-        modules: Sequence[nn.Module],
+        stages: Sequence[Stage],
         optimizers: Sequence[torch.optim.Optimizer | None],
         inputs: Batch | None,
         targets: Batch | None,
         *,
-        is_mean: bool,
+        loss: LossFunction,
         number: int,
         timeout: float | None = None,
         processes: Processes | None = None,
@@ -87,7 +92,8 @@ class Run:
         self.graph, self.devices, self.shares = graph, devices, shares
         own = [d for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)]
         self.numbers = {device: number for number, device in enumerate(own)}  # of those here
-        self.modules, self.optimizers = modules, optimizers
+        self.stages, self.modules = stages, [stage.module for stage in stages]
+        self.optimizers = optimizers
         self.number, self.timeout, self.processes = number, timeout, processes
         here = shares.numbers_here()
         parts, labels, sizes = split_batches(
@@ -96,18 +102,20 @@ class Run:
         homes = graph.homes[shares.replica.ravel()[here]]
         first, last = ([devices[d].torch_device for d in homes[:, stage]] for stage in (0, -1))
         self.inputs: list[Values] = [()] * m
-        self.targets: list[Any] = [None] * m
+        labelled: list[Any] = [None] * m
         for number, part in zip(here, moved(parts, first), strict=True):
             self.inputs[number] = part
         for number, label in zip(here, moved(labels, last), strict=True):
             one = not isinstance(targets, tuple)
-            self.targets[number] = (label[0] if label else None) if one else label
+            labelled[number] = (label[0] if label else None) if one else label
         sizes = shares.agree(
             [] if inputs is None else sizes, [] if targets is None else sizes, processes
         )
-        self.weights = _weights(sizes, shares, graph.n_batches) if is_mean else [1.0] * m
-        self.n_losses = graph.n_batches if is_mean else 1
-        self.losses: list[Tensor | None] = [None] * m
+        rank = 0 if processes is None else processes.rank
+        ends = ranks_of([devices[d] for d in graph.homes[:, -1]], rank)
+        self.loss = StepLoss(loss, sizes, labelled, shares, graph.n_batches, processes, ends)
+        #: Gradients from before the step, which are kept apart from its own.
+        self.before: EarlierGradients | None = None
         self.values: list[Values | None] = [None] * len(graph)
         #: Gradients of micro-batches that are summed one by one; sums so far, by stage.
         self.handed: dict[tuple[int, int], list[Tensor | None]] = {}
@@ -233,6 +241,37 @@ class Run:
             self.stopped = self.status()  # what follows is passed over, and seems to end
             self.failure = task.id, error
 
+    def divide(self, slot: int, batch: int) -> None:
+        """Divide a stage's gradients of a mini-batch by its count, if the loss has counts.
+
+        Raises
+        ------
+        ExecutionError
+            If they are mixed with gradients from before the step.
+        """
+        stage = self.stages[slot]
+        if not self.loss.is_counted():
+            return
+        is_alone = self.optimizers[slot] is not None or (
+            self.before is not None and slot in self.before
+        )
+        if not is_alone and any(True for _ in stage.module.parameters()):
+            raise ExecutionError(
+                f"loss_fn returned (sum, count), whose gradients are divided at the end of a step, "
+                f"but those of stage {stage.index} add up over steps; give Pipeline an optimizer, "
+                "or leave out DistributedDataParallel and cuda_graph"
+            )
+        self.loss.divide(stage.module, batch, stage.mean_count)
+        if self.before is not None:
+            self.before.fold(slot)
+
+    def stop(self, error: ExecutionError) -> None:
+        """Fail with ``error``; tasks that do not end soon are left to themselves."""
+        if self.failure is None:
+            self.stopped = self.status()
+            self.failure = -1, error
+        self._until = perf_counter() + _STOPPING
+
     def _pass_over(self, task: Planned) -> None:
         """Let what waits for a message go on that will not be sent."""
         if task.id in self.gone:
@@ -294,7 +333,7 @@ class Run:
     def part(self) -> Part:
         """Return what this process measured, on rank 0's clock."""
         zero = self.zero if self.processes is None else self.processes.clock.to_first(self.zero)
-        found = {m: x for m, x in enumerate(self.losses) if x is not None}
+        found = {m: x for m, x in enumerate(self.loss.shares()) if x is not None}
         losses = {m: float(x) for m, x in found.items()}
         dtype = str(next(iter(found.values())).dtype).removeprefix("torch.") if found else ""
         return Part(
@@ -309,13 +348,6 @@ class Run:
     def where(self, index: int) -> str:
         """Return a task's device, stage and micro-batch, as text."""
         return place(self.graph, index)
-
-
-def _weights(sizes: Sequence[int], shares: Shares, n_batches: int) -> list[float]:
-    """Return the part of each micro-batch in its mini-batch, over all replicas."""
-    table = np.array(sizes).reshape(shares.n, n_batches, -1)
-    weights: list[float] = (table / table.sum(axis=(0, 2), keepdims=True)).ravel().tolist()
-    return weights
 
 
 def place(graph: TaskGraph, index: int) -> str:

@@ -27,6 +27,8 @@ class Shares:
         Number of shares, and of micro-batches of each.
     replica
         The graph's replica that takes each micro-batch, shape ``(n, n_microbatches)``.
+    batch_size
+        Micro-batches of each in a mini-batch.
     n_paths
         Graph replicas of each share.
     here
@@ -36,6 +38,7 @@ class Shares:
     def __init__(self, graph: TaskGraph, devices: Sequence[Device]) -> None:
         first = np.flatnonzero((graph.op == Op.F) & (graph.stage == 0))
         self.n_microbatches = graph.n_microbatches
+        self.batch_size = graph.n_microbatches // graph.n_batches
         self.n = len(first) // graph.n_microbatches
         self.n_paths = graph.n_replicas // self.n
         self.replica = np.zeros((self.n, self.n_microbatches), dtype=np.int64)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipeexec.thread_settings import autocast
 from pipesim.errors import ExecutionError
 
 __all__ = ["Entry", "Signature", "check_values", "from_json", "output_signature", "signature"]
@@ -64,8 +65,11 @@ def output_signature(
         said: Signature = declared(inputs)
         return said
     try:
-        output = _on_meta(module, inputs)
+        # Autocast does not know tensors without data, which would keep their types.
+        output = _on_meta(module, inputs) if autocast() is None else None
     except Exception:  # whatever a module does that needs data
+        output = None
+    if output is None:
         output = _on_zeros(module, inputs, device, index)
     outputs = output if isinstance(output, tuple) else (output,)
     if not all(isinstance(value, Tensor) for value in outputs):

@@ -17,6 +17,7 @@ from pipeexec.deferred import Deferred
 from pipeexec.devices import Values
 from pipeexec.meter import Meter, Receipt
 from pipeexec.randomness import OwnGenerator
+from pipeexec.thread_settings import Casts
 from pipeexec.versions import Versions
 from pipesim.errors import ExecutionError
 
@@ -131,6 +132,7 @@ class Stage:
         self.is_random: dict[bool, bool] = {}  # by training mode; unknown until the first forward
         self.modifies_input: dict[bool, bool] = {}  # likewise
         self.needs_input_grad = index > 0
+        self.casts: Casts | None = None  # makes the context of autocast, where there is one
         self.meter: Meter | None = None  # counts the bytes held, where one is set
         self._of_loss = torch.ones(())  # the gradient of a loss with respect to itself
         self._inputs: dict[int, tuple[Tensor, ...]] = {}  # of micro-batches to be recomputed
@@ -224,8 +226,9 @@ class Stage:
             return None
         return deferred.parameters()
 
-    def begin(self) -> None:
-        """Begin a step: the weights are as they are now."""
+    def begin(self, casts: Casts | None = None) -> None:
+        """Begin a step: the weights are as they are now, and forwards cast as ``casts`` says."""
+        self.casts = casts
         if self.ddp is not None:
             self.ddp.begin()
         if self.versions is not None:
@@ -245,6 +248,10 @@ class Stage:
             self.module.zero_grad(set_to_none=True)
         self.versions.stepped()
         self._note_versions()
+
+    def mean_count(self, count: Tensor | float) -> Tensor | float:
+        """Return the mean of a count over the replicas of DistributedDataParallel, if any."""
+        return count if self.ddp is None else self.ddp.mean_count(count)
 
     def _note_versions(self) -> None:
         if self.meter is not None and self.versions is not None:
@@ -339,9 +346,12 @@ class Stage:
         self, random: OwnGenerator | None, deferred: Deferred | None
     ) -> contextlib.AbstractContextManager[object]:
         """Return the context in which to run the module; mostly there is none."""
-        if random is None and self.meter is None and deferred is None and self.ddp is None:
+        if (random is None and self.meter is None and deferred is None and self.ddp is None
+                and self.casts is None):  # fmt: skip
             return _NOTHING
         context = contextlib.ExitStack()
+        if self.casts is not None:
+            context.enter_context(self.casts())
         if self.ddp is not None:
             context.enter_context(self.ddp.around_forward())
         if random is not None:

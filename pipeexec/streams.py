@@ -154,10 +154,10 @@ class CpuStream:
         self._errors: list[BaseException] = []
         if prepare is not None:
             self._queue.put(prepare)
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=_serve, args=(self._queue, self._errors), name=name, daemon=True
         )
-        self._thread.start()
+        self.thread.start()
         weakref.finalize(self, self._queue.put, None)
 
     def _block(self, event: CpuEvent) -> None:
@@ -201,7 +201,7 @@ class CpuStream:
     def close(self) -> None:
         """Run what was given, then end the thread."""
         self._queue.put(None)
-        self._thread.join()
+        self.thread.join()
 
 
 def _serve(queue: SimpleQueue[Work | None], errors: list[BaseException]) -> None:

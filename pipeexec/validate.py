@@ -13,13 +13,12 @@ from itertools import chain
 from typing import Any, NamedTuple, overload
 
 import numpy as np
-import torch
 from torch import nn
 
 from pipeexec.accuracy import Repeat, op_errors, parts_of_steps
 from pipeexec.batches import Batch
 from pipeexec.devices import DeviceLike
-from pipeexec.executor import Loss, Pipeline, StepResult
+from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
 from pipeexec.gpipe_validation import (
     GPipeStep,
@@ -28,6 +27,8 @@ from pipeexec.gpipe_validation import (
     check_models,
     mean_costs,
 )
+from pipeexec.loss import Loss
+from pipeexec.optimizers import OptimizerFactory
 from pipeexec.processes import Processes
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.validation import Row, Validation
@@ -46,9 +47,6 @@ from pipesim.simulate import replay, simulate
 
 __all__ = ["validate"]
 
-#: Makes the optimizer of some parameters.
-Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
 
 @overload
 def validate(
@@ -57,7 +55,7 @@ def validate(
     devices: Sequence[DeviceLike],
     loss_fn: Loss,
     batches: Iterable[tuple[Batch, Any]],
-    optimizer: Optimizers | None = None,
+    optimizer: OptimizerFactory | None = None,
     *,
     n_steps: int = 9,
     warm_up: int = 2,
@@ -76,7 +74,7 @@ def validate(
     *,
     loss_fn: Loss,
     batches: Iterable[tuple[Batch, Any]],
-    optimizer: Optimizers | None = None,
+    optimizer: OptimizerFactory | None = None,
     n_steps: int = 9,
     warm_up: int = 2,
     repeat: int = 1,
@@ -91,7 +89,7 @@ def validate(
     devices: Sequence[DeviceLike] | None = None,
     loss_fn: Loss | None = None,
     batches: Iterable[tuple[Batch, Any]] = (),
-    optimizer: Optimizers | None = None,
+    optimizer: OptimizerFactory | None = None,
     *,
     n_steps: int = 9,
     warm_up: int = 2,
@@ -207,7 +205,7 @@ def _validated(
     models: Mapping[str, GPipe],
     loss_fn: Loss,
     source: Iterator[tuple[Batch, Any]],
-    optimizer: Optimizers | None,
+    optimizer: OptimizerFactory | None,
     counts: tuple[int, int, int],
     costs: Costs | None,
     progress: Callable[[str], None] | None,

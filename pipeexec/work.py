@@ -102,6 +102,7 @@ def _exchange(run: Run, task: Planned) -> None:
 
 def _step(run: Run, task: Planned) -> None:
     settle(run, task.slot)
+    run.divide(task.slot, max(task.microbatch, 0) // run.shares.batch_size)
     optimizer = run.optimizers[task.slot]
     if optimizer is not None:
         optimizer.step()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeexec.devices import DeviceLike
-    from pipeexec.executor import Loss
+    from pipeexec.loss import Loss
     from pipeexec.processes import Processes
     from pipesim.graph import TaskGraph
     from pipesim.registry import ScheduleInfo

@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class PipeError(Exception):
@@ -105,6 +106,10 @@ class EngineWarning(PipeWarning):
     """Another engine serves than the one asked for."""
 
 
+class LossWarning(PipeWarning):
+    """The losses of micro-batches do not combine to that of the whole batch."""
+
+
 class NanLossWarning(PipeWarning):
     """The loss of a micro-batch is not a number."""
 
@@ -151,6 +156,19 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
     if value < minimum:
         raise ArgumentError(f"{name} must be at least {minimum}, got {value}")
     return int(value)
+
+
+def check_list(name: str, values: object, allowed: str) -> list[Any]:
+    """Return the values of a sequence, which is neither text nor a mapping, as a list.
+
+    Raises
+    ------
+    ArgumentTypeError
+        For anything else.
+    """
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise ArgumentTypeError(f"{name} must be a list, got {values!r:.60}; give {allowed}")
+    return list(values)
 
 
 def number(value: object) -> float | None:

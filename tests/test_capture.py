@@ -56,12 +56,12 @@ class FakeRecorder:
         run.walk(tasks)
         with torch.no_grad():
             found = [p.grad for p in parameters]
-            for garbage in (*found, *run.losses):
+            for garbage in (*found, *run.loss.losses):
                 if garbage is not None:
                     garbage.fill_(float("nan"))
             for tensor, value in before:
                 tensor.copy_(value)
-        return Recorded(run, tasks, given, found, list(run.losses))
+        return Recorded(run, tasks, given, found, list(run.loss.losses))
 
     def launch(self, graph: Recorded) -> float:
         """Issue the step again, into the tensors of the capture."""
@@ -75,11 +75,11 @@ class FakeRecorder:
         self.subject._run = None
         with torch.no_grad():
             found = [p.grad for p in parameters]
-            for static, made in zip((*graph.found, *graph.losses), (*found, *run.losses),
+            for static, made in zip((*graph.found, *graph.losses), (*found, *run.loss.losses),
                                     strict=True):  # fmt: skip
                 if static is not None and made is not None and static is not made:
                     static.copy_(made)
-        run.losses[:] = graph.losses
+        run.loss.losses[:] = graph.losses
         return 1e-6
 
     def _state(self) -> list[Tensor]:

@@ -1,0 +1,289 @@
+"""The loss of a step: how the losses of micro-batches combine to that of the whole batch.
+
+A loss that is a mean over samples is weighted with the samples of its micro-batch, which are known
+before the step. A loss that is a mean over something else, such as the tokens that are not masked,
+comes as ``(sum, count)``: backwards begin before the last count is known, so they are those of
+sums, and gradients are divided by the total count when the optimizer steps. Megatron-LM does the
+same (``calculate_per_token_loss``).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeexec.loss_check import Difference, LossCheck
+from pipeexec.processes import Processes
+from pipeexec.shares import Shares
+from pipesim.errors import ArgumentError, ExecutionError, check_name, number
+
+__all__ = ["Loss", "LossFunction", "StepLoss", "combined"]
+
+Count = Tensor | float
+#: Takes the output of the last stage and the targets of a micro-batch.
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Count]]
+
+_FORMS = "return a loss tensor, or the tuple (sum, count)"
+
+
+class LossFunction:
+    """The loss function of a pipeline, and what its first call has shown.
+
+    Parameters
+    ----------
+    function
+        Returns the loss of a micro-batch, or its sum and the count to divide by.
+    reduction
+        How the losses of samples are reduced, where the function returns no count.
+    on_device
+        Whether a count must be a tensor, as a CUDA graph needs.
+
+    Attributes
+    ----------
+    returns_count
+        Whether the function returns ``(sum, count)``; None before the first call.
+    is_checked
+        Whether a step has compared the function with its definition; see `pipeexec.loss_check`.
+    """
+
+    def __init__(
+        self, function: Loss, reduction: Literal["mean", "sum"], *, on_device: bool = False
+    ) -> None:
+        if not callable(function):
+            raise ArgumentError(
+                f"loss_fn must be callable as loss_fn(output, targets), got {function!r:.60}"
+            )
+        check_name("loss_reduction", reduction, ("mean", "sum"))
+        self.function, self.reduction, self.on_device = function, reduction, on_device
+        self.returns_count: bool | None = None
+        self.is_checked = False
+
+    def __call__(self, output: object, targets: object) -> tuple[Tensor, Count | None]:
+        """Return the loss of a micro-batch and its count, None without one.
+
+        Raises
+        ------
+        ExecutionError
+            If the function returns something else, or not what it returned before.
+        """
+        value = self.function(output, targets)
+        loss, count = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        _check_loss(loss)
+        self._note(count is not None)
+        return loss.reshape(()), None if count is None else self._checked_count(count)
+
+    def _note(self, returns_count: bool) -> None:
+        if self.returns_count is None:
+            self.returns_count = returns_count
+        if self.returns_count != returns_count:
+            raise ExecutionError(
+                "loss_fn returned (sum, count) for one micro-batch and a loss alone for another; "
+                "return the same for all"
+            )
+        if returns_count and self.reduction == "sum":
+            raise ExecutionError(
+                "loss_fn returned (sum, count), which is a mean over the count, but loss_reduction "
+                "is 'sum'; leave loss_reduction out, or return the sum alone"
+            )
+
+    def _checked_count(self, count: object) -> Count:
+        """Return a count as a float; one on a GPU stays there, for the host not to wait for it."""
+        if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+            count = count.detach().reshape(())
+            if count.device.type != "cpu":
+                return count.double()
+            count = count.item()
+        elif self.on_device:
+            raise ExecutionError(
+                f"loss_fn returned the count {count!r:.60}, which a CUDA graph would repeat in "
+                "every step; return a tensor with one element, made from the targets"
+            )
+        value = float(count) if isinstance(count, bool) else number(count)
+        if value is None or not 0 <= value < math.inf:
+            raise ExecutionError(
+                f"loss_fn returned the count {count!r:.60}; the count of (sum, count) must be a "
+                "finite number of at least 0, or a tensor with one element"
+            )
+        return value
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ExecutionError(f"the loss must be a tensor with one element, got {got}; {_FORMS}")
+    if not loss.is_floating_point():
+        raise ExecutionError(
+            f"the loss must be a real floating-point tensor, got {loss.dtype}; {_FORMS}"
+        )
+
+
+def combined(loss: Tensor | tuple[Tensor, Count]) -> Tensor:
+    """Return what a loss function returned for a whole batch as one loss."""
+    if not isinstance(loss, tuple):
+        return loss
+    total, count = loss
+    return total / count
+
+
+class StepLoss:
+    """Losses of the micro-batches of one step, and the counts by which gradients are divided.
+
+    Micro-batches are numbered through all shares of the batch; see `pipeexec.shares`.
+
+    Parameters
+    ----------
+    function
+        The pipeline's.
+    sizes
+        Samples of each micro-batch.
+    targets
+        Of each micro-batch; None for those of other processes.
+    shares, n_batches
+        Shares of the batch, and mini-batches of each.
+    processes, owners
+        Processes of the pipeline, and the ranks of those that have a last stage.
+    """
+
+    def __init__(
+        self,
+        function: LossFunction,
+        sizes: Sequence[int],
+        targets: Sequence[Any],
+        shares: Shares,
+        n_batches: int,
+        processes: Processes | None = None,
+        owners: Iterable[int] = (),
+    ) -> None:
+        self.function, self.targets, self.sizes = function, targets, sizes
+        is_mean = function.reduction == "mean"
+        #: Numbers of the micro-batches, by share and mini-batch.
+        self._numbers = np.arange(len(sizes)).reshape(shares.n, n_batches, -1)
+        self.weights = _weights(sizes, self._numbers) if is_mean else [1.0] * len(sizes)
+        #: How many losses `StepResult.loss` is a mean of.
+        self.n_losses = n_batches if is_mean else 1
+        self.losses: list[Tensor | None] = [None] * len(sizes)
+        self._counts: list[Count | None] = [None] * len(sizes)
+        self._totals: dict[int, Count] = {}
+        self._totalling = threading.Lock()
+        self._processes, self._owners = processes, sorted(set(owners))
+        self._name = "" if processes is None else f"count/{processes.next_number()}"
+        self.check = None if function.is_checked else LossCheck()
+
+    def of(self, microbatch: int, output: object) -> Tensor:
+        """Return the loss of a micro-batch whose gradients add up over the step, and note it."""
+        first = self.function.returns_count is None
+        loss, count = self.function(output, self.targets[microbatch])
+        if first and self._processes is not None:
+            self._processes.publish(f"{self._name}/is", float(count is not None))
+        if count is None:
+            loss = loss * self.weights[microbatch]
+        self._counts[microbatch] = count
+        self.losses[microbatch] = loss.detach()
+        if self.check is not None:
+            self.check.note(microbatch, output)
+        return loss
+
+    def shares(self) -> list[Tensor | None]:
+        """Return the share of each micro-batch in the loss of its mini-batch."""
+        if not self.is_counted():
+            return list(self.losses)
+        batches = {
+            k: b
+            for b in range(self._numbers.shape[1])
+            for k in self._numbers[:, b].ravel().tolist()
+        }
+        return [
+            None if loss is None else (loss / _on(self._total(batches[k]), loss)).to(loss.dtype)
+            for k, loss in enumerate(self.losses)
+        ]
+
+    @torch.no_grad()
+    def divide(self, module: nn.Module, batch: int, mean: Callable[[Count], Count]) -> None:
+        """Divide the gradients of a stage by the count of a mini-batch.
+
+        ``mean`` takes the mean over replicas that the pipeline does not know, which
+        DistributedDataParallel takes of gradients.
+        """
+        total = mean(self._total(batch))
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(_on(total, parameter.grad))
+
+    def difference(self) -> Difference | None:
+        """Return by how much the loss differs from that of several micro-batches at once.
+
+        None if it does not, after the first step, and where it cannot be compared.
+        """
+        if self.check is None:
+            return None
+        self.function.is_checked = True
+        check, self.check = self.check, None
+        return check.difference(
+            lambda *args: combined(self.function.function(*args)),
+            self.targets,
+            self.losses,
+            self._factors,
+        )
+
+    def _factors(self, microbatches: Sequence[int]) -> list[float]:
+        """Return what turns the weights of a step into those of a batch of some micro-batches."""
+        if self.function.returns_count:
+            total = float(_sum([x for k in microbatches if (x := self._counts[k]) is not None]))
+            return [1 / total if total else math.nan] * len(microbatches)
+        if self.function.reduction == "sum":
+            return [1.0] * len(microbatches)
+        n_samples = sum(self.sizes[k] for k in microbatches)
+        return [self.sizes[k] / (n_samples * self.weights[k]) for k in microbatches]
+
+    def is_counted(self) -> bool:
+        """Return whether the loss has counts; other processes learn it in the first step."""
+        if self.function.returns_count is None and self._processes is not None:
+            self.function.returns_count = bool(self._processes.published(f"{self._name}/is"))
+        return bool(self.function.returns_count)
+
+    def _total(self, batch: int) -> Count:
+        """Return the count of a mini-batch, over all replicas.
+
+        All counts are there: a stage steps after the last backward of the mini-batch.
+        """
+        with self._totalling:
+            if batch not in self._totals:
+                self._totals[batch] = self._summed(batch)
+            return self._totals[batch]
+
+    def _summed(self, batch: int) -> Count:
+        numbers = self._numbers[:, batch].ravel().tolist()
+        counts = [x for k in numbers if (x := self._counts[k]) is not None]
+        if self._processes is None:
+            return _sum(counts)
+        name = f"{self._name}/{batch}"
+        if self._processes.rank in self._owners:
+            self._processes.publish(f"{name}/{self._processes.rank}", float(_sum(counts)))
+        return math.fsum(self._processes.published(f"{name}/{rank}") for rank in self._owners)
+
+
+def _weights(sizes: Sequence[int], numbers: np.ndarray[Any, Any]) -> list[float]:
+    """Return the part of each micro-batch in its mini-batch, over all replicas."""
+    table = np.array(sizes)[numbers]
+    weights: list[float] = (table / table.sum(axis=(0, 2), keepdims=True)).ravel().tolist()
+    return weights
+
+
+def _sum(counts: Sequence[Count]) -> Count:
+    """Return the sum, on the device of the first count that is on one."""
+    device = next((x.device for x in counts if isinstance(x, Tensor)), None)
+    if device is None:
+        return math.fsum(map(float, counts))
+    return torch.stack(
+        [torch.as_tensor(x, dtype=torch.float64, device=device) for x in counts]
+    ).sum()
+
+
+def _on(count: Count, tensor: Tensor) -> Count:
+    return count.to(tensor.device) if isinstance(count, Tensor) else count

@@ -1,0 +1,56 @@
+"""The optimizers of a pipeline's stages, as a factory of the user's makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from pipesim.errors import ArgumentError
+
+__all__ = ["OptimizerFactory", "make_optimizers"]
+
+#: Makes the optimizer of some parameters.
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def make_optimizers(
+    factory: OptimizerFactory | None, modules: Sequence[nn.Module], n_stages: int
+) -> list[torch.optim.Optimizer | None]:
+    """Return the optimizer of each module; None for those without parameters, or without factory.
+
+    Raises
+    ------
+    ArgumentError
+        If the factory is not callable, returns no optimizer, or one of other parameters.
+    """
+    if factory is None:
+        return [None] * len(modules)
+    if not callable(factory):
+        raise ArgumentError(
+            "optimizer must be callable with a stage's parameters, such as torch.optim.AdamW or "
+            f"lambda parameters: torch.optim.SGD(parameters, lr=0.1), got {factory!r:.60}"
+        )
+    return [_made(factory, module, slot % n_stages) for slot, module in enumerate(modules)]
+
+
+def _made(factory: OptimizerFactory, module: nn.Module, stage: int) -> torch.optim.Optimizer | None:
+    own = list(module.parameters())
+    if not own:
+        return None
+    optimizer = factory(module.parameters())
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"optimizer returned {optimizer!r:.60} for the parameters of stage {stage}; it must "
+            "return a torch.optim.Optimizer"
+        )
+    known = set(map(id, own))
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    n_others = sum(id(p) not in known for p in given)
+    if n_others or not given:
+        raise ArgumentError(
+            f"the optimizer of stage {stage} has {len(given)} parameters, {n_others} of which are "
+            "not the stage's; make it from the parameters that it is called with"
+        )
+    return optimizer

@@ -1,0 +1,140 @@
+"""Refuse a second caller of a device: another thread, a stage, a forked process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from pipesim.errors import ExecutionError
+
+__all__ = ["StepLock"]
+
+#: Seconds that `StepLock.stop` waits for a step to end.
+_PATIENCE = 5.0
+
+
+class Stoppable(Protocol):
+    """A step under way."""
+
+    def stop(self, error: ExecutionError) -> None:
+        """Fail with ``error``; tasks that do not end soon are left to themselves."""
+        ...
+
+
+class StepLock:
+    """Admits one caller at a time to a device, whatever pipelines have it.
+
+    A second caller gets an error, instead of waiting, or of spoiling the step of the first. A
+    thread may enter again, but not while its own step runs tasks.
+
+    Parameters
+    ----------
+    has_thread
+        Whether a thread runs tasks of the device.
+
+    Attributes
+    ----------
+    run
+        The step under way, or None.
+    """
+
+    def __init__(self, has_thread: Callable[[threading.Thread], bool]) -> None:
+        self._has_thread = has_thread
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._owner: threading.Thread | None = None
+        self._depth = 0
+        self._closing = False
+        self.run: Stoppable | None = None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether the calling process was forked from the one that made the pipeline."""
+        return os.getpid() != self._process
+
+    @contextmanager
+    def held(self, call: str) -> Iterator[None]:
+        """Hold the device for a call, named in errors.
+
+        Raises
+        ------
+        ExecutionError
+            From a forked process, from within a stage or the loss, or while another thread holds
+            the device.
+        """
+        self._check_place(call)
+        if not self._lock.acquire(blocking=False):
+            owner = self._owner
+            raise ExecutionError(
+                f"{call} was called while thread {'' if owner is None else owner.name!r} uses this "
+                "pipeline, or one with its devices; call one method at a time, or make a pipeline "
+                "for each thread"
+            )
+        self._owner, self._depth = threading.current_thread(), self._depth + 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = None
+            self._lock.release()
+
+    @contextmanager
+    def stepping(self, run: Stoppable) -> Iterator[None]:
+        """Run the tasks of a step; whoever closes the pipeline meanwhile stops it."""
+        self.run = run
+        if self._closing:
+            run.stop(_closed())
+        try:
+            yield
+        finally:
+            self.run = None
+
+    def stop(self) -> bool:
+        """Stop the step under way, if any, and wait for its end; return whether it has ended.
+
+        In the thread of the step itself, as in a handler of a signal, the step ends later.
+
+        Raises
+        ------
+        ExecutionError
+            From within a stage or the loss, which would wait for themselves.
+        """
+        if self._has_thread(threading.current_thread()):
+            raise ExecutionError(
+                "close was called from within a stage or the loss of this pipeline; close it where "
+                "step is called"
+            )
+        self._closing = True
+        if (run := self.run) is not None:
+            run.stop(_closed())
+        if self._owner is threading.current_thread():
+            return self.run is None
+        if not self._lock.acquire(timeout=_PATIENCE):
+            return False
+        self._lock.release()
+        return True
+
+    def _check_place(self, call: str) -> None:
+        if self.is_forked:
+            raise ExecutionError(
+                f"{call} was called in a process that was forked from the one that made the "
+                f"pipeline (process {self._process}), whose threads it does not have; make the "
+                "pipeline after the fork"
+            )
+        is_own = self._owner is threading.current_thread() and self.run is not None
+        if is_own or self._has_thread(threading.current_thread()):
+            raise ExecutionError(
+                f"{call} was called from within a stage or the loss of the same pipeline, or from "
+                "a handler of a signal during its step; call it after the step"
+            )
+
+
+def _closed() -> ExecutionError:
+    return ExecutionError(
+        "the pipeline was closed while a step was running, which is not complete; gradients and "
+        "weights may hold a part of it"
+    )
