@@ -315,6 +315,8 @@ class Pipeline:
     @contextmanager
     def _held(self, call: str) -> Iterator[None]:
         """Hold the devices for a call, which no other may disturb."""
+        for device in self.devices:
+            device.step_lock.check_outside(call)
         with ExitStack() as stack:
             for device in self.devices:
                 stack.enter_context(device.step_lock.held(call))
@@ -759,6 +761,8 @@ class Pipeline:
         ExecutionError
             From within a stage or the loss.
         """
+        for device in self.devices:
+            device.step_lock.check_outside("close", may_interrupt=True)
         for device in self.devices:
             if device.step_lock.is_forked:  # the threads are those of another process
                 device.abandon()

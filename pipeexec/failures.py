@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeexec.channels import Lost
 from pipeexec.messages import Mismatch
 from pipeexec.parts import Part, whole
@@ -12,6 +15,7 @@ from pipeexec.run import Run, place
 from pipeexec.watch import Failure
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
 from pipesim.graph import TaskGraph
+from pipesim.ops import Op
 
 __all__ = ["last_of", "raise_failure"]
 
@@ -37,8 +41,9 @@ def raise_failure(
         "stalled": StallError,
         "silent": StallError,
     }
-    error = kinds.get(failure.kind, PeerError)(text)
-    error.timeline = whole(run.graph, parts or [run.part()]).timeline
+    timeline = whole(run.graph, parts or [run.part()]).timeline
+    error = kinds.get(failure.kind, PeerError)(text + _stepped(run, timeline.ran))
+    error.timeline = timeline
     if interrupt is not None and not isinstance(interrupt, Exception):
         interrupt.timeline = error.timeline  # type: ignore[attr-defined]
         raise interrupt
@@ -53,15 +58,30 @@ def _of_one_process(run: Run) -> ExecutionError:
         text = run.stall.message
         others = [str(h) for h in run.status().heads if not text.startswith(f"{h.task} hangs")]
         error = StallError(text + (f"; meanwhile {'; '.join(others)}" if others else ""))
+    elif run.failure[0] < 0 and isinstance(run.failure[1], ExecutionError):
+        error = run.failure[1]  # as of a pipeline that was closed
     else:
         index, cause = run.failure
         error = StageError(
             f"{_failed(run, index, cause)}; all other work was stopped, and .timeline holds what "
-            "ran before"
+            f"ran before{_stepped(run, run.ran)}"
         )
         error.__cause__ = cause
     error.timeline = run.timeline()
     return error
+
+
+def _stepped(run: Run, ran: NDArray[np.bool_]) -> str:
+    """Return which optimizers have changed weights in a step that failed, as text."""
+    stages = np.unique(run.graph.stage[ran & (run.graph.op == Op.STEP)]).tolist()
+    if not stages or not any(run.optimizers):
+        return ""
+    one = len(stages) == 1
+    return (
+        f"; the optimizer{'' if one else 's'} of stage{'' if one else 's'} "
+        f"{', '.join(map(str, stages))} {'has' if one else 'have'} stepped, others have not: load "
+        "weights and optimizer state from before the step, or make the model anew"
+    )
 
 
 def _failed(run: Run, index: int, cause: BaseException) -> str:

@@ -73,10 +73,13 @@ class LossFunction:
             If the function returns something else, or not what it returned before.
         """
         value = self.function(output, targets)
-        loss, count = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
-        _check_loss(loss)
-        self._note(count is not None)
-        return loss.reshape(()), None if count is None else self._checked_count(count)
+        if not isinstance(value, tuple) or len(value) != 2:
+            loss = _checked_loss(value)
+            self._note(False)
+            return loss, None
+        loss = _checked_loss(value[0])
+        self._note(True)
+        return loss, self._checked_count(value[1])
 
     def _note(self, returns_count: bool) -> None:
         if self.returns_count is None:
@@ -113,7 +116,7 @@ class LossFunction:
         return value
 
 
-def _check_loss(loss: object) -> None:
+def _checked_loss(loss: object) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ExecutionError(f"the loss must be a tensor with one element, got {got}; {_FORMS}")
@@ -121,6 +124,7 @@ def _check_loss(loss: object) -> None:
         raise ExecutionError(
             f"the loss must be a real floating-point tensor, got {loss.dtype}; {_FORMS}"
         )
+    return loss.reshape(())
 
 
 def combined(loss: Tensor | tuple[Tensor, Count]) -> Tensor:

@@ -333,7 +333,9 @@ class Run:
     def part(self) -> Part:
         """Return what this process measured, on rank 0's clock."""
         zero = self.zero if self.processes is None else self.processes.clock.to_first(self.zero)
-        found = {m: x for m, x in enumerate(self.loss.shares()) if x is not None}
+        has_failed = self.failure is not None or self.abandoned  # then counts may be missing
+        losses_here = [] if has_failed else self.loss.shares()
+        found = {m: x for m, x in enumerate(losses_here) if x is not None}
         losses = {m: float(x) for m, x in found.items()}
         dtype = str(next(iter(found.values())).dtype).removeprefix("torch.") if found else ""
         return Part(

@@ -62,10 +62,14 @@ class StepLock:
         Raises
         ------
         ExecutionError
-            From a forked process, from within a stage or the loss, or while another thread holds
-            the device.
+            From a forked process, or while another thread holds the device.
         """
-        self._check_place(call)
+        if self.is_forked:
+            raise ExecutionError(
+                f"{call} was called in a process that was forked from the one that made the "
+                f"pipeline (process {self._process}), whose threads it does not have; make the "
+                "pipeline after the fork"
+            )
         if not self._lock.acquire(blocking=False):
             owner = self._owner
             raise ExecutionError(
@@ -97,17 +101,7 @@ class StepLock:
         """Stop the step under way, if any, and wait for its end; return whether it has ended.
 
         In the thread of the step itself, as in a handler of a signal, the step ends later.
-
-        Raises
-        ------
-        ExecutionError
-            From within a stage or the loss, which would wait for themselves.
         """
-        if self._has_thread(threading.current_thread()):
-            raise ExecutionError(
-                "close was called from within a stage or the loss of this pipeline; close it where "
-                "step is called"
-            )
         self._closing = True
         if (run := self.run) is not None:
             run.stop(_closed())
@@ -118,15 +112,19 @@ class StepLock:
         self._lock.release()
         return True
 
-    def _check_place(self, call: str) -> None:
-        if self.is_forked:
-            raise ExecutionError(
-                f"{call} was called in a process that was forked from the one that made the "
-                f"pipeline (process {self._process}), whose threads it does not have; make the "
-                "pipeline after the fork"
-            )
-        is_own = self._owner is threading.current_thread() and self.run is not None
-        if is_own or self._has_thread(threading.current_thread()):
+    def check_outside(self, call: str, *, may_interrupt: bool = False) -> None:
+        """Raise if the caller is a task of the device.
+
+        A handler of a signal runs in the thread of the step: it may only call what may interrupt.
+
+        Raises
+        ------
+        ExecutionError
+            From within a stage or the loss, which would wait for themselves.
+        """
+        thread = threading.current_thread()
+        is_own = self._owner is thread and self.run is not None and not may_interrupt
+        if is_own or self._has_thread(thread):
             raise ExecutionError(
                 f"{call} was called from within a stage or the loss of the same pipeline, or from "
                 "a handler of a signal during its step; call it after the step"
