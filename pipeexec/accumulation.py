@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeexec.ddp import ddp_of, synchronize
-from pipesim.errors import ArgumentError, ExecutionError, check_count
+from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, check_count
 
 __all__ = ["GradientAccumulation"]
 
@@ -69,6 +69,7 @@ class GradientAccumulation:
         scaler: Any = None,
         before_step: Callable[[], object] | None = None,
     ) -> None:
+        _check_arguments(model, optimizer, scaler, before_step)
         self.model, self.optimizer = model, optimizer
         self.n_steps = check_count("n_steps", n_steps)
         if n_batches is not None and check_count("n_batches", n_batches) % n_steps:
@@ -106,7 +107,8 @@ class GradientAccumulation:
         n_samples
             Of this micro-batch, where micro-batches differ: each loss is the mean over so many, and
             gradients become those of the mean over all samples of the batch, in all replicas. Then
-            replicas exchange one number more a batch.
+            replicas exchange one number more a batch. For a loss that is a mean over anything else,
+            such as tokens that are not masked, the number of these.
 
         Raises
         ------
@@ -146,7 +148,14 @@ class GradientAccumulation:
         ------
         ExecutionError
             Outside a block of `microbatch`, or if called twice in one.
+        ArgumentError
+            If the loss is no tensor with one element that depends on parameters.
         """
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ArgumentError(
+                "loss must be a tensor with one element that depends on parameters of the model, "
+                f"got {loss!r:.60}"
+            )
         if self._state != "forward":
             raise ExecutionError(
                 "backward was called outside a block of accumulation.microbatch()"
@@ -272,3 +281,22 @@ class GradientAccumulation:
             self.ddp.reducer._reset_state()
         self.optimizer.zero_grad()
         self._clear()
+
+
+def _check_arguments(model: object, optimizer: object, scaler: object, before_step: object) -> None:
+    """Raise `ArgumentTypeError` for arguments of the wrong type."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model must be an nn.Module, got {model!r:.60}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentTypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {optimizer!r:.60}; make it from the "
+            "model's parameters"
+        )
+    if scaler is not None and not all(
+        callable(getattr(scaler, name, None)) for name in ("scale", "step", "update", "unscale_")
+    ):
+        raise ArgumentTypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r:.60}")
+    if before_step is not None and not callable(before_step):
+        raise ArgumentTypeError(
+            f"before_step must be callable without arguments, got {before_step!r:.60}"
+        )

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeexec.stage import Values
 from pipesim.errors import ArgumentError
 
-__all__ = ["Batch", "check_batch", "moved", "split_batch", "split_batches"]
+__all__ = ["Batch", "check_batch", "check_dense", "moved", "split_batch", "split_batches"]
 
 Batch = Tensor | tuple[Tensor, ...]
 
@@ -43,11 +43,16 @@ def check_batch(inputs: object, targets: object) -> None:
                     f"{name} require gradients, which a step of a Pipeline does not compute; give "
                     f"{name}.detach(), or use pipeexec.GPipe, whose backward does"
                 )
-            if tensor.layout != torch.strided:
-                raise ArgumentError(
-                    f"{name} have the layout {tensor.layout}, which cannot be split into "
-                    "micro-batches; give dense tensors, and make them sparse in the first stage"
-                )
+            check_dense(name, tensor)
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise `ArgumentError` for tensors that torch cannot split into micro-batches."""
+    if tensor.layout != torch.strided:
+        raise ArgumentError(
+            f"{name} have the layout {tensor.layout}, which cannot be split into micro-batches; "
+            "give dense tensors, and make them sparse in the first stage"
+        )
 
 
 def split_batches(

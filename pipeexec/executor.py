@@ -230,6 +230,10 @@ class Pipeline:
     ) -> None:
         _check_timeout(timeout)
         _check_graph(graph)
+        if processes is not None and not isinstance(processes, Processes):
+            raise ArgumentTypeError(
+                f"processes must be what pipeexec.join returned, or None, got {processes!r:.60}"
+            )
         self._loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph)
         if cuda_graph and processes is not None:
             raise ArgumentError(
@@ -313,13 +317,19 @@ class Pipeline:
         )
 
     @contextmanager
-    def _held(self, call: str) -> Iterator[None]:
+    def _alone(self, call: str) -> Iterator[None]:
         """Hold the devices for a call, which no other may disturb."""
         for device in self.devices:
             device.step_lock.check_outside(call)
         with ExitStack() as stack:
             for device in self.devices:
                 stack.enter_context(device.step_lock.held(call))
+            yield
+
+    @contextmanager
+    def _held(self, call: str) -> Iterator[None]:
+        """Hold the devices, which must not be closed, for a call."""
+        with self._alone(call):
             if any(device.closed for device in self.devices):
                 raise ExecutionError(
                     "the pipeline is closed, and its threads ended; make a new one"
@@ -623,8 +633,9 @@ class Pipeline:
     def align(self) -> None:
         """Compare the clocks of the processes, and leave together; all must call this."""
         if self.processes is not None:
-            self.processes.barrier()  # names who is late, which a round trip would only wait for
-            self.processes.clock.sample()
+            with self._alone("align"):
+                self.processes.barrier()  # names who is late; a round trip would only wait
+                self.processes.clock.sample()
 
     def clocks(self) -> tuple[dict[str, float], ...]:
         """Return how each process's clock stands to rank 0's; all must call this.
@@ -633,7 +644,8 @@ class Pipeline:
         """
         if self.processes is None:
             return ()
-        return tuple(self.processes.share(self.processes.clock.alignment._asdict()))
+        with self._alone("clocks"):
+            return tuple(self.processes.share(self.processes.clock.alignment._asdict()))
 
     def gather(self, result: StepResult) -> StepResult:
         """Return the result of the whole pipeline, in every process; all must call this.
@@ -641,12 +653,14 @@ class Pipeline:
         Its timeline counts from when the first process began, on rank 0's clock; losses are
         without a device. In one process, ``result`` itself.
         """
+        if not isinstance(result, StepResult):
+            raise ArgumentTypeError(f"result must be what step returned, got {result!r:.60}")
         if self.processes is None or result.part is None:
             return result
         graph = result.timeline.graph
-        part = whole(
-            graph, (Part.unpack(graph, x) for x in self.processes.gather(result.part.pack()))
-        )
+        with self._alone("gather"):
+            packed = self.processes.gather(result.part.pack())
+        part = whole(graph, (Part.unpack(graph, x) for x in packed))
         self._note(part.timeline)
         dtype = getattr(torch, part.loss_dtype)
         losses = tuple(
@@ -664,7 +678,11 @@ class Pipeline:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of each process's values, element by element; all must call this."""
-        return list(values) if self.processes is None else self.processes.total(values)
+        values = check_list("values", values, "one number for each sum")
+        if self.processes is None:
+            return values
+        with self._alone("total"):
+            return self.processes.total(values)
 
     def _note(self, timeline: Timeline) -> None:
         """Keep what was measured, for an error between steps."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from pipeexec.batches import check_dense
 from pipeexec.devices import CpuDevice, CudaDevice, parse
 from pipesim.errors import ArgumentError, ArgumentTypeError, TooFewDevicesError
 
@@ -90,6 +91,7 @@ def checked_input(given: object) -> tuple[Tensor, ...]:
             raise ArgumentTypeError(
                 f"expected Tensor, but got {type(x).__name__}; GPipe takes a tensor or a tuple"
             )
+        check_dense("tensors of the input", x)
     if not tensors:
         raise ArgumentTypeError("expected Tensor, but got an empty tuple")
     return tensors

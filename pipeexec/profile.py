@@ -182,7 +182,11 @@ class Calibration:
         pipeline.check_batch(inputs, targets)
         graph = pipeline.graph
         self.pipeline = pipeline
-        graphs = [graph] if graphs is None else check_list("graphs", graphs, "TaskGraphs")
+        graphs = (
+            [graph] if graphs is None else check_list("graphs", graphs, "TaskGraphs") or [graph]
+        )
+        if not all(isinstance(g, TaskGraph) for g in graphs):
+            raise ArgumentTypeError(f"graphs must be a list of TaskGraphs, got {graphs!r:.60}")
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
         n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.here)
