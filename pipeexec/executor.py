@@ -228,21 +228,21 @@ class Pipeline:
         processes: Processes | None = None,
         cuda_graph: bool = False,
     ) -> None:
-        _check_timeout(timeout)
-        _check_graph(graph)
         if processes is not None and not isinstance(processes, Processes):
             raise ArgumentTypeError(
                 f"processes must be what pipeexec.join returned, or None, got {processes!r:.60}"
             )
-        self._loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph)
-        if cuda_graph and processes is not None:
-            raise ArgumentError(
-                "cuda_graph=True runs in one process: headers of messages between processes are "
-                "checked by the host; leave it out"
-            )
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
         own = 0 if processes is None else processes.rank
         with nullcontext() if processes is None else processes.guard():
+            _check_timeout(timeout)
+            _check_graph(graph)
+            if cuda_graph and processes is not None:
+                raise ArgumentError(
+                    "cuda_graph=True runs in one process: headers of messages between processes "
+                    "are checked by the host; leave it out"
+                )
+            self._loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph)
             stages = check_list("stages", stages, "one nn.Module a stage of the graph")
             devices = check_list("devices", devices, "one name a device of the graph")
             self.devices = _make_devices(devices, graph, pin_threads, processes)
@@ -315,6 +315,20 @@ class Pipeline:
             if self.cuda_graph
             else None
         )
+
+    @property
+    def loss_fn(self) -> Loss:
+        """The loss function; another one, set in every process, holds from the next step on."""
+        return self._loss.function
+
+    @loss_fn.setter
+    def loss_fn(self, function: Loss) -> None:
+        self._loss = LossFunction(function, self._loss.reduction, on_device=self.cuda_graph)
+
+    @property
+    def loss_reduction(self) -> Literal["mean", "sum"]:
+        """How ``loss_fn`` reduces the losses of samples."""
+        return self._loss.reduction
 
     @contextmanager
     def _alone(self, call: str) -> Iterator[None]:
