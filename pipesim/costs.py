@@ -95,24 +95,33 @@ class TaskCosts:
         Seconds of each task, where they are not those of its row, as with noise; or None.
     costs
         Where the values come from, or None.
+    issued
+        Seconds at which each task is issued, in place of those that follow from ``launch`` (rule
+        7), as in a replay; shape ``(len(graph),)``, or None.
     """
 
     table: CostTable
     row: NDArray[Any]
     drawn: NDArray[np.float64] | None = None
     costs: Costs | None = None
+    issued: NDArray[np.float64] | None = None
 
     @classmethod
-    def of_tasks(cls, table: CostTable, costs: Costs | None = None) -> TaskCosts:
+    def of_tasks(
+        cls,
+        table: CostTable,
+        costs: Costs | None = None,
+        issued: NDArray[np.float64] | None = None,
+    ) -> TaskCosts:
         """Return costs that have a row a task."""
-        return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs)
+        return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs, issued)
 
     def per_task(self) -> TaskCosts:
         """Return the same costs with a row a task, which has what was drawn."""
         table = CostTable(
             self.duration, self.latency, self.launch, self.nbytes, self.links, self.share
         )
-        return TaskCosts.of_tasks(table, self.costs)
+        return TaskCosts.of_tasks(table, self.costs, self.issued)
 
     @property
     def duration(self) -> NDArray[np.float64]:

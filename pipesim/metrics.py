@@ -12,7 +12,7 @@ from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
 from pipesim.timeline import Timeline
-from pipesim.waits import held_links, issue_times, let_go
+from pipesim.waits import held_links, issued_together, let_go
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +60,7 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     """
     if not timeline.ran.any():
         raise TimelineError(f"timeline {timeline.name!r} has no task that ran")
-    issued, held, moments = issue_times(timeline), held_links(timeline), let_go(timeline)
+    issued, held, moments = issued_together(timeline), held_links(timeline), let_go(timeline)
     task: int | None = int(np.nanargmax(timeline.end))
     chain: list[tuple[int, str, float]] = []
     while task is not None:
