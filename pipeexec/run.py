@@ -122,6 +122,7 @@ class Run:
         self.ended: list[Event | None] = [None] * len(graph)
         self.ran = np.zeros(len(graph), dtype=bool)
         self.nbytes = np.zeros(len(graph))
+        self.issued = [0.0] * len(graph)  # by perf_counter, less `zero`
         self.failure: tuple[int, BaseException] | None = None
         self.stopped: Status | None = None
         self.abandoned = False
@@ -155,7 +156,7 @@ class Run:
 
     def issue(self, tasks: Sequence[Planned]) -> None:
         """Give every task to its stream; wait for nothing."""
-        began, ended = self.began, self.ended
+        began, ended, issued = self.began, self.ended, self.issued
         self.clock = clocks.start([self.devices[d] for d in self.numbers])
         self.zero = start = perf_counter()
         if self.processes is not None:
@@ -169,6 +170,7 @@ class Run:
                 stream.wait_event(self.milestones[milestone][0])
             for bucket in range(task.marks):
                 self.milestones[task.id, bucket] = stream.milestone()
+            issued[task.id] = perf_counter() - start
             if task.meet is not None:
                 stream.submit(partial(self._guarded, task, task.meet, False))
             began[task.id] = stream.record()
@@ -269,7 +271,8 @@ class Run:
         for task, leader in self.leaders.items():
             if not np.isnan(end[task]):
                 start[task], end[task] = start[leader], end[leader]
-        return Timeline(graph, *together(graph, start, end), self.nbytes)
+        issued = np.where(np.isnan(start), np.nan, self.issued)
+        return Timeline(graph, *together(graph, start, end), self.nbytes, issued=issued)
 
     def milestone_shares(self, tasks: Sequence[Planned]) -> dict[int, float]:
         """Return the share of its backward after which each bucket's gradients were there."""

@@ -106,6 +106,9 @@ def _cause(
     holder = int(held[task])
     if holder >= 0 and end[holder] == start[task]:
         return holder, "link"
+    known = max(0.0 if last is None else free[last], 0.0 if holder < 0 else end[holder])
+    if timeline.issued is not None and known < issued[task] <= start[task]:
+        return None, "host"  # recorded: it takes a moment until the task starts
     return (None, "start") if last is None else (last, _relation(graph, task, last))
 
 

@@ -177,8 +177,14 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
             f"replay takes a Timeline, got {type(timeline).__name__}; give what was measured or "
             "loaded, such as ps.Timeline.load(path)"
         )
-    graph = timeline.graph
     timeline.check_complete("replay")
+    again = simulate(timeline.graph, replay_costs(timeline), engine=engine)
+    return again.with_name(f"{timeline.name} replayed")
+
+
+def replay_costs(timeline: Timeline) -> TaskCosts:
+    """Return the costs of each task of a whole timeline; `replay` says which."""
+    graph = timeline.graph
     own = np.arange(len(graph))[:, None]
     links = own if timeline.costs is None else timeline.costs.of(graph).links
     seconds = exact_seconds(timeline.start, timeline.end)
@@ -191,8 +197,7 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
         share=measured_shares(timeline),
     )
     issued = np.minimum(timeline.issue_times, timeline.start)  # clocks may differ by a little
-    costs = TaskCosts.of_tasks(table, timeline.costs, np.maximum(issued, 0.0))
-    return simulate(graph, costs, engine=engine).with_name(f"{timeline.name} replayed")
+    return TaskCosts.of_tasks(table, timeline.costs, np.maximum(issued, 0.0))
 
 
 def _latencies(timeline: Timeline) -> NDArray[np.float64]:
