@@ -74,7 +74,8 @@ def parts_of_steps(repeats: Sequence[Repeat]) -> pd.DataFrame:
     for number, repeat in enumerate(repeats):
         for result in repeat.results:
             measured = result.timeline
-            launch = None if measured.issued is not None else result.host_seconds / len(measured)
+            recorded = measured.issued is not None and not np.isnan(measured.issued).any()
+            launch = None if recorded else result.host_seconds / len(measured)
             parts = Comparison(repeat.predicted, measured).error_parts(launch=launch)
             rows.append({"repeat": number, "measured": measured.makespan} | parts.to_dict())
     return pd.DataFrame(rows, columns=["repeat", "measured", *PARTS])

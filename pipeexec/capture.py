@@ -241,7 +241,6 @@ class Captured:
         for parameter, static in zip(self.parameters, replayed.given, strict=True):
             _restore(static, parameter.grad)
         replayed.run.host_seconds = self._recorder.launch(replayed.graph)
-        replayed.run.issued = [0.0] * len(replayed.run.graph)  # all at once
         self._set_gradients(replayed.found)
 
     def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:

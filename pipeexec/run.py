@@ -16,7 +16,7 @@ from pipeexec import clocks
 from pipeexec.batches import Batch, moved, split_batches
 from pipeexec.channels import Asked, Channel, Expected
 from pipeexec.devices import Device, RemoteDevice
-from pipeexec.parts import Part, together
+from pipeexec.parts import Part, known, together
 from pipeexec.processes import Processes
 from pipeexec.progress import Progress, StepHeads
 from pipeexec.randomness import task_seed
@@ -271,8 +271,11 @@ class Run:
         for task, leader in self.leaders.items():
             if not np.isnan(end[task]):
                 start[task], end[task] = start[leader], end[leader]
-        issued = np.where(np.isnan(start), np.nan, self.issued)
-        return Timeline(graph, *together(graph, start, end), self.nbytes, issued=issued)
+        # GPUs have clocks of their own, which do not tell when the host did something.
+        on_host = np.array([device.torch_device.type == "cpu" for device in self.devices])
+        issued = np.where(on_host[graph.device] & ~np.isnan(start), self.issued, np.nan)
+        times = together(graph, start, end)
+        return Timeline(graph, *times, self.nbytes, issued=known(issued))
 
     def milestone_shares(self, tasks: Sequence[Planned]) -> dict[int, float]:
         """Return the share of its backward after which each bucket's gradients were there."""

@@ -140,7 +140,7 @@ def _chain(timeline: Timeline) -> _Chain:
     waits = graph.precedence
     free = let_go(timeline)
     _release(waits.ptr, waits.values, free, role, graph.pair, end, latency, before, ready, queued)
-    issued, held = issued_together(timeline), held_links(timeline)
+    issued, held = issued_together(graph, timeline.issue_times), held_links(timeline)
     late = (start > np.maximum(np.maximum(ready, queued), issued)) & (held >= 0)
     queued[late] = np.maximum(queued[late], end[held[late]])
 

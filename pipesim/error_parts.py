@@ -13,10 +13,10 @@ from pipesim.costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError, number
 from pipesim.graph import TaskGraph
 from pipesim.issue import issue_times
-from pipesim.ops import COMPUTE, RECVS, SENDS
+from pipesim.ops import COMPUTE, RECVS
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
-from pipesim.waits import bucket_shares, let_go, measured_shares, message_latency
+from pipesim.waits import bucket_shares, issued_together, let_go, measured_shares, message_latency
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -218,10 +218,7 @@ def _waits(
     start, end = timeline.start, timeline.end
     is_recv, member = graph.is_op(RECVS), graph.group >= 0
     ready, last, before = _needs(graph, let_go(timeline, share))
-    reached = np.maximum(ready, issued)
-    if graph.rendezvous:  # a SEND begins once its RECV was issued too
-        paired = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
-        reached[paired] = np.maximum(reached[paired], issued[graph.pair[paired]])
+    reached = np.maximum(ready, issued_together(graph, issued))
     late = np.maximum(0.0, start - reached)
     # Within a stream nothing is handed over; a late start there is unexplained.
     handed = (last >= 0) & (graph.stream[last] != graph.stream) & ~is_recv & ~member

@@ -106,8 +106,8 @@ def _warn_of_free_launches(timeline: Timeline) -> None:
         np.maximum.at(last, host, timeline.issue_times)
         warnings.warn(
             f"tasks of timeline {timeline.name!r} waited until their host had issued them, for "
-            f"{1 - in_time / late:.0%} of its makespan, and these costs leave that out: launch is 0; give it, "
-            f"such as launch={last.sum() / len(timeline):.3g}, the mean of this timeline",
+            f"{1 - in_time / late:.0%} of its makespan, and these costs leave that out: launch is "
+            f"0; give launch, such as the mean of this timeline: {last.sum() / len(graph):.3g}",
             AccuracyWarning,
             stacklevel=4,
         )

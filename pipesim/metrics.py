@@ -60,7 +60,8 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     """
     if not timeline.ran.any():
         raise TimelineError(f"timeline {timeline.name!r} has no task that ran")
-    issued, held, moments = issued_together(timeline), held_links(timeline), let_go(timeline)
+    issued = issued_together(timeline.graph, timeline.issue_times)
+    held, moments = held_links(timeline), let_go(timeline)
     task: int | None = int(np.nanargmax(timeline.end))
     chain: list[tuple[int, str, float]] = []
     while task is not None:

@@ -249,7 +249,9 @@ def _of_use(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.floa
     graph, start, end = timeline.graph, timeline.start, timeline.end
     consumers = graph.dependencies.transposed()
     held = held_links(timeline)
-    free = np.maximum(issued_together(timeline), np.where(held >= 0, end[held], 0.0))
+    free = np.maximum(
+        issued_together(graph, timeline.issue_times), np.where(held >= 0, end[held], 0.0)
+    )
     free[free <= 0] = -np.inf  # nothing was waited for
     moments = np.full(len(graph), np.nan)
     for recv in np.flatnonzero(graph.is_op(RECVS)).tolist():

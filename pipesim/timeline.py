@@ -45,9 +45,8 @@ class Timeline:
     name
         What tables and plots call it; by default the graph's name.
     issued
-        Seconds at which the host had issued each task (rule 7), shape ``(len(graph),)``, NaN for
-        tasks that were not issued; None to take them from the ``launch`` of ``costs``. Without
-        both they are unknown, and replays and causes of idle time count them as 0.
+        Seconds at which the host had issued each task (rule 7), shape ``(len(graph),)``, NaN where
+        it is not known; None to take them from the ``launch`` of ``costs``. See `issue_times`.
     """
 
     graph: TaskGraph
@@ -94,7 +93,9 @@ class Timeline:
     def issue_times(self) -> NDArray[np.float64]:
         """Seconds at which the host had issued each task; shape ``(len(graph),)``.
 
-        `issued`, or else as the ``launch`` of `costs` has it (rule 7); 0 where neither says.
+        `issued`, or else as the ``launch`` of `costs` has it (rule 7). 0 where neither says, so
+        that nothing is put down to a host of which nothing is known. `pipeexec` records them for
+        CPU workers alone: clocks of GPUs do not tell when the host did something.
         """
         if self.issued is not None:
             return np.nan_to_num(self.issued, nan=0.0)

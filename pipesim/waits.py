@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs import MEASURED_COLLECTIVES
 from pipesim.csr import Ints
+from pipesim.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
 from pipesim.timeline import Timeline
 
@@ -28,12 +29,11 @@ __all__ = [
 _ROUNDING = 1e-12
 
 
-def issued_together(timeline: Timeline) -> NDArray[np.float64]:
+def issued_together(graph: TaskGraph, issued: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return when the hosts had issued each task and those it meets (rule 7).
 
-    Seconds, shape ``(len(graph),)``; `Timeline.issue_times` says where they come from.
+    ``issued`` is when they had issued each alone; both in seconds, shape ``(len(graph),)``.
     """
-    graph, issued = timeline.graph, timeline.issue_times
     together = issued.copy()
     if graph.rendezvous:
         sends = np.flatnonzero(graph.is_op(SENDS))
@@ -164,7 +164,7 @@ def measured_shares(
     rows, values = waits.rows, waits.values
     other = ~np.isin(values, backward)
     busy = np.where(held >= 0, end[held], 0.0)
-    latest = issued_together(timeline)
+    latest = issued_together(graph, timeline.issue_times)
     np.maximum.at(latest, rows[other], end[values[other]])
     busy = np.maximum(busy, latest[buckets])
     hidden = busy > start[backward] + said[buckets] * lasted
