@@ -48,13 +48,27 @@ def exact_seconds(first: NDArray[np.float64], last: NDArray[np.float64]) -> NDAr
     """Return the seconds from ``first`` to ``last`` such that ``first + seconds == last``.
 
     A difference is rounded; where the sum is off, a neighbouring double is right, if any is. So
-    times that an engine made are made again, bit by bit.
+    times that an engine made are made again, bit by bit. Where none is, the sum is the smaller one:
+    what ended at ``last`` then waited for something else, too.
     """
-    seconds: NDArray[np.float64] = last - first
-    for near in (np.nextafter(seconds, -np.inf), np.nextafter(seconds, np.inf)):
-        right = (first + seconds != last) & (first + near == last)
-        seconds = np.where(right, near, seconds)
-    return seconds
+    return _nearest(last - first, 1.0, first, last)
+
+
+def _nearest(
+    factor: NDArray[np.float64],
+    of: NDArray[np.float64] | float,
+    first: NDArray[np.float64],
+    last: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Return ``factor`` or a neighbouring double, such that ``first + factor * of == last``.
+
+    Where none of them is right, one whose sum is smaller.
+    """
+    below, above = np.nextafter(factor, -np.inf), np.nextafter(factor, np.inf)
+    found = np.where(first + factor * of > last, below, factor)
+    for near in (above, below, factor):
+        found = np.where(first + near * of == last, near, found)
+    return found
 
 
 def held_links(timeline: Timeline) -> Ints:
@@ -152,11 +166,7 @@ def measured_shares(
     lasted = exact_seconds(start[backward], end[backward])
     after = exact_seconds(start[backward], start[buckets])
     part = np.divide(after, lasted, out=np.ones(len(buckets)), where=lasted > 0)
-    # As they are used: of the neighbouring doubles the one whose product adds up exactly.
-    for near in (np.nextafter(part, -np.inf), np.nextafter(part, np.inf)):
-        inexact = start[backward] + part * lasted != start[buckets]
-        part = np.where(inexact & (start[backward] + near * lasted == start[buckets]), near, part)
-    shares[buckets] = np.clip(part, 0.0, 1.0)
+    shares[buckets] = np.clip(_nearest(part, lasted, start[backward], start[buckets]), 0.0, 1.0)
     if said is None and timeline.costs is None:
         return shares
     said = bucket_shares(timeline) if said is None else said
