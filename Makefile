@@ -27,8 +27,9 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo
 
-fuzz: $(STAMP)  ## compare the engines on 8,000 random graphs, with noise and without
+fuzz: $(STAMP)  ## compare the engines on 8,000 random graphs, with noise and without; replay 2,000
 	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_compiled_engine.py tests/test_collective_links.py --hypothesis-show-statistics
+	FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/test_replay.py --hypothesis-show-statistics
 
 chaos: $(STAMP)  ## every fault of the tests, then 50 random ones; writes results/benchmarks/chaos.txt
 	FAULTS=all $(BIN)/python -m pytest tests/test_faults.py

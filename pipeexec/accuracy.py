@@ -73,9 +73,11 @@ def parts_of_steps(repeats: Sequence[Repeat]) -> pd.DataFrame:
     rows = []
     for number, repeat in enumerate(repeats):
         for result in repeat.results:
-            launch = result.host_seconds / len(result.timeline)
-            parts = Comparison(repeat.predicted, result.timeline).error_parts(launch=launch)
-            rows.append({"repeat": number, "measured": result.timeline.makespan} | parts.to_dict())
+            measured = result.timeline
+            recorded = measured.issued is not None and not np.isnan(measured.issued).any()
+            launch = None if recorded else result.host_seconds / len(measured)
+            parts = Comparison(repeat.predicted, measured).error_parts(launch=launch)
+            rows.append({"repeat": number, "measured": measured.makespan} | parts.to_dict())
     return pd.DataFrame(rows, columns=["repeat", "measured", *PARTS])
 
 

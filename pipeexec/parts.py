@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipesim.graph import TaskGraph
 from pipesim.timeline import Timeline
 
-__all__ = ["Part", "together", "whole"]
+__all__ = ["Part", "known", "together", "whole"]
 
 Floats = NDArray[np.float64]
 
@@ -51,7 +51,7 @@ class Part:
         """Return it as bytes: a line of JSON, then the columns of the tasks that ran."""
         tasks = np.flatnonzero(self.timeline.ran)
         columns = [tasks, self.timeline.start[tasks], self.timeline.end[tasks],
-                   self.timeline.nbytes[tasks]]  # fmt: skip
+                   self.timeline.nbytes[tasks], _issued(self.timeline)[tasks]]  # fmt: skip
         head = [self.zero, list(self.losses.items()), self.host_seconds, self.peak_held,
                 self.loss_dtype, self.clock_error]  # fmt: skip
         return json.dumps(head).encode() + b"\n" + np.array(columns, dtype=np.float64).tobytes()
@@ -61,12 +61,27 @@ class Part:
         """Return the part that was packed."""
         line, _, body = text.partition(b"\n")
         zero, losses, host_seconds, peak_held, *rest = json.loads(line)
-        tasks, *columns = np.frombuffer(body).reshape(4, -1)
-        start, end, nbytes = (np.full(len(graph), value) for value in (np.nan, np.nan, 0.0))
-        for column, values in zip((start, end, nbytes), columns, strict=True):
+        tasks, *columns = np.frombuffer(body).reshape(5, -1)
+        start, end, nbytes, issued = _empty(len(graph))
+        for column, values in zip((start, end, nbytes, issued), columns, strict=True):
             column[tasks.astype(np.int64)] = values
-        timeline = Timeline(graph, start, end, nbytes)
+        timeline = Timeline(graph, start, end, nbytes, issued=known(issued))
         return cls(zero, timeline, dict(losses), host_seconds, tuple(peak_held), *rest)
+
+
+def known(issued: Floats) -> Floats | None:
+    """Return when tasks were issued, or None where it is known of none."""
+    return None if np.isnan(issued).all() else issued
+
+
+def _issued(timeline: Timeline) -> Floats:
+    """Return when tasks were issued; NaN where it is not known."""
+    return np.full(len(timeline), np.nan) if timeline.issued is None else timeline.issued
+
+
+def _empty(n_tasks: int) -> list[Floats]:
+    """Return columns of tasks that did not run: start, end, bytes, and when each was issued."""
+    return [np.full(n_tasks, value) for value in (np.nan, np.nan, 0.0, np.nan)]
 
 
 def together(graph: TaskGraph, start: Floats, end: Floats) -> tuple[Floats, Floats]:
@@ -87,16 +102,17 @@ def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
     """Return the sum of parts, on one clock; time zero is when the first process began."""
     parts = list(parts)
     zero = min(part.zero for part in parts)
-    start, end, nbytes = (np.full(len(graph), value) for value in (np.nan, np.nan, 0.0))
+    start, end, nbytes, issued = _empty(len(graph))
     for part in parts:
         ran = part.timeline.ran
+        issued[ran] = _issued(part.timeline)[ran] + (part.zero - zero)
         start[ran] = part.timeline.start[ran] + (part.zero - zero)
         end[ran] = part.timeline.end[ran] + (part.zero - zero)
         nbytes[ran] = part.timeline.nbytes[ran]
     held = np.array([part.peak_held for part in parts]).sum(axis=0).tolist()
     return Part(
         zero,
-        Timeline(graph, *together(graph, start, end), nbytes),
+        Timeline(graph, *together(graph, start, end), nbytes, issued=known(issued)),
         {m: loss for part in parts for m, loss in part.losses.items()},
         sum(part.host_seconds for part in parts),
         tuple(held) if isinstance(held, list) else (),

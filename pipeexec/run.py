@@ -18,7 +18,7 @@ from pipeexec.channels import Asked, Channel, Expected
 from pipeexec.devices import Device, RemoteDevice, ranks_of
 from pipeexec.earlier_gradients import EarlierGradients
 from pipeexec.loss import LossFunction, StepLoss
-from pipeexec.parts import Part, together
+from pipeexec.parts import Part, known, together
 from pipeexec.processes import Processes
 from pipeexec.progress import Progress, StepHeads
 from pipeexec.randomness import task_seed
@@ -130,6 +130,7 @@ class Run:
         self.ended: list[Event | None] = [None] * len(graph)
         self.ran = np.zeros(len(graph), dtype=bool)
         self.nbytes = np.zeros(len(graph))
+        self.issued = [0.0] * len(graph)  # by perf_counter, less `zero`
         self.failure: tuple[int, BaseException] | None = None
         self.stopped: Status | None = None
         self.abandoned = False
@@ -163,7 +164,7 @@ class Run:
 
     def issue(self, tasks: Sequence[Planned]) -> None:
         """Give every task to its stream; wait for nothing."""
-        began, ended = self.began, self.ended
+        began, ended, issued = self.began, self.ended, self.issued
         self.clock = clocks.start([self.devices[d] for d in self.numbers])
         self.zero = start = perf_counter()
         if self.processes is not None:
@@ -177,6 +178,7 @@ class Run:
                 stream.wait_event(self.milestones[milestone][0])
             for bucket in range(task.marks):
                 self.milestones[task.id, bucket] = stream.milestone()
+            issued[task.id] = perf_counter() - start
             if task.meet is not None:
                 stream.submit(partial(self._guarded, task, task.meet, False))
             began[task.id] = stream.record()
@@ -308,7 +310,11 @@ class Run:
         for task, leader in self.leaders.items():
             if not np.isnan(end[task]):
                 start[task], end[task] = start[leader], end[leader]
-        return Timeline(graph, *together(graph, start, end), self.nbytes)
+        # GPUs have clocks of their own, which do not tell when the host did something.
+        on_host = np.array([device.torch_device.type == "cpu" for device in self.devices])
+        issued = np.where(on_host[graph.device] & ~np.isnan(start), self.issued, np.nan)
+        times = together(graph, start, end)
+        return Timeline(graph, *times, self.nbytes, issued=known(issued))
 
     def milestone_shares(self, tasks: Sequence[Planned]) -> dict[int, float]:
         """Return the share of its backward after which each bucket's gradients were there."""

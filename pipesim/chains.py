@@ -13,7 +13,7 @@ from pipesim.csr import Ints
 from pipesim.jit import kernel
 from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SENDS, TRANSFERS, Op
 from pipesim.timeline import Timeline
-from pipesim.waits import collective_latency, held_links, issue_times, let_go, message_latency
+from pipesim.waits import collective_latency, held_links, issued_together, let_go, message_latency
 
 __all__ = ["Cause", "seconds_of_causes"]
 
@@ -140,7 +140,7 @@ def _chain(timeline: Timeline) -> _Chain:
     waits = graph.precedence
     free = let_go(timeline)
     _release(waits.ptr, waits.values, free, role, graph.pair, end, latency, before, ready, queued)
-    issued, held = issue_times(timeline), held_links(timeline)
+    issued, held = issued_together(graph, timeline.issue_times), held_links(timeline)
     late = (start > np.maximum(np.maximum(ready, queued), issued)) & (held >= 0)
     queued[late] = np.maximum(queued[late], end[held[late]])
 

@@ -95,24 +95,33 @@ class TaskCosts:
         Seconds of each task, where they are not those of its row, as with noise; or None.
     costs
         Where the values come from, or None.
+    issued
+        Seconds at which each task is issued, in place of those that follow from ``launch`` (rule
+        7), as in a replay; shape ``(len(graph),)``, or None.
     """
 
     table: CostTable
     row: NDArray[Any]
     drawn: NDArray[np.float64] | None = None
     costs: Costs | None = None
+    issued: NDArray[np.float64] | None = None
 
     @classmethod
-    def of_tasks(cls, table: CostTable, costs: Costs | None = None) -> TaskCosts:
+    def of_tasks(
+        cls,
+        table: CostTable,
+        costs: Costs | None = None,
+        issued: NDArray[np.float64] | None = None,
+    ) -> TaskCosts:
         """Return costs that have a row a task."""
-        return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs)
+        return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs, issued)
 
     def per_task(self) -> TaskCosts:
         """Return the same costs with a row a task, which has what was drawn."""
         table = CostTable(
             self.duration, self.latency, self.launch, self.nbytes, self.links, self.share
         )
-        return TaskCosts.of_tasks(table, self.costs)
+        return TaskCosts.of_tasks(table, self.costs, self.issued)
 
     @property
     def duration(self) -> NDArray[np.float64]:
@@ -514,12 +523,13 @@ class Costs:
         its B halves, where the timeline has any. ``skip_bytes`` are those of its costs, or where it
         has none, of its messages that carry one skip alone. Messages have the sizes of the
         timeline, the bandwidth at which their SENDs went, and as latency what they took beside, on
-        average over those that were waited for and whose RECV did not wait for its own stream; the
-        least of all, which is the most that it can be, where there are none. ``launch`` is 0: it
-        is within the durations. Collectives have their seconds from when their last member began
-        (``reduce_grad``, ``unshard``, ``exchange_...``; ``buckets`` where gradients have some),
-        which are those of as many replicas on such links; where ``network`` or their bytes are
-        given, these say how long they take.
+        average over those that were waited for and whose RECV did not wait for its own stream or
+        host; the least of all, which is the most that it can be, where there are none. ``launch``
+        is 0 unless it is given: where hosts were in time, it changes nothing, and a trace of
+        another framework does not show it. Collectives have their seconds from when their last
+        member began (``reduce_grad``, ``unshard``, ``exchange_...``; ``buckets`` where gradients
+        have some), which are those of as many replicas on such links; where ``network`` or their
+        bytes are given, these say how long they take.
 
         Parameters
         ----------
@@ -543,7 +553,8 @@ class Costs:
         -----
         AccuracyWarning
             If reductions took more than 1 % of the timeline, ``network`` is given, and neither its
-            own costs nor ``fields`` have ``parameter_bytes``.
+            own costs nor ``fields`` have ``parameter_bytes``. If tasks waited until their host had
+            issued them for more than 1 % of the timeline, and ``launch`` is not given.
         """
         from pipesim.measured import costs_from_timeline
 

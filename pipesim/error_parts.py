@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from pipesim.costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError, number
 from pipesim.graph import TaskGraph
-from pipesim.ops import COMPUTE, RECVS, SENDS
+from pipesim.issue import issue_times
+from pipesim.ops import COMPUTE, RECVS
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
-from pipesim.waits import bucket_shares, let_go, measured_shares, message_latency
+from pipesim.waits import bucket_shares, issued_together, let_go, measured_shares, message_latency
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,8 +65,9 @@ def error_parts(
         Of the same tasks, and whole.
     launch
         Seconds that the host really took to issue a task, such as ``result.host_seconds /
-        len(graph)``. By default those of the measured timeline's costs, if it has any, or else
-        what the prediction says: a host that was late is then within the other parts.
+        len(graph)``. By default tasks were issued when the measured timeline has it recorded, or
+        as its costs say, or else as the prediction says: a host that was late is then within the
+        other parts.
 
     Returns
     -------
@@ -127,7 +129,7 @@ class _Tasks(NamedTuple):
     latency: Floats
     links: NDArray[np.int64]
     share: Floats
-    launch: Floats
+    issued: Floats
     late: Floats
 
 
@@ -138,10 +140,13 @@ class _Values:
         self.graph = graph = predicted.graph
         self.computes = graph.is_op(COMPUTE)
         usual = message_latency(predicted)
-        own = _launch(predicted)
-        real = own if launch is None and measured.costs is None else _launch(measured)
+        own, real = predicted.issue_times, measured.issue_times
         if launch is not None:
-            real = np.full(len(graph), launch)
+            real = issue_times(graph, np.full(len(graph), launch))
+        elif measured.issued is not None:
+            real = np.minimum(real, measured.start)  # clocks may differ by a little
+        elif measured.costs is None:
+            real = own
         self.said = _Tasks(
             *_mean_and_shape(graph, predicted.duration),
             np.where(graph.is_op(RECVS), 0.0, predicted.duration),
@@ -152,7 +157,7 @@ class _Values:
             np.zeros(len(graph)),
         )
         share = measured_shares(measured, self.said.share)
-        held, latency, late = _waits(graph, measured, usual, _issued(graph, real), share)
+        held, latency, late = _waits(graph, measured, usual, real, share)
         mean_and_shape = _mean_and_shape(graph, measured.duration)
         self.seen = _Tasks(*mean_and_shape, held, latency, _links(measured), share, real, late)
 
@@ -175,16 +180,16 @@ class _Values:
         table = CostTable(
             duration=busy + tasks.late,
             latency=tasks.latency,
-            launch=tasks.launch,
+            launch=np.zeros(len(busy)),
             nbytes=np.zeros(len(busy)),
             links=tasks.links,
             share=tasks.share,
         )
-        return simulate(self.graph, TaskCosts.of_tasks(table)).makespan
+        return simulate(self.graph, TaskCosts.of_tasks(table, issued=tasks.issued)).makespan
 
 
 #: Fields of `_Tasks` that make each kind; order as in `PARTS`.
-_FIELDS = (("mean",), ("shape",), ("held", "latency", "links", "share"), ("launch",), ("late",))
+_FIELDS = (("mean",), ("shape",), ("held", "latency", "links", "share"), ("issued",), ("late",))
 
 
 def _mean_and_shape(graph: TaskGraph, duration: Floats) -> tuple[Floats, Floats]:
@@ -195,29 +200,11 @@ def _mean_and_shape(graph: TaskGraph, duration: Floats) -> tuple[Floats, Floats]
     return mean, np.divide(duration, mean, out=np.ones(len(mean)), where=mean > 0)
 
 
-def _launch(timeline: Timeline) -> Floats:
-    """Return the seconds that issuing each task takes, as costs have it; 0 without costs."""
-    graph = timeline.graph
-    if timeline.costs is None:
-        return np.zeros(len(graph))
-    return timeline.costs.per_stage("launch", graph.n_stages)[graph.stage]
-
-
 def _links(timeline: Timeline) -> NDArray[np.int64]:
     """Return the links that each task holds; without costs, one of its own."""
     if timeline.costs is None:
         return np.arange(len(timeline))[:, None]
     return timeline.costs.of(timeline.graph).links
-
-
-def _issued(graph: TaskGraph, launch: Floats) -> Floats:
-    """Return when each task was issued (rule 7)."""
-    issued = np.zeros(len(graph))
-    host = graph.host[graph.device]
-    for each in np.unique(host):
-        mine = host == each
-        issued[mine] = np.cumsum(launch[mine])
-    return issued
 
 
 def _waits(
@@ -231,10 +218,7 @@ def _waits(
     start, end = timeline.start, timeline.end
     is_recv, member = graph.is_op(RECVS), graph.group >= 0
     ready, last, before = _needs(graph, let_go(timeline, share))
-    reached = np.maximum(ready, issued)
-    if graph.rendezvous:  # a SEND begins once its RECV was issued too
-        paired = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
-        reached[paired] = np.maximum(reached[paired], issued[graph.pair[paired]])
+    reached = np.maximum(ready, issued_together(graph, issued))
     late = np.maximum(0.0, start - reached)
     # Within a stream nothing is handed over; a late start there is unexplained.
     handed = (last >= 0) & (graph.stream[last] != graph.stream) & ~is_recv & ~member

@@ -39,7 +39,8 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     latency        a message or a collective is under way beyond its bytes
     contention     a message that could leave waits: for another on its stream or on a link, or
                    for its rendezvous partner; or a collective waits for a link
-    host           a task is not issued yet (as the launch costs have it), or nothing happens
+    host           a task is not issued yet (as recorded, or as the launch costs have it), or
+                   nothing happens
     straggler      a task runs longer than is usual for its stage, or, on the chain to the
                    beginning, shorter: the lower median of its operation's durations there, over
                    micro-batches and replicas
@@ -59,9 +60,10 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
 
     What is measured is treated alike. A device that is slow all along cannot be told from a
     stage that has more to do, unless replicas of the stage show what is usual. Without costs,
-    links and launch costs are not known (contention for links counts as host), and latency is the
-    shortest that a message of its kind took. What a message takes beyond its latency is bandwidth,
-    if it has bytes. A collective whose seconds were measured is bandwidth.
+    links are not known (contention for links counts as host), nor when tasks were issued unless
+    that was recorded, and latency is the shortest that a message of its kind took. What a message
+    takes beyond its latency is bandwidth, if it has bytes. A collective whose seconds were measured
+    is bandwidth.
 
     Returns
     -------

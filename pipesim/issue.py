@@ -1,4 +1,6 @@
-"""The order in which a host issues tasks: by clock cycle, messages and reductions in one order.
+"""The order in which a host issues tasks, by clock cycle, and when it has issued each.
+
+Messages and reductions have one order.
 
 Longer than most functions here: one loop has to see compute tasks, messages and reductions of a
 cycle in turn, and a kernel's helpers cannot be given all the columns that it reads.
@@ -16,7 +18,7 @@ from pipesim.csr import CSR, Ints, count
 from pipesim.graph import TaskGraph, overlapped_pairs
 from pipesim.jit import kernel
 
-__all__ = ["Issued", "Partners", "issue", "replicated"]
+__all__ = ["Issued", "Partners", "issue", "issue_times", "replicated"]
 
 
 class Partners(NamedTuple):
@@ -267,3 +269,16 @@ def replicated(issued: Issued, n_replicas: int, n_kinds: int) -> Issued:
         kind[position] = issued.kind + replica * n_kinds
         microbatch[position] = issued.microbatch
     return Issued(kind, microbatch, n_replicas * issued.ends)
+
+
+def issue_times(graph: TaskGraph, launch: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return when each host has issued each of its tasks, in order of ids (rule 7).
+
+    ``launch`` are the seconds that issuing each task takes; both have shape ``(len(graph),)``.
+    """
+    issued = np.zeros(len(graph))
+    host = graph.host[graph.device]
+    tasks_of = CSR.group(host, graph.n_devices)
+    for number in np.unique(host):
+        issued[tasks_of[number]] = np.cumsum(launch[tasks_of[number]])
+    return issued

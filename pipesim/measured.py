@@ -28,13 +28,13 @@ from pipesim.errors import (
 from pipesim.measured_collectives import measured_collectives
 from pipesim.network import Network
 from pipesim.ops import SENDS, Op
-from pipesim.simulate import hand_over
+from pipesim.simulate import hand_over, replay_costs, simulate
 from pipesim.skips import SkipBytes, carried, skip_text
 from pipesim.timeline import Timeline
 
 __all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds", "waits"]
 
-#: Share of a timeline beyond which reductions that costs leave out are worth a warning.
+#: Share of a timeline beyond which what costs leave out is worth a warning.
 _MUCH = 0.01
 
 _AVERAGES: dict[str, Callable[[NDArray[np.float64]], Any]] = {"mean": np.mean, "median": np.median}
@@ -69,6 +69,8 @@ def costs_from_timeline(
     costs = Costs(**{**values, **fields}, network=network)
     if "parameter_bytes" not in fields and costs.reduce_grad is None:
         _warn_of_free_reductions(timeline, costs)
+    if "launch" not in fields and timeline.issue_times.any():
+        _warn_of_free_launches(timeline)
     return costs
 
 
@@ -86,6 +88,26 @@ def _warn_of_free_reductions(timeline: Timeline, costs: Costs) -> None:
             f"{timeline.name!r}, and cost nothing on the network that was given; give "
             "parameter_bytes=, from which the network says how long the replicas of a graph reduce "
             "them, or parameter_bytes=0 if they are to cost nothing",
+            AccuracyWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_of_free_launches(timeline: Timeline) -> None:
+    """Warn if a timeline would be much shorter had its hosts issued every task in time."""
+    graph, costs = timeline.graph, replay_costs(timeline)
+    late, in_time = (
+        simulate(graph, replace(costs, issued=moments)).makespan
+        for moments in (costs.issued, np.zeros(len(graph)))
+    )
+    if in_time < (1.0 - _MUCH) * late:
+        host = graph.host[graph.device]
+        last = np.zeros(host.max() + 1)
+        np.maximum.at(last, host, timeline.issue_times)
+        warnings.warn(
+            f"tasks of timeline {timeline.name!r} waited until their host had issued them, for "
+            f"{1 - in_time / late:.0%} of its makespan, and these costs leave that out: launch is "
+            f"0; give launch, such as the mean of this timeline: {last.sum() / len(graph):.3g}",
             AccuracyWarning,
             stacklevel=4,
         )
@@ -205,7 +227,7 @@ def _network(timeline: Timeline, average: str) -> Network:
     nbytes = timeline.nbytes[sends]
     # Without a size, what a SEND held cannot be bandwidth: it counts as latency.
     held = np.where(nbytes > 0, timeline.duration[sends], 0.0)
-    # A RECV whose stream was still busy when its message came shows how long that was.
+    # A RECV that its stream and host had reached when its message came shows how long that was.
     ready = _reached(timeline, recvs) < timeline.end[recvs]
     rest = hand_over(timeline, waited_only=True)[recvs] - held
     counted = ready & ~np.isnan(rest)
@@ -217,9 +239,14 @@ def _network(timeline: Timeline, average: str) -> Network:
 
 
 def _reached(timeline: Timeline, recvs: NDArray[Any]) -> NDArray[np.float64]:
-    """Return when the stream of each RECV was free for it, minus infinity for its first task."""
+    """Return when the stream of each RECV was free for it and its host had issued it.
+
+    Minus infinity for its first task, if that was issued at once.
+    """
     before = timeline.graph.queue_predecessor[recvs]
-    return np.where(before < 0, -math.inf, timeline.end[before])
+    free = np.where(before < 0, -math.inf, timeline.end[before])
+    issued = timeline.issue_times[recvs]
+    return np.where(issued > 0, np.maximum(free, issued), free)
 
 
 def scaled(costs: Costs, factor: float, stage: int | None = None) -> Costs:

@@ -12,7 +12,7 @@ from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
 from pipesim.timeline import Timeline
-from pipesim.waits import held_links, issue_times, let_go
+from pipesim.waits import held_links, issued_together, let_go
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +60,8 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     """
     if not timeline.ran.any():
         raise TimelineError(f"timeline {timeline.name!r} has no task that ran")
-    issued, held, moments = issue_times(timeline), held_links(timeline), let_go(timeline)
+    issued = issued_together(timeline.graph, timeline.issue_times)
+    held, moments = held_links(timeline), let_go(timeline)
     task: int | None = int(np.nanargmax(timeline.end))
     chain: list[tuple[int, str, float]] = []
     while task is not None:
@@ -106,6 +107,9 @@ def _cause(
     holder = int(held[task])
     if holder >= 0 and end[holder] == start[task]:
         return holder, "link"
+    known = max(0.0 if last is None else free[last], 0.0 if holder < 0 else end[holder])
+    if timeline.issued is not None and known < issued[task] <= start[task]:
+        return None, "host"  # recorded: it takes a moment until the task starts
     return (None, "start") if last is None else (last, _relation(graph, task, last))
 
 

@@ -18,11 +18,12 @@ from pipesim.errors import (
     check_name,
 )
 from pipesim.graph import TaskGraph
+from pipesim.issue import issue_times
 from pipesim.noise import Noise
 from pipesim.ops import RECVS
 from pipesim.timeline import Timeline
 from pipesim.verify import verify
-from pipesim.waits import measured_shares
+from pipesim.waits import exact_seconds, held_links, issued_together, measured_shares
 
 __all__ = ["replay", "simulate"]
 
@@ -72,8 +73,10 @@ def simulate(
     if noise is not None:
         tasks = checked_noise(noise).applied(graph, tasks, scenario)
     start, end = _engine(engine)(graph, tasks)
-    nbytes = None if tasks.row is graph.kind and tasks.costs else tasks.nbytes
-    return Timeline(graph, start, end, nbytes, tasks.costs)
+    if tasks.row is graph.kind and tasks.costs and tasks.issued is None:
+        return Timeline(graph, start, end, None, tasks.costs)  # which say the rest
+    issued = issue_times(graph, tasks.launch) if tasks.issued is None else tasks.issued
+    return Timeline(graph, start, end, tasks.nbytes, tasks.costs, issued=issued)
 
 
 def checked_costs(graph: TaskGraph, costs: Costs | TaskCosts) -> TaskCosts:
@@ -120,13 +123,14 @@ def _check(graph: TaskGraph, costs: TaskCosts) -> None:
     columns = [(name, getattr(costs.table, name)) for name in _CHECKED]
     if costs.table.share is not None:
         _check_shares(graph, costs)
-    if costs.drawn is not None:
-        columns.append(("duration", costs.drawn))
-    for name, values in columns:
+    of_tasks = [("duration", costs.drawn), ("issued", costs.issued)]
+    for name, values in (*columns, *of_tasks):
+        if values is None:
+            continue
         good = np.isfinite(values) & (values >= 0)
         if good.all():
             continue
-        if values is not costs.drawn:
+        if values is not costs.drawn and values is not costs.issued:
             good, values = good[costs.row], values[costs.row]
         task = graph.task(int(np.argmin(good)))
         raise CostsError(
@@ -145,12 +149,21 @@ def _check_shares(graph: TaskGraph, costs: TaskCosts) -> None:
 
 
 def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
-    """Simulate a measured timeline from its own durations: a check of the graph, no prediction.
+    """Simulate a timeline from its own durations: a check of the graph, no prediction.
 
-    Each task takes as long as it did. Each message takes from the start of its SEND to that of
-    the task that waited for it, which includes waking up a waiting device, or else to its arrival.
-    Buckets of gradients need as much of their backward as had passed when they started. Links are
-    shared as the timeline's costs say, if it has any.
+    Each task takes as long as it did, and is issued when it was. Each message takes from the start
+    of its SEND to that of the task that waited for it, which includes waking up a waiting device,
+    or else to its arrival. Buckets of gradients need as much of their backward as had passed when
+    they started. Links are shared as the timeline's costs say, if it has any.
+
+    A timeline from `simulate` is replayed to itself: every start and end is the same, up to
+    rounding. A measured one comes out shorter by what the graph does not explain, such as the
+    seconds between the end of what a task needed and its start.
+
+    When tasks were issued is `Timeline.issue_times`: as the executor recorded it, or as the
+    ``launch`` of the timeline's costs has it, but no later than the task started. A timeline with
+    neither, such as one read from another framework's trace, is replayed as if all its tasks were
+    issued before the step: what its host was late for is then left out.
 
     Raises
     ------
@@ -164,26 +177,53 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
             f"replay takes a Timeline, got {type(timeline).__name__}; give what was measured or "
             "loaded, such as ps.Timeline.load(path)"
         )
-    graph = timeline.graph
     timeline.check_complete("replay")
-    latency = np.zeros(len(graph))
-    recvs = np.flatnonzero(graph.is_op(RECVS))
-    sends = graph.pair[recvs]
-    # A SEND holds its stream and links as long as it did; the rest is latency.
-    latency[recvs] = np.maximum(0.0, hand_over(timeline)[recvs] - timeline.duration[sends])
-    latency[sends] = latency[recvs]
+    again = simulate(timeline.graph, replay_costs(timeline), engine=engine)
+    return again.with_name(f"{timeline.name} replayed")
+
+
+def replay_costs(timeline: Timeline) -> TaskCosts:
+    """Return the costs of each task of a whole timeline; `replay` says which."""
+    graph = timeline.graph
     own = np.arange(len(graph))[:, None]
     links = own if timeline.costs is None else timeline.costs.of(graph).links
+    seconds = exact_seconds(timeline.start, timeline.end)
     table = CostTable(
-        duration=np.where(graph.is_op(RECVS), 0.0, timeline.duration),
-        latency=latency,
+        duration=np.where(graph.is_op(RECVS), 0.0, seconds),
+        latency=_latencies(timeline),
         launch=np.zeros(len(graph)),
         nbytes=timeline.nbytes,
         links=links,
         share=measured_shares(timeline),
     )
-    costs = TaskCosts.of_tasks(table, timeline.costs)
-    return simulate(graph, costs, engine=engine).with_name(f"{timeline.name} replayed")
+    issued = np.minimum(timeline.issue_times, timeline.start)  # clocks may differ by a little
+    return TaskCosts.of_tasks(table, timeline.costs, np.maximum(issued, 0.0))
+
+
+def _latencies(timeline: Timeline) -> NDArray[np.float64]:
+    """Return the latency of each transfer, 0 for other tasks; seconds.
+
+    A SEND holds its stream and links as long as it did; the rest is latency. Where one latency
+    gives both the start and the end of a RECV, bit by bit, it is that one.
+    """
+    graph, start, end = timeline.graph, timeline.start, timeline.end
+    latency = np.zeros(len(graph))
+    recvs = np.flatnonzero(graph.is_op(RECVS))
+    sends = graph.pair[recvs]
+    arrived = _of_use(timeline)[recvs]
+    by_end = exact_seconds(end[sends], arrived)
+    by_start = exact_seconds(start[sends], start[recvs])
+    # The two are one number, each with the rounding of another sum; it is in both intervals.
+    margin, margin_by_end = np.spacing(start[recvs]) / 2, np.spacing(arrived) / 2
+    least = np.maximum(by_start - margin, by_end - margin_by_end)
+    most = np.minimum(by_start + margin, by_end + margin_by_end)
+    best = by_end
+    for either in (least / 2 + most / 2, by_start):
+        right = (start[sends] + either == start[recvs]) & (end[sends] + either == arrived)
+        best = np.where(right, either, best)
+    latency[recvs] = np.maximum(0.0, best)
+    latency[sends] = latency[recvs]
+    return latency
 
 
 def hand_over(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
@@ -193,15 +233,33 @@ def hand_over(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.fl
     else to its arrival, or NaN if ``waited_only``.
     """
     graph = timeline.graph
-    consumers = graph.dependencies.transposed()
     seconds = np.full(len(graph), np.nan)
+    recvs = np.flatnonzero(graph.is_op(RECVS))
+    seconds[recvs] = _of_use(timeline, waited_only=waited_only)[recvs]
+    seconds[recvs] -= timeline.start[graph.pair[recvs]]
+    return seconds
+
+
+def _of_use(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
+    """Return when each RECV's message was of use; NaN for other tasks.
+
+    At the start of its consumer, where that waited for nothing else that is known: no other task,
+    host or link. Else at its arrival, or NaN if ``waited_only``.
+    """
+    graph, start, end = timeline.graph, timeline.start, timeline.end
+    consumers = graph.dependencies.transposed()
+    held = held_links(timeline)
+    free = np.maximum(
+        issued_together(graph, timeline.issue_times), np.where(held >= 0, end[held], 0.0)
+    )
+    free[free <= 0] = -np.inf  # nothing was waited for
+    moments = np.full(len(graph), np.nan)
     for recv in np.flatnonzero(graph.is_op(RECVS)).tolist():
-        sent = timeline.start[graph.pair[recv]]
         if not waited_only:
-            seconds[recv] = timeline.end[recv] - sent
+            moments[recv] = end[recv]
         for consumer in consumers[recv].tolist():
             others = graph.precedence[consumer]
             others = others[others != recv]
-            if len(others) == 0 or timeline.end[others].max() < timeline.end[recv]:
-                seconds[recv] = timeline.start[consumer] - sent
-    return seconds
+            if max(end[others].max(initial=-np.inf), free[consumer]) < end[recv]:
+                moments[recv] = start[consumer]
+    return moments

@@ -15,6 +15,7 @@ from pipesim.costs import Costs
 from pipesim.csr import Ints, bincount, count
 from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
+from pipesim.issue import issue_times
 from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, Op
 
@@ -43,6 +44,9 @@ class Timeline:
         Costs that memory is computed with, or None.
     name
         What tables and plots call it; by default the graph's name.
+    issued
+        Seconds at which the host had issued each task (rule 7), shape ``(len(graph),)``, NaN where
+        it is not known; None to take them from the ``launch`` of ``costs``. See `issue_times`.
     """
 
     graph: TaskGraph
@@ -51,9 +55,10 @@ class Timeline:
     sizes: NDArray[np.float64] | None = None
     costs: Costs | None = None
     name: str = ""
+    issued: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        for column in (self.start, self.end, self.sizes):
+        for column in (self.start, self.end, self.sizes, self.issued):
             if column is not None and np.shape(column) != (len(self.graph),):
                 raise TimelineError(
                     f"a timeline of {len(self.graph)} tasks got a column of shape "
@@ -83,6 +88,21 @@ class Timeline:
         if self.sizes is not None:
             return self.sizes
         return np.zeros(len(self)) if self.costs is None else self.costs.of(self.graph).nbytes
+
+    @cached_property
+    def issue_times(self) -> NDArray[np.float64]:
+        """Seconds at which the host had issued each task; shape ``(len(graph),)``.
+
+        `issued`, or else as the ``launch`` of `costs` has it (rule 7). 0 where neither says, so
+        that nothing is put down to a host of which nothing is known. `pipeexec` records them for
+        CPU workers alone: clocks of GPUs do not tell when the host did something.
+        """
+        if self.issued is not None:
+            return np.nan_to_num(self.issued, nan=0.0)
+        if self.costs is None:
+            return np.zeros(len(self))
+        launch = self.costs.per_stage("launch", self.graph.n_stages)
+        return issue_times(self.graph, launch[self.graph.stage])
 
     @property
     def n_devices(self) -> int:
@@ -242,6 +262,8 @@ class Timeline:
     def save(self, path: Path | str) -> None:
         """Write all tasks as CSV with the columns of `frame`, whole or not at all.
 
+        With a column ``issued`` where it is known when tasks were issued: recorded, or as ``costs``
+        with a ``launch`` have it.
         And, where they are not the usual ones, `lower`'s ``rendezvous``, ``hosts``, ``grad_sync``,
         ``skips`` and ``portals``, and the schedule's ``n_batches`` and ``weight_versions``, in
         columns of their own.

@@ -55,6 +55,10 @@ def save(timeline: Timeline, path: Path | str) -> None:
         rows["n_batches"] = graph.n_batches
     if graph.skips:
         rows["skips"] = " ".join(map(skip_text, graph.skips))
+    if timeline.issued is not None:
+        rows["issued"] = timeline.issued
+    elif timeline.issue_times.any():
+        rows["issued"] = timeline.issue_times
     write_whole(Path(path), lambda file: rows.to_csv(file, index=False))
 
 
@@ -89,7 +93,8 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
             rows[column] = value
     for column in ("device", "stage", "microbatch", *_DEFAULTS):
         rows[column] = _read(rows, column, int)
-    for column in ("start", "end", "nbytes"):
+    times = ("start", "end", "nbytes", *(["issued"] if "issued" in rows else []))
+    for column in times:
         rows[column] = _read(rows, column, lambda text: float(text or "nan"))
     _check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
     _check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
@@ -104,6 +109,9 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
     ordered = (rows["end"] >= rows["start"]) | rows["end"].isna()
     _check_rows(rows, ordered & ~np.isinf(rows["end"]), "ends before it starts, or never")
     _check_rows(rows, np.isfinite(rows["nbytes"]) & (rows["nbytes"] >= 0), "has no valid nbytes")
+    if "issued" in rows:
+        in_range = rows["issued"].isna() | (np.isfinite(rows["issued"]) & (rows["issued"] >= 0))
+        _check_rows(rows, in_range, "has no valid issued")
     streams = rows["stream"].map(StreamKind.code)  # of any size, until they are checked
     of_devices = streams <= StreamKind.recv(rows["device"].max())
     _check_rows(rows, of_devices, "names a stream of no device")
@@ -128,8 +136,8 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         overlap=bool((tasks.stream != StreamKind.COMPUTE).any()),
     )
     verify(graph)
-    start, end, nbytes = (rows[c].to_numpy(np.float64) for c in ("start", "end", "nbytes"))
-    return Timeline(graph, start, end, nbytes, costs)
+    start, end, nbytes, *issued = (rows[column].to_numpy(np.float64) for column in times)
+    return Timeline(graph, start, end, nbytes, costs, issued=issued[0] if issued else None)
 
 
 def _settings(rows: pd.DataFrame) -> dict[str, Any]:

@@ -9,15 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import MEASURED_COLLECTIVES
-from pipesim.csr import CSR, Ints
+from pipesim.csr import Ints
+from pipesim.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
 from pipesim.timeline import Timeline
 
 __all__ = [
     "bucket_shares",
     "collective_latency",
+    "exact_seconds",
     "held_links",
-    "issue_times",
+    "issued_together",
     "let_go",
     "measured_shares",
     "message_latency",
@@ -27,20 +29,11 @@ __all__ = [
 _ROUNDING = 1e-12
 
 
-def issue_times(timeline: Timeline) -> NDArray[np.float64]:
-    """Return when the hosts had issued each task and those it meets (rule 7), as costs have it.
+def issued_together(graph: TaskGraph, issued: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return when the hosts had issued each task and those it meets (rule 7).
 
-    Seconds, shape ``(len(graph),)``; 0 where there are no costs.
+    ``issued`` is when they had issued each alone; both in seconds, shape ``(len(graph),)``.
     """
-    graph = timeline.graph
-    issued = np.zeros(len(graph))
-    if timeline.costs is None:
-        return issued
-    launch = timeline.costs.per_stage("launch", graph.n_stages)[graph.stage]
-    host = graph.host[graph.device]
-    mine = CSR.group(host, graph.n_devices)
-    for number in np.unique(host):
-        issued[mine[number]] = np.cumsum(launch[mine[number]])
     together = issued.copy()
     if graph.rendezvous:
         sends = np.flatnonzero(graph.is_op(SENDS))
@@ -49,6 +42,33 @@ def issue_times(timeline: Timeline) -> NDArray[np.float64]:
         members = graph.collectives[number]
         together[members] = issued[members].max()
     return together
+
+
+def exact_seconds(first: NDArray[np.float64], last: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the seconds from ``first`` to ``last`` such that ``first + seconds == last``.
+
+    A difference is rounded; where the sum is off, a neighbouring double is right, if any is. So
+    times that an engine made are made again, bit by bit. Where none is, the sum is the smaller one:
+    what ended at ``last`` then waited for something else, too.
+    """
+    return _nearest(last - first, 1.0, first, last)
+
+
+def _nearest(
+    factor: NDArray[np.float64],
+    of: NDArray[np.float64] | float,
+    first: NDArray[np.float64],
+    last: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Return ``factor`` or a neighbouring double, such that ``first + factor * of == last``.
+
+    Where none of them is right, one whose sum is smaller.
+    """
+    below, above = np.nextafter(factor, -np.inf), np.nextafter(factor, np.inf)
+    found = np.where(first + factor * of > last, below, factor)
+    for near in (above, below, factor):
+        found = np.where(first + near * of == last, near, found)
+    return found
 
 
 def held_links(timeline: Timeline) -> Ints:
@@ -143,10 +163,10 @@ def measured_shares(
     if not len(buckets):
         return shares
     backward = graph.during[buckets]
-    lasted = timeline.duration[backward]
-    after = start[buckets] - start[backward]
+    lasted = exact_seconds(start[backward], end[backward])
+    after = exact_seconds(start[backward], start[buckets])
     part = np.divide(after, lasted, out=np.ones(len(buckets)), where=lasted > 0)
-    shares[buckets] = np.clip(part, 0.0, 1.0)
+    shares[buckets] = np.clip(_nearest(part, lasted, start[backward], start[buckets]), 0.0, 1.0)
     if said is None and timeline.costs is None:
         return shares
     said = bucket_shares(timeline) if said is None else said
@@ -154,7 +174,7 @@ def measured_shares(
     rows, values = waits.rows, waits.values
     other = ~np.isin(values, backward)
     busy = np.where(held >= 0, end[held], 0.0)
-    latest = np.zeros(len(graph))
+    latest = issued_together(graph, timeline.issue_times)
     np.maximum.at(latest, rows[other], end[values[other]])
     busy = np.maximum(busy, latest[buckets])
     hidden = busy > start[backward] + said[buckets] * lasted

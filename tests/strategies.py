@@ -293,9 +293,9 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
-    """Return a graph, and costs that suit it."""
-    graph = draw(graphs())
+def cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs]:
+    """Return a graph, and costs that suit it; some options of `pipesim.lower` may be ``fixed``."""
+    graph = draw(graphs(**fixed))
     drawn = draw(costs(graph.n_stages, graph.n_devices))
     n_buckets = int(graph.part[graph.op == Op.REDUCE_GRAD].max(initial=-1)) + 1
     if not n_buckets or draw(st.booleans()):
@@ -306,15 +306,16 @@ def cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
 
 
 @st.composite
-def skipping_cases(draw: st.DrawFn) -> tuple[ps.TaskGraph, ps.Costs]:
-    """Return a graph with skip connections, and costs that suit it."""
+def skipping_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs]:
+    """Return a graph with skip connections, and costs that suit it; options may be ``fixed``."""
     schedule = draw(schedules())
     n = schedule.n_stages
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
     some = st.lists(st.sampled_from(pairs), unique=True, max_size=4) if pairs else st.just([])
     skips = draw(some)
     portals = draw(st.booleans())
-    graph = ps.lower(schedule, skips=skips, portals=portals, **draw(lower_options(schedule)))
+    options = {**draw(lower_options(schedule)), **fixed}
+    graph = ps.lower(schedule, skips=skips, portals=portals, **options)
     nbytes = draw(st.one_of(sizes, st.fixed_dictionaries(dict.fromkeys(skips, sizes))))
     return graph, replace(draw(costs(n, graph.n_devices)), skip_bytes=nbytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,3 +89,17 @@ def test_parts_of_a_step_that_failed_have_no_peaks() -> None:
         assert found.peak_held == ()
         assert not found.timeline.complete
         assert found.timeline.ran.sum() == sum(p.timeline.ran.sum() for p in some)
+
+
+def test_issue_times_are_put_together() -> None:
+    """On one clock, as starts are; unknown where a process knows none, as those with GPUs do."""
+    issued = TIMELINE.start / 2
+    parts = []
+    for device, zero in ((0, 0.0), (1, 3.0), (2, 1.0)):
+        mine = part({device}, zero)
+        timeline = replace(mine.timeline, issued=None if device == 1 else issued - zero)
+        parts.append(replace(mine, timeline=timeline))
+    read = [Part.unpack(GRAPH, each.pack()) for each in parts]
+    found = whole(GRAPH, read).timeline.issued
+    assert read[1].timeline.issued is None
+    np.testing.assert_array_equal(found, np.where(GRAPH.device == 1, np.nan, issued))

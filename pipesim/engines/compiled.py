@@ -147,7 +147,9 @@ def planned(graph: TaskGraph, costs: TaskCosts) -> Plan:
     role = SEND * graph.kinds.is_op(SENDS) + RECV * graph.kinds.is_op(RECVS)
     collectives, links = graph.collectives, shared_links(graph, costs)
     issued = np.empty(0)
-    if costs.table.launch.any():
+    if costs.issued is not None:
+        issued = costs.issued
+    elif costs.table.launch.any():
         issued = np.empty(len(graph))
         host = graph.host[graph.kinds.device]
         issue(graph.kind, host, costs.row, costs.table.launch, np.zeros(host.max() + 1), issued)

@@ -96,7 +96,7 @@ class _Step:
         self.env = env = simpy.Environment()
         n = len(graph)
         self.start, self.end = np.full(n, np.nan), np.full(n, np.nan)
-        self.issued = [env.event() for _ in range(n)]
+        self.issued: list[simpy.Event] = [env.event() for _ in range(n)]
         self.reached = [env.event() for _ in range(n)]
         self.started = [env.event() for _ in range(n)]
         self.ended = [env.event() for _ in range(n)]
@@ -111,9 +111,12 @@ class _Step:
         self.links = _Links(env)
         self.granted: dict[int, simpy.Event] = {}  # of a collective: it may hold its links
         self.is_send, self.is_recv = graph.is_op(SENDS), graph.is_op(RECVS)
-        host_of = graph.host[graph.device]
-        for host in np.unique(host_of):
-            env.process(self.issue(np.flatnonzero(host_of == host).tolist()))
+        if costs.issued is not None:
+            self.issued = [env.timeout(moment) for moment in costs.issued.tolist()]
+        else:
+            host_of = graph.host[graph.device]
+            for host in np.unique(host_of):
+                env.process(self.issue(np.flatnonzero(host_of == host).tolist()))
         for stream in range(len(graph.queues)):
             env.process(self.serve(graph.queues[stream].tolist()))
 
