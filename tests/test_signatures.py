@@ -142,3 +142,10 @@ def test_whatever_differs_from_what_was_agreed_is_refused(of: Signature, other: 
     message = str(caught.value)
     assert message.startswith(f"what 0SEND_F0 sends is {', '.join(map(str, of)) or 'nothing'}, but")
     assert f"but {', '.join(map(str, other)) or 'nothing'} was agreed on" in message
+
+
+def test_autocast_changes_the_type_of_an_output() -> None:
+    """Of tensors without data it is not known; see `pipeexec.signatures`."""
+    with torch.autocast("cpu", torch.bfloat16):
+        found = output_signature(nn.Linear(8, 3), GIVEN, CPU, 0)
+    assert found == (Entry((4, 3), torch.bfloat16),)
