@@ -85,6 +85,7 @@ def imprint(modules: Sequence[nn.Module], optimizers: Optimizers) -> Imprint:
     """Return the imprint of now. Plain attributes of modules are not looked at."""
     addresses: list[int] = []
     settings: list[object] = []
+    settings.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
             addresses.append(tensor.data_ptr())

@@ -303,17 +303,18 @@ class Pipeline:
             )
         ]
         self._plan = plan(graph, self.stages, self.devices, self.shares, self.processes)
-        self._captured = (
-            Captured(
-                graph,
-                self.devices,
-                self.modules,
-                self.stages,
-                self.optimizers,
-                zero_grad=self.zero_grad,
-            )
-            if self.cuda_graph
-            else None
+        self._captured = self._new_captured()
+
+    def _new_captured(self) -> Captured | None:
+        if not self.cuda_graph:
+            return None
+        return Captured(
+            self.graph,
+            self.devices,
+            self.modules,
+            self.stages,
+            self.optimizers,
+            zero_grad=self.zero_grad,
         )
 
     @property
@@ -324,6 +325,7 @@ class Pipeline:
     @loss_fn.setter
     def loss_fn(self, function: Loss) -> None:
         self._loss = LossFunction(function, self._loss.reduction, on_device=self.cuda_graph)
+        self._captured = self._new_captured()  # a captured step has the former one
 
     @property
     def loss_reduction(self) -> Literal["mean", "sum"]:
@@ -407,7 +409,8 @@ class Pipeline:
 
     def _check_frozen(self) -> None:
         """Raise unless all parameters are frozen, as a loss without gradients trains none."""
-        if any(p.requires_grad for module in self.modules for p in module.parameters()):
+        parameters = (p for module in self.modules for p in module.parameters())
+        if self.processes is not None or any(p.requires_grad for p in parameters):
             raise ExecutionError(
                 "the loss does not depend on any parameter by operations that torch can "
                 "differentiate, so that a step would train nothing; look for detach(), no_grad(), "
@@ -431,7 +434,10 @@ class Pipeline:
         ------
         StageError
             If a stage, the loss or the optimizer raised. All other work stops, ``__cause__`` is
-            the original, ``timeline`` what ran before; the next step begins afresh.
+            the original, ``timeline`` what ran before; the next step begins afresh. Gradients are
+            those from before, where they add up over steps, but for stages that are
+            DistributedDataParallel and with ``cuda_graph``. The message names the stages whose
+            optimizers have stepped.
         StallError
             If no task has ended for ``timeout`` seconds; the message says who waits for whom. The
             pipeline is closed, as the task that hangs may still be running.
@@ -441,9 +447,12 @@ class Pipeline:
         ArgumentError
             If the batch has fewer samples than there are micro-batches, not the shape of the
             batch with which a CUDA graph was captured, or with replicas in several processes not
-            the samples of the first; or if a key is no row of a sharded first stage.
+            the samples of the first; if a key is no row of a sharded first stage; or if tensors of
+            the batch require gradients, or are sparse.
         ExecutionError
-            If the pipeline is closed, or its step cannot be captured as a CUDA graph.
+            If the pipeline is closed, before the step or while it runs; its step cannot be captured
+            as a CUDA graph; or the call comes from a second thread, a stage, or a forked process,
+            or where gradients are switched off.
         """
         with self._held("step"):
             captured = self._captured
@@ -580,17 +589,17 @@ class Pipeline:
             is_copy = index >= self.graph.n_stages and index % self.graph.n_stages not in sharded
             if self.zero_grad or is_copy:
                 module.zero_grad(set_to_none=True)
+        casts = autocast()
+        for stage in self.stages:
+            stage.begin(casts)
+        for held in self.held:
+            held.now = held.peak = 0
         if not self.zero_grad and not self.cuda_graph:
             # DistributedDataParallel takes the mean of earlier gradients too, after no_sync().
             run.before = EarlierGradients(
                 {slot: stage.module for slot, stage in enumerate(self.stages) if stage.ddp is None},
                 apart=self._loss.returns_count is not False,
             )
-        casts = autocast()
-        for stage in self.stages:
-            stage.begin(casts)
-        for held in self.held:
-            held.now = held.peak = 0
         return run
 
     def _end(self, run: Run) -> None:
