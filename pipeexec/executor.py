@@ -47,6 +47,7 @@ from pipeexec.parts import Part, whole
 from pipeexec.plan import plan
 from pipeexec.preserved import preserved
 from pipeexec.processes import Processes
+from pipeexec.recorder import ENDED
 from pipeexec.run import Planned, Run
 from pipeexec.shares import Shares
 from pipeexec.stage import Held, Stage, metered
@@ -486,6 +487,7 @@ class Pipeline:
             self.processes.has_stepped = True
             done = Status(self.processes.rank, self.n_steps, False, 0, [])
             self.processes.watch.status = lambda: done
+            self.processes.recorder.own[ENDED] = self.n_steps
         for stage in self.stages:
             stage.done()
         if run.failure is not None:

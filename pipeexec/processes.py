@@ -23,6 +23,7 @@ from pipeexec.devices import Device, RemoteDevice
 from pipeexec.nccl import NcclChannel
 from pipeexec.process_clock import ProcessClock
 from pipeexec.recorder import Recorder
+from pipeexec.store import gloo_on_loopback
 from pipeexec.watch import Failure, Watch
 from pipesim.errors import ArgumentError, PeerError
 from pipesim.ops import Op
@@ -51,6 +52,8 @@ class Processes:
         Number of this process on its machine, and how many run there.
     holder
         The rank whose process holds the store; None if it is the launcher.
+    is_on_one_machine
+        Whether all processes reach each other by loopback.
 
     Attributes
     ----------
@@ -72,9 +75,11 @@ class Processes:
         local_rank: int = 0,
         n_local: int = 1,
         holder: int | None = None,
+        is_on_one_machine: bool = False,
     ) -> None:
         self.store, self.rank, self.n_ranks = store, rank, n_ranks
         self.timeout, self.local_rank, self.n_local = timeout, local_rank, n_local
+        self.is_on_one_machine = is_on_one_machine
         self._n_gathers = 0
         #: Returns what this process measured in its latest step.
         self.measured: Callable[[], Timeline] | None = None
@@ -104,7 +109,9 @@ class Processes:
                 raise ArgumentError("these processes were left by close(); join again")
             # Longer than our own timeout, which names who is waited for.
             patience = timedelta(seconds=2 * self.timeout + 30)
-            self._groups[name] = dist.new_group(list(ranks), backend=backend, timeout=patience)
+            with gloo_on_loopback(self.is_on_one_machine):
+                made = dist.new_group(list(ranks), backend=backend, timeout=patience)
+            self._groups[name] = made
         return self._groups[name]
 
     def open(self, routes: Iterable[Route], n_devices: int, own: Sequence[Device]) -> None:

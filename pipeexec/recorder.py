@@ -18,16 +18,28 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipesim.errors import ExecutionError
 
-__all__ = ["Recorder"]
+__all__ = ["BEGUN", "ENDED", "ROOM", "TASKS", "Notes", "Recorder"]
 
 #: Seconds in which a process whose connection broke ends.
 _GONE = 1.0
 _WORDS = 512
 _BYTES = 8 * _WORDS
+#: Places of words: steps that have begun, steps that have ended, and the first of the tasks.
+BEGUN, ENDED, TASKS = range(3)
+#: Streams whose tasks have a place; tasks of further ones are not noted.
+ROOM = _WORDS - TASKS
+
+
+class Notes(NamedTuple):
+    """What a process noted: steps that have begun and ended, and tasks that its devices are in."""
+
+    begun: int
+    ended: int
+    tasks: list[int]
 
 
 class Recorder:
@@ -48,8 +60,8 @@ class Recorder:
     Attributes
     ----------
     own
-        Words of this process: the step, then for each of its devices' streams one more than the
-        number of the task that it is in; 0 between tasks.
+        Words of this process: how many steps have begun, how many have ended, then for each of its
+        devices' streams one more than the number of the task that it is in; 0 between tasks.
     """
 
     def __init__(self, rank: int, share: Callable[[Any], list[Any]]) -> None:
@@ -110,15 +122,12 @@ class Recorder:
             with suppress(OSError):  # it has ended
                 signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
 
-    def read(self, rank: int) -> tuple[int, list[int]] | None:
-        """Return a process's step, and the tasks that its devices are in.
-
-        None if it is on another machine.
-        """
+    def read(self, rank: int) -> Notes | None:
+        """Return what a process noted; None if it is on another machine."""
         words = self._maps.get(rank)
         if words is None:
             return None
-        return words[0], [word - 1 for word in words[1:] if word > 0]
+        return Notes(words[BEGUN], words[ENDED], [word - 1 for word in words[TASKS:] if word > 0])
 
 
 def _room() -> tuple[int, str]:
