@@ -30,7 +30,7 @@ from pipeexec.gpipe_validation import (
 )
 from pipeexec.processes import Processes
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
-from pipeexec.validation import Row, Validation
+from pipeexec.validation import Row, Validation, check_rows
 from pipesim.costs import Costs
 from pipesim.errors import (
     AccuracyWarning,
@@ -146,6 +146,7 @@ def validate(
     repeat = check_count("repeat", repeat)
     if isinstance(stages, (GPipe, Mapping)):
         models = check_models({"gpipe": stages} if isinstance(stages, GPipe) else stages)
+        check_rows(models)
         _check_alone(graphs, devices, processes, cuda_graph)
         source = _taken(batches, repeat * (n_steps + 1))
         counts = n_steps, warm_up, repeat
@@ -257,6 +258,7 @@ def _widest(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
     """Return the graph that has the paths of all, once all have as many micro-batches."""
     if not graphs:
         raise ArgumentError("validate needs at least one graph")
+    check_rows(graphs)
     first = max(graphs.values(), key=lambda graph: graph.n_replicas)
     for name, graph in graphs.items():
         if graph.n_microbatches != first.n_microbatches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,6 +228,13 @@ def test_costs_of_other_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str
             "--schedules zbv,interleaved_1f1b",
             "zbv never: [0, 1, 1, 0], interleaved_1f1b never: [0, 1, 0, 1]: validate them apart",
         ),
+        ("--name=..", "name '..' is no name of a folder; give one without '/'"),
+        ("--name=", "name '' is no name of a folder"),
+        ("--name ../esc", "name '../esc' is no name of a folder"),
+        ("--name /tmp/abs", "its parent apart (--results)"),
+        ("--name a\0b", r"name 'a\x00b' is no name of a folder"),
+        (f"--name {'n' * 230}", "name 'nnnnnnnnnnnnnnnnnnnn...' has more than 223 bytes"),
+        ("--name run-partial", "ends with '-partial', as the directory that an error"),
         ("--no-such-option", "unrecognized arguments: --no-such-option (see pipeexec --help)"),
     ],
 )
@@ -349,6 +357,24 @@ def test_results_that_cannot_be_written_are_found_before_the_work(
     (tmp_path / "notes").mkdir()
     line = fail(capsys, "validate", "--results", tmp_path, "--name", "notes")
     assert "notes exists and is no run directory" in line
+
+
+@pytest.mark.usefixtures("no_step")
+@pytest.mark.parametrize("command", ["validate", "run", "profile"])
+def test_a_run_that_another_process_writes(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before it begins; the lock of a process that has ended counts for nothing."""
+    lock = tmp_path / ".same.lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 17 on there")
+        file.flush()
+        line = fail(capsys, command, *SMALL, "--results", tmp_path, "--name", "same")
+        assert f"process 17 on there is writing {tmp_path}/same; wait for its end" in line
+    with pytest.raises(AssertionError, match="a step ran"):
+        main([command, *SMALL, "--results", str(tmp_path), "--name", "same"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stage_that_fails_is_told_in_a_line(
