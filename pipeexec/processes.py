@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ from pipesim.errors import ArgumentError, PeerError
 from pipesim.ops import Op
 from pipesim.timeline import Timeline
 
-__all__ = ["Processes"]
+__all__ = ["Processes", "guarded"]
 
 #: Seconds that processes have to come to their first step, at least.
 _START = 120.0
@@ -294,3 +294,8 @@ class Processes:
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.n_ranks} processes>"
+
+
+def guarded(processes: Processes | None) -> AbstractContextManager[None]:
+    """Let an error in the block stop every process, where there are several."""
+    return nullcontext() if processes is None else processes.guard()

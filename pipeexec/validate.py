@@ -28,7 +28,8 @@ from pipeexec.gpipe_validation import (
     check_models,
     mean_costs,
 )
-from pipeexec.processes import Processes
+from pipeexec.host_memory import check_results
+from pipeexec.processes import Processes, guarded
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.validation import Row, Validation, check_rows
 from pipesim.costs import Costs
@@ -132,6 +133,8 @@ def validate(
     ArgumentError
         If there are no graphs, graphs that differ in placement or number of micro-batches, or too
         few batches.
+    CapacityError
+        If the results of so many steps do not fit in memory.
     CostsError
         If ``costs`` do not suit the graphs.
 
@@ -147,6 +150,7 @@ def validate(
     if isinstance(stages, (GPipe, Mapping)):
         models = check_models({"gpipe": stages} if isinstance(stages, GPipe) else stages)
         check_rows(models)
+        check_results([], n_steps=n_steps, repeat=repeat)
         _check_alone(graphs, devices, processes, cuda_graph)
         source = _taken(batches, repeat * (n_steps + 1))
         counts = n_steps, warm_up, repeat
@@ -158,6 +162,8 @@ def validate(
     if costs is not None:
         _check_costs(costs, graphs)
     source = _taken(batches, repeat * (n_steps + 1))
+    with guarded(processes):
+        check_results(graphs.values(), n_steps=n_steps, repeat=repeat)
     with Pipeline(
         stages,
         first,

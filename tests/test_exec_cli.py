@@ -235,6 +235,22 @@ def test_costs_of_other_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--name a\0b", r"name 'a\x00b' is no name of a folder"),
         (f"--name {'n' * 230}", "name 'nnnnnnnnnnnnnnnnnnnn...' has more than 223 bytes"),
         ("--name run-partial", "ends with '-partial', as the directory that an error"),
+        (
+            "--batch 999999999999",
+            "batch=999999999999 samples of sequence=128 needs 4.23e+06 GB, and",
+        ),
+        ("--model convnet --batch 999999999999", "batch=999999999999 images of image_size=32 nee"),
+        ("--model convnet --image-size 9999999", "batch=32 images of image_size=9999999 needs"),
+        ("--model convnet --classes 999999999999", "n_classes=999999999999 needs"),
+        ("--layers 999999999999", "a model of n_layers=999999999999, d_model=128, sequence=128, v"),
+        ("--width 4000000000", "d_model=4000000000, sequence=128, vocabulary=256 needs"),
+        ("--sequence 99999999999", "sequence=99999999999, vocabulary=256 needs"),
+        ("--steps 999999999999", "keeping n_steps=999999999999 x repeat=1 results needs"),
+        ("--repeat 999999999999", "keeping n_steps=21 x repeat=999999999999 results needs"),
+        ("--stages 999999999999", "schedule 'gpipe' of 1.6e+13 actions needs"),
+        ("--microbatches 999999999999", "schedule 'gpipe' of 4e+12 actions needs"),
+        ("--replicas 999999999999", "a graph of 9.6e+13 tasks needs"),
+        ("--n-buckets 999999999999", "n_buckets must be at most 1000, got 999999999999"),
         ("--no-such-option", "unrecognized arguments: --no-such-option (see pipeexec --help)"),
     ],
 )
@@ -336,6 +352,17 @@ def test_every_schedule_can_be_balanced() -> None:
     for name in ps.schedules(2, 8).index:
         schedule = ps.schedule(name, 2, 8)
         assert schedule.n_stages % schedule.n_devices == 0, name
+
+
+@pytest.mark.usefixtures("no_step")
+@pytest.mark.parametrize("command", ["run", "profile"])
+def test_more_steps_than_can_be_kept(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`validate` is one of the mistakes above."""
+    steps = ["--steps", str(10**12), "--results", str(tmp_path)]
+    assert main([command, *SMALL[:-2], *steps]) == 2
+    assert "error: keeping n_steps=1000000000000 results needs" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_step")
