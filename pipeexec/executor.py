@@ -425,7 +425,7 @@ class Pipeline:
             return self._begin(inputs, targets)
         try:
             with self.processes.guard():
-                self.processes.watch.check()
+                self.processes.check()
                 return self._begin(inputs, targets)
         except BaseException:
             for device in self.devices:
