@@ -47,7 +47,7 @@ from pipeexec.parts import Part, whole
 from pipeexec.plan import plan
 from pipeexec.preserved import preserved
 from pipeexec.processes import Processes
-from pipeexec.recorder import ENDED
+from pipeexec.recorder import ENDED, GRAPH
 from pipeexec.run import Planned, Run
 from pipeexec.shares import Shares
 from pipeexec.stage import Held, Stage, metered
@@ -257,7 +257,7 @@ class Pipeline:
     def _set_graph(self, graph: TaskGraph) -> None:
         verify(graph)
         if self.processes is not None:
-            agree_on_graph(graph, self.processes)
+            self._graph_number = agree_on_graph(graph, self.processes)
         self.graph, self.shares = graph, Shares(graph, self.devices)
         self._messages: dict[int, Expected] | None = None
         self.held = [Held() for _ in self.devices]
@@ -455,7 +455,8 @@ class Pipeline:
             run.expected = self._expected(run, self.processes)
             set_step((message.head for message in run.expected.values()), run.number)
             self.processes.watch.status = run.status
-            self.processes.watch.last_of = partial(last_of, self.graph, run.number, self.processes)
+            number = self.processes.recorder.own[GRAPH] = self._graph_number
+            self.processes.watch.last_of = partial(last_of, self.graph, number, self.processes)
             self.processes.measured = partial(run.timeline, is_over=False)
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages, self.graph.n_batches > 1)

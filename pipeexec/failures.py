@@ -89,14 +89,14 @@ def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None
 
 
 def last_of(graph: TaskGraph, number: int, processes: Processes, rank: int) -> str:
-    """Return what is known of a process that does not answer, in a step of this number."""
+    """Return what is known of a process that does not answer; ``number`` is the graph's."""
     noted = processes.recorder.read(rank)
     if noted is None:
         return processes.watch.last_seen(rank)
     if noted.begun == noted.ended:
         return f"last seen {Status(rank, noted.ended, False, 0, [])}"
     step = noted.begun - 1
-    if step != number:  # perhaps of another graph
+    if noted.graph != number:
         return f"rank {rank} was in step {step}"
     tasks = [f"in {graph.task(task)} ({place(graph, task)})" for task in noted.tasks]
     return f"rank {rank} was {' and '.join(tasks) or 'between tasks'} of step {step}"

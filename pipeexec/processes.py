@@ -89,6 +89,7 @@ class Processes:
         self.timeout, self.local_rank, self.n_local = timeout, local_rank, n_local
         self.is_on_one_machine = is_on_one_machine
         self._n_gathers = 0
+        self.n_graphs = 0  # that all processes have agreed on
         self._pid, self._is_closed = os.getpid(), False
         self._calling = threading.Lock()  # two calls at once would have no order
         #: Returns what this process measured in its latest step.

@@ -22,23 +22,24 @@ from typing import Any, NamedTuple
 
 from pipesim.errors import ExecutionError
 
-__all__ = ["BEGUN", "ENDED", "ROOM", "TASKS", "Notes", "Recorder"]
+__all__ = ["BEGUN", "ENDED", "GRAPH", "ROOM", "TASKS", "Notes", "Recorder"]
 
 #: Seconds in which a process whose connection broke ends.
 _GONE = 1.0
 _WORDS = 512
 _BYTES = 8 * _WORDS
-#: Places of words: steps that have begun, steps that have ended, and the first of the tasks.
-BEGUN, ENDED, TASKS = range(3)
+#: Places of words: steps that have begun, steps that have ended, the graph, and the first task.
+BEGUN, ENDED, GRAPH, TASKS = range(4)
 #: Streams whose tasks have a place; tasks of further ones are not noted.
 ROOM = _WORDS - TASKS
 
 
 class Notes(NamedTuple):
-    """What a process noted: steps that have begun and ended, and tasks that its devices are in."""
+    """What a process noted: steps that have begun and ended, the graph, and tasks under way."""
 
     begun: int
     ended: int
+    graph: int
     tasks: list[int]
 
 
@@ -60,8 +61,9 @@ class Recorder:
     Attributes
     ----------
     own
-        Words of this process: how many steps have begun, how many have ended, then for each of its
-        devices' streams one more than the number of the task that it is in; 0 between tasks.
+        Words of this process: how many steps have begun, how many have ended, the number of the
+        graph, then for each of its devices' streams one more than the number of the task that it is
+        in; 0 between tasks.
     """
 
     def __init__(self, rank: int, share: Callable[[Any], list[Any]]) -> None:
@@ -127,7 +129,8 @@ class Recorder:
         words = self._maps.get(rank)
         if words is None:
             return None
-        return Notes(words[BEGUN], words[ENDED], [word - 1 for word in words[TASKS:] if word > 0])
+        begun, ended, graph = words[:TASKS]
+        return Notes(begun, ended, graph, [word - 1 for word in words[TASKS:] if word > 0])
 
 
 def _room() -> tuple[int, str]:
