@@ -23,7 +23,7 @@ from pipesim.verify import verify
 __all__ = ["agree_on_graph", "agree_on_shapes", "agree_on_weights"]
 
 
-def agree_on_graph(graph: TaskGraph, processes: Processes) -> None:
+def agree_on_graph(graph: TaskGraph, processes: Processes) -> int:
     """Check that every process has the same graph, and that its messages cannot deadlock.
 
     A message between processes waits for its receiver, whatever the graph says of rendezvous.
@@ -53,6 +53,8 @@ def agree_on_graph(graph: TaskGraph, processes: Processes) -> None:
     processes.agree("the task graph", f"{graph!r}, checksum {found.hexdigest()[:16]}")
     if not graph.rendezvous:
         verify(replace(graph, rendezvous=True).in_topological_order())
+    processes.n_graphs += 1
+    return processes.n_graphs
 
 
 def agree_on_weights(

@@ -13,6 +13,7 @@ from pipeexec.channels import Channel, Expected, Route, Sent
 from pipeexec.devices import Device, RemoteDevice, ranks_of
 from pipeexec.messages import Content, header
 from pipeexec.processes import Processes
+from pipeexec.recorder import ROOM, TASKS
 from pipeexec.run import Planned, Run
 from pipeexec.signatures import Signature, check_values
 from pipeexec.stage import Values
@@ -38,7 +39,7 @@ def connected(
     blocking = _blocking_streams(graph, away)
     groups = _reduction_groups(graph, ranks, processes)
     noted = [(device, stream) for stream in ("compute", "collective") for device in own]
-    slates = {place: number + 1 for number, place in enumerate(noted)}
+    slates = {place: TASKS + number for number, place in enumerate(noted[:ROOM])}
     found = []
     for task in tasks:
         name = graph.task(task.id).stream

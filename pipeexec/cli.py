@@ -114,8 +114,9 @@ def _together(arguments: argparse.Namespace, command: _Command) -> int:
 def _leave(arguments: argparse.Namespace, timeline: Timeline, text: str) -> Path:
     """Write what was measured before an error beside where the results would have been."""
     from pipeexec.run_directory import command, write_directory
+    from pipeexec.run_lock import PARTIAL
 
-    path: Path = arguments.results / f"{arguments.name}-partial"
+    path: Path = arguments.results / f"{arguments.name}{PARTIAL}"
     with write_directory(path, {"command": command(), "error": text}) as folder:
         timeline.save(folder / "timeline.csv")
     return path
@@ -149,13 +150,29 @@ def _say(text: str) -> None:
         print(text, flush=True)
 
 
-def _checked_path(arguments: argparse.Namespace) -> Path:
-    """Return the run directory, once it can be written; one process writes it."""
-    from pipeexec.run_directory import check_writable
+def _alone(command: _Command) -> _Command:
+    """Return a command that begins once its run directory can be written, and is its own.
 
-    path: Path = arguments.results / arguments.name
-    if _speaks():
+    One process writes it.
+    """
+
+    def locked(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+        from pipeexec.run_directory import check_writable
+        from pipeexec.run_lock import check_run_name, run_lock
+
+        path: Path = arguments.results / check_run_name(arguments.name)
+        if not _speaks():
+            return command(arguments, processes)
         check_writable(path)
+        with run_lock(path):
+            return command(arguments, processes)
+
+    return locked
+
+
+def _path(arguments: argparse.Namespace) -> Path:
+    """Return the run directory."""
+    path: Path = arguments.results / arguments.name
     return path
 
 
@@ -181,7 +198,7 @@ def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> i
     from pipeexec.report import training_report
     from pipeexec.train import train
 
-    path, costs = _checked_path(arguments), _costs(arguments.costs)
+    path, costs = _path(arguments), _costs(arguments.costs)
     asked = workload(arguments, processes)
     if len(asked.graphs) > 1:
         raise ArgumentError(
@@ -209,7 +226,7 @@ def _validate(arguments: argparse.Namespace, processes: Processes | None = None)
     from pipeexec.report import report
     from pipeexec.validate import validate
 
-    path, costs = _checked_path(arguments), _costs(arguments.costs)
+    path, costs = _path(arguments), _costs(arguments.costs)
     asked = workload(arguments, processes)
     validation = validate(
         asked.stages,
@@ -249,7 +266,7 @@ def _profile(arguments: argparse.Namespace, processes: Processes | None = None) 
     from pipeexec.profile import measure
     from pipeexec.report import profile_report
 
-    path = _checked_path(arguments)
+    path = _path(arguments)
     asked = workload(arguments, processes)
     graphs = list(asked.graphs.values())
     widest = max(graphs, key=lambda graph: graph.n_replicas)
@@ -287,4 +304,8 @@ def _show(arguments: argparse.Namespace) -> int:
 
 _Command = Callable[..., int]
 #: What torchrun can start too.
-_COMMANDS: dict[str, _Command] = {"run": _run, "validate": _validate, "profile": _profile}
+_COMMANDS: dict[str, _Command] = {
+    "run": _alone(_run),
+    "validate": _alone(_validate),
+    "profile": _alone(_profile),
+}

@@ -49,6 +49,7 @@ from pipeexec.parts import Part, whole
 from pipeexec.plan import plan
 from pipeexec.preserved import preserved
 from pipeexec.processes import Processes
+from pipeexec.recorder import ENDED, GRAPH
 from pipeexec.run import Planned, Run
 from pipeexec.shares import Shares
 from pipeexec.stage import Held, Stage, metered
@@ -278,7 +279,7 @@ class Pipeline:
     def _set_graph(self, graph: TaskGraph) -> None:
         verify(graph)
         if self.processes is not None:
-            agree_on_graph(graph, self.processes)
+            self._graph_number = agree_on_graph(graph, self.processes)
         self.graph, self.shares = graph, Shares(graph, self.devices)
         self._messages: dict[int, Expected] | None = None
         self.held = [Held() for _ in self.devices]
@@ -549,7 +550,7 @@ class Pipeline:
             return self._begin(inputs, targets)
         try:
             with self.processes.guard():
-                self.processes.watch.check()
+                self.processes.check()
                 return self._begin(inputs, targets)
         except BaseException:
             for device in self.devices:
@@ -579,7 +580,8 @@ class Pipeline:
             run.expected = self._expected(run, self.processes)
             set_step((message.head for message in run.expected.values()), run.number)
             self.processes.watch.status = run.status
-            self.processes.watch.last_of = partial(last_of, self.graph, run.number, self.processes)
+            number = self.processes.recorder.own[GRAPH] = self._graph_number
+            self.processes.watch.last_of = partial(last_of, self.graph, number, self.processes)
             self.processes.measured = partial(run.timeline, is_over=False)
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages, self.graph.n_batches > 1)
@@ -615,6 +617,7 @@ class Pipeline:
             self.processes.has_stepped = True
             done = Status(self.processes.rank, self.n_steps, False, 0, [])
             self.processes.watch.status = lambda: done
+            self.processes.recorder.own[ENDED] = self.n_steps
         for stage in self.stages:
             stage.done()
         if run.failure is not None:

@@ -12,7 +12,7 @@ from pipeexec.messages import Mismatch
 from pipeexec.parts import Part, whole
 from pipeexec.processes import Processes
 from pipeexec.run import Run, place
-from pipeexec.watch import Failure
+from pipeexec.watch import Failure, Status
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
 from pipesim.graph import TaskGraph
 from pipesim.ops import Op
@@ -109,10 +109,14 @@ def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None
 
 
 def last_of(graph: TaskGraph, number: int, processes: Processes, rank: int) -> str:
-    """Return what is known of a process that does not answer, in a step of this number."""
-    noted, seen = processes.recorder.read(rank), processes.watch.statuses.get(rank)
-    is_between = seen is not None and not seen.in_step and seen.step > number
-    if noted is None or noted[0] != number or (is_between and not noted[1]):
+    """Return what is known of a process that does not answer; ``number`` is the graph's."""
+    noted = processes.recorder.read(rank)
+    if noted is None:
         return processes.watch.last_seen(rank)
-    tasks = [f"in {graph.task(task)} ({place(graph, task)})" for task in noted[1]]
-    return f"rank {rank} was {' and '.join(tasks) or 'between tasks'} of step {number}"
+    if noted.begun == noted.ended:
+        return f"last seen {Status(rank, noted.ended, False, 0, [])}"
+    step = noted.begun - 1
+    if noted.graph != number:
+        return f"rank {rank} was in step {step}"
+    tasks = [f"in {graph.task(task)} ({place(graph, task)})" for task in noted.tasks]
+    return f"rank {rank} was {' and '.join(tasks) or 'between tasks'} of step {step}"

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeexec.channels import Lost
+from pipeexec.launch import LaunchError
 from pipeexec.meeting import join
 from pipeexec.processes import Processes
+from pipeexec.roll_call import AbsentError
 from pipesim.errors import ExecutionError, PipeError
 from pipesim.timeline import Timeline
 
@@ -53,7 +55,7 @@ def run_together(command: Command, say: Callable[[str], None], leave: Leave, tim
     try:
         processes = join(timeout)
     except PipeError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # one a machine: nobody else may know
+        if _speaks(error):
             say(str(error).partition("\n")[0])
         return 2
     guard = _Guard(processes, say, leave)
@@ -65,6 +67,15 @@ def run_together(command: Command, say: Callable[[str], None], leave: Leave, tim
         guard.fail(error)
     guard.close()
     return status
+
+
+def _speaks(error: PipeError) -> bool:
+    """Return whether this process tells the user that it could not join."""
+    if isinstance(error, AbsentError):
+        return os.environ["RANK"] == str(error.speaker)
+    if isinstance(error, LaunchError) and error.variable in ("RANK", "LOCAL_RANK"):
+        return True  # nobody else may know
+    return os.environ.get("LOCAL_RANK", "0") == "0"  # one a machine
 
 
 class _Guard:

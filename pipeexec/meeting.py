@@ -7,131 +7,220 @@ import itertools
 import os
 import socket
 import threading
+import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
+from pipeexec.launch import Launch
 from pipeexec.processes import Processes
-from pipesim.errors import ArgumentError, ExecutionError, number
+from pipeexec.roll_call import AbsentError, Present, roll_call
+from pipeexec.store import UnreachableError, gloo_on_loopback, open_store
+from pipesim.errors import ArgumentError, ExecutionError, PipeError, number
 
 __all__ = ["join"]
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_N_JOINED = itertools.count()
-#: Seconds beyond its own timeout that the search for the store may take.
-_PATIENCE = 1.0
+_N_CALLS = itertools.count()
+_JOINING = threading.Lock()
+#: Seconds beyond the timeout that the search for the others may take.
+_PATIENCE = 3.0
+#: Seconds that process groups have at least, once everybody has come.
+_CONNECTING = 30.0
 
 
 def join(timeout: float = 60.0) -> Processes:
     """Join the processes that torchrun started; every one of them must call this, equally often.
 
     Makes torch.distributed's default process group (gloo, and NCCL where there is a GPU) if it is
-    not there yet.
+    not there yet. Where rank 0 holds the store, and all processes are on one machine, the store
+    listens on loopback; the documentation says what listens where otherwise.
 
     Parameters
     ----------
     timeout
-        Seconds without progress after which every process stops with an error.
+        Seconds without progress after which every process stops with an error; also the seconds
+        that the processes have to come. The same in every process.
 
     Raises
     ------
     ArgumentError
-        If torchrun's environment variables are missing or wrong.
+        If torchrun's environment variables are missing or wrong, and where ``timeout`` or
+        ``WORLD_SIZE`` differ between processes.
     ExecutionError
-        If the processes do not find each other.
+        If not all processes come within ``timeout``, naming those that did not; in a process that
+        was forked from one that has joined; and while another thread joins.
     """
     seconds = number(timeout)
     if seconds is None or not 0 < seconds < float("inf"):
         raise ArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    missing = [name for name in _VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise ArgumentError(
-            f"{', '.join(missing)} not set in the environment; start the processes with torchrun "
-            "--nproc-per-node 2 -m pipeexec run"
-        )
-    local_rank, n_local = (_count(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    launch = Launch.from_environment()
+    if not _JOINING.acquire(blocking=False):
+        raise ExecutionError("another thread of this process is in join; call it in one thread")
     try:
-        store, rank, n_ranks = _find(seconds)
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise ExecutionError(_not_found(error)) from error
+        _check_group(launch)
+        store, everyone = _meet(launch, seconds)
+    finally:
+        _JOINING.release()
     return Processes(
-        PrefixStore(f"pipeexec/{next(_N_JOINED)}", store),
-        rank,
-        n_ranks,
+        store,
+        launch.rank,
+        launch.n_ranks,
         seconds,
-        local_rank=rank if local_rank is None else local_rank,
-        n_local=n_ranks if n_local is None else n_local,
-        holder=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
+        local_rank=launch.rank if launch.local_rank is None else launch.local_rank,
+        n_local=launch.n_ranks if launch.n_local is None else launch.n_local,
+        holder=launch.holder,
+        is_on_one_machine=_on_one_machine(everyone),
     )
 
 
-def _count(name: str) -> int | None:
-    """Return the number in an environment variable; None where it is not set."""
-    text = os.environ.get(name)
-    if text is None or text.isdecimal():
-        return None if text is None else int(text)
-    raise ArgumentError(
-        f"{name} is {text!r} in the environment, which is no count; start the processes with "
-        "torchrun --nproc-per-node 2 -m pipeexec run"
-    )
-
-
-def _find(timeout: float) -> tuple[Store, int, int]:
-    """Return the store, and make the default process group if there is none."""
-    store, rank, n_ranks = _rendezvous(timeout)
+def _check_group(launch: Launch) -> None:
+    """Raise if the default group is that of a parent, or numbers processes otherwise."""
     if not dist.is_initialized():
+        return
+    if _Made.pid not in (None, os.getpid()):
+        raise ExecutionError(
+            f"this process was forked from process {_Made.pid}, which has joined; connections "
+            "cannot be shared: start processes before join, or with multiprocessing's 'spawn'"
+        )
+    if (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.n_ranks):
+        raise ArgumentError(
+            f"the default process group has rank {dist.get_rank()} of {dist.get_world_size()}, but "
+            f"RANK and WORLD_SIZE say {launch}; make the group with the same, or leave it to join"
+        )
+
+
+def _on_one_machine(everyone: list[Present]) -> bool:
+    return len({each.machine for each in everyone}) == 1
+
+
+class _Meeting:
+    """The search for the others, in a thread: a stranger at the port may never answer.
+
+    Attributes
+    ----------
+    store, everyone
+        What was found so far.
+    error
+        What ended it.
+    """
+
+    def __init__(self, launch: Launch, timeout: float) -> None:
+        self.launch, self.timeout = launch, timeout
+        self.end = time.monotonic() + timeout
+        self.prefix = f"pipeexec/{launch.attempt}/{next(_N_CALLS)}"
+        self.store: Store | None = None
+        self.everyone: list[Present] = []
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, name="pipeexec join", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            store = PrefixStore(self.prefix, open_store(self.launch, self.timeout, self.end))
+            self.store = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
+            everyone = roll_call(store, self.launch, self.timeout, self.end)
+            self.everyone = everyone
+            if not dist.is_initialized():
+                _make_default_group(store, self.launch, everyone, self.timeout)
+            store.set(f"ready/{self.launch.rank}", "")
+        except Exception as error:  # is raised in the caller's thread
+            self.error = error
+
+
+def _meet(launch: Launch, timeout: float) -> tuple[Store, list[Present]]:
+    """Return the store and all processes, once they have come and are connected."""
+    meeting = _Meeting(launch, timeout)
+    meeting.thread.join(timeout + _PATIENCE)
+    if meeting.everyone:
+        meeting.thread.join(max(timeout, _CONNECTING))
+    try:
+        if meeting.error is not None:
+            raise meeting.error
+    except PipeError as error:
+        if isinstance(error, UnreachableError):
+            raise _unreachable(launch, timeout, str(error)) from error
+        raise
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise ExecutionError(_broken(launch, error)) from error
+    if meeting.thread.is_alive():
+        raise _stuck(launch, meeting, timeout)
+    assert meeting.store is not None
+    return meeting.store, meeting.everyone
+
+
+class _Made:
+    """Which process has made the default group; None if it was not made here."""
+
+    pid: int | None = None
+
+
+def _make_default_group(
+    store: Store, launch: Launch, everyone: list[Present], timeout: float
+) -> None:
+    with gloo_on_loopback(_on_one_machine(everyone)):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=PrefixStore("default", store),
-            rank=rank,
-            world_size=n_ranks,
+            rank=launch.rank,
+            world_size=launch.n_ranks,
             # Longer than ours, which names who is waited for.
             timeout=timedelta(seconds=2 * timeout + 30),
         )
-        atexit.register(_end_groups)
-    return store, rank, n_ranks
+    _Made.pid = os.getpid()
+    atexit.register(partial(_end_groups, os.getpid()))
 
 
-def _end_groups() -> None:
+def _end_groups(pid: int) -> None:
     """End the threads of process groups while Python still runs.
 
-    One of gloo's that lets go of a tensor only after that aborts the process (pytorch/pytorch,
-    issue 190489).
+    One of gloo's that frees a tensor only after that aborts the process (pytorch/pytorch, issue
+    190489). A forked child does not have the threads.
     """
-    if dist.is_initialized():
+    if dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()
 
 
-def _rendezvous(timeout: float) -> tuple[Store, int, int]:
-    """Return the store, rank, and number of ranks; a stranger at the port may never answer."""
-    found: list[tuple[Store, int, int]] = []
-    errors: list[Exception] = []
-
-    def meet() -> None:
-        try:
-            found.append(next(rendezvous("env://", timeout=timedelta(seconds=timeout))))
-        except Exception as error:  # is raised below, in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=meet, name="pipeexec join", daemon=True)
-    thread.start()
-    thread.join(1.5 * timeout + _PATIENCE)  # it has a timeout of its own, where anyone answers
-    if errors:
-        raise errors[0]
-    if not found:
-        raise RuntimeError(f"whoever listens there has not answered for {timeout:g} s")
-    return found[0]
+def _unreachable(launch: Launch, timeout: float, reason: str) -> ExecutionError:
+    """Return the error where nothing listened at the store's address."""
+    holder = "the launcher" if launch.holder is None else f"rank {launch.holder}"
+    text = (
+        f"rank {launch.rank} waited {timeout:g} s in vain for {holder}, which holds the store: "
+        f"nothing answers at {launch.address} ({reason}); check that every process is started, "
+        "with the same MASTER_ADDR and MASTER_PORT, and that the address can be reached"
+    )
+    # Where rank 0 is of this machine, the next one speaks in its place.
+    is_first = launch.holder == 0 and launch.n_local == launch.n_ranks
+    local = launch.rank if launch.local_rank is None else launch.local_rank
+    return AbsentError(text, launch.rank if local == int(is_first) else -1)
 
 
-def _not_found(error: Exception) -> str:
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+def _broken(launch: Launch, error: Exception) -> str:
+    """Return what a store's error means to the user."""
     first = str(error).splitlines()[0]
     if "EADDRINUSE" in first or "address already in use" in first.lower():
-        return f"port {where} is in use on {socket.gethostname()}; choose another --master-port"
+        return (
+            f"port {launch.address} is in use on {socket.gethostname()}; choose another "
+            "--master-port"
+        )
     return (
-        f"rank {os.environ['RANK']} found no store at {where}: {first}; check that every process "
-        "is started, with the same master address and port"
+        f"{launch} lost the store at {launch.address} while it waited for the others: {first}; "
+        "check that every process is started, with the same master address and port"
+    )
+
+
+def _stuck(launch: Launch, meeting: _Meeting, timeout: float) -> ExecutionError:
+    """Return the error of a process whose search has not ended."""
+    if not meeting.everyone or meeting.store is None:
+        return ExecutionError(
+            f"{launch} found no store at {launch.address}: the program that listens there has not "
+            f"answered for {timeout:g} s; choose another --master-port"
+        )
+    late = [r for r in range(launch.n_ranks) if not meeting.store.check([f"ready/{r}"])]
+    names = ", ".join(str(rank) for rank in late if rank != launch.rank) or "another process"
+    return ExecutionError(
+        f"{launch} has no connection to rank {names}, though all came; check that it still runs, "
+        "and that GLOO_SOCKET_IFNAME names an interface by which all machines reach each other"
     )

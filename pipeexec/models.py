@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeexec.host_memory import check_tensors
 from pipesim.errors import ArgumentError, check_count, check_name, number
 
 __all__ = [
@@ -39,6 +40,8 @@ Option = int | float | str | Path | None
 
 _LIBRARY_BYTES = 4 << 20
 _FILE_BYTES = 64 << 20
+#: What Python and torch need for the modules of a block, at least.
+_BYTES_PER_BLOCK = 10_000
 
 
 class _Embedding(nn.Module):
@@ -133,6 +136,14 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(check_count("seed", seed, minimum=0) % (1 << 63))
 
 
+def _check_parameters(n_parameters: int, **sizes: int) -> None:
+    """Raise `CapacityError` for a model that does not fit: its parameters, and its modules."""
+    modules = _BYTES_PER_BLOCK * next(iter(sizes.values()))  # the first size is the depth
+    item = torch.get_default_dtype().itemsize
+    each = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    check_tensors(f"a model of {each}", item * n_parameters + modules, "build a smaller one")
+
+
 def _seeded(layers: Callable[[], list[nn.Module]], seed: int) -> nn.Sequential:
     """Build the layers from ``seed``, and leave the process's random generator as it was."""
     with torch.random.fork_rng(devices=[]):
@@ -189,6 +200,10 @@ def gpt(
         raise ArgumentError(
             f"dropout must be a probability of at least 0 and below 1, got {dropout!r}; 0 is none"
         )
+    _check_parameters(
+        n_layers * (12 * d_model**2 + 13 * d_model) + (2 * vocabulary + sequence) * d_model,
+        n_layers=n_layers, d_model=d_model, sequence=sequence, vocabulary=vocabulary,
+    )  # fmt: skip
     # 2 d V of a block's 24 d^2 operations a token, and a little for the norm and the loss.
     head_cost = vocabulary / (10 * d_model)
     return _seeded(
@@ -226,6 +241,10 @@ def convnet(
         For a size that is no whole number of at least 1.
     """
     _check_sizes(n_blocks=n_blocks, channels=channels, image_size=image_size, n_classes=n_classes)
+    _check_parameters(
+        n_blocks * (18 * channels**2 + 4 * channels) + (27 + n_classes) * channels,
+        n_blocks=n_blocks, channels=channels, n_classes=n_classes,
+    )  # fmt: skip
     return _seeded(
         lambda: [
             _layer(0.15, *_conv_norm(3, channels), nn.ReLU(inplace=True)),
@@ -390,6 +409,11 @@ def text_batch(batch: int, sequence: int, *, text: Path | None = None, seed: int
             f"cannot read the text {text or _library()}: {error.strerror}; "
             f"give a readable file of at least {needed} bytes"
         ) from error
+    check_tensors(  # places, a list of each sample, and a tensor of all, which is cut in two
+        f"a batch of batch={batch} samples of sequence={sequence}",
+        batch * (104 + 32 * needed),
+        "give fewer samples, or shorter ones",
+    )
     if len(corpus) < needed:
         raise ArgumentError(
             f"the text {text or _library()} has {len(corpus)} bytes, and samples of "
@@ -417,6 +441,11 @@ def image_batch(batch: int, image_size: int = 32, n_classes: int = 10, seed: int
     """
     batch, n_classes = check_count("batch", batch), check_count("n_classes", n_classes)
     size, generator = check_count("image_size", image_size), _generator(seed)
+    check_tensors(  # stripes, noise, and their sum
+        f"a batch of batch={batch} images of image_size={size}",
+        batch * (8 + 3 * 3 * size**2 * torch.get_default_dtype().itemsize),
+        "give fewer images, or smaller ones",
+    )
     classes = torch.randint(n_classes, (batch,), generator=generator)
     angle = (classes * (math.pi / n_classes)).view(-1, 1, 1, 1)
     axis = torch.linspace(-1, 1, size)

@@ -7,9 +7,11 @@ process group waits for a peer that will never come. Tensors go by `pipeexec.mes
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +25,19 @@ from pipeexec.devices import Device, RemoteDevice
 from pipeexec.nccl import NcclChannel
 from pipeexec.process_clock import ProcessClock
 from pipeexec.recorder import Recorder
+from pipeexec.store import gloo_on_loopback
 from pipeexec.watch import Failure, Watch
-from pipesim.errors import ArgumentError, PeerError
+from pipesim.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ExecutionError,
+    PeerError,
+    check_count,
+)
 from pipesim.ops import Op
 from pipesim.timeline import Timeline
 
-__all__ = ["Processes"]
+__all__ = ["Processes", "guarded"]
 
 #: Seconds that processes have to come to their first step, at least.
 _START = 120.0
@@ -51,6 +60,8 @@ class Processes:
         Number of this process on its machine, and how many run there.
     holder
         The rank whose process holds the store; None if it is the launcher.
+    is_on_one_machine
+        Whether all processes reach each other by loopback.
 
     Attributes
     ----------
@@ -72,10 +83,15 @@ class Processes:
         local_rank: int = 0,
         n_local: int = 1,
         holder: int | None = None,
+        is_on_one_machine: bool = False,
     ) -> None:
         self.store, self.rank, self.n_ranks = store, rank, n_ranks
         self.timeout, self.local_rank, self.n_local = timeout, local_rank, n_local
+        self.is_on_one_machine = is_on_one_machine
         self._n_gathers = self._n_published = 0
+        self.n_graphs = 0  # that all processes have agreed on
+        self._pid, self._is_closed = os.getpid(), False
+        self._calling = threading.Lock()  # two calls at once would have no order
         #: For other threads than the one that gathers.
         self._public = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
         #: Returns what this process measured in its latest step.
@@ -99,14 +115,29 @@ class Processes:
         """Return a process group of some ranks, made at the first call for ``key``.
 
         Every process must make the same calls, whether it is one of the ranks or not.
+
+        Raises
+        ------
+        ArgumentError
+            For ranks that are not there or occur twice, and after `close`.
+        ExecutionError
+            In a forked child.
         """
-        name = (*ranks, backend, key)
+        members = [check_count("a rank", rank, 0) for rank in ranks]
+        if not members or len(set(members)) < len(members) or max(members) >= self.n_ranks:
+            raise ArgumentError(
+                f"ranks of a group must be different ones below {self.n_ranks}, got {members}"
+            )
+        name = (*members, backend, key)
         if name not in self._groups:
             if self.watch.leaving:
                 raise ArgumentError("these processes were left by close(); join again")
+            self._check_process()
             # Longer than our own timeout, which names who is waited for.
             patience = timedelta(seconds=2 * self.timeout + 30)
-            self._groups[name] = dist.new_group(list(ranks), backend=backend, timeout=patience)
+            with gloo_on_loopback(self.is_on_one_machine):
+                made = dist.new_group(members, backend=backend, timeout=patience)
+            self._groups[name] = made
         return self._groups[name]
 
     def open(self, routes: Iterable[Route], n_devices: int, own: Sequence[Device]) -> None:
@@ -162,6 +193,8 @@ class Processes:
 
     def fail(self, error: BaseException) -> None:
         """Let an error stop every process, unless it is already one that did."""
+        if self._is_closed or os.getpid() != self._pid:
+            return  # of no concern to the others
         if isinstance(error, Lost):
             self.watch.post(Failure("lost", *self.blame(error)))
         elif not isinstance(error, PeerError):
@@ -179,7 +212,20 @@ class Processes:
         return rank, f"{error}; {self.watch.last_of(rank)}"
 
     def close(self) -> None:
-        """Leave, together with all others; the pipelines of these processes are done."""
+        """Leave, together with all others; the pipelines of these processes are done.
+
+        Nothing happens in a process that has left already.
+
+        Raises
+        ------
+        PeerError
+            If a process does not leave within the timeout.
+        ExecutionError
+            In a forked child, or while another thread waits for other processes.
+        """
+        self._check_process()
+        if self._is_closed:
+            return
         well = self.watch.failure is None
         try:
             if well:
@@ -187,6 +233,7 @@ class Processes:
                 self.has_stepped = False  # another process may still be writing results
                 self.barrier()
         finally:
+            self._is_closed = True
             self.watch.close()
         if well:
             self._leave()
@@ -211,9 +258,34 @@ class Processes:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child leaves nothing: the processes are its parent's
         if error is not None:
             self.fail(error)
         self.close()
+
+    def check(self) -> None:
+        """Raise unless this process can use these processes.
+
+        Raises
+        ------
+        PeerError
+            If something has failed anywhere.
+        ExecutionError
+            After `close`, and in a forked child.
+        """
+        self._check_process()
+        if self._is_closed:
+            raise ExecutionError("these processes were left by close(); join again")
+        self.watch.check()
+
+    def _check_process(self) -> None:
+        """Raise in a forked child, whose connections are its parent's."""
+        if os.getpid() != self._pid:
+            raise ExecutionError(
+                f"process {os.getpid()} was forked from process {self._pid}, which joined; its "
+                "connections cannot be shared: use them in the process that joined"
+            )
 
     def gather(self, value: bytes) -> list[bytes]:
         """Return what each process gave; every process must call this, in the same order.
@@ -222,7 +294,26 @@ class Processes:
         ------
         PeerError
             If a process does not call it within the timeout.
+        ArgumentTypeError
+            For a value that is not bytes.
+        ExecutionError
+            After `close`, in a forked child, and while another thread makes such a call.
         """
+        if not isinstance(value, bytes):
+            raise ArgumentTypeError(f"processes exchange bytes, got {type(value).__name__}")
+        self.check()
+        if not self._calling.acquire(blocking=False):
+            raise ExecutionError(
+                "another thread waits for the other processes; make such calls in one thread, in "
+                "the same order in every process"
+            )
+        try:
+            return self._gathered(value)
+        finally:
+            self._calling.release()
+
+    def _gathered(self, value: bytes) -> list[bytes]:
+        """Do what `gather` does."""
         number = self._n_gathers
         self._n_gathers += 1
         names = [f"gather/{number}/{rank}" for rank in range(self.n_ranks)]
@@ -257,12 +348,39 @@ class Processes:
             pause = min(2 * pause, 5e-3)
 
     def share(self, value: Any) -> list[Any]:
-        """Return what each process gave, as JSON."""
-        return [json.loads(text) for text in self.gather(json.dumps(value).encode())]
+        """Return what each process gave, as JSON.
+
+        Raises
+        ------
+        ArgumentError
+            For what JSON cannot hold; else as `gather`.
+        """
+        try:
+            text = json.dumps(value).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(
+                f"processes share what JSON can hold, got {type(value).__name__}: {error}"
+            ) from error
+        return [json.loads(text) for text in self.gather(text)]
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Return the sums of each process's values, element by element, the same everywhere."""
-        found = [np.frombuffer(x) for x in self.gather(np.asarray(values, dtype=float).tobytes())]
+        """Return the sums of each process's values, element by element, the same everywhere.
+
+        Raises
+        ------
+        ArgumentError
+            For values that are no numbers, or not as many in every process; else as `gather`.
+        """
+        try:
+            row = np.asarray(values, dtype=float)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"values must be numbers, got {values!r}") from error
+        if row.ndim != 1:
+            raise ArgumentError(f"values must be a list of numbers, got {values!r}")
+        found = [np.frombuffer(x) for x in self.gather(row.tobytes())]
+        if len(sizes := {len(x) for x in found}) > 1:
+            each = ", ".join(f"{len(x)} in rank {rank}" for rank, x in enumerate(found))
+            raise ArgumentError(f"processes give {len(sizes)} different numbers of values: {each}")
         totals: list[float] = np.sum(found, axis=0).tolist()
         return totals
 
@@ -309,7 +427,7 @@ class Processes:
         Raises
         ------
         ArgumentError
-            Naming the first that differs from rank 0's, in every process.
+            Naming the first that differs from rank 0's, in every process; else as `share`.
         """
         everyone = self.share(value)
         for rank, other in enumerate(everyone):
@@ -321,3 +439,8 @@ class Processes:
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.n_ranks} processes>"
+
+
+def guarded(processes: Processes | None) -> AbstractContextManager[None]:
+    """Let an error in the block stop every process, where there are several."""
+    return nullcontext() if processes is None else processes.guard()

@@ -30,8 +30,10 @@ from pipeexec.collective_profile import (
     n_buckets,
 )
 from pipeexec.executor import Pipeline, StepResult
+from pipeexec.host_memory import check_results
 from pipeexec.link_fit import fits, network_of, with_fits
 from pipeexec.link_speed import measure_transfers, pairs_of
+from pipeexec.processes import guarded
 from pipeexec.profile_files import load_profile, plot_transfers, save_profile
 from pipeexec.run_directory import command, read_record, write_directory
 from pipesim.collective_costs import Buckets
@@ -357,9 +359,12 @@ def measure(
     ``graphs`` are those that the costs are for: with a split backward, I and W are measured. The
     pipeline's own where None.
     """
+    n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
+    with guarded(pipeline.processes):
+        check_results([pipeline.graph], n_steps=n_steps)
     calibration = Calibration(pipeline, inputs, targets, graphs)
-    calibration.warm_up(check_count("warm_up", warm_up, 0))
-    for _ in range(check_count("n_steps", n_steps)):
+    calibration.warm_up(warm_up)
+    for _ in range(n_steps):
         calibration.step()
     return calibration.result()
 

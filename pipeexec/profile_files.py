@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["FITS", "TABLE", "load_profile", "plot_transfers", "save_profile"]
+__all__ = ["FITS", "TABLE", "TRANSFERS", "load_profile", "plot_transfers", "save_profile"]
 
 #: The file of `Profile.table`, and how many of the first columns index it; then of the others.
 TABLE, TRANSFERS, FITS = "profile.csv", "transfers.csv", "links.csv"

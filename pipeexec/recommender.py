@@ -31,6 +31,7 @@ from pipeexec.criteo import (
     scaled_rows,
 )
 from pipeexec.embedding_stage import EmbeddingStage
+from pipeexec.host_memory import check_tensors
 from pipeexec.kernels import Kernel, Roofline
 from pipeexec.layer_costs import layer_costs
 from pipeexec.processes import Processes
@@ -125,6 +126,10 @@ class DLRM:
         Keys are those of `pipeexec.criteo.draw_keys`; a quarter are clicks, as in Criteo's logs.
         """
         n = check_count("n", n)
+        check_tensors(
+            f"a batch of n={n} samples", n * (4 * self.n_dense + 8 * len(self.rows) + 4),
+            "give fewer samples",
+        )  # fmt: skip
         numbers = torch.randn(n, self.n_dense, generator=generator)
         keys = draw_keys(self.rows, n, generator, skew)
         return (numbers, keys), (torch.rand(n, 1, generator=generator) < 0.25).float()

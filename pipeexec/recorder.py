@@ -18,16 +18,29 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipesim.errors import ExecutionError
 
-__all__ = ["Recorder"]
+__all__ = ["BEGUN", "ENDED", "GRAPH", "ROOM", "TASKS", "Notes", "Recorder"]
 
 #: Seconds in which a process whose connection broke ends.
 _GONE = 1.0
 _WORDS = 512
 _BYTES = 8 * _WORDS
+#: Places of words: steps that have begun, steps that have ended, the graph, and the first task.
+BEGUN, ENDED, GRAPH, TASKS = range(4)
+#: Streams whose tasks have a place; tasks of further ones are not noted.
+ROOM = _WORDS - TASKS
+
+
+class Notes(NamedTuple):
+    """What a process noted: steps that have begun and ended, the graph, and tasks under way."""
+
+    begun: int
+    ended: int
+    graph: int
+    tasks: list[int]
 
 
 class Recorder:
@@ -48,8 +61,9 @@ class Recorder:
     Attributes
     ----------
     own
-        Words of this process: the step, then for each of its devices' streams one more than the
-        number of the task that it is in; 0 between tasks.
+        Words of this process: how many steps have begun, how many have ended, the number of the
+        graph, then for each of its devices' streams one more than the number of the task that it is
+        in; 0 between tasks.
     """
 
     def __init__(self, rank: int, share: Callable[[Any], list[Any]]) -> None:
@@ -110,15 +124,13 @@ class Recorder:
             with suppress(OSError):  # it has ended
                 signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
 
-    def read(self, rank: int) -> tuple[int, list[int]] | None:
-        """Return a process's step, and the tasks that its devices are in.
-
-        None if it is on another machine.
-        """
+    def read(self, rank: int) -> Notes | None:
+        """Return what a process noted; None if it is on another machine."""
         words = self._maps.get(rank)
         if words is None:
             return None
-        return words[0], [word - 1 for word in words[1:] if word > 0]
+        begun, ended, graph = words[:TASKS]
+        return Notes(begun, ended, graph, [word - 1 for word in words[TASKS:] if word > 0])
 
 
 def _room() -> tuple[int, str]:

@@ -22,6 +22,7 @@ from pipeexec.parts import Part, known, together
 from pipeexec.processes import Processes
 from pipeexec.progress import Progress, StepHeads
 from pipeexec.randomness import task_seed
+from pipeexec.recorder import BEGUN, ENDED
 from pipeexec.shares import Shares
 from pipeexec.stage import Stage, Values
 from pipeexec.streams import CpuEvent, Event, Stream
@@ -168,7 +169,7 @@ class Run:
         self.clock = clocks.start([self.devices[d] for d in self.numbers])
         self.zero = start = perf_counter()
         if self.processes is not None:
-            self.slate[0] = self.number
+            self.slate[ENDED], self.slate[BEGUN] = self.number, self.number + 1
         self.leaders = {task.id: task.leader for task in tasks if task.leader >= 0}
         for task in tasks:
             stream = task.stream

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pipeexec.run_lock import run_lock
 from pipesim.errors import RunDirectoryError
 
 __all__ = ["RECORD", "check_writable", "environment", "read_record", "write_directory"]
@@ -77,9 +78,21 @@ def check_writable(path: Path) -> None:
 def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
     """Yield an empty folder to fill; at the end add the record and rename it to ``path``.
 
-    If the block raises, nothing is left, and an older run at ``path`` stays as it was.
+    If the block raises, nothing is left, and an older run at ``path`` stays as it was. Meanwhile no
+    other process can write there.
+
+    Raises
+    ------
+    RunDirectoryError
+        If it cannot be written, something else is there, or another process is writing it.
     """
     check_writable(path)
+    with run_lock(path):
+        yield from _written(path, record)
+
+
+def _written(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
+    """Do what `write_directory` does, while no other process does."""
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         yield folder

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from pipeexec.embedding_peers import Peers
 from pipeexec.embedding_rows import Layout
+from pipeexec.host_memory import check_tensors
 from pipeexec.key_exchange import Exchange, Terms
 from pipeexec.processes import Processes
 from pipesim.errors import ArgumentError, ArgumentTypeError, PipeError, check_count, check_name
@@ -65,6 +66,8 @@ class ShardedEmbedding(nn.Module):
     ArgumentError
         For a wrong argument, one that differs between processes, and other processes in the group
         of another.
+    CapacityError
+        If the rows of this process do not fit in the memory of the machine.
     PeerError
         If another process has a wrong argument, or does not come.
 
@@ -97,6 +100,13 @@ class ShardedEmbedding(nn.Module):
             rows = _checked_rows(n_rows)
             dim = check_count("dim", dim)
             _check_modes(combiner, padding_key, gradients, dtype)
+            layout = Layout(rows, peers.n, several=several)
+            check_tensors(
+                f"the share of a process of n_rows={n_rows}, dim={dim}",
+                layout.rows_per_rank * dim * dtype.itemsize,
+                "give fewer rows, or spread them over more processes",
+                device,
+            )
         except PipeError as error:
             peers.meet(error)
             raise
@@ -106,7 +116,6 @@ class ShardedEmbedding(nn.Module):
             "sparse": bool(sparse), "dtype": str(dtype),
         })  # fmt: skip
         self._peers, self.dim = peers, dim
-        layout = Layout(rows, peers.n, several=several)
         self.gradients = gradients
         scale = 1 / peers.n if gradients == "mean" else 1.0
         self._terms = Terms(layout, combiner, padding_key, scale, bool(sparse))

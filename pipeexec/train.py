@@ -11,6 +11,8 @@ import numpy as np
 
 from pipeexec.batches import Batch
 from pipeexec.executor import Pipeline, StepResult
+from pipeexec.host_memory import check_results
+from pipeexec.processes import guarded
 from pipeexec.run_directory import command, write_directory
 from pipesim.compare import Comparison
 from pipesim.costs import Costs
@@ -130,8 +132,12 @@ def train(
     ------
     ArgumentError
         If there are too few batches.
+    CapacityError
+        If the results of so many steps do not fit in memory.
     """
     n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
+    with guarded(pipeline.processes):
+        check_results([pipeline.graph], n_steps=n_steps)
     predicted = None if costs is None else simulate(pipeline.graph, costs)  # or refuse them, first
     say = progress or (lambda _: None)
     source = iter(batches)

@@ -27,11 +27,12 @@ from pipeexec.gpipe_validation import (
     check_models,
     mean_costs,
 )
+from pipeexec.host_memory import check_results
 from pipeexec.loss import Loss
 from pipeexec.optimizers import OptimizerFactory
-from pipeexec.processes import Processes
+from pipeexec.processes import Processes, guarded
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
-from pipeexec.validation import Row, Validation
+from pipeexec.validation import Row, Validation, check_rows
 from pipesim.costs import Costs
 from pipesim.errors import (
     AccuracyWarning,
@@ -130,6 +131,8 @@ def validate(
     ArgumentError
         If there are no graphs, graphs that differ in placement or number of micro-batches, or too
         few batches.
+    CapacityError
+        If the results of so many steps do not fit in memory.
     CostsError
         If ``costs`` do not suit the graphs.
 
@@ -144,6 +147,8 @@ def validate(
     repeat = check_count("repeat", repeat)
     if isinstance(stages, (GPipe, Mapping)):
         models = check_models({"gpipe": stages} if isinstance(stages, GPipe) else stages)
+        check_rows(models)
+        check_results([], n_steps=n_steps, repeat=repeat)
         _check_alone(graphs, devices, processes, cuda_graph)
         source = _taken(batches, repeat * (n_steps + 1))
         counts = n_steps, warm_up, repeat
@@ -155,6 +160,8 @@ def validate(
     if costs is not None:
         _check_costs(costs, graphs)
     source = _taken(batches, repeat * (n_steps + 1))
+    with guarded(processes):
+        check_results(graphs.values(), n_steps=n_steps, repeat=repeat)
     with Pipeline(
         stages,
         first,
@@ -255,6 +262,7 @@ def _widest(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
     """Return the graph that has the paths of all, once all have as many micro-batches."""
     if not graphs:
         raise ArgumentError("validate needs at least one graph")
+    check_rows(graphs)
     first = max(graphs.values(), key=lambda graph: graph.n_replicas)
     for name, graph in graphs.items():
         if graph.n_microbatches != first.n_microbatches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from pipeexec.accuracy import interval_over
 from pipeexec.profile import Profile
-from pipeexec.profile_files import FITS, load_profile, save_profile
+from pipeexec.profile_files import FITS, TABLE, TRANSFERS, load_profile, save_profile
 from pipeexec.run_directory import RECORD, command, read_record, write_directory
+from pipeexec.run_lock import check_file_names
 from pipesim.compare import Comparison
 from pipesim.costs import Costs
 from pipesim.error_parts import PARTS
-from pipesim.errors import RunDirectoryError
+from pipesim.errors import ArgumentError, RunDirectoryError
 from pipesim.intervals import Interval
 from pipesim.timeline import Timeline
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["Row", "Validation", "load_run"]
+__all__ = ["Row", "Validation", "check_rows", "load_run"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +214,9 @@ class Validation:
         Raises
         ------
         RunDirectoryError
-            If it cannot be written, or something else is there.
+            If it cannot be written, something else is there, or another process is writing it.
+        ArgumentError
+            If two rows would have the same folder.
         """
         from pipesim.plot import save
 
@@ -228,6 +231,7 @@ class Validation:
             for name, row in self.rows.items()
         }
         path = Path(path)
+        check_rows(self.rows)
         said = {"clocks": self.clocks, "notes": self.notes, "rows": rows}
         with write_directory(path, {"command": command(), **(record or {}), **said}) as to:
             self.costs.save(to / "costs.json")
@@ -249,6 +253,25 @@ class Validation:
 #: Columns of `Validation.table` that `Row.error_interval` fills, and files of a row's tables.
 _INTERVAL = ("error_mean", "error_low", "error_high")
 _PARTS, _OPS = "parts.csv", "ops.csv"
+
+
+#: Files of a run directory that stand beside the rows' folders.
+_FILES = (RECORD, "costs.json", "table.csv", "overlay.png", "overlay.pdf", TABLE, TRANSFERS, FITS,
+          "transfers.png")  # fmt: skip
+
+
+def check_rows(names: Iterable[object]) -> None:
+    """Raise unless each row of a validation can have a folder of its own.
+
+    Raises
+    ------
+    ArgumentError
+        For a name that is no text, or whose folder is that of another.
+    """
+    names = list(names)
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ArgumentError(f"names of graphs must be texts, got {wrong[0]!r}")
+    check_file_names("folder of a graph", [_folder(str(name)) for name in names], _FILES)
 
 
 def _folder(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 # reproducible where it sees continuous integration.
 settings.register_profile("project", parent=settings(), deadline=None, max_examples=30)
 settings.load_profile("project")
+
+
+# The shell starts jobs in the background with SIGINT ignored, and so would they their children: a
+# test that interrupts one would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", params=sorted(ENGINES))

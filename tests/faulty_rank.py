@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 from executing import Nap
 from faults import Fault, graph_of
+from ranks import meet
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -193,19 +194,12 @@ def train(trap: Trap, arguments: argparse.Namespace, processes: px.Processes) ->
     return 0
 
 
-def meet(folder: Path, n_ranks: int) -> None:
-    """Wait until all ranks have loaded their libraries: on a loaded machine that takes long."""
-    (folder / f"{os.environ['RANK']}.ready").touch()
-    while len(list(folder.glob("*.ready"))) < n_ranks:
-        time.sleep(0.05)
-
-
 def main(folder: Path, fault: dict[str, Any]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(1)
     arguments = argparse.Namespace(results=folder / "results", name="run")
     trap = Trap(fault, folder, int(os.environ["RANK"]))
-    meet(folder, fault["n_ranks"])
+    meet(folder)
     status = launched.run_together(
         partial(train, trap, arguments),
         cli._complain_of_any,

@@ -21,7 +21,7 @@ from typing import Any, Concatenate
 import torch
 from forked import Forked
 
-__all__ = ["Ranks", "environment", "free_port", "run_to_end", "running"]
+__all__ = ["Ranks", "environment", "free_port", "meet", "run_to_end", "running"]
 
 #: What a rank runs: takes the processes, and whatever JSON can hold; returns what
 #: `torch.load` can read.
@@ -112,6 +112,8 @@ class Ranks:
             self.close()
         if not self._processes:
             command = [__file__, str(self.folder), str(timeout)]
+            for file in self.folder.glob("*.ready"):
+                file.unlink()
             self._running = running([command] * self.n, self.folder)
             self._processes = self._running.__enter__()
             self._timeout = timeout
@@ -160,6 +162,13 @@ class Ranks:
         self._running, self._processes = None, []
 
 
+def meet(folder: Path) -> None:
+    """Block until all ranks have loaded their libraries: on a loaded machine that takes long."""
+    (folder / f"{os.environ['RANK']}.ready").touch()
+    while len(list(folder.glob("*.ready"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+
+
 def _serve(folder: Path, timeout: float) -> None:
     """Run the cases that come, and leave what they return, or the text of their error."""
     import faulthandler
@@ -169,6 +178,7 @@ def _serve(folder: Path, timeout: float) -> None:
 
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
+    meet(folder)
     processes = px.join(timeout)
     for line in sys.stdin:
         number, module, name, options = json.loads(line)

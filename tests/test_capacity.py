@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,6 +98,39 @@ def test_numbers_of_replicas(wrong: Any) -> None:
 def test_available_memory() -> None:
     """More than a megabyte, less than an exabyte."""
     assert 2**20 < capacity.available_memory() < 2**60
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda px: px.ShardedEmbedding(10**12, 10**6),
+            r"of n_rows=10{12}, dim=10{6} needs 4e",
+        ),
+        (
+            lambda px: px.ShardedEmbedding([5, 10**12], 8),
+            r"of n_rows=\[5, 10{12}\], dim=8 needs",
+        ),
+        (lambda px: px.ShardedEmbedding(10**30, 10**30), r"needs 4e\+51 GB, .*over more"),
+        (lambda px: px.workers(10**12, link=ps.Network(1e-3)), r"n=10{12} workers needs 2e\+06 GB"),
+    ],
+)
+def test_modules_and_devices(make: Callable[[Any], object], message: str) -> None:
+    """Before torch's allocator is asked."""
+    import pipeexec
+
+    with pytest.raises(CapacityError, match=message):
+        make(pipeexec)
+
+
+def test_a_module_on_a_device_without_memory_of_this_machine() -> None:
+    """Nothing is allocated."""
+    import torch
+
+    from pipeexec.models import gpt
+
+    with torch.device("meta"):
+        assert len(gpt(n_layers=2, d_model=1 << 20)) == 4
 
 
 def test_capacity_is_a_memory_error() -> None:

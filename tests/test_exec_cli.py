@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,6 +228,29 @@ def test_costs_of_other_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str
             "--schedules zbv,interleaved_1f1b",
             "zbv never: [0, 1, 1, 0], interleaved_1f1b never: [0, 1, 0, 1]: validate them apart",
         ),
+        ("--name=..", "name '..' is no name of a folder; give one without '/'"),
+        ("--name=", "name '' is no name of a folder"),
+        ("--name ../esc", "name '../esc' is no name of a folder"),
+        ("--name /tmp/abs", "its parent apart (--results)"),
+        ("--name a\0b", r"name 'a\x00b' is no name of a folder"),
+        (f"--name {'n' * 230}", "name 'nnnnnnnnnnnnnnnnnnnn...' has more than 223 bytes"),
+        ("--name run-partial", "ends with '-partial', as the directory that an error"),
+        (
+            "--batch 999999999999",
+            "batch=999999999999 samples of sequence=128 needs 4.23e+06 GB, and",
+        ),
+        ("--model convnet --batch 999999999999", "batch=999999999999 images of image_size=32 nee"),
+        ("--model convnet --image-size 9999999", "batch=32 images of image_size=9999999 needs"),
+        ("--model convnet --classes 999999999999", "n_classes=999999999999 needs"),
+        ("--layers 999999999999", "a model of n_layers=999999999999, d_model=128, sequence=128, v"),
+        ("--width 4000000000", "d_model=4000000000, sequence=128, vocabulary=256 needs"),
+        ("--sequence 99999999999", "sequence=99999999999, vocabulary=256 needs"),
+        ("--steps 999999999999", "keeping n_steps=999999999999 x repeat=1 results needs"),
+        ("--repeat 999999999999", "keeping n_steps=21 x repeat=999999999999 results needs"),
+        ("--stages 999999999999", "schedule 'gpipe' of 1.6e+13 actions needs"),
+        ("--microbatches 999999999999", "schedule 'gpipe' of 4e+12 actions needs"),
+        ("--replicas 999999999999", "a graph of 9.6e+13 tasks needs"),
+        ("--n-buckets 999999999999", "n_buckets must be at most 1000, got 999999999999"),
         ("--no-such-option", "unrecognized arguments: --no-such-option (see pipeexec --help)"),
     ],
 )
@@ -331,6 +355,17 @@ def test_every_schedule_can_be_balanced() -> None:
 
 
 @pytest.mark.usefixtures("no_step")
+@pytest.mark.parametrize("command", ["run", "profile"])
+def test_more_steps_than_can_be_kept(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`validate` is one of the mistakes above."""
+    steps = ["--steps", str(10**12), "--results", str(tmp_path)]
+    assert main([command, *SMALL[:-2], *steps]) == 2
+    assert "error: keeping n_steps=1000000000000 results needs" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_step")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_cuda_device_where_there_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -349,6 +384,24 @@ def test_results_that_cannot_be_written_are_found_before_the_work(
     (tmp_path / "notes").mkdir()
     line = fail(capsys, "validate", "--results", tmp_path, "--name", "notes")
     assert "notes exists and is no run directory" in line
+
+
+@pytest.mark.usefixtures("no_step")
+@pytest.mark.parametrize("command", ["validate", "run", "profile"])
+def test_a_run_that_another_process_writes(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before it begins; the lock of a process that has ended counts for nothing."""
+    lock = tmp_path / ".same.lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 17 on there")
+        file.flush()
+        line = fail(capsys, command, *SMALL, "--results", tmp_path, "--name", "same")
+        assert f"process 17 on there is writing {tmp_path}/same; wait for its end" in line
+    with pytest.raises(AssertionError, match="a step ran"):
+        main([command, *SMALL, "--results", str(tmp_path), "--name", "same"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stage_that_fails_is_told_in_a_line(

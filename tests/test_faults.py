@@ -51,7 +51,7 @@ CASES: dict[Fault, str] = {
     Fault("sleep", 0, "0ALL_TO_ALL2.vectors", devices=2, replicas=2, sharded=True): "0ALL_TO_ALL2."
     "vectors hangs .*rank 0, .* no task has ended for 5 s; meanwhile rank 1 .* in 0ALL_TO_ALL2.vec",
     Fault("raise", 1, "0B1", devices=2, replicas=2): "0B1 failed .*on purpose; meanwhile rank 0",
-    Fault("kill", 1): "rank 1 was lost; last seen rank 1 between steps|between tasks of step",
+    Fault("kill", 1): r"rank 1 was lost; last seen rank 1 between steps \(1 ended\)",
     Fault("stop", 1, "1F2", launcher=True): "rank 1 has given no sign of life for 5 s; rank 1 was",
     Fault("stop", 0, "0F2"): "rank 0, which held the store, was lost; rank 0 was in 0F2",
     Fault("hold", 1, "1B2"): "rank 1 has given no sign of life for 5 s; rank 1 was in 1B2",

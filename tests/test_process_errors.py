@@ -5,19 +5,28 @@ Faults of machines (killed processes, hangs) are tested elsewhere.
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import re
+import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from executing import cut, data, dense, mse
-from ranks import Ranks, run_to_end
+from ranks import Ranks, environment, free_port, run_to_end
 from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.launch import Launch
+from pipeexec.roll_call import roll_call
+from pipeexec.store import listening_address
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 #: Seconds in which every process must have ended; the timeout is longer.
@@ -311,6 +320,145 @@ def loss_where_it_is(processes: px.Processes) -> str:
             return str(error)
 
 
+# Calls of the processes
+
+
+def odd_calls(processes: px.Processes) -> list[str]:
+    """Return the errors of calls that are wrong in every process."""
+    said = [
+        error_of(call)
+        for call in (
+            lambda: processes.gather("text"),  # type: ignore[arg-type]
+            lambda: processes.share(object()),
+            lambda: processes.total(["x"]),  # type: ignore[list-item]
+            lambda: processes.total([1.0] * (1 + processes.rank)),
+            lambda: processes.group([0, 2]),
+            lambda: processes.group([1, 1]),
+            lambda: px.join(5.0 + processes.rank),
+        )
+    ]
+    with px.join(5) as again:
+        thread = threading.Thread(target=lambda: said.append(error_of(again.barrier)))
+        if again.rank == 0:
+            thread.start()
+            while not again._calling.locked():
+                time.sleep(1e-3)
+            said.append(error_of(again.barrier))
+        processes.barrier()  # of others than the thread's
+        if again.rank:
+            again.barrier()
+        else:
+            thread.join()
+    again.close()
+    said += [error_of(again.barrier), error_of(lambda: make(again))]
+    processes.barrier()
+    return said
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the error of a call, "" where there is none."""
+    try:
+        call()
+    except PipeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_odd_calls(two_ranks: Ranks) -> None:
+    """Of wrong types, in a second thread, twice, and after the end: an error, at once."""
+    for rank, said in enumerate(two_ranks.run(odd_calls)):
+        several = ["", "ExecutionError: another thread waits for the other processes"]
+        expected = [
+            "ArgumentTypeError: processes exchange bytes, got str",
+            "ArgumentError: processes share what JSON can hold, got object",
+            "ArgumentError: values must be numbers, got ['x']",
+            "ArgumentError: processes give 2 different numbers of values: 1 in rank 0, 2 in rank 1",
+            "ArgumentError: ranks of a group must be different ones below 2, got [0, 2]",
+            "ArgumentError: ranks of a group must be different ones below 2, got [1, 1]",
+            "ArgumentError: timeout differs: 5 in rank 0, 6 in rank 1; give every process the same",
+            *(several[::-1] if rank == 0 else []),
+            "ExecutionError: these processes were left by close(); join again",
+            "ExecutionError: these processes were left by close(); join again",
+        ]
+        assert len(said) == len(expected)
+        for text, start in zip(said, expected, strict=True):
+            assert text.startswith(start), text
+            assert bool(text) == bool(start), text
+
+
+def in_a_forked_child(processes: px.Processes) -> list[str]:
+    """Return the errors of calls in a child, which shares the connections."""
+    reader, writer = os.pipe()
+    subject = make(processes)
+    if (child := os.fork()) == 0:
+        try:
+            with processes:
+                said = [
+                    error_of(call)
+                    for call in (
+                        processes.barrier,
+                        processes.close,
+                        lambda: processes.group([0]),
+                        lambda: subject.step(*data(8)),
+                        lambda: px.join(1),
+                    )
+                ]
+            os.write(writer, json.dumps(said).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader) as file:
+        said = json.load(file)
+    subject.step(*data(8))
+    return said
+
+
+def test_a_forked_child(two_ranks: Ranks) -> None:
+    """The child is refused, at once, and its parent goes on."""
+    for said in two_ranks.run(in_a_forked_child):
+        assert len(said) == 5
+        for text in said:
+            assert re.match(r"ExecutionError: .*was forked from process \d+, which .*joined", text)
+
+
+def listening(_: px.Processes) -> list[str]:
+    """Return the addresses on which this process listens, as the kernel writes them."""
+    own = {os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
+    rows = [
+        row.split()
+        for family in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{family}").read_text().splitlines()[1:]
+    ]
+    return [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+
+
+def test_processes_of_one_machine_listen_on_loopback(two_ranks: Ranks) -> None:
+    """Torch's store, which has no authentication, would listen on all interfaces."""
+    everyone = two_ranks.run(listening)
+    assert all(everyone)
+    for address in itertools.chain(*everyone):
+        assert address.startswith("0100007F:"), address
+
+
+@pytest.mark.parametrize(
+    ("host", "n_local", "address"),
+    [
+        ("localhost", None, "127.0.0.1"),
+        ("127.0.0.5", None, "127.0.0.5"),
+        ("::1", None, "::1"),
+        ("192.0.2.9", 2, "127.0.0.1"),
+        ("node1", 2, "127.0.0.1"),
+        ("192.0.2.9", 1, "192.0.2.9"),
+        ("192.0.2.9", None, "192.0.2.9"),
+        ("node1", None, ""),  # all: others may know it by another address
+    ],
+)
+def test_where_the_store_listens(host: str, n_local: int | None, address: str) -> None:
+    launch = Launch(0, 2, None, n_local, host, 29500, is_agent_store=False, attempt=0)
+    assert listening_address(launch) == address
+
+
 # Joining
 
 
@@ -335,14 +483,19 @@ def test_join_needs_the_environment_of_torchrun(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("name", "value"),
     [("RANK", "first"), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "x"), ("LOCAL_WORLD_SIZE", "x"),
-     ("MASTER_PORT", "http"), ("RANK", "2"), ("RANK", "-1"), ("LOCAL_RANK", "-1")],
+     ("MASTER_PORT", "http"), ("RANK", "2"), ("RANK", "-1"), ("LOCAL_RANK", "-1"),
+     ("RANK", "1.0"), ("RANK", "\u0661"), ("RANK", " 1"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "-2"),
+     ("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "3"),
+     ("MASTER_PORT", "0"), ("MASTER_PORT", "65536"), ("MASTER_PORT", "9" * 5000),
+     ("TORCHELASTIC_RESTART_COUNT", "x")],
 )  # fmt: skip
 def test_join_in_a_wrong_environment(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(PipeError, match=re.escape(value)):
+    with pytest.raises(ArgumentError, match=re.escape(value)) as caught:
         px.join(timeout=1.0)
+    assert str(caught.value).startswith(f"{name} is "), caught.value
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "soon", None, float("nan"), float("inf"), True])
@@ -404,6 +557,38 @@ def test_no_thread_is_left_with_tensors(tmp_path: Any) -> None:
     assert "4 of 6 ended" in output
 
 
+def test_the_holder_of_the_store_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others name it, in time; a program at its port that is no store is told from it."""
+    port = free_port()
+    for name, value in environment(1, 3, port).items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(ExecutionError, match=r"rank 1 waited 0.5 s in vain for rank 0, which hol"):
+        px.join(0.5)
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", port))
+        stranger.listen()
+        with pytest.raises(ExecutionError, match=rf":{port}: the program that listens there has n"):
+            px.join(0.5)
+    assert time.monotonic() - began < 2 * (0.5 + 5)
+
+
+def test_a_roll_call() -> None:
+    """Who is missing, who comes too late, and what does not suit: each is named."""
+    store, first = torch.distributed.HashStore(), Launch(0, 3, 0, 3, "there", 5, True, 0)
+    missing = r"rank 0 waited 2 s in vain for rank 1, 2 of 3; there was rank 0 \(process "
+    with pytest.raises(ExecutionError, match=missing):
+        roll_call(store, first, 2.0, time.monotonic())
+    late = "in vain for rank 1, 2 of 3; rank 1 came later; there was rank 0 "
+    with pytest.raises(ExecutionError, match=late):
+        roll_call(store, first._replace(rank=1), 2.0, time.monotonic() + 9)
+    with pytest.raises(ArgumentError, match=r"two processes have RANK 0: process .* and rank 0 "):
+        roll_call(store, first, 3.0, time.monotonic() + 9)
+    other = "WORLD_SIZE differs: 3 in rank 0, 3 in rank 1, 4 in rank 2; give every process the same"
+    with pytest.raises(ArgumentError, match=other):
+        roll_call(store, first._replace(rank=2, n_ranks=4), 2.0, time.monotonic() + 9)
+
+
 def test_a_rank_that_does_not_come(tmp_path: Any) -> None:
     """The first says so, after its timeout."""
     script = tmp_path / "early.py"
@@ -412,5 +597,7 @@ def test_a_rank_that_does_not_come(tmp_path: Any) -> None:
     )
     statuses, (log, _) = run_to_end([[str(script)]] * 2, tmp_path)
     assert statuses == [1, 0], log
-    assert "ExecutionError: rank 0 found no store at 127.0.0.1:" in log, log
+    assert "Error: rank 0 waited 1 s in vain for rank 1 of 2; there was rank 0 (process " in log, (
+        log
+    )
     assert "check that every process is started" in log

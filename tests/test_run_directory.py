@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from pipeexec import run_directory
 from pipeexec.run_directory import RECORD, check_writable, read_record, write_directory
+from pipeexec.run_lock import run_lock
 from pipesim.errors import PipeError, RunDirectoryError
 
 
@@ -153,6 +157,45 @@ def test_something_else_is_not_replaced(make: Callable[[Path], None], tmp_path: 
             call(path)
     assert path.exists()
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_run_is_written_by_one(tmp_path: Path) -> None:
+    """Another that begins meanwhile is refused, in another process too; the first is whole."""
+    path = tmp_path / "run"
+    code = (
+        "import sys, pathlib; from pipeexec.run_lock import run_lock\n"
+        "with run_lock(pathlib.Path(sys.argv[1])): print('locked', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(RunDirectoryError, match=rf"process {other.pid} on .* is writing .*run"):
+            write(path)
+        other.kill()
+    write(path, "second")
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+    read_record(path)
+
+
+def test_a_lock_that_its_owner_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock of a file without a name is none: it is taken again."""
+    honest, taken = fcntl.flock, []
+
+    def flock(handle: int, how: int) -> None:
+        honest(handle, how)
+        if not taken:
+            (tmp_path / ".run.lock").unlink()
+        taken.append(handle)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run_lock(tmp_path / "run"), run_lock(tmp_path / "run"):
+        assert len(taken) == 2
+        assert (tmp_path / ".run.lock").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 # Runs that are not as written

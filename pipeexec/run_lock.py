@@ -1,0 +1,140 @@
+"""Names of runs, and the lock that keeps two runs from writing one directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pipesim.errors import ArgumentError, RunDirectoryError
+
+__all__ = ["PARTIAL", "check_file_names", "check_run_name", "run_lock"]
+
+#: What the name of a run ends with that was stopped by an error.
+PARTIAL = "-partial"
+#: Most bytes of a name, and how many of them temporary names and locks of a run add.
+_LONGEST, _TEMPORARY = 255, 32
+#: Control characters, slashes, and what stands for bytes that are no text.
+_NO_NAME = re.compile(r"[\x00-\x1f\x7f/\ud800-\udfff]")
+#: Directories that this process has locked: device and inode of the parent, and the name.
+_HELD: set[tuple[int, int, str]] = set()
+
+
+def check_run_name(name: object) -> str:
+    """Return the name of a run, if it is that of a folder in another.
+
+    Raises
+    ------
+    ArgumentError
+        If it is none, such as an empty one, ``..`` or one with a slash; or ends with ``-partial``,
+        which is the name of what an error leaves.
+    """
+    name = _checked("name", name, _LONGEST - _TEMPORARY)
+    if name.endswith(PARTIAL):
+        raise ArgumentError(
+            f"name {name!r} ends with {PARTIAL!r}, as the directory that an error of another run "
+            "leaves; choose another name"
+        )
+    return name
+
+
+def check_file_names(what: str, names: Iterable[str], reserved: Iterable[str] = ()) -> None:
+    """Raise unless each name is that of one file, no two the same, and none is reserved.
+
+    Raises
+    ------
+    ArgumentError
+        Naming ``what`` the first wrong name is of.
+    """
+    seen = set(reserved)
+    for name in names:
+        if _checked(what, name, _LONGEST) in seen:
+            raise ArgumentError(
+                f"{what} {name!r} is taken by another file of the run directory; choose another"
+            )
+        seen.add(name)
+
+
+def _checked(what: str, name: object, longest: int) -> str:
+    """Return a name of a file, without a folder."""
+    if not isinstance(name, str):
+        raise ArgumentError(f"{what} must be a text, got {name!r}")
+    if name in ("", ".", "..") or _NO_NAME.search(name):
+        raise ArgumentError(
+            f"{what} {name!r} is no name of a folder; give one without '/' and control "
+            "characters, and its parent apart (--results)"
+        )
+    if len(os.fsencode(name)) > longest:
+        raise ArgumentError(f"{what} {name[:20] + '...'!r} has more than {longest} bytes")
+    return name
+
+
+@contextmanager
+def run_lock(path: Path) -> Iterator[None]:
+    """Keep other processes from writing a run directory while the block runs.
+
+    The lock is a hidden file in the parent folder, which must be there, and ends with the process,
+    however it ends (``flock``). A block within a block of the same process and path is not refused.
+
+    Raises
+    ------
+    RunDirectoryError
+        If another process has the lock, or the file system has none.
+    """
+    parent = path.parent.stat()
+    key = parent.st_dev, parent.st_ino, path.name
+    if key in _HELD:
+        yield
+        return
+    file = path.parent / f".{path.name}.lock"
+    handle = _locked(file, path)
+    _HELD.add(key)
+    try:
+        yield
+    finally:
+        _HELD.discard(key)
+        with suppress(OSError):
+            file.unlink()
+        os.close(handle)
+
+
+def _locked(file: Path, path: Path) -> int:
+    """Return the handle of a file that this process has locked, and that still has its name."""
+    while True:
+        try:
+            handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"cannot write results in {path.parent}: {error.strerror}; choose another folder"
+            ) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_named(handle, file):
+                with suppress(OSError):  # a full disk: the note is for people
+                    os.ftruncate(handle, 0)
+                    os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return handle
+        except BlockingIOError as error:
+            owner = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
+            os.close(handle)
+            raise RunDirectoryError(
+                f"{owner} is writing {path}; wait for its end, or choose another name"
+            ) from error
+        except OSError as error:  # a network file system may have no locks
+            os.close(handle)
+            raise RunDirectoryError(
+                f"cannot lock {file}: {error.strerror}; its file system may have no locks (flock), "
+                "without which two runs could write at once; choose a folder on another"
+            ) from error
+        os.close(handle)  # whoever had it has removed it meanwhile
+
+
+def _is_named(handle: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), file.stat())
+    except FileNotFoundError:
+        return False

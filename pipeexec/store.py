@@ -1,0 +1,146 @@
+"""The key-value store of all processes: where it listens, and how it is reached.
+
+Torch's store has no authentication, and listens on all interfaces of its machine. Where rank 0
+holds it, it is given a socket that listens on one of them, if that is known to be enough.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from pipeexec.launch import Launch
+from pipesim.errors import ExecutionError
+
+__all__ = ["UnreachableError", "gloo_on_loopback", "listening_address", "machine", "open_store"]
+
+_LOOPBACK = "127.0.0.1"
+_GLOO = "GLOO_SOCKET_IFNAME"
+_PAUSE = 0.05  # s, between two attempts to connect
+
+
+class UnreachableError(ExecutionError):
+    """Nothing has listened at the address of the store, as long as this process tried."""
+
+
+def machine() -> str:
+    """Return a text that is the same in all processes that reach each other by loopback."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def listening_address(launch: Launch) -> str:
+    """Return the address on which rank 0 listens; an empty text for all interfaces.
+
+    - Loopback, where the launcher says that all processes are on one machine, or the store's
+      address is ``localhost``.
+    - The store's address, where it is given as numbers.
+    - All interfaces, where it is a name: other machines may know it by another address.
+    """
+    if launch.is_on_one_machine or launch.host == "localhost":
+        return _LOOPBACK
+    try:
+        return str(ipaddress.ip_address(launch.host))
+    except ValueError:
+        return ""
+
+
+def open_store(launch: Launch, timeout: float, end: float) -> Store:
+    """Return a connection to the store, which rank 0 makes first where the launcher has not.
+
+    Parameters
+    ----------
+    launch
+        Place of this process.
+    timeout
+        Seconds that a call of the store may take.
+    end
+        Time of `time.monotonic` until which to try.
+
+    Raises
+    ------
+    UnreachableError
+        If nothing listens there.
+    DistError
+        If the port is in use, or the connection breaks.
+    """
+    is_master = launch.holder == launch.rank
+    host = launch.host
+    if launch.is_on_one_machine and not launch.is_agent_store:
+        host = _LOOPBACK
+    handle = None
+    if is_master:
+        handle = _listening(listening_address(launch), launch.port)
+    else:
+        _wait_until_reached(host, launch, end)
+    return TCPStore(
+        host,
+        launch.port,
+        launch.n_ranks,
+        is_master,
+        timedelta(seconds=timeout),
+        wait_for_workers=False,  # the roll call names those who are missing
+        multi_tenant=True,
+        master_listen_fd=handle,
+    )
+
+
+def _listening(address: str, port: int) -> int | None:
+    """Return the handle of a socket that listens on one address.
+
+    None where torch is to make its own: on all interfaces, where the address is of no interface of
+    this machine, or where the port is in use, perhaps by another store of this process.
+    """
+    if not address:
+        return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind((address, port))
+            found.listen(socket.SOMAXCONN)
+            return found.detach()  # the store closes it
+    except OSError:
+        return None
+
+
+def _wait_until_reached(host: str, launch: Launch, end: float) -> None:
+    """Block until something listens; torch would try for more than twice its timeout."""
+    while True:
+        left = end - time.monotonic()
+        try:
+            socket.create_connection((host, launch.port), timeout=max(left, _PAUSE)).close()
+        except OSError as error:
+            if left <= _PAUSE:
+                raise UnreachableError(str(error.strerror or error)) from error
+            time.sleep(_PAUSE)
+        else:
+            return
+
+
+@contextmanager
+def gloo_on_loopback(is_on_one_machine: bool) -> Iterator[None]:
+    """Let process groups that are made in the block listen on loopback, unless the user chose.
+
+    Gloo takes its interface from the environment alone.
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if not is_on_one_machine or loopback is None or _GLOO in os.environ:
+        yield
+        return
+    os.environ[_GLOO] = loopback
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO, None)
