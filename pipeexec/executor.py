@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NoReturn
@@ -48,7 +48,7 @@ from pipeexec.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.parts import Part, whole
 from pipeexec.plan import plan
 from pipeexec.preserved import preserved
-from pipeexec.processes import Processes
+from pipeexec.processes import Processes, guarded
 from pipeexec.recorder import ENDED, GRAPH
 from pipeexec.run import Planned, Run
 from pipeexec.shares import Shares
@@ -235,7 +235,7 @@ class Pipeline:
             )
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
         own = 0 if processes is None else processes.rank
-        with nullcontext() if processes is None else processes.guard():
+        with guarded(processes):
             _check_timeout(timeout)
             _check_graph(graph)
             if cuda_graph and processes is not None:
@@ -384,10 +384,7 @@ class Pipeline:
             )
         other: Pipeline = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        with (
-            self._held("with_graph"),
-            nullcontext() if self.processes is None else self.processes.guard(),
-        ):
+        with self._held("with_graph"), guarded(self.processes):
             other._set_graph(graph)
         for mine, its in zip(self.stages, other.stages, strict=False):
             its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
