@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-from pipesim.errors import RunDirectoryError
+from pipesim.errors import ArgumentError, RunDirectoryError
+from pipesim.files import check_path, read_bytes, read_text
+from pipesim.texts import CHECKSUM, checksum, parse_json
 
 __all__ = ["RECORD", "check_writable", "environment", "read_record", "write_directory"]
 
@@ -79,6 +81,7 @@ def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
 
     If the block raises, nothing is left, and an older run at ``path`` stays as it was.
     """
+    path = check_path("path", path, "write")
     check_writable(path)
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
@@ -89,12 +92,17 @@ def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
             if file.is_file()
         }
         whole = {**record, **environment(), "files": files}
-        whole["checksum"] = _checksum_of_record(whole)
+        whole[CHECKSUM] = checksum(whole)
         (folder / RECORD).write_text(json.dumps(whole, indent=2) + "\n")
         folder.chmod(0o755)
         _rename(folder, path)
-    except OSError as error:
-        raise RunDirectoryError(f"cannot write {path}: {error}") from error
+    except (OSError, ArgumentError) as error:  # of the system, or of a file in the folder
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        raise RunDirectoryError(
+            f"cannot write {path}: {cause.strerror or cause}; make room, or choose another folder"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -125,23 +133,24 @@ def read_record(path: Path) -> dict[str, Any]:
     RunDirectoryError
         Naming the file that is missing, truncated or edited.
     """
+    path = check_path("path", path)
     try:
-        record = json.loads((path / RECORD).read_text())
+        record = parse_json(read_text(path / RECORD, "the record", RunDirectoryError))
         files = dict(record["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (RunDirectoryError, ValueError, KeyError, TypeError) as error:
         raise RunDirectoryError(
             f"{path} is no whole run directory: cannot read {RECORD}: {error}"
         ) from error
-    if record.get("checksum") != _checksum_of_record(record):
+    if record.get(CHECKSUM) != checksum(record):
         raise RunDirectoryError(
             f"{path / RECORD} is not what was written: it was edited since; run again, or copy the "
             "directory anew"
         )
-    for name, checksum in files.items():
+    for name, expected in files.items():
         file = path / name
         if not file.is_file():
             raise RunDirectoryError(f"{path} lacks {name}; the run directory was truncated")
-        if _checksum(file) != checksum:
+        if _checksum(file) != expected:
             raise RunDirectoryError(
                 f"{file} is not what was written: it was truncated or edited since; run again, or "
                 "copy the directory anew"
@@ -150,12 +159,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _checksum(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _checksum_of_record(record: Mapping[str, Any]) -> str:
-    text = json.dumps({key: value for key, value in record.items() if key != "checksum"})
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(read_bytes(file, "file", RunDirectoryError)).hexdigest()
 
 
 def _cpu_model() -> str:

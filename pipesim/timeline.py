@@ -308,10 +308,8 @@ class Timeline:
         pattern
             A regular expression for the whole name of a range, with the groups ``op``,
             ``microbatch`` and, unless each rank has one stage, ``stage``. By default torch's own
-            names (`pipesim.range_names.PATTERNS`). Operations are ours, or such as ``forward``.
-            The names of `to_chrome` have
-            ``(?P<stage>[0-9]+)(?P<op>[A-Z_]+)(?P<microbatch>[0-9]*)``, and those of skips' messages
-            ``(?:[<>](?P<peer>[0-9]+))?`` after it.
+            names, or else those of `to_chrome` (`pipesim.range_names.PATTERNS`). Operations are
+            ours, or such as ``forward``.
             Each name is matched once; see to it that your pattern ends soon on any of them, since
             one such as ``(a+)+b`` may search for ever.
         step

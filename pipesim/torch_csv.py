@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from pipesim.errors import ArgumentError
-from pipesim.files import write_whole
+from pipesim.files import check_path, write_text
 from pipesim.graph import TaskGraph, overlapped_pairs
 from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped
 
@@ -90,7 +90,7 @@ def _check(graph: TaskGraph) -> None:
 
 def write_torch_csv(graph: TaskGraph, path: Path | str) -> None:
     """Do what `TaskGraph.save_torch_csv` says."""
+    path = check_path("path", path, "write")
     lines = io.StringIO()
     csv.writer(lines, lineterminator="\n").writerows(torch_orders(graph))
-    text = lines.getvalue()
-    write_whole(Path(path), lambda file: file.write_text(text, encoding="utf-8", newline="\n"))
+    write_text(path, lines.getvalue())
