@@ -152,7 +152,9 @@ def _bounded(file: IO[bytes] | gzip.GzipFile, path: Path, what: str) -> bytes:
 def _check_regular(state: os.stat_result) -> None:
     if not stat.S_ISREG(state.st_mode):
         if stat.S_ISDIR(state.st_mode):
-            raise IsADirectoryError(errno.EISDIR, f"{os.strerror(errno.EISDIR)}; give a readable file")
+            raise IsADirectoryError(
+                errno.EISDIR, f"{os.strerror(errno.EISDIR)}; give a readable file"
+            )
         kind = _KINDS.get(stat.S_IFMT(state.st_mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}; give a regular file")
 

@@ -6,8 +6,6 @@ In the CSV a row is a rank, which is a device, and a cell is an action, such as 
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,7 @@ from pipesim.errors import ArgumentError, ScheduleError
 from pipesim.files import check_path, read_bytes, write_text
 from pipesim.messages import Cell, check_messages, place, refuse
 from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped, parse_action
+from pipesim.order_texts import check_signature, signed_grid, signed_rows, unsigned
 from pipesim.placement import Placement
 from pipesim.schedule import Schedule
 from pipesim.texts import csv_rows
@@ -47,19 +46,19 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
             "what is loaded"
         )
     if path.suffix.lower() == ".txt":
-        text = schedule.grid() + "\n"
+        text = signed_grid(schedule.grid())
     else:
-        lines = io.StringIO()
-        csv.writer(lines, lineterminator="\n").writerows(schedule.orders)
-        text = lines.getvalue()
+        text = signed_rows(schedule.orders)
     write_text(path, text)
 
 
 def read_schedule(path: Path | str, name: str | None = None) -> Schedule:
     """Do what `Schedule.load` says."""
     path = check_path("path", path, needs=_NEEDS)
-    rows = _rows(str(path), _content(path))
-    return _schedule(str(path), rows, name or path.stem)
+    text, signature = unsigned(_content(path))
+    schedule = _schedule(str(path), _rows(str(path), text), name or path.stem)
+    check_signature(str(path), text, signature)  # last: an error that names a cell says more
+    return schedule
 
 
 def schedule_from_texts(

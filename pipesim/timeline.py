@@ -244,7 +244,12 @@ class Timeline:
 
         And, where they are not the usual ones, `lower`'s ``rendezvous``, ``hosts``, ``grad_sync``,
         ``skips`` and ``portals``, and the schedule's ``n_batches`` and ``weight_versions``, in
-        columns of their own.
+        columns of their own. The first row of the column ``checksum`` has that of the file.
+
+        Raises
+        ------
+        ArgumentError
+            For something that is no path, and a file that cannot be written.
         """
         from pipesim.timeline_files import save
 
@@ -254,11 +259,17 @@ class Timeline:
     def load(cls, path: Path | str, *, costs: Costs | None = None, name: str = "") -> Timeline:
         """Read a timeline that `save` wrote, its graph included.
 
+        Without a checksum any such table is read. Empty that column where you change a file.
+
         Raises
         ------
+        ArgumentError
+            For something that is no path.
         TimelineError
-            If the file is missing, lacks a column, was truncated, or holds impossible values,
-            naming the line.
+            If the file is missing, lacks a column or has one twice, was truncated, holds impossible
+            values, naming the line, or was changed after it was written.
+        CapacityError
+            For a file that is too large for memory.
         """
         from pipesim.timeline_files import load
 
@@ -329,8 +340,11 @@ class Timeline:
         ------
         ArgumentError
             For a step that is no whole number, and paths that are none.
+        CapacityError
+            For a file that is too large for memory, once decompressed.
         TimelineError
-            For a file that cannot be read or was cut, compute ranges of one rank that ran at the
+            For a file that cannot be read or was cut, or a file of `to_chrome` that was changed,
+            compute ranges of one rank that ran at the
             same time on several threads, ranks that are missing or there twice,
             impossible times, a pattern that does not serve, names that match none, and actions
             that are missing, unknown or there twice in a step.

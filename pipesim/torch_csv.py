@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from pipesim.errors import ArgumentError
 from pipesim.files import check_path, write_text
 from pipesim.graph import TaskGraph, overlapped_pairs
 from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped
+from pipesim.order_texts import signed_rows
 
 __all__ = ["torch_orders", "write_torch_csv"]
 
@@ -91,6 +90,4 @@ def _check(graph: TaskGraph) -> None:
 def write_torch_csv(graph: TaskGraph, path: Path | str) -> None:
     """Do what `TaskGraph.save_torch_csv` says."""
     path = check_path("path", path, "write")
-    lines = io.StringIO()
-    csv.writer(lines, lineterminator="\n").writerows(torch_orders(graph))
-    write_text(path, lines.getvalue())
+    write_text(path, signed_rows(torch_orders(graph)))
