@@ -121,9 +121,9 @@ def values(timeline: ps.Timeline) -> list[Any]:
     return [column.tolist() for column in columns] + settings
 
 
-def sweep(path: Path) -> list[Any]:
+def sweep(path: Path) -> str:
     table = ps.sweep(GRID, base=BASE, path=path, n_jobs=1, progress=False)
-    return table.drop(columns="seconds").astype(object).to_numpy().tolist()
+    return table.drop(columns="seconds").to_csv()
 
 
 def copied_run(folder: Path) -> list[Path]:
