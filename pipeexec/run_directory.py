@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import shutil
 import sys
 import tempfile
@@ -83,8 +84,9 @@ def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
     """
     path = check_path("path", path, "write")
     check_writable(path)
-    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    folder = path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}")
     try:
+        folder.mkdir()  # with the mode of the process, which tempfile's folders have not
         yield folder
         files = {
             file.relative_to(folder).as_posix(): _checksum(file)
@@ -94,7 +96,6 @@ def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
         whole = {**record, **environment(), "files": files}
         whole[CHECKSUM] = checksum(whole)
         (folder / RECORD).write_text(json.dumps(whole, indent=2) + "\n")
-        folder.chmod(0o755)
         _rename(folder, path)
     except (OSError, ArgumentError) as error:  # of the system, or of a file in the folder
         cause = error if isinstance(error, OSError) else error.__cause__

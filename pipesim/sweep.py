@@ -57,7 +57,8 @@ def sweep(
         Values of keys that all configurations share, unless they say otherwise.
     path
         A file of JSON lines, to which each row is appended as it comes. Rows that it holds
-        already are not run again, unless their worker was killed or they failed unforeseen. It may
+        already are not run again, unless their worker was killed or they failed unforeseen. A line
+        has a checksum, so that one that was changed is refused. It may
         hold rows of several sweeps, one of which writes at a time. A row counts as the same if
         configuration and version of pipesim are; remove the file after changing a schedule of
         your own.

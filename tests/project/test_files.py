@@ -20,6 +20,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.cli import main as pipeexec_main
 from pipeexec.models import build_model
+from pipeexec.run_directory import write_directory
 from pipesim.cli import main
 from pipesim.errors import (
     ArgumentError,
@@ -205,6 +206,19 @@ def test_modes(name: str, tmp_path: Path) -> None:
         os.umask(before)
 
 
+def test_modes_of_run_directories(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with write_directory(tmp_path / "run", {}) as folder:
+            COSTS.save(folder / "costs.json")
+    finally:
+        os.umask(before)
+    modes = [
+        stat.S_IMODE(x.stat().st_mode) for x in (tmp_path / "run", tmp_path / "run/costs.json")
+    ]
+    assert modes == [0o750, 0o640]
+
+
 @pytest.mark.parametrize("name", WRITERS)
 def test_no_room(name: str, tmp_path: Path) -> None:
     """The user's path is named; the old file stays, and nothing is left beside it."""
@@ -259,6 +273,25 @@ def test_too_large_once_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(bytes(2**22)))
     with pytest.raises(CapacityError, match=r"x\.json\.gz: it has more than"):
         ps.Timeline.from_chrome(tmp_path / "x.json.gz")
+
+
+def test_limits_of_the_process(tmp_path: Path) -> None:
+    """A limit of the address space (``ulimit -v``) is one of memory."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    (tmp_path / "x").write_bytes(b" " * 2**23)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, limits[1]))
+    try:
+        with pytest.raises(CapacityError, match="x: it has more than"):
+            ps.Costs.load(tmp_path / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_a_schedule_named_by_what_is_no_path() -> None:
+    """A name with a slash is that of a file."""
+    with pytest.raises(ArgumentError, match="embedded null character"):
+        ps.sweep([{**ROW, "schedule": "a/b\0"}], n_jobs=1, progress=False)
 
 
 # JSON, TOML and CSV.
