@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +17,20 @@ COUNTS = pytest.StashKey[dict[str, Counter[str]]]()
 def counts(request: pytest.FixtureRequest) -> dict[str, Counter[str]]:
     """Return the counts of all kinds, to add to."""
     return request.config.stash.setdefault(COUNTS, {})
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """Fail, rather than wait, where a file is waited for."""
+
+    def impatient(*_: object) -> None:
+        raise AssertionError("waited for a file")
+
+    before = signal.signal(signal.SIGALRM, impatient)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def pytest_terminal_summary(
