@@ -27,9 +27,10 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo
 
-fuzz: $(STAMP)  ## compare the engines on 8,000 random graphs, with noise and without; replay 2,000
+fuzz: $(STAMP)  ## engines on 8,000 random graphs, replays of 2,000, 1,000 flipped bits of each kind of file
 	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_compiled_engine.py tests/test_collective_links.py --hypothesis-show-statistics
 	FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/test_replay.py --hypothesis-show-statistics
+	FUZZ_EXAMPLES=1000 $(BIN)/python -m pytest tests/project/test_flipped_files.py
 
 chaos: $(STAMP)  ## every fault of the tests, then 50 random ones; writes results/benchmarks/chaos.txt
 	FAULTS=all $(BIN)/python -m pytest tests/test_faults.py

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeexec.workload import add_workload, workload
+from pipeexec.workload import add_workload, integer, workload
 from pipesim.errors import ArgumentError, PipeError, PipeWarning
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("validate", help="profile, simulate, execute, compare, plot")
     add_workload(run, steps=21, what="measured steps of each row", name="validate")
-    run.add_argument("--repeat", type=int, default=1, help="calibrate and measure so often, to say "
-                     "how sure the error is (default: 1)")  # fmt: skip
+    run.add_argument("--repeat", type=integer, default=1, help="calibrate and measure so often, to "
+                     "say how sure the error is (default: 1)")  # fmt: skip
     run.add_argument("--costs", type=Path, help="predict from this costs.json, or the run "
                      "directory that has it, without calibration")  # fmt: skip
     steps = commands.add_parser("run", help="run training steps of one schedule, and measure them")

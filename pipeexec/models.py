@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from pipeexec.host_memory import check_tensors
 from pipesim.errors import ArgumentError, check_count, check_name, number
+from pipesim.files import check_path, read_bytes
 
 __all__ = [
     "MODELS", "ModelSpec", "Workload", "batches", "build_model", "convnet", "cross_entropy", "gpt",
@@ -368,8 +369,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def _corpus(path: Path | None, version: tuple[int, int]) -> bytes:
     """Return the bytes of a text; ``version`` makes a changed file a text of its own."""
     if path is not None:
-        with path.open("rb") as file:
-            return file.read(_FILE_BYTES)
+        return read_bytes(path, "the text", ArgumentError, first=_FILE_BYTES)
     data = bytearray()
     for source in sorted(_library().glob("*.py")):
         data += source.read_bytes()
@@ -401,6 +401,7 @@ def text_batch(batch: int, sequence: int, *, text: Path | None = None, seed: int
     """
     batch, sequence = check_count("batch", batch), check_count("sequence", sequence)
     needed = sequence + 1
+    text = None if text is None else check_path("text", text)
     try:
         status = (text or _library()).stat()
         corpus = _corpus(text, (status.st_mtime_ns, status.st_size))
@@ -516,7 +517,7 @@ def _make_gpt(
         dropout=dropout,
         seed=seed,
     )
-    path = None if text is None else Path(text)
+    path = None if text is None else check_path("text", text)
     text_batch(1, sequence, text=path)  # A text that cannot be read is found before any work.
     return model, cross_entropy, lambda b, s: text_batch(b, sequence, text=path, seed=s)
 

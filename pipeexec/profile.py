@@ -39,6 +39,7 @@ from pipeexec.run_directory import command, read_record, write_directory
 from pipesim.collective_costs import Buckets
 from pipesim.costs import DURATION_OF, Costs
 from pipesim.errors import AccuracyWarning, ArgumentTypeError, check_count, check_list
+from pipesim.files import check_path
 from pipesim.graph import TaskGraph
 from pipesim.measured import output_bytes, stage_seconds
 from pipesim.ops import Op
@@ -121,7 +122,9 @@ class Profile:
         RunDirectoryError
             If it cannot be written, or something else is there.
         """
-        with write_directory(Path(path), {"command": command(), **(record or {})}) as folder:
+        with write_directory(
+            check_path("path", path, "write"), {"command": command(), **(record or {})}
+        ) as folder:
             self.costs.save(folder / "costs.json")
             save_profile(folder, self.table, self.transfers, self.fits)
 
@@ -134,8 +137,9 @@ class Profile:
         RunDirectoryError
             If a file is missing, truncated or edited, or the run has no profile.
         """
-        read_record(Path(path))
-        return cls(Costs.load(Path(path) / "costs.json"), *load_profile(Path(path)))
+        path = check_path("path", path)
+        read_record(path)
+        return cls(Costs.load(path / "costs.json"), *load_profile(path))
 
 
 def breadth_first(placement: Placement, n_microbatches: int, split: int = 0) -> Schedule:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import shutil
 import sys
 import tempfile
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 
 from pipeexec.run_lock import run_lock
-from pipesim.errors import RunDirectoryError
+from pipesim.errors import ArgumentError, RunDirectoryError
+from pipesim.files import check_path, read_bytes, read_text
+from pipesim.texts import CHECKSUM, checksum, parse_json
 
 __all__ = ["RECORD", "check_writable", "environment", "read_record", "write_directory"]
 
@@ -86,6 +89,7 @@ def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
     RunDirectoryError
         If it cannot be written, something else is there, or another process is writing it.
     """
+    path = check_path("path", path, "write")
     check_writable(path)
     with run_lock(path):
         yield from _written(path, record)
@@ -93,8 +97,9 @@ def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
 
 def _written(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
     """Do what `write_directory` does, while no other process does."""
-    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    folder = path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}")
     try:
+        folder.mkdir()  # with the mode of the process, which tempfile's folders have not
         yield folder
         files = {
             file.relative_to(folder).as_posix(): _checksum(file)
@@ -102,12 +107,16 @@ def _written(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
             if file.is_file()
         }
         whole = {**record, **environment(), "files": files}
-        whole["checksum"] = _checksum_of_record(whole)
+        whole[CHECKSUM] = checksum(whole)
         (folder / RECORD).write_text(json.dumps(whole, indent=2) + "\n")
-        folder.chmod(0o755)
         _rename(folder, path)
-    except OSError as error:
-        raise RunDirectoryError(f"cannot write {path}: {error}") from error
+    except (OSError, ArgumentError) as error:  # of the system, or of a file in the folder
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        raise RunDirectoryError(
+            f"cannot write {path}: {cause.strerror or cause}; make room, or choose another folder"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -138,23 +147,24 @@ def read_record(path: Path) -> dict[str, Any]:
     RunDirectoryError
         Naming the file that is missing, truncated or edited.
     """
+    path = check_path("path", path)
     try:
-        record = json.loads((path / RECORD).read_text())
+        record = parse_json(read_text(path / RECORD, "the record", RunDirectoryError))
         files = dict(record["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (RunDirectoryError, ValueError, KeyError, TypeError) as error:
         raise RunDirectoryError(
             f"{path} is no whole run directory: cannot read {RECORD}: {error}"
         ) from error
-    if record.get("checksum") != _checksum_of_record(record):
+    if record.get(CHECKSUM) != checksum(record):
         raise RunDirectoryError(
             f"{path / RECORD} is not what was written: it was edited since; run again, or copy the "
             "directory anew"
         )
-    for name, checksum in files.items():
+    for name, expected in files.items():
         file = path / name
         if not file.is_file():
             raise RunDirectoryError(f"{path} lacks {name}; the run directory was truncated")
-        if _checksum(file) != checksum:
+        if _checksum(file) != expected:
             raise RunDirectoryError(
                 f"{file} is not what was written: it was truncated or edited since; run again, or "
                 "copy the directory anew"
@@ -163,12 +173,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _checksum(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _checksum_of_record(record: Mapping[str, Any]) -> str:
-    text = json.dumps({key: value for key, value in record.items() if key != "checksum"})
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(read_bytes(file, "file", RunDirectoryError)).hexdigest()
 
 
 def _cpu_model() -> str:

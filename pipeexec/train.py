@@ -17,6 +17,7 @@ from pipeexec.run_directory import command, write_directory
 from pipesim.compare import Comparison
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, check_count
+from pipesim.files import check_path
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
 
@@ -85,7 +86,7 @@ class Training:
         """
         from pipesim.plot import overlay, save
 
-        path = Path(path)
+        path = check_path("path", path, "write")
         measured = {
             "makespans": self.makespans,
             "losses": self.losses,

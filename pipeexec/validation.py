@@ -21,6 +21,7 @@ from pipesim.compare import Comparison
 from pipesim.costs import Costs
 from pipesim.error_parts import PARTS
 from pipesim.errors import ArgumentError, RunDirectoryError
+from pipesim.files import check_path
 from pipesim.intervals import Interval
 from pipesim.timeline import Timeline
 
@@ -230,7 +231,7 @@ class Validation:
             }
             for name, row in self.rows.items()
         }
-        path = Path(path)
+        path = check_path("path", path, "write")
         check_rows(self.rows)
         said = {"clocks": self.clocks, "notes": self.notes, "rows": rows}
         with write_directory(path, {"command": command(), **(record or {}), **said}) as to:
@@ -288,7 +289,7 @@ def load_run(path: Path | str) -> Validation:
     """
     import pandas as pd
 
-    path = Path(path)
+    path = check_path("path", path)
     record = read_record(path)
     if "rows" not in record:
         raise RunDirectoryError(f"{path} holds no validation: {RECORD} lists no rows")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError
+from pipesim.texts import real, whole
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +30,26 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def integer(text: str) -> int:
+    """Read a whole number in the digits 0 to 9, for argparse."""
+    found = whole(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
+    return found
+
+
+def _real(text: str) -> float:
+    found = real(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"invalid float value: {text!r}")
+    return found
+
+
 def _counts(text: str) -> list[int]:
-    try:
-        return [int(word) for word in words(text)]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"not whole numbers: {text!r}") from None
+    found = [whole(word) for word in words(text)]
+    if None in found:
+        raise argparse.ArgumentTypeError(f"not whole numbers: {text!r}")
+    return [count for count in found if count is not None]
 
 
 def add_workload(
@@ -53,28 +69,28 @@ def add_workload(
     add("--model", default="gpt", help="gpt or convnet (default: gpt)")
     add(
         "--stages",
-        type=int,
+        type=integer,
         help="number of devices of a replica, each of which has one stage, or the chunks of a "
         "looped or V-shaped schedule (default: 2, or as --balance or a file has)",
     )
     add("--balance", type=_counts, help="layers of each stage, such as 4,6 (default: even work)")
-    add("--microbatches", type=int, help="of a step (default: 8, or as a file has)")
-    add("--batch", type=int, help="samples of a step of each replica (default: what suits the "
+    add("--microbatches", type=integer, help="of a step (default: 8, or as a file has)")
+    add("--batch", type=integer, help="samples of a step of each replica (default: what suits the "
         "model)")  # fmt: skip
-    add("--replicas", type=int, default=1, help="data-parallel replicas of the pipeline, each on "
-        "devices of its own (default: 1)")  # fmt: skip
+    add("--replicas", type=integer, default=1, help="data-parallel replicas of the pipeline, each "
+        "on devices of its own (default: 1)")  # fmt: skip
     add("--grad-sync", type=words, default=["last"], help="when replicas sum their gradients "
         "(default: last; of last,every,bucketed)")  # fmt: skip
-    add("--n-buckets", type=int, default=4, help="of a stage, with bucketed (default: 4)")
+    add("--n-buckets", type=integer, default=4, help="of a stage, with bucketed (default: 4)")
     add("--schedules", type=words, default=list(schedules), help="names or files, all with the "
         f"same stages on the same devices (default: {','.join(schedules)})")  # fmt: skip
     add("--recompute", type=words, default=list(recompute), help=f"modes (default: "
         f"{','.join(recompute)}; of never,always,except_last)")  # fmt: skip
     add("--devices", type=words, help="where to run, one name a device; under torchrun, those of "
         "each process, where cuda is its own GPU (default: cpu for each)")  # fmt: skip
-    add("--slices", type=int, help="cut the GPU that --devices names into so many devices")
+    add("--slices", type=integer, help="cut the GPU that --devices names into so many devices")
     add("--cuda-graph", action="store_true", help="capture each step once, and replay it")
-    add("--timeout", type=float, default=60.0, help="seconds without any progress after which a "
+    add("--timeout", type=_real, default=60.0, help="seconds without any progress after which a "
         "step is given up (default: 60)")  # fmt: skip
     add(
         "--no-overlap",
@@ -82,16 +98,16 @@ def add_workload(
         help="transfers on the compute stream; over "
         "processes only for orders that survive rendezvous, such as GPipe's",
     )
-    add("--steps", type=int, default=steps, help=f"{what} (default: {steps})")
-    add("--warm-up", type=int, default=2, help="steps before them (default: 2)")
-    add("--learning-rate", type=float, default=3e-4, help="of AdamW (default: 3e-4)")
-    add("--seed", type=int, default=0, help="of weights and data (default: 0)")
+    add("--steps", type=integer, default=steps, help=f"{what} (default: {steps})")
+    add("--warm-up", type=integer, default=2, help="steps before them (default: 2)")
+    add("--learning-rate", type=_real, default=3e-4, help="of AdamW (default: 3e-4)")
+    add("--seed", type=integer, default=0, help="of weights and data (default: 0)")
     add("--name", default=name, help=f"of the run directory (default: {name})")
     add("--results", type=Path, default=Path("results"), help="its parent (default: results)")
     model = parser.add_argument_group("sizes of the model")
     for option in ("layers", "width", "heads", "sequence", "image-size", "classes"):
-        model.add_argument(f"--{option}", type=int)
-    model.add_argument("--dropout", type=float)
+        model.add_argument(f"--{option}", type=integer)
+    model.add_argument("--dropout", type=_real)
     model.add_argument("--text", type=Path, help="train on this file, not on Python's library")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 from pipesim.errors import CapacityError
@@ -30,8 +31,20 @@ _ADVICE = "use fewer micro-batches, devices or replicas"
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can still get: of the machine, and of its cgroup."""
-    return min([_of_machine(), *_of_cgroup()])
+    """Return the bytes that this process can still get: of the machine, its cgroup, and ulimit."""
+    return min([_of_machine(), *_of_cgroup(), *_of_process()])
+
+
+def _of_process() -> list[int]:
+    """Return what is left under the limit of this process's address space, if there is one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return []
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        pages = 0
+    return [max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))]
 
 
 def _of_cgroup() -> list[int]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipesim.errors import TimelineError, number
+from pipesim.files import gunzip, read_bytes
+from pipesim.texts import changed, checksum, parse_json, unique
 
-__all__ = ["head", "load", "seconds"]
+__all__ = ["SIGNATURE", "head", "load", "seconds"]
+
+#: Key of our checksum in a trace's ``otherData``, which viewers pass over.
+SIGNATURE = "pipesim_checksum"
 
 #: Nanoseconds that a clock can show, as 64 bits hold them.
 _LATEST = 2**63
@@ -26,20 +29,26 @@ def load(path: Path) -> Mapping[str, Any]:
     Raises
     ------
     TimelineError
-        For a file that cannot be read or was cut, naming the place, or is no Chrome trace.
+        For a file that cannot be read or was cut, naming the place, is no Chrome trace, or was
+        written by `pipesim.trace.save` and changed since.
+    CapacityError
+        For a file that is too large for memory, compressed or not.
     """
+    what = "a trace from"
+    data = read_bytes(path, what, TimelineError)
+    if data[:2] == b"\x1f\x8b":
+        data = gunzip(data, path, what, TimelineError)
     try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, ValueError) as error:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
         raise TimelineError(
             f"cannot read a trace from {path}: {error}; give torch.profiler's .json or .json.gz, "
             "one whole file a rank"
         ) from error
     try:
         content = _parsed(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        place = error.pos if isinstance(error, json.JSONDecodeError) else 0
+    except json.JSONDecodeError as error:
+        place = error.pos
         whole = text.strip()
         open_ended = whole[:1] in ("{", "[") and whole[-1:] not in ("}", "]")
         cut = open_ended or place >= len(text.rstrip()) - 1
@@ -50,6 +59,10 @@ def load(path: Path) -> Mapping[str, Any]:
             f"cannot read a trace from {path}: {problem}, at character {place} of "
             f"{len(text)} ({str(error).partition(':')[0]}); export the trace again"
         ) from error
+    except ValueError as error:
+        raise TimelineError(
+            f"cannot read a trace from {path}: {error}; export the trace again"
+        ) from error
     if isinstance(content, list):  # the format's other form
         content = {"traceEvents": content}
     if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
@@ -57,17 +70,39 @@ def load(path: Path) -> Mapping[str, Any]:
             f"{path} is no Chrome trace: it has no list 'traceEvents'; give what torch.profiler's "
             "export_chrome_trace writes"
         )
+    _check_signature(path, content)
     return content
+
+
+def _check_signature(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise if a trace has a checksum of ours, which is that of other content."""
+    other = content.get("otherData")
+    if isinstance(other, dict) and SIGNATURE in other:
+        rest = {key: value for key, value in content.items() if key != "otherData"}
+        if other[SIGNATURE] != checksum(rest):
+            raise TimelineError(changed(path, f'delete "{SIGNATURE}" from its "otherData"'))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; what profilers note of an event may come twice, its time may not."""
+    found = dict(pairs)
+    if len(found) < len(pairs) and ("ph" in found or "traceEvents" in found):
+        unique(pairs)
+    return found
 
 
 def _parsed(text: str) -> Any:
     """Read JSON; a whole number of more digits than Python reads is a float, maybe infinite."""
     try:
-        return json.loads(text)
+        return parse_json(text, object_pairs_hook=_object)
     except json.JSONDecodeError:
         raise
     except ValueError:  # far too many digits; what uses the number refuses it by name
-        return json.loads(text, parse_int=lambda x: int(x) if len(x) < _DIGITS else float(x))
+        return parse_json(
+            text,
+            object_pairs_hook=_object,
+            parse_int=lambda x: int(x) if len(x) < _DIGITS else float(x),
+        )
 
 
 def head(path: Path, content: Mapping[str, Any]) -> tuple[int | None, int | None, int]:

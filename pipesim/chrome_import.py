@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 import re
 import warnings
 from collections import Counter
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from pipesim.clocks import join
 from pipesim.costs import Costs, message_bytes
 from pipesim.errors import AccuracyWarning, ArgumentError, PipeError, TimelineError, check_name
+from pipesim.files import check_path
 from pipesim.graph import TaskGraph
 from pipesim.halves import halved, with_halves
 from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
@@ -116,21 +118,24 @@ def load(
 
 def _files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
     """Return the files given, or those in the directory given, in order of name."""
-    if isinstance(paths, (str, Path)):
-        path = Path(paths)
+    if isinstance(paths, str | os.PathLike):
+        path = check_path("paths", paths)
         if not path.is_dir():
             return [path]
-        files = [p for p in path.iterdir() if p.name.endswith((".json", ".json.gz"))]
+        try:
+            files = [p for p in path.iterdir() if p.name.endswith((".json", ".json.gz"))]
+        except OSError as error:
+            raise TimelineError(f"cannot read the folder {path}: {error.strerror}") from error
         if not files:
             raise TimelineError(f"there is no trace in {path}: no file ends in .json or .json.gz")
         return sorted(files)
-    try:
-        files = [Path(path) for path in paths]
-    except TypeError:
+    listed = list(paths) if isinstance(paths, Iterable) else [None]
+    if not all(isinstance(path, str | os.PathLike) for path in listed):
         raise ArgumentError(
             f"traces are given by a path, or several, got {paths!r}; give one file a rank, or "
             "their directory"
-        ) from None
+        )
+    files = [check_path(f"paths[{k}]", path) for k, path in enumerate(listed)]
     if not files:
         raise TimelineError("got no traces; give one file a rank, or their directory")
     return files

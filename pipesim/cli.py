@@ -13,14 +13,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipesim.compare import compare
 from pipesim.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, PipeError, suggestion
-from pipesim.files import write_whole
+from pipesim.files import check_path, check_target, write_whole, writing
 from pipesim.grid import grid_rows
 from pipesim.idle import CAUSES, Cause, idle_shares
 from pipesim.metrics import device_table
@@ -37,6 +36,7 @@ from pipesim.settings import (
     run,
 )
 from pipesim.sweep import RESULTS, run_rows
+from pipesim.texts import real, whole
 from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -262,9 +262,9 @@ def _value(text: str) -> Any:
     """
     if "," in text:
         return [_value(part) for part in text.split(",")]
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
+    for read in (whole, real):
+        if (found := read(text)) is not None:
+            return found
     return {"true": True, "false": False}.get(text, text)
 
 
@@ -277,15 +277,12 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _writable(text: str) -> Path:
     """Return the path if a file can be written there: found before the work, not after."""
-    path = Path(os.path.realpath(text))
-    if path.exists() and not path.is_file():
-        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is not a regular file")
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"cannot write {text!r}: {error.strerror}; name a file in a folder that can be written"
-        ) from error
+        path = check_path("path", text, "write")
+        with writing(path):
+            tempfile.TemporaryFile(dir=check_target(path).parent).close()
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return path
 
 

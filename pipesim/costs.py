@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipesim.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
 from pipesim.errors import ArgumentError, CostsError, check_name, number
-from pipesim.files import write_whole
+from pipesim.files import check_path, read_json, write_text
 from pipesim.graph import PAIRS, TaskGraph
 from pipesim.network import ALL_REDUCE, Network
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
@@ -23,6 +23,7 @@ from pipesim.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.skips import message_bytes as bytes_of_skips
 from pipesim.split import Split
 from pipesim.tasks import Kinds
+from pipesim.texts import CHECKSUM, changed, checksum
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -424,26 +425,41 @@ class Costs:
         return cls(**{**values, "network": network})
 
     def save(self, path: Path | str) -> None:
-        """Write the costs as JSON, whole or not at all."""
-        text = json.dumps(self.to_dict(), indent=2) + "\n"
-        write_whole(Path(path), lambda file: file.write_text(text))
+        """Write the costs as JSON, whole or not at all.
 
-    @classmethod
-    def load(cls, path: Path | str) -> Costs:
-        """Read the JSON that `save` wrote.
+        A checksum of the values is among them: delete its line if you change the file by hand.
 
         Raises
         ------
-        CostsError
-            Naming the file, if it is missing or holds something else.
+        ArgumentError
+            For something that is no path, and a file that cannot be written.
         """
-        try:
-            values = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise CostsError(f"cannot read costs from {path}: {error}") from error
+        path, values = check_path("path", path, "write"), self.to_dict()
+        text = json.dumps({CHECKSUM: checksum(values), **values}, indent=2) + "\n"
+        write_text(path, text)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Costs:
+        """Read the JSON that `save` wrote, or one written by hand, which needs no checksum.
+
+        Raises
+        ------
+        ArgumentError
+            For something that is no path.
+        CostsError
+            Naming the file, if it is missing, is no regular file, names a key twice, holds
+            something else, or was changed after it was written.
+        CapacityError
+            For a file that is too large for memory.
+        """
+        path = check_path("path", path)
+        values = read_json(path, "costs from", CostsError)
         if not isinstance(values, dict):
             raise CostsError(f"{path} holds no costs, but {type(values).__name__}")
-        return cls.from_dict(values)
+        costs = cls.from_dict({key: value for key, value in values.items() if key != CHECKSUM})
+        if values.get(CHECKSUM, found := checksum(values)) != found:
+            raise CostsError(changed(path, f'delete the line "{CHECKSUM}"'))
+        return costs
 
     @classmethod
     def transformer(cls, layers_per_stage: Split, **settings: Any) -> Costs:

@@ -1,38 +1,239 @@
-"""Files that are written whole or not at all."""
+"""Paths from users, and files: read as a whole within memory, written whole or not at all.
+
+Only regular files are read and replaced. A pipe would wait for its other end, a device may never
+end, and writing over either would put a file in its place.
+"""
 
 from __future__ import annotations
 
+import errno
+import gzip
+import io
 import os
-import tempfile
+import secrets
+import stat
+import zlib
 from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
-from pipesim.errors import ArgumentError
+from pipesim.capacity import available_memory
+from pipesim.errors import ArgumentError, ArgumentTypeError, CapacityError, PipeError, suggestion
+from pipesim.texts import parse_json
 
-__all__ = ["write_whole"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "check_path",
+    "check_target",
+    "gunzip",
+    "read_bytes",
+    "read_json",
+    "read_text",
+    "write_text",
+    "write_whole",
+    "writing",
+]
+
+#: Bytes of memory that a byte of a file may come to need: parsed JSON takes about so many.
+_PER_BYTE = 16
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+#: Names of a folder that a missing file's name is compared with, at most.
+_NAMES = 1000
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then rename it.
+def check_path(name: str, value: object, does: str = "read", needs: str = "") -> Path:
+    """Return the path that a user gave as argument ``name``, to read or to write.
+
+    ``needs`` replaces ``"<name> must be"`` in the message.
+
+    Raises
+    ------
+    ArgumentTypeError
+        For anything but a text or a path object; bytes and numbers of open files are neither.
+    ArgumentError
+        For a null character, and for characters that no file's name can have.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise ArgumentTypeError(
+            f"{needs or f'{name} must be'} a path, got {value!r:.60}; give a str or a pathlib.Path"
+        )
+    try:
+        reason = "embedded null character" if b"\0" in os.fsencode(text) else ""
+    except UnicodeEncodeError as error:
+        reason = f"no file's name can have {text[error.start]!a}"
+    if reason:
+        raise ArgumentError(f"cannot {does} {text}: {reason}; give another {name}")
+    return Path(text)
+
+
+def read_bytes(path: Path, what: str, error: type[PipeError], *, first: int | None = None) -> bytes:
+    """Return the content of a regular file.
+
+    Parameters
+    ----------
+    path
+        Checked by `check_path`.
+    what
+        What messages call the content, with a preposition where there is one: ``"costs from"``.
+    error
+        Raised where the file cannot be read.
+    first
+        Read no more than so many bytes; by default all, if memory allows.
+
+    Raises
+    ------
+    CapacityError
+        For a file of more bytes than memory has room for.
+    """
+    try:
+        _check_regular(os.stat(path))
+        # Should a pipe have taken its place meanwhile, opening does not wait for a writer.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            _check_regular(os.fstat(handle))
+            return _bounded(file, path, what) if first is None else file.read(first)
+    except OSError as cause:
+        near = _near(path) if isinstance(cause, FileNotFoundError) else ""
+        raise error(f"cannot read {what} {path}: {cause.strerror or cause}{near}") from cause
+
+
+def read_text(path: Path, what: str, error: type[PipeError]) -> str:
+    """Return the UTF-8 text of a regular file, without a byte-order mark; as `read_bytes`."""
+    try:
+        return read_bytes(path, what, error).decode("utf-8-sig")
+    except UnicodeDecodeError as cause:
+        raise error(f"cannot read {what} {path}: {cause}; give a file of UTF-8 text") from cause
+
+
+def read_json(path: Path, what: str, error: type[PipeError]) -> Any:
+    """Return what a regular file of JSON holds; as `read_bytes`, and as `parse_json`."""
+    text = read_text(path, what, error)
+    try:
+        return parse_json(text)
+    except ValueError as cause:
+        raise error(f"cannot read {what} {path}: {cause}") from cause
+
+
+def gunzip(data: bytes, path: Path, what: str, error: type[PipeError]) -> bytes:
+    """Return what gzip compressed to ``data``; the limit is that of `read_bytes`."""
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            return _bounded(file, path, what)
+    except (OSError, EOFError, zlib.error) as cause:
+        raise error(f"cannot read {what} {path}: {cause}; it was cut or damaged") from cause
+
+
+def _bounded(file: IO[bytes] | gzip.GzipFile, path: Path, what: str) -> bytes:
+    """Read to the end, or until it is too much."""
+    limit = available_memory() // _PER_BYTE
+    parts, room = [], limit + 1
+    while room and (part := file.read(min(room, 1 << 24))):
+        parts.append(part)
+        room -= len(part)
+    if not room:
+        raise CapacityError(
+            f"cannot read {what} {path}: it has more than {limit / 1e6:.4g} MB, and reading takes "
+            f"up to {_PER_BYTE} times its size in memory; give a smaller file, or run where there "
+            "is more memory"
+        )
+    return b"".join(parts)
+
+
+def _check_regular(state: os.stat_result) -> None:
+    if not stat.S_ISREG(state.st_mode):
+        if stat.S_ISDIR(state.st_mode):
+            raise IsADirectoryError(
+                errno.EISDIR, f"{os.strerror(errno.EISDIR)}; give a readable file"
+            )
+        kind = _KINDS.get(stat.S_IFMT(state.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}; give a regular file")
+
+
+def _near(path: Path) -> str:
+    """Return the name in the folder that a missing file may have been meant to have."""
+    with suppress(OSError):
+        return suggestion(path.name, [file.name for file in islice(path.parent.iterdir(), _NAMES)])
+    return ""
+
+
+def check_target(path: Path) -> Path:
+    """Return where content for ``path`` goes: the path itself, or what it links to.
 
     Raises
     ------
     ArgumentError
-        If the folder is not there, or cannot be written in.
+        For a folder, a device or a pipe, and a file that may not be written.
+    """
+    with writing(path):
+        try:
+            state = os.stat(path)
+        except FileNotFoundError:
+            return Path(os.path.realpath(path))
+        if not stat.S_ISREG(state.st_mode):
+            raise ArgumentError(
+                f"cannot write {path}: it is a folder, a device or a pipe; name a regular file, or "
+                "one that is not there yet"
+            )
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return Path(os.path.realpath(path))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise what the system has to say against writing ``path`` as an error that names it.
+
+    Raises
+    ------
+    ArgumentError
+        For a full disk, a folder that is missing or cannot be written in, and the like.
     """
     try:
-        handle, temporary = tempfile.mkstemp(
-            dir=path.parent, prefix=f".{path.name}.", suffix=".part"
-        )
+        yield
     except OSError as error:
-        raise ArgumentError(
-            f"cannot write {path}: {error.strerror}; name a file in a folder that can be written"
-        ) from error
-    os.close(handle)
-    try:
-        write(Path(temporary))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        no_room = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "make room, or name a file on another disk" if no_room else (
+            "name a file in a folder that can be written")  # fmt: skip
+        reason = error.strerror or str(error) or type(error).__name__
+        raise ArgumentError(f"cannot write {path}: {reason}; {advice}") from error
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a temporary file in the same folder, then rename it to ``path``.
+
+    A link stays a link: the file that it leads to is replaced. A file that was there keeps its
+    mode; a new one has that of the process (``umask``).
+
+    Raises
+    ------
+    ArgumentError
+        Naming ``path``: if its folder is missing or cannot be written in, the disk is full, or
+        ``path`` is something else than a regular file. What was there stays as it was.
+    """
+    target = check_target(path)
+    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(6)}.part")
+    with writing(path):
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        try:
+            write(temporary)
+            with suppress(FileNotFoundError):
+                os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text, whole or not at all; as `write_whole`."""
+    write_whole(path, lambda file: file.write_text(text, encoding="utf-8", newline="\n"))

@@ -451,7 +451,8 @@ class TaskGraph:
 
         A row a device, in issue order, with the messages. Torch's runtime runs the rows as they
         stand. FSDP's ``UNSHARD`` is not among them: for stages sharded by it, save the schedule
-        (`Schedule.save`), which torch lowers itself. `Schedule.load` reads either.
+        (`Schedule.save`), which torch lowers itself. `Schedule.load` reads either. One cell has a
+        checksum behind its action, which torch passes over.
 
         Raises
         ------

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pipesim.errors import ArgumentError
+from pipesim.files import check_path
 from pipesim.ops import COLLECTIVES, TRANSFERS, Op
 from pipesim.timeline import Timeline
 from pipesim.trace import NEVER, Event, lanes, names, nanoseconds, slice_event, write
@@ -40,7 +41,7 @@ def save(directory: Path | str, timeline: Timeline) -> list[Path]:
     """
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"a trace is of a Timeline, got {type(timeline).__name__}")
-    directory = Path(directory)
+    directory = check_path("directory", directory, "write")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from pipesim.errors import ArgumentError
+from pipesim.files import check_path, check_target, writing
+from pipesim.texts import CHECKSUM, checksum, parse_json
 
 __all__ = ["Journal"]
 
@@ -21,7 +23,15 @@ class Journal:
     """JSON lines, one a row, appended as they come; a later line of a digest replaces an earlier.
 
     While it is open the file is locked (``flock``, which ends with the process, however it ends).
-    A last line that was cut short by a kill is dropped.
+    A last line that was cut short by a kill is dropped. Each line has a checksum of its own; lines
+    of older versions have none, and are read all the same.
+
+    Parameters
+    ----------
+    path
+        The file; made if it is not there.
+    problem
+        Returns what is wrong with a row that was read, or an empty text.
 
     Attributes
     ----------
@@ -32,11 +42,14 @@ class Journal:
     ------
     ArgumentError
         If the file cannot be written or locked, is being written, is no regular file (a device
-        might be read without end), or holds something else.
+        might be read without end), or holds something else, naming the line.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: Path | str, problem: Callable[[Mapping[str, Any]], str] = lambda row: ""
+    ) -> None:
+        self.path = check_path("path", path, "write")
+        self.problem = problem
         self.rows: dict[str, dict[str, Any]] = {}
         self._file: BinaryIO
 
@@ -59,28 +72,26 @@ class Journal:
         self._file.close()
 
     def append(self, digest: str, row: Mapping[str, Any]) -> None:
-        """Write a row, in one go."""
-        line = json.dumps({"digest": digest, **row}, ensure_ascii=False, allow_nan=False)
+        """Write a row, in one go.
+
+        Raises
+        ------
+        ArgumentError
+            If the disk is full, or the like; rows that were written before stay.
+        """
+        record = {"digest": digest, **row}
+        record[CHECKSUM] = checksum(record)
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False)
         data = memoryview(line.encode() + b"\n")
-        while data:  # a write may be short where the disk is full; the next one then says so
-            data = data[self._file.write(data) :]
+        with writing(self.path):
+            while data:  # a write may be short where the disk is full; the next one then says so
+                data = data[self._file.write(data) :]
         self.rows[digest] = dict(row)
 
     def _open(self) -> None:
-        try:
-            regular = self.path.is_file() or not self.path.exists()
-            if regular:
-                self._file = self.path.open("a+b", buffering=0)
-        except (OSError, ValueError) as error:  # ValueError: no path can have a null character
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ArgumentError(
-                f"cannot write {self.path}: {reason}; name a file in a folder that can be written"
-            ) from error
-        if not regular:
-            raise ArgumentError(
-                f"cannot write {self.path}: it is a folder, a device or a pipe; name a regular "
-                "file, or one that is not there yet"
-            )
+        check_target(self.path)
+        with writing(self.path):
+            self._file = self.path.open("a+b", buffering=0)
 
     def _lock(self) -> None:
         try:
@@ -98,25 +109,41 @@ class Journal:
 
     def _read(self) -> None:
         """Read the rows, and drop a line that was not finished."""
-        self._file.seek(0)
-        content = self._file.read()
-        whole = content.rfind(b"\n") + 1
-        for number, line in enumerate(content[:whole].splitlines(), 1):
-            self._read_line(number, line)
-        rest = content[whole:]
+        number, whole, rest = 0, 0, b""
+        with open(self._file.fileno(), "rb", closefd=False) as file:
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    rest = line
+                    break
+                self._read_line(number, line)
+                whole += len(line)
         if rest and not (rest.startswith(_START) or _START.startswith(rest)):
-            raise self._foreign(content.count(b"\n") + 1)
+            raise self._foreign(number)
         os.ftruncate(self._file.fileno(), whole)
 
     def _read_line(self, number: int, line: bytes) -> None:
         try:
-            row = json.loads(line)
-            self.rows[row.pop("digest")] = row
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._foreign(number) from error
+            row = parse_json(line)
+        except ValueError as error:
+            raise self._foreign(number, str(error)) from error
+        if not isinstance(row, dict) or not isinstance(row.get("digest"), str):
+            raise self._foreign(number)
+        found = checksum(row)
+        if row.pop(CHECKSUM, found) != found:
+            raise ArgumentError(
+                f"{self.path}, line {number} was changed after it was written: its checksum does "
+                "not match; remove the line to have its row run again"
+            )
+        digest = row.pop("digest")
+        if problem := self.problem(row):
+            raise ArgumentError(
+                f"{self.path}, line {number}: {problem}; remove the line to have its row run again"
+            )
+        self.rows[digest] = row
 
-    def _foreign(self, number: int) -> ArgumentError:
+    def _foreign(self, number: int, reason: str = "") -> ArgumentError:
         return ArgumentError(
             f"{self.path}, line {number} is no row of a sweep; name another file, or remove the "
-            "line to have its row run again"
+            f"line to have its row run again{reason and f' ({reason})'}"
         )

@@ -6,8 +6,8 @@ layers together, holds what they hold, and hands on the output of its last layer
 
 from __future__ import annotations
 
-import csv
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, CostsError, check_count, number, suggestion
+from pipesim.files import check_path, read_text
 from pipesim.network import Network
 from pipesim.split import Split, balanced_split, checked_split
+from pipesim.texts import csv_rows, real
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,7 +78,7 @@ class Layers:
                 f"{self.source} must be a mapping of column names to values, got "
                 f"{self.columns!r:.60}; give such as {_EXAMPLE}"
             )
-        _check_header(self.source, list(self.columns))
+        _check_header(self.source, list(self.columns), allowed=COLUMNS)
         checked = {
             name: tuple(
                 _checked(f"{self.source}, layer {row}, column {name!r}", name, value)
@@ -103,20 +105,24 @@ class Layers:
 
         Raises
         ------
+        ArgumentError
+            For something that is no path.
         CostsError
             If the file cannot be read, or is no such table; naming file, line and column, and
             the nearest known column.
+        CapacityError
+            For a file that is too large for memory.
         """
+        path = check_path("path", path)
+        text = read_text(path, "layers from", CostsError)
         try:
-            with open(path, newline="", encoding="utf-8-sig") as file:
-                reader = csv.reader(file, strict=True)
-                lines = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
-        except (OSError, ValueError, csv.Error) as error:
+            lines = [(line, row) for line, row in csv_rows(text) if any(map(str.strip, row))]
+        except ValueError as error:
             raise CostsError(f"cannot read layers from {path}: {error}") from error
         if not lines:
             raise CostsError(f"{path} is empty; its first line must name columns, of {COLUMNS}")
         header = [name.strip() for name in lines[0][1]]
-        _check_header(f"{path}, line {lines[0][0]}", [name for name in header if name != _NAMES])
+        _check_header(f"{path}, line {lines[0][0]}", header)
         columns: dict[str, list[float]] = {name: [] for name in header if name != _NAMES}
         for line, row in lines[1:]:
             if len(row) != len(header):
@@ -134,7 +140,7 @@ class Layers:
     def from_frame(cls, frame: pd.DataFrame) -> Layers:
         """Take a `pandas.DataFrame` of one row a layer, with the columns of the CSV file."""
         names = [str(name) for name in frame.columns]
-        _check_header("frame", [name for name in names if name != _NAMES])
+        _check_header("frame", names)
         values = {name: frame.iloc[:, i].tolist() for i, name in enumerate(names)}
         values.pop(_NAMES, None)
         return cls(values, "frame")
@@ -193,7 +199,7 @@ def costs_from_layers(
     network: Network | None = None,
 ) -> Costs:
     """Return `Layers.costs` of the layers of a path, a frame or `Layers`."""
-    if isinstance(layers, (str, Path)):
+    if isinstance(layers, str | os.PathLike):
         layers = Layers.read(layers)
     elif not isinstance(layers, Layers):
         if not hasattr(layers, "iloc"):
@@ -212,10 +218,12 @@ def _parts(column: Sequence[float], sizes: Sequence[int]) -> Iterator[Sequence[f
         first += size
 
 
-def _check_header(where: str, names: list[str]) -> None:
+def _check_header(
+    where: str, names: list[str], allowed: Sequence[str] = (_NAMES, *COLUMNS)
+) -> None:
     """Raise for columns that are unknown, named twice or missing."""
     for name in names:
-        if name not in COLUMNS:
+        if name not in allowed:
             raise CostsError(
                 f"{where}: unknown column {name!r}{suggestion(name, COLUMNS)} "
                 f"(known: {', '.join((_NAMES, *COLUMNS))})"
@@ -248,11 +256,7 @@ def _listed(where: str, name: str, values: object) -> tuple[object, ...]:
 
 def _checked(where: str, name: str, value: object) -> float:
     """Return a value as a float."""
-    got: float | None
-    try:
-        got = number(float(value) if isinstance(value, str) else value)
-    except ValueError:
-        got = None
+    got = number(real(value) if isinstance(value, str) else value)
     if got is None or not 0 <= got < math.inf:
         unit = "bytes" if name.endswith("bytes") else "seconds"
         raise CostsError(f"{where}: must be finite {unit} >= 0, got {value!r}")

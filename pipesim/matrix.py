@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipesim.errors import NetworkError
+from pipesim.files import read_text
 from pipesim.links import MAX_DEVICE, Link
-
-if TYPE_CHECKING:
-    from _csv import Reader
+from pipesim.texts import csv_rows, real, reals
 
 __all__ = ["matrix_links", "read_links"]
 
@@ -59,20 +56,19 @@ class _Table:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lines: list[int] = []
+        rows = csv_rows(read_text(path, "links from", NetworkError))
         try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.reader(file, strict=True)
-                header = [name.strip() for name in next(reader, [])]
-                cells = self._cells(header, reader)
-        except csv.Error as error:
-            raise NetworkError(f"{path}, line {reader.line_num}: {error}") from error
-        except (OSError, UnicodeDecodeError) as error:
+            header = [name.strip() for name in next(rows, (0, []))[1]]
+            cells = self._cells(header, rows)
+        except NetworkError:
+            raise
+        except ValueError as error:
             raise NetworkError(f"cannot read links from {path}: {error}") from error
         if not cells:
             raise NetworkError(f"{path} names no links; add a row such as 0,1,2e-6,25e9")
         self.columns = {name: cells[k :: len(header)] for k, name in enumerate(header)}
 
-    def _cells(self, header: list[str], reader: Reader) -> list[str]:
+    def _cells(self, header: list[str], rows: Iterator[tuple[int, list[str]]]) -> list[str]:
         """Return all cells below the header in one list, which a garbage collector passes over."""
         if header not in (list(COLUMNS), list(COLUMNS[:4])):
             raise NetworkError(
@@ -80,13 +76,13 @@ class _Table:
                 f"{COLUMNS[4]}, got {','.join(header)!r}"
             )
         cells: list[str] = []
-        for row in reader:
+        for line, row in rows:
             if len(row) == len(header):
                 cells += row
-                self.lines.append(reader.line_num)
+                self.lines.append(line)
             elif row:
                 raise NetworkError(
-                    f"{self.path}, line {reader.line_num}: {len(row)} values for the "
+                    f"{self.path}, line {line}: {len(row)} values for the "
                     f"{len(header)} columns {','.join(header)}"
                 )
         return cells
@@ -132,17 +128,8 @@ class _Table:
 
 def _numbers(texts: Sequence[str]) -> NDArray[np.float64]:
     """Return the number in each text, NaN where there is none."""
-    try:
-        return np.array([*map(float, texts)])
-    except ValueError:
-        return np.array([_number(text) for text in texts])
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    found: Sequence[float | None] | None = reals(texts)
+    return np.array([*map(real, texts)] if found is None else found, dtype=np.float64)
 
 
 def matrix_links(latency: ArrayLike, bandwidth: ArrayLike) -> tuple[Link, ...]:

@@ -22,6 +22,7 @@ from pipesim.collectives import (
     tree_links,
 )
 from pipesim.errors import NetworkError, check_count, check_name, number
+from pipesim.files import check_path
 from pipesim.links import MAX_DEVICE, Link, Nodes, check_keys, check_speed, endless, finite
 from pipesim.machines import machine
 from pipesim.matrix import matrix_links, read_links
@@ -292,10 +293,14 @@ class Network:
 
         Raises
         ------
+        ArgumentError
+            For something that is no path.
         NetworkError
-            Naming file, line and column.
+            Naming file, line and column; or the file, if it cannot be read.
+        CapacityError
+            For a file that is too large for memory.
         """
-        return cls(latency, bandwidth, read_links(Path(path)))
+        return cls(latency, bandwidth, read_links(check_path("path", path)))
 
     @classmethod
     def from_matrix(cls, latency: ArrayLike, bandwidth: ArrayLike) -> Network:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pipesim.errors import ArgumentError, check_count, number
-from pipesim.files import write_whole
+from pipesim.files import check_path, write_whole
 from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def save(what: Figure | Axes, *paths: Path | str) -> None:
         "svg": {"Date": None},
         "png": {},
     }
-    for path in map(Path, paths):
+    for path in [check_path("path", path, "write") for path in paths]:
         kind = path.suffix.lower().lstrip(".")
         if kind not in undated:
             raise ArgumentError(f"cannot write a figure to {path}; use .pdf, .png or .svg")
@@ -130,11 +130,8 @@ def save(what: Figure | Axes, *paths: Path | str) -> None:
         def write(file: Path, options: dict[str, Any] = options) -> None:
             whole.savefig(file, **options)
 
-        try:
-            with mpl.rc_context(settings):
-                write_whole(path, write)
-        except OSError as error:
-            raise ArgumentError(f"cannot write a figure to {path}: {error}") from error
+        with mpl.rc_context(settings):
+            write_whole(path, write)
 
 
 def checked(what: object, kind: type[_T]) -> _T:

@@ -14,9 +14,13 @@ __all__ = ["PATTERNS", "action_of", "checked_pattern"]
 
 #: Names of the ranges of torch.distributed.pipelining: of all schedules that it runs from lists of
 #: actions, and of GPipe, where the rank is the stage. Its 1F1B has none: annotate your stages.
+#: Then those of `pipesim.trace.save`.
 PATTERNS = (
-    r"PP:(?P<stage>\d+)(?P<op>[A-Z](?:[A-Z_]*[A-Z])?)(?P<microbatch>\d*)(?:[<>](?P<peer>\d+))?",
-    r"(?P<op>Forward|Backward) (?P<microbatch>\d+)",
+    r"PP:(?P<stage>[0-9]+)(?P<op>[A-Z](?:[A-Z_]*[A-Z])?)(?P<microbatch>[0-9]*)"
+    r"(?:[<>](?P<peer>[0-9]+))?",
+    r"(?P<op>Forward|Backward) (?P<microbatch>[0-9]+)",
+    rf"(?P<stage>[0-9]+)(?P<op>{'|'.join(Op.__members__)})(?P<microbatch>[0-9]*)"
+    r"(?:[<>](?P<peer>[0-9]+))?",
 )
 #: Other words for an operation, in capitals.
 _WORDS = {

@@ -151,7 +151,8 @@ class Schedule:
         ``UNSHARD`` and ``RESHARD`` may be listed and are left out: `pipesim.lower` adds what is
         simulated. Where the stages lie and how many micro-batches there are is read off the
         actions; if stages lie on two devices each, one half of the micro-batches must take the one
-        and the other half the other. Like any schedule, it is checked by `pipesim.verify`.
+        and the other half the other. Like any schedule, it is checked by `pipesim.verify`. A
+        checksum that `save` wrote is checked; delete it from a file that you change by hand.
 
         Parameters
         ----------
@@ -162,9 +163,14 @@ class Schedule:
 
         Raises
         ------
+        ArgumentError
+            For something that is no path.
         ScheduleError
             If the file cannot be read, is of another form, or has a cell that is no action, naming
-            row and column (from 1), or a SEND without its RECV.
+            row and column (from 1), or a SEND without its RECV; or if it was changed after it was
+            written.
+        CapacityError
+            For a file that is too large for memory.
         """
         from pipesim.schedule_files import read_schedule
 
@@ -174,7 +180,8 @@ class Schedule:
         """Write the schedule to a file that `load` reads: a grid as ``.txt``, else torch's CSV.
 
         torch.distributed.pipelining reads the CSV as ``compute_only``; with messages,
-        `TaskGraph.save_torch_csv` writes it.
+        `TaskGraph.save_torch_csv` writes it. One cell has a checksum behind its action, which torch
+        passes over; in a grid it is the last word.
 
         Raises
         ------

@@ -6,9 +6,6 @@ In the CSV a row is a rank, which is a device, and a cell is an action, such as 
 
 from __future__ import annotations
 
-import csv
-import io
-import os
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -17,16 +14,19 @@ from typing import NoReturn
 
 import numpy as np
 
-from pipesim.errors import ArgumentError, ScheduleError, suggestion
-from pipesim.files import write_whole
+from pipesim.errors import ArgumentError, ScheduleError
+from pipesim.files import check_path, read_bytes, write_text
 from pipesim.messages import Cell, check_messages, place, refuse
 from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped, parse_action
+from pipesim.order_texts import check_signature, signed_grid, signed_rows, unsigned
 from pipesim.placement import Placement
 from pipesim.schedule import Schedule
+from pipesim.texts import csv_rows
 
 __all__ = ["read_schedule", "schedule_from_texts", "write_schedule"]
 
 _FORMS = "a CSV with a row a device, or a grid such as 'device 0 | 0F0 0B0'"
+_NEEDS = "path: a schedule's file must be"
 _LABEL = re.compile(r"\s*(?:(?:device|rank)\s+([0-9]{1,9}))?\s*\|")
 #: Characters of a text that may be an action: two overlapped ones, with numbers of 19 digits.
 _LONGEST = 99
@@ -37,7 +37,7 @@ _Order = list[Action | Overlapped]
 
 def write_schedule(schedule: Schedule, path: Path | str) -> None:
     """Do what `Schedule.save` says."""
-    path = _path(path)
+    path = check_path("path", path, "write", _NEEDS)
     if schedule.n_batches > 1 or schedule.weight_versions != "one":
         raise ScheduleError(
             f"cannot write {path}: schedule {schedule.name!r} has {schedule.n_batches} "
@@ -46,19 +46,19 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
             "what is loaded"
         )
     if path.suffix.lower() == ".txt":
-        text = schedule.grid() + "\n"
+        text = signed_grid(schedule.grid())
     else:
-        lines = io.StringIO()
-        csv.writer(lines, lineterminator="\n").writerows(schedule.orders)
-        text = lines.getvalue()
-    write_whole(path, lambda file: file.write_text(text, encoding="utf-8", newline="\n"))
+        text = signed_rows(schedule.orders)
+    write_text(path, text)
 
 
 def read_schedule(path: Path | str, name: str | None = None) -> Schedule:
     """Do what `Schedule.load` says."""
-    path = _path(path)
-    rows = _rows(str(path), _content(path))
-    return _schedule(str(path), rows, name or path.stem)
+    path = check_path("path", path, needs=_NEEDS)
+    text, signature = unsigned(_content(path))
+    schedule = _schedule(str(path), _rows(str(path), text), name or path.stem)
+    check_signature(str(path), text, signature)  # last: an error that names a cell says more
+    return schedule
 
 
 def schedule_from_texts(
@@ -76,23 +76,10 @@ def schedule_from_texts(
     return _schedule(where, rows, name, n_microbatches)
 
 
-def _path(path: object) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise ArgumentError(f"a schedule's file must be a path, got {path!r}; give a file's name")
-    return Path(path)
-
-
 def _content(path: Path) -> str:
     """Return the text of a file."""
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        near = [file.name for file in path.parent.glob("*") if file.suffix in (".csv", ".txt")]
-        raise ScheduleError(
-            f"cannot read schedule {path}: {error.strerror}{suggestion(path.name, near)}"
-        ) from error
-    try:
-        text = content.decode("utf-8-sig")
+        text = read_bytes(path, "schedule", ScheduleError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         _refuse_form(str(path), f"it is no UTF-8 text (byte {error.start})")
     if "\0" in text:
@@ -117,12 +104,10 @@ def _rows(where: str, text: str) -> list[list[Cell]]:
 
 def _table_lines(where: str, text: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number and the cells of each row of a CSV."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        for cells in reader:
-            yield reader.line_num, cells
-    except csv.Error as error:
-        _refuse_form(where, f"row {reader.line_num}: {error}")
+        yield from csv_rows(text, "row")
+    except ValueError as error:
+        _refuse_form(where, str(error))
 
 
 def _grid_lines(where: str, text: str) -> Iterator[tuple[int, list[str]]]:

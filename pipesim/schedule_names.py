@@ -66,7 +66,7 @@ def digest_of_file(name: str) -> str:
 def _load(name: str) -> Schedule:
     try:
         state = Path(name).stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no path can have a null character
         return Schedule.load(name)  # says what is wrong
     return _loaded(name, state.st_mtime_ns, state.st_size)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from pipesim.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
+from pipesim.files import read_text
 from pipesim.links import Nodes
 from pipesim.lower import lower
 from pipesim.network import KEYS
@@ -132,9 +133,14 @@ def _table(where: str, value: object, known: tuple[str, ...] | None) -> Settings
 
 
 def _content(path: Path) -> Settings:
+    text = read_text(path, "settings from", ArgumentError)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ArgumentError(
+            f"cannot read settings from {path}: it is nested too deeply to be read"
+        ) from error
+    except ValueError as error:
         raise ArgumentError(f"cannot read settings from {path}: {error}") from error
 
 

@@ -49,7 +49,9 @@ def skip_from_text(text: str) -> Skip:
         For any other text.
     """
     source, dash, target = text.strip().partition("-")
-    if not (dash and source.isdecimal() and target.isdecimal() and len(text) < 32):
+    digits = source + target
+    if not (dash and source and target and digits.isascii() and digits.isdecimal()
+            and len(text) < 32):  # fmt: skip
         raise ArgumentError(
             f"{text!r:.60} is no skip connection; write source and target stage, such as '0-3'"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipesim.compare import summary
-from pipesim.errors import ArgumentError, PipeError
+from pipesim.errors import ArgumentError, CostsError, PipeError, number
 from pipesim.grid import Row, cell, rows, version
 from pipesim.journal import Journal
 from pipesim.registry import ScheduleInfo
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RESULTS", "run_rows", "sweep"]
 
+#: Results that a row without an error may lack: those that were not finite.
+_MAY_LACK = frozenset({"bubble_fraction", "throughput", "peak_memory"})
 #: Columns of results, after those of the configuration.
 RESULTS = (
     "n_tasks", "makespan", "bubble_fraction", "throughput", "peak_memory", "seconds", "error",
@@ -55,7 +57,8 @@ def sweep(
         Values of keys that all configurations share, unless they say otherwise.
     path
         A file of JSON lines, to which each row is appended as it comes. Rows that it holds
-        already are not run again, unless their worker was killed or they failed unforeseen. It may
+        already are not run again, unless their worker was killed or they failed unforeseen. A line
+        has a checksum, so that one that was changed is refused. It may
         hold rows of several sweeps, one of which writes at a time. A row counts as the same if
         configuration and version of pipesim are; remove the file after changing a schedule of
         your own.
@@ -84,7 +87,8 @@ def sweep(
         For unknown keys, schedules and options, before anything is run.
     ArgumentError
         For configurations of another form, a backend that joblib cannot use, or a file that
-        cannot be written, is no sweep's, or is being written by another sweep.
+        cannot be written, is no sweep's, is being written by another sweep, or has a line whose
+        values are wrong or were changed.
 
     Examples
     --------
@@ -126,7 +130,7 @@ def run_rows(
         raise ArgumentError(f"n_jobs must be a whole number but 0 (-1: all cores), got {n_jobs!r}")
     wanted = {row.digest: row for row in asked}
     infos = {row.case["name"]: info_of(row.case["name"]) for row in asked}
-    with nullcontext() if path is None else Journal(path) as journal:
+    with nullcontext() if path is None else Journal(path, _problem) as journal:
         held = {} if journal is None else journal.rows
         results = {d: held[d] for d in wanted if d in held and not held[d].get("again")}
         calls = {
@@ -153,12 +157,34 @@ def _measured(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
     try:
         timeline = run(case, info)
         values = {"n_tasks": len(timeline.graph), **summary(timeline)}
+        if not math.isfinite(timeline.makespan):
+            raise CostsError(f"the makespan is {timeline.makespan} s; give smaller costs")
         result = {**{k: v if math.isfinite(v) else None for k, v in values.items()}, "error": None}
     except PipeError as error:
         result = _failed(str(error))
     except Exception as error:  # of a schedule of the user's own, or for want of memory
         result = _failed(f"{type(error).__name__}: {error}", again=True)
     return {**result, "seconds": time.perf_counter() - began}
+
+
+def _problem(row: Mapping[str, Any]) -> str:
+    """Return what is wrong with the results of a row of a file, if anything is."""
+    error = row.get("error")
+    if not isinstance(error, str | None):
+        return f"error must be a text or null, got {error!r:.60}"
+    if not isinstance(row.get("again", False), bool):
+        return f"again must be true or false, got {row['again']!r:.60}"
+    for name in RESULTS[:-1]:
+        value = row.get(name)
+        if value is None and (error is not None or name in _MAY_LACK):
+            continue
+        got = number(value)
+        least = -math.inf if name == "bubble_fraction" else 0.0  # which is rounded
+        if got is None or not least <= got or math.isinf(got):
+            return f"{name} must be a finite number, and no less than 0, got {value!r:.60}"
+        if name == "n_tasks" and not isinstance(value, int):
+            return f"n_tasks must be a whole number, got {value!r}"
+    return ""
 
 
 def _failed(message: str, *, again: bool = False) -> dict[str, Any]:

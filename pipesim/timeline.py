@@ -266,7 +266,12 @@ class Timeline:
         with a ``launch`` have it.
         And, where they are not the usual ones, `lower`'s ``rendezvous``, ``hosts``, ``grad_sync``,
         ``skips`` and ``portals``, and the schedule's ``n_batches`` and ``weight_versions``, in
-        columns of their own.
+        columns of their own. The first row of the column ``checksum`` has that of the file.
+
+        Raises
+        ------
+        ArgumentError
+            For something that is no path, and a file that cannot be written.
         """
         from pipesim.timeline_files import save
 
@@ -276,11 +281,17 @@ class Timeline:
     def load(cls, path: Path | str, *, costs: Costs | None = None, name: str = "") -> Timeline:
         """Read a timeline that `save` wrote, its graph included.
 
+        Without a checksum any such table is read. Empty that column where you change a file.
+
         Raises
         ------
+        ArgumentError
+            For something that is no path.
         TimelineError
-            If the file is missing, lacks a column, was truncated, or holds impossible values,
-            naming the line.
+            If the file is missing, lacks a column or has one twice, was truncated, holds impossible
+            values, naming the line, or was changed after it was written.
+        CapacityError
+            For a file that is too large for memory.
         """
         from pipesim.timeline_files import load
 
@@ -330,10 +341,8 @@ class Timeline:
         pattern
             A regular expression for the whole name of a range, with the groups ``op``,
             ``microbatch`` and, unless each rank has one stage, ``stage``. By default torch's own
-            names (`pipesim.range_names.PATTERNS`). Operations are ours, or such as ``forward``.
-            The names of `to_chrome` have
-            ``(?P<stage>[0-9]+)(?P<op>[A-Z_]+)(?P<microbatch>[0-9]*)``, and those of skips' messages
-            ``(?:[<>](?P<peer>[0-9]+))?`` after it.
+            names, or else those of `to_chrome` (`pipesim.range_names.PATTERNS`). Operations are
+            ours, or such as ``forward``.
             Each name is matched once; see to it that your pattern ends soon on any of them, since
             one such as ``(a+)+b`` may search for ever.
         step
@@ -353,8 +362,11 @@ class Timeline:
         ------
         ArgumentError
             For a step that is no whole number, and paths that are none.
+        CapacityError
+            For a file that is too large for memory, once decompressed.
         TimelineError
-            For a file that cannot be read or was cut, compute ranges of one rank that ran at the
+            For a file that cannot be read or was cut, or a file of `to_chrome` that was changed,
+            compute ranges of one rank that ran at the
             same time on several threads, ranks that are missing or there twice,
             impossible times, a pattern that does not serve, names that match none, and actions
             that are missing, unknown or there twice in a step.

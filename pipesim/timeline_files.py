@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +11,13 @@ from numpy.typing import NDArray
 
 from pipesim.costs import Costs
 from pipesim.errors import PipeError, TimelineError, check_count, check_name, suggestion
-from pipesim.files import write_whole
+from pipesim.files import check_path, read_text, write_text
 from pipesim.graph import GRAD_SYNC, TaskGraph
 from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.schedule import VERSIONS
 from pipesim.skips import skip_from_text, skip_text
 from pipesim.tasks import StreamKind, Tasks
+from pipesim.texts import CHECKSUM, changed, checksum, csv_rows, real, whole
 from pipesim.timeline import COLUMNS, Timeline
 from pipesim.verify import verify
 
@@ -40,6 +40,7 @@ _DEFAULTS = {"replica": "0", "overlapped": "0", "peer_stage": "-1", "part": "-1"
 
 def save(timeline: Timeline, path: Path | str) -> None:
     """Write a timeline; `Timeline.save` says how."""
+    path = check_path("path", path, "write")
     rows, graph = timeline.all_rows(), timeline.graph
     settings = {
         "rendezvous": str(graph.rendezvous),
@@ -59,25 +60,62 @@ def save(timeline: Timeline, path: Path | str) -> None:
         rows["issued"] = timeline.issued
     elif timeline.issue_times.any():
         rows["issued"] = timeline.issue_times
-    write_whole(Path(path), lambda file: rows.to_csv(file, index=False))
+    write_text(path, _signed(rows.to_csv(index=False)))
+
+
+def _signed(text: str) -> str:
+    """Return a CSV with its checksum: a column whose first row has it, the others being empty."""
+    found, place = checksum(text), len(COLUMNS)
+    lines = [line.split(",", place) for line in text.splitlines()]
+    for line, value in zip(lines, [CHECKSUM, found, *[""] * (len(lines) - 2)], strict=True):
+        line.insert(place, value)
+    return "".join(",".join(line) + "\n" for line in lines)
+
+
+def _table(text: str) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a CSV; rows are as long as the header."""
+    lines = [(line, cells) for line, cells in csv_rows(text) if cells]
+    if not lines:
+        raise TimelineError("it is empty")
+    (_, header), *rows = lines
+    for name in header:
+        if header.count(name) > 1:
+            raise TimelineError(f"column {name!r} is there twice; give it once")
+    for line, cells in rows:
+        if len(cells) != len(header):
+            raise TimelineError(
+                f"line {line}: {len(cells)} values for {len(header)} columns; give one a column"
+            )
+    return header, [cells for _, cells in rows]
+
+
+def _check_checksum(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Raise if the file has a checksum, which is that of other content."""
+    if CHECKSUM not in header:
+        return
+    place = header.index(CHECKSUM)
+    given = "".join(row[place] for row in rows)
+    text = "".join(",".join([*row[:place], *row[place + 1 :]]) + "\n" for row in (header, *rows))
+    if given and given != checksum(text):
+        raise TimelineError(changed("it", f"empty its column {CHECKSUM!r}"))
 
 
 def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
     """Read a timeline; `Timeline.load` says what of."""
     import pandas as pd
 
-    path = Path(path)
-    try:
-        text = path.read_text()
-        rows = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
-    except (OSError, ValueError) as error:
-        raise TimelineError(f"cannot read a timeline from {path}: {error}") from error
+    path = check_path("path", path)
+    text = read_text(path, "a timeline from", TimelineError)
     if not text.endswith("\n"):
         raise TimelineError(f"{path} is no whole timeline: its last line was cut")
     try:
-        return _from_rows(rows, costs=costs, name=name or path.stem)
-    except PipeError as error:
+        header, rows = _table(text)
+        frame = pd.DataFrame(rows, columns=header, dtype=str)
+        timeline = _from_rows(frame, costs=costs, name=name or path.stem)
+        _check_checksum(header, rows)  # last: an error that names a cell says more
+    except (PipeError, ValueError) as error:
         raise TimelineError(f"{path} is no whole timeline: {error}") from error
+    return timeline
 
 
 def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
@@ -92,10 +130,10 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         if column not in rows:
             rows[column] = value
     for column in ("device", "stage", "microbatch", *_DEFAULTS):
-        rows[column] = _read(rows, column, int)
+        rows[column] = _read(rows, column, whole)
     times = ("start", "end", "nbytes", *(["issued"] if "issued" in rows else []))
     for column in times:
-        rows[column] = _read(rows, column, lambda text: float(text or "nan"))
+        rows[column] = _read(rows, column, lambda text: real(text or "nan"))
     _check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
     _check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
     for column in ("device", "stage", "microbatch", "replica"):
@@ -149,20 +187,20 @@ def _settings(rows: pd.DataFrame) -> dict[str, Any]:
             _check_rows(rows, rows[name] == found[name], f"has another {name} than the first")
     for name, values in _SETTINGS.items():
         check_name(name, found.setdefault(name, values[0]), values)
-    found["n_batches"] = int(_read(rows[:1], "n_batches", int)[0]) if "n_batches" in found else 1
+    found["n_batches"] = int(_read(rows[:1], "n_batches", whole)[0]) if "n_batches" in found else 1
     check_count("n_batches", found["n_batches"])
     found["skips"] = [skip_from_text(text) for text in found.get("skips", "").split()]
     return found | {name: found[name] == "True" for name in ("rendezvous", "portals")}
 
 
-def _read(rows: pd.DataFrame, column: str, read: Callable[[str], float]) -> list[float]:
+def _read(rows: pd.DataFrame, column: str, read: Callable[[str], float | None]) -> list[float]:
     """Convert a column of texts, exactly; name the line of one that is no such number."""
     values = []
     for line, text in enumerate(rows[column], start=2):
-        try:
-            values.append(read(text))
-        except (ValueError, OverflowError):
-            raise TimelineError(f"line {line}: {column} is no number but {text!r}") from None
+        value = read(text)
+        if value is None:
+            raise TimelineError(f"line {line}: {column} is no number but {text!r}")
+        values.append(value)
     return values
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from pipesim.errors import ArgumentError
-from pipesim.files import write_whole
+from pipesim.files import check_path, write_text
 from pipesim.graph import TaskGraph, overlapped_pairs
 from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped
+from pipesim.order_texts import signed_rows
 
 __all__ = ["torch_orders", "write_torch_csv"]
 
@@ -90,7 +89,5 @@ def _check(graph: TaskGraph) -> None:
 
 def write_torch_csv(graph: TaskGraph, path: Path | str) -> None:
     """Do what `TaskGraph.save_torch_csv` says."""
-    lines = io.StringIO()
-    csv.writer(lines, lineterminator="\n").writerows(torch_orders(graph))
-    text = lines.getvalue()
-    write_whole(Path(path), lambda file: file.write_text(text, encoding="utf-8", newline="\n"))
+    path = check_path("path", path, "write")
+    write_text(path, signed_rows(torch_orders(graph)))

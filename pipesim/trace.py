@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.chrome import SIGNATURE
 from pipesim.csr import CSR
 from pipesim.errors import ArgumentError
-from pipesim.files import write_whole
+from pipesim.files import check_path, write_whole
 from pipesim.memory import over_time
 from pipesim.ops import SENDS, Action, Op
+from pipesim.texts import checksum
 from pipesim.timeline import Timeline
 
 __all__ = ["NEVER", "Event", "lanes", "names", "nanoseconds", "save", "slice_event", "write"]
@@ -74,11 +76,7 @@ def save(
 
 
 def _checked_path(path: Path | str) -> Path:
-    if not isinstance(path, (str, Path)):
-        raise ArgumentError(
-            f"a trace is written to a path, got {path!r}; give one such as 'x.json'"
-        )
-    path = Path(path)
+    path = check_path("path", path, "write", "path: a trace is written to")
     if not path.name.endswith((".json", ".json.gz")):
         raise ArgumentError(f"a trace's file ends in .json or .json.gz, got {path}")
     return path
@@ -248,10 +246,11 @@ def _metadata(pid: int, tid: int, kind: str, name: str, order: int) -> Iterator[
 
 
 def write(path: Path, trace: Event) -> None:
-    """Write a line an event."""
-    events = trace.pop("traceEvents")
-    head = json.dumps(trace)[:-1]
-    body = ",\n".join(map(json.dumps, events))
+    """Write a line an event, and a checksum of all."""
+    events = [json.dumps(event) for event in trace.pop("traceEvents")]
+    signed = f'{json.dumps(trace)[:-1]}, "traceEvents": [{", ".join(events)}]}}'
+    head = json.dumps({**trace, "otherData": {SIGNATURE: checksum(signed)}})[:-1]
+    body = ",\n".join(events)
     text = f'{head}, "traceEvents": [\n{body}\n]}}\n'.encode()
     if path.name.endswith(".gz"):
         text = gzip.compress(text, mtime=0)

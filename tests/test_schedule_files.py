@@ -16,6 +16,7 @@ from strategies import schedules
 import pipesim as ps
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, ScheduleError
+from pipesim.order_texts import unsigned
 from pipesim.placement import Placement
 
 ONE_F_ONE_B = """\
@@ -52,14 +53,14 @@ def test_any_schedule_comes_back(
 def test_form_of_the_csv(tmp_path: Path) -> None:
     """A row a rank, a cell an action, as torch has it."""
     ps.schedule("1f1b", 2, 3).save(tmp_path / "a.csv")
-    assert (tmp_path / "a.csv").read_text() == ONE_F_ONE_B
+    assert unsigned((tmp_path / "a.csv").read_text())[0] == ONE_F_ONE_B
 
 
 def test_form_of_the_text(tmp_path: Path) -> None:
     """What `grid` prints; the suffix of what is read does not matter, nor do labels and blanks."""
     schedule = ps.schedule("1f1b", 2, 3)
     schedule.save(tmp_path / "a.TXT")
-    text = (tmp_path / "a.TXT").read_text()
+    text, _ = unsigned((tmp_path / "a.TXT").read_text())
     assert text == schedule.grid() + "\n"
     assert load(tmp_path, text) == schedule
     assert load(tmp_path, re.sub("device . [|]", "", text)) == schedule
@@ -116,6 +117,32 @@ def test_two_paths_are_read_off(tmp_path: Path, n_devices: int) -> None:
     schedule = ps.Schedule.from_orders(rows, placement=placement)
     schedule.save(tmp_path / "both.csv")
     assert ps.Schedule.load(tmp_path / "both.csv") == schedule
+
+
+SIGNED = {
+    "csv": lambda folder: ps.schedule("1f1b", 2, 3).save(folder / "a.csv"),
+    "txt": lambda folder: ps.schedule("1f1b", 2, 3).save(folder / "a.txt"),
+    "overlapped": lambda folder: ps.schedule("dualpipev", 2, 4).save(folder / "a.csv"),
+    "messages": lambda folder: ps.lower(ps.schedule("1f1b", 2, 3)).save_torch_csv(folder / "a.csv"),
+}
+
+
+@pytest.mark.parametrize("form", SIGNED)
+def test_a_file_that_was_changed(tmp_path: Path, form: str) -> None:
+    """An order that could run is refused too; without its checksum it is read as it is."""
+    SIGNED[form](tmp_path)
+    (path,) = tmp_path.iterdir()
+    text = path.read_text()
+    signature = re.search("sha256:[0-9a-f]{16}", text)[0]  # type: ignore[index]
+    other = re.sub("(?<=[A-Z])[01](?![0-9])", lambda found: "10"[int(found[0])], text)
+    path.write_text(other)
+    with pytest.raises(ScheduleError, match="its checksum does not match") as caught:
+        ps.Schedule.load(path)
+    assert f"if the change is meant, delete '{signature}' from it" in str(caught.value)
+    path.write_text(other.replace(f" {signature}", ""))
+    ps.verify(ps.Schedule.load(path))
+    path.write_bytes(text.replace("\n", "\r\n").encode())
+    ps.verify(ps.Schedule.load(path))
 
 
 REFUSED = {

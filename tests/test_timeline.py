@@ -318,11 +318,11 @@ def test_replicas_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     alone = ps.simulate(ps.lower(schedule), costs)
     alone.save(path)
-    assert path.read_text().splitlines()[0].split(",") == list(COLUMNS)
+    assert path.read_text().splitlines()[0].split(",") == [*COLUMNS, "checksum"]
     assert "replica" not in alone.frame
     timeline = ps.simulate(ps.lower(schedule, n_replicas=3), costs, noise=noise)
     timeline.save(path)
-    assert path.read_text().splitlines()[0].split(",") == [*COLUMNS, "replica"]
+    assert path.read_text().splitlines()[0].split(",") == [*COLUMNS, "checksum", "replica"]
     loaded = ps.Timeline.load(path, costs=costs)
     assert same(loaded, timeline)
     assert loaded.graph.n_replicas == 3

@@ -19,6 +19,7 @@ import pipesim as ps
 from pipeexec.torch_interop import TORCH_SCHEDULES
 from pipeexec.torch_private import make_runtime
 from pipesim.errors import ArgumentError, ScheduleError
+from pipesim.order_texts import unsigned
 from pipesim.registry import schedule_info
 
 #: Name of ours, options beside n_chunks, of each class of torch's. Names that are not registered
@@ -144,6 +145,31 @@ def torch_reads(schedule: ps.Schedule, path: Path, form: str) -> ps.Schedule:
     return back
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "dualpipev", "interleaved_1f1b"])
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+def test_torch_passes_over_checksums(name: str, form: str, tmp_path: Path) -> None:
+    """Torch holds the same actions, rank by rank, as without."""
+    schedule = ps.schedule(name, 2, 4)
+    if form == "compute_only":
+        schedule.save(tmp_path / "signed.csv")
+    else:
+        ps.lower(schedule).save_torch_csv(tmp_path / "signed.csv")
+    text, signature = unsigned((tmp_path / "signed.csv").read_text())
+    assert signature
+    (tmp_path / "plain.csv").write_text(text)
+    held = []
+    for file in ("signed.csv", "plain.csv"):
+        stage = SimpleNamespace(
+            num_stages=schedule.n_stages, group_size=2, group_rank=0, submod=nn.Identity()
+        )
+        texts = [[str(action) for action in order] for order in schedule.orders]
+        runtime: Any = make_runtime(texts, "compute_only", [stage], 4)
+        runtime.pipeline_order = {}
+        runtime._load_csv(str(tmp_path / file), format=form)
+        held.append((runtime.pipeline_order, runtime.pipeline_order_with_comms))
+    assert held[0] == held[1]
+
+
 @given(schedule=custom_schedules())
 def test_torch_reads_our_files(schedule: ps.Schedule, tmp_path_factory: Any) -> None:
     """Compute only, to which torch adds the messages, and with ours: both can run in torch.
@@ -165,7 +191,8 @@ def test_a_step_of_each_stage_reduces_once(tmp_path: Path) -> None:
     """``REDUCE_GRAD`` stands after the last gradient of its stage; drawn by hand."""
     graph = ps.lower(orders("0F0 0F1 0I0 0W0 0B1", "1F0 1I0 1F1 1I1 1W1 1W0"))
     graph.save_torch_csv(tmp_path / "x.csv")
-    assert (tmp_path / "x.csv").read_text().replace(",", " ").splitlines() == [
+    text, _ = unsigned((tmp_path / "x.csv").read_text())
+    assert text.replace(",", " ").splitlines() == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0I0 0W0 0RECV_B1 0B1 0REDUCE_GRAD",
         "1RECV_F0 1F0 1RECV_F1 1I0 1SEND_B0 1F1 1I1 1SEND_B1 1W1 1W0 1REDUCE_GRAD",
     ]

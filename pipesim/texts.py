@@ -1,0 +1,122 @@
+"""Texts of files and of the command line: numbers, CSV, JSON, and checksums of them.
+
+Python reads more than these formats have: ``1_0`` and digits of every script as numbers, and JSON
+that names a key twice.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pipesim.errors import CapacityError
+
+__all__ = [
+    "CHECKSUM",
+    "changed",
+    "checksum",
+    "csv_rows",
+    "parse_json",
+    "real",
+    "reals",
+    "unique",
+    "whole",
+]
+
+#: The key, or the column, of a checksum.
+CHECKSUM = "checksum"
+
+
+def whole(text: str) -> int | None:
+    """Return the whole number that a text is, in the digits 0 to 9; None if it is none."""
+    try:
+        return int(text) if _plain(text) else None
+    except ValueError:
+        return None
+
+
+def real(text: str) -> float | None:
+    """Return the number that a text is, ``inf`` and ``nan`` included; None if it is none."""
+    try:
+        return float(text) if _plain(text) else None
+    except ValueError:
+        return None
+
+
+def reals(texts: Sequence[str]) -> list[float] | None:
+    """Return all numbers, fast; None if one of the texts is none."""
+    try:
+        return [*map(float, texts)] if _plain("".join(texts)) else None
+    except ValueError:
+        return None
+
+
+def _plain(text: str) -> bool:
+    return text.isascii() and "_" not in text
+
+
+def csv_rows(text: str, line: str = "line") -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of the line and the cells of each row of a CSV, empty lines included.
+
+    Raises
+    ------
+    ValueError
+        For a row that is no CSV, by its line, which messages call ``line``.
+    """
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for cells in reader:
+            yield reader.line_num, cells
+    except csv.Error as error:
+        raise ValueError(f"{line} {reader.line_num}: {error}") from error
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Return what a JSON text holds; ``options`` are those of `json.loads`.
+
+    Raises
+    ------
+    ValueError
+        For a text that is no JSON (`json.JSONDecodeError` where there is a place to name), a key
+        that an object has twice, and nesting that is too deep to read.
+    CapacityError
+        If there is not enough memory.
+    """
+    try:
+        return json.loads(text, **{"object_pairs_hook": unique, **options})
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply to be read") from error
+    except MemoryError as error:
+        raise CapacityError(f"{len(text)} characters of JSON are more than memory holds") from error
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise `ValueError` for a key that it has twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"key {twice!r} is there twice; give it once")
+    return found
+
+
+def checksum(content: Mapping[str, Any] | str) -> str:
+    """Return the SHA-256 of a text, or of a JSON object without its key ``checksum``.
+
+    That of an object is of its values and the order of its keys: blanks and line ends are free.
+    """
+    if not isinstance(content, str):
+        content = json.dumps({key: value for key, value in content.items() if key != CHECKSUM})
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def changed(where: object, remedy: str) -> str:
+    """Return the message for a checksum that does not match."""
+    return (
+        f"{where} was changed after it was written: its checksum does not match; restore it, or if "
+        f"the change is meant, {remedy}"
+    )
