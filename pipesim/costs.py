@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.capacity import check_stages
 from pipesim.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
 from pipesim.errors import ArgumentError, CostsError, check_name, number
 from pipesim.files import write_whole
@@ -263,23 +264,37 @@ class Costs:
         if value is None and name == "vector_bytes":
             return self.per_stage("output_bytes", n_stages)
         if value is None and name == "overlapped":
-            return self.per_stage("forward", n_stages) + self.per_stage("backward", n_stages)
+            return self._sum("overlapped", "forward", "backward", n_stages)
         if value is None and name == "backward":
             if self.input_grad is None or self.weight_grad is None:
                 raise CostsError(
                     "backward is missing, and so is input_grad or weight_grad; give the seconds "
                     "of B, or of both I and W"
                 )
-            return self.per_stage("input_grad", n_stages) + self.per_stage("weight_grad", n_stages)
+            return self._sum("backward", "input_grad", "weight_grad", n_stages)
         if value is None:
             raise CostsError(f"{name} is missing, but the graph has tasks that need it")
         if isinstance(value, float):
+            check_stages(n_stages)
             return np.full(n_stages, value)
         if len(value) != n_stages:
             raise CostsError(
                 f"{name} has {len(value)} values for {n_stages} stages; give one, or one a stage"
             )
         return np.array(value)
+
+    def _sum(self, name: str, first: str, second: str, n_stages: int) -> NDArray[np.float64]:
+        """Return a field that was not given as the sum of two that were."""
+        with np.errstate(over="ignore"):
+            total: NDArray[np.float64] = self.per_stage(first, n_stages)
+            total = total + self.per_stage(second, n_stages)
+        endless = np.flatnonzero(np.isinf(total))
+        if len(endless):
+            raise CostsError(
+                f"{name} of stage {endless[0]}, the sum of {first} and {second}, is too large a "
+                f"number: inf; give smaller ones, or {name}"
+            )
+        return total
 
     def of(self, graph: TaskGraph) -> TaskCosts:
         """Return the costs of each task of ``graph``.
@@ -292,6 +307,12 @@ class Costs:
         NetworkError
             If a link names a device that the graph does not have.
         """
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # the engines' caller checks that values are finite
+            return self._of(graph)
+
+    def _of(self, graph: TaskGraph) -> TaskCosts:
         kinds = graph.kinds
         duration, latency = np.zeros(len(kinds)), np.zeros(len(kinds))
         for op, name in DURATION_OF.items():

@@ -146,7 +146,8 @@ class Layers:
         if backward is None:
             halves = self.columns["input_grad"], self.columns["weight_grad"]
             backward = tuple(i + w for i, w in zip(*halves, strict=True))
-        both: NDArray[np.float64] = np.array(self.columns["forward"]) + np.array(backward)
+        with np.errstate(over="ignore"):  # `balanced_split` refuses what is endless
+            both: NDArray[np.float64] = np.array(self.columns["forward"]) + np.array(backward)
         return both
 
     def costs(self, split: Split, *, launch: float = 0.0, network: Network | None = None) -> Costs:
@@ -171,14 +172,16 @@ class Layers:
         ArgumentError
             For a split that does not sum to the number of layers, has an empty stage, or has more
             stages than there are layers.
+        CostsError
+            If the values of a stage are too large to be added.
         """
         if isinstance(split, Integral):
             split = balanced_split(self.seconds.tolist(), check_count("split", split))
         sizes = checked_split(split, len(self), "split")
         values: dict[str, Any] = {
             name: tuple(
-                part[-1] if name == "output_bytes" else math.fsum(part)
-                for part in _parts(column, sizes)
+                part[-1] if name == "output_bytes" else _sum(f"{name} of stage {stage}", part)
+                for stage, part in enumerate(_parts(column, sizes))
             )
             for name, column in self.columns.items()
         }
@@ -202,6 +205,17 @@ def costs_from_layers(
             )
         layers = Layers.from_frame(layers)
     return layers.costs(split, launch=launch, network=network)
+
+
+def _sum(what: str, values: Sequence[float]) -> float:
+    """Return an exact sum, if a float can hold it."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        raise CostsError(
+            f"{what}: the sum of {len(values)} layers, up to {max(values):g} each, is too large a "
+            "number; check the table's units"
+        ) from None
 
 
 def _parts(column: Sequence[float], sizes: Sequence[int]) -> Iterator[Sequence[float]]:

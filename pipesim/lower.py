@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Literal
 
@@ -213,7 +214,8 @@ def lower(
 def _checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[int, ...]:
     """Return the numbers of the sharded stages."""
     try:
-        stages = (sharded,) if isinstance(sharded, (int, np.integer)) else tuple(sharded)
+        given = (sharded,) if isinstance(sharded, (int, np.integer)) else sharded
+        stages = tuple(itertools.islice(given, schedule.n_stages + 1))
     except TypeError:
         raise ArgumentError(
             f"sharded must be the numbers of stages, such as [0], got {sharded!r}"

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipesim.errors import check_count, check_name
+from pipesim.errors import check_name
 from pipesim.split import Split, checked_split
-from pipesim.transformer import RECOMPUTE, Recompute, Transformer, check_divides, check_switch
+from pipesim.transformer import (
+    RECOMPUTE,
+    Recompute,
+    Transformer,
+    check_divides,
+    check_size,
+    check_switch,
+)
 
 __all__ = ["Shard"]
 
@@ -57,8 +64,8 @@ class Shard:
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
-        check_count("microbatch_size", self.microbatch_size)
-        check_count("tensor_parallel", self.tensor_parallel)
+        for name in ("microbatch_size", "tensor_parallel"):
+            object.__setattr__(self, name, check_size(name, getattr(self, name)))
         check_switch("sequence_parallel", self.sequence_parallel)
         check_name("recompute", self.recompute, RECOMPUTE)
         for name in ("n_heads", "n_kv_heads", "ffn_size"):

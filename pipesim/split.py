@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.capacity import check_stages
 from pipesim.errors import ArgumentError, CostsError, check_count, number
 
 __all__ = ["Split", "balanced_split", "checked_counts", "checked_split"]
@@ -44,12 +45,12 @@ def checked_split(
     """
     if isinstance(split, Integral):
         n_stages = check_count(name, split)
+        check_stages(min(n_stages, n_layers))
         size, rest = divmod(n_layers, n_stages)
         if rest or not size:
-            even = [size + (stage >= n_stages - rest) for stage in range(n_stages)]
             raise ArgumentError(
                 f"{name}={n_stages}: {n_layers} layers do not divide into {n_stages} stages of as "
-                f"many each; give the layers of each stage, such as {shown(even)}"
+                f"many each; give {_advice(size, rest, n_stages)}"
             )
         return (size,) * n_stages
     counts = checked_counts(split, name, ends_may_be_empty=ends_may_be_empty)
@@ -59,6 +60,14 @@ def checked_split(
             "every layer belongs to one stage"
         )
     return counts
+
+
+def _advice(size: int, rest: int, n_stages: int) -> str:
+    """Return what to give where layers do not divide evenly."""
+    if not size:
+        return f"at most {rest} stages"
+    even = [size + (stage >= n_stages - rest) for stage in range(n_stages)]
+    return f"the layers of each stage, such as {shown(even)}"
 
 
 def checked_counts(split: object, name: str, *, ends_may_be_empty: bool = False) -> tuple[int, ...]:

@@ -85,6 +85,8 @@ def sweep(
     ArgumentError
         For configurations of another form, a backend that joblib cannot use, or a file that
         cannot be written, is no sweep's, or is being written by another sweep.
+    CapacityError
+        If the combinations of a grid would not fit in memory.
 
     Examples
     --------
@@ -135,6 +137,7 @@ def run_rows(
             if digest not in results
         }
         bar = tqdm(total=len(wanted), initial=len(results), disable=not progress, unit="row")
+        n_jobs = min(n_jobs, max(2, len(calls)))
         spreading = closing(spread(_measured, calls, n_jobs=n_jobs, backend=backend))
         with bar, spreading as finished:
             for digest, result in finished:
@@ -155,7 +158,11 @@ def _measured(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
         values = {"n_tasks": len(timeline.graph), **summary(timeline)}
         result = {**{k: v if math.isfinite(v) else None for k, v in values.items()}, "error": None}
     except PipeError as error:
-        result = _failed(str(error))
+        cause = error.__cause__
+        if cause is None or isinstance(cause, PipeError):
+            result = _failed(str(error))
+        else:  # of a function of the user's own, who may mend it
+            result = _failed(f"{type(cause).__name__}: {cause}", again=True)
     except Exception as error:  # of a schedule of the user's own, or for want of memory
         result = _failed(f"{type(error).__name__}: {error}", again=True)
     return {**result, "seconds": time.perf_counter() - began}
