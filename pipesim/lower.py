@@ -64,6 +64,8 @@ def lower(
     overlap
         Whether transfers run on copy streams beside the compute stream. Without it a device sends
         right after it has computed and receives right before it computes, on ``compute`` (rule 5).
+        What blocks there are bytes over bandwidth and ``Costs.output_seconds``: a sender goes on
+        during the latency of its message, so that messages of latency alone block no sender.
     streams
         ``"per_peer"``: a copy stream a peer and direction. ``"single"``: one a device, which shows
         head-of-line blocking (rule 1).
@@ -92,7 +94,7 @@ def lower(
     shard_optimizer
         Whether each replica steps its share of the parameters and then gathers the others (UNSHARD)
         as in ZeRO-1 (arXiv 1910.02054). `pipesim.Costs` then has REDUCE_GRAD as a reduce-scatter, a
-        STEP of the share's seconds, and optimizer state of its bytes.
+        STEP of the share's seconds, and optimizer state of its bytes. Gradients are held whole.
     sharded
         Stages, or a stage, that are embeddings whose rows are spread over the replicas, as in
         HugeCTR's sparse operation kit. Their F looks up the rows that all replicas ask for, their

@@ -28,18 +28,20 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     """Return bytes that each device holds throughout: parameters, gradients, optimizer state.
 
     Parameters count once for each version of them that a stage holds; see `weight_versions`. Of a
-    sharded optimizer, a replica has its share.
+    sharded optimizer, a replica has its share; gradients it holds whole, as in ZeRO-1.
 
     Raises
     ------
     CostsError
         If the bytes of a device are too many to be added; so do `peak_memory` and `over_time`.
     """
-    parameters, optimizer = (
-        costs.per_stage(name, graph.n_stages) for name in ("parameter_bytes", "optimizer_bytes")
+    parameters, gradients, optimizer = (
+        costs.per_stage(f"{name}_bytes", graph.n_stages)
+        for name in ("parameter", "gradient", "optimizer")
     )
     with np.errstate(over="ignore"):
-        held = (weight_versions(graph) + 1) * parameters + optimizer / graph.optimizer_shares
+        held = weight_versions(graph) * parameters + gradients
+        held += optimizer / graph.optimizer_shares
     return _finite(bincount(graph.homes.ravel(), held.ravel(), graph.n_devices))
 
 

@@ -45,7 +45,9 @@ class Network:
     Attributes
     ----------
     latency
-        Seconds, of every pair that ``links`` does not name. Nodes have latencies of their own.
+        Seconds, of every pair that ``links`` does not name. Nodes have latencies of their own. A
+        message holds no stream and no link for its latency, so that ``lower(overlap=False)`` makes
+        no device wait for it; ``Costs.output_seconds`` are seconds that hold both.
     bandwidth
         Bytes a second, likewise; ``math.inf`` (the default) makes messages pure latency.
     links

@@ -250,12 +250,15 @@ def _work(
 def _delays(placement: Placement, costs: Costs) -> tuple[list[float], list[float]]:
     """Return seconds from each stage of each path to the next one, and to the one before."""
     home = np.array(placement.paths)
-    nbytes = costs.per_stage("output_bytes", placement.n_stages)
+    nbytes, fixed = (
+        costs.per_stage(name, placement.n_stages)[:-1]
+        for name in ("output_bytes", "output_seconds")
+    )
     forward, backward = np.zeros(home.shape), np.zeros(home.shape)
     for path in range(placement.n_paths):
         down, up = home[path, :-1], home[path, 1:]
-        forward[path, :-1] = _message(costs, down, up, nbytes[:-1], placement.n_devices)
-        backward[path, 1:] = _message(costs, up, down, nbytes[:-1], placement.n_devices)
+        forward[path, :-1] = _message(costs, down, up, nbytes, fixed, placement.n_devices)
+        backward[path, 1:] = _message(costs, up, down, nbytes, fixed, placement.n_devices)
     return forward.ravel().tolist(), backward.ravel().tolist()
 
 
@@ -264,13 +267,14 @@ def _message(
     source: NDArray[np.int64],
     target: NDArray[np.int64],
     nbytes: NDArray[np.float64],
+    fixed: NDArray[np.float64],
     n_devices: int,
 ) -> NDArray[np.float64]:
     """Return seconds of messages that find their links free; none from a device to itself."""
     seconds, away = np.zeros(len(source)), source != target
     routes = costs.network.resolve(source[away], target[away], n_devices)
     with np.errstate(over="ignore"):
-        seconds[away] = routes.latency + nbytes[away] / routes.bandwidth
+        seconds[away] = routes.latency + fixed[away] + nbytes[away] / routes.bandwidth
     for message in np.flatnonzero(~np.isfinite(seconds))[:1].tolist():
         raise CostsError(
             f"a message from device {source[message]} to {target[message]} would take "

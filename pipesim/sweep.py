@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 import time
@@ -10,7 +11,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipesim.compare import summary
+from pipesim.compare import summary, warn_of_other_models
 from pipesim.errors import ArgumentError, PipeError
 from pipesim.grid import Row, cell, rows, version
 from pipesim.journal import Journal
@@ -50,7 +51,10 @@ def sweep(
         row), ``n_devices``, ``n_microbatches`` and the schedules' own options; what
         `lower` takes; ``engine``; the fields of `Costs` (``recompute_time`` for the seconds of R)
         or whole ``costs``; ``network``, ``latency`` and ``bandwidth``. Parts override the whole.
-        A grid's option goes to the schedules that take it; rows that are then alike are one.
+        ``per`` says whether costs are those of a ``"stage"`` (the default) or of all stages of a
+        ``"device"``, which they share evenly: take that to compare schedules with one and with
+        several stages a device for one model. A grid's option goes to the schedules that take it;
+        rows that are then alike are one.
     base
         Values of keys that all configurations share, unless they say otherwise.
     path
@@ -88,6 +92,12 @@ def sweep(
     CapacityError
         If the combinations of a grid would not fit in memory.
 
+    Warns
+    -----
+    CostsWarning
+        If schedules with different numbers of stages on as many devices share costs a stage, and
+        ``per`` is not given.
+
     Examples
     --------
     >>> import pipesim as ps
@@ -104,13 +114,8 @@ def sweep(
     2     1f1b               4     0.021    4000000.0
     3     1f1b               8     0.033    4000000.0
     """
-    return run_rows(
-        rows(configurations, base or {}),
-        path=path,
-        n_jobs=n_jobs,
-        backend=backend,
-        progress=progress,
-    )
+    asked = rows(configurations, base or {})
+    return run_rows(asked, path=path, n_jobs=n_jobs, backend=backend, progress=progress)
 
 
 def run_rows(
@@ -127,6 +132,7 @@ def run_rows(
     if not isinstance(n_jobs, int) or isinstance(n_jobs, bool) or n_jobs == 0:
         raise ArgumentError(f"n_jobs must be a whole number but 0 (-1: all cores), got {n_jobs!r}")
     wanted = {row.digest: row for row in asked}
+    n_stages: dict[str, int | None] = {}
     infos = {row.case["name"]: info_of(row.case["name"]) for row in asked}
     with nullcontext() if path is None else Journal(path) as journal:
         held = {} if journal is None else journal.rows
@@ -143,10 +149,24 @@ def run_rows(
             for digest, result in finished:
                 if isinstance(result, Lost):
                     result = _failed(result.reason, again=True)
+                n_stages[digest] = result.pop("n_stages", None)
                 results[digest] = result
                 if journal is not None:
                     journal.append(digest, _record(wanted[digest], result))
                 bar.update()
+    warn_of_other_models(
+        (
+            (
+                row.case["name"],
+                row.case["devices"],
+                stages,
+                json.dumps(row.case.get("costs"), sort_keys=True),
+            )
+            for row in asked
+            if (stages := n_stages.get(row.digest)) is not None and "per" not in row.case
+        ),
+        stacklevel=4,
+    )
     return _frame(asked, results)
 
 
@@ -156,7 +176,8 @@ def _measured(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
     try:
         timeline = run(case, info)
         values = {"n_tasks": len(timeline.graph), **summary(timeline)}
-        result = {**{k: v if math.isfinite(v) else None for k, v in values.items()}, "error": None}
+        result = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        result |= {"error": None, "n_stages": timeline.graph.n_stages}
     except PipeError as error:
         cause = error.__cause__
         if cause is None or isinstance(cause, PipeError):
