@@ -158,7 +158,7 @@ def simulate_many(
         makespan[part], busy[part] = many(part.tolist())
         return len(part)
 
-    with _bar(n, progress) as done, np.errstate(over="ignore"), ThreadPoolExecutor(workers) as pool:
+    with _bar(n, progress) as done, ThreadPoolExecutor(workers) as pool:
         try:
             for job in as_completed([pool.submit(work, part) for part in parts]):
                 done(job.result())
