@@ -13,7 +13,9 @@ __all__ = [
     "available_memory",
     "check_graph",
     "check_memory",
+    "check_rows",
     "check_schedule",
+    "check_stages",
     "check_tasks",
 ]
 
@@ -23,6 +25,10 @@ BYTES_PER_TASK = 32
 _BYTES_OF_TIMES = 16
 #: What building a named schedule takes of each action at its peak; 9 of them stay.
 _BYTES_PER_ACTION = 24
+#: What a placement takes of each stage while it is made, and a sweep of each row, by measurement.
+_BYTES_PER_STAGE, _BYTES_PER_ROW = 120, 4000
+#: Stages that any machine has memory for.
+_FEW = 100_000
 #: About: each forward and backward comes with its SEND and RECV, save at the pipeline's ends.
 _TASKS_PER_ACTION = 3
 #: A whole number that is still a float; larger ones are said to be as large.
@@ -99,6 +105,32 @@ def check_schedule(name: str, n_actions: int) -> None:
             f"schedule {name!r} of {_count(n_actions)} actions needs {needed}"
             f"{_gigabytes(_graph_bytes(n_tasks))}, but {_gigabytes(there)} are available; {_ADVICE}"
         )
+
+
+def check_stages(n_stages: int) -> None:
+    """Raise if a placement of so many stages, copies counted, would not fit.
+
+    Raises
+    ------
+    CapacityError
+        Saying how many stages that are, and what they need.
+    """
+    if n_stages <= _FEW:  # asked often, and reading what is left takes longer than such a placement
+        return
+    nbytes = n_stages * _BYTES_PER_STAGE
+    check_memory(f"a placement of {_count(n_stages)} stages", nbytes, "use fewer devices or stages")
+
+
+def check_rows(n_rows: int) -> None:
+    """Raise if a sweep of so many rows would not fit.
+
+    Raises
+    ------
+    CapacityError
+        Saying how many rows that are, and what they need.
+    """
+    nbytes = n_rows * _BYTES_PER_ROW
+    check_memory(f"a sweep of {_count(n_rows)} rows", nbytes, "give fewer values to its keys")
 
 
 def check_tasks(n_actions: int) -> None:

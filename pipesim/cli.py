@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipesim.compare import compare
+from pipesim.compare import table_of
 from pipesim.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, PipeError, suggestion
 from pipesim.files import check_path, check_target, write_whole, writing
@@ -351,7 +351,7 @@ def _compare(args: argparse.Namespace) -> None:
             timelines[label] = run(case)
         except PipeError as error:
             raise type(error)(f"{label}: {error}") from error
-    table = compare(timelines)
+    table = table_of(timelines)
     _write_plot(args.plot, list(timelines.values()), table, idle=args.idle)
     if args.csv:
         write_whole(args.csv, table.to_csv)

@@ -43,8 +43,8 @@ class CollectiveCosts(NamedTuple):
     ----------
     network, all_reduce
         Links, and the algorithm of REDUCE_GRAD.
-    gradient_bytes, key_bytes, vector_bytes
-        Bytes of a stage's gradients; of a micro-batch's keys, and of their vectors.
+    gradient_bytes, parameter_bytes, key_bytes, vector_bytes
+        Bytes of a stage's gradients, and parameters; of a micro-batch's keys, and of their vectors.
     measured
         Seconds of REDUCE_GRAD, UNSHARD and of each exchange by name, where they were measured.
     buckets
@@ -54,6 +54,7 @@ class CollectiveCosts(NamedTuple):
     network: Network
     all_reduce: str
     gradient_bytes: Floats
+    parameter_bytes: Floats
     key_bytes: Floats
     vector_bytes: Floats
     measured: Mapping[str, Floats]
@@ -107,7 +108,8 @@ class CollectiveCosts(NamedTuple):
         Where parameters are gathered after the step, an all-reduce's two halves are a collective
         each: a reduce-scatter, and this all-gather.
         """
-        nbytes = part * float(self.gradient_bytes[stage])
+        whole_bytes = self.parameter_bytes if op == Op.UNSHARD else self.gradient_bytes
+        nbytes = part * float(whole_bytes[stage])
         algorithm = "ring" if halves else self.all_reduce
         seconds = self.network.all_reduce(nbytes, devices, algorithm)
         known = self.measured.get(op.name)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipesim.errors import ArgumentError, TimelineError
+from pipesim.errors import ArgumentError, CostsWarning, TimelineError
 from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["Comparison", "compare", "summary"]
+__all__ = ["Comparison", "compare", "summary", "table_of", "warn_of_other_models"]
 
 
 def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
@@ -30,9 +31,13 @@ def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     ------
     ArgumentError
         If there is nothing to compare, or something that is no timeline.
-    """
-    import pandas as pd
 
+    Warns
+    -----
+    CostsWarning
+        If timelines on as many devices have the same costs a stage, but not as many stages: then
+        those with more of them are of a larger model.
+    """
     if not isinstance(timelines, Mapping) or not timelines:
         raise ArgumentError(
             f"compare takes a mapping of names to timelines with at least one, got {timelines!r}"
@@ -40,11 +45,55 @@ def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     for name, timeline in timelines.items():
         if not isinstance(timeline, Timeline):
             raise ArgumentError(f"{name!r} is no Timeline but {type(timeline).__name__}")
+    warn_of_other_models(
+        (name, timeline.n_devices, timeline.graph.n_stages, timeline.costs)
+        for name, timeline in timelines.items()
+        if timeline.costs is not None
+    )
+    return table_of(timelines)
+
+
+def table_of(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
+    """Do what `compare` does, without checks and warnings."""
+    import pandas as pd
+
     first = next(iter(timelines.values())).makespan
     rows = {name: summary(timeline) for name, timeline in timelines.items()}
     table = pd.DataFrame.from_dict(rows, orient="index").rename_axis("schedule")
     table.insert(1, "relative", table["makespan"] / first if first else float("nan"))
     return table
+
+
+def warn_of_other_models(
+    rows: Iterable[tuple[str, int, int, Hashable]], stacklevel: int = 3
+) -> None:
+    """Warn where costs a stage are shared by different numbers of stages on as many devices.
+
+    Parameters
+    ----------
+    rows
+        Of each: what it is called, numbers of devices and of stages, and its costs.
+    stacklevel
+        Of the warning.
+    """
+    of_costs: dict[Hashable, dict[int, str]] = {}
+    listed = list(rows)
+    if len({n_stages for _, _, n_stages, _ in listed}) < 2:
+        return
+    for name, n_devices, n_stages, costs in listed:
+        of_costs.setdefault((n_devices, costs), {}).setdefault(n_stages, name)
+    for (n_devices, _), names in of_costs.items():  # type: ignore[misc]  # keys are such pairs
+        if len(names) > 1:
+            stages = " and ".join(f"{name!r} {n_stages}" for n_stages, name in names.items())
+            warnings.warn(
+                f"on {n_devices} devices {stages} stages have the same costs a stage, so that the "
+                "models that are compared differ in size; give the costs of a device: "
+                'per="device" in a sweep or --per device, and costs.in_chunks(placement) from '
+                'Python (per="stage" says that costs a stage are meant)',
+                CostsWarning,
+                stacklevel=stacklevel,
+            )
+            return
 
 
 def summary(timeline: Timeline) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.capacity import check_stages
 from pipesim.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
 from pipesim.errors import ArgumentError, CostsError, check_name, number
 from pipesim.files import check_path, read_json, write_text
@@ -21,7 +22,7 @@ from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.placement import Placement
 from pipesim.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.skips import message_bytes as bytes_of_skips
-from pipesim.split import Split
+from pipesim.split import Partition, Split
 from pipesim.tasks import Kinds
 from pipesim.texts import CHECKSUM, changed, checksum
 
@@ -43,9 +44,11 @@ MEASURED_COLLECTIVES = {
     "vectors": "exchange_vectors",
     "gradients": "exchange_gradients",
 }
+#: Fields that are no share of what a device has.
+_OF_EACH_STAGE = ("launch", "output_bytes", "output_seconds")
 _OPTIONAL = (
     *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
-    *("vector_bytes", *MEASURED_COLLECTIVES.values()),
+    *("gradient_bytes", "vector_bytes", *MEASURED_COLLECTIVES.values()),
 )
 
 
@@ -189,13 +192,22 @@ class Costs:
     output_bytes
         Bytes of a stage's output for one micro-batch: the message to the next stage, and its
         gradient on the way back.
+    output_seconds
+        Seconds that each of these two messages holds its stream and links, besides bytes over
+        bandwidth: of a message that is priced in seconds, which latency alone would not hold
+        (rule 4). With ``overlap=False`` it blocks its sender as long.
     activation_bytes
         Bytes that a stage holds from F to B for one micro-batch, its input included.
     weight_grad_bytes
         Bytes that are held between I and W: of the activations, and gradients of outputs.
     parameter_bytes, optimizer_bytes
-        Bytes of a stage's parameters (its gradients are as many again) and optimizer state; of a
-        sharded stage, of one replica's rows.
+        Bytes of a stage's parameters, which UNSHARD gathers, and of its optimizer state, of which
+        a replica has its share where the optimizer is sharded; of a sharded stage, of one
+        replica's rows.
+    gradient_bytes
+        Bytes of a stage's gradients, which each replica holds whole (as in ZeRO-1) and REDUCE_GRAD
+        moves; defaults to ``parameter_bytes``. Twice those for gradients in 32 bits of parameters
+        in 16.
     key_bytes, vector_bytes
         Bytes that a sharded stage of one replica asks for in one micro-batch: of keys, and of their
         vectors (``output_bytes``, if not given), which gradients are as many of.
@@ -229,10 +241,12 @@ class Costs:
     optimizer_step: PerStage = 0.0
     launch: PerStage = 0.0
     output_bytes: PerStage = 0.0
+    output_seconds: PerStage = 0.0
     activation_bytes: PerStage = 0.0
     weight_grad_bytes: PerStage = 0.0
     parameter_bytes: PerStage = 0.0
     optimizer_bytes: PerStage = 0.0
+    gradient_bytes: PerStage | None = None
     reduce_grad: PerStage | None = None
     unshard: PerStage | None = None
     exchange_counts: PerStage | None = None
@@ -270,26 +284,42 @@ class Costs:
         value = getattr(self, check_name("cost", name, VALUE_FIELDS))
         if value is None and name == "recompute":
             return self.per_stage("forward", n_stages)
+        if value is None and name == "gradient_bytes":
+            return self.per_stage("parameter_bytes", n_stages)
         if value is None and name == "vector_bytes":
             return self.per_stage("output_bytes", n_stages)
         if value is None and name == "overlapped":
-            return self.per_stage("forward", n_stages) + self.per_stage("backward", n_stages)
+            return self._sum("overlapped", "forward", "backward", n_stages)
         if value is None and name == "backward":
             if self.input_grad is None or self.weight_grad is None:
                 raise CostsError(
                     "backward is missing, and so is input_grad or weight_grad; give the seconds "
                     "of B, or of both I and W"
                 )
-            return self.per_stage("input_grad", n_stages) + self.per_stage("weight_grad", n_stages)
+            return self._sum("backward", "input_grad", "weight_grad", n_stages)
         if value is None:
             raise CostsError(f"{name} is missing, but the graph has tasks that need it")
         if isinstance(value, float):
+            check_stages(n_stages)
             return np.full(n_stages, value)
         if len(value) != n_stages:
             raise CostsError(
                 f"{name} has {len(value)} values for {n_stages} stages; give one, or one a stage"
             )
         return np.array(value)
+
+    def _sum(self, name: str, first: str, second: str, n_stages: int) -> NDArray[np.float64]:
+        """Return a field that was not given as the sum of two that were."""
+        with np.errstate(over="ignore"):
+            total: NDArray[np.float64] = self.per_stage(first, n_stages)
+            total = total + self.per_stage(second, n_stages)
+        endless = np.flatnonzero(np.isinf(total))
+        if len(endless):
+            raise CostsError(
+                f"{name} of stage {endless[0]}, the sum of {first} and {second}, is too large a "
+                f"number: inf; give smaller ones, or {name}"
+            )
+        return total
 
     def of(self, graph: TaskGraph) -> TaskCosts:
         """Return the costs of each task of ``graph``.
@@ -302,6 +332,12 @@ class Costs:
         NetworkError
             If a link names a device that the graph does not have.
         """
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # the engines' caller checks that values are finite
+            return self._of(graph)
+
+    def _of(self, graph: TaskGraph) -> TaskCosts:
         kinds = graph.kinds
         duration, latency = np.zeros(len(kinds)), np.zeros(len(kinds))
         for op, name in DURATION_OF.items():
@@ -320,7 +356,8 @@ class Costs:
         is_send = kinds.is_op(SENDS)[transfers]
         sends = transfers[is_send]
         links[sends] = routes.links[is_send]
-        duration[sends] = nbytes[sends] / routes.bandwidth[is_send]
+        fixed = message_bytes(kinds, self.per_stage("output_seconds", graph.n_stages))
+        duration[sends] = fixed[sends] + nbytes[sends] / routes.bandwidth[is_send]
         launch = self.per_stage("launch", graph.n_stages)[kinds.stage]
         share = np.ones(len(kinds))
         if kinds.is_op(COLLECTIVES).any():
@@ -348,17 +385,22 @@ class Costs:
 
     def _collectives(self, n_stages: int) -> CollectiveCosts:
         """Return what collectives cost."""
-        parameter, key, vector = (
-            self.per_stage(name, n_stages)
-            for name in ("parameter_bytes", "key_bytes", "vector_bytes")
-        )
+        bytes_of = {
+            field: self.per_stage(name, n_stages)
+            for field, name in (
+                ("gradient_bytes", "gradient_bytes"),
+                ("parameter_bytes", "parameter_bytes"),
+                ("key_bytes", "key_bytes"),
+                ("vector_bytes", "vector_bytes"),
+            )
+        }
         measured = {
             name: self.per_stage(field, n_stages)
             for name, field in MEASURED_COLLECTIVES.items()
             if getattr(self, field) is not None
         }
         return CollectiveCosts(
-            self.network, self.all_reduce, parameter, key, vector, measured, self.buckets
+            self.network, self.all_reduce, measured=measured, buckets=self.buckets, **bytes_of
         )
 
     def in_chunks(self, placement: Placement) -> Costs:
@@ -366,7 +408,8 @@ class Costs:
 
         So that schedules with one and with several stages a device are compared for one model:
         seconds and bytes of a device are shared evenly by its stages, on the first path of a
-        bidirectional placement. ``launch`` and ``output_bytes`` stay as they are.
+        bidirectional placement. ``launch``, ``output_bytes`` and ``output_seconds`` stay as they
+        are.
 
         Raises
         ------
@@ -382,7 +425,7 @@ class Costs:
         changed: dict[str, Any] = {}
         for name in VALUE_FIELDS:
             value = getattr(self, name)
-            if value is None or (name in ("launch", "output_bytes") and isinstance(value, float)):
+            if value is None or (name in _OF_EACH_STAGE and isinstance(value, float)):
                 continue
             if isinstance(value, tuple) and len(value) != placement.n_devices:
                 raise CostsError(
@@ -391,7 +434,7 @@ class Costs:
                 )
             of_device = np.broadcast_to(np.array(value, dtype=float), placement.n_devices)
             whole = of_device[stages]
-            changed[name] = whole if name in ("launch", "output_bytes") else whole / share
+            changed[name] = whole if name in _OF_EACH_STAGE else whole / share
         if self.buckets is not None and len(self.buckets) == placement.n_devices:
             changed["buckets"] = tuple(self.buckets[device] for device in placement.device_of)
         return replace(self, **changed)
@@ -468,7 +511,8 @@ class Costs:
         Parameters
         ----------
         layers_per_stage
-            Layers of each stage, or a number of stages that get as many each.
+            Layers of each stage, or a number of stages that get as many each, unless
+            ``partition="balanced"`` is among the settings.
         **settings
             The fields of `pipesim.Transformer` (``hidden_size``, ``n_heads``, ...; ``n_layers``
             may be left out where the layers of each stage are given) and the arguments of its
@@ -495,6 +539,7 @@ class Costs:
         layers: Layers | pd.DataFrame | Path | str,
         split: Split,
         *,
+        partition: Partition | None = None,
         launch: float = 0.0,
         network: Network | None = None,
     ) -> Costs:
@@ -505,8 +550,12 @@ class Costs:
         layers
             One row a layer; `pipesim.Layers` says which columns there are.
         split
-            Layers of each stage, or a number of stages, of which the slowest then takes as
-            little time as it can (`pipesim.balanced_split`).
+            Layers of each stage, or a number of stages, which are balanced unless ``partition``
+            says otherwise.
+        partition
+            How a number of stages is made of the layers: ``"balanced"`` (the default here), so
+            that the slowest stage takes as little time as it can (`pipesim.balanced_split`), or
+            ``"even"``, with as many layers each (the default of `Transformer.costs`).
         launch, network
             As in `Costs`.
 
@@ -519,7 +568,7 @@ class Costs:
         """
         from pipesim.layers import costs_from_layers
 
-        return costs_from_layers(layers, split, launch=launch, network=network)
+        return costs_from_layers(layers, split, partition=partition, launch=launch, network=network)
 
     @classmethod
     def from_timeline(
@@ -576,7 +625,9 @@ class Costs:
 
         return costs_from_timeline(timeline, average=average, network=network, **fields)
 
-    def scaled(self, factor: float, *, stage: int | None = None) -> Costs:
+    def scaled(
+        self, factor: float, *, stage: int | None = None, n_stages: int | None = None
+    ) -> Costs:
         """Return the same costs with the seconds of all stages, or of one, times a factor.
 
         Parameters
@@ -585,15 +636,24 @@ class Costs:
             0.5 makes a stage twice as fast. Messages and launches keep their times.
         stage
             Which stage; all, if None.
+        n_stages
+            How many stages there are; needed where costs have one value for all stages, and one of
+            them is to be scaled.
 
         Raises
         ------
         CostsError
-            For a factor that is negative or not finite, or a stage that these costs do not have.
+            For a factor that is negative or not finite, a stage that these costs do not have, and
+            another number of stages than theirs.
+
+        Examples
+        --------
+        >>> Costs(forward=1, backward=2).scaled(2.5, stage=2, n_stages=4).forward
+        (1.0, 1.0, 2.5, 1.0)
         """
         from pipesim.measured import scaled
 
-        return scaled(self, factor, stage)
+        return scaled(self, factor, stage, n_stages)
 
 
 #: Fields of `Costs` that are plain values, but not of stages.

@@ -102,6 +102,10 @@ class AccuracyWarning(PipeWarning):
     """Measured tasks are too short, or too noisy, for a good prediction."""
 
 
+class CostsWarning(PipeWarning):
+    """Costs may say something else than they are used for."""
+
+
 class EngineWarning(PipeWarning):
     """Another engine serves than the one asked for."""
 

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from pipesim.capacity import check_rows
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
+from pipesim.errors import number as real_number
 from pipesim.network import Network
 from pipesim.registry import options_of_schedules
 from pipesim.schedule_names import counts_of_file, digest_of_file, info_of, is_file
@@ -80,7 +83,7 @@ def grid_rows(cases: Sequence[Settings], grid: Mapping[str, Any]) -> list[Row]:
     """Return a row for each case of `pipesim.settings.cases` and combination of a grid's values."""
     grid = {{**LOWERING, **COUNTS}.get(key, key): values for key, values in grid.items()}
     shown, found, own = [], [], []
-    for case, point in itertools.product(cases, _product(grid, _known())):
+    for case, point in itertools.product(cases, _product(grid, _known(), len(cases))):
         shown.append({"schedule": case["label"], **point})
         layer = checked(f"grid, {_text(point)}", nested(point), SETTINGS, Path())
         found.append(merged(case, layer))
@@ -104,17 +107,25 @@ def _known() -> tuple[str, ...]:
     return (*FLAT, *sorted(options - set(FLAT)))
 
 
-def _product(grid: Mapping[str, Any], known: Sequence[str]) -> list[Flat]:
-    """Return every combination of a grid's values."""
+def _product(grid: Mapping[str, Any], known: Sequence[str], n_cases: int = 1) -> list[Flat]:
+    """Return every combination of a grid's values, if there is memory for them in all cases."""
     _flat("grid", dict.fromkeys(grid), known)
     for key, values in grid.items():
-        if not isinstance(values, (list, tuple, range, np.ndarray)) or len(values) == 0:
+        if not isinstance(values, (list, tuple, range, np.ndarray)) or _length(values) == 0:
             raise ArgumentError(
                 f"grid: {key} must be a list of at least one value, got {values!r}; what is the "
                 "same in every row goes into base"
             )
+    check_rows(n_cases * math.prod(map(_length, grid.values())))
     plain = [[_value("grid", key, value) for value in grid[key]] for key in grid]
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*plain)]
+
+
+def _length(values: Any) -> int:
+    """Return how many values there are; of a range, more than ``len`` can say."""
+    if isinstance(values, range):
+        return max(0, -((values.start - values.stop) // values.step))
+    return len(values)
 
 
 def _flat(where: str, row: Any, known: Sequence[str]) -> Flat:
@@ -144,13 +155,15 @@ def _plain(where: str, value: Any) -> Any:
     if isinstance(value, (Costs, Network)):
         return value.to_dict()
     if isinstance(value, (np.generic, np.ndarray)):
-        return value.tolist()
+        return _plain(where, value.tolist())
     if isinstance(value, Mapping):
         return {str(key): _plain(where, part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(where, part) for part in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
+    if (got := real_number(value)) is not None:  # such as a Fraction
+        return got
     raise ArgumentError(
         f"{where} must be numbers, text, a Costs or a Network, got {value!r}; give a schedule of "
         "your own a name with pipesim.register"

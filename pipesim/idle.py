@@ -62,8 +62,8 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     stage that has more to do, unless replicas of the stage show what is usual. Without costs,
     links are not known (contention for links counts as host), nor when tasks were issued unless
     that was recorded, and latency is the shortest that a message of its kind took. What a message
-    takes beyond its latency is bandwidth, if it has bytes. A collective whose seconds were measured
-    is bandwidth.
+    takes beyond its latency is bandwidth, ``Costs.output_seconds`` included, if it has bytes;
+    without bytes all of it is latency. A collective whose seconds were measured is bandwidth.
 
     Returns
     -------

@@ -10,18 +10,17 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import Costs
+from pipesim.costs import VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, CostsError, check_count, number, suggestion
 from pipesim.files import check_path, read_text
 from pipesim.network import Network
-from pipesim.split import Split, balanced_split, checked_split
+from pipesim.split import Partition, Split, balanced_split, check_partition, checked_split
 from pipesim.texts import csv_rows, real
 
 if TYPE_CHECKING:
@@ -29,13 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["COLUMNS", "Layers", "costs_from_layers"]
 
-_SECONDS = ("forward", "backward", "input_grad", "weight_grad", "recompute", "optimizer_step")
-_BYTES = (
-    "output_bytes", "activation_bytes", "weight_grad_bytes", "parameter_bytes", "optimizer_bytes",
-)  # fmt: skip
 #: Columns that a profile may have. Of the seconds, `forward` is needed, and `backward` or both
 #: `input_grad` and `weight_grad`.
-COLUMNS = (*_SECONDS, *_BYTES)
+COLUMNS = tuple(name for name in VALUE_FIELDS if name != "launch")
+#: Columns of which a stage has what its last layer has.
+_OF_LAST = ("output_bytes", "output_seconds")
 _EXAMPLE = '{"forward": [1e-3, 1e-3], "backward": [2e-3, 2e-3]}'
 #: A column for the reader's eye, which is not read.
 _NAMES = "layer"
@@ -48,8 +45,8 @@ class Layers:
     Attributes
     ----------
     columns
-        One value a layer for each column that is known: fields of `Costs` but ``launch``, with
-        their meaning and units there, of a layer instead of a stage.
+        One value a layer for each column that is known: fields of `Costs` that are one number a
+        stage, but ``launch``, with their meaning and units there, of a layer instead of a stage.
     source
         Where they come from, for messages; such as the path of a file.
 
@@ -152,39 +149,52 @@ class Layers:
         if backward is None:
             halves = self.columns["input_grad"], self.columns["weight_grad"]
             backward = tuple(i + w for i, w in zip(*halves, strict=True))
-        both: NDArray[np.float64] = np.array(self.columns["forward"]) + np.array(backward)
+        with np.errstate(over="ignore"):  # `balanced_split` refuses what is endless
+            both: NDArray[np.float64] = np.array(self.columns["forward"]) + np.array(backward)
         return both
 
-    def costs(self, split: Split, *, launch: float = 0.0, network: Network | None = None) -> Costs:
+    def costs(
+        self,
+        split: Split,
+        *,
+        partition: Partition | None = None,
+        launch: float = 0.0,
+        network: Network | None = None,
+    ) -> Costs:
         """Return the costs of stages made of these layers.
 
         Parameters
         ----------
         split
-            Layers of each stage, in order. Or the number of stages: then the slowest of them
-            takes as little time as it can (`pipesim.balanced_split` of `seconds`).
+            Layers of each stage, in order, or the number of stages.
+        partition
+            How a number of stages is made of the layers: ``"balanced"`` (the default), so that the
+            slowest takes as little time as it can (`pipesim.balanced_split` of `seconds`), or
+            ``"even"``, with as many layers each.
         launch, network
             As in `Costs`.
 
         Returns
         -------
         Costs
-            Seconds and bytes summed over each stage's layers; ``output_bytes`` are those of its
-            last layer.
+            Seconds and bytes summed over each stage's layers; ``output_bytes`` and
+            ``output_seconds`` are those of its last layer.
 
         Raises
         ------
         ArgumentError
             For a split that does not sum to the number of layers, has an empty stage, or has more
             stages than there are layers.
+        CostsError
+            If the values of a stage are too large to be added.
         """
-        if isinstance(split, Integral):
+        if check_partition(partition, split, "split") and partition != "even":
             split = balanced_split(self.seconds.tolist(), check_count("split", split))
         sizes = checked_split(split, len(self), "split")
         values: dict[str, Any] = {
             name: tuple(
-                part[-1] if name == "output_bytes" else math.fsum(part)
-                for part in _parts(column, sizes)
+                part[-1] if name in _OF_LAST else _sum(f"{name} of stage {stage}", part)
+                for stage, part in enumerate(_parts(column, sizes))
             )
             for name, column in self.columns.items()
         }
@@ -195,6 +205,7 @@ def costs_from_layers(
     layers: Layers | pd.DataFrame | Path | str,
     split: Split,
     *,
+    partition: Partition | None = None,
     launch: float = 0.0,
     network: Network | None = None,
 ) -> Costs:
@@ -207,7 +218,18 @@ def costs_from_layers(
                 f"layers must be the path of a CSV file, a DataFrame or Layers, got {layers!r}"
             )
         layers = Layers.from_frame(layers)
-    return layers.costs(split, launch=launch, network=network)
+    return layers.costs(split, partition=partition, launch=launch, network=network)
+
+
+def _sum(what: str, values: Sequence[float]) -> float:
+    """Return an exact sum, if a float can hold it."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        raise CostsError(
+            f"{what}: the sum of {len(values)} layers, up to {max(values):g} each, is too large a "
+            "number; check the table's units"
+        ) from None
 
 
 def _parts(column: Sequence[float], sizes: Sequence[int]) -> Iterator[Sequence[float]]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import NetworkError, check_count, number
 
-__all__ = ["MAX_DEVICE", "Link", "Nodes", "check_keys", "check_speed"]
+__all__ = ["MAX_DEVICE", "Link", "Nodes", "check_keys", "checked_speed"]
 
 #: Largest device number that a network takes, so that a pair of them fits 64 bits.
 MAX_DEVICE = 2**31 - 1
@@ -44,7 +44,9 @@ class Link:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pairs", _checked_pairs(self.pairs))
-        check_speed(self, self.latency, self.bandwidth)
+        latency, bandwidth = checked_speed(self, self.latency, self.bandwidth)
+        object.__setattr__(self, "latency", latency)
+        object.__setattr__(self, "bandwidth", bandwidth)
         for a, b in self.pairs:
             if a == b:
                 raise NetworkError(f"{self}: no link leads from {a} to {b}")
@@ -142,9 +144,10 @@ class Nodes:
         object.__setattr__(self, "n_nics", n_nics)
         for name in ("port", "nic"):
             latency, bandwidth = f"{name}_latency", f"{name}_bandwidth"
-            check_speed("nodes", getattr(self, latency), getattr(self, bandwidth), f"{name}_")
-            object.__setattr__(self, latency, float(getattr(self, latency)))
-            object.__setattr__(self, bandwidth, float(getattr(self, bandwidth)))
+            given = getattr(self, latency), getattr(self, bandwidth)
+            seconds, rate = checked_speed("nodes", *given, f"{name}_")
+            object.__setattr__(self, latency, seconds)
+            object.__setattr__(self, bandwidth, rate)
 
     @property
     def nics_per_node(self) -> int:
@@ -180,8 +183,16 @@ class Nodes:
         return cls(**{k: endless(v) if "bandwidth" in k else v for k, v in values.items()})
 
 
-def check_speed(where: object, latency: object, bandwidth: object, prefix: str = "") -> None:
-    """Raise unless a latency is finite and not negative, and a bandwidth positive."""
+def checked_speed(
+    where: object, latency: object, bandwidth: object, prefix: str = ""
+) -> tuple[float, float]:
+    """Return a latency and a bandwidth as floats, whatever kind of number was given.
+
+    Raises
+    ------
+    NetworkError
+        Unless the latency is finite and not negative, and the bandwidth positive.
+    """
     seconds, rate = number(latency), number(bandwidth)
     if seconds is None or not 0 <= seconds < math.inf:
         raise NetworkError(f"{where}: {prefix}latency must be finite and >= 0 s, got {latency!r}")
@@ -190,6 +201,7 @@ def check_speed(where: object, latency: object, bandwidth: object, prefix: str =
             f"{where}: {prefix}bandwidth must be > 0 bytes/s (math.inf for pure latency), "
             f"got {bandwidth!r}"
         )
+    return seconds, rate
 
 
 def check_keys(what: str, values: Mapping[str, Any], known: Iterable[str]) -> None:

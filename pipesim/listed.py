@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from pipesim.capacity import check_memory
 from pipesim.errors import ArgumentError, ScheduleError
 from pipesim.ops import SCHEDULED, Action, Op, Overlapped, parse_action
 
@@ -14,6 +15,8 @@ __all__ = ["listed_actions"]
 
 #: Largest number of a stage or a micro-batch: columns have 32 bits.
 _LARGEST = int(np.iinfo(np.int32).max)
+#: Actions between two looks at the memory, and what each takes until it is in columns (bytes).
+_BETWEEN, _BYTES_PER_ACTION = 1 << 16, 250
 _EXAMPLE = "such as '0F0'"
 
 
@@ -31,6 +34,8 @@ def listed_actions(orders: object) -> list[list[Action | Overlapped]]:
         If an order is no sequence, or what it lists is no action, naming device and position.
     ScheduleError
         If an action is none that a schedule may list.
+    CapacityError
+        If an order goes on until there is no memory for its actions.
     """
     if not isinstance(orders, Iterable) or isinstance(orders, str):
         raise ArgumentError(
@@ -48,6 +53,12 @@ def _of_device(device: int, order: object) -> list[Action | Overlapped]:
         )
     actions = []
     for position, listed in enumerate(order):
+        if position % _BETWEEN == _BETWEEN - 1:
+            check_memory(
+                f"an order of more than {position:,} actions (device {device})",
+                (position + _BETWEEN) * _BYTES_PER_ACTION,
+                "see that it ends, or list fewer actions",
+            )
         try:
             actions.append(_action(listed))
         except (ArgumentError, ScheduleError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Literal
 
@@ -63,6 +64,8 @@ def lower(
     overlap
         Whether transfers run on copy streams beside the compute stream. Without it a device sends
         right after it has computed and receives right before it computes, on ``compute`` (rule 5).
+        What blocks there are bytes over bandwidth and ``Costs.output_seconds``: a sender goes on
+        during the latency of its message, so that messages of latency alone block no sender.
     streams
         ``"per_peer"``: a copy stream a peer and direction. ``"single"``: one a device, which shows
         head-of-line blocking (rule 1).
@@ -91,7 +94,7 @@ def lower(
     shard_optimizer
         Whether each replica steps its share of the parameters and then gathers the others (UNSHARD)
         as in ZeRO-1 (arXiv 1910.02054). `pipesim.Costs` then has REDUCE_GRAD as a reduce-scatter, a
-        STEP of the share's seconds, and optimizer state of its bytes.
+        STEP of the share's seconds, and optimizer state of its bytes. Gradients are held whole.
     sharded
         Stages, or a stage, that are embeddings whose rows are spread over the replicas, as in
         HugeCTR's sparse operation kit. Their F looks up the rows that all replicas ask for, their
@@ -213,7 +216,8 @@ def lower(
 def _checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[int, ...]:
     """Return the numbers of the sharded stages."""
     try:
-        stages = (sharded,) if isinstance(sharded, (int, np.integer)) else tuple(sharded)
+        given = (sharded,) if isinstance(sharded, (int, np.integer)) else sharded
+        stages = tuple(itertools.islice(given, schedule.n_stages + 1))
     except TypeError:
         raise ArgumentError(
             f"sharded must be the numbers of stages, such as [0], got {sharded!r}"

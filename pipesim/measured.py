@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import DURATION_OF, OTHER_FIELDS, VALUE_FIELDS, Costs
+from pipesim.costs import DURATION_OF, OTHER_FIELDS, VALUE_FIELDS, Costs, message_bytes
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -25,6 +25,7 @@ from pipesim.errors import (
     check_name,
     number,
 )
+from pipesim.graph import TaskGraph
 from pipesim.measured_collectives import measured_collectives
 from pipesim.network import Network
 from pipesim.ops import SENDS, Op
@@ -57,6 +58,8 @@ def costs_from_timeline(
     values: dict[str, Any] = {}
     if timeline.costs is not None:  # what a timeline does not show
         values = {name: getattr(timeline.costs, name) for name in (*_BYTES, "all_reduce")}
+        if network is None:
+            values["output_seconds"] = timeline.costs.output_seconds
     values["output_bytes"] = tuple(output_bytes(timeline).tolist())
     if timeline.graph.skips and "skip_bytes" not in fields:
         values["skip_bytes"] = _skip_bytes(timeline)
@@ -78,7 +81,7 @@ def _warn_of_free_reductions(timeline: Timeline, costs: Costs) -> None:
     """Warn where reductions of gradients took their time and the costs have no bytes of them."""
     graph = timeline.graph
     reductions = graph.op == Op.REDUCE_GRAD
-    if not reductions.any() or np.any(costs.parameter_bytes):
+    if not reductions.any() or costs.per_stage("gradient_bytes", graph.n_stages).any():
         return
     weights = np.where(reductions, timeline.duration, 0.0)
     longest = float(np.bincount(graph.device, weights).max())
@@ -116,6 +119,7 @@ def _warn_of_free_launches(timeline: Timeline) -> None:
 #: Seconds that follow from bytes, and not from the timeline, where the bytes are given.
 _SECONDS_OF_BYTES = {
     "parameter_bytes": ("reduce_grad", "unshard", "buckets"),
+    "gradient_bytes": ("reduce_grad", "buckets"),
     "key_bytes": ("exchange_counts", "exchange_keys"),
     "vector_bytes": ("exchange_vectors", "exchange_gradients"),
 }
@@ -224,18 +228,25 @@ def _network(timeline: Timeline, average: str) -> Network:
     if not len(sends):
         return Network()
     recvs = graph.pair[sends]
-    nbytes = timeline.nbytes[sends]
+    nbytes, fixed = timeline.nbytes[sends], np.zeros(len(sends))
+    if timeline.costs is not None:
+        fixed = _fixed_seconds(graph, timeline.costs)[graph.kind[sends]]
     # Without a size, what a SEND held cannot be bandwidth: it counts as latency.
-    held = np.where(nbytes > 0, timeline.duration[sends], 0.0)
+    held = np.where(nbytes > 0, np.maximum(0.0, timeline.duration[sends] - fixed), 0.0)
     # A RECV that its stream and host had reached when its message came shows how long that was.
     ready = _reached(timeline, recvs) < timeline.end[recvs]
-    rest = hand_over(timeline, waited_only=True)[recvs] - held
+    rest = hand_over(timeline, waited_only=True)[recvs] - held - fixed
     counted = ready & ~np.isnan(rest)
     if not counted.any():  # none was waited for
-        rest, counted = hand_over(timeline)[recvs] - held, ready
+        rest, counted = hand_over(timeline)[recvs] - held - fixed, ready
     latency = float(_AVERAGES[average](rest[counted]) if counted.any() else rest.min())
     bandwidth = float(nbytes.sum() / held.sum()) if held.any() else math.inf
     return Network(latency=max(latency, 0.0), bandwidth=bandwidth)
+
+
+def _fixed_seconds(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
+    """Return the seconds of each kind of message that do not come from its bytes."""
+    return message_bytes(graph.kinds, costs.per_stage("output_seconds", graph.n_stages))
 
 
 def _reached(timeline: Timeline, recvs: NDArray[Any]) -> NDArray[np.float64]:
@@ -249,7 +260,9 @@ def _reached(timeline: Timeline, recvs: NDArray[Any]) -> NDArray[np.float64]:
     return np.where(issued > 0, np.maximum(free, issued), free)
 
 
-def scaled(costs: Costs, factor: float, stage: int | None = None) -> Costs:
+def scaled(
+    costs: Costs, factor: float, stage: int | None = None, n_stages: int | None = None
+) -> Costs:
     """Return costs of stages that are faster or slower; `Costs.scaled` says more."""
     value = number(factor)
     if value is None or not 0 <= value < math.inf:
@@ -260,12 +273,19 @@ def scaled(costs: Costs, factor: float, stage: int | None = None) -> Costs:
         changed: dict[str, Any] = {name: _times(x, value) for name, x in given.items()}
         return replace(costs, **changed)
     sizes = {len(x) for name in VALUE_FIELDS if isinstance(x := getattr(costs, name), tuple)}
+    if n_stages is not None:
+        sizes.add(check_count("n_stages", n_stages))
     if not sizes:
         raise CostsError(
-            "costs are the same for all stages, however many; give one value a stage to scale one "
-            "of them"
+            "costs are the same for all stages, however many; give one value a stage, or "
+            f"scaled({value:g}, stage={stage!r}, n_stages=...), to scale one of them"
         )
     n_stages = max(sizes)
+    if min(sizes) < n_stages:
+        raise CostsError(
+            f"costs, and n_stages, are of {' and of '.join(map(str, sorted(sizes)))} stages; give "
+            "the same number to all"
+        )
     if check_count("stage", stage, 0) >= n_stages:
         raise CostsError(f"there is no stage {stage} in costs of {n_stages} stages")
     factors = [value if each == stage else 1.0 for each in range(n_stages)]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs import Costs
 from pipesim.csr import Ints, bincount, count
-from pipesim.errors import TimelineError
+from pipesim.errors import CostsError, TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, Op
@@ -28,13 +28,38 @@ def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     """Return bytes that each device holds throughout: parameters, gradients, optimizer state.
 
     Parameters count once for each version of them that a stage holds; see `weight_versions`. Of a
-    sharded optimizer, a replica has its share.
+    sharded optimizer, a replica has its share; gradients it holds whole, as in ZeRO-1.
+
+    Raises
+    ------
+    CostsError
+        If the bytes of a device are too many to be added; so do `peak_memory` and `over_time`.
     """
-    parameters, optimizer = (
-        costs.per_stage(name, graph.n_stages) for name in ("parameter_bytes", "optimizer_bytes")
+    parameters, gradients, optimizer = (
+        costs.per_stage(f"{name}_bytes", graph.n_stages)
+        for name in ("parameter", "gradient", "optimizer")
     )
-    held = (weight_versions(graph) + 1) * parameters + optimizer / graph.optimizer_shares
-    return bincount(graph.homes.ravel(), held.ravel(), graph.n_devices)
+    with np.errstate(over="ignore"):
+        held = weight_versions(graph) * parameters + gradients
+        held += optimizer / graph.optimizer_shares
+    return _finite(bincount(graph.homes.ravel(), held.ravel(), graph.n_devices))
+
+
+def _finite(nbytes: Floats) -> Floats:
+    """Return the bytes of each device.
+
+    Raises
+    ------
+    CostsError
+        If they are so many that their sum is not finite.
+    """
+    endless = np.flatnonzero(~np.isfinite(nbytes))
+    if len(endless):
+        raise CostsError(
+            f"device {endless[0]} would hold {nbytes[endless[0]]} bytes: activation_bytes, "
+            "parameter_bytes and optimizer_bytes of its stages are too many to be added; check them"
+        )
+    return nbytes
 
 
 def weight_versions(graph: TaskGraph) -> NDArray[np.int64]:
@@ -141,8 +166,9 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
     """
     graph, costs = timeline.graph, _costs(timeline)
     held, peak = np.zeros(graph.n_devices), np.zeros(graph.n_devices)
-    _peaks(*_walked(timeline), held, peak)
-    return static(graph, costs) + peak
+    with np.errstate(over="ignore", invalid="ignore"):
+        _peaks(*_walked(timeline), held, peak)
+        return _finite(static(graph, costs) + peak)
 
 
 def over_time(timeline: Timeline) -> pd.DataFrame:
@@ -166,6 +192,7 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
     tasks = (count(graph.kind, len(graph.kinds)) * computes).astype(np.float64)
     counts = 1 + 2 * bincount(graph.kinds.device, tasks, graph.n_devices).astype(np.int64)
     first = np.cumsum(counts) - counts
+    peak_memory(timeline)  # raises where sums are not finite
     time, nbytes = np.zeros(counts.sum()), np.zeros(counts.sum())
     nbytes[first] = held
     cursor = first + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipesim.capacity import check_memory
 from pipesim.collectives import (
     all_to_all,
     all_to_all_links,
@@ -23,7 +24,7 @@ from pipesim.collectives import (
 )
 from pipesim.errors import NetworkError, check_count, check_name, number
 from pipesim.files import check_path
-from pipesim.links import MAX_DEVICE, Link, Nodes, check_keys, check_speed, endless, finite
+from pipesim.links import MAX_DEVICE, Link, Nodes, check_keys, checked_speed, endless, finite
 from pipesim.machines import machine
 from pipesim.matrix import matrix_links, read_links
 from pipesim.routes import Router, Routes
@@ -45,7 +46,9 @@ class Network:
     Attributes
     ----------
     latency
-        Seconds, of every pair that ``links`` does not name. Nodes have latencies of their own.
+        Seconds, of every pair that ``links`` does not name. Nodes have latencies of their own. A
+        message holds no stream and no link for its latency, so that ``lower(overlap=False)`` makes
+        no device wait for it; ``Costs.output_seconds`` are seconds that hold both.
     bandwidth
         Bytes a second, likewise; ``math.inf`` (the default) makes messages pure latency.
     links
@@ -79,7 +82,9 @@ class Network:
     nodes: Nodes | None = None
 
     def __post_init__(self) -> None:
-        check_speed("network", self.latency, self.bandwidth)
+        latency, bandwidth = checked_speed("network", self.latency, self.bandwidth)
+        object.__setattr__(self, "latency", latency)
+        object.__setattr__(self, "bandwidth", bandwidth)
         if not isinstance(self.links, (tuple, list)) or not all(
             isinstance(link, Link) for link in self.links
         ):
@@ -152,13 +157,14 @@ class Network:
         Raises
         ------
         NetworkError
-            For bytes that are not finite or negative, and members that are no devices.
+            For bytes that are not finite or negative, members that are no devices, and seconds that
+            are not finite.
         UnknownNameError
             For another algorithm.
         """
         seconds = ALL_REDUCE[check_name("all-reduce", algorithm, ALL_REDUCE)]
         size, members = _collective("all-reduce", nbytes, devices)
-        return seconds(self._router, size, members) if len(members) > 1 else 0.0
+        return _finite("all-reduce", seconds, self._router, size, members)
 
     def all_to_all(self, nbytes: float, devices: Sequence[int] | NDArray[Any]) -> float:
         """Return seconds in which each member sends ``nbytes / n`` to each other; 0 for one member.
@@ -178,10 +184,11 @@ class Network:
         Raises
         ------
         NetworkError
-            For bytes that are not finite or negative, and members that are no devices.
+            For bytes that are not finite or negative, members that are no devices, and seconds that
+            are not finite.
         """
         size, members = _collective("all-to-all", nbytes, devices)
-        return all_to_all(self._router, size, members) if len(members) > 1 else 0.0
+        return _finite("all-to-all", all_to_all, self._router, size, members)
 
     def collective_links(
         self, algorithm: str, devices: Sequence[int] | NDArray[Any], n_devices: int
@@ -373,6 +380,29 @@ _OF_PRESET = ("efficiency", "gpus_per_device")
 KEYS = ("latency", "bandwidth", "links", "nodes", "preset", *_OF_PRESET)
 
 
+def _finite(
+    what: str,
+    seconds: Callable[[Router, float, NDArray[np.int64]], float],
+    router: Router,
+    nbytes: float,
+    members: NDArray[np.int64],
+) -> float:
+    """Return the seconds of a collective; 0 for one member."""
+    if len(members) == 1:
+        return 0.0
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        try:
+            lasts = seconds(router, nbytes, members)
+        except ZeroDivisionError:  # bandwidth so small that a share of it is 0
+            lasts = math.inf
+    if not math.isfinite(lasts):
+        raise NetworkError(
+            f"{what} of {nbytes:g} bytes over {len(members)} members would last {lasts} s; check "
+            "bytes, latency (s) and bandwidth (bytes/s)"
+        )
+    return lasts
+
+
 def _collective(
     what: str, nbytes: object, devices: Iterable[Any]
 ) -> tuple[float, NDArray[np.int64]]:
@@ -380,6 +410,8 @@ def _collective(
     size = number(nbytes)
     if size is None or not 0 <= size < math.inf:
         raise NetworkError(f"{what}: bytes must be finite and >= 0, got {nbytes!r}")
+    if isinstance(devices, range):  # of any length, in no memory
+        check_memory(f"{what} of {len(devices):,} members", 8 * len(devices), "name fewer members")
     try:
         members = np.asarray(devices)
     except ValueError:  # a ragged sequence

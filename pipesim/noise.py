@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from statistics import NormalDist
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipesim import draws
 from pipesim.costs import TaskCosts, message_ends
-from pipesim.errors import ArgumentError, check_count, check_name, number
+from pipesim.distributions import (
+    Distribution,
+    Empirical,
+    Failures,
+    LogNormal,
+    Normal,
+    check_distribution,
+    tabulated,
+)
+from pipesim.errors import ArgumentError, CostsError, check_count, check_name, number
 from pipesim.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
 
 __all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]
 
 Floats = NDArray[np.float64]
-
-
-class Distribution(Protocol):
-    """Of factors on a duration, by its quantile function; hashable, as a frozen dataclass is."""
-
-    def __hash__(self) -> int: ...
-
-    def quantile(self, level: Floats) -> Floats:
-        """Return the factors below which shares ``level`` (0..1, exclusive) of all draws lie."""
 
 
 class Draws(NamedTuple):
@@ -52,105 +50,6 @@ class Draws(NamedTuple):
     device: NDArray[np.int64]
     hit_every: float
     pause: float
-
-
-def _standard_normal(level: Floats) -> Floats:
-    inverse = NormalDist().inv_cdf
-    return np.array([inverse(x) for x in level.ravel().tolist()]).reshape(level.shape)
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Factors of mean 1 and standard deviation ``std``; those below 0 are 0.
-
-    That is one in three million where ``std`` is 0.2; far beyond, the mean is above 1.
-    """
-
-    std: float
-
-    def __post_init__(self) -> None:
-        _check_spread("std", self.std)
-
-    def quantile(self, level: Floats) -> Floats:
-        """See `Distribution`."""
-        return np.maximum(0.0, 1.0 + self.std * _standard_normal(level))
-
-
-@dataclass(frozen=True)
-class LogNormal:
-    """Factors of mean 1 whose logarithm has the standard deviation ``sigma``."""
-
-    sigma: float
-
-    def __post_init__(self) -> None:
-        _check_spread("sigma", self.sigma)
-
-    def quantile(self, level: Floats) -> Floats:
-        """See `Distribution`."""
-        return np.exp(self.sigma * _standard_normal(level) - self.sigma**2 / 2)
-
-
-@dataclass(frozen=True)
-class Empirical:
-    """Measured values, each as likely as the others, divided by their mean.
-
-    Parameters
-    ----------
-    samples
-        Such as the seconds that an operation took, step after step.
-
-    Raises
-    ------
-    ArgumentError
-        If there are none, or one is negative or not finite, or all are 0.
-    """
-
-    samples: Sequence[float] | Floats
-
-    def __post_init__(self) -> None:
-        try:
-            values = np.sort(np.asarray(self.samples, dtype=np.float64).ravel())
-        except (TypeError, ValueError):
-            raise ArgumentError(f"samples must be numbers, got {self.samples!r}") from None
-        if not len(values):
-            raise ArgumentError("samples are empty; give at least one measured value")
-        bad = values[~(np.isfinite(values) & (values >= 0))]
-        if len(bad):
-            raise ArgumentError(f"samples must be finite and >= 0, got {bad[0]}")
-        if not values.any():
-            raise ArgumentError("samples are all 0; a factor cannot be made of them")
-        object.__setattr__(self, "samples", tuple(values.tolist()))
-
-    def quantile(self, level: Floats) -> Floats:
-        """See `Distribution`."""
-        values = np.array(self.samples) / np.mean(self.samples)
-        found: Floats = values[np.minimum((level * len(values)).astype(np.int64), len(values) - 1)]
-        return found
-
-
-@dataclass(frozen=True)
-class Failures:
-    """Pauses, as after a failure: a task that is hit lasts ``pause`` longer.
-
-    Attributes
-    ----------
-    every
-        Seconds of work between failures of one GPU, on average. A task of d seconds is hit with
-        the chance d / every.
-    pause
-        Seconds until the device goes on.
-    """
-
-    every: float
-    pause: float
-
-    def __post_init__(self) -> None:
-        for name, least in (("every", "> 0"), ("pause", ">= 0")):
-            value = number(getattr(self, name))
-            if value is None or not 0 <= value < np.inf or (value == 0 and least == "> 0"):
-                raise ArgumentError(
-                    f"{name} must be finite seconds {least}, got {getattr(self, name)!r}"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +84,8 @@ class Noise:
     Raises
     ------
     ArgumentError
-        For a missing seed, factors that are not positive, and operations that do not compute.
+        For a missing seed, factors that are not positive, operations that do not compute, and
+        failures of so many GPUs that the seconds between them are no number above 0.
 
     Examples
     --------
@@ -210,16 +110,27 @@ class Noise:
         for name in given if isinstance(self.task, Mapping) else ():
             check_name("compute operation", name, [op.name for op in COMPUTE])
         for name, value in {**given, "device": self.device, "message": self.message}.items():
-            _check_distribution(name, value)
+            check_distribution(name, value)
         if not isinstance(self.failures, Failures | None):
             raise ArgumentError(f"failures must be a pipesim.Failures, got {self.failures!r}")
-        _check_factors("slow_devices", self.slow_devices, "{3: 1.2}")
-        _check_factors("slow_links", self.slow_links, "{(0, 1): 1.2}")
+        if self.failures is not None and not self._hit_every > 0:
+            raise ArgumentError(
+                f"failures: every={self.failures.every!r} s of one GPU, over "
+                f"gpus_per_device={self.gpus_per_device}, is too small a number for the seconds "
+                "between failures of a device; give a larger every"
+            )
+        for name, example in (("slow_devices", "{3: 1.2}"), ("slow_links", "{(0, 1): 1.2}")):
+            object.__setattr__(self, name, _checked_factors(name, getattr(self, name), example))
         for link in self.slow_links:
             if not (isinstance(link, tuple) and len(link) == 2):
                 raise ArgumentError(
                     f"slow_links names pairs of sender and receiver, such as (0, 1), got {link!r}"
                 )
+
+    @property
+    def _hit_every(self) -> float:
+        """Seconds of a device's work between failures, 0 for none."""
+        return 0.0 if self.failures is None else self.failures.every / self.gpus_per_device
 
     def slowed(self, graph: TaskGraph, costs: TaskCosts) -> TaskCosts:
         """Return costs with the constant factors of slow devices and links in them.
@@ -228,11 +139,38 @@ class Noise:
         ------
         ArgumentError
             For a device that the graph does not have.
+        CostsError
+            If a task may last longer than a float can say.
         """
         if costs.drawn is not None:  # from here on these are the seconds that vary
             costs = costs.per_task()
-        if not self.slow_devices and not self.slow_links:
-            return costs
+        if self.slow_devices or self.slow_links:
+            with np.errstate(over="ignore"):
+                costs = self._with_slow(graph, costs)
+        self._check_longest(costs)
+        return costs
+
+    def _check_longest(self, costs: TaskCosts) -> None:
+        """Raise if factors and pauses may make a task, or a latency, endless."""
+        base = float(costs.table.duration.max(initial=0.0))
+        by_op = self.task if isinstance(self.task, Mapping) else {"": self.task}
+        most = 1.0
+        for drawn in ((self.device,), (*by_op.values(), self.message)):
+            tables = [tabulated(d, self.gpus_per_device) for d in drawn if d is not None]
+            most *= max([1.0, *(float(table.max()) for table in tables)])
+        longest = base * most + (0.0 if self.failures is None else self.failures.pause)
+        for what, seconds in (
+            ("a task", longest),
+            ("a latency", costs.table.latency.max(initial=0)),
+        ):
+            if not np.isfinite(seconds):
+                raise CostsError(
+                    f"with this noise {what} may last {seconds} s: {base:g} s by the costs, times "
+                    f"factors up to {most:g}; make the costs, or the factors, smaller"
+                )
+
+    def _with_slow(self, graph: TaskGraph, costs: TaskCosts) -> TaskCosts:
+        """Return costs times the factors of slow devices and links."""
         known = graph.n_devices
         for device in {*self.slow_devices, *(d for link in self.slow_links for d in link)}:
             if check_count("a slow device", device, minimum=0) >= known:
@@ -275,25 +213,21 @@ class Noise:
         for distribution, members, gpus in varying:
             if distribution is not None and members.any():
                 which[members] = len(tables)
-                tables.append(_table(distribution, gpus))
-        hit_every, pause = 0.0, 0.0
-        if self.failures is not None:
-            hit_every = self.failures.every / self.gpus_per_device
-            pause = float(self.failures.pause)
+                tables.append(tabulated(distribution, gpus))
         return Draws(
             np.array(tables, dtype=np.float64).reshape(-1, 3, draws.BINS),
             which,
             kinds.is_op(COMPUTE),
             kinds.device,
-            hit_every,
-            pause,
+            self._hit_every,
+            0.0 if self.failures is None else self.failures.pause,
         )
 
     def device_factors(self, n_devices: int, scenarios: Sequence[int]) -> Floats:
         """Return the factor of each device in each scenario; shape ``(n, n_devices)``."""
         if self.device is None:
             return np.ones((len(scenarios), n_devices))
-        table = _table(self.device, self.gpus_per_device)
+        table = tabulated(self.device, self.gpus_per_device)
         index = np.arange(n_devices, dtype=np.uint64)
         keys = self.keys(scenarios)[:, draws.OF_DEVICES, None]
         return draws.factors(table, draws.mixed(keys, index[None, :]))
@@ -338,38 +272,14 @@ class Noise:
         return drawn
 
 
-@lru_cache(maxsize=64)
-def _table(distribution: Distribution, slowest_of: int) -> Floats:
-    table = draws.quantile_table(distribution.quantile, slowest_of)
-    bad = table[~(np.isfinite(table) & (table >= 0))]
-    if len(bad):
-        raise ArgumentError(f"factors must be finite and >= 0, but {distribution!r} has {bad[0]}")
-    return table
-
-
-def _check_distribution(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, type) or not hasattr(value, "quantile"):
-        raise ArgumentError(f"{name} must be a distribution, such as Normal(0.02), got {value!r}")
-    try:
-        hash(value)  # its table is made once
-    except TypeError:
-        raise ArgumentError(
-            f"{name} must be hashable, as a frozen dataclass is, got {value!r}"
-        ) from None
-
-
-def _check_factors(name: str, factors: object, example: str) -> None:
+def _checked_factors(name: str, factors: object, example: str) -> dict[Any, float]:
+    """Return factors as floats."""
     if not isinstance(factors, Mapping):
         raise ArgumentError(f"{name} must be a mapping, such as {example}, got {factors!r}")
+    checked = {}
     for where, factor in factors.items():
         got = number(factor)
         if got is None or not 0 < got < np.inf:
             raise ArgumentError(f"{name}[{where!r}] must be a factor > 0, got {factor!r}")
-
-
-def _check_spread(name: str, value: object) -> None:
-    got = number(value)
-    if got is None or not 0 <= got < np.inf:
-        raise ArgumentError(f"{name} must be finite and >= 0, got {value!r}")
+        checked[where] = got
+    return checked

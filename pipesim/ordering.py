@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -13,14 +14,29 @@ from numpy.typing import NDArray
 
 from pipesim.capacity import check_memory
 from pipesim.costs import Costs
-from pipesim.errors import ArgumentError, CostsError, check_count, check_name, number
+from pipesim.errors import (
+    ArgumentError,
+    CostsError,
+    CostsWarning,
+    PipeError,
+    check_count,
+    check_name,
+    number,
+)
 from pipesim.list_scheduler import Key, Work, list_orders
 from pipesim.ops import Action, Op
 from pipesim.placement import Placement
 from pipesim.priorities import PRIORITIES
 from pipesim.schedule import Schedule
 
-__all__ = ["Priority", "checked_costs", "checked_limits", "order_by"]
+__all__ = [
+    "Priority",
+    "check_weight_bytes",
+    "checked_costs",
+    "checked_limits",
+    "order_by",
+    "ordered",
+]
 
 #: ``priority(action, ready)`` ranks an action that is ready at ``ready`` seconds; lowest first.
 Priority = Callable[[Action, float], Any]
@@ -86,7 +102,16 @@ def order_by(
         For arguments that are out of range, and for a limit that no micro-batch fits in, with the
         device and what it needs at least.
     CostsError
-        If the costs lack seconds of an operation.
+        If the costs lack seconds of an operation, or are so large that sums of their seconds or
+        bytes are not finite.
+    CapacityError
+        If there is no memory for so many actions.
+
+    Warns
+    -----
+    CostsWarning
+        If there is a limit, and the costs have no ``activation_bytes``, or W has no
+        ``weight_grad_bytes``.
 
     Examples
     --------
@@ -99,6 +124,60 @@ def order_by(
     >>> schedule == ps.schedule("1f1b", 3, 8)
     True
     """
+    if memory_limit is not None and isinstance(placement, Placement):
+        given = checked_costs(costs)
+        if not np.any(given.activation_bytes) and not np.any(given.weight_grad_bytes):
+            warnings.warn(
+                "memory_limit limits nothing: the costs have no activation_bytes; give them, such "
+                "as ps.Costs(..., activation_bytes=1, weight_grad_bytes=1) to count micro-batches "
+                "of a stage",
+                CostsWarning,
+                stacklevel=2,
+            )
+        elif split_backward:
+            check_weight_bytes(given, placement.n_stages, stacklevel=3)
+    return ordered(
+        placement,
+        n_microbatches,
+        costs,
+        priority=priority,
+        memory_limit=memory_limit,
+        in_flight=in_flight,
+        split_backward=split_backward,
+        patience=patience,
+        name=name,
+    )
+
+
+def check_weight_bytes(costs: Costs, n_stages: int, stacklevel: int = 6) -> None:
+    """Warn where an order under a memory limit takes W to hold nothing, since no bytes say so."""
+    held, seconds = (
+        getattr(costs, name) is not None and costs.per_stage(name, n_stages).any()
+        for name in ("activation_bytes", "weight_grad")
+    )
+    if held and seconds and not np.any(costs.weight_grad_bytes):
+        warnings.warn(
+            "the costs have activation_bytes and no weight_grad_bytes, so that under the memory "
+            "limit a W counts as holding nothing; give weight_grad_bytes, the bytes that are held "
+            "between I and W (at most, those of activations and gradients of outputs)",
+            CostsWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def ordered(
+    placement: Placement,
+    n_microbatches: int,
+    costs: Costs | None = None,
+    *,
+    priority: str | Priority = "backward_first",
+    memory_limit: object = None,
+    in_flight: object = None,
+    split_backward: bool = True,
+    patience: float = 0.0,
+    name: str = "custom",
+) -> Schedule:
+    """Do what `order_by` does, without warnings."""
     if not isinstance(placement, Placement):
         raise ArgumentError(f"placement must be a pipesim.Placement, got {placement!r}")
     # Each path takes one at least.
@@ -144,13 +223,21 @@ def _work(
     if split:
         taken = list(map(max, taken, kept))  # as much as there will be, from the start
     forward_delay, backward_delay = _delays(placement, costs)
+    seconds = [
+        of("forward"),
+        *map(of, ("input_grad", "weight_grad") if split else ("backward",)),
+    ]
+    once = sum(map(sum, (*seconds, forward_delay, backward_delay)))
+    for what, total in (("seconds", once), ("bytes", sum(taken) * placement.n_paths)):
+        if not math.isfinite(total * n_microbatches):
+            raise CostsError(
+                f"the {what} of {n_microbatches} micro-batches, {total:g} of each, add up to more "
+                "than a number can hold; check the costs"
+            )
     return Work(
         placement=placement,
         n_microbatches=n_microbatches,
-        seconds=[
-            of("forward"),
-            *map(of, ("input_grad", "weight_grad") if split else ("backward",)),
-        ],
+        seconds=seconds,
         forward_delay=forward_delay,
         backward_delay=backward_delay,
         taken=taken,
@@ -163,12 +250,15 @@ def _work(
 def _delays(placement: Placement, costs: Costs) -> tuple[list[float], list[float]]:
     """Return seconds from each stage of each path to the next one, and to the one before."""
     home = np.array(placement.paths)
-    nbytes = costs.per_stage("output_bytes", placement.n_stages)
+    nbytes, fixed = (
+        costs.per_stage(name, placement.n_stages)[:-1]
+        for name in ("output_bytes", "output_seconds")
+    )
     forward, backward = np.zeros(home.shape), np.zeros(home.shape)
     for path in range(placement.n_paths):
         down, up = home[path, :-1], home[path, 1:]
-        forward[path, :-1] = _message(costs, down, up, nbytes[:-1], placement.n_devices)
-        backward[path, 1:] = _message(costs, up, down, nbytes[:-1], placement.n_devices)
+        forward[path, :-1] = _message(costs, down, up, nbytes, fixed, placement.n_devices)
+        backward[path, 1:] = _message(costs, up, down, nbytes, fixed, placement.n_devices)
     return forward.ravel().tolist(), backward.ravel().tolist()
 
 
@@ -177,12 +267,19 @@ def _message(
     source: NDArray[np.int64],
     target: NDArray[np.int64],
     nbytes: NDArray[np.float64],
+    fixed: NDArray[np.float64],
     n_devices: int,
 ) -> NDArray[np.float64]:
     """Return seconds of messages that find their links free; none from a device to itself."""
     seconds, away = np.zeros(len(source)), source != target
     routes = costs.network.resolve(source[away], target[away], n_devices)
-    seconds[away] = routes.latency + nbytes[away] / routes.bandwidth
+    with np.errstate(over="ignore"):
+        seconds[away] = routes.latency + fixed[away] + nbytes[away] / routes.bandwidth
+    for message in np.flatnonzero(~np.isfinite(seconds))[:1].tolist():
+        raise CostsError(
+            f"a message from device {source[message]} to {target[message]} would take "
+            f"{seconds[message]} s; check output_bytes, and latency and bandwidth of the network"
+        )
     return seconds
 
 
@@ -305,7 +402,15 @@ class _Checked:
 
     def __call__(self, phase: int, stage: int, microbatch: int, ready: float) -> tuple[float, ...]:
         action = Action(stage, self.ops[phase], microbatch)
-        rank = self.priority(action, ready)
+        try:
+            rank = self.priority(action, ready)
+        except PipeError:
+            raise
+        except Exception as error:
+            raise ArgumentError(
+                f"priority of {action}, ready at {ready:.6g} s, raised {type(error).__name__}: "
+                f"{error}"
+            ) from error
         numbers = [number(x) for x in (rank if isinstance(rank, tuple) else (rank,))]
         if not numbers or None in numbers:
             raise ArgumentError(

@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.capacity import check_stages
 from pipesim.errors import ArgumentError, check_count
 
 __all__ = [
@@ -39,13 +40,22 @@ class Placement:
     Raises
     ------
     ArgumentError
-        If a device number is not a whole number from 0, a device is left without a stage, or
-        paths are of different length or have the same stage on the same device.
+        If a path is no sequence, a device number is not a whole number from 0, a device is left
+        without a stage, or paths are of different length or have the same stage on the same device.
+    CapacityError
+        If so many stages would not fit in memory.
     """
 
     paths: tuple[tuple[int, ...], ...]
 
     def __init__(self, device_of: Sequence[int], *others: Sequence[int]) -> None:
+        for path in (device_of, *others):
+            if not isinstance(path, (Sequence, np.ndarray)) or isinstance(path, (str, bytes)):
+                raise ArgumentError(
+                    "a placement must be a sequence of device numbers, one a stage, such as "
+                    f"[0, 1, 1, 0], got {path!r:.60} ({type(path).__name__})"
+                )
+        check_stages(sum(map(len, (device_of, *others))))
         paths = tuple(
             tuple(check_count(f"the device of stage {s}", d, 0) for s, d in enumerate(path))
             for path in (device_of, *others)
@@ -95,7 +105,7 @@ class Placement:
     @property
     def n_chunks(self) -> int:
         """Most stages that any device holds, copies counted."""
-        return max(len(self.stages_of(device)) for device in range(self.n_devices))
+        return int(np.bincount(np.concatenate(self.paths)).max())
 
     def stages_of(self, device: int) -> tuple[int, ...]:
         """Return the stages that ``device`` holds, path after path, in ascending order."""
@@ -115,6 +125,7 @@ def looped(n_devices: int, n_chunks: int) -> Placement:
     """Deal the stages round the devices, ``n_chunks`` times (Megatron-LM, arXiv 2104.04473)."""
     n_devices = check_count("n_devices", n_devices)
     n_chunks = check_count("n_chunks", n_chunks)
+    check_stages(n_devices * n_chunks)
     return Placement([s % n_devices for s in range(n_devices * n_chunks)])
 
 
@@ -126,8 +137,10 @@ def v_shaped(n_devices: int) -> Placement:
 def waves(n_devices: int, n_waves: int) -> Placement:
     """Go down and up the devices ``n_waves`` times (Hanayo, arXiv 2308.15762): two stages each."""
     n_devices = check_count("n_devices", n_devices)
+    n_waves = check_count("n_waves", n_waves)
+    check_stages(2 * n_devices * n_waves)
     down = range(n_devices)
-    return Placement([*down, *reversed(down)] * check_count("n_waves", n_waves))
+    return Placement([*down, *reversed(down)] * n_waves)
 
 
 def bidirectional(n_devices: int) -> Placement:
@@ -138,7 +151,9 @@ def bidirectional(n_devices: int) -> Placement:
     ArgumentError
         If the number of devices is odd, so that the middle one would hold a stage twice.
     """
-    down = range(check_count("n_devices", n_devices))
+    n_devices = check_count("n_devices", n_devices)
+    check_stages(2 * n_devices)
+    down = range(n_devices)
     if n_devices % 2:
         raise ArgumentError(
             f"a bidirectional placement needs an even number of devices, got {n_devices}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from pipesim.errors import ArgumentError, PipeError, ScheduleError
+from pipesim.errors import ArgumentError, CapacityError, PipeError, ScheduleError
+from pipesim.ops import Action, Overlapped
 from pipesim.schedule import Schedule
 
 __all__ = [
@@ -16,9 +18,12 @@ __all__ = [
     "check_built",
     "check_required",
     "checked_name",
+    "of_user",
 ]
 
 Build = Callable[..., Schedule]
+#: A device may list so many actions, or if that is more, 3 of each of so many stages.
+_ACTIONS, _STAGES = 10**5, 1000
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -66,15 +71,73 @@ def builder(name: str, function: Callable[..., Any]) -> tuple[Build, tuple[str, 
 
     @functools.wraps(function)
     def build(n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
-        orders = [
-            function(device, n_devices, n_microbatches, **options) for device in range(n_devices)
-        ]
+        def order(device: int) -> Any:
+            return function(device, n_devices, n_microbatches, **options)
+
         try:
+            orders = [
+                _watched(name, device, n_microbatches, functools.partial(order, device))
+                for device in range(n_devices)
+            ]
             return Schedule.from_orders(orders, n_microbatches=n_microbatches, name=name)
         except (ArgumentError, ScheduleError) as error:
-            raise _named(name, error) from error
+            raise _named(name, error) from error.__cause__ or error
 
     return build, parameters[3:]
+
+
+@contextmanager
+def of_user(where: str) -> Iterator[None]:
+    """Name the place of an error in a function of the user's that makes a schedule.
+
+    Raises
+    ------
+    ScheduleError
+        With that error as ``__cause__``; errors of pipesim's own keep their kind.
+    """
+    try:
+        yield
+    except CapacityError:
+        raise
+    except PipeError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except MemoryError as error:
+        raise CapacityError(
+            f"{where}: its function ran out of memory; list fewer actions"
+        ) from error
+    except Exception as error:
+        raise ScheduleError(
+            f"{where}: its function raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _watched(name: str, device: int, m: int, made: Callable[[], Any]) -> Any:
+    """Return one device's order, as something to iterate over that ends.
+
+    Raises
+    ------
+    ScheduleError
+        If the user's function raises, with its error as ``__cause__``.
+    """
+    with of_user(f"device {device}"):
+        order = made()
+    if not isinstance(order, Iterable) or isinstance(order, str | Action | Overlapped):
+        return order  # refused by `Schedule.from_orders`, which says why
+    return _ending(name, device, m, order)
+
+
+def _ending(name: str, device: int, m: int, order: Iterable[Any]) -> Iterator[Any]:
+    """Yield the actions of an order, unless there are more than any device could run."""
+    most = max(_ACTIONS, 3 * _STAGES * m)
+    with of_user(f"device {device}"):
+        for count, action in enumerate(order):
+            if count == most:
+                raise CapacityError(
+                    f"schedule {name!r}, device {device}: its function has yielded {count:,} "
+                    f"actions for {m} micro-batches, and goes on; a device runs at most 3 actions "
+                    "of each of its stages and micro-batches, so see that the function ends"
+                )
+            yield action
 
 
 def _parameters(function: object) -> tuple[str, ...]:

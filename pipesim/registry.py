@@ -12,6 +12,7 @@ from pipesim.capacity import check_schedule
 from pipesim.closed_forms import ClosedForm, Counts, called, check_counts, check_form
 from pipesim.errors import (
     ArgumentError,
+    PipeError,
     UnknownNameError,
     check_count,
     check_name,
@@ -23,6 +24,7 @@ from pipesim.registering import (
     check_built,
     check_required,
     checked_name,
+    of_user,
 )
 from pipesim.schedule import Schedule
 
@@ -112,7 +114,13 @@ class ScheduleInfo:
                 f"schedule {self.name!r} takes {self.counts.text}; "
                 f"got n_devices={n_devices}, n_microbatches={n_microbatches}{given}"
             )
-        built = self.build(n_devices, n_microbatches, **options)
+        try:
+            built = self.build(n_devices, n_microbatches, **options)
+        except PipeError:
+            raise
+        except Exception:  # of a function of the user's own
+            with of_user(f"schedule {self.name!r}"):
+                raise
         return check_built(self.name, built, n_devices, n_microbatches)
 
 
@@ -206,9 +214,10 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
         For counts that are fractional, boolean, zero or negative, and for an option that is left
         out and has no default.
     ScheduleError
-        If the function that was registered returns something else than a schedule of these counts.
+        If the function that was registered raises, with its error as ``__cause__``, or returns
+        something else than a schedule of these counts.
     CapacityError
-        If it would not fit in memory.
+        If it would not fit in memory, or a device's actions do not end.
 
     Examples
     --------

@@ -21,7 +21,7 @@ from pipesim.graph import TaskGraph
 from pipesim.noise import Noise
 from pipesim.ops import COMPUTE
 from pipesim.simulate import checked_costs, checked_noise, simulate
-from pipesim.timeline import Timeline
+from pipesim.timeline import LONGEST, Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +31,8 @@ __all__ = ["Scenarios", "simulate_many"]
 Floats = NDArray[np.float64]
 #: Makespan, bubble and number of a scenario, and its share of the list of parts.
 _BYTES_PER_SCENARIO = 80
+#: Threads a core, of which more only cost memory.
+_MOST_THREADS = 32
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +121,7 @@ def simulate_many(
     n
         Number of scenarios.
     n_jobs
-        Threads; -1 for one a core.
+        Threads, at most 32 a core; -1 for one a core.
     progress
         Whether to show a progress bar, once it has taken a second.
 
@@ -127,6 +129,8 @@ def simulate_many(
     ------
     ArgumentError
         For noise that is none, or does not suit the graph, and counts that are no counts.
+    CostsError
+        If the costs are so large that a task would end after more than 1e150 s.
     CapacityError
         If the scenarios that run at once, or all results, would not fit in memory.
     """
@@ -134,7 +138,8 @@ def simulate_many(
     if n_jobs != -1:
         n_jobs = check_count("n_jobs", n_jobs)
     check_memory("holding all scenarios", n * _BYTES_PER_SCENARIO, f"ask for fewer than n={n}")
-    workers = (len(os.sched_getaffinity(0)) if n_jobs == -1 else n_jobs) or 1
+    cores = len(os.sched_getaffinity(0)) or 1
+    workers = cores if n_jobs == -1 else min(n_jobs, _MOST_THREADS * cores)
     tasks = checked_costs(graph, costs)
     slowed = checked_noise(noise).slowed(graph, tasks)
     quiet = simulate(graph, tasks).makespan
@@ -160,6 +165,9 @@ def simulate_many(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    endless = np.flatnonzero(~(makespan <= LONGEST))
+    if len(endless):  # says which task
+        simulate(graph, costs, noise=noise, scenario=int(endless[0]))
     time = graph.n_devices * makespan
     bubble = np.where(time > 0, 1.0 - busy / np.where(time > 0, time, 1.0), 1.0)
     return Scenarios(graph, costs, noise, makespan, np.maximum(bubble, 0.0), quiet)

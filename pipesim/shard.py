@@ -5,16 +5,27 @@ Letters and sources as in `pipesim.transformer`.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
-from pipesim.errors import check_count, check_name
-from pipesim.split import Split, checked_split
-from pipesim.transformer import RECOMPUTE, Recompute, Transformer, check_divides, check_switch
+from pipesim.errors import ArgumentError, CostsWarning, check_count, check_name
+from pipesim.split import Partition, Split, balanced_split, check_partition, checked_split
+from pipesim.transformer import (
+    RECOMPUTE,
+    Recompute,
+    Transformer,
+    check_divides,
+    check_size,
+    check_switch,
+)
 
 __all__ = ["Shard"]
 
 #: Logits stay in 32 bits for the loss, and a dropout mask in 8 (arXiv 2205.05198, section 4).
 _LOGIT_BYTES, _MASK_BYTES = 4, 1
+#: An even split is worth a warning if its slowest stage takes so many times as long as need be;
+#: looked at for models of so many layers at most.
+_MUCH, _FEW = 1.05, 1000
 
 
 @dataclass(frozen=True)
@@ -57,8 +68,8 @@ class Shard:
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
-        check_count("microbatch_size", self.microbatch_size)
-        check_count("tensor_parallel", self.tensor_parallel)
+        for name in ("microbatch_size", "tensor_parallel"):
+            object.__setattr__(self, name, check_size(name, getattr(self, name)))
         check_switch("sequence_parallel", self.sequence_parallel)
         check_name("recompute", self.recompute, RECOMPUTE)
         for name in ("n_heads", "n_kv_heads", "ffn_size"):
@@ -149,8 +160,9 @@ class Shard:
         """Parameters of final norm and LM head; the norm is whole."""
         return self._split_parameters(self.model.head_parameters, self.model.norm_parameters)
 
-    def stages(self, layers_per_stage: Split, flops_per_second: float
-               ) -> dict[str, tuple[float, ...]]:  # fmt: skip
+    def stages(
+        self, layers_per_stage: Split, flops_per_second: float, partition: Partition | None = None
+    ) -> dict[str, tuple[float, ...]]:
         """Return fields of `Costs`, one value a stage; see `Transformer.costs`.
 
         Seconds are FLOPs / (t * flops_per_second). Of a stage whose forward is F = linear maps
@@ -164,11 +176,10 @@ class Shard:
         With GPT-3's shape, I of a layer has sbh(24h + 8s) FLOPs and W 24sbhh (arXiv 2401.10241,
         table 1).
 
-        Memory holds ``2 * parameter_bytes + optimizer_bytes``, the former for parameters and
-        gradients. So ``optimizer_bytes`` are ``optimizer_bytes_per_parameter +
-        bytes_per_gradient - bytes_per_parameter`` for each parameter: 12 for Adam with gradients
-        in 16 bits (16 in all), 14 with gradients in 32 bits (18 in all). REDUCE_GRAD moves
-        ``parameter_bytes`` in either case.
+        Memory holds ``parameter_bytes + gradient_bytes + optimizer_bytes``: for each parameter 2 +
+        2 + 12 = 16 for Adam with gradients in 16 bits, 2 + 4 + 12 = 18 with gradients in 32 bits.
+        Only ``optimizer_bytes`` are shared by replicas where the optimizer is sharded.
+        REDUCE_GRAD moves ``gradient_bytes``.
 
         Notes
         -----
@@ -179,9 +190,7 @@ class Shard:
         between two copies of a tied matrix is not modelled.
         """
         model, b = self.model, self.microbatch_size
-        sizes = checked_split(
-            layers_per_stage, model.n_layers, "layers_per_stage", ends_may_be_empty=True
-        )
+        sizes = self._sizes(layers_per_stage, partition)
         ends = [(stage == 0, stage == len(sizes) - 1) for stage in range(len(sizes))]
 
         def of_stages(layer: float, first: float = 0.0, last: float = 0.0) -> tuple[float, ...]:
@@ -197,9 +206,6 @@ class Shard:
         copied = self._copied_parameters if len(sizes) > 1 else 0.0
         parameters = of_stages(
             self.layer_parameters, self.embedding_parameters, self.head_parameters + copied
-        )
-        of_optimizer = model.optimizer_bytes_per_parameter + (
-            model.bytes_per_gradient - model.bytes_per_parameter
         )
         return {
             "forward": forward,
@@ -220,8 +226,47 @@ class Shard:
                 self.output_bytes + self._logit_bytes,
             ),
             "parameter_bytes": tuple(n * model.bytes_per_parameter for n in parameters),
-            "optimizer_bytes": tuple(n * of_optimizer for n in parameters),
+            "gradient_bytes": tuple(n * model.bytes_per_gradient for n in parameters),
+            "optimizer_bytes": tuple(n * model.optimizer_bytes_per_parameter for n in parameters),
         }
+
+    def _sizes(self, layers_per_stage: Split, partition: Partition | None) -> tuple[int, ...]:
+        """Return the layers of each stage, of a number of stages as ``partition`` says."""
+        model, b = self.model, self.microbatch_size
+        is_number = check_partition(partition, layers_per_stage, "layers_per_stage")
+        layer = 3 * model.layer_flops(b) + model.recomputed_flops(b, self.recompute)
+        head = 3 * model.head_flops(b)  # the last stage has it, and needs no layer then
+
+        def balanced() -> tuple[int, ...]:
+            n_stages = check_count("layers_per_stage", layers_per_stage)
+            if n_stages > model.n_layers + 1:
+                raise ArgumentError(
+                    f"layers_per_stage={n_stages}: {model.n_layers} layers and the LM head cannot "
+                    f"be split into {n_stages} stages; give at most {model.n_layers + 1}"
+                )
+            *sizes, last = balanced_split([layer] * model.n_layers + [head], n_stages)
+            return (*sizes, last - 1)
+
+        if is_number and partition == "balanced":
+            return balanced()
+        sizes = checked_split(
+            layers_per_stage, model.n_layers, "layers_per_stage", ends_may_be_empty=True
+        )
+        if is_number and partition is None and model.n_layers <= _FEW:
+            slowest = [
+                max(layer * n + head * (stage == len(each) - 1) for stage, n in enumerate(each))
+                for each in (sizes, balanced())
+            ]
+            if slowest[0] > _MUCH * slowest[1]:
+                warnings.warn(
+                    f"layers_per_stage={layers_per_stage} has as many layers on each stage; with "
+                    f"the LM head, the last takes {slowest[0] / slowest[1]:.2f} times as long as "
+                    'the slowest of a balanced split would; give partition="balanced", or '
+                    '"even" if that is meant',
+                    CostsWarning,
+                    stacklevel=4,
+                )
+        return sizes
 
     @property
     def _tokens(self) -> int:

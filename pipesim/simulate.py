@@ -15,13 +15,14 @@ from pipesim.errors import (
     ArgumentError,
     CostsError,
     EngineWarning,
+    check_count,
     check_name,
 )
 from pipesim.graph import TaskGraph
 from pipesim.issue import issue_times
 from pipesim.noise import Noise
 from pipesim.ops import RECVS
-from pipesim.timeline import Timeline
+from pipesim.timeline import LONGEST, Timeline
 from pipesim.verify import verify
 from pipesim.waits import exact_seconds, held_links, issued_together, measured_shares
 
@@ -54,25 +55,36 @@ def simulate(
         numba, or where it is switched off, SimPy's serves for both, with an `EngineWarning`.
     noise, scenario
         Vary the durations as this noise does in this one of its scenarios, counted from 0; see
-        `pipesim.simulate_many` for many at once.
+        `pipesim.simulate_many` for many at once. Without noise there is scenario 0 alone.
 
     Raises
     ------
     CostsError
-        If the costs lack an operation of the graph, or are of another number of stages.
+        If the costs lack an operation of the graph, or are of another number of stages; or if they
+        are so large that a task would end after more than 1e150 s.
     GraphError
         If the graph breaks an invariant; `DeadlockError` if tasks would wait for each other for
         ever. Nothing is run then.
     NetworkError
         If a link names a device that the graph does not have.
     ArgumentError
-        For an unknown engine, noise that does not suit the graph, or arguments of another type.
+        For an unknown engine, noise that does not suit the graph, a scenario that is no whole
+        number from 0 or is not 0 without noise, or arguments of another type.
     """
     check_name("engine", engine, ENGINES)
+    scenario = check_count("scenario", scenario, minimum=0)
     tasks = checked_costs(graph, costs)
     if noise is not None:
         tasks = checked_noise(noise).applied(graph, tasks, scenario)
-    start, end = _engine(engine)(graph, tasks)
+    elif scenario:
+        raise ArgumentError(
+            f"scenario={scenario} without noise: nothing varies, so that there is scenario 0 "
+            "alone; give noise=ps.Noise(...), or leave scenario out"
+        )
+    run = _engine(engine)
+    with np.errstate(over="ignore"):
+        start, end = run(graph, tasks)
+    _check_times(graph, end)
     if tasks.row is graph.kind and tasks.costs and tasks.issued is None:
         return Timeline(graph, start, end, None, tasks.costs)  # which say the rest
     issued = issue_times(graph, tasks.launch) if tasks.issued is None else tasks.issued
@@ -136,6 +148,17 @@ def _check(graph: TaskGraph, costs: TaskCosts) -> None:
         raise CostsError(
             f"{name} of {task} (task {task.id}) must be finite and >= 0, got {values[task.id]}"
         )
+
+
+def _check_times(graph: TaskGraph, end: NDArray[np.float64]) -> None:
+    """Raise unless times are such that their sums and squares are finite."""
+    if end.max(initial=0.0) <= LONGEST:  # not so where one is NaN
+        return
+    task = graph.task(int(np.argmin(end <= LONGEST)))
+    raise CostsError(
+        f"{task} (task {task.id}) would end at {end[task.id]:g} s, beyond {LONGEST:g}: too late to "
+        "calculate with; costs are in seconds, so check them, and bandwidths and noise"
+    )
 
 
 def _check_shares(graph: TaskGraph, costs: TaskCosts) -> None:

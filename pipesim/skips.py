@@ -6,6 +6,7 @@ stages carries all skips that cross it, from stage to stage.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -71,7 +72,8 @@ def checked_skips(skips: object, n_stages: int) -> tuple[Skip, ...]:
         skips = [skip_from_text(text) for text in skips.split(",") if text.strip()]
     if not isinstance(skips, Iterable):
         raise ArgumentError(f"skips must be pairs of stages, such as {_EXAMPLE}, got {skips!r:.60}")
-    pairs = sorted(_checked_pair(skip) for skip in skips)
+    most = n_stages * (n_stages - 1) // 2  # of more, one is there twice
+    pairs = sorted(_checked_pair(skip) for skip in itertools.islice(skips, most + 1))
     for k, (source, target) in enumerate(pairs):
         if not 0 <= source < target < n_stages:
             raise ArgumentError(

@@ -8,17 +8,48 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import inf, lcm
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ArgumentError, CostsError, check_count, number
+from pipesim.capacity import check_stages
+from pipesim.errors import ArgumentError, CostsError, check_count, check_name, number
 
-__all__ = ["Split", "balanced_split", "checked_counts", "checked_split"]
+__all__ = [
+    "Partition",
+    "Split",
+    "balanced_split",
+    "check_partition",
+    "checked_counts",
+    "checked_split",
+]
 
 #: Number of stages, or layers of each stage.
 Split = int | Sequence[int] | NDArray[np.integer[Any]]
+#: How a number of stages is made of layers: of as many each, or so that the slowest is fastest.
+Partition = Literal["even", "balanced"]
+
+
+def check_partition(partition: object, split: object, name: str) -> bool:
+    """Return whether ``split`` is a number of stages, which alone a partition may be given for.
+
+    Raises
+    ------
+    ArgumentError
+        For a partition beside the layers of each stage.
+    UnknownNameError
+        For an unknown partition.
+    """
+    is_number = isinstance(split, Integral)
+    if partition is not None:
+        check_name("partition", partition, get_args(Partition))
+        if not is_number:
+            raise ArgumentError(
+                f"{name} gives the layers of each stage, so that there is nothing for "
+                f"partition={partition!r} to say; leave it out, or give a number of stages"
+            )
+    return is_number
 
 
 def checked_split(
@@ -44,12 +75,12 @@ def checked_split(
     """
     if isinstance(split, Integral):
         n_stages = check_count(name, split)
+        check_stages(min(n_stages, n_layers))
         size, rest = divmod(n_layers, n_stages)
         if rest or not size:
-            even = [size + (stage >= n_stages - rest) for stage in range(n_stages)]
             raise ArgumentError(
                 f"{name}={n_stages}: {n_layers} layers do not divide into {n_stages} stages of as "
-                f"many each; give the layers of each stage, such as {shown(even)}"
+                f"many each; give {_advice(size, rest, n_stages)}"
             )
         return (size,) * n_stages
     counts = checked_counts(split, name, ends_may_be_empty=ends_may_be_empty)
@@ -59,6 +90,14 @@ def checked_split(
             "every layer belongs to one stage"
         )
     return counts
+
+
+def _advice(size: int, rest: int, n_stages: int) -> str:
+    """Return what to give where layers do not divide evenly."""
+    if not size:
+        return f"at most {rest} stages"
+    even = [size + (stage >= n_stages - rest) for stage in range(n_stages)]
+    return f"the layers of each stage, such as {shown(even)}"
 
 
 def checked_counts(split: object, name: str, *, ends_may_be_empty: bool = False) -> tuple[int, ...]:

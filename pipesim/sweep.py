@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 import time
@@ -10,8 +11,8 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipesim.compare import summary
-from pipesim.errors import ArgumentError, CostsError, PipeError, number
+from pipesim.compare import summary, warn_of_other_models
+from pipesim.errors import ArgumentError, PipeError, number
 from pipesim.grid import Row, cell, rows, version
 from pipesim.journal import Journal
 from pipesim.registry import ScheduleInfo
@@ -52,7 +53,10 @@ def sweep(
         row), ``n_devices``, ``n_microbatches`` and the schedules' own options; what
         `lower` takes; ``engine``; the fields of `Costs` (``recompute_time`` for the seconds of R)
         or whole ``costs``; ``network``, ``latency`` and ``bandwidth``. Parts override the whole.
-        A grid's option goes to the schedules that take it; rows that are then alike are one.
+        ``per`` says whether costs are those of a ``"stage"`` (the default) or of all stages of a
+        ``"device"``, which they share evenly: take that to compare schedules with one and with
+        several stages a device for one model. A grid's option goes to the schedules that take it;
+        rows that are then alike are one.
     base
         Values of keys that all configurations share, unless they say otherwise.
     path
@@ -89,6 +93,14 @@ def sweep(
         For configurations of another form, a backend that joblib cannot use, or a file that
         cannot be written, is no sweep's, is being written by another sweep, or has a line whose
         values are wrong or were changed.
+    CapacityError
+        If the combinations of a grid would not fit in memory.
+
+    Warns
+    -----
+    CostsWarning
+        If schedules with different numbers of stages on as many devices share costs a stage, and
+        ``per`` is not given.
 
     Examples
     --------
@@ -106,13 +118,8 @@ def sweep(
     2     1f1b               4     0.021    4000000.0
     3     1f1b               8     0.033    4000000.0
     """
-    return run_rows(
-        rows(configurations, base or {}),
-        path=path,
-        n_jobs=n_jobs,
-        backend=backend,
-        progress=progress,
-    )
+    asked = rows(configurations, base or {})
+    return run_rows(asked, path=path, n_jobs=n_jobs, backend=backend, progress=progress)
 
 
 def run_rows(
@@ -129,6 +136,7 @@ def run_rows(
     if not isinstance(n_jobs, int) or isinstance(n_jobs, bool) or n_jobs == 0:
         raise ArgumentError(f"n_jobs must be a whole number but 0 (-1: all cores), got {n_jobs!r}")
     wanted = {row.digest: row for row in asked}
+    n_stages: dict[str, int | None] = {}
     infos = {row.case["name"]: info_of(row.case["name"]) for row in asked}
     with nullcontext() if path is None else Journal(path, _problem) as journal:
         held = {} if journal is None else journal.rows
@@ -139,15 +147,30 @@ def run_rows(
             if digest not in results
         }
         bar = tqdm(total=len(wanted), initial=len(results), disable=not progress, unit="row")
+        n_jobs = min(n_jobs, max(2, len(calls)))
         spreading = closing(spread(_measured, calls, n_jobs=n_jobs, backend=backend))
         with bar, spreading as finished:
             for digest, result in finished:
                 if isinstance(result, Lost):
                     result = _failed(result.reason, again=True)
+                n_stages[digest] = result.pop("n_stages", None)
                 results[digest] = result
                 if journal is not None:
                     journal.append(digest, _record(wanted[digest], result))
                 bar.update()
+    warn_of_other_models(
+        (
+            (
+                row.case["name"],
+                row.case["devices"],
+                stages,
+                json.dumps(row.case.get("costs"), sort_keys=True),
+            )
+            for row in asked
+            if (stages := n_stages.get(row.digest)) is not None and "per" not in row.case
+        ),
+        stacklevel=4,
+    )
     return _frame(asked, results)
 
 
@@ -157,11 +180,14 @@ def _measured(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
     try:
         timeline = run(case, info)
         values = {"n_tasks": len(timeline.graph), **summary(timeline)}
-        if not math.isfinite(timeline.makespan):
-            raise CostsError(f"the makespan is {timeline.makespan} s; give smaller costs")
-        result = {**{k: v if math.isfinite(v) else None for k, v in values.items()}, "error": None}
+        result = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        result |= {"error": None, "n_stages": timeline.graph.n_stages}
     except PipeError as error:
-        result = _failed(str(error))
+        cause = error.__cause__
+        if cause is None or isinstance(cause, PipeError):
+            result = _failed(str(error))
+        else:  # of a function of the user's own, who may mend it
+            result = _failed(f"{type(cause).__name__}: {cause}", again=True)
     except Exception as error:  # of a schedule of the user's own, or for want of memory
         result = _failed(f"{type(error).__name__}: {error}", again=True)
     return {**result, "seconds": time.perf_counter() - began}

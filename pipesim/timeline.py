@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["COLUMNS", "Timeline"]
+__all__ = ["COLUMNS", "LONGEST", "Timeline"]
+
+#: Seconds up to which sums and squares of times are finite.
+LONGEST = 1e150
 
 COLUMNS = ("device", "stream", "op", "stage", "microbatch", "start", "end", "nbytes")
 
@@ -47,6 +51,12 @@ class Timeline:
     issued
         Seconds at which the host had issued each task (rule 7), shape ``(len(graph),)``, NaN where
         it is not known; None to take them from the ``launch`` of ``costs``. See `issue_times`.
+
+    Raises
+    ------
+    TimelineError
+        For columns of another length than the graph, and times that are infinite or beyond
+        1e150 s.
     """
 
     graph: TaskGraph
@@ -66,6 +76,15 @@ class Timeline:
                 )
         if not self.name:
             object.__setattr__(self, "name", self.graph.name)
+        for what, column in (("start", self.start), ("end", self.end)):
+            for extreme in (np.fmin, np.fmax):  # either passes over NaN
+                seconds = float(extreme.reduce(column, initial=0.0))
+                if not abs(seconds) <= LONGEST:
+                    raise TimelineError(
+                        f"timeline {self.name!r}: the {what} of a task is {seconds} s; times must "
+                        f"be finite and at most {LONGEST:g} s, so that their sums and squares are "
+                        "finite too; NaN stands for a task that did not run"
+                    )
 
     def __len__(self) -> int:
         return len(self.graph)
@@ -166,11 +185,23 @@ class Timeline:
 
     @property
     def throughput(self) -> float:
-        """Micro-batches a second, of all replicas."""
+        """Micro-batches a second, of all replicas; 0 where nothing takes time.
+
+        Raises
+        ------
+        TimelineError
+            If the makespan is so short that the rate is no finite number.
+        """
         kinds = self.graph.kinds
         first = np.flatnonzero((kinds.op == Op.F) & (kinds.stage == 0))
         n_microbatches = int(count(self.graph.kind, len(kinds))[first].sum())
-        return n_microbatches / self.makespan if self.makespan else 0.0
+        rate = n_microbatches / self.makespan if self.makespan else 0.0
+        if math.isinf(rate):
+            raise TimelineError(
+                f"timeline {self.name!r} lasts {self.makespan} s: too short a time for a "
+                "throughput; costs are in seconds"
+            )
+        return rate
 
     @property
     def peak_memory(self) -> NDArray[np.float64]:
@@ -180,6 +211,8 @@ class Timeline:
         ------
         TimelineError
             If the timeline has no costs, as when it was loaded without.
+        CostsError
+            If the bytes of a device are too many to be added.
         """
         from pipesim.memory import peak_memory
 

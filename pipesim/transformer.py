@@ -21,12 +21,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, check_count, check_name, number
 from pipesim.network import Network
-from pipesim.split import Split, checked_counts
+from pipesim.split import Partition, Split, checked_counts
 
 if TYPE_CHECKING:
     from pipesim.shard import Shard
 
-__all__ = ["RECOMPUTE", "Recompute", "Transformer", "check_divides", "costs_from_sizes"]
+__all__ = [
+    "RECOMPUTE",
+    "Recompute",
+    "Transformer",
+    "check_divides",
+    "check_size",
+    "costs_from_sizes",
+]
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE = ("none", "selective", "full")
@@ -35,6 +42,8 @@ _COUNTS = (
     "hidden_size", "n_layers", "n_heads", "sequence_length", "vocabulary_size", "ffn_size",
     "n_kv_heads",
 )  # fmt: skip
+#: Sizes, and bytes or FLOP/s, up to which no product in a formula overflows.
+_LARGEST, _FASTEST = 10**15, 1e100
 _SWITCHES = ("gated_mlp", "biases", "learned_positions", "dropout", "tied_embeddings")
 
 
@@ -71,8 +80,8 @@ class Transformer:
     Raises
     ------
     ArgumentError
-        For sizes that are no whole numbers, heads that do not divide the hidden size, key and
-        value heads that do not divide the heads, and bytes that are impossible.
+        For sizes that are no whole numbers or beyond 10^15, heads that do not divide the hidden
+        size, key and value heads that do not divide the heads, and bytes that are impossible.
 
     Examples
     --------
@@ -105,23 +114,16 @@ class Transformer:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _COUNTS:
-                checked: float = check_count(field.name, value, int(field.default is MISSING))
+                checked: float = check_size(field.name, value, int(field.default is MISSING))
                 object.__setattr__(self, field.name, checked)
             elif field.name in _SWITCHES:
                 check_switch(field.name, value)
             else:
-                _check_rate(field.name, value, "bytes")
+                object.__setattr__(self, field.name, _checked_rate(field.name, value, "bytes"))
         object.__setattr__(self, "ffn_size", self.ffn_size or 4 * self.hidden_size)
         object.__setattr__(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
         check_divides("n_heads", self.n_heads, "hidden_size", self.hidden_size)
         check_divides("n_kv_heads", self.n_kv_heads, "n_heads", self.n_heads)
-        if self.optimizer_bytes_per_parameter + self.bytes_per_gradient < self.bytes_per_parameter:
-            raise ArgumentError(
-                "bytes_per_gradient + optimizer_bytes_per_parameter must be at least "
-                f"bytes_per_parameter={self.bytes_per_parameter:g}, because memory counts "
-                "gradients as large as parameters; got "
-                f"{self.bytes_per_gradient:g} + {self.optimizer_bytes_per_parameter:g}"
-            )
 
     @property
     def kv_size(self) -> int:
@@ -233,6 +235,7 @@ class Transformer:
         tensor_parallel: int = 1,
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
+        partition: Partition | None = None,
         optimizer_step: float = 0.0,
         launch: float = 0.0,
         network: Network | None = None,
@@ -242,8 +245,8 @@ class Transformer:
         Parameters
         ----------
         layers_per_stage
-            Layers of each stage, in order (first and last may have none), or a number of stages
-            that get as many each.
+            Layers of each stage, in order (first and last may have none), or a number of stages,
+            which get as many each unless ``partition`` says otherwise.
         microbatch_size
             Sequences of a micro-batch.
         flops_per_second
@@ -251,6 +254,10 @@ class Transformer:
             tensor-parallel group included.
         tensor_parallel, sequence_parallel, recompute
             As in `pipesim.shard.Shard`, whose ``costs`` says how each value is computed.
+        partition
+            How a number of stages is made of the layers: ``"even"`` (the default here), with as
+            many each, or ``"balanced"`` (the default of `Costs.from_layers`), so that the slowest
+            stage, the LM head counted, takes as little time as it can.
         optimizer_step, launch, network
             As in `Costs`.
 
@@ -258,22 +265,29 @@ class Transformer:
         ------
         ArgumentError
             For layers that do not sum to the model's or do not divide evenly, a tensor-parallel
-            size that does not divide what it splits, a rate that is not positive, and an unknown
-            ``recompute`` (`UnknownNameError`).
+            size that does not divide what it splits, a rate that is not positive, an unknown
+            ``recompute`` or ``partition`` (`UnknownNameError`), and a ``partition`` beside the
+            layers of each stage.
+
+        Warns
+        -----
+        CostsWarning
+            For a number of stages without ``partition``, if the slowest stage takes more than 5 %
+            longer than with ``"balanced"``.
         """
-        _check_rate("flops_per_second", flops_per_second, "FLOP/s")
+        flops_per_second = _checked_rate("flops_per_second", flops_per_second, "FLOP/s")
         shard = self.shard(
             microbatch_size=microbatch_size,
             tensor_parallel=tensor_parallel,
             sequence_parallel=sequence_parallel,
             recompute=recompute,
         )
-        values: dict[str, Any] = shard.stages(layers_per_stage, flops_per_second)
+        values: dict[str, Any] = shard.stages(layers_per_stage, flops_per_second, partition)
         others: dict[str, Any] = {"optimizer_step": optimizer_step, "launch": launch}
         return Costs(**values, **others, network=Network() if network is None else network)
 
     def _tokens(self, microbatch_size: int) -> int:
-        return check_count("microbatch_size", microbatch_size) * self.sequence_length
+        return check_size("microbatch_size", microbatch_size) * self.sequence_length
 
 
 def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
@@ -298,6 +312,24 @@ def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
     return model.costs(layers_per_stage, **{k: v for k, v in settings.items() if k in named})
 
 
+def check_size(name: str, value: object, minimum: int = 1) -> int:
+    """Return a whole number of at least ``minimum`` and so small that no formula overflows.
+
+    Raises
+    ------
+    ArgumentError
+        For anything else.
+    """
+    size = check_count(name, value, minimum)
+    if size > _LARGEST:
+        raise ArgumentError(f"{name} must be at most {_LARGEST:g}, got {_shortened(size)}")
+    return size
+
+
+def _shortened(value: int) -> str:
+    return f"{value}" if value < 10**30 else "a number of more than 30 digits"
+
+
 def check_divides(name: str, value: int, of: str, whole: int) -> None:
     """Raise if ``value`` does not divide ``whole``."""
     if whole % value:
@@ -312,8 +344,11 @@ def check_switch(name: str, value: object) -> None:
         raise ArgumentError(f"{name} must be True or False, got {value!r}")
 
 
-def _check_rate(name: str, value: object, unit: str) -> None:
+def _checked_rate(name: str, value: object, unit: str) -> float:
     got = number(value)
     least = "> 0" if unit == "FLOP/s" else ">= 0"
     if got is None or not 0 <= got < inf or (got == 0 and unit == "FLOP/s"):
         raise ArgumentError(f"{name} must be finite {unit} {least}, got {value!r}")
+    if got > _FASTEST:
+        raise ArgumentError(f"{name} must be at most {_FASTEST:g} {unit}, got {value!r}")
+    return got

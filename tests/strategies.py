@@ -287,6 +287,8 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
         **{name: values(sizes) for name in nbytes},
         **{name: values(seconds) for name in draw(st.sets(st.sampled_from(COLLECTIVE_SECONDS)))},
         launch=values(launches) if draw(st.booleans()) else 0.0,
+        output_seconds=values(seconds) if draw(st.booleans()) else 0.0,
+        gradient_bytes=values(sizes) if draw(st.booleans()) else None,
         network=draw(networks(n_devices)),
         all_reduce=draw(st.sampled_from(["ring", "tree"])),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -137,3 +138,47 @@ def test_capacity_is_a_memory_error() -> None:
     """So that callers who catch Python's own get it."""
     assert issubclass(CapacityError, MemoryError)
     assert issubclass(CapacityError, PipeError)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: ps.linear(10**13), r"a placement of 1e\+13 stages needs 1.2e\+06 GB"),
+        (lambda: ps.looped(10**6, 10**7), r"a placement of 1e\+13 stages"),
+        (lambda: ps.v_shaped(10**12), r"a placement of 2e\+12 stages"),
+        (lambda: ps.waves(10**6, 10**7), r"a placement of 2e\+13 stages"),
+        (lambda: ps.bidirectional(10**12), r"a placement of 2e\+12 stages"),
+        (lambda: ps.Placement(range(10**13)), r"a placement of 1e\+13 stages"),
+        (lambda: ps.Costs(1).per_stage("forward", 10**13), r"a placement of 1e\+13 stages"),
+        (lambda: ps.Network(0, 1).all_reduce(1, range(10**13)), "all-reduce of 10,000,000,000,000"),
+        (lambda: ps.sweep({"n_devices": range(1, 10**13), "schedule": ["gpipe"]}),
+         r"a sweep of 1e\+13 rows needs 4e\+07 GB"),
+        (lambda: ps.sweep({"n_devices": range(1, 10**30), "schedule": ["gpipe"]}),
+         r"a sweep of 1e\+30 rows"),
+        (lambda: ps.sweep({key: [1] * 10**4 for key in ("n_devices", "n_microbatches", "forward")}),
+         r"a sweep of 1e\+12 rows"),
+    ],
+)  # fmt: skip
+def test_counts_that_multiply(make: Callable[[], object], what: str) -> None:
+    """The product is looked at before anything of it is made."""
+    with pytest.raises(CapacityError, match=what):
+        make()
+
+
+def test_orders_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a list that never ends, memory is the limit; of skips and shards, what there can be."""
+    schedule = ps.schedule("1f1b", 2, 2)
+    with pytest.raises(PipeError, match=r"skip \(0, 1\) is given twice"):
+        ps.lower(schedule, skips=itertools.repeat((0, 1)))
+    with pytest.raises(PipeError, match="sharded names stage 1"):
+        ps.lower(schedule, sharded=itertools.count())
+    monkeypatch.setattr(capacity, "available_memory", lambda: 10**7)
+    with pytest.raises(CapacityError, match=r"an order of more than 65,535 actions \(device 0\)"):
+        ps.Schedule.from_orders([itertools.repeat("0F0")])  # type: ignore[list-item]
+
+
+def test_chunks_of_many_devices() -> None:
+    """Counted in one pass, not in one a device."""
+    assert ps.linear(50_000).n_chunks == 1
+    assert ps.bidirectional(4).n_chunks == ps.v_shaped(3).n_chunks == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from strategies import cases
 
 import pipesim as ps
-from pipesim.errors import ArgumentError, TimelineError
+from pipesim.errors import ArgumentError, CostsWarning, TimelineError
 
 
 def run(name: str, m: int = 4, **costs: Any) -> ps.Timeline:
@@ -135,3 +136,39 @@ def test_of_a_run_in_which_nothing_ran() -> None:
     comparison = ps.Comparison(predicted, replace(predicted, start=nothing, end=nothing))
     assert math.isnan(comparison.makespan_error)
     assert "nan" in repr(comparison)
+
+
+SPLIT = ps.Costs(2, input_grad=2, weight_grad=2)
+
+
+def _timeline(name: str, costs: ps.Costs = SPLIT) -> ps.Timeline:
+    return ps.simulate(ps.lower(ps.schedule(name, 2, 4)), costs)
+
+
+def test_models_of_other_sizes() -> None:
+    """Twice the stages at the same costs a stage is twice the model."""
+    with pytest.warns(CostsWarning, match="on 2 devices 'gpipe' 2 and 'zbv' 4 stages") as caught:
+        ps.compare({"gpipe": _timeline("gpipe"), "zbv": _timeline("zbv")})
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shared = SPLIT.in_chunks(ps.v_shaped(2))
+        ps.compare({"gpipe": _timeline("gpipe"), "zbv": _timeline("zbv", shared)})
+        ps.compare({"gpipe": _timeline("gpipe"), "1f1b": _timeline("1f1b")})
+
+
+def test_sweeps_of_models_of_other_sizes() -> None:
+    """Unless it is said what costs are of; one a device makes the models equal."""
+    fields = {"n_devices": 2, "n_microbatches": 4, "forward": 2, "input_grad": 2, "weight_grad": 2}
+    options: dict[str, Any] = {"n_jobs": 1, "progress": False}
+    grid = {"schedule": ["gpipe", "zbv"]}
+    with pytest.warns(CostsWarning, match="'gpipe' 2 and 'zbv' 4 stages.*per=.device") as caught:
+        ps.sweep(grid, base=fields, **options)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ps.sweep(grid, base={**fields, "per": "stage"}, **options)
+        rows = [{"schedule": "gpipe"}, {"schedule": "zbv", "forward": 1}]
+        ps.sweep(rows, base=fields, **options)
+        table = ps.sweep(grid, base={**fields, "per": "device"}, **options)
+    assert (table["makespan"] * (1 - table["bubble_fraction"])).tolist() == pytest.approx([24, 24])

@@ -424,3 +424,34 @@ def test_unlike_members_of_a_group_are_found() -> None:
     )  # fmt: skip
     with pytest.raises(GraphError, match=r"\(0REDUCE_GRAD\) and .*\(0UNSHARD\) are members of one"):
         ps.verify(ps.TaskGraph.wire(tasks, group=group))
+
+
+def test_gradients_of_their_own_size() -> None:
+    """Held whole, and reduced, where the optimizer is sharded; parameters are gathered."""
+    network = ps.Network(0, 1.0)
+    costs = ps.Costs(
+        1, 2, parameter_bytes=8, gradient_bytes=16, optimizer_bytes=24, network=network
+    )
+    graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, shard_optimizer=True)
+    timeline = ps.simulate(graph, costs)
+    assert timeline.peak_memory.tolist() == [8 + 16 + 24 / 2] * 2
+    seconds = timeline.frame.groupby("op")[["start", "end"]].apply(
+        lambda rows: (rows["end"] - rows["start"]).iloc[0]
+    )
+    assert (seconds["REDUCE_GRAD"], seconds["UNSHARD"]) == (16 / 2, 8 / 2)
+    whole = ps.simulate(ps.lower(ps.schedule("gpipe", 1, 2)), costs)
+    assert whole.peak_memory.tolist() == [8 + 16 + 24]
+    same = ps.Costs(1, 2, parameter_bytes=8)
+    assert same.per_stage("gradient_bytes", 1).tolist() == [8]
+
+
+def test_a_transformers_gradients_in_32_bits_are_not_sharded() -> None:
+    """ZeRO-1 shares the optimizer's 12 bytes a parameter; 2 and 4 stay."""
+    model = ps.Transformer(
+        hidden_size=8, n_layers=2, n_heads=1, sequence_length=2, vocabulary_size=8,
+        bytes_per_gradient=4,
+    )  # fmt: skip
+    costs = model.costs(1, microbatch_size=1, flops_per_second=1)
+    graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=4, shard_optimizer=True)
+    static = ps.simulate(graph, costs).memory().groupby("device")["nbytes"].first()
+    assert static.tolist() == [(2 + 4 + 12 / 4) * model.n_parameters] * 4

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
+from pipesim.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, CostsError, PipeError
 from pipesim.layers import COLUMNS
 
@@ -94,7 +95,8 @@ def test_transformer_layer_by_layer() -> None:
     )
     of_layers = model.costs([1] * 6, microbatch_size=2, flops_per_second=1e9)
     values = of_layers.to_dict()
-    layers = ps.Layers({name: values[name] for name in COLUMNS if isinstance(values[name], tuple)})
+    given = {name: values.get(name) for name in COLUMNS}
+    layers = ps.Layers({name: each for name, each in given.items() if isinstance(each, tuple)})
     stages = model.costs([1, 3, 2], microbatch_size=2, flops_per_second=1e9)
     got = layers.costs([1, 3, 2])
     for name in layers.columns:
@@ -148,7 +150,7 @@ def test_any_split_conserves_totals(data: st.DataObject) -> None:
     costs = layers.costs(split)
     for name, of_layers in layers.columns.items():
         of_stages = costs.per_stage(name, n_stages)
-        if name == "output_bytes":
+        if name in ("output_bytes", "output_seconds"):
             assert of_stages[-1] == of_layers[-1]
             assert set(of_stages) <= set(of_layers)
         else:
@@ -291,3 +293,28 @@ def test_bad_layers(tmp_path: Path) -> None:
             ps.Layers(wrong)  # type: ignore[arg-type]
     with pytest.raises(CostsError, match="layers has no layers; give a row for each"):
         ps.Layers({"forward": [], "backward": []})
+
+
+def test_every_field_but_launch_is_a_column() -> None:
+    """As the docstring says; ``overlapped`` was refused."""
+    columns = {"forward": [1, 2, 4], "backward": [2, 2, 2], "overlapped": [2, 3, 5]}
+    costs = ps.Layers(columns).costs([1, 2])
+    assert costs.overlapped == (2, 8)
+    names = set(VALUE_FIELDS) - {"launch"}
+    assert ps.Layers({name: [1.0, 2.0] for name in names}).costs([2]).gradient_bytes == (3,)
+    with pytest.raises(CostsError, match="unknown column 'launch'"):
+        ps.Layers({**columns, "launch": [1, 1, 1]})
+
+
+def test_one_stage_of_uniform_costs_is_scaled() -> None:
+    """Where it is said how many there are."""
+    costs = ps.Costs(forward=1, backward=2, overlapped=3)
+    scaled = costs.scaled(2.5, stage=2, n_stages=4)
+    assert (scaled.forward, scaled.backward) == ((1, 1, 2.5, 1), (2, 2, 5, 2))
+    assert scaled.overlapped == (3, 3, 7.5, 3)
+    with pytest.raises(CostsError, match=r"scaled\(2.5, stage=2, n_stages=...\)"):
+        costs.scaled(2.5, stage=2)
+    with pytest.raises(CostsError, match="there is no stage 4 in costs of 4 stages"):
+        costs.scaled(2.5, stage=4, n_stages=4)
+    with pytest.raises(CostsError, match="are of 2 and of 4 stages"):
+        ps.Costs(forward=(1, 1), backward=1).scaled(2, stage=0, n_stages=4)

@@ -131,7 +131,9 @@ def test_memory_stays_within_the_limit(data: st.DataObject) -> None:
     """The peak of a simulation, whatever its own timing, since an order fixes what is held."""
     placement = data.draw(placements())
     of = data.draw(costs(placement.n_stages, placement.n_devices))
-    of = ps.Costs.from_dict({**of.to_dict(), "parameter_bytes": 0, "optimizer_bytes": 0})
+    of = ps.Costs.from_dict(
+        {**of.to_dict(), "parameter_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+    )
     one = bytes_of_one(placement, of)
     limits = [nbytes * data.draw(st.sampled_from([1.0, 1.5, 3.0])) for nbytes in one]
     schedule = ps.order_by(

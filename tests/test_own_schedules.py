@@ -15,6 +15,7 @@ import pipesim as ps
 from pipesim.cli import main
 from pipesim.errors import (
     ArgumentError,
+    CapacityError,
     CostsError,
     DeadlockError,
     PipeError,
@@ -334,3 +335,75 @@ def test_arrays_of_limits_are_limits() -> None:
     ps.verify(ps.order_by(ps.linear(2), 4, **options))
     with pytest.raises(CostsError, match="costs must be"):
         ps.order_by(ps.linear(2), 4, 3)  # type: ignore[arg-type]
+
+
+def _device(text: str) -> Callable[..., Any]:
+    """Return a schedule's function of one device: what it yields, or raises."""
+
+    def order(device: int, n_devices: int, n_microbatches: int) -> Any:
+        if text == "call":
+            raise KeyError("boom")
+        if text == "none":
+            return None
+        return steps(device)
+
+    def steps(device: int) -> Iterator[Any]:
+        yield f"{device}F0"
+        if text == "raise" and device == 1:
+            raise KeyError("boom")
+        if text == "ours":
+            raise ArgumentError("of the user's check")
+        if text == "yields none":
+            yield None
+        while text == "endless":
+            yield f"{device}F0"
+
+    return order
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "words"),
+    [
+        ("raise", ScheduleError, "schedule 'mine': device 1: its function raised KeyError: 'boom'"),
+        ("call", ScheduleError, "schedule 'mine': device 0: its function raised KeyError: 'boom'"),
+        ("ours", ArgumentError, "schedule 'mine': device 0: of the user's check"),
+        ("none", ArgumentError, "schedule 'mine': device 0: an order must be a sequence"),
+        ("yields none", ArgumentError, "schedule 'mine': device 0, position 1: None .NoneType. is"),
+        ("endless", CapacityError, "schedule 'mine', device 0: its function has yielded 100,000 a"),
+    ],
+)
+def test_errors_of_a_device(text: str, error: type[Exception], words: str) -> None:
+    """Schedule and device are named; what the function raised is the cause."""
+    ps.register("mine")(_device(text))
+    with pytest.raises(error, match=words) as caught:
+        ps.schedule("mine", 2, 2)
+    if text in ("raise", "call"):
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_errors_of_a_whole_schedule() -> None:
+    """Likewise, and running out of memory is what it is."""
+
+    def mine(n_devices: int, n_microbatches: int, error: Exception) -> ps.Schedule:
+        raise error
+
+    ps.register("mine")(mine)
+    with pytest.raises(ScheduleError, match="schedule 'mine': its function raised KeyError: 1"):
+        ps.schedule("mine", 2, 2, error=KeyError(1))
+    with pytest.raises(CapacityError, match="schedule 'mine': its function ran out of memory"):
+        ps.schedule("mine", 2, 2, error=MemoryError())
+    with pytest.raises(CostsError, match=r"^as it is$"):
+        ps.schedule("mine", 2, 2, error=CostsError("as it is"))
+
+
+def test_errors_of_a_priority() -> None:
+    """The action is named."""
+    with pytest.raises(ArgumentError, match=r"priority of 0F0, .* raised ZeroDivisionError"):
+        ps.order_by(ps.linear(2), 2, priority=lambda action, ready: 1 / 0)
+
+
+@pytest.mark.parametrize("given", [None, 5, "01", iter([0, 1])])
+def test_a_placement_is_a_sequence(given: Any) -> None:
+    """Anything else is refused."""
+    with pytest.raises(ArgumentError, match="a placement must be a sequence of device numbers"):
+        ps.Placement(given)

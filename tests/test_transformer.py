@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.costs import MEASURED_COLLECTIVES, VALUE_FIELDS
-from pipesim.errors import ArgumentError, CostsError, PipeError, UnknownNameError
+from pipesim.errors import (
+    ArgumentError,
+    CostsError,
+    CostsWarning,
+    PipeError,
+    UnknownNameError,
+)
 
 #: Sizes for tests in which only some setting matters.
 SIZES: dict[str, Any] = {
@@ -65,7 +72,8 @@ def test_stages_by_hand() -> None:
     )  # fmt: skip
     parameters = np.array([2 * (matrices / 2 + 16) + 400, matrices / 2 + 16 + 8 + 400])
     assert values["parameter_bytes"] == tuple(2 * parameters)
-    assert values["optimizer_bytes"] == tuple(14 * parameters)  # 12, and 2 of the gradients' 4
+    assert values["gradient_bytes"] == tuple(4 * parameters)
+    assert values["optimizer_bytes"] == tuple(12 * parameters)
     assert (values["optimizer_step"], values["launch"]) == (7, 5)
 
 
@@ -84,7 +92,8 @@ def test_bytes_held_for_a_parameter(gradient: int, total: int) -> None:
     """Adam in mixed precision holds 16 bytes a parameter, or 18 with gradients in 32 bits."""
     model = ps.Transformer(**SIZES, n_layers=2, bytes_per_gradient=gradient)
     costs = model.costs(1, **RUN)
-    held = 2 * costs.per_stage("parameter_bytes", 1) + costs.per_stage("optimizer_bytes", 1)
+    names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    held = sum(costs.per_stage(name, 1) for name in names)
     assert held.tolist() == [total * model.n_parameters]
 
 
@@ -208,7 +217,6 @@ def test_more_gpus_never_hold_more(model: ps.Transformer, sequence: bool, recomp
         ({"gated_mlp": 1}, "gated_mlp must be True or False, got 1"),
         ({"bytes_per_activation": math.nan}, "bytes_per_activation must be finite bytes >= 0, got"),
         ({"bytes_per_parameter": "2"}, "bytes_per_parameter must be finite bytes >= 0, got '2'"),
-        ({"optimizer_bytes_per_parameter": 0, "bytes_per_gradient": 1}, "must be at least bytes_p"),
         ({"microbatch_size": 0}, "microbatch_size must be at least 1, got 0"),
         ({"flops_per_second": -1.0}, r"flops_per_second must be finite FLOP/s > 0, got -1\.0"),
         ({"flops_per_second": 0}, "flops_per_second must be finite FLOP/s > 0, got 0"),
@@ -262,3 +270,59 @@ def test_errors_are_ours() -> None:
         SMALL.costs(1, **RUN, launch=-1)
     with pytest.raises(PipeError, match=r"network must be a pipesim\.Network, got 0"):
         SMALL.costs(1, **RUN, network=0)  # type: ignore[arg-type]
+
+
+LARGE_HEAD: dict[str, Any] = {
+    "hidden_size": 64, "n_layers": 8, "n_heads": 4, "sequence_length": 16,
+    "vocabulary_size": 4000,
+}  # fmt: skip
+RATE: dict[str, Any] = {"microbatch_size": 1, "flops_per_second": 1e9}
+
+
+def test_one_meaning_of_a_number_of_stages() -> None:
+    """Words say how layers are divided, of a transformer and of a table of its layers alike."""
+    model = ps.Transformer(**LARGE_HEAD)
+    # Of the table, the head is a row of its own where it may have a stage of its own.
+    for partition, rows in (("even", [1] * 8), ("balanced", [*[1] * 8, 0])):
+        each = model.costs(rows, **RATE)
+        layers = ps.Layers({"forward": each.forward, "backward": each.backward})  # type: ignore[dict-item]
+        of_model = model.costs(4, **RATE, partition=partition)
+        of_layers = layers.costs(4, partition=partition)
+        assert of_layers == ps.Costs.from_layers(layers, 4, partition=partition)
+        assert of_layers.forward == pytest.approx(of_model.forward)
+    assert model.costs(4, **RATE, partition="even") == model.costs([2, 2, 2, 2], **RATE)
+    # The head takes as long as 9.3 layers: it gets a stage of its own.
+    assert model.costs(4, **RATE, partition="balanced") == model.costs([2, 3, 3, 0], **RATE)
+    assert layers.costs(4) == layers.costs(4, partition="balanced")
+
+
+def test_an_even_split_that_costs_time_is_told() -> None:
+    """Unless it is asked for, or costs nothing to speak of."""
+    model = ps.Transformer(**LARGE_HEAD)
+    with pytest.warns(CostsWarning, match="the last takes .*partition=.balanced") as caught:
+        assert model.costs(4, **RATE) == model.costs([2, 2, 2, 2], **RATE)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.costs(4, **RATE, partition="even")
+        model.costs([2, 2, 2, 2], **RATE)
+        ps.Transformer(**{**LARGE_HEAD, "vocabulary_size": 1}).costs(4, **RATE)
+
+
+@pytest.mark.parametrize(
+    ("split", "partition", "message"),
+    [
+        ([4, 4], "even", "gives the layers of each stage, so that there is nothing for partition="),
+        (2, "fair", "unknown partition 'fair'"),
+        (10, "balanced", "8 layers"),
+        (3, "even", "8 layers do not divide into 3 stages"),
+    ],
+)
+def test_bad_partitions(split: Any, partition: Any, message: str) -> None:
+    """Of a transformer and of layers."""
+    layers = ps.Layers({"forward": [1] * 8, "backward": [1] * 8})
+    with pytest.raises(ArgumentError, match=message):
+        ps.Transformer(**LARGE_HEAD).costs(split, **RATE, partition=partition)
+    with pytest.raises(ArgumentError, match=message):
+        layers.costs(split, partition=partition)

@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from pipesim.costs import Costs
 from pipesim.ops import Action, Op
-from pipesim.ordering import checked_costs, order_by
+from pipesim.ordering import checked_costs, ordered
 from pipesim.placement import v_shaped
 from pipesim.registry import ClosedForm, register
 from pipesim.schedule import Schedule
+from pipesim.schedules.shortest import shortest
 
 __all__ = ["v_half", "v_min"]
 
@@ -80,18 +81,25 @@ class _ByBlock:
 def _order(
     name: str, n_microbatches: int, block: _Block, most: int, costs: Costs | None
 ) -> Schedule:
-    """Return the block repeated and squeezed, with ``most`` micro-batches on a device."""
+    """Return the block repeated and squeezed, with ``most`` micro-batches on a device.
+
+    Squeezed for the costs, or as for F, I and W of equal length, whichever takes less time.
+    """
     priority = _ByBlock(block)
-    counted = replace(checked_costs(costs), activation_bytes=1.0, weight_grad_bytes=1.0)
-    return order_by(
-        v_shaped(len(block.forward) // 2),
-        n_microbatches,
-        counted,
-        priority=priority,
-        memory_limit=2 * most,
-        in_flight=priority.in_flight(),
-        name=name,
-    )
+
+    def squeezed(by: Costs) -> Schedule:
+        return ordered(
+            v_shaped(len(block.forward) // 2),
+            n_microbatches,
+            replace(by, activation_bytes=1.0, weight_grad_bytes=1.0),
+            priority=priority,
+            memory_limit=2 * most,
+            in_flight=priority.in_flight(),
+            name=name,
+        )
+
+    equal = squeezed(checked_costs(None))
+    return equal if costs is None else shortest([squeezed(checked_costs(costs)), equal], costs)
 
 
 def _share(idle: int, m: int) -> float:
@@ -142,7 +150,8 @@ def v_min(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sc
         Any positive counts; fewer micro-batches than devices are allowed.
     costs
         Seconds of F, I, W and messages, where they differ, one or one for each of the ``2p``
-        stages: what is ready sooner then runs sooner. Memory is counted in micro-batches.
+        stages: what is ready sooner then runs sooner, unless the order for equal F, I and W
+        takes less time. Memory is counted in micro-batches.
     """
     block = _v_min_block(n_devices)
     return _order("v_min", n_microbatches, block, (n_devices + 4) // 3, costs)

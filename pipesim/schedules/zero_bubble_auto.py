@@ -3,7 +3,8 @@
 A list scheduler orders F, I and W for the costs given, F before I before W. What it leaves open is
 how many micro-batches a device may have in flight, which shapes the warm-up, and how large a gap
 must be for a W to be put there. As in the paper, several choices are tried and simulated, and the
-one whose slowest device needs the least time is kept.
+one whose slowest device needs the least time is kept. The order for F, I and W of equal length is
+tried too, and taken where the makespan is less with it, so that costs never make an order worse.
 
 The paper calls the gradient of the input B; here it is I, as in torch.
 """
@@ -19,13 +20,12 @@ from typing import TypedDict
 import numpy as np
 
 from pipesim.costs import Costs
-from pipesim.lower import lower
 from pipesim.ops import SCHEDULED
-from pipesim.ordering import checked_costs, checked_limits, order_by
+from pipesim.ordering import check_weight_bytes, checked_costs, checked_limits, ordered
 from pipesim.placement import linear
 from pipesim.registry import ClosedForm, register
 from pipesim.schedule import Schedule
-from pipesim.simulate import simulate
+from pipesim.schedules.shortest import shortest, simulated
 
 __all__ = ["zb_1p", "zb_2p"]
 
@@ -56,7 +56,7 @@ class _Problem:
     limits: list[float]
 
     def order(self, n_microbatches: int, variant: _Variant) -> Schedule:
-        return order_by(
+        return ordered(
             linear(self.n_devices),
             n_microbatches,
             self.costs,
@@ -70,12 +70,24 @@ class _Problem:
 def _automatic(
     name: str, p: int, m: int, costs: Costs | None, memory_limit: Limit | None, factor: int
 ) -> Schedule:
-    """Return the best variant in this memory, or in that of ``factor * p`` micro-batches."""
+    """Return the best order in this memory, or in that of ``factor * p`` micro-batches."""
+    check_weight_bytes(checked_costs(costs), p)
     counted = _with_bytes(checked_costs(costs), p)
     held = counted.per_stage("activation_bytes", p)
-    given = factor * p * held if memory_limit is None else memory_limit
-    problem = _Problem(name, p, counted, checked_limits(given, linear(p), held))
-    compared = min(m, _COMPARED * p)
+    with np.errstate(over="ignore", invalid="ignore"):  # `ordered` refuses what is endless
+        given = factor * p * held if memory_limit is None else memory_limit
+        limits = checked_limits(given, linear(p), held)
+        places = np.divide(limits, held, out=np.full(p, math.inf), where=held > 0)
+        by_costs = _order(_Problem(name, p, counted, limits), m)
+    if costs is None:
+        return by_costs
+    equal = _with_bytes(checked_costs(None), p)
+    return shortest([by_costs, _order(_Problem(name, p, equal, places.tolist()), m)], counted)
+
+
+def _order(problem: _Problem, m: int) -> Schedule:
+    """Return the order of the best variant."""
+    compared = min(m, _COMPARED * problem.n_devices)
     variant, schedule = _best(problem, compared)
     return schedule if compared == m else problem.order(m, variant)
 
@@ -128,7 +140,7 @@ def _variants(problem: _Problem, m: int) -> Iterator[_Variant]:
 
 def _score(schedule: Schedule, costs: Costs) -> tuple[float, float]:
     """Return the longest span of a device, from its first start to its last end; the makespan."""
-    timeline = simulate(lower(schedule, step="none"), costs)
+    timeline = simulated(schedule, costs)
     first, last = np.full(schedule.n_devices, math.inf), np.zeros(schedule.n_devices)
     compute = timeline.graph.is_op(SCHEDULED)
     np.minimum.at(first, timeline.graph.device[compute], timeline.start[compute])
@@ -192,8 +204,9 @@ def zb_1p(
     n_devices, n_microbatches
         Any positive counts; fewer micro-batches than devices are allowed.
     costs
-        Seconds of F, I, W and messages, and bytes of activations; by default F, I and W take
-        equally long, and messages no time.
+        Seconds of F, I, W and messages, and bytes of activations (``weight_grad_bytes`` too,
+        without which W is taken to hold none); by default F, I and W take equally long, and
+        messages no time.
     memory_limit
         Bytes of activations that a device may hold, one number or one a device; by default those
         of ``n_devices`` micro-batches. Costs without ``activation_bytes`` count micro-batches,
@@ -203,6 +216,11 @@ def zb_1p(
     ------
     ArgumentError
         If a device's limit is too small for one micro-batch.
+
+    Warns
+    -----
+    CostsWarning
+        If the costs have ``activation_bytes`` and no ``weight_grad_bytes``.
     """
     return _automatic("zb_1p", n_devices, n_microbatches, costs, memory_limit, 1)
 
@@ -240,5 +258,10 @@ def zb_2p(
     ------
     ArgumentError
         If a device's limit is too small for one micro-batch.
+
+    Warns
+    -----
+    CostsWarning
+        As `zb_1p` does.
     """
     return _automatic("zb_2p", n_devices, n_microbatches, costs, memory_limit, 2)

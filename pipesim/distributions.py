@@ -1,0 +1,234 @@
+"""Distributions of factors on durations, and failures: what `pipesim.Noise` is made of."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim import draws
+from pipesim.errors import ArgumentError, PipeError, number
+
+__all__ = [
+    "Distribution",
+    "Empirical",
+    "Failures",
+    "LogNormal",
+    "Normal",
+    "check_distribution",
+    "tabulated",
+]
+
+Floats = NDArray[np.float64]
+#: The table of draws ends 5.9 standard deviations above: it has 99.8 % of the mean of this one.
+_MOST_SIGMA = 3.0
+
+
+class Distribution(Protocol):
+    """Of factors on a duration, by its quantile function; hashable, as a frozen dataclass is."""
+
+    def __hash__(self) -> int: ...
+
+    def quantile(self, level: Floats) -> Floats:
+        """Return the factors below which shares ``level`` (0..1, exclusive) of all draws lie."""
+
+
+def _standard_normal(level: Floats) -> Floats:
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse(x) for x in level.ravel().tolist()]).reshape(level.shape)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Factors of mean 1 and standard deviation ``std``; those below 0 are 0.
+
+    That is one in three million where ``std`` is 0.2; far beyond, the mean is above 1.
+
+    Raises
+    ------
+    ArgumentError
+        For an ``std`` that is negative or not finite.
+    """
+
+    std: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "std", _checked_spread("std", self.std))
+
+    def quantile(self, level: Floats) -> Floats:
+        """See `Distribution`."""
+        return np.maximum(0.0, 1.0 + self.std * _standard_normal(level))
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """Factors of mean 1 whose logarithm has the standard deviation ``sigma``, 0 to 3.
+
+    Beyond 3 the mean comes from factors so rare that scenarios do not draw them.
+
+    Raises
+    ------
+    ArgumentError
+        For a ``sigma`` outside 0 to 3.
+    """
+
+    sigma: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sigma", _checked_spread("sigma", self.sigma, _MOST_SIGMA))
+
+    def quantile(self, level: Floats) -> Floats:
+        """See `Distribution`."""
+        return np.exp(self.sigma * _standard_normal(level) - self.sigma**2 / 2)
+
+
+@dataclass(frozen=True)
+class Empirical:
+    """Measured values, each as likely as the others, divided by their mean.
+
+    Parameters
+    ----------
+    samples
+        Such as the seconds that an operation took, step after step.
+
+    Raises
+    ------
+    ArgumentError
+        If there are none, one is no number (as a text or a boolean is), negative or not finite, or
+        all are 0.
+    """
+
+    samples: Sequence[float] | Floats
+
+    def __post_init__(self) -> None:
+        values = np.sort(_sampled(self.samples))
+        if not len(values):
+            raise ArgumentError("samples are empty; give at least one measured value")
+        bad = values[~(np.isfinite(values) & (values >= 0))]
+        if len(bad):
+            raise ArgumentError(f"samples must be finite and >= 0, got {bad[0]}")
+        if not values.any():
+            raise ArgumentError("samples are all 0; a factor cannot be made of them")
+        object.__setattr__(self, "samples", tuple(values.tolist()))
+
+    def quantile(self, level: Floats) -> Floats:
+        """See `Distribution`."""
+        values = np.array(self.samples)
+        values = np.ldexp(values, -int(np.frexp(values.max())[1]))  # exact; no sum overflows
+        values /= values.mean()
+        found: Floats = values[np.minimum((level * len(values)).astype(np.int64), len(values) - 1)]
+        return found
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Pauses, as after a failure: a task that is hit lasts ``pause`` longer.
+
+    Attributes
+    ----------
+    every
+        Seconds of work between failures of one GPU, on average. A task of d seconds is hit with
+        the chance d / every.
+    pause
+        Seconds until the device goes on.
+
+    Raises
+    ------
+    ArgumentError
+        For ``every`` that is not finite and positive, and a ``pause`` that is not finite or is
+        negative.
+    """
+
+    every: float
+    pause: float
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", "> 0"), ("pause", ">= 0")):
+            value = number(getattr(self, name))
+            if value is None or not 0 <= value < np.inf or (value == 0 and least == "> 0"):
+                raise ArgumentError(
+                    f"{name} must be finite seconds {least}, got {getattr(self, name)!r}"
+                )
+            object.__setattr__(self, name, value)
+
+
+@lru_cache(maxsize=64)
+def tabulated(distribution: Distribution, slowest_of: int) -> Floats:
+    """Tabulate a distribution, which may be of the user's own.
+
+    Raises
+    ------
+    ArgumentError
+        If its quantile function raises, or returns anything but as many factors as it got levels.
+    """
+    what = f"quantile of {distribution!r:.60}"
+
+    def quantile(level: Floats) -> Floats:
+        try:
+            with np.errstate(over="ignore"):
+                got = distribution.quantile(level)
+        except PipeError:
+            raise
+        except Exception as error:
+            raise ArgumentError(f"{what} raised {type(error).__name__}: {error}") from error
+        if np.shape(got) != level.shape or np.asarray(got).dtype.kind not in "fiu":
+            raise ArgumentError(
+                f"{what} must return an array of factors of the shape of its levels, "
+                f"{level.shape}, got {type(got).__name__} {got!r:.60}"
+            )
+        return got
+
+    table = draws.quantile_table(quantile, slowest_of)
+    bad = table[~(np.isfinite(table) & (table >= 0))]
+    if len(bad):
+        raise ArgumentError(f"factors must be finite and >= 0, but {distribution!r} has {bad[0]}")
+    return table
+
+
+def check_distribution(name: str, value: object) -> None:
+    """Raise `ArgumentError` unless ``value`` is a distribution, or None."""
+    if value is None:
+        return
+    if isinstance(value, type) or not hasattr(value, "quantile"):
+        raise ArgumentError(f"{name} must be a distribution, such as Normal(0.02), got {value!r}")
+    try:
+        hash(value)  # its table is made once
+    except TypeError:
+        raise ArgumentError(
+            f"{name} must be hashable, as a frozen dataclass is, got {value!r}"
+        ) from None
+
+
+def _sampled(samples: object) -> Floats:
+    """Return measured values as floats, if they are numbers."""
+    if isinstance(samples, np.ndarray) and samples.dtype.kind in "fiu":
+        return samples.astype(np.float64).ravel()
+    listed = samples.tolist() if isinstance(samples, np.ndarray) else samples
+    if isinstance(listed, (str, bytes, Mapping)) or not isinstance(listed, Iterable):
+        raise ArgumentError(f"samples must be numbers, got {samples!r:.60}; give a list of them")
+    values = []
+    for place, sample in enumerate(listed):
+        if isinstance(sample, bool) or not isinstance(sample, numbers.Real):
+            raise ArgumentError(
+                f"samples must be numbers; number {place} is {sample!r:.60} "
+                f"({type(sample).__name__})"
+            )
+        value = number(sample)  # None for NaN, and for what no float holds
+        values.append(math.nan if value is None else value)
+    return np.array(values, dtype=np.float64)
+
+
+def _checked_spread(name: str, value: object, most: float = np.inf) -> float:
+    got = number(value)
+    if got is None or not 0 <= got < np.inf:
+        raise ArgumentError(f"{name} must be finite and >= 0, got {value!r}")
+    if got > most:
+        raise ArgumentError(f"{name} must be at most {most:g}, got {value!r}")
+    return got

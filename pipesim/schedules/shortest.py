@@ -1,0 +1,30 @@
+"""Compare orders by simulation: which of several takes the least time with given costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pipesim.costs import Costs
+from pipesim.lower import lower
+from pipesim.schedule import Schedule
+from pipesim.simulate import simulate
+from pipesim.timeline import Timeline
+
+__all__ = ["shortest", "simulated"]
+
+
+def simulated(schedule: Schedule, costs: Costs) -> Timeline:
+    """Return the timeline of an order, without skips, replicas or optimizer steps."""
+    return simulate(lower(schedule, step="none"), replace(costs, skip_bytes=None))
+
+
+def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
+    """Return the schedule of the least makespan; the first one among equals."""
+    different: list[Schedule] = []
+    for schedule in schedules:
+        if schedule not in different:
+            different.append(schedule)
+    if len(different) == 1:
+        return different[0]
+    return min(different, key=lambda schedule: simulated(schedule, costs).makespan)
