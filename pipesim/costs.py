@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.capacity import check_memory
 from pipesim.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
-from pipesim.errors import ArgumentError, CostsError, check_name, number
+from pipesim.errors import CostsError, check_count, check_name, check_type, number
 from pipesim.files import write_whole
 from pipesim.graph import PAIRS, TaskGraph
 from pipesim.network import ALL_REDUCE, Network
@@ -42,6 +43,8 @@ MEASURED_COLLECTIVES = {
     "vectors": "exchange_vectors",
     "gradients": "exchange_gradients",
 }
+#: Beyond so many stages, what one value for each needs is compared with the memory there is.
+_MANY_STAGES = 10**6
 _OPTIONAL = (
     *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
     *("vector_bytes", *MEASURED_COLLECTIVES.values()),
@@ -104,7 +107,16 @@ class TaskCosts:
 
     @classmethod
     def of_tasks(cls, table: CostTable, costs: Costs | None = None) -> TaskCosts:
-        """Return costs that have a row a task."""
+        """Return costs that have a row a task.
+
+        Raises
+        ------
+        ArgumentError
+            For arguments of another type.
+        """
+        check_type("table", table, CostTable)
+        if costs is not None:
+            check_type("costs", costs, Costs)
         return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs)
 
     def per_task(self) -> TaskCosts:
@@ -256,7 +268,15 @@ class Costs:
         ------
         CostsError
             If it was given for another number of stages, or not at all.
+        UnknownNameError
+            For a name that is no field.
+        ArgumentError
+            For a number of stages that is no whole number of at least 1.
+        CapacityError
+            If so many values would not fit in memory.
         """
+        if check_count("n_stages", n_stages) > _MANY_STAGES:
+            check_memory(f"one value for each of {n_stages:.3g} stages", 8 * n_stages)
         value = getattr(self, check_name("cost", name, VALUE_FIELDS))
         if value is None and name == "recompute":
             return self.per_stage("forward", n_stages)
@@ -291,8 +311,10 @@ class Costs:
             other skips.
         NetworkError
             If a link names a device that the graph does not have.
+        ArgumentError
+            If it is no graph.
         """
-        kinds = graph.kinds
+        kinds = check_type("graph", graph, TaskGraph, "lower the schedule first").kinds
         duration, latency = np.zeros(len(kinds)), np.zeros(len(kinds))
         for op, name in DURATION_OF.items():
             of_op = kinds.op == op
@@ -365,8 +387,7 @@ class Costs:
         ArgumentError
             If it is no placement.
         """
-        if not isinstance(placement, Placement):
-            raise ArgumentError(f"placement must be a pipesim.Placement, got {placement!r}")
+        check_type("placement", placement, Placement)
         stages = np.array(placement.device_of)
         share = np.bincount(stages)[stages]
         changed: dict[str, Any] = {}
@@ -407,8 +428,13 @@ class Costs:
         Raises
         ------
         CostsError
-            Naming an unknown key and the nearest known one.
+            If it is no mapping, or has an unknown key, naming that and the nearest known one.
         """
+        if not isinstance(values, Mapping):
+            raise CostsError(
+                f"costs must be a mapping of names to values, got {values!r:.60}; "
+                'give such as {"forward": 1e-3, "backward": 2e-3}'
+            )
         for key in values:
             check_name("cost", key, (*VALUE_FIELDS, *OTHER_FIELDS, "network"))
         network = Network.from_dict(values.get("network", {}))

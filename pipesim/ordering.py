@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from pipesim.capacity import check_memory
 from pipesim.costs import Costs
-from pipesim.errors import ArgumentError, CostsError, check_count, check_name, number
+from pipesim.errors import (
+    ArgumentError,
+    CostsError,
+    check_count,
+    check_flag,
+    check_name,
+    check_text,
+    check_type,
+    number,
+)
 from pipesim.list_scheduler import Key, Work, list_orders
 from pipesim.ops import Action, Op
 from pipesim.placement import Placement
@@ -99,8 +108,9 @@ def order_by(
     >>> schedule == ps.schedule("1f1b", 3, 8)
     True
     """
-    if not isinstance(placement, Placement):
-        raise ArgumentError(f"placement must be a pipesim.Placement, got {placement!r}")
+    check_type("placement", placement, Placement)
+    check_flag("split_backward", split_backward)
+    check_text("name", name)
     # Each path takes one at least.
     n_microbatches = check_count("n_microbatches", n_microbatches, placement.n_paths)
     n_actions = 3 * placement.n_stages * n_microbatches
@@ -112,7 +122,7 @@ def order_by(
         placement,
         n_microbatches,
         checked_costs(costs),
-        bool(split_backward),
+        split_backward,
         memory_limit,
         in_flight,
     )

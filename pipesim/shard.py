@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipesim.errors import check_count, check_name
+from pipesim.errors import check_count, check_flag, check_name, check_type
 from pipesim.split import Split, checked_split
-from pipesim.transformer import RECOMPUTE, Recompute, Transformer, check_divides, check_switch
+from pipesim.transformer import RECOMPUTE, Recompute, Transformer, check_divides, check_rate
 
 __all__ = ["Shard"]
 
@@ -57,9 +57,10 @@ class Shard:
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
+        check_type("model", self.model, Transformer)
         check_count("microbatch_size", self.microbatch_size)
         check_count("tensor_parallel", self.tensor_parallel)
-        check_switch("sequence_parallel", self.sequence_parallel)
+        check_flag("sequence_parallel", self.sequence_parallel)
         check_name("recompute", self.recompute, RECOMPUTE)
         for name in ("n_heads", "n_kv_heads", "ffn_size"):
             check_divides("tensor_parallel", self.tensor_parallel, name, getattr(self.model, name))
@@ -177,7 +178,13 @@ class Shard:
         backward, W needs more than F has left (32sbh to 2sbh a layer); rule 10 of docs/time.md
         counts no more than was there, so that memory comes out too low. The exchange of gradients
         between two copies of a tied matrix is not modelled.
+
+        Raises
+        ------
+        ArgumentError
+            For a rate that is not finite and above 0, and as `Transformer.costs`.
         """
+        check_rate("flops_per_second", flops_per_second, "FLOP/s")
         model, b = self.model, self.microbatch_size
         sizes = checked_split(
             layers_per_stage, model.n_layers, "layers_per_stage", ends_may_be_empty=True

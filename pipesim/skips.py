@@ -67,7 +67,7 @@ def checked_skips(skips: object, n_stages: int) -> tuple[Skip, ...]:
     """
     if isinstance(skips, str):
         skips = [skip_from_text(text) for text in skips.split(",") if text.strip()]
-    if not isinstance(skips, Iterable):
+    if not isinstance(skips, Iterable) or isinstance(skips, Mapping):
         raise ArgumentError(f"skips must be pairs of stages, such as {_EXAMPLE}, got {skips!r:.60}")
     pairs = sorted(_checked_pair(skip) for skip in skips)
     for k, (source, target) in enumerate(pairs):

@@ -44,8 +44,13 @@ def checked_split(
     """
     if isinstance(split, Integral):
         n_stages = check_count(name, split)
+        if n_stages > n_layers:
+            raise ArgumentError(
+                f"{name}={n_stages}: {n_layers} layers do not divide into {n_stages} stages, each "
+                f"of which needs one; give 1 to {n_layers}, or the layers of each stage"
+            )
         size, rest = divmod(n_layers, n_stages)
-        if rest or not size:
+        if rest:
             even = [size + (stage >= n_stages - rest) for stage in range(n_stages)]
             raise ArgumentError(
                 f"{name}={n_stages}: {n_layers} layers do not divide into {n_stages} stages of as "

@@ -19,14 +19,21 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipesim.costs import Costs
-from pipesim.errors import ArgumentError, check_count, check_name, number
+from pipesim.errors import ArgumentError, check_count, check_flag, check_name, number
 from pipesim.network import Network
 from pipesim.split import Split, checked_counts
 
 if TYPE_CHECKING:
     from pipesim.shard import Shard
 
-__all__ = ["RECOMPUTE", "Recompute", "Transformer", "check_divides", "costs_from_sizes"]
+__all__ = [
+    "RECOMPUTE",
+    "Recompute",
+    "Transformer",
+    "check_divides",
+    "check_rate",
+    "costs_from_sizes",
+]
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE = ("none", "selective", "full")
@@ -108,9 +115,9 @@ class Transformer:
                 checked: float = check_count(field.name, value, int(field.default is MISSING))
                 object.__setattr__(self, field.name, checked)
             elif field.name in _SWITCHES:
-                check_switch(field.name, value)
+                check_flag(field.name, value)
             else:
-                _check_rate(field.name, value, "bytes")
+                check_rate(field.name, value, "bytes")
         object.__setattr__(self, "ffn_size", self.ffn_size or 4 * self.hidden_size)
         object.__setattr__(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
         check_divides("n_heads", self.n_heads, "hidden_size", self.hidden_size)
@@ -207,7 +214,13 @@ class Transformer:
         -----
         Selective recompute adds one forward of the attention core, 4Bssh a layer. The hardware
         FLOPs of arXiv 2205.05198, 72BLshh(1 + s/3h + v/12hL), have three times that.
+
+        Raises
+        ------
+        ArgumentError
+            For a batch size that is no whole number of at least 1, and an unknown ``recompute``.
         """
+        check_count("batch_size", batch_size)
         once = self.n_layers * self.layer_flops(batch_size) + self.head_flops(batch_size)
         return 3 * once + self.n_layers * self.recomputed_flops(batch_size, recompute)
 
@@ -261,7 +274,7 @@ class Transformer:
             size that does not divide what it splits, a rate that is not positive, and an unknown
             ``recompute`` (`UnknownNameError`).
         """
-        _check_rate("flops_per_second", flops_per_second, "FLOP/s")
+        check_rate("flops_per_second", flops_per_second, "FLOP/s")
         shard = self.shard(
             microbatch_size=microbatch_size,
             tensor_parallel=tensor_parallel,
@@ -306,13 +319,8 @@ def check_divides(name: str, value: int, of: str, whole: int) -> None:
         )
 
 
-def check_switch(name: str, value: object) -> None:
-    """Raise if ``value`` is neither True nor False."""
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{name} must be True or False, got {value!r}")
-
-
-def _check_rate(name: str, value: object, unit: str) -> None:
+def check_rate(name: str, value: object, unit: str) -> None:
+    """Raise unless ``value`` is a finite number of at least 0, or above it of a rate."""
     got = number(value)
     least = "> 0" if unit == "FLOP/s" else ">= 0"
     if got is None or not 0 <= got < inf or (got == 0 and unit == "FLOP/s"):
