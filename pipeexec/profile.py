@@ -33,10 +33,10 @@ from pipeexec.executor import Pipeline, StepResult
 from pipeexec.link_fit import fits, network_of, with_fits
 from pipeexec.link_speed import measure_transfers, pairs_of
 from pipeexec.profile_files import load_profile, plot_transfers, save_profile
-from pipeexec.run_directory import command, read_record, write_directory
+from pipeexec.run_directory import checked_record, command, read_record, write_directory
 from pipesim.collective_costs import Buckets
 from pipesim.costs import DURATION_OF, Costs
-from pipesim.errors import AccuracyWarning, check_count
+from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_type
 from pipesim.graph import TaskGraph
 from pipesim.measured import output_bytes, stage_seconds
 from pipesim.ops import Op
@@ -119,7 +119,9 @@ class Profile:
         RunDirectoryError
             If it cannot be written, or something else is there.
         """
-        with write_directory(Path(path), {"command": command(), **(record or {})}) as folder:
+        with write_directory(
+            Path(path), {"command": command(), **checked_record(record)}
+        ) as folder:
             self.costs.save(folder / "costs.json")
             save_profile(folder, self.table, self.transfers, self.fits)
 
@@ -176,6 +178,11 @@ class Calibration:
         graphs: Iterable[TaskGraph] | None = None,
     ) -> None:
         graph = pipeline.graph
+        for name, batch in (("inputs", inputs), ("targets", targets)):
+            if batch is None:  # as `Pipeline.step` takes it: here each process needs its shapes
+                raise ArgumentError(
+                    f"{name} must be a tensor of samples or a tuple of them, got None"
+                )
         self.pipeline = pipeline
         graphs = list(graphs or [graph])
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
@@ -347,12 +354,31 @@ def measure(
 
     ``graphs`` are those that the costs are for: with a split backward, I and W are measured. The
     pipeline's own where None.
+
+    Raises
+    ------
+    ArgumentError
+        For arguments of another type, and batches that ``pipeline.step`` does not take.
     """
-    calibration = Calibration(pipeline, inputs, targets, graphs)
-    calibration.warm_up(check_count("warm_up", warm_up, 0))
-    for _ in range(check_count("n_steps", n_steps)):
+    check_type("pipeline", pipeline, Pipeline)
+    n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
+    calibration = Calibration(pipeline, inputs, targets, _checked_graphs(graphs))
+    calibration.warm_up(warm_up)
+    for _ in range(n_steps):
         calibration.step()
     return calibration.result()
+
+
+def _checked_graphs(graphs: object) -> list[TaskGraph] | None:
+    """Return graphs as a list; None for None."""
+    if graphs is None:
+        return None
+    if not isinstance(graphs, Iterable) or isinstance(graphs, (str, Mapping)):
+        raise ArgumentError(
+            f"graphs must be a sequence of pipesim.TaskGraph, got {graphs!r:.60} "
+            f"({type(graphs).__name__}); give such as [pipeline.graph]"
+        )
+    return [check_type("graphs: each", graph, TaskGraph) for graph in graphs]
 
 
 def _repeated(batch: Batch, n_samples: int) -> Batch:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pipesim.errors import RunDirectoryError
+from pipesim.errors import ArgumentError, RunDirectoryError
 
 __all__ = ["RECORD", "check_writable", "environment", "read_record", "write_directory"]
 
@@ -71,6 +71,24 @@ def check_writable(path: Path) -> None:
         raise RunDirectoryError(
             f"cannot write results in {path.parent}: {error.strerror}; choose another folder"
         ) from error
+
+
+def checked_record(record: object) -> dict[str, Any]:
+    """Return what a user adds to the record of a run: a mapping, or None for nothing.
+
+    Raises
+    ------
+    ArgumentError
+        For anything else.
+    """
+    if record is None:
+        return {}
+    if not isinstance(record, Mapping):
+        raise ArgumentError(
+            f"record must be a mapping of names to values, got {record!r:.60} "
+            f"({type(record).__name__}); give such as {{'seed': 0}}"
+        )
+    return dict(record)
 
 
 @contextmanager

@@ -10,10 +10,14 @@ from __future__ import annotations
 from pipeexec.devices import CpuDevice, Device, Values, make_devices
 from pipeexec.imposed import Links, Message, SleepWaits, check_links
 from pipeexec.streams import Stream
+from pipesim.capacity import check_memory
 from pipesim.errors import check_count
 from pipesim.network import Network
 
 __all__ = ["Worker", "workers"]
+
+#: About what a worker's thread and streams take, before any work.
+_BYTES_PER_WORKER = 2**16
 
 
 class Worker(CpuDevice):
@@ -63,6 +67,8 @@ def workers(n: int, *, link: Network) -> list[Worker]:
     ------
     ArgumentError
         For ``n`` below 1, or a network of shared links.
+    CapacityError
+        If so many would not fit in memory.
 
     Warns
     -----
@@ -76,7 +82,8 @@ def workers(n: int, *, link: Network) -> list[Worker]:
     >>> [device.name for device in devices]
     ['cpu:0', 'cpu:1']
     """
-    check_count("n", n)
+    n = check_count("n", n)
+    check_memory(f"{n:.3g} CPU workers", n * _BYTES_PER_WORKER, "ask for fewer")
     check_links(link)
     links = Links(link, n, SleepWaits())
     plain = make_devices(["cpu"] * n)
