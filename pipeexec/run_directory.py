@@ -19,7 +19,14 @@ import torch
 
 from pipesim.errors import ArgumentError, RunDirectoryError
 
-__all__ = ["RECORD", "check_writable", "environment", "read_record", "write_directory"]
+__all__ = [
+    "RECORD",
+    "check_writable",
+    "checked_record",
+    "environment",
+    "read_record",
+    "write_directory",
+]
 
 #: Says how everything else came to be, and holds the checksum of every file, itself included.
 RECORD = "run.json"

@@ -310,7 +310,8 @@ def _check_device(device: object) -> None:
         torch.empty(0, device=device)  # type: ignore[call-overload]  # raises for other types
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         raise ArgumentError(
-            f"device {device!r:.60} cannot hold the rows: {str(error).splitlines()[0]}; give such as 'cpu'"
+            f"device {device!r:.60} cannot hold the rows: {str(error).splitlines()[0]}; give such "
+            "as 'cpu'"
         ) from error
 
 

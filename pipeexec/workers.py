@@ -83,7 +83,7 @@ def workers(n: int, *, link: Network) -> list[Worker]:
     ['cpu:0', 'cpu:1']
     """
     n = check_count("n", n)
-    check_memory(f"{n:.3g} CPU workers", n * _BYTES_PER_WORKER, "ask for fewer")
+    check_memory("n CPU workers", n * _BYTES_PER_WORKER, "ask for fewer")
     check_links(link)
     links = Links(link, n, SleepWaits())
     plain = make_devices(["cpu"] * n)

@@ -276,7 +276,7 @@ class Costs:
             If so many values would not fit in memory.
         """
         if check_count("n_stages", n_stages) > _MANY_STAGES:
-            check_memory(f"one value for each of {n_stages:.3g} stages", 8 * n_stages)
+            check_memory("one value for each of n_stages stages", 8 * n_stages)
         value = getattr(self, check_name("cost", name, VALUE_FIELDS))
         if value is None and name == "recompute":
             return self.per_stage("forward", n_stages)
