@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeexec.ddp import ddp_of, synchronize
-from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, check_count
+from pipesim.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ExecutionError,
+    check_count,
+    check_function,
+    check_type,
+)
 
 __all__ = ["GradientAccumulation"]
 
@@ -285,18 +292,11 @@ class GradientAccumulation:
 
 def _check_arguments(model: object, optimizer: object, scaler: object, before_step: object) -> None:
     """Raise `ArgumentTypeError` for arguments of the wrong type."""
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"model must be an nn.Module, got {model!r:.60}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentTypeError(
-            f"optimizer must be a torch.optim.Optimizer, got {optimizer!r:.60}; make it from the "
-            "model's parameters"
-        )
+    check_type("model", model, nn.Module)
+    check_type("optimizer", optimizer, torch.optim.Optimizer, "make it from the model's parameters")
     if scaler is not None and not all(
         callable(getattr(scaler, name, None)) for name in ("scale", "step", "update", "unscale_")
     ):
         raise ArgumentTypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r:.60}")
-    if before_step is not None and not callable(before_step):
-        raise ArgumentTypeError(
-            f"before_step must be callable without arguments, got {before_step!r:.60}"
-        )
+    if before_step is not None:
+        check_function("before_step", before_step, "before_step()")

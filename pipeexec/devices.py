@@ -392,7 +392,7 @@ def parse(name: DeviceLike) -> torch.device:
     """
     try:
         device = torch.device(name)  # type: ignore[arg-type]  # raises for other types
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"{name!r} is no device; write 'cpu' or 'cuda:0', one name a device"
         ) from error

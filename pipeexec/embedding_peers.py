@@ -155,7 +155,8 @@ def _group_of(group: object) -> dist.ProcessGroup | None:
         return group.group(range(group.n_ranks), backend, "sharded embedding")
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives a process in place of one
+    # What torch gives a process in place of a group; compared with an array there is no one answer.
+    if type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ArgumentError(
             "this process is not in process_group; make the embedding in the group's processes only"
         )

@@ -11,7 +11,7 @@ from pipeexec.key_exchange import Exchange
 from pipeexec.sharded_embedding import ShardedEmbedding
 from pipeexec.signatures import Entry, Signature
 from pipeexec.stage import Held, Seed, Stage, Values
-from pipesim.errors import ArgumentError, ExecutionError
+from pipesim.errors import ArgumentError, ExecutionError, check_type
 
 __all__ = ["EmbeddingStage", "ShardedStage", "check_embedding", "check_keys"]
 
@@ -26,11 +26,16 @@ class EmbeddingStage(nn.Module):
     ----------
     embedding
         Over a group of the processes that have the stage, one for each replica of the pipeline.
+
+    Raises
+    ------
+    ArgumentError
+        For a module that is none.
     """
 
     def __init__(self, embedding: ShardedEmbedding) -> None:
         super().__init__()
-        self.embedding = embedding
+        self.embedding = check_type("embedding", embedding, ShardedEmbedding)
 
     def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the other values and the vectors, or the vectors where there are no others."""

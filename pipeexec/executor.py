@@ -64,6 +64,7 @@ from pipesim.errors import (
     NanLossWarning,
     RandomnessWarning,
     check_list,
+    check_type,
     number,
 )
 from pipesim.graph import TaskGraph
@@ -229,10 +230,8 @@ class Pipeline:
         processes: Processes | None = None,
         cuda_graph: bool = False,
     ) -> None:
-        if processes is not None and not isinstance(processes, Processes):
-            raise ArgumentTypeError(
-                f"processes must be what pipeexec.join returned, or None, got {processes!r:.60}"
-            )
+        if processes is not None:
+            check_type("processes", processes, Processes, "give what pipeexec.join returned")
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
         own = 0 if processes is None else processes.rank
         with guarded(processes):
@@ -676,8 +675,7 @@ class Pipeline:
         Its timeline counts from when the first process began, on rank 0's clock; losses are
         without a device. In one process, ``result`` itself.
         """
-        if not isinstance(result, StepResult):
-            raise ArgumentTypeError(f"result must be what step returned, got {result!r:.60}")
+        check_type("result", result, StepResult, "give what step returned")
         if self.processes is None or result.part is None:
             return result
         graph = result.timeline.graph

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeexec.loss_check import Difference, LossCheck
 from pipeexec.processes import Processes
 from pipeexec.shares import Shares
-from pipesim.errors import ArgumentError, ExecutionError, check_name, number
+from pipesim.errors import ExecutionError, check_function, check_name, number
 
 __all__ = ["Loss", "LossFunction", "StepLoss", "combined"]
 
@@ -55,10 +55,7 @@ class LossFunction:
     def __init__(
         self, function: Loss, reduction: Literal["mean", "sum"], *, on_device: bool = False
     ) -> None:
-        if not callable(function):
-            raise ArgumentError(
-                f"loss_fn must be callable as loss_fn(output, targets), got {function!r:.60}"
-            )
+        check_function("loss_fn", function, "loss_fn(output, targets)")
         check_name("loss_reduction", reduction, ("mean", "sum"))
         self.function, self.reduction, self.on_device = function, reduction, on_device
         self.returns_count: bool | None = None

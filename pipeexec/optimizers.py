@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, check_function
 
 __all__ = ["OptimizerFactory", "make_optimizers"]
 
@@ -27,11 +27,7 @@ def make_optimizers(
     """
     if factory is None:
         return [None] * len(modules)
-    if not callable(factory):
-        raise ArgumentError(
-            "optimizer must be callable with a stage's parameters, such as torch.optim.AdamW or "
-            f"lambda parameters: torch.optim.SGD(parameters, lr=0.1), got {factory!r:.60}"
-        )
+    check_function("optimizer", factory, "torch.optim.AdamW(parameters)")
     return [_made(factory, module, slot % n_stages) for slot, module in enumerate(modules)]
 
 

@@ -35,10 +35,10 @@ from pipeexec.link_fit import fits, network_of, with_fits
 from pipeexec.link_speed import measure_transfers, pairs_of
 from pipeexec.processes import guarded
 from pipeexec.profile_files import load_profile, plot_transfers, save_profile
-from pipeexec.run_directory import command, read_record, write_directory
+from pipeexec.run_directory import checked_record, command, read_record, write_directory
 from pipesim.collective_costs import Buckets
 from pipesim.costs import DURATION_OF, Costs
-from pipesim.errors import AccuracyWarning, ArgumentTypeError, check_count, check_list
+from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_list, check_type
 from pipesim.files import check_path
 from pipesim.graph import TaskGraph
 from pipesim.measured import output_bytes, stage_seconds
@@ -123,7 +123,7 @@ class Profile:
             If it cannot be written, or something else is there.
         """
         with write_directory(
-            check_path("path", path, "write"), {"command": command(), **(record or {})}
+            check_path("path", path, "write"), {"command": command(), **checked_record(record)}
         ) as folder:
             self.costs.save(folder / "costs.json")
             save_profile(folder, self.table, self.transfers, self.fits)
@@ -181,18 +181,16 @@ class Calibration:
         targets: Any,
         graphs: Iterable[TaskGraph] | None = None,
     ) -> None:
-        if not isinstance(pipeline, Pipeline):
-            raise ArgumentTypeError(
-                f"pipeline must be a pipeexec.Pipeline, got {type(pipeline).__name__}"
-            )
+        check_type("pipeline", pipeline, Pipeline)
         pipeline.check_batch(inputs, targets)
         graph = pipeline.graph
+        for name, batch in (("inputs", inputs), ("targets", targets)):
+            if batch is None:  # as `Pipeline.step` takes it: here each process needs its shapes
+                raise ArgumentError(
+                    f"{name} must be a tensor of samples or a tuple of them, got None"
+                )
         self.pipeline = pipeline
-        graphs = (
-            [graph] if graphs is None else check_list("graphs", graphs, "TaskGraphs") or [graph]
-        )
-        if not all(isinstance(g, TaskGraph) for g in graphs):
-            raise ArgumentTypeError(f"graphs must be a list of TaskGraphs, got {graphs!r:.60}")
+        graphs = _checked_graphs(graphs) or [graph]
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
         n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.here)
@@ -362,7 +360,13 @@ def measure(
 
     ``graphs`` are those that the costs are for: with a split backward, I and W are measured. The
     pipeline's own where None.
+
+    Raises
+    ------
+    ArgumentError
+        For arguments of another type, and batches that ``pipeline.step`` does not take.
     """
+    check_type("pipeline", pipeline, Pipeline)
     n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
     with guarded(pipeline.processes):
         check_results([pipeline.graph], n_steps=n_steps)
@@ -371,6 +375,12 @@ def measure(
     for _ in range(n_steps):
         calibration.step()
     return calibration.result()
+
+
+def _checked_graphs(graphs: object) -> list[TaskGraph]:
+    """Return graphs as a list, which is empty for None."""
+    given = () if graphs is None else check_list("graphs", graphs, "such as [pipeline.graph]")
+    return [check_type("graphs: each", graph, TaskGraph) for graph in given]
 
 
 def _repeated(batch: Batch, n_samples: int) -> Batch:

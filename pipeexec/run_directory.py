@@ -23,7 +23,14 @@ from pipesim.errors import ArgumentError, RunDirectoryError
 from pipesim.files import check_path, read_bytes, read_text
 from pipesim.texts import CHECKSUM, checksum, parse_json
 
-__all__ = ["RECORD", "check_writable", "environment", "read_record", "write_directory"]
+__all__ = [
+    "RECORD",
+    "check_writable",
+    "checked_record",
+    "environment",
+    "read_record",
+    "write_directory",
+]
 
 #: Says how everything else came to be, and holds the checksum of every file, itself included.
 RECORD = "run.json"
@@ -75,6 +82,24 @@ def check_writable(path: Path) -> None:
         raise RunDirectoryError(
             f"cannot write results in {path.parent}: {error.strerror}; choose another folder"
         ) from error
+
+
+def checked_record(record: object) -> dict[str, Any]:
+    """Return what a user adds to the record of a run: a mapping, or None for nothing.
+
+    Raises
+    ------
+    ArgumentError
+        For anything else.
+    """
+    if record is None:
+        return {}
+    if not isinstance(record, Mapping):
+        raise ArgumentError(
+            f"record must be a mapping of names to values, got {record!r:.60} "
+            f"({type(record).__name__}); give such as {{'seed': 0}}"
+        )
+    return dict(record)
 
 
 @contextmanager

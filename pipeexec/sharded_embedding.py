@@ -15,7 +15,15 @@ from pipeexec.embedding_rows import Layout
 from pipeexec.host_memory import check_tensors
 from pipeexec.key_exchange import Exchange, Terms
 from pipeexec.processes import Processes
-from pipesim.errors import ArgumentError, ArgumentTypeError, PipeError, check_count, check_name
+from pipesim.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    PipeError,
+    check_count,
+    check_flag,
+    check_name,
+    check_type,
+)
 
 __all__ = ["ShardedEmbedding"]
 
@@ -95,11 +103,13 @@ class ShardedEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         peers, several = Peers(process_group), isinstance(n_rows, Sequence)
-        dtype = dtype or torch.get_default_dtype()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         try:
             rows = _checked_rows(n_rows)
             dim = check_count("dim", dim)
             _check_modes(combiner, padding_key, gradients, dtype)
+            check_flag("sparse", sparse)
+            _check_device(device)
             layout = Layout(rows, peers.n, several=several)
             check_tensors(
                 f"the share of a process of n_rows={n_rows}, dim={dim}",
@@ -167,6 +177,8 @@ class ShardedEmbedding(nn.Module):
             For rows of unlike length, and as for the class.
         """
         several = isinstance(weights, Sequence)
+        if several and not weights:
+            raise ArgumentError("weights is empty; give the rows of at least one table")
         tables = list(map(_rows_of, weights if isinstance(weights, Sequence) else [weights]))
         if len({table.shape[1] for table in tables}) != 1:
             shapes = [tuple(table.shape) for table in tables]
@@ -200,7 +212,7 @@ class ShardedEmbedding(nn.Module):
 
         Of this process alone: nothing is sent, and nobody waits.
         """
-        self._terms.check(keys)
+        self._terms.check(check_type("keys", keys, Tensor))
 
     def dispatch(self, keys: Tensor) -> Exchange:
         """Return an exchange of keys, whose phases are to be called one by one, without autograd.
@@ -245,6 +257,7 @@ class ShardedEmbedding(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise unless a state is of the rows that this process has."""
+        check_type("state", state, Tensor)
         if state.tolist() != self.get_extra_state().tolist():
             rank, n, *rows = state.tolist()
             raise ArgumentError(
@@ -296,13 +309,29 @@ def _check_modes(
     check_name("gradients", gradients, ["sum", "mean"])
     if padding_key is not None and type(padding_key) is not int:
         raise ArgumentTypeError(f"padding_key must be an int or None, got {padding_key!r}")
-    if not dtype.is_floating_point:
+    if not check_type("dtype", dtype, torch.dtype).is_floating_point:
         raise ArgumentTypeError(f"dtype must be a floating-point type, got {dtype}")
+
+
+def _check_device(device: object) -> None:
+    """Raise for what is no device to torch."""
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]  # raises for other types
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        raise ArgumentError(
+            f"device {device!r:.60} cannot hold the rows: {str(error).splitlines()[0]}; give such "
+            "as 'cpu'"
+        ) from error
 
 
 def _rows_of(table: Whole) -> Tensor:
     """Return the rows of a table."""
-    rows = table if isinstance(table, Tensor) else table.weight
+    rows = table if isinstance(table, Tensor) else getattr(table, "weight", None)
+    if not isinstance(rows, Tensor):
+        raise ArgumentTypeError(
+            "weights must be a tensor of all rows, or a module that has them as its weight, got "
+            f"{table!r:.60} ({type(table).__name__})"
+        )
     if rows.dim() != 2:
         raise ArgumentError(f"a table must have shape (rows, dim), got {tuple(rows.shape)}")
     return rows.detach()

@@ -128,14 +128,14 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
     >>> pipeline = px.Pipeline(stages, graph, devices, loss_fn)  # doctest: +SKIP
     """
     check_count("n", n)
+    if link is not None:
+        check_links(link)
     gpu = parse(device)
     if gpu.type != "cuda":
         raise ArgumentError(
             f"slices are parts of a GPU, got {str(gpu)!r}; name one ('cuda:0'), or use "
             f"devices=['cpu'] * {n}"
         )
-    if link is not None:
-        check_links(link)
     gpu = torch.device(gpu.type, gpu.index or 0)
     properties = torch.cuda.get_device_properties(gpu)
     try:

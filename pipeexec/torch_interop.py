@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.capacity import check_schedule
+from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
 from pipesim.graph import TaskGraph
 from pipesim.schedule import Schedule
 from pipesim.schedule_files import schedule_from_texts
@@ -127,6 +128,8 @@ def from_torch(
     """
     from pipeexec.torch_private import executed_order, loop_of
 
+    if name is not None:
+        check_text("name", name)
     order = schedule if isinstance(schedule, Mapping) else getattr(schedule, "pipeline_order", None)
     loop = loop_of(schedule)
     if loop is not None:
@@ -166,6 +169,8 @@ def torch_schedule_order(
     ------
     ArgumentError
         For counts that the class does not take, with torch's reason.
+    CapacityError
+        If the order would not fit in memory.
 
     Examples
     --------
@@ -181,6 +186,8 @@ def torch_schedule_order(
     n_devices = check_count("n_devices", n_devices)
     n_microbatches = check_count("n_microbatches", n_microbatches)
     n_chunks = check_count("n_chunks", n_chunks)
+    check_flag("executed", executed)
+    check_schedule(f"torch's {name}", 2 * n_devices * n_microbatches * n_chunks)
     takes = TORCH_SCHEDULES[name]
     if takes not in (None, n_chunks):
         raise ArgumentError(f"torch's {name} takes n_chunks={takes}, got {n_chunks}")

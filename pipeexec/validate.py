@@ -40,6 +40,9 @@ from pipesim.errors import (
     CostsError,
     PipeError,
     check_count,
+    check_flag,
+    check_function,
+    check_type,
 )
 from pipesim.graph import TaskGraph
 from pipesim.measured import output_bytes
@@ -145,6 +148,16 @@ def validate(
     n_steps = check_count("n_steps", n_steps)
     warm_up = check_count("warm_up", warm_up, 0)
     repeat = check_count("repeat", repeat)
+    check_flag("cuda_graph", cuda_graph)
+    if progress is not None:
+        check_function("progress", progress, "progress(line)")
+    if optimizer is not None:
+        check_function("optimizer", optimizer, "optimizer(parameters)")
+    if not isinstance(batches, Iterable):
+        raise ArgumentError(
+            f"batches must yield (inputs, targets), got {batches!r:.60} "
+            f"({type(batches).__name__}); give a generator or a list of batches"
+        )
     if isinstance(stages, (GPipe, Mapping)):
         models = check_models({"gpipe": stages} if isinstance(stages, GPipe) else stages)
         check_rows(models)
@@ -197,6 +210,7 @@ def validate(
 def _given(loss_fn: Loss | None) -> Loss:
     if loss_fn is None:
         raise ArgumentError("validate needs loss_fn, which takes outputs and targets")
+    check_function("loss_fn", loss_fn, "loss_fn(output, targets)")
     return loss_fn
 
 
@@ -260,6 +274,13 @@ def _validated(
 
 def _widest(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
     """Return the graph that has the paths of all, once all have as many micro-batches."""
+    if not isinstance(graphs, Mapping):
+        raise ArgumentError(
+            f"graphs must be a mapping of names to graphs, got {graphs!r:.60} "
+            f"({type(graphs).__name__}); give such as {{'1f1b': ps.lower(schedule)}}"
+        )
+    for name, graph in graphs.items():
+        check_type(f"graphs: {name!r}", graph, TaskGraph, "lower the schedule first")
     if not graphs:
         raise ArgumentError("validate needs at least one graph")
     check_rows(graphs)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipeexec.accuracy import interval_over
 from pipeexec.profile import Profile
 from pipeexec.profile_files import FITS, TABLE, TRANSFERS, load_profile, save_profile
-from pipeexec.run_directory import RECORD, command, read_record, write_directory
+from pipeexec.run_directory import RECORD, checked_record, command, read_record, write_directory
 from pipeexec.run_lock import check_file_names
 from pipesim.compare import Comparison
 from pipesim.costs import Costs
@@ -234,7 +234,7 @@ class Validation:
         path = check_path("path", path, "write")
         check_rows(self.rows)
         said = {"clocks": self.clocks, "notes": self.notes, "rows": rows}
-        with write_directory(path, {"command": command(), **(record or {}), **said}) as to:
+        with write_directory(path, {"command": command(), **checked_record(record), **said}) as to:
             self.costs.save(to / "costs.json")
             self.table.to_csv(to / "table.csv")
             if self.profile is not None:

@@ -16,8 +16,8 @@ from pipesim.network import Network
 
 __all__ = ["Worker", "workers"]
 
-#: What Python needs for a worker, at least.
-_BYTES = 2000
+#: About what a worker's thread and streams take, before any work.
+_BYTES_PER_WORKER = 2**16
 
 
 class Worker(CpuDevice):
@@ -82,7 +82,8 @@ def workers(n: int, *, link: Network) -> list[Worker]:
     >>> [device.name for device in devices]
     ['cpu:0', 'cpu:1']
     """
-    check_memory(f"n={n} workers", check_count("n", n) * _BYTES, "take fewer")
+    n = check_count("n", n)
+    check_memory(f"n={n} workers", n * _BYTES_PER_WORKER, "take fewer")
     check_links(link)
     links = Links(link, n, SleepWaits())
     plain = make_devices(["cpu"] * n)

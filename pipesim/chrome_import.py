@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 
 from pipesim.clocks import join
 from pipesim.costs import Costs, message_bytes
-from pipesim.errors import AccuracyWarning, ArgumentError, PipeError, TimelineError, check_name
+from pipesim.errors import (
+    AccuracyWarning,
+    ArgumentError,
+    PipeError,
+    TimelineError,
+    check_count,
+    check_name,
+)
 from pipesim.files import check_path
 from pipesim.graph import TaskGraph
 from pipesim.halves import halved, with_halves
@@ -77,6 +84,8 @@ def load(
     if isinstance(step, bool) or not isinstance(step, numbers.Integral):
         raise ArgumentError(f"step must be a whole number, got {step!r}; -1 is the last one")
     files = _files(paths)
+    if n_ranks is not None:
+        check_count("n_ranks", n_ranks, 0)
     patterns = PATTERNS if pattern is None else (checked_pattern(pattern),)
     read = [_read(path, patterns, rank) for rank, path in enumerate(files)]
     for path, of in zip(files, read, strict=True):

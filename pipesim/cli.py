@@ -258,7 +258,8 @@ def _add_option(command: argparse.ArgumentParser) -> None:
 def _value(text: str) -> Any:
     """Read a number, true, false, or several of them between commas; the rest stays text.
 
-    Whether the value is a good one is decided where it is used, wherever it comes from.
+    Whether the value is a good one is decided where it is used, wherever it comes from. Python
+    also reads ``1_0`` and digits of other scripts as numbers; those stay text here.
     """
     if "," in text:
         return [_value(part) for part in text.split(",")]

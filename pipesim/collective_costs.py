@@ -161,6 +161,8 @@ def checked_buckets(buckets: object) -> Buckets | None:
     if buckets is None:
         return None
     try:
+        if isinstance(buckets, (str, bytes, Mapping)):
+            raise TypeError
         stages = tuple(
             tuple((float(a), float(b)) for a, b in stage)
             for stage in buckets  # type: ignore[attr-defined]

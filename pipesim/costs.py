@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipesim.capacity import check_stages
 from pipesim.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
-from pipesim.errors import ArgumentError, CostsError, check_name, number
+from pipesim.errors import CostsError, check_count, check_name, check_type, number
 from pipesim.files import check_path, read_json, write_text
 from pipesim.graph import PAIRS, TaskGraph
 from pipesim.network import ALL_REDUCE, Network
@@ -117,7 +117,16 @@ class TaskCosts:
         costs: Costs | None = None,
         issued: NDArray[np.float64] | None = None,
     ) -> TaskCosts:
-        """Return costs that have a row a task."""
+        """Return costs that have a row a task.
+
+        Raises
+        ------
+        ArgumentError
+            For arguments of another type.
+        """
+        check_type("table", table, CostTable)
+        if costs is not None:
+            check_type("costs", costs, Costs)
         return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs, issued)
 
     def per_task(self) -> TaskCosts:
@@ -280,7 +289,14 @@ class Costs:
         ------
         CostsError
             If it was given for another number of stages, or not at all.
+        UnknownNameError
+            For a name that is no field.
+        ArgumentError
+            For a number of stages that is no whole number of at least 1.
+        CapacityError
+            If so many values would not fit in memory.
         """
+        check_stages(check_count("n_stages", n_stages))
         value = getattr(self, check_name("cost", name, VALUE_FIELDS))
         if value is None and name == "recompute":
             return self.per_stage("forward", n_stages)
@@ -300,7 +316,6 @@ class Costs:
         if value is None:
             raise CostsError(f"{name} is missing, but the graph has tasks that need it")
         if isinstance(value, float):
-            check_stages(n_stages)
             return np.full(n_stages, value)
         if len(value) != n_stages:
             raise CostsError(
@@ -331,7 +346,10 @@ class Costs:
             other skips.
         NetworkError
             If a link names a device that the graph does not have.
+        ArgumentError
+            If it is no graph.
         """
+        check_type("graph", graph, TaskGraph, "lower the schedule first")
         with np.errstate(
             over="ignore", invalid="ignore"
         ):  # the engines' caller checks that values are finite
@@ -418,8 +436,7 @@ class Costs:
         ArgumentError
             If it is no placement.
         """
-        if not isinstance(placement, Placement):
-            raise ArgumentError(f"placement must be a pipesim.Placement, got {placement!r}")
+        check_type("placement", placement, Placement)
         stages = np.array(placement.device_of)
         share = np.bincount(stages)[stages]
         changed: dict[str, Any] = {}
@@ -460,8 +477,13 @@ class Costs:
         Raises
         ------
         CostsError
-            Naming an unknown key and the nearest known one.
+            If it is no mapping, or has an unknown key, naming that and the nearest known one.
         """
+        if not isinstance(values, Mapping):
+            raise CostsError(
+                f"costs must be a mapping of names to values, got {values!r:.60}; "
+                'give such as {"forward": 1e-3, "backward": 2e-3}'
+            )
         for key in values:
             check_name("cost", key, (*VALUE_FIELDS, *OTHER_FIELDS, "network"))
         network = Network.from_dict(values.get("network", {}))

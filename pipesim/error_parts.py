@@ -93,6 +93,11 @@ def error_parts(
     seconds = None if launch is None else number(launch)
     if launch is not None and (seconds is None or not 0 <= seconds < math.inf):
         raise ArgumentError(f"launch must be finite seconds >= 0 a task, got {launch!r}")
+    if seconds is not None and not math.isfinite(seconds * len(measured)):
+        raise ArgumentError(
+            f"launch={launch!r} s of each of {len(measured)} tasks is beyond the largest number; "
+            "give seconds"
+        )
     values = _Values(predicted, measured, seconds)
     parts = _shapley(values.makespan, [values.differs(kind) for kind in range(len(PARTS) - 1)])
     total = predicted.makespan - measured.makespan

@@ -9,11 +9,21 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+#: Characters of a line of a message that are shown: of a longer one, the beginning and the end.
+_LINE = 1000
 
 
 class PipeError(Exception):
-    """Base of every error that pipesim and pipeexec raise on purpose."""
+    """Base of every error that pipesim and pipeexec raise on purpose.
+
+    A line of the message that quotes a very long value is shortened in its middle.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(map(_shortened, super().__str__().split("\n")))
 
 
 class ArgumentError(PipeError, ValueError):
@@ -142,6 +152,85 @@ def check_name(kind: str, name: object, known: Iterable[str]) -> str:
     raise UnknownNameError(
         f"unknown {kind} {name!r}{suggestion(str(name), known)} (known: {', '.join(known)})"
     )
+
+
+def _shortened(line: str) -> str:
+    """Return a line without its middle, where it is long; the advice at its end stays."""
+    if len(line) <= _LINE:
+        return line
+    half = _LINE // 2
+    left_out = len(line) - 2 * half
+    return f"{line[:half]} [... {left_out:,} characters left out ...] {line[-half:]}"
+
+
+def check_type(name: str, value: object, kind: type[T], advice: str = "") -> T:
+    """Return ``value`` if it is a ``kind``.
+
+    Parameters
+    ----------
+    name
+        What the argument is called.
+    value
+        What was given.
+    kind
+        A class of ours, or of another package.
+    advice
+        What to do instead.
+
+    Raises
+    ------
+    ArgumentTypeError
+        For a value of another type, naming both.
+    """
+    if isinstance(value, kind):
+        return value
+    package = kind.__module__.partition(".")[0]
+    wanted = kind.__name__ if package == "builtins" else f"{package}.{kind.__name__}"
+    got = f"{value!r:.60} ({type(value).__name__})"
+    raise ArgumentTypeError(f"{name} must be a {wanted}, got {got}{'; ' if advice else ''}{advice}")
+
+
+def check_text(name: str, value: object) -> str:
+    """Return ``value`` if it is a text.
+
+    Raises
+    ------
+    ArgumentTypeError
+        For a value of another type.
+    """
+    if isinstance(value, str):
+        return value
+    raise ArgumentTypeError(f"{name} must be a text, got {value!r:.60} ({type(value).__name__})")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return ``value`` if it is True or False: a text such as "no" would count as True.
+
+    Raises
+    ------
+    ArgumentTypeError
+        For a value of another type.
+    """
+    if isinstance(value, bool):
+        return value
+    raise ArgumentTypeError(
+        f"{name} must be True or False, got {value!r:.60} ({type(value).__name__})"
+    )
+
+
+def check_function(name: str, value: object, form: str) -> None:
+    """Raise unless ``value`` can be called; ``form`` is an example of a call.
+
+    Raises
+    ------
+    ArgumentTypeError
+        For a value that cannot be called.
+    """
+    if not callable(value):
+        raise ArgumentTypeError(
+            f"{name} must be a function, called as {form}, got {value!r:.60} "
+            f"({type(value).__name__})"
+        )
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> int:

@@ -21,10 +21,17 @@ from numpy.typing import NDArray
 from pipesim.capacity import BYTES_PER_TASK, check_memory
 from pipesim.columns import checked_tasks
 from pipesim.csr import CSR, Ints, ids_dtype
-from pipesim.errors import ArgumentError, GraphError, check_count, check_name
+from pipesim.errors import (
+    ArgumentError,
+    GraphError,
+    check_count,
+    check_flag,
+    check_name,
+    check_text,
+)
 from pipesim.levels import levels, stable_topological_order
 from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
-from pipesim.schedule import Versions
+from pipesim.schedule import VERSIONS, Versions
 from pipesim.skips import skips_of
 from pipesim.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.wiring import KindRules, index_tasks, wire
@@ -234,7 +241,18 @@ class TaskGraph:
             naming column and row.
         CapacityError
             If the graph would not fit in memory.
+        ArgumentError
+            For an option of another type, or a mode that there is not.
         """
+        check_text("name", name)
+        check_text("recompute", recompute)
+        check_name("weight_versions", weight_versions, VERSIONS)
+        for option, flag in (
+            ("rendezvous", rendezvous),
+            ("overlap", overlap),
+            ("portals", portals),
+        ):
+            check_flag(option, flag)
         return cls.wire(
             tasks,
             group=group,
@@ -466,7 +484,7 @@ class TaskGraph:
 
     def with_name(self, name: str) -> TaskGraph:
         """Return the same graph under another name."""
-        graph = replace(self, name=name)
+        graph = replace(self, name=check_text("name", name))
         return graph.as_verified() if self.verified else graph
 
     def is_op(self, ops: frozenset[Op]) -> NDArray[np.bool_]:

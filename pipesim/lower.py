@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipesim.capacity import check_tasks
 from pipesim.csr import Ints
-from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.errors import ArgumentError, check_count, check_flag, check_name
 from pipesim.gradients_first import gradients_first
 from pipesim.graph import GRAD_SYNC, GradSync, TaskGraph
 from pipesim.issue import issue, replicated
@@ -147,8 +147,7 @@ def lower(
     check_name("layout", layout, LAYOUTS)
     check_name("grad_sync", grad_sync, GRAD_SYNC)
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ArgumentError(f"{name} must be True or False, got {flag!r}")
+        check_flag(name, flag)
     if recompute_waits and overlap:
         raise ArgumentError(
             "recompute_waits=True, but transfers overlap: a gradient is received on a stream of "
@@ -216,6 +215,8 @@ def lower(
 def _checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[int, ...]:
     """Return the numbers of the sharded stages."""
     try:
+        if isinstance(sharded, (str, Mapping)):
+            raise TypeError
         given = (sharded,) if isinstance(sharded, (int, np.integer)) else sharded
         stages = tuple(itertools.islice(given, schedule.n_stages + 1))
     except TypeError:

@@ -20,7 +20,10 @@ from pipesim.errors import (
     CostsWarning,
     PipeError,
     check_count,
+    check_flag,
     check_name,
+    check_text,
+    check_type,
     number,
 )
 from pipesim.list_scheduler import Key, Work, list_orders
@@ -178,8 +181,9 @@ def ordered(
     name: str = "custom",
 ) -> Schedule:
     """Do what `order_by` does, without warnings."""
-    if not isinstance(placement, Placement):
-        raise ArgumentError(f"placement must be a pipesim.Placement, got {placement!r}")
+    check_type("placement", placement, Placement)
+    check_flag("split_backward", split_backward)
+    check_text("name", name)
     # Each path takes one at least.
     n_microbatches = check_count("n_microbatches", n_microbatches, placement.n_paths)
     n_actions = 3 * placement.n_stages * n_microbatches
@@ -191,7 +195,7 @@ def ordered(
         placement,
         n_microbatches,
         checked_costs(costs),
-        bool(split_backward),
+        split_backward,
         memory_limit,
         in_flight,
     )

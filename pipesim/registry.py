@@ -16,6 +16,7 @@ from pipesim.errors import (
     UnknownNameError,
     check_count,
     check_name,
+    check_text,
     suggestion,
 )
 from pipesim.registering import (
@@ -168,6 +169,8 @@ def register(
     for argument, form in forms.items():
         check_form(f"schedule {name!r}: {argument}", form)
     check_counts(f"schedule {name!r}: counts", counts)
+    check_text("summary", summary)
+    check_text("source", source)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         build, options = builder(name, function)

@@ -16,7 +16,7 @@ from pipesim import jit
 from pipesim.capacity import check_memory
 from pipesim.costs import Costs, TaskCosts
 from pipesim.engines import compiled, simpy_engine
-from pipesim.errors import ArgumentError, check_count, number
+from pipesim.errors import ArgumentError, check_count, check_flag, number
 from pipesim.graph import TaskGraph
 from pipesim.noise import Noise
 from pipesim.ops import COMPUTE
@@ -135,7 +135,8 @@ def simulate_many(
         If the scenarios that run at once, or all results, would not fit in memory.
     """
     n = check_count("n", n)
-    if n_jobs != -1:
+    check_flag("progress", progress)
+    if not (isinstance(n_jobs, int) and n_jobs == -1):
         n_jobs = check_count("n_jobs", n_jobs)
     check_memory("holding all scenarios", n * _BYTES_PER_SCENARIO, f"ask for fewer than n={n}")
     cores = len(os.sched_getaffinity(0)) or 1

@@ -12,7 +12,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import ScheduleError, check_count, check_name
+from pipesim.errors import (
+    ArgumentError,
+    ScheduleError,
+    check_count,
+    check_name,
+    check_text,
+    check_type,
+)
 from pipesim.listed import listed_actions
 from pipesim.ops import Action, Op, Overlapped
 from pipesim.placement import Placement
@@ -75,18 +82,20 @@ class Schedule:
         """Make a schedule from ``(ops, stages, microbatches)`` of each device.
 
         A fourth column marks each F that is overlapped with the B after it.
+
+        Raises
+        ------
+        ArgumentError
+            For columns that are no numbers or differ in length, naming the device, and for
+            arguments of another type.
         """
-        types = (np.int8, np.int32, np.int32, np.bool_)
-        columns: list[list[NDArray[Any]]] = [
-            [np.asarray(column, dtype) for column, dtype in zip(device, types, strict=False)]
-            for device in devices
-        ]
+        columns = _columns(devices)
         op, stage, microbatch, *overlapped = (
             np.concatenate([device[k] for device in columns]) for k in range(len(columns[0]))
         )
         return cls(
-            name=name,
-            placement=placement,
+            name=check_text("name", name),
+            placement=check_type("placement", placement, Placement),
             n_microbatches=check_count("n_microbatches", n_microbatches),
             op=op,
             stage=stage,
@@ -123,6 +132,7 @@ class Schedule:
         singles = [list(_singles(order)) for order in parsed]
         if placement is None:
             placement = _read_off(singles)
+        check_type("placement", placement, Placement)
         if len(parsed) != placement.n_devices:
             raise ScheduleError(
                 f"got the orders of {len(parsed)} devices for a placement on "
@@ -174,6 +184,8 @@ class Schedule:
         """
         from pipesim.schedule_files import read_schedule
 
+        if name is not None:
+            check_text("name", name)
         return read_schedule(path, name)
 
     def save(self, path: Path | str) -> None:
@@ -196,7 +208,7 @@ class Schedule:
 
     def with_name(self, name: str) -> Schedule:
         """Return the same schedule under another name."""
-        return replace(self, name=name)
+        return replace(self, name=check_text("name", name))
 
     def with_updates(self, n_batches: int, weight_versions: Versions) -> Schedule:
         """Return the same orders, as several mini-batches between which weights are updated.
@@ -253,7 +265,15 @@ class Schedule:
         return tuple(tuple(_joined(actions[a:b], marks[a:b])) for a, b in bounds)
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return device, and position in its order, of the action at ``index`` of the columns."""
+        """Return device, and position in its order, of the action at ``index`` of the columns.
+
+        Raises
+        ------
+        ArgumentError
+            If there is no such action.
+        """
+        if check_count("index", index, 0) >= len(self):
+            raise ArgumentError(f"index {index} is of no action: there are {len(self)}, from 0")
         device = int(np.searchsorted(self.ptr, index, side="right")) - 1
         first = int(self.ptr[device])
         merged = 0 if self.overlapped is None else int(self.overlapped[first:index].sum())
@@ -293,7 +313,14 @@ class Schedule:
             within ``width`` positions of it.
         width
             Positions to each side of the marked cell.
+
+        Raises
+        ------
+        ArgumentError
+            For a mark on no device, or at no position from 0, and a width that is no whole number.
         """
+        check_count("width", width, 0)
+        mark = None if mark is None else _checked_mark(mark, self.n_devices)
         columns = max((len(order) for order in self.orders), default=0)
         first, last = 0, columns
         if mark is not None:
@@ -317,6 +344,47 @@ class Schedule:
         from pipesim.plot import schedule_html
 
         return schedule_html(self)
+
+
+def _columns(devices: Iterable[DeviceOrder]) -> list[list[NDArray[Any]]]:
+    """Return the columns of each device as arrays of their types, all of one length."""
+    types = (np.int8, np.int32, np.int32, np.bool_)
+    wanted = "devices must be a sequence of columns (ops, stages, microbatches) of each device"
+    if not isinstance(devices, Iterable):
+        raise ArgumentError(f"{wanted}, got {devices!r:.60} ({type(devices).__name__})")
+    made: list[list[NDArray[Any]]] = []
+    for device, given in enumerate(devices):
+        try:
+            columns: list[NDArray[Any]] = [
+                np.asarray(c, t) for c, t in zip(given, types, strict=False)
+            ]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ArgumentError(
+                f"{wanted}; of device {device} got {given!r:.60}: {error}"
+            ) from None
+        if (
+            len(columns) < 3
+            or len({column.shape for column in columns}) > 1
+            or columns[0].ndim != 1
+        ):
+            raise ArgumentError(
+                f"{wanted}, each with one number an action; of device {device} got {given!r:.60}"
+            )
+        made.append(columns)
+    if not made:
+        raise ArgumentError(f"{wanted}, got none; give at least one device")
+    return made
+
+
+def _checked_mark(mark: object, n_devices: int) -> tuple[int, int]:
+    """Return the device and the position of a cell."""
+    if not isinstance(mark, (tuple, list)) or len(mark) != 2:
+        raise ArgumentError(f"mark must be (device, position) of a cell, got {mark!r:.60}")
+    device = check_count("device of mark", mark[0], 0)
+    position = check_count("position of mark", mark[1], 0)
+    if device >= n_devices:
+        raise ArgumentError(f"mark names device {device}; there are {n_devices}, from 0")
+    return device, position
 
 
 def _singles(order: Sequence[Action | Overlapped]) -> Iterator[tuple[Action, bool]]:

@@ -8,7 +8,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from pipesim.errors import ArgumentError, CostsWarning, check_count, check_name
+from pipesim.errors import (
+    ArgumentError,
+    CostsWarning,
+    check_count,
+    check_flag,
+    check_name,
+    check_type,
+)
 from pipesim.split import Partition, Split, balanced_split, check_partition, checked_split
 from pipesim.transformer import (
     RECOMPUTE,
@@ -16,7 +23,7 @@ from pipesim.transformer import (
     Transformer,
     check_divides,
     check_size,
-    check_switch,
+    checked_rate,
 )
 
 __all__ = ["Shard"]
@@ -68,9 +75,10 @@ class Shard:
     recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
+        check_type("model", self.model, Transformer)
         for name in ("microbatch_size", "tensor_parallel"):
             object.__setattr__(self, name, check_size(name, getattr(self, name)))
-        check_switch("sequence_parallel", self.sequence_parallel)
+        check_flag("sequence_parallel", self.sequence_parallel)
         check_name("recompute", self.recompute, RECOMPUTE)
         for name in ("n_heads", "n_kv_heads", "ffn_size"):
             check_divides("tensor_parallel", self.tensor_parallel, name, getattr(self.model, name))
@@ -188,7 +196,13 @@ class Shard:
         backward, W needs more than F has left (32sbh to 2sbh a layer); rule 10 of docs/time.md
         counts no more than was there, so that memory comes out too low. The exchange of gradients
         between two copies of a tied matrix is not modelled.
+
+        Raises
+        ------
+        ArgumentError
+            For a rate that is not finite and above 0, and as `Transformer.costs`.
         """
+        flops_per_second = checked_rate("flops_per_second", flops_per_second, "FLOP/s")
         model, b = self.model, self.microbatch_size
         sizes = self._sizes(layers_per_stage, partition)
         ends = [(stage == 0, stage == len(sizes) - 1) for stage in range(len(sizes))]

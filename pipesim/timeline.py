@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs import Costs
 from pipesim.csr import Ints, bincount, count
-from pipesim.errors import TimelineError
+from pipesim.errors import TimelineError, check_text, check_type
 from pipesim.graph import TaskGraph
 from pipesim.issue import issue_times
 from pipesim.jit import kernel
@@ -55,8 +55,10 @@ class Timeline:
     Raises
     ------
     TimelineError
-        For columns of another length than the graph, and times that are infinite or beyond
+        For a column that has not one number a task, and times that are infinite or beyond
         1e150 s.
+    ArgumentError
+        For another argument of another type.
     """
 
     graph: TaskGraph
@@ -68,13 +70,14 @@ class Timeline:
     issued: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        for column in (self.start, self.end, self.sizes, self.issued):
-            if column is not None and np.shape(column) != (len(self.graph),):
-                raise TimelineError(
-                    f"a timeline of {len(self.graph)} tasks got a column of shape "
-                    f"{np.shape(column)}; give one value a task"
-                )
-        if not self.name:
+        check_type("graph", self.graph, TaskGraph)
+        for name in ("start", "end", "sizes", "issued"):
+            column = getattr(self, name)
+            if column is not None or name in ("start", "end"):
+                object.__setattr__(self, name, _numbers(name, column, len(self.graph)))
+        if self.costs is not None:
+            check_type("costs", self.costs, Costs)
+        if not check_text("name", self.name):
             object.__setattr__(self, "name", self.graph.name)
         for what, column in (("start", self.start), ("end", self.end)):
             for extreme in (np.fmin, np.fmax):  # either passes over NaN
@@ -140,6 +143,7 @@ class Timeline:
 
     def check_complete(self, purpose: str) -> None:
         """Raise `TimelineError` if tasks did not run, saying what needs them all."""
+        check_text("purpose", purpose)
         if not self.complete:
             raise TimelineError(
                 f"timeline {self.name!r} is partial: {int((~self.ran).sum())} of {len(self)} tasks "
@@ -250,7 +254,7 @@ class Timeline:
 
     def with_name(self, name: str) -> Timeline:
         """Return the same timeline under another name."""
-        return replace(self, name=name)
+        return replace(self, name=check_text("name", name))
 
     @cached_property
     def frame(self) -> pd.DataFrame:
@@ -319,7 +323,7 @@ class Timeline:
         Raises
         ------
         ArgumentError
-            For something that is no path.
+            For something that is no path, and costs or a name of another type.
         TimelineError
             If the file is missing, lacks a column or has one twice, was truncated, holds impossible
             values, naming the line, or was changed after it was written.
@@ -328,6 +332,9 @@ class Timeline:
         """
         from pipesim.timeline_files import load
 
+        check_text("name", name)
+        if costs is not None:
+            check_type("costs", costs, Costs)
         return load(path, costs=costs, name=name)
 
     def to_chrome(self, path: Path | str) -> None:
@@ -394,7 +401,8 @@ class Timeline:
         Raises
         ------
         ArgumentError
-            For a step that is no whole number, and paths that are none.
+            For a step or a number of ranks that is no whole number, a name that is no text, and
+            paths that are none.
         CapacityError
             For a file that is too large for memory, once decompressed.
         TimelineError
@@ -412,6 +420,7 @@ class Timeline:
         """
         from pipesim.chrome_import import load
 
+        check_text("name", name)
         return load(
             paths,
             pattern=pattern,
@@ -421,6 +430,22 @@ class Timeline:
             gaps=gaps,
             name=name,
         ).timeline
+
+
+def _numbers(name: str, column: object, n_tasks: int) -> NDArray[np.float64]:
+    """Return a column as an array of floats, one a task."""
+    try:
+        values = np.asarray(column)
+    except ValueError:  # a sequence of sequences of different lengths
+        values = np.empty((0, 0), dtype=object)
+    if values.shape != (n_tasks,):
+        raise TimelineError(
+            f"{name}: a timeline of {n_tasks} tasks got a column of shape {values.shape}; give one "
+            "value a task"
+        )
+    if values.dtype.kind not in "fiu":
+        raise TimelineError(f"{name} must be an array of numbers, got one of {values.dtype}")
+    return values.astype(np.float64, copy=False)
 
 
 @kernel()

@@ -92,16 +92,19 @@ def _named(timelines: object) -> dict[str, Timeline]:
     elif isinstance(timelines, (list, tuple)):
         pairs = [(getattr(each, "name", "?"), each) for each in timelines]
     else:
-        pairs = [("what was given", timelines)]
+        raise ArgumentError(
+            f"timelines is no Timeline but {type(timelines).__name__}; give a Timeline, or several "
+            "in a list or by name"
+        )
     named: dict[str, Timeline] = {}
     for name, each in pairs:
         if not isinstance(each, Timeline):
-            raise ArgumentError(f"{name!r} is no Timeline but {type(each).__name__}")
+            raise ArgumentError(f"timelines: {name!r} is no Timeline but {type(each).__name__}")
         while name in named:
             name = f"{name} ({len(named) + 1})"
         named[name] = each
     if not named:
-        raise ArgumentError("a trace needs at least one timeline, got none")
+        raise ArgumentError("timelines is empty; a trace needs at least one timeline")
     return named
 
 

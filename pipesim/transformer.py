@@ -19,7 +19,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipesim.costs import Costs
-from pipesim.errors import ArgumentError, check_count, check_name, number
+from pipesim.errors import ArgumentError, check_count, check_flag, check_name, number
 from pipesim.network import Network
 from pipesim.split import Partition, Split, checked_counts
 
@@ -32,6 +32,7 @@ __all__ = [
     "Transformer",
     "check_divides",
     "check_size",
+    "checked_rate",
     "costs_from_sizes",
 ]
 
@@ -117,9 +118,9 @@ class Transformer:
                 checked: float = check_size(field.name, value, int(field.default is MISSING))
                 object.__setattr__(self, field.name, checked)
             elif field.name in _SWITCHES:
-                check_switch(field.name, value)
+                check_flag(field.name, value)
             else:
-                object.__setattr__(self, field.name, _checked_rate(field.name, value, "bytes"))
+                object.__setattr__(self, field.name, checked_rate(field.name, value, "bytes"))
         object.__setattr__(self, "ffn_size", self.ffn_size or 4 * self.hidden_size)
         object.__setattr__(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
         check_divides("n_heads", self.n_heads, "hidden_size", self.hidden_size)
@@ -209,7 +210,13 @@ class Transformer:
         -----
         Selective recompute adds one forward of the attention core, 4Bssh a layer. The hardware
         FLOPs of arXiv 2205.05198, 72BLshh(1 + s/3h + v/12hL), have three times that.
+
+        Raises
+        ------
+        ArgumentError
+            For a batch size that is no whole number of at least 1, and an unknown ``recompute``.
         """
+        check_count("batch_size", batch_size)
         once = self.n_layers * self.layer_flops(batch_size) + self.head_flops(batch_size)
         return 3 * once + self.n_layers * self.recomputed_flops(batch_size, recompute)
 
@@ -275,7 +282,7 @@ class Transformer:
             For a number of stages without ``partition``, if the slowest stage takes more than 5 %
             longer than with ``"balanced"``.
         """
-        flops_per_second = _checked_rate("flops_per_second", flops_per_second, "FLOP/s")
+        flops_per_second = checked_rate("flops_per_second", flops_per_second, "FLOP/s")
         shard = self.shard(
             microbatch_size=microbatch_size,
             tensor_parallel=tensor_parallel,
@@ -338,13 +345,8 @@ def check_divides(name: str, value: int, of: str, whole: int) -> None:
         )
 
 
-def check_switch(name: str, value: object) -> None:
-    """Raise if ``value`` is neither True nor False."""
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{name} must be True or False, got {value!r}")
-
-
-def _checked_rate(name: str, value: object, unit: str) -> float:
+def checked_rate(name: str, value: object, unit: str) -> float:
+    """Return ``value`` as a float if it is finite and at least 0, or above it of a rate."""
     got = number(value)
     least = "> 0" if unit == "FLOP/s" else ">= 0"
     if got is None or not 0 <= got < inf or (got == 0 and unit == "FLOP/s"):

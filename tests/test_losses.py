@@ -339,5 +339,5 @@ def test_a_loss_has_a_count_always_or_never() -> None:
 
 
 def test_loss_fn_must_be_callable() -> None:
-    with pytest.raises(ArgumentError, match="loss_fn must be callable"):
+    with pytest.raises(ArgumentError, match="loss_fn must be a function"):
         one_step(None, *tokens(11))  # type: ignore[arg-type]

@@ -299,8 +299,8 @@ def test_batches_that_are_not_data_are_refused(
         ({"devices": None}, "devices must be a list"),
         ({"devices": "cpu"}, "devices must be a list"),
         ({"devices": [None, None]}, "is no device"),
-        ({"loss_fn": None}, "loss_fn must be callable"),
-        ({"optimizer": "sgd"}, "optimizer must be callable"),
+        ({"loss_fn": None}, "loss_fn must be a function"),
+        ({"optimizer": "sgd"}, "optimizer must be a function"),
         ({"optimizer": lambda p: None}, "optimizer returned None"),
         ({"optimizer": lambda p: torch.optim.SGD}, "must return a torch.optim.Optimizer"),
         (
@@ -319,7 +319,10 @@ def test_arguments_of_the_wrong_kind(arguments: dict[str, Any], message: str) ->
 
 @pytest.mark.parametrize("graph", [None, ps.schedule("1f1b", 2, 2)])
 def test_with_graph_takes_a_graph(graph: Any) -> None:
-    with make(nn.Identity()) as pipeline, pytest.raises(ArgumentError, match="runs a TaskGraph"):
+    with (
+        make(nn.Identity()) as pipeline,
+        pytest.raises(ArgumentError, match="runs a TaskGraph"),
+    ):
         pipeline.with_graph(graph)
 
 

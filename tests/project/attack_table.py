@@ -1,0 +1,221 @@
+"""A good call of every public callable: arguments that are right, made anew for each call.
+
+A key is the name that a user writes. A method has the object as ``self``. The other parameters are
+found from the signature, and have their defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+import pipesim as ps
+
+Good = Mapping[str, Any]
+__all__ = ["GOOD", "Good"]
+
+
+@cache
+def schedule() -> ps.Schedule:
+    return ps.schedule("1f1b", 2, 2)
+
+
+@cache
+def graph() -> ps.TaskGraph:
+    return ps.lower(schedule())
+
+
+@cache
+def costs() -> ps.Costs:
+    return ps.Costs(forward=1.0, backward=2.0, output_bytes=8.0, activation_bytes=4.0)
+
+
+@cache
+def timeline() -> ps.Timeline:
+    return ps.simulate(graph(), costs())
+
+
+@cache
+def task_costs() -> ps.TaskCosts:
+    return costs().of(graph())
+
+
+@cache
+def model() -> ps.Transformer:
+    return ps.Transformer(
+        hidden_size=8, n_layers=4, n_heads=2, sequence_length=4, vocabulary_size=16
+    )
+
+
+@cache
+def noise() -> ps.Noise:
+    return ps.Noise(seed=0, task=ps.Normal(0.1))
+
+
+@cache
+def scenarios() -> ps.Scenarios:
+    return ps.simulate_many(graph(), costs(), noise(), 3, n_jobs=1, progress=False)
+
+
+def network() -> ps.Network:
+    return ps.Network(nodes=ps.Nodes(2))
+
+
+def layers() -> ps.Layers:
+    return ps.Layers({"forward": [1.0, 2.0], "backward": [2.0, 3.0]})
+
+
+def tasks() -> ps.Tasks:
+    made = graph()
+    stream = np.zeros(len(made.op), np.int64)
+    at = np.flatnonzero(made.on_compute)
+    return ps.Tasks(made.op[at], made.device[at], made.stage[at], made.microbatch[at], stream[at])
+
+
+def _written(path: Path, save: Callable[[Path], None]) -> Path:
+    save(path)
+    return path
+
+
+RANKS = Path(__file__).parents[1] / "data" / "torch_interleaved"
+ORDERS = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+FORWARD = ps.Action(0, ps.Op.F, 0)
+BACKWARD = ps.Action(0, ps.Op.B, 1)
+SIZES = {"microbatch_size": 1, "flops_per_second": 1e12}
+LEVELS = np.array([0.1, 0.5])
+MATRIX = [[0.0, 1.0], [1.0, 0.0]]
+TWO = np.array([0, 1])
+
+#: By name, what makes the arguments; it gets a folder.
+GOOD: dict[str, Callable[[Path], Good]] = {
+    "ps.Action.parse": lambda _: {"text": "0F0"},
+    "ps.Comparison": lambda _: {"predicted": timeline(), "measured": timeline()},
+    "ps.Comparison.error_parts": lambda _: {"self": ps.Comparison(timeline(), timeline())},
+    "ps.Comparison.plot": lambda _: {"self": ps.Comparison(timeline(), timeline())},
+    "ps.Costs": lambda _: {"forward": 1.0, "backward": 2.0},
+    "ps.Costs.from_dict": lambda _: {"values": {"forward": 1.0, "backward": 1.0}},
+    "ps.Costs.from_layers": lambda _: {"layers": layers(), "split": 2},
+    "ps.Costs.from_timeline": lambda _: {"timeline": timeline()},
+    "ps.Costs.in_chunks": lambda _: {"self": costs(), "placement": ps.v_shaped(2)},
+    "ps.Costs.load": lambda to: {"path": _written(to / "costs.json", costs().save)},
+    "ps.Costs.of": lambda _: {"self": costs(), "graph": graph()},
+    "ps.Costs.per_stage": lambda _: {"self": costs(), "name": "forward", "n_stages": 2},
+    "ps.Costs.save": lambda to: {"self": costs(), "path": to / "saved.json"},
+    "ps.Costs.scaled": lambda _: {"self": ps.Costs([1.0, 2.0], [1.0, 2.0]), "factor": 2.0},
+    "ps.Costs.to_dict": lambda _: {"self": costs()},
+    "ps.Costs.transformer": lambda _: {
+        "layers_per_stage": 2, "microbatch_size": 1, "flops_per_second": 1e12, "hidden_size": 8,
+        "n_layers": 4, "n_heads": 2, "sequence_length": 4, "vocabulary_size": 16},
+    "ps.Empirical": lambda _: {"samples": [1.0, 2.0]},
+    "ps.Failures": lambda _: {"every": 10.0, "pause": 1.0},
+    "ps.Layers": lambda _: {"columns": {"forward": [1.0, 2.0], "backward": [2.0, 3.0]}},
+    "ps.Layers.costs": lambda _: {"self": layers(), "split": 2},
+    "ps.Layers.from_frame": lambda _: {
+        "frame": pd.DataFrame({"forward": [1.0, 2.0], "backward": [2.0, 3.0]})},
+    "ps.Layers.read": lambda to: {
+        "path": _written(to / "layers.csv", lambda p: p.write_text("forward,backward\n1,2\n"))},
+    "ps.Link": lambda _: {"latency": 1.0, "bandwidth": 1.0, "pairs": ((0, 1),)},
+    "ps.Link.from_dict": lambda _: {
+        "values": {"latency": 1.0, "bandwidth": 1.0, "pairs": [[0, 1]]}},
+    "ps.Link.to_dict": lambda _: {"self": ps.Link(1.0, 1.0, ((0, 1),))},
+    "ps.LogNormal": lambda _: {"sigma": 0.1},
+    "ps.Network": lambda _: {},
+    "ps.Network.all_reduce": lambda _: {"self": network(), "nbytes": 1.0, "devices": [0, 1]},
+    "ps.Network.all_to_all": lambda _: {"self": network(), "nbytes": 1.0, "devices": [0, 1]},
+    "ps.Network.from_csv": lambda to: {
+        "path": _written(to / "links.csv", lambda p: p.write_text(
+            "source,target,latency,bandwidth\n0,1,1e-6,1e9\n"))},
+    "ps.Network.from_dict": lambda _: {"values": {"latency": 1.0}},
+    "ps.Network.from_matrix": lambda _: {"latency": MATRIX, "bandwidth": MATRIX},
+    "ps.Network.preset": lambda _: {"name": "dgx_h100"},
+    "ps.Network.to_dict": lambda _: {"self": network()},
+    "ps.Network.unlimited": lambda _: {"self": network()},
+    "ps.Nodes": lambda _: {"devices_per_node": 2},
+    "ps.Nodes.from_dict": lambda _: {"values": {"devices_per_node": 2}},
+    "ps.Nodes.to_dict": lambda _: {"self": ps.Nodes(2)},
+    "ps.Noise": lambda _: {"seed": 0, "task": ps.Normal(0.1)},
+    "ps.Normal": lambda _: {"std": 0.1},
+    "ps.Placement": lambda _: {"device_of": [0, 1]},
+    "ps.Placement.path_of": lambda _: {"self": ps.linear(2), "n_microbatches": 2},
+    "ps.Placement.stages_of": lambda _: {"self": ps.linear(2), "device": 0},
+    "ps.Scenarios.percentiles": lambda _: {"self": scenarios()},
+    "ps.Scenarios.timeline": lambda _: {"self": scenarios(), "scenario": 0},
+    "ps.Schedule.from_columns": lambda _: {
+        "name": "x", "placement": ps.linear(1), "n_microbatches": 1,
+        "devices": [([ps.Op.F, ps.Op.B], [0, 0], [0, 0])]},
+    "ps.Schedule.from_orders": lambda _: {"orders": ORDERS},
+    "ps.Schedule.grid": lambda _: {"self": schedule()},
+    "ps.Schedule.load": lambda to: {"path": _written(to / "orders.csv", schedule().save)},
+    "ps.Schedule.place": lambda _: {"self": schedule(), "index": 0},
+    "ps.Schedule.save": lambda to: {"self": schedule(), "path": to / "saved.csv"},
+    "ps.Schedule.with_name": lambda _: {"self": schedule(), "name": "x"},
+    "ps.Schedule.with_updates": lambda _: {
+        "self": schedule(), "n_batches": 1, "weight_versions": "one"},
+    "ps.Shard": lambda _: {"model": model()},
+    "ps.Shard.stages": lambda _: {
+        "self": model().shard(), "layers_per_stage": 2, "flops_per_second": 1e12},
+    "ps.TaskCosts.of_tasks": lambda _: {"table": task_costs().per_task().table},
+    "ps.TaskCosts.per_task": lambda _: {"self": task_costs()},
+    "ps.TaskGraph.as_verified": lambda _: {"self": graph()},
+    "ps.TaskGraph.build": lambda _: {"tasks": tasks()},
+    "ps.TaskGraph.in_topological_order": lambda _: {"self": graph()},
+    "ps.TaskGraph.save_torch_csv": lambda to: {"self": graph(), "path": to / "torch.csv"},
+    "ps.TaskGraph.task": lambda _: {"self": graph(), "index": 0},
+    "ps.TaskGraph.wire": lambda _: {"tasks": tasks()},
+    "ps.TaskGraph.with_name": lambda _: {"self": graph(), "name": "x"},
+    "ps.Tasks.kinds": lambda _: {"self": tasks()},
+    "ps.Timeline": lambda _: {
+        "graph": graph(), "start": timeline().start, "end": timeline().end},
+    "ps.Timeline.all_rows": lambda _: {"self": timeline()},
+    "ps.Timeline.check_complete": lambda _: {"self": timeline(), "purpose": "a test"},
+    "ps.Timeline.critical_path": lambda _: {"self": timeline()},
+    "ps.Timeline.from_chrome": lambda to: {
+        "paths": sorted(RANKS.iterdir())},
+    "ps.Timeline.idle_by_cause": lambda _: {"self": timeline()},
+    "ps.Timeline.load": lambda to: {"path": _written(to / "timeline.csv", timeline().save)},
+    "ps.Timeline.memory": lambda _: {"self": timeline()},
+    "ps.Timeline.plot": lambda _: {"self": timeline()},
+    "ps.Timeline.plot_idle": lambda _: {"self": timeline()},
+    "ps.Timeline.save": lambda to: {"self": timeline(), "path": to / "saved.csv"},
+    "ps.Timeline.to_chrome": lambda to: {"self": timeline(), "path": to / "saved.json"},
+    "ps.Timeline.with_name": lambda _: {"self": timeline(), "name": "x"},
+    "ps.Transformer": lambda _: {
+        "hidden_size": 8, "n_layers": 4, "n_heads": 2, "sequence_length": 4, "vocabulary_size": 16},
+    "ps.Transformer.core_flops": lambda _: {"self": model()},
+    "ps.Transformer.costs": lambda _: {"self": model(), "layers_per_stage": 2, **SIZES},
+    "ps.Transformer.head_flops": lambda _: {"self": model()},
+    "ps.Transformer.layer_flops": lambda _: {"self": model()},
+    "ps.Transformer.linear_flops": lambda _: {"self": model()},
+    "ps.Transformer.recomputed_flops": lambda _: {"self": model()},
+    "ps.Transformer.shard": lambda _: {"self": model()},
+    "ps.Transformer.step_flops": lambda _: {"self": model()},
+    "ps.balanced_split": lambda _: {"seconds": [1.0, 2.0, 3.0], "n_stages": 2},
+    "ps.bidirectional": lambda _: {"n_devices": 2},
+    "ps.compare": lambda _: {"timelines": {"x": timeline()}},
+    "ps.hta.save": lambda to: {"directory": to / "hta", "timeline": timeline()},
+    "ps.linear": lambda _: {"n_devices": 2},
+    "ps.looped": lambda _: {"n_devices": 2, "n_chunks": 2},
+    "ps.lower": lambda _: {"schedule": schedule()},
+    "ps.machines": lambda _: {},
+    "ps.order_by": lambda _: {"placement": ps.linear(2), "n_microbatches": 2},
+    "ps.register": lambda _: {"name": "attacked"},
+    "ps.replay": lambda _: {"timeline": timeline()},
+    "ps.schedule": lambda _: {"name": "1f1b", "n_devices": 2, "n_microbatches": 2},
+    "ps.schedules": lambda _: {"n_devices": 2, "n_microbatches": 2},
+    "ps.simulate": lambda _: {"graph": graph(), "costs": costs()},
+    "ps.simulate_many": lambda _: {
+        "graph": graph(), "costs": costs(), "noise": noise(), "n": 2, "n_jobs": 1,
+        "progress": False},
+    "ps.sweep": lambda _: {
+        "configurations": [{"schedule": "gpipe"}], "n_jobs": 1, "progress": False,
+        "base": {"n_devices": 2, "n_microbatches": 2, "forward": 1.0, "backward": 1.0}},
+    "ps.trace.save": lambda to: {"path": to / "trace.json", "timelines": timeline()},
+    "ps.v_shaped": lambda _: {"n_devices": 2},
+    "ps.verify": lambda _: {"what": schedule()},
+    "ps.waves": lambda _: {"n_devices": 2, "n_waves": 1},
+}  # fmt: skip

@@ -1,0 +1,183 @@
+"""A good call of every public callable of pipeexec; `attack_table` has those of pipesim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from attack_table import Good, graph, schedule
+from executing import mse
+from torch import Tensor, nn
+
+import pipeexec as px
+import pipesim as ps
+
+__all__ = ["GOOD"]
+
+ORDER = {0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}
+
+
+def stages() -> list[nn.Module]:
+    return [nn.Linear(2, 2) for _ in range(2)]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def new_pipeline() -> px.Pipeline:
+    return px.Pipeline(stages(), graph(), ["cpu"] * 2, mse, pin_threads=False)
+
+
+_PIPELINES: list[px.Pipeline] = []
+
+
+def pipeline() -> px.Pipeline:
+    """Return a pipeline that serves many calls: a new one after a call has closed it."""
+    if not _PIPELINES or any(device.closed for device in _PIPELINES[-1].devices):
+        _PIPELINES.append(new_pipeline())
+    return _PIPELINES[-1]
+
+
+def batch() -> dict[str, Tensor]:
+    return {"inputs": torch.ones(4, 2), "targets": torch.zeros(4, 2)}
+
+
+@cache
+def result() -> px.StepResult:
+    return pipeline().step(**batch())
+
+
+@cache
+def measured() -> px.Profile:
+    return px.measure(pipeline(), **batch(), n_steps=1, warm_up=0)
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    return repeat((torch.ones(4, 2), torch.zeros(4, 2)))
+
+
+def short() -> dict[str, Any]:
+    """Return arguments of the shortest validation."""
+    return {
+        "stages": stages(), "graphs": {"x": graph()}, "devices": ["cpu"] * 2, "loss_fn": mse,
+        "batches": batches(), "n_steps": 1, "warm_up": 0, "costs": measured().costs,
+    }  # fmt: skip
+
+
+@cache
+def validation() -> px.Validation:
+    return px.validate(**short())
+
+
+def gpipe() -> px.GPipe:
+    return px.GPipe(nn.Sequential(*stages()), [1, 1], devices=["cpu"] * 2, chunks=2, threads=False)
+
+
+def stepped() -> px.GPipe:
+    model = gpipe()
+    mse(model(torch.ones(4, 2)), torch.zeros(4, 2)).backward()
+    return model
+
+
+def accumulation() -> px.GradientAccumulation:
+    model = nn.Linear(2, 2)
+    return px.GradientAccumulation(model, sgd(model.parameters()), 2)
+
+
+def in_block() -> px.GradientAccumulation:
+    made = accumulation()
+    made._block = made.microbatch()  # type: ignore[attr-defined]  # or else it ends at once
+    made._block.__enter__()  # type: ignore[attr-defined]
+    return made
+
+
+def embedding() -> px.ShardedEmbedding:
+    return px.ShardedEmbedding(4, 2)
+
+
+KEYS = torch.tensor([0, 1])
+
+#: By name, what makes the arguments; it gets a folder.
+GOOD: dict[str, Callable[[Path], Good]] = {
+    "px.EmbeddingStage": lambda _: {"embedding": embedding()},
+    "px.EmbeddingStage.forward": lambda _: {
+        "self": px.EmbeddingStage(embedding()), "values": (KEYS,)},
+    "px.GPipe": lambda _: {
+        "module": nn.Sequential(*stages()), "balance": [1, 1], "devices": ["cpu"] * 2, "chunks": 2,
+        "threads": False},
+    "px.GPipe.forward": lambda _: {"self": gpipe(), "input": torch.ones(4, 2)},
+    "px.GPipe.graph": lambda _: {"self": gpipe(), "batch_size": 4},
+    "px.GPipe.metered": lambda _: {"self": gpipe()},
+    "px.GPipe.skip_bytes": lambda _: {"self": stepped()},
+    "px.GPipe.timeline": lambda _: {"self": stepped()},
+    "px.GradientAccumulation": lambda _: {
+        "model": (model := nn.Linear(2, 2)), "optimizer": sgd(model.parameters()), "n_steps": 2},
+    "px.GradientAccumulation.backward": lambda _: {
+        "self": in_block(), "loss": nn.Linear(2, 1)(torch.ones(2)).sum()},
+    "px.GradientAccumulation.flush": lambda _: {"self": accumulation()},
+    "px.GradientAccumulation.microbatch": lambda _: {"self": accumulation()},
+    "px.Pipeline": lambda _: {
+        "stages": stages(), "graph": graph(), "devices": ["cpu"] * 2, "loss_fn": mse,
+        "pin_threads": False},
+    "px.Pipeline.align": lambda _: {"self": pipeline()},
+    "px.Pipeline.clocks": lambda _: {"self": pipeline()},
+    "px.Pipeline.close": lambda _: {"self": new_pipeline()},
+    "px.Pipeline.device_bytes": lambda _: {"self": pipeline(), **batch()},
+    "px.Pipeline.gather": lambda _: {"self": pipeline(), "result": result()},
+    "px.Pipeline.held_bytes": lambda _: {"self": pipeline(), **batch()},
+    "px.Pipeline.left_bytes": lambda _: {"self": pipeline(), **batch()},
+    "px.Pipeline.preserved": lambda _: {"self": pipeline()},
+    "px.Pipeline.step": lambda _: {"self": pipeline(), **batch()},
+    "px.Pipeline.total": lambda _: {"self": pipeline(), "values": [1.0]},
+    "px.Pipeline.with_graph": lambda _: {"self": pipeline(), "graph": graph()},
+    "px.Profile.load": lambda to: {"path": _saved(to / "profile", measured())},
+    "px.Profile.plot": lambda _: {"self": measured()},
+    "px.Profile.save": lambda to: {"self": measured(), "path": to / "saved"},
+    "px.ShardedEmbedding": lambda _: {"n_rows": 4, "dim": 2},
+    "px.ShardedEmbedding.check": lambda _: {"self": embedding(), "keys": KEYS},
+    "px.ShardedEmbedding.dispatch": lambda _: {"self": embedding(), "keys": KEYS},
+    "px.ShardedEmbedding.extra_repr": lambda _: {"self": embedding()},
+    "px.ShardedEmbedding.forward": lambda _: {"self": embedding(), "keys": KEYS},
+    "px.ShardedEmbedding.from_full": lambda _: {"weights": torch.ones(4, 2)},
+    "px.ShardedEmbedding.full_weight": lambda _: {"self": embedding()},
+    "px.ShardedEmbedding.get_extra_state": lambda _: {"self": embedding()},
+    "px.ShardedEmbedding.set_extra_state": lambda _: {
+        "self": embedding(), "state": embedding().get_extra_state()},
+    "px.Validation.figure": lambda _: {"self": validation()},
+    "px.Validation.save": lambda to: {"self": validation(), "path": to / "saved"},
+    "px.from_torch": lambda _: {"schedule": ORDER},
+    "px.is_checkpointing": lambda _: {},
+    "px.is_recomputing": lambda _: {},
+    "px.load_run": lambda to: {"path": _saved(to / "run", validation())},
+    "px.measure": lambda _: {
+        "pipeline": pipeline(), **batch(), "n_steps": 1, "warm_up": 0},
+    "px.profile": lambda _: {
+        "pipeline": pipeline(), **batch(), "n_steps": 1, "warm_up": 0},
+    "px.torch_schedule_order": lambda _: {"name": "1F1B", "n_devices": 2, "n_microbatches": 2},
+    "px.validate": lambda _: short(),
+    "px.workers": lambda _: {"n": 2, "link": ps.Network(1e-6, 1e9)},
+}  # fmt: skip
+#: Whose good call needs what a test lacks: attacked alone, and every call must be refused.
+REFUSED: dict[str, Callable[[Path], Good]] = {
+    "px.join": lambda _: {"timeout": 0.1},
+    "px.slices": lambda _: {"device": "cuda:0", "n": 2},
+    "px.to_torch": lambda _: {"schedule": schedule(), "stages": [], "loss_fn": mse},
+}
+
+
+def _saved(path: Path, what: px.Profile | px.Validation) -> Path:
+    if not path.exists():
+        what.save(path)
+    return path
+
+
+#: Whose calls take long, and are attacked with fewer values.
+SLOW = {
+    "px.validate", "px.measure", "px.profile", "px.Pipeline", "px.Validation.save",
+    "px.Profile.save", "px.Validation.figure",
+}  # fmt: skip

@@ -1,0 +1,91 @@
+"""Attack an option of a command line with texts that suit no option, or few."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from attack import SECONDS, Outcome, Overdue
+
+__all__ = ["COMMANDS", "TEXTS", "attack_option", "options", "run"]
+
+TEXTS = ("", "x", "-1", "nan", "1e999", "1_0", "[", "a\nb", "x" * 5000)
+#: Texts that an option takes: names of files and folders, no skip, no limit.
+_FILE = ("x", "-1", "nan", "1e999", "1_0", "[", "a\nb")
+FINE = {"--csv": _FILE, "--out": _FILE, "--name": _FILE, "--results": ("", *_FILE),
+        "--skips": ("",), "--bandwidth": ("1e999",), "--jobs": ("-1",), "--seed": ()}  # fmt: skip
+_SMALL = ["--devices", "2", "--microbatches", "2", "--forward", "1", "--backward", "2"]
+#: By command, arguments of a good call, which ends at once. Later arguments override them.
+COMMANDS: dict[str, list[str]] = {
+    "pipesim simulate": ["simulate", "1f1b", *_SMALL],
+    "pipesim compare": ["compare", "1f1b", "gpipe", *_SMALL],
+    "pipesim sweep": ["sweep", "--grid", "schedule=1f1b", "--jobs", "1", *_SMALL],
+    "pipesim schedules": ["schedules"],
+    "pipeexec run": ["run", "--steps", "1", "--warm-up", "0", "--layers", "2", "--width", "16",
+                     "--heads", "1", "--sequence", "4", "--batch", "8"],
+    "pipeexec validate": ["validate", "--steps", "1", "--warm-up", "0"],
+    "pipeexec profile": ["profile", "--steps", "1", "--warm-up", "0"],
+    "pipeexec show": ["show"],
+}  # fmt: skip
+
+
+def run(
+    main: Callable[[Sequence[str]], int], argv: Sequence[str], seconds: float = SECONDS
+) -> tuple[object, str, str]:
+    """Return the exit status, and what was written to stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status: object = main(argv)
+    except SystemExit as end:
+        status = end.code or 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return status, out.getvalue(), err.getvalue()
+
+
+def options(main: Callable[[Sequence[str]], int], name: str) -> list[str]:
+    """Return the options of a command that take a value, those of an earlier one left out."""
+    program, command = name.split()
+    found = _listed(main, command)
+    for other in COMMANDS:
+        if other == name:
+            break
+        if other.startswith(program):
+            found = [each for each in found if each not in _listed(main, other.split()[1])]
+    return found
+
+
+def _listed(main: Callable[[Sequence[str]], int], command: str) -> list[str]:
+    """Return the options of a command that take a value, as its help lists them."""
+    _, text, _ = run(main, [command, "--help"])
+    return re.findall(r"^  (--[\w-]+) [^\s-]", text, re.MULTILINE)
+
+
+def attack_option(
+    name: str, main: Callable[[Sequence[str]], int], option: str, text: str, folder: Path
+) -> Outcome:
+    """Run a command with a bad text for one option: exit status 2, and one line on stderr."""
+
+    def say(kind: str, what: object) -> Outcome:
+        return Outcome(name, option, repr(text)[:20], kind, f"{what}"[:300])
+
+    before = set(folder.parent.iterdir())
+    try:
+        status, _, err = run(main, [*COMMANDS[name], f"{option}={text}"])
+    except Overdue:
+        return say("slow", f"more than {SECONDS} s")
+    except BaseException as error:
+        return say("raised", f"{type(error).__name__}: {error}")
+    if set(folder.parent.iterdir()) != before:
+        return say("outside", "wrote a file outside its folder")
+    if status == 0:
+        return say("allowed" if text in FINE.get(option, ()) else "accepted", "exit status 0")
+    if status != 2 or err.count("\n") != 1 or "Traceback" in err:
+        return say("raised", f"exit status {status}, stderr {err!r}")
+    return say("refused", err)

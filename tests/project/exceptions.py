@@ -1,0 +1,82 @@
+"""Public callables that are not attacked, and values that are allowed, each with its reason."""
+
+from __future__ import annotations
+
+__all__ = ["ALLOWED", "ENDLESS", "UNATTACKED"]
+
+_PLAIN = "a record of columns or numbers, made by the library; what takes it checks it"
+_INSIDE = "part of an engine, called with arrays that it made itself; its callers are attacked"
+_WORKER = "part of a device, called by the executor in its own threads"
+_GROUP = "part of the protocol between processes, which all call alike; the pipeline is attacked"
+
+UNATTACKED: dict[str, str] = {
+    "ps.Action": "a named tuple; what takes an order checks its actions",
+    "ps.ClosedForm": "register checks it",
+    "ps.ClosedForm.of": "NaN is its documented answer where a formula fails",
+    "ps.CostTable": _PLAIN,
+    "ps.Counts": "a named tuple; register checks it",
+    "ps.Link.unchecked": "says what it is",
+    "ps.Empirical.quantile": _INSIDE,
+    "ps.LogNormal.quantile": _INSIDE,
+    "ps.Normal.quantile": _INSIDE,
+    "ps.Network.collective_links": _INSIDE,
+    "ps.Network.resolve": _INSIDE,
+    "ps.Nodes.nic_of": _INSIDE,
+    "ps.Nodes.node_of": _INSIDE,
+    "ps.Noise.applied": _INSIDE,
+    "ps.Noise.device_factors": _INSIDE,
+    "ps.Noise.draw": _INSIDE,
+    "ps.Noise.keys": _INSIDE,
+    "ps.Noise.prepare": _INSIDE,
+    "ps.Noise.slowed": _INSIDE,
+    "ps.Op": "an enumeration: Python's ValueError names what is none",
+    "ps.Overlapped": "a named tuple; what takes an order checks its actions",
+    "ps.Routes": _PLAIN,
+    "ps.Scenarios": _PLAIN,
+    "ps.Schedule": "not checked when it is made, so that a wrong one can be looked at; verify does",
+    "ps.Task": _PLAIN,
+    "ps.TaskCosts": "simulate checks it",
+    "ps.TaskGraph": "build is for users; verify checks what others make",
+    "ps.TaskGraph.is_op": _INSIDE,
+    "ps.TaskGraph.of_kinds": _INSIDE,
+    "ps.Tasks": "checked when it is wired",
+    "ps.trace.lanes": _INSIDE,
+    "ps.trace.names": _INSIDE,
+    "ps.trace.nanoseconds": _INSIDE,
+    "ps.trace.slice_event": _INSIDE,
+    "ps.trace.write": _INSIDE,
+    "px.EmbeddingStage.output_signature": "part of the executor, which asks every stage for it",
+    "px.GPipe.cpu": "is refused, whatever the arguments",
+    "px.GPipe.cuda": "is refused, whatever the arguments",
+    "px.GPipe.to": "arguments are torch's, and so are its errors",
+    "px.Pipeline.allocated": "needs a GPU; its arguments go where those of device_bytes go",
+    "px.Processes": "join makes it",
+    **{f"px.Processes.{name}": _GROUP for name in (
+        "agree", "barrier", "blame", "channel", "close", "fail", "gather", "group", "guard", "open",
+        "share", "spread", "total")},
+    "px.Profile": _PLAIN,
+    **{f"px.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (
+        "abandon", "adopt", "await_link", "carry", "close", "mark", "rejoin", "stream",
+        "synchronize")},
+    "px.Slice": "slices makes it",
+    "px.StepResult": _PLAIN,
+    "px.Validation": _PLAIN,
+    "px.Worker": "workers makes it",
+}  # fmt: skip
+
+#: By callable and parameter: values that are accepted though no rule of `bad_values` allows them.
+ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
+    ("ps.Costs", "buckets"): (("[]", "()", "empty array"), "no stage; a graph of any refuses it"),
+    ("ps.Costs", "skip_bytes"): (("()",), "no skip, as saved costs have it"),
+    ("ps.Timeline.from_chrome", "step"): (("int64",), "steps count backwards from -1"),
+    ("ps.TaskGraph.build", "skips"): (("''",), "no skip, as text"),
+    ("px.ShardedEmbedding", "padding_key"): (
+        ("-1", "int64"),
+        "no row: stands for no key",
+    ),
+    ("px.ShardedEmbedding.dispatch", "keys"): (("*",), "raised by its phases, once others know"),
+    ("px.Profile.save", "record"): (("{None: None}",), "JSON writes null"),
+    ("px.Validation.save", "record"): (("{None: None}",), "JSON writes null"),
+}
+#: Counts of work that is done as often as asked: nothing else is wrong with a large one.
+ENDLESS = frozenset({"n_steps", "warm_up", "repeat"})

@@ -1,0 +1,141 @@
+"""Bad values of every parameter of every public callable: refused by name, or allowed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import attack_table
+import attack_table_exec
+import pytest
+from attack import SECONDS, Outcome, attacks, call, outcome, parameters, sandbox
+from bad_values import make_paths
+from command_lines import COMMANDS, TEXTS, attack_option, options
+from command_lines import run as run_command
+from exceptions import ALLOWED, ENDLESS, UNATTACKED
+
+import pipeexec as px
+import pipeexec.cli
+import pipesim as ps
+import pipesim.cli
+
+ROWS = {**attack_table.GOOD, **attack_table_exec.GOOD, **attack_table_exec.REFUSED}
+
+
+MAINS = {"pipesim": pipesim.cli.main, "pipeexec": pipeexec.cli.main}
+
+
+def public() -> Iterator[str]:
+    """Yield the names of all public callables, methods included."""
+    for short, package in (("ps", ps), ("px", px)):
+        for name in package.__all__:
+            thing = getattr(package, name)
+            if inspect.ismodule(thing):
+                yield from (f"{short}.{name}.{each}" for each in thing.__all__
+                            if inspect.isroutine(getattr(thing, each)))  # fmt: skip
+                continue
+            yield f"{short}.{name}"
+            if inspect.isclass(thing):
+                yield from (f"{short}.{name}.{each}" for each in methods(thing))
+
+
+def methods(kind: type) -> Iterator[str]:
+    """Yield the public methods of a class that our packages define."""
+    for name in dir(kind):
+        owner = next((base for base in kind.__mro__ if name in vars(base)), object)
+        ours = owner.__module__.partition(".")[0] in MAINS
+        made = (
+            isinstance(vars(owner)[name], FunctionType | classmethod | staticmethod) if ours else 0
+        )
+        if made and not name.startswith("_"):
+            yield name
+
+
+def test_complete() -> None:
+    """Every public callable is attacked, or says why not."""
+    names = set(public())
+    assert names - set(ROWS) - set(UNATTACKED) == set()
+    assert (set(ROWS) | set(UNATTACKED)) - names == set()
+    assert set(ROWS) & set(UNATTACKED) == set()
+
+
+def found(name: str) -> Any:
+    """Return the callable of a name."""
+    package, *path = name.split(".")
+    return functools.reduce(getattr, path, {"ps": ps, "px": px}[package])
+
+
+def close(name: str, result: object) -> None:
+    """End the threads of what a constructor made."""
+    if name == "px.Pipeline" and isinstance(result, px.Pipeline):
+        result.close()
+
+
+def outcomes(name: str, folder: Path) -> list[Outcome]:
+    """Return what becomes of each bad value of each parameter of one callable."""
+    function, make = found(name), ROWS[name]
+    end = functools.partial(close, name)
+    slow = name in attack_table_exec.SLOW
+    attack = functools.partial(outcome, name, close=end, seconds=10.0 if slow else SECONDS)
+    paths = make_paths(folder)
+    results = []
+    if name not in attack_table_exec.REFUSED:
+        end(call(function, make(folder)))
+    with sandbox():
+        for parameter in parameters(function):
+            values = attacks(parameter, seldom=slow)
+            if "Path" in str(parameter.annotation):
+                values = values | {at: functools.partial(paths.__getitem__, at) for at in paths}
+            for value, make_bad in values.items():
+                bad, given = make_bad(), make(folder)
+                if not is_default(parameter, bad) and not is_long(parameter, value):
+                    results.append(attack(function, given, parameter, value, bad))
+    return results
+
+
+def is_default(parameter: inspect.Parameter, value: object) -> bool:
+    """Return whether a value is what a parameter has if nothing is given."""
+    return type(value) is type(parameter.default) and bool(value == parameter.default)
+
+
+def is_long(parameter: inspect.Parameter, value: str) -> bool:
+    """Return whether a value asks for as much work as it says."""
+    return parameter.name in ENDLESS and value.startswith("10**")
+
+
+def allowed(result: Outcome) -> bool:
+    """Return whether `ALLOWED` has it, or a callable that a test cannot call well refused it."""
+    values, _ = ALLOWED.get((result.name, result.parameter), ((), ""))
+    refused = result.kind == "unnamed" and result.name in attack_table_exec.REFUSED
+    return refused or (result.kind == "accepted" and (result.value in values or "*" in values))
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_bad_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call is refused by name, or its value is documented."""
+    monkeypatch.chdir(tmp_path)
+    results = outcomes(name, tmp_path)
+    wrong = [str(result) for result in results if not result.good and not allowed(result)]
+    assert not wrong, f"{len(wrong)} of {len(results)} calls:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_bad_options(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option with a bad text: exit status 2 and one line on stderr."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    main = MAINS[name.partition(" ")[0]]
+    if name != "pipeexec show":
+        assert run_command(main, COMMANDS[name], seconds=0)[0] == 0
+    with sandbox():
+        results = [
+            attack_option(name, main, option, text, folder)
+            for option in options(main, name) for text in TEXTS
+        ]  # fmt: skip
+    wrong = [str(result) for result in results if not result.good]
+    assert not wrong, f"{len(wrong)} of {len(results)} calls:\n" + "\n".join(wrong)
