@@ -16,8 +16,8 @@ from pipesim.network import Network
 
 __all__ = ["Worker", "workers"]
 
-#: About what a worker's thread and streams take, before any work.
-_BYTES_PER_WORKER = 2**16
+#: Bytes that Python needs for a worker, at least.
+_BYTES_PER_WORKER = 2000
 
 
 class Worker(CpuDevice):

@@ -202,9 +202,9 @@ class Costs:
         Bytes of a stage's output for one micro-batch: the message to the next stage, and its
         gradient on the way back.
     output_seconds
-        Seconds that each of these two messages holds its stream and links, besides bytes over
-        bandwidth: of a message that is priced in seconds, which latency alone would not hold
-        (rule 4). With ``overlap=False`` it blocks its sender as long.
+        Seconds that each of these two messages holds its stream, and its links but for those of
+        endless bandwidth, besides bytes over bandwidth: of a message that is priced in seconds,
+        which latency alone would not hold (rule 4). With ``overlap=False`` it blocks its sender as long.
     activation_bytes
         Bytes that a stage holds from F to B for one micro-batch, its input included.
     weight_grad_bytes

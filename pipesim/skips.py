@@ -70,7 +70,7 @@ def checked_skips(skips: object, n_stages: int) -> tuple[Skip, ...]:
     """
     if isinstance(skips, str):
         skips = [skip_from_text(text) for text in skips.split(",") if text.strip()]
-    if not isinstance(skips, Iterable) or isinstance(skips, Mapping):
+    if not isinstance(skips, Iterable):
         raise ArgumentError(f"skips must be pairs of stages, such as {_EXAMPLE}, got {skips!r:.60}")
     most = n_stages * (n_stages - 1) // 2  # of more, one is there twice
     pairs = sorted(_checked_pair(skip) for skip in itertools.islice(skips, most + 1))

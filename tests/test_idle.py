@@ -242,7 +242,7 @@ def test_what_costs_nothing_is_no_cause(case: tuple[ps.TaskGraph, ps.Costs], cau
     without: dict[str, dict[str, Any]] = {
         "host": {"launch": 0.0},
         "bandwidth": {"network": costs.network.unlimited(), "output_seconds": 0.0, **measured},
-        "latency": {"network": ps.Network(bandwidth=2.0)},
+        "latency": {"network": ps.Network(bandwidth=2.0), "output_seconds": 0.0},
         "imbalance": dict.fromkeys(times, 1.0),
     }
     timeline = ps.simulate(graph, replace(costs, **without[cause]))

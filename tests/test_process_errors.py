@@ -493,7 +493,7 @@ def test_join_in_a_wrong_environment(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ArgumentError, match=re.escape(value)) as caught:
+    with pytest.raises(ArgumentError, match=re.escape(value[:99])) as caught:
         px.join(timeout=1.0)
     assert str(caught.value).startswith(f"{name} is "), caught.value
 
