@@ -204,7 +204,7 @@ class Costs:
     output_seconds
         Seconds that each of these two messages holds its stream, and its links but for those of
         endless bandwidth, besides bytes over bandwidth: of a message that is priced in seconds,
-        which latency alone would not hold (rule 4). With ``overlap=False`` it blocks its sender as long.
+        which latency alone would not hold (rule 4). With ``overlap=False`` it blocks its sender.
     activation_bytes
         Bytes that a stage holds from F to B for one micro-batch, its input included.
     weight_grad_bytes
