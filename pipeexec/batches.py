@@ -27,17 +27,16 @@ def moved(parts: Sequence[Values], devices: Sequence[torch.device]) -> list[Valu
 
 
 def check_batch(inputs: object, targets: object) -> None:
-    """Raise unless the tensors of a batch are data alone, which can be split.
+    """Raise unless a batch has tensors of data alone, which can be split; either may be None.
 
     Raises
     ------
     ArgumentError
-        For tensors that require gradients, which a step would not compute, and for sparse ones.
+        For what is no tensor of samples, tensors that require gradients, which a step would not
+        compute, and sparse ones.
     """
     for name, batch in (("inputs", inputs), ("targets", targets)):
-        for tensor in batch if isinstance(batch, tuple) else (batch,):
-            if not isinstance(tensor, Tensor):
-                continue
+        for tensor in () if batch is None else _tensors(batch, name):
             if tensor.requires_grad:
                 raise ArgumentError(
                     f"{name} require gradients, which a step of a Pipeline does not compute; give "
@@ -94,13 +93,7 @@ def split_batch(
     ArgumentError
         If it holds no tensors, tensors of different length, or too few samples.
     """
-    tensors = batch if isinstance(batch, tuple) else (batch,)
-    if not tensors or not all(isinstance(x, Tensor) and x.dim() > 0 for x in tensors):
-        raise ArgumentError(
-            f"{name} must be a tensor of samples or a tuple of them, got "
-            f"{type(batch).__name__}"
-            + (f" of {', '.join(map(_described, batch))}" if isinstance(batch, tuple) else "")
-        )
+    tensors = _tensors(batch, name)
     lengths = {len(x) for x in tensors}
     if len(lengths) > 1:
         raise ArgumentError(f"the tensors of {name} have {sorted(lengths)} samples; give as many")
@@ -113,6 +106,18 @@ def split_batch(
         )
     parts = list(zip(*(x.tensor_split(n_parts) for x in tensors), strict=True))
     return parts, [len(part[0]) for part in parts]
+
+
+def _tensors(batch: object, name: str) -> tuple[Tensor, ...]:
+    """Return the tensors of a batch, if that is what it has."""
+    tensors = batch if isinstance(batch, tuple) else (batch,)
+    if not tensors or not all(isinstance(x, Tensor) and x.dim() > 0 for x in tensors):
+        raise ArgumentError(
+            f"{name} must be a tensor of samples or a tuple of them, got "
+            f"{type(batch).__name__}"
+            + (f" of {', '.join(map(_described, batch))}" if isinstance(batch, tuple) else "")
+        )
+    return tensors
 
 
 def _described(value: object) -> str:

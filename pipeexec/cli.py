@@ -259,7 +259,7 @@ def _costs(path: Path | None) -> Costs | None:
 
     if path is None:
         return None
-    return Costs.load(path / "costs.json" if path.is_dir() else path)
+    return Costs.load(path / "costs.json" if os.path.isdir(path) else path)  # whatever its length
 
 
 def _profile(arguments: argparse.Namespace, processes: Processes | None = None) -> int:

@@ -63,7 +63,9 @@ from pipesim.errors import (
     LossWarning,
     NanLossWarning,
     RandomnessWarning,
+    check_flag,
     check_list,
+    check_numbers,
     check_type,
     number,
 )
@@ -236,6 +238,8 @@ class Pipeline:
         own = 0 if processes is None else processes.rank
         with guarded(processes):
             _check_timeout(timeout)
+            check_flag("pin_threads", pin_threads)
+            check_flag("cuda_graph", cuda_graph)
             _check_graph(graph)
             if cuda_graph and processes is not None:
                 raise ArgumentError(
@@ -699,9 +703,8 @@ class Pipeline:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Return the sums of each process's values, element by element; all must call this."""
-        values = check_list("values", values, "one number for each sum")
         if self.processes is None:
-            return values
+            return check_numbers("values", values)
         with self._alone("total"):
             return self.processes.total(values)
 

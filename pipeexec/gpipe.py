@@ -38,6 +38,7 @@ from pipesim.errors import (
     ArgumentTypeError,
     ExecutionError,
     check_count,
+    check_flag,
     check_name,
 )
 from pipesim.graph import TaskGraph
@@ -125,7 +126,7 @@ class GPipe(nn.Module):
         threads: bool | None = None,
     ) -> None:
         super().__init__()
-        is_whole = isinstance(chunks, float) and chunks % 1 == 0
+        is_whole = isinstance(chunks, float) and chunks % 1 == 0 and chunks < 2**53
         self.chunks = check_count("chunks", int(chunks) if is_whole else chunks)
         self.checkpoint = str(checkpoint)
         if self.checkpoint not in RECOMPUTE:
@@ -133,9 +134,13 @@ class GPipe(nn.Module):
                 f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}"
             )
         flags = {"dependencies": dependencies, "copy_streams": copy_streams, "portals": portals}
-        for name, flag in {**flags, "threads": threads}.items():
-            if not isinstance(flag, bool) and (name != "threads" or flag is not None):
-                raise ArgumentError(f"{name} must be True or False, got {flag!r}")
+        flags["deferred_batch_norm"] = deferred_batch_norm
+        for name, flag in flags.items():
+            check_flag(name, flag)
+        if threads is not None:
+            check_flag("threads", threads)
+        if backward_seed is not None:
+            check_count("backward_seed", backward_seed, 0)
         check_module(module)
         verify_skippables(module)
         if deferred_batch_norm:
@@ -330,6 +335,8 @@ class GPipe(nn.Module):
         Those that `timeline` has, in the order that the dependencies give.
         """
         batch_size = check_count("batch_size", batch_size)
+        if batch_size >= 2**63:
+            raise ArgumentError(f"batch_size must be below 2**63, got {batch_size}")
         m = len(torch.empty(batch_size, 0).chunk(self.chunks))
         newest_first = list(range(m))[::-1]
         return self._graph(self._recomputed(m), [newest_first] * len(self.balance))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeexec.batches import check_dense
 from pipeexec.devices import CpuDevice, CudaDevice, parse
-from pipesim.errors import ArgumentError, ArgumentTypeError, TooFewDevicesError
+from pipesim.errors import ArgumentError, ArgumentTypeError, TooFewDevicesError, check_list
 
 __all__ = ["Place", "check_module", "checked_balance", "checked_input", "chosen"]
 
@@ -49,7 +49,7 @@ def checked_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
     """Return a balance of so many layers."""
     if balance is None:
         raise ArgumentError(_ADVICE.format(problem="balance is required"))
-    found = list(balance)
+    found = check_list("balance", balance, "the layers of each partition, such as [2, 2]")
     if any(isinstance(x, bool) or not isinstance(x, int) or x <= 0 for x in found):
         raise ArgumentError(
             _ADVICE.format(
@@ -68,6 +68,7 @@ def chosen(devices: Iterable[Place] | None, n: int) -> list[torch.device | _Made
     if devices is None:
         count = torch.cuda.device_count()
         devices = range(count) if count else ["cpu"] * n
+    devices = check_list("devices", devices, "one device a partition")
     given = [
         x
         if isinstance(x, (CpuDevice, CudaDevice))

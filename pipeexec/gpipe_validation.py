@@ -40,7 +40,8 @@ def check_models(models: Mapping[str, object]) -> dict[str, GPipe]:
     for name, model in models.items():
         if not isinstance(model, GPipe):
             raise ArgumentError(
-                f"{name!r} is no GPipe, got {type(model).__name__}; give a GPipe or GPipes by name"
+                f"stages: {name!r} is no GPipe, got {type(model).__name__}; give a GPipe or GPipes "
+                "by name"
             )
         found[name] = model
         first = next(iter(found.values()))

@@ -29,7 +29,7 @@ Count = Tensor | float
 #: Takes the output of the last stage and the targets of a micro-batch.
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Count]]
 
-_FORMS = "return a loss tensor, or the tuple (sum, count)"
+_FORMS = "let loss_fn return a loss tensor, or the tuple (sum, count)"
 
 
 class LossFunction:

@@ -33,6 +33,7 @@ from pipesim.errors import (
     ExecutionError,
     PeerError,
     check_count,
+    check_numbers,
 )
 from pipesim.ops import Op
 from pipesim.timeline import Timeline
@@ -371,12 +372,7 @@ class Processes:
         ArgumentError
             For values that are no numbers, or not as many in every process; else as `gather`.
         """
-        try:
-            row = np.asarray(values, dtype=float)
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"values must be numbers, got {values!r}") from error
-        if row.ndim != 1:
-            raise ArgumentError(f"values must be a list of numbers, got {values!r}")
+        row = np.array(check_numbers("values", values))
         found = [np.frombuffer(x) for x in self.gather(row.tobytes())]
         if len(sizes := {len(x) for x in found}) > 1:
             each = ", ".join(f"{len(x)} in rank {rank}" for rank, x in enumerate(found))

@@ -70,12 +70,12 @@ def check_writable(path: Path) -> None:
     RunDirectoryError
         If the folder cannot be made or written in, or if ``path`` holds something else.
     """
-    if path.exists() and not (path / RECORD).is_file():
-        raise RunDirectoryError(
-            f"{path} exists and is no run directory (it has no {RECORD}); choose another name, "
-            "or remove it"
-        )
     try:
+        if path.exists() and not (path / RECORD).is_file():
+            raise RunDirectoryError(
+                f"{path} exists and is no run directory (it has no {RECORD}); choose another name, "
+                "or remove it"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         os.rmdir(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     except OSError as error:

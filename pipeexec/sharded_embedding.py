@@ -293,7 +293,7 @@ class _Looked(torch.autograd.Function):
 
 def _checked_rows(n_rows: int | Sequence[int]) -> list[int]:
     """Return the rows of each table."""
-    if isinstance(n_rows, Sequence) and not isinstance(n_rows, str):
+    if isinstance(n_rows, Sequence) and not isinstance(n_rows, (str, bytes)):
         if not n_rows:
             raise ArgumentError("n_rows is empty; give the rows of at least one table")
         return [check_count(f"n_rows[{i}]", rows) for i, rows in enumerate(n_rows)]

@@ -84,6 +84,10 @@ class Training:
         RunDirectoryError
             If it cannot be written, or something else is there.
         """
+        from matplotlib.figure import Figure
+
+        from pipesim.lanes import rows
+        from pipesim.page import TWO_COLUMNS, sized
         from pipesim.plot import overlay, save
 
         path = check_path("path", path, "write")
@@ -95,8 +99,10 @@ class Training:
         }
         with write_directory(path, {"command": command(), **(record or {}), **measured}) as to:
             self.measured.save(to / "timeline.csv")
-            for suffix in ("png", "pdf"):
-                save(self.measured.plot(), to / f"timeline.{suffix}")
+            height = rows(self.measured.graph, transfers=False)
+            figure, ax = sized(Figure, TWO_COLUMNS, height)  # not pyplot's: nothing to close
+            self.measured.plot(ax=ax)
+            save(figure, to / "timeline.png", to / "timeline.pdf")
             if self.predicted is None:
                 return
             self.predicted.save(to / "predicted.csv")

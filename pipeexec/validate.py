@@ -149,6 +149,8 @@ def validate(
     warm_up = check_count("warm_up", warm_up, 0)
     repeat = check_count("repeat", repeat)
     check_flag("cuda_graph", cuda_graph)
+    if processes is not None:
+        check_type("processes", processes, Processes, "give what pipeexec.join returned")
     if progress is not None:
         check_function("progress", progress, "progress(line)")
     if optimizer is not None:

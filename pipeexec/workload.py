@@ -30,6 +30,13 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def _some_words(text: str) -> list[str]:
+    """Return the words between commas, of which there must be one, for argparse."""
+    if found := words(text):
+        return found
+    raise argparse.ArgumentTypeError(f"names nothing: {text!r}")
+
+
 def integer(text: str) -> int:
     """Read a whole number in the digits 0 to 9, for argparse."""
     found = whole(text)
@@ -46,7 +53,7 @@ def _real(text: str) -> float:
 
 
 def _counts(text: str) -> list[int]:
-    found = [whole(word) for word in words(text)]
+    found = [whole(word) for word in _some_words(text)]
     if None in found:
         raise argparse.ArgumentTypeError(f"not whole numbers: {text!r}")
     return [count for count in found if count is not None]
@@ -86,7 +93,7 @@ def add_workload(
         f"same stages on the same devices (default: {','.join(schedules)})")  # fmt: skip
     add("--recompute", type=words, default=list(recompute), help=f"modes (default: "
         f"{','.join(recompute)}; of never,always,except_last)")  # fmt: skip
-    add("--devices", type=words, help="where to run, one name a device; under torchrun, those of "
+    add("--devices", type=_some_words, help="where to run, one name a device; under torchrun, those of "
         "each process, where cuda is its own GPU (default: cpu for each)")  # fmt: skip
     add("--slices", type=integer, help="cut the GPU that --devices names into so many devices")
     add("--cuda-graph", action="store_true", help="capture each step once, and replay it")

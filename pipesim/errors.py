@@ -264,6 +264,23 @@ def check_list(name: str, values: object, allowed: str) -> list[Any]:
     return list(values)
 
 
+def check_numbers(name: str, values: object) -> list[float]:
+    """Return the numbers of a sequence as floats; NaN is one.
+
+    Raises
+    ------
+    ArgumentTypeError
+        For what is no sequence, or has anything but numbers.
+    """
+    given = check_list(name, values, "numbers, such as [1.0, 2.5]")
+    if not all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in given):
+        raise ArgumentTypeError(f"{name} must be numbers, got {values!r:.60}")
+    try:
+        return [float(x) for x in given]
+    except OverflowError as error:
+        raise ArgumentTypeError(f"{name} must fit in a float, got {values!r:.60}") from error
+
+
 def number(value: object) -> float | None:
     """Return ``value`` as a float, or None where it is no real number, a boolean, or too large."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -125,6 +125,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "stages": stages(), "graph": graph(), "devices": ["cpu"] * 2, "loss_fn": mse,
         "pin_threads": False},
     "px.Pipeline.align": lambda _: {"self": pipeline()},
+    "px.Pipeline.check_batch": lambda _: {"self": pipeline(), **batch()},
     "px.Pipeline.clocks": lambda _: {"self": pipeline()},
     "px.Pipeline.close": lambda _: {"self": new_pipeline()},
     "px.Pipeline.device_bytes": lambda _: {"self": pipeline(), **batch()},

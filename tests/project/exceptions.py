@@ -52,12 +52,12 @@ UNATTACKED: dict[str, str] = {
     "px.Pipeline.allocated": "needs a GPU; its arguments go where those of device_bytes go",
     "px.Processes": "join makes it",
     **{f"px.Processes.{name}": _GROUP for name in (
-        "agree", "barrier", "blame", "channel", "close", "fail", "gather", "group", "guard", "open",
-        "share", "spread", "total")},
+        "agree", "barrier", "blame", "channel", "check", "close", "fail", "gather", "group",
+        "guard", "next_number", "open", "publish", "published", "share", "spread", "total")},
     "px.Profile": _PLAIN,
     **{f"px.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (
-        "abandon", "adopt", "await_link", "carry", "close", "mark", "rejoin", "stream",
-        "synchronize")},
+        "abandon", "adopt", "await_link", "carry", "close", "has_thread", "mark", "rejoin",
+        "stream", "synchronize")},
     "px.Slice": "slices makes it",
     "px.StepResult": _PLAIN,
     "px.Validation": _PLAIN,
@@ -66,6 +66,7 @@ UNATTACKED: dict[str, str] = {
 
 #: By callable and parameter: values that are accepted though no rule of `bad_values` allows them.
 ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
+    ("px.Pipeline.total", "values"): (("[nan]",), "NaN is a number, and so is its sum"),
     ("ps.Costs", "buckets"): (("[]", "()", "empty array"), "no stage; a graph of any refuses it"),
     ("ps.Costs", "skip_bytes"): (("()",), "no skip, as saved costs have it"),
     ("ps.Timeline.from_chrome", "step"): (("int64",), "steps count backwards from -1"),
