@@ -93,8 +93,8 @@ def add_workload(
         f"same stages on the same devices (default: {','.join(schedules)})")  # fmt: skip
     add("--recompute", type=words, default=list(recompute), help=f"modes (default: "
         f"{','.join(recompute)}; of never,always,except_last)")  # fmt: skip
-    add("--devices", type=_some_words, help="where to run, one name a device; under torchrun, those "
-        "of each process, where cuda is its own GPU (default: cpu for each)")  # fmt: skip
+    add("--devices", type=_some_words, help="where to run, one name a device; under torchrun, "
+        "those of each process, where cuda is its own GPU (default: cpu for each)")  # fmt: skip
     add("--slices", type=integer, help="cut the GPU that --devices names into so many devices")
     add("--cuda-graph", action="store_true", help="capture each step once, and replay it")
     add("--timeout", type=_real, default=60.0, help="seconds without any progress after which a "
