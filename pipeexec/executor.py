@@ -496,6 +496,12 @@ class Pipeline:
         for slot in list(run.reduced):  # of graphs without STEP
             settle(run, slot)
         if not (self.graph.op == Op.STEP).any():
+            if self.cuda_graph and run.loss.is_counted():
+                raise ExecutionError(
+                    "loss_fn returned (sum, count), whose gradients are divided in STEP, but the "
+                    "graph has none and is captured; lower with step='flush', or leave out "
+                    "cuda_graph"
+                )
             for slot, module in enumerate(self.modules[: len(self.stages)]):
                 if not isinstance(module, Elsewhere):
                     run.divide(slot, 0)

@@ -93,6 +93,7 @@ class Processes:
         self.n_graphs = 0  # that all processes have agreed on
         self._pid, self._is_closed = os.getpid(), False
         self._calling = threading.Lock()  # two calls at once would have no order
+        self._published: dict[int, list[str]] = {}  # names, by number
         #: For other threads than the one that gathers.
         self._public = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
         #: Returns what this process measured in its latest step.
@@ -383,15 +384,20 @@ class Processes:
     def next_number(self) -> int:
         """Return a number that names what all processes publish in one step.
 
-        Every process must call this, in the same order.
+        Every process must call this, in the same order. What this process published two numbers ago
+        is deleted: by then every process has read it.
         """
         self._n_published += 1
+        with suppress(dist.DistError):
+            for name in self._published.pop(self._n_published - 2, ()):
+                self._public.delete_key(name)
         return self._n_published
 
     def publish(self, name: str, value: float) -> None:
         """Let other processes read a number, from any thread; see `published`."""
         try:
             self._public.set(name, repr(value))
+            self._published.setdefault(self._n_published, []).append(name)
         except dist.DistError as error:
             raise self._without_store(error) from error
 
