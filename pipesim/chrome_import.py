@@ -24,7 +24,7 @@ from pipesim.errors import (
     check_count,
     check_name,
 )
-from pipesim.files import check_path
+from pipesim.files import check_path, is_folder
 from pipesim.graph import TaskGraph
 from pipesim.halves import halved, with_halves
 from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
@@ -129,7 +129,7 @@ def _files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
     """Return the files given, or those in the directory given, in order of name."""
     if isinstance(paths, str | os.PathLike):
         path = check_path("paths", paths)
-        if not path.is_dir():
+        if not is_folder(path):
             return [path]
         try:
             files = [p for p in path.iterdir() if p.name.endswith((".json", ".json.gz"))]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipesim.capacity import check_stages
 from pipesim.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
-from pipesim.errors import CostsError, check_count, check_name, check_type, number
+from pipesim.errors import ArgumentError, CostsError, check_count, check_name, check_type, number
 from pipesim.files import check_path, read_json, write_text
 from pipesim.graph import PAIRS, TaskGraph
 from pipesim.network import ALL_REDUCE, Network
@@ -122,11 +122,18 @@ class TaskCosts:
         Raises
         ------
         ArgumentError
-            For arguments of another type.
+            For arguments of another type, and for ``issued`` without one number a task.
         """
         check_type("table", table, CostTable)
         if costs is not None:
             check_type("costs", costs, Costs)
+        if issued is not None:
+            check_type("issued", issued, np.ndarray, "give an array of seconds, one a task")
+            if issued.shape != table.duration.shape or issued.dtype.kind not in "fiu":
+                raise ArgumentError(
+                    f"issued must be seconds of shape {table.duration.shape}, one a task, got "
+                    f"{issued.dtype} of shape {issued.shape}"
+                )
         return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs, issued)
 
     def per_task(self) -> TaskCosts:
@@ -562,7 +569,7 @@ class Costs:
         split: Split,
         *,
         partition: Partition | None = None,
-        launch: float = 0.0,
+        launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
         """Return the costs of stages made of profiled layers, from CSV or a DataFrame.
