@@ -93,9 +93,9 @@ def sweep(
     UnknownNameError
         For unknown keys, schedules and options, before anything is run.
     ArgumentError
-        For configurations of another form, arguments of another type, a backend that joblib cannot use, or a file that
-        cannot be written, is no sweep's, is being written by another sweep, or has a line whose
-        values are wrong or were changed.
+        For configurations of another form, arguments of another type, a backend that joblib cannot
+        use, or a file that cannot be written, is no sweep's, is being written by another sweep, or
+        has a line whose values are wrong or were changed.
     CapacityError
         If the combinations of a grid would not fit in memory.
 
