@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.clocks import join
-from pipesim.costs import Costs, message_bytes
+from pipesim.costs import Costs
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -31,6 +31,7 @@ from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
 from pipesim.processes import check_threads, read_traces
 from pipesim.profiled import Range, Span, Trace
 from pipesim.range_names import PATTERNS, action_of, checked_pattern
+from pipesim.task_costs import message_bytes
 from pipesim.tasks import Tasks
 from pipesim.timeline import Timeline
 from pipesim.transfers import Placed, add_transfers, charge_gaps, messages

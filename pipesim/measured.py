@@ -21,7 +21,6 @@ from pipesim.costs import (
     VALUE_FIELDS,
     Costs,
     PerStage,
-    message_bytes,
 )
 from pipesim.errors import (
     AccuracyWarning,
@@ -38,6 +37,7 @@ from pipesim.network import Network
 from pipesim.ops import SENDS, Op
 from pipesim.simulate import hand_over, replay_costs, simulate
 from pipesim.skips import SkipBytes, carried, skip_text
+from pipesim.task_costs import message_bytes
 from pipesim.timeline import Timeline
 
 __all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds", "waits"]

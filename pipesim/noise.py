@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim import draws
-from pipesim.costs import TaskCosts, message_ends
 from pipesim.distributions import (
     Distribution,
     Empirical,
@@ -30,6 +29,7 @@ from pipesim.errors import (
 )
 from pipesim.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
+from pipesim.task_costs import TaskCosts, message_ends
 
 __all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]
 
