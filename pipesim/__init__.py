@@ -2,7 +2,7 @@
 
 from pipesim import hta, trace
 from pipesim.compare import Comparison, compare
-from pipesim.costs import Costs, CostTable, TaskCosts
+from pipesim.costs import Costs
 from pipesim.graph import TaskGraph
 from pipesim.layers import Layers
 from pipesim.links import Link, Nodes
@@ -21,6 +21,7 @@ from pipesim.shard import Shard
 from pipesim.simulate import replay, simulate
 from pipesim.split import balanced_split
 from pipesim.sweep import sweep
+from pipesim.task_costs import CostTable, TaskCosts
 from pipesim.tasks import Task, Tasks
 from pipesim.timeline import Timeline
 from pipesim.transformer import Transformer

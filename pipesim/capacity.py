@@ -13,6 +13,7 @@ __all__ = [
     "available_memory",
     "check_graph",
     "check_memory",
+    "check_microbatches",
     "check_rows",
     "check_schedule",
     "check_stages",
@@ -27,7 +28,9 @@ _BYTES_OF_TIMES = 16
 _BYTES_PER_ACTION = 24
 #: What a placement takes of each stage while it is made, and a sweep of each row, by measurement.
 _BYTES_PER_STAGE, _BYTES_PER_ROW = 120, 4000
-#: Stages that any machine has memory for.
+#: Integers of each micro-batch: its number, that times the number of paths, and its path.
+_BYTES_PER_MICROBATCH = 24
+#: Stages or micro-batches that any machine has memory for.
 _FEW = 100_000
 #: About: each forward and backward comes with its SEND and RECV, save at the pipeline's ends.
 _TASKS_PER_ACTION = 3
@@ -119,6 +122,20 @@ def check_stages(n_stages: int) -> None:
         return
     nbytes = n_stages * _BYTES_PER_STAGE
     check_memory(f"a placement of {_count(n_stages)} stages", nbytes, "use fewer devices or stages")
+
+
+def check_microbatches(n_microbatches: int) -> None:
+    """Raise if an array of so many micro-batches would not fit.
+
+    Raises
+    ------
+    CapacityError
+        Saying how many micro-batches that are, and what they need.
+    """
+    if n_microbatches <= _FEW:  # as for stages
+        return
+    nbytes = n_microbatches * _BYTES_PER_MICROBATCH
+    check_memory(f"a list of {_count(n_microbatches)} micro-batches", nbytes)
 
 
 def check_rows(n_rows: int) -> None:

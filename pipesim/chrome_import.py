@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.clocks import join
-from pipesim.costs import Costs, message_bytes
+from pipesim.costs import Costs
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -24,13 +24,14 @@ from pipesim.errors import (
     check_count,
     check_name,
 )
-from pipesim.files import check_path
+from pipesim.files import check_path, is_folder
 from pipesim.graph import TaskGraph
 from pipesim.halves import halved, with_halves
 from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
 from pipesim.processes import check_threads, read_traces
 from pipesim.profiled import Range, Span, Trace
 from pipesim.range_names import PATTERNS, action_of, checked_pattern
+from pipesim.task_costs import message_bytes
 from pipesim.tasks import Tasks
 from pipesim.timeline import Timeline
 from pipesim.transfers import Placed, add_transfers, charge_gaps, messages
@@ -129,7 +130,7 @@ def _files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
     """Return the files given, or those in the directory given, in order of name."""
     if isinstance(paths, str | os.PathLike):
         path = check_path("paths", paths)
-        if not path.is_dir():
+        if not is_folder(path):
             return [path]
         try:
             files = [p for p in path.iterdir() if p.name.endswith((".json", ".json.gz"))]

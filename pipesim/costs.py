@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,14 @@ from pipesim.capacity import check_stages
 from pipesim.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
 from pipesim.errors import CostsError, check_count, check_name, check_type, number
 from pipesim.files import check_path, read_json, write_text
-from pipesim.graph import PAIRS, TaskGraph
+from pipesim.graph import TaskGraph
 from pipesim.network import ALL_REDUCE, Network
 from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
 from pipesim.placement import Placement
 from pipesim.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.skips import message_bytes as bytes_of_skips
 from pipesim.split import Partition, Split
-from pipesim.tasks import Kinds
+from pipesim.task_costs import CostTable, TaskCosts, message_bytes, message_ends
 from pipesim.texts import CHECKSUM, changed, checksum
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pipesim.layers import Layers
     from pipesim.timeline import Timeline
 
-__all__ = ["CostTable", "Costs", "TaskCosts"]
+__all__ = ["Costs"]
 
 PerStage = float | tuple[float, ...]
 #: Field that says how long a collective takes, where that was measured.
@@ -50,131 +50,6 @@ _OPTIONAL = (
     *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
     *("gradient_bytes", "vector_bytes", *MEASURED_COLLECTIVES.values()),
 )
-
-
-class CostTable(NamedTuple):
-    """Costs of tasks, one row for those whose costs are alike.
-
-    Attributes
-    ----------
-    duration
-        Seconds that a task holds its stream; for a SEND ``nbytes / bandwidth``. Unused for a
-        RECV, whose times follow from its SEND (rule 4). Shape ``(n_rows,)``, as the next ones.
-    latency
-        Seconds, of transfers.
-    launch
-        Seconds that the host needs to issue a task (rule 7).
-    nbytes
-        Bytes of each message, and that each member brings to a collective; 0 elsewhere.
-    links
-        Numbers of the links that a SEND, or the hops of a collective that begin at this member,
-        hold while they last, -1 for fewer; -1 elsewhere. Shape ``(n_rows, most links of a row)``.
-    share
-        Part of the seconds of the last backward, 0 to 1, after which it has made the gradients of
-        this bucket; 1 elsewhere. Shape ``(n_rows,)``; None for ones: buckets need it to the end.
-    """
-
-    duration: NDArray[np.float64]
-    latency: NDArray[np.float64]
-    launch: NDArray[np.float64]
-    nbytes: NDArray[np.float64]
-    links: NDArray[np.int64]
-    share: NDArray[np.float64] | None = None
-
-
-@dataclass(frozen=True)
-class TaskCosts:
-    """What an engine needs of each task.
-
-    The properties show one value a task: `duration`, `latency`, `launch`, `nbytes`, `links`,
-    `share`.
-
-    Attributes
-    ----------
-    table
-        Costs, row by row.
-    row
-        The row of each task; shape ``(len(graph),)``.
-    drawn
-        Seconds of each task, where they are not those of its row, as with noise; or None.
-    costs
-        Where the values come from, or None.
-    issued
-        Seconds at which each task is issued, in place of those that follow from ``launch`` (rule
-        7), as in a replay; shape ``(len(graph),)``, or None.
-    """
-
-    table: CostTable
-    row: NDArray[Any]
-    drawn: NDArray[np.float64] | None = None
-    costs: Costs | None = None
-    issued: NDArray[np.float64] | None = None
-
-    @classmethod
-    def of_tasks(
-        cls,
-        table: CostTable,
-        costs: Costs | None = None,
-        issued: NDArray[np.float64] | None = None,
-    ) -> TaskCosts:
-        """Return costs that have a row a task.
-
-        Raises
-        ------
-        ArgumentError
-            For arguments of another type.
-        """
-        check_type("table", table, CostTable)
-        if costs is not None:
-            check_type("costs", costs, Costs)
-        return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs, issued)
-
-    def per_task(self) -> TaskCosts:
-        """Return the same costs with a row a task, which has what was drawn."""
-        table = CostTable(
-            self.duration, self.latency, self.launch, self.nbytes, self.links, self.share
-        )
-        return TaskCosts.of_tasks(table, self.costs, self.issued)
-
-    @property
-    def duration(self) -> NDArray[np.float64]:
-        """Seconds that each task holds its stream; shape ``(len(graph),)``."""
-        if self.drawn is not None:
-            return self.drawn
-        values: NDArray[np.float64] = self.table.duration[self.row]
-        return values
-
-    @property
-    def latency(self) -> NDArray[np.float64]:
-        """Seconds, of transfers; shape ``(len(graph),)``."""
-        values: NDArray[np.float64] = self.table.latency[self.row]
-        return values
-
-    @property
-    def launch(self) -> NDArray[np.float64]:
-        """Seconds that the host needs to issue each task; shape ``(len(graph),)``."""
-        values: NDArray[np.float64] = self.table.launch[self.row]
-        return values
-
-    @property
-    def nbytes(self) -> NDArray[np.float64]:
-        """Bytes of each message, 0 elsewhere; shape ``(len(graph),)``."""
-        values: NDArray[np.float64] = self.table.nbytes[self.row]
-        return values
-
-    @property
-    def share(self) -> NDArray[np.float64]:
-        """Part of the last backward that each bucket needs; shape ``(len(graph),)``."""
-        if self.table.share is None:
-            return np.ones(len(self.row))
-        values: NDArray[np.float64] = self.table.share[self.row]
-        return values
-
-    @property
-    def links(self) -> NDArray[np.int64]:
-        """Links that each SEND or member holds, or -1; shape ``(len(graph), most of one)``."""
-        values: NDArray[np.int64] = self.table.links[self.row]
-        return values
 
 
 @dataclass(frozen=True)
@@ -562,7 +437,7 @@ class Costs:
         split: Split,
         *,
         partition: Partition | None = None,
-        launch: float = 0.0,
+        launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
         """Return the costs of stages made of profiled layers, from CSV or a DataFrame.
@@ -692,38 +567,6 @@ DURATION_OF = {
     Op.R: "recompute",
     Op.STEP: "optimizer_step",
 }
-
-
-def message_bytes(kinds: Kinds, output_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return bytes of each kind of message: a stage's output, or the gradient of its input.
-
-    Messages of skips carry neither: they have 0 here.
-    """
-    nbytes = np.zeros(len(kinds))
-    for op, offset in ((Op.SEND_F, 0), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 0)):
-        of_op = (kinds.op == op) & (kinds.peer_stage < 0)
-        nbytes[of_op] = output_bytes[kinds.stage[of_op] + offset]
-    return nbytes
-
-
-def message_ends(
-    kinds: Kinds, transfers: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sending and the receiving device of kinds that are transfers."""
-    n_replicas, n_stages = (int(c.max(initial=0)) + 1 for c in (kinds.replica, kinds.stage))
-    device = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
-    device[kinds.op, kinds.replica, kinds.stage + 1] = kinds.device
-    homes = np.zeros((n_replicas, n_stages), dtype=np.int64)
-    homes[kinds.replica, kinds.stage] = kinds.device
-    ends = np.tile(kinds.device[transfers], (2, 1))
-    for recv, (send, offset) in PAIRS.items():
-        for op, other, away, end in ((recv, send, offset, 0), (send, recv, -offset, 1)):
-            of_op = kinds.op[transfers] == op
-            here = transfers[of_op]
-            peer = kinds.peer_stage[here]
-            there = device[other, kinds.replica[here], kinds.stage[here] + 1 + away]
-            ends[end, of_op] = np.where(peer < 0, there, homes[kinds.replica[here], peer])
-    return ends[0], ends[1]
 
 
 def _checked(name: str, value: object) -> PerStage:

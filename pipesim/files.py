@@ -30,6 +30,7 @@ __all__ = [
     "check_path",
     "check_target",
     "gunzip",
+    "is_folder",
     "read_bytes",
     "read_json",
     "read_text",
@@ -74,6 +75,13 @@ def check_path(name: str, value: object, does: str = "read", needs: str = "") ->
     if reason:
         raise ArgumentError(f"cannot {does} {text}: {reason}; give another {name}")
     return Path(text)
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is that of a folder; a path that the system refuses is none."""
+    with suppress(OSError):  # such as a name that is too long: reading the file then says so
+        return path.is_dir()
+    return False
 
 
 def read_bytes(path: Path, what: str, error: type[PipeError], *, first: int | None = None) -> bytes:

@@ -232,7 +232,8 @@ class TaskGraph:
             whole stages have the number of the last micro-batch of theirs.
         skips, portals
             Likewise. Skips are by default the pairs of stages that ``peer_stage`` of the tasks
-            names; give them for messages that carry several, or for some that need none.
+            names; give them for messages that carry several, or for some that need none. Of a
+            mapping the keys count.
 
         Raises
         ------

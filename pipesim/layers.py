@@ -16,8 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import VALUE_FIELDS, Costs
-from pipesim.errors import ArgumentError, CostsError, check_count, number, suggestion
+from pipesim.costs import VALUE_FIELDS, Costs, PerStage
+from pipesim.errors import (
+    ArgumentTypeError,
+    CostsError,
+    check_count,
+    check_text,
+    check_type,
+    number,
+    suggestion,
+)
 from pipesim.files import check_path, read_text
 from pipesim.network import Network
 from pipesim.split import Partition, Split, balanced_split, check_partition, checked_split
@@ -56,6 +64,8 @@ class Layers:
         For a missing or unknown column, columns that are no sequences, of different lengths or
         without layers, and values that are negative, NaN or infinite; naming source, layer and
         column.
+    ArgumentTypeError
+        For a ``source`` that is no text.
 
     Examples
     --------
@@ -70,6 +80,7 @@ class Layers:
     source: str = "layers"
 
     def __post_init__(self) -> None:
+        check_text("source", self.source)
         if not hasattr(self.columns, "items"):
             raise CostsError(
                 f"{self.source} must be a mapping of column names to values, got "
@@ -135,7 +146,18 @@ class Layers:
 
     @classmethod
     def from_frame(cls, frame: pd.DataFrame) -> Layers:
-        """Take a `pandas.DataFrame` of one row a layer, with the columns of the CSV file."""
+        """Take a `pandas.DataFrame` of one row a layer, with the columns of the CSV file.
+
+        Raises
+        ------
+        ArgumentTypeError
+            For anything but a DataFrame.
+        CostsError
+            If it is no such table; naming layer and column, and the nearest known column.
+        """
+        import pandas as pd
+
+        check_type("frame", frame, pd.DataFrame)
         names = [str(name) for name in frame.columns]
         _check_header("frame", names)
         values = {name: frame.iloc[:, i].tolist() for i, name in enumerate(names)}
@@ -158,7 +180,7 @@ class Layers:
         split: Split,
         *,
         partition: Partition | None = None,
-        launch: float = 0.0,
+        launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
         """Return the costs of stages made of these layers.
@@ -206,16 +228,19 @@ def costs_from_layers(
     split: Split,
     *,
     partition: Partition | None = None,
-    launch: float = 0.0,
+    launch: PerStage = 0.0,
     network: Network | None = None,
 ) -> Costs:
     """Return `Layers.costs` of the layers of a path, a frame or `Layers`."""
+    import pandas as pd
+
     if isinstance(layers, str | os.PathLike):
-        layers = Layers.read(layers)
+        layers = Layers.read(check_path("layers", layers))
     elif not isinstance(layers, Layers):
-        if not hasattr(layers, "iloc"):
-            raise ArgumentError(
-                f"layers must be the path of a CSV file, a DataFrame or Layers, got {layers!r}"
+        if not isinstance(layers, pd.DataFrame):
+            raise ArgumentTypeError(
+                "layers must be the path of a CSV file, a DataFrame or Layers, got "
+                f"{layers!r:.60} ({type(layers).__name__})"
             )
         layers = Layers.from_frame(layers)
     return layers.costs(split, partition=partition, launch=launch, network=network)

@@ -103,7 +103,8 @@ def lower(
     skips
         ``(source, target)`` pairs of stages between which tensors go beside the pipeline's
         outputs, such as a U-Net's long connections; each pair once, with source < target. Also as
-        text, ``"0-3,1-2"``. Stages on one device hand over for free.
+        text, ``"0-3,1-2"``, or as a mapping, whose keys count, such as ``skip_bytes`` of `Costs`.
+        Stages on one device hand over for free.
     portals
         Whether what a skip carries goes straight from the source's device to the target's, as in
         torchgpipe (arXiv 2004.09910). Otherwise it goes from stage to stage, and what

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.errors import NetworkError
+from pipesim.errors import NetworkError, number
 from pipesim.files import read_text
 from pipesim.links import MAX_DEVICE, Link
 from pipesim.texts import csv_rows, real, reals
@@ -140,10 +140,7 @@ def matrix_links(latency: ArrayLike, bandwidth: ArrayLike) -> tuple[Link, ...]:
     NetworkError
         For other shapes, and for values out of range, naming the pair.
     """
-    try:
-        lag, speed = np.asarray(latency, np.float64), np.asarray(bandwidth, np.float64)
-    except (TypeError, ValueError) as error:
-        raise NetworkError(f"latency and bandwidth must be arrays of numbers: {error}") from error
+    lag, speed = _array("latency", latency), _array("bandwidth", bandwidth)
     n = max(len(lag) if lag.ndim else 0, len(speed) if speed.ndim else 0)
     if {lag.shape, speed.shape} not in ({(n, n)}, {(n, n), ()}):
         raise NetworkError(
@@ -156,6 +153,30 @@ def matrix_links(latency: ArrayLike, bandwidth: ArrayLike) -> tuple[Link, ...]:
     _check("bandwidth", "> 0 bytes/s", speed, speed > 0, a, b)
     rows = zip(a.tolist(), b.tolist(), lag[a, b].tolist(), speed[a, b].tolist(), strict=True)
     return tuple(Link.unchecked(lag_, speed_, ((i, j),)) for i, j, lag_, speed_ in rows)
+
+
+def _array(name: str, values: ArrayLike) -> NDArray[np.float64]:
+    """Return an array of floats; NaN stands for an object that is no number.
+
+    Raises
+    ------
+    NetworkError
+        For rows of different lengths, and for texts, booleans and other values.
+    """
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise NetworkError(
+            f"latency and bandwidth must be arrays of numbers, {name} is not: {error}"
+        ) from error
+    if array.dtype.kind == "O" and array.ndim:
+        found = [math.nan if (x := number(each)) is None else x for each in array.ravel()]
+        return np.array(found, dtype=np.float64).reshape(array.shape)
+    if array.dtype.kind not in "fiu":
+        raise NetworkError(
+            f"latency and bandwidth must be arrays of numbers, {name} is not: got {values!r:.60}"
+        )
+    return array.astype(np.float64)
 
 
 def _check(

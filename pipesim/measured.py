@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import DURATION_OF, OTHER_FIELDS, VALUE_FIELDS, Costs, message_bytes
+from pipesim.costs import (
+    DURATION_OF,
+    OTHER_FIELDS,
+    VALUE_FIELDS,
+    Costs,
+    PerStage,
+)
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -31,6 +37,7 @@ from pipesim.network import Network
 from pipesim.ops import SENDS, Op
 from pipesim.simulate import hand_over, replay_costs, simulate
 from pipesim.skips import SkipBytes, carried, skip_text
+from pipesim.task_costs import message_bytes
 from pipesim.timeline import Timeline
 
 __all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds", "waits"]
@@ -269,32 +276,51 @@ def scaled(
         raise CostsError(f"factor must be finite and >= 0, got {factor!r}")
     times = {name: getattr(costs, name) for name in (*DURATION_OF.values(), "overlapped")}
     given = {name: x for name, x in times.items() if x is not None}
+    n_stages = _common_stages(costs, stage, n_stages)
+    changed: dict[str, Any]
     if stage is None:
-        changed: dict[str, Any] = {name: _times(x, value) for name, x in given.items()}
+        changed = {name: _times(name, x, value) for name, x in given.items()}
         return replace(costs, **changed)
-    sizes = {len(x) for name in VALUE_FIELDS if isinstance(x := getattr(costs, name), tuple)}
-    if n_stages is not None:
-        sizes.add(check_count("n_stages", n_stages))
-    if not sizes:
+    if n_stages is None:
         raise CostsError(
             "costs are the same for all stages, however many; give one value a stage, or "
             f"scaled({value:g}, stage={stage!r}, n_stages=...), to scale one of them"
         )
-    n_stages = max(sizes)
-    if min(sizes) < n_stages:
+    if check_count("stage", stage, 0) >= n_stages:
+        raise CostsError(f"there is no stage {stage} in costs of {n_stages} stages")
+    changed = {}
+    for name in given:
+        seconds = costs.per_stage(name, n_stages).tolist()
+        seconds[stage] = _times(name, seconds[stage], value)
+        changed[name] = tuple(seconds)
+    return replace(costs, **changed)
+
+
+def _common_stages(costs: Costs, stage: int | None, n_stages: int | None) -> int | None:
+    """Return the number of stages of costs, or None if they have one value for all."""
+    sizes = {len(x) for name in VALUE_FIELDS if isinstance(x := getattr(costs, name), tuple)}
+    if n_stages is not None:
+        sizes.add(check_count("n_stages", n_stages))
+    if len(sizes) > 1 and (stage is not None or n_stages is not None):
         raise CostsError(
             f"costs, and n_stages, are of {' and of '.join(map(str, sorted(sizes)))} stages; give "
             "the same number to all"
         )
-    if check_count("stage", stage, 0) >= n_stages:
-        raise CostsError(f"there is no stage {stage} in costs of {n_stages} stages")
-    factors = [value if each == stage else 1.0 for each in range(n_stages)]
-    changed = {}
-    for name in given:
-        seconds = costs.per_stage(name, n_stages).tolist()
-        changed[name] = tuple(s * f for s, f in zip(seconds, factors, strict=True))
-    return replace(costs, **changed)
+    return max(sizes, default=None)
 
 
-def _times(value: float | tuple[float, ...], factor: float) -> float | tuple[float, ...]:
-    return tuple(x * factor for x in value) if isinstance(value, tuple) else value * factor
+def _times(name: str, seconds: PerStage, factor: float) -> PerStage:
+    """Return seconds times a factor.
+
+    Raises
+    ------
+    CostsError
+        If a product is too large a number.
+    """
+    each = tuple(x * factor for x in (seconds if isinstance(seconds, tuple) else (seconds,)))
+    if math.inf in each:
+        raise CostsError(
+            f"{name} must be finite seconds, and factor={factor!r} makes them too large a number; "
+            "give a smaller factor"
+        )
+    return each if isinstance(seconds, tuple) else each[0]

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim import draws
-from pipesim.costs import TaskCosts, message_ends
 from pipesim.distributions import (
     Distribution,
     Empirical,
@@ -20,9 +19,17 @@ from pipesim.distributions import (
     check_distribution,
     tabulated,
 )
-from pipesim.errors import ArgumentError, CostsError, check_count, check_name, number
+from pipesim.errors import (
+    ArgumentError,
+    CostsError,
+    UnknownNameError,
+    check_count,
+    check_name,
+    number,
+)
 from pipesim.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
+from pipesim.task_costs import TaskCosts, message_ends
 
 __all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]
 
@@ -106,10 +113,8 @@ class Noise:
             raise ArgumentError("noise needs a seed, so that it can be repeated: Noise(seed=0)")
         for name, least in (("seed", 0), ("gpus_per_device", 1)):  # as ints, numpy's included
             object.__setattr__(self, name, check_count(name, getattr(self, name), least))
-        given = dict(self.task) if isinstance(self.task, Mapping) else {"task": self.task}
-        for name in given if isinstance(self.task, Mapping) else ():
-            check_name("compute operation", name, [op.name for op in COMPUTE])
-        for name, value in {**given, "device": self.device, "message": self.message}.items():
+        drawn = {"device": self.device, "message": self.message}
+        for name, value in {**_by_name(self.task), **drawn}.items():
             check_distribution(name, value)
         if not isinstance(self.failures, Failures | None):
             raise ArgumentError(f"failures must be a pipesim.Failures, got {self.failures!r}")
@@ -270,6 +275,24 @@ class Noise:
             )
             drawn += np.where(computes & hit, prepared.pause, 0.0)
         return drawn
+
+
+def _by_name(task: object) -> dict[str, object]:
+    """Return the distributions of compute tasks, each with how a user names it.
+
+    Raises
+    ------
+    UnknownNameError
+        For an operation that does not compute.
+    """
+    if not isinstance(task, Mapping):
+        return {"task": task}
+    for name in task:
+        try:
+            check_name("compute operation", name, [op.name for op in COMPUTE])
+        except UnknownNameError as error:
+            raise UnknownNameError(f"task: {error}") from None
+    return {f"task {name}": value for name, value in task.items()}
 
 
 def _checked_factors(name: str, factors: object, example: str) -> dict[Any, float]:

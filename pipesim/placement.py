@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_stages
+from pipesim.capacity import check_microbatches, check_stages
 from pipesim.errors import ArgumentError, check_count
 
 __all__ = [
@@ -49,22 +49,26 @@ class Placement:
     paths: tuple[tuple[int, ...], ...]
 
     def __init__(self, device_of: Sequence[int], *others: Sequence[int]) -> None:
-        for path in (device_of, *others):
+        given = {"": device_of, **{f"others[{k}] of ": path for k, path in enumerate(others)}}
+        for which, path in given.items():
             if not isinstance(path, (Sequence, np.ndarray)) or isinstance(path, (str, bytes)):
                 raise ArgumentError(
-                    "a placement must be a sequence of device numbers, one a stage, such as "
-                    f"[0, 1, 1, 0], got {path!r:.60} ({type(path).__name__})"
+                    f"{which}a placement must be a sequence of device numbers, one a stage, such "
+                    f"as [0, 1, 1, 0], got {path!r:.60} ({type(path).__name__})"
                 )
-        check_stages(sum(map(len, (device_of, *others))))
+        check_stages(sum(map(len, given.values())))
         paths = tuple(
-            tuple(check_count(f"the device of stage {s}", d, 0) for s, d in enumerate(path))
-            for path in (device_of, *others)
+            tuple(
+                check_count(f"the device of stage {s}{which and f' in {which[:-4]}'}", d, 0)
+                for s, d in enumerate(path)
+            )
+            for which, path in given.items()
         )
-        for path in paths[1:]:
+        for k, path in enumerate(paths[1:]):
             if len(path) != len(paths[0]):
                 raise ArgumentError(
-                    f"paths of {len(paths[0])} and of {len(path)} stages; each micro-batch goes "
-                    "through the same stages, so give paths of one length"
+                    f"paths of {len(paths[0])} and of {len(path)} stages (others[{k}]); each "
+                    "micro-batch goes through the same stages, so give paths of one length"
                 )
         for stage, devices in enumerate(zip(*paths, strict=True)):
             if len(set(devices)) < len(devices):
@@ -108,11 +112,31 @@ class Placement:
         return int(np.bincount(np.concatenate(self.paths)).max())
 
     def stages_of(self, device: int) -> tuple[int, ...]:
-        """Return the stages that ``device`` holds, path after path, in ascending order."""
+        """Return the stages that ``device`` holds, path after path, in ascending order.
+
+        Raises
+        ------
+        ArgumentError
+            For a device that the placement does not have.
+        """
+        if check_count("device", device, 0) >= self.n_devices:
+            raise ArgumentError(
+                f"there is no device {device}; the placement has {self.n_devices}, "
+                f"0..{self.n_devices - 1}"
+            )
         return tuple(s for path in self.paths for s, d in enumerate(path) if d == device)
 
     def path_of(self, n_microbatches: int) -> NDArray[np.int64]:
-        """Return the path of each micro-batch: the first ones take the first, in equal shares."""
+        """Return the path of each micro-batch: the first ones take the first, in equal shares.
+
+        Raises
+        ------
+        ArgumentError
+            For a number of micro-batches that is no whole number of at least 1.
+        CapacityError
+            If so many micro-batches would not fit in memory.
+        """
+        check_microbatches(check_count("n_microbatches", n_microbatches))
         return np.arange(n_microbatches) * self.n_paths // n_microbatches
 
 

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from pipesim import jit
 from pipesim.capacity import check_memory
-from pipesim.costs import Costs, TaskCosts
+from pipesim.costs import Costs
 from pipesim.engines import compiled, simpy_engine
 from pipesim.errors import ArgumentError, check_count, check_flag, number
 from pipesim.graph import TaskGraph
 from pipesim.noise import Noise
 from pipesim.ops import COMPUTE
 from pipesim.simulate import checked_costs, checked_noise, simulate
+from pipesim.task_costs import TaskCosts
 from pipesim.timeline import LONGEST, Timeline
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim import jit
-from pipesim.costs import Costs, CostTable, TaskCosts
+from pipesim.costs import Costs
 from pipesim.engines import compiled, simpy_engine
 from pipesim.errors import (
     ArgumentError,
@@ -22,6 +22,7 @@ from pipesim.graph import TaskGraph
 from pipesim.issue import issue_times
 from pipesim.noise import Noise
 from pipesim.ops import RECVS
+from pipesim.task_costs import CostTable, TaskCosts
 from pipesim.timeline import LONGEST, Timeline
 from pipesim.verify import verify
 from pipesim.waits import exact_seconds, held_links, issued_together, measured_shares

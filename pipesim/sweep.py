@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipesim.compare import summary, warn_of_other_models
-from pipesim.errors import ArgumentError, PipeError, number
+from pipesim.errors import ArgumentError, PipeError, check_count, check_flag, check_text, number
 from pipesim.grid import Row, cell, rows, version
 from pipesim.journal import Journal
 from pipesim.registry import ScheduleInfo
@@ -27,6 +27,9 @@ __all__ = ["RESULTS", "run_rows", "sweep"]
 
 #: Results that a row without an error may lack: those that were not finite.
 _MAY_LACK = frozenset({"bubble_fraction", "throughput", "peak_memory"})
+#: Key of the number of stages of a row's graph in a file; rows of older versions lack it. The dot
+#: keeps it apart from options of schedules, which are names of parameters.
+_STAGES = "graph.n_stages"
 #: Columns of results, after those of the configuration.
 RESULTS = (
     "n_tasks", "makespan", "bubble_fraction", "throughput", "peak_memory", "seconds", "error",
@@ -90,9 +93,9 @@ def sweep(
     UnknownNameError
         For unknown keys, schedules and options, before anything is run.
     ArgumentError
-        For configurations of another form, a backend that joblib cannot use, or a file that
-        cannot be written, is no sweep's, is being written by another sweep, or has a line whose
-        values are wrong or were changed.
+        For configurations of another form, arguments of another type, a backend that joblib cannot
+        use, or a file that cannot be written, is no sweep's, is being written by another sweep, or
+        has a line whose values are wrong or were changed.
     CapacityError
         If the combinations of a grid would not fit in memory.
 
@@ -100,7 +103,7 @@ def sweep(
     -----
     CostsWarning
         If schedules with different numbers of stages on as many devices share costs a stage, and
-        ``per`` is not given.
+        ``per`` is not given. Rows that ``path`` holds already count too.
 
     Examples
     --------
@@ -118,7 +121,10 @@ def sweep(
     2     1f1b               4     0.021    4000000.0
     3     1f1b               8     0.033    4000000.0
     """
-    asked = rows(configurations, base or {})
+    check_flag("progress", progress)
+    if backend is not None:
+        check_text("backend", backend)
+    asked = rows(configurations, {} if base is None else base)
     return run_rows(asked, path=path, n_jobs=n_jobs, backend=backend, progress=progress)
 
 
@@ -136,7 +142,6 @@ def run_rows(
     if not isinstance(n_jobs, int) or isinstance(n_jobs, bool) or n_jobs == 0:
         raise ArgumentError(f"n_jobs must be a whole number but 0 (-1: all cores), got {n_jobs!r}")
     wanted = {row.digest: row for row in asked}
-    n_stages: dict[str, int | None] = {}
     infos = {row.case["name"]: info_of(row.case["name"]) for row in asked}
     with nullcontext() if path is None else Journal(path, _problem) as journal:
         held = {} if journal is None else journal.rows
@@ -153,7 +158,6 @@ def run_rows(
             for digest, result in finished:
                 if isinstance(result, Lost):
                     result = _failed(result.reason, again=True)
-                n_stages[digest] = result.pop("n_stages", None)
                 results[digest] = result
                 if journal is not None:
                     journal.append(digest, _record(wanted[digest], result))
@@ -167,7 +171,7 @@ def run_rows(
                 json.dumps(row.case.get("costs"), sort_keys=True),
             )
             for row in asked
-            if (stages := n_stages.get(row.digest)) is not None and "per" not in row.case
+            if (stages := results[row.digest].get(_STAGES)) is not None and "per" not in row.case
         ),
         stacklevel=4,
     )
@@ -181,7 +185,7 @@ def _measured(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
         timeline = run(case, info)
         values = {"n_tasks": len(timeline.graph), **summary(timeline)}
         result = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        result |= {"error": None, "n_stages": timeline.graph.n_stages}
+        result |= {"error": None, _STAGES: timeline.graph.n_stages}
     except PipeError as error:
         cause = error.__cause__
         if cause is None or isinstance(cause, PipeError):
@@ -200,6 +204,11 @@ def _problem(row: Mapping[str, Any]) -> str:
         return f"error must be a text or null, got {error!r:.60}"
     if not isinstance(row.get("again", False), bool):
         return f"again must be true or false, got {row['again']!r:.60}"
+    if row.get(_STAGES) is not None:
+        try:
+            check_count(_STAGES, row[_STAGES])
+        except ArgumentError as problem:
+            return str(problem)
     for name in RESULTS[:-1]:
         value = row.get(name)
         if value is None and (error is not None or name in _MAY_LACK):

@@ -18,7 +18,7 @@ from math import inf
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipesim.costs import Costs
+from pipesim.costs import Costs, PerStage
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, number
 from pipesim.network import Network
 from pipesim.split import Partition, Split, checked_counts
@@ -243,8 +243,8 @@ class Transformer:
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
         partition: Partition | None = None,
-        optimizer_step: float = 0.0,
-        launch: float = 0.0,
+        optimizer_step: PerStage = 0.0,
+        launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
         """Return the costs of stages; the embedding is on the first, the LM head on the last.

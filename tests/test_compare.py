@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from dataclasses import replace
@@ -155,6 +156,27 @@ def test_models_of_other_sizes() -> None:
         shared = SPLIT.in_chunks(ps.v_shaped(2))
         ps.compare({"gpipe": _timeline("gpipe"), "zbv": _timeline("zbv", shared)})
         ps.compare({"gpipe": _timeline("gpipe"), "1f1b": _timeline("1f1b")})
+
+
+def test_rows_of_a_file_are_models_too(tmp_path: Path) -> None:
+    """Rows that a file holds take part in the warning; those of older files say no stages."""
+    path = tmp_path / "rows.jsonl"
+    base = {"n_devices": 2, "n_microbatches": 4, "forward": 2, "input_grad": 2, "weight_grad": 2}
+    options: dict[str, Any] = {"base": base, "path": path, "n_jobs": 1, "progress": False}
+    ps.sweep([{"schedule": "gpipe"}], **options)
+    for _ in range(2):  # one row is read, then both
+        with pytest.warns(CostsWarning, match="'gpipe' 2 and 'zbv' 4 stages"):
+            ps.sweep({"schedule": ["gpipe", "zbv"]}, **options)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        del line["graph.n_stages"], line["checksum"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ps.sweep({"schedule": ["gpipe", "zbv"]}, **options)
+    path.write_text(json.dumps(lines[0] | {"graph.n_stages": "two"}) + "\n")
+    with pytest.raises(ArgumentError, match=r"line 1: graph\.n_stages must be a whole number"):
+        ps.sweep([{"schedule": "gpipe"}], **options)
 
 
 def test_sweeps_of_models_of_other_sizes() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.costs import VALUE_FIELDS
-from pipesim.errors import ArgumentError, CostsError, PipeError
+from pipesim.errors import ArgumentError, CapacityError, CostsError, PipeError
 from pipesim.layers import COLUMNS
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -316,5 +316,9 @@ def test_one_stage_of_uniform_costs_is_scaled() -> None:
         costs.scaled(2.5, stage=2)
     with pytest.raises(CostsError, match="there is no stage 4 in costs of 4 stages"):
         costs.scaled(2.5, stage=4, n_stages=4)
+    with pytest.raises(CapacityError, match=r"placement of 1e\+12 stages"):
+        costs.scaled(2.5, stage=0, n_stages=10**12)
+    with pytest.raises(CostsError, match="of 1 and of 4 stages"):
+        ps.Costs(forward=(1,), backward=1).scaled(2, n_stages=4)
     with pytest.raises(CostsError, match="are of 2 and of 4 stages"):
         ps.Costs(forward=(1, 1), backward=1).scaled(2, stage=0, n_stages=4)

@@ -593,6 +593,11 @@ def test_matrix() -> None:
         ([[0, 1], [1, 0]], [1, 2], "must be square"),
         ([[0, 1], [1]], 1, "must be arrays of numbers"),
         ("a", 1, "must be arrays of numbers"),
+        (True, [[0, 1], [1, 0]], "must be arrays of numbers, latency is not: got True"),
+        ([["0", "1"], ["1", "0"]], 1, "must be arrays of numbers, latency is not"),
+        ([[0, 1], [1, 0]], 10**400, "must be arrays of numbers, bandwidth is not"),
+        ([[0, 1], [10**400, 0]], 1, "latency from 1 to 0 must be finite and >= 0 s, got nan"),
+        ([[0, 1], [1, 0]], [[1, None], [1, 1]], "bandwidth from 0 to 1 must be > 0 bytes/s"),
     ],
 )
 def test_bad_matrix(latency: Any, bandwidth: Any, message: str) -> None:

@@ -491,6 +491,14 @@ def test_bad_noise(make: Callable[[], object], message: str) -> None:
         make()
 
 
+def test_distributions_of_operations_are_named() -> None:
+    """By the parameter and the operation."""
+    with pytest.raises(ArgumentError, match="task F must be a distribution"):
+        noise_of(task={"F": 3})
+    with pytest.raises(UnknownNameError, match="task: unknown compute operation 3"):
+        noise_of(task={3: ps.Normal(0.1)})
+
+
 def test_unknown_operation() -> None:
     """With the nearest one; messages are not asked for by operation."""
     with pytest.raises(

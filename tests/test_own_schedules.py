@@ -86,7 +86,21 @@ def test_a_test_of_counts_that_fails() -> None:
     assert ps.schedule("mine", 2, 2) == gpipe(2, 2)
 
 
-@pytest.mark.parametrize("value", [lambda p, m: "x", lambda p, m: 1j, lambda p, m: None, dict])
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda p, m: "x",
+        lambda p, m: 1j,
+        lambda p, m: None,
+        lambda p, m: p // 0,
+        lambda p, m: 10**400,
+        lambda p, m: np.ones(2),
+        lambda p, m: [p],
+        lambda p, m: True,
+        lambda p, m: (_ for _ in ()).throw(KeyError),
+        dict,
+    ],
+)
 def test_a_formula_that_gives_no_number(value: Any) -> None:
     """It is NaN in the table, and a dash on the command line."""
     ps.register("mine", bubble=ps.ClosedForm("x", value))(gpipe)

@@ -95,5 +95,9 @@ def test_bad_paths() -> None:
         Placement([0, 1], [0])
     with pytest.raises(ArgumentError, match=r"stage 1 lies on devices \[1, 1\]: copies of a stage"):
         Placement([0, 1, 2], [2, 1, 0])
+    with pytest.raises(ArgumentError, match=r"stage 1 in others\[0\] must be .* got 'x'"):
+        Placement([0, 1], [1, "x"])  # type: ignore[list-item]
+    with pytest.raises(ArgumentError, match=r"no device 2; the placement has 2, 0\.\.1"):
+        ps.linear(2).stages_of(2)
     with pytest.raises(ArgumentError, match="even number of devices, got 3"):
         ps.bidirectional(3)

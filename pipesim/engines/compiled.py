@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import TaskCosts
 from pipesim.csr import CSR, Ints
 from pipesim.engines import RECV, SEND
 from pipesim.engines.by_events import events
@@ -24,6 +23,7 @@ from pipesim.engines.side_by_side import pass_many, prune
 from pipesim.graph import TaskGraph
 from pipesim.noise import Noise
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
+from pipesim.task_costs import TaskCosts
 
 __all__ = ["Many", "run"]
 

@@ -70,7 +70,8 @@ ALLOWED: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("ps.Costs", "buckets"): (("[]", "()", "empty array"), "no stage; a graph of any refuses it"),
     ("ps.Costs", "skip_bytes"): (("()",), "no skip, as saved costs have it"),
     ("ps.Timeline.from_chrome", "step"): (("int64",), "steps count backwards from -1"),
-    ("ps.TaskGraph.build", "skips"): (("''",), "no skip, as text"),
+    ("ps.TaskGraph.build", "skips"): (("''", "{}"), "no skip, as text or as a mapping"),
+    ("ps.lower", "skips"): (("{}",), "no skip; of a mapping the keys count"),
     ("px.ShardedEmbedding", "padding_key"): (
         ("-1", "int64"),
         "no row: stands for no key",

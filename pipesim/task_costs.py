@@ -1,0 +1,185 @@
+"""`TaskCosts`: seconds and bytes of each task of a graph, as engines take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import ArgumentError, check_type
+from pipesim.graph import PAIRS
+from pipesim.ops import Op
+from pipesim.tasks import Kinds
+
+if TYPE_CHECKING:
+    from pipesim.costs import Costs
+
+__all__ = ["CostTable", "TaskCosts", "message_bytes", "message_ends"]
+
+
+class CostTable(NamedTuple):
+    """Costs of tasks, one row for those whose costs are alike.
+
+    Attributes
+    ----------
+    duration
+        Seconds that a task holds its stream; for a SEND ``nbytes / bandwidth``. Unused for a
+        RECV, whose times follow from its SEND (rule 4). Shape ``(n_rows,)``, as the next ones.
+    latency
+        Seconds, of transfers.
+    launch
+        Seconds that the host needs to issue a task (rule 7).
+    nbytes
+        Bytes of each message, and that each member brings to a collective; 0 elsewhere.
+    links
+        Numbers of the links that a SEND, or the hops of a collective that begin at this member,
+        hold while they last, -1 for fewer; -1 elsewhere. Shape ``(n_rows, most links of a row)``.
+    share
+        Part of the seconds of the last backward, 0 to 1, after which it has made the gradients of
+        this bucket; 1 elsewhere. Shape ``(n_rows,)``; None for ones: buckets need it to the end.
+    """
+
+    duration: NDArray[np.float64]
+    latency: NDArray[np.float64]
+    launch: NDArray[np.float64]
+    nbytes: NDArray[np.float64]
+    links: NDArray[np.int64]
+    share: NDArray[np.float64] | None = None
+
+
+@dataclass(frozen=True)
+class TaskCosts:
+    """What an engine needs of each task.
+
+    The properties show one value a task: `duration`, `latency`, `launch`, `nbytes`, `links`,
+    `share`.
+
+    Attributes
+    ----------
+    table
+        Costs, row by row.
+    row
+        The row of each task; shape ``(len(graph),)``.
+    drawn
+        Seconds of each task, where they are not those of its row, as with noise; or None.
+    costs
+        Where the values come from, or None.
+    issued
+        Seconds at which each task is issued, in place of those that follow from ``launch`` (rule
+        7), as in a replay; shape ``(len(graph),)``, or None.
+    """
+
+    table: CostTable
+    row: NDArray[Any]
+    drawn: NDArray[np.float64] | None = None
+    costs: Costs | None = None
+    issued: NDArray[np.float64] | None = None
+
+    @classmethod
+    def of_tasks(
+        cls,
+        table: CostTable,
+        costs: Costs | None = None,
+        issued: NDArray[np.float64] | None = None,
+    ) -> TaskCosts:
+        """Return costs that have a row a task.
+
+        Raises
+        ------
+        ArgumentError
+            For arguments of another type, and for ``issued`` without one number a task.
+        """
+        check_type("table", table, CostTable)
+        if costs is not None:
+            from pipesim.costs import Costs
+
+            check_type("costs", costs, Costs)
+        if issued is not None:
+            check_type("issued", issued, np.ndarray, "give an array of seconds, one a task")
+            if issued.shape != table.duration.shape or issued.dtype.kind not in "fiu":
+                raise ArgumentError(
+                    f"issued must be seconds of shape {table.duration.shape}, one a task, got "
+                    f"{issued.dtype} of shape {issued.shape}"
+                )
+        return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs, issued)
+
+    def per_task(self) -> TaskCosts:
+        """Return the same costs with a row a task, which has what was drawn."""
+        table = CostTable(
+            self.duration, self.latency, self.launch, self.nbytes, self.links, self.share
+        )
+        return TaskCosts.of_tasks(table, self.costs, self.issued)
+
+    @property
+    def duration(self) -> NDArray[np.float64]:
+        """Seconds that each task holds its stream; shape ``(len(graph),)``."""
+        if self.drawn is not None:
+            return self.drawn
+        values: NDArray[np.float64] = self.table.duration[self.row]
+        return values
+
+    @property
+    def latency(self) -> NDArray[np.float64]:
+        """Seconds, of transfers; shape ``(len(graph),)``."""
+        values: NDArray[np.float64] = self.table.latency[self.row]
+        return values
+
+    @property
+    def launch(self) -> NDArray[np.float64]:
+        """Seconds that the host needs to issue each task; shape ``(len(graph),)``."""
+        values: NDArray[np.float64] = self.table.launch[self.row]
+        return values
+
+    @property
+    def nbytes(self) -> NDArray[np.float64]:
+        """Bytes of each message, 0 elsewhere; shape ``(len(graph),)``."""
+        values: NDArray[np.float64] = self.table.nbytes[self.row]
+        return values
+
+    @property
+    def share(self) -> NDArray[np.float64]:
+        """Part of the last backward that each bucket needs; shape ``(len(graph),)``."""
+        if self.table.share is None:
+            return np.ones(len(self.row))
+        values: NDArray[np.float64] = self.table.share[self.row]
+        return values
+
+    @property
+    def links(self) -> NDArray[np.int64]:
+        """Links that each SEND or member holds, or -1; shape ``(len(graph), most of one)``."""
+        values: NDArray[np.int64] = self.table.links[self.row]
+        return values
+
+
+def message_bytes(kinds: Kinds, output_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return bytes of each kind of message: a stage's output, or the gradient of its input.
+
+    Messages of skips carry neither: they have 0 here.
+    """
+    nbytes = np.zeros(len(kinds))
+    for op, offset in ((Op.SEND_F, 0), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 0)):
+        of_op = (kinds.op == op) & (kinds.peer_stage < 0)
+        nbytes[of_op] = output_bytes[kinds.stage[of_op] + offset]
+    return nbytes
+
+
+def message_ends(
+    kinds: Kinds, transfers: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the sending and the receiving device of kinds that are transfers."""
+    n_replicas, n_stages = (int(c.max(initial=0)) + 1 for c in (kinds.replica, kinds.stage))
+    device = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
+    device[kinds.op, kinds.replica, kinds.stage + 1] = kinds.device
+    homes = np.zeros((n_replicas, n_stages), dtype=np.int64)
+    homes[kinds.replica, kinds.stage] = kinds.device
+    ends = np.tile(kinds.device[transfers], (2, 1))
+    for recv, (send, offset) in PAIRS.items():
+        for op, other, away, end in ((recv, send, offset, 0), (send, recv, -offset, 1)):
+            of_op = kinds.op[transfers] == op
+            here = transfers[of_op]
+            peer = kinds.peer_stage[here]
+            there = device[other, kinds.replica[here], kinds.stage[here] + 1 + away]
+            ends[end, of_op] = np.where(peer < 0, there, homes[kinds.replica[here], peer])
+    return ends[0], ends[1]
