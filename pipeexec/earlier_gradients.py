@@ -29,20 +29,20 @@ class EarlierGradients:
     ----------
     modules
         By their place in the pipeline.
-    apart
+    is_separate
         Whether the step begins without gradients, and those from before are added at its end; else
         it adds to them as autograd does, and a copy is kept.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], *, apart: bool) -> None:
-        self.apart = apart
+    def __init__(self, modules: Mapping[int, nn.Module], *, is_separate: bool) -> None:
+        self.is_separate = is_separate
         self._parameters = {slot: list(module.parameters()) for slot, module in modules.items()}
         self._before = {slot: [p.grad for p in row] for slot, row in self._parameters.items()}
         self._made: dict[int, list[Tensor | None]] = {}
         self._copies: dict[int, list[Tensor | None]] = {}
-        if apart:
+        if is_separate:
             for row in self._parameters.values():
-                _take(row)
+                _detach_gradients(row)
         else:
             self._copies = {
                 slot: [None if x is None else x.clone() for x in row]
@@ -50,20 +50,20 @@ class EarlierGradients:
             }
 
     def __contains__(self, slot: int) -> bool:
-        return self.apart and slot in self._parameters
+        return self.is_separate and slot in self._parameters
 
-    def fold(self, slot: int) -> None:
+    def end_mini_batch(self, slot: int) -> None:
         """Set apart what a mini-batch of the step has made; the next one begins without."""
         if slot not in self:
             return
-        made = _take(self._parameters[slot])
+        made = _detach_gradients(self._parameters[slot])
         self._made[slot] = added(self._made[slot], made) if slot in self._made else made
 
     @torch.no_grad()
     def add(self) -> None:
         """End a step: each gradient is the one from before and what the step has made."""
-        for slot in self._parameters if self.apart else ():
-            self.fold(slot)
+        for slot in self._parameters if self.is_separate else ():
+            self.end_mini_batch(slot)
             self._set(slot, added(self._before[slot], self._made[slot]))
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class EarlierGradients:
             parameter.grad = gradient
 
 
-def _take(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
+def _detach_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
     """Return gradients; their parameters have none then."""
     found = []
     for parameter in parameters:

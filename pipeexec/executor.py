@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from time import perf_counter
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -76,10 +77,13 @@ from pipesim.verify import verify
 
 __all__ = ["Pipeline", "StepResult"]
 
+#: Seconds that `Pipeline.close` waits for a step of another thread to end.
+_SECONDS_TO_END = 5.0
+
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step brought.
+    """Result of one training step.
 
     Attributes
     ----------
@@ -151,8 +155,8 @@ class Pipeline:
         With ``processes``, those of this process: the devices of rank 0 are the graph's first.
     loss_fn
         ``loss_fn(output, targets)`` of a micro-batch; runs as part of the last stage. Returns the
-        loss, a tensor with one element, or the tuple ``(sum, count)``; see the notes. In the first
-        step it is called once more, with several micro-batches at once, to check that.
+        loss, a tensor with one element, or the tuple ``(sum, count)``; see the notes. After the
+        first step it is called twice more, with several micro-batches at once, to check that.
     optimizer
         Called with a stage's parameters, returns its `torch.optim.Optimizer`. STEP runs it, and
         each step begins without gradients. With None, STEP does nothing and gradients add up in
@@ -323,11 +327,20 @@ class Pipeline:
 
     @property
     def loss_fn(self) -> Loss:
-        """The loss function; another one, set in every process, holds from the next step on."""
+        """The loss function; in one process it may be set, for the steps that follow."""
         return self._loss.function
 
     @loss_fn.setter
     def loss_fn(self, function: Loss) -> None:
+        if self.processes is not None:
+            raise ExecutionError(
+                "the loss_fn of a pipeline of several processes cannot be changed: the others "
+                "would not know; make another Pipeline"
+            )
+        with self._alone("loss_fn"):
+            self._set_loss(function)
+
+    def _set_loss(self, function: Loss) -> None:
         self._loss = LossFunction(function, self._loss.reduction, on_device=self.cuda_graph)
         self._captured = self._new_captured()  # a captured step has the former one
 
@@ -403,7 +416,7 @@ class Pipeline:
         """Return the weighted loss of a micro-batch, and note it."""
         run = self._run
         assert run is not None
-        loss = run.loss.of(self.shares.number(replica, microbatch), output)
+        loss = run.loss.of_microbatch(self.shares.number(replica, microbatch), output)
         if torch.is_grad_enabled() and not loss.requires_grad:
             self._check_frozen()
         return loss
@@ -495,18 +508,18 @@ class Pipeline:
         """Complete the gradients of a step whose tasks have all run."""
         for slot in list(run.reduced):  # of graphs without STEP
             settle(run, slot)
-        if not (self.graph.op == Op.STEP).any():
-            if self.cuda_graph and run.loss.is_counted():
+        if not (self.graph.op == Op.STEP).any() and run.loss.is_counted():
+            if self.cuda_graph or self.graph.n_batches > 1:
                 raise ExecutionError(
-                    "loss_fn returned (sum, count), whose gradients are divided in STEP, but the "
-                    "graph has none and is captured; lower with step='flush', or leave out "
-                    "cuda_graph"
+                    "loss_fn returned (sum, count), whose gradients are divided in STEP: the graph "
+                    "has none, but several mini-batches, or is captured as a CUDA graph; lower "
+                    "with step='flush'"
                 )
             for slot, module in enumerate(self.modules[: len(self.stages)]):
                 if not isinstance(module, Elsewhere):
                     run.divide(slot, 0)
-        if run.before is not None:
-            run.before.add()
+        if run.earlier_gradients is not None:
+            run.earlier_gradients.add()
 
     def _check_loss(self, run: Run) -> None:
         """Warn if the losses of micro-batches do not combine to that of several at once."""
@@ -516,16 +529,23 @@ class Pipeline:
                 f"the losses of {found.n_microbatches} micro-batches combine to "
                 f"{found.combined:.6g}, but at once they have the loss {found.whole:.6g}, and "
                 f"gradients at the output that differ by {found.gradients:.2g} of their norm: a "
-                "step is not that of the whole batch; if the loss is a mean over anything else "
-                "than samples (unmasked tokens, class weights), let loss_fn return the tuple "
-                "(sum, count), if it is a sum, give loss_reduction='sum'",
+                "step is not that of the whole batch; "
+                + (
+                    "loss_fn returns (sum, count), and both must add up over micro-batches, but "
+                    f"counts add up to {found.combined_count:g}, and that at once is "
+                    f"{found.whole_count:g}"
+                    if self._loss.returns_count
+                    else "if the loss is a mean over anything else than samples (unmasked tokens, "
+                    "class weights), let loss_fn return the tuple (sum, count), if it is a sum, "
+                    "give loss_reduction='sum'"
+                ),
                 LossWarning,
                 stacklevel=4,
             )
 
     def _result(self, run: Run) -> StepResult:
         """Return the result of a step; losses are copied, as a replay would overwrite them."""
-        found = run.loss.shares()
+        found = run.loss.shares_of_loss()
         losses = tuple(loss.clone() for loss in found if loss is not None)
         for microbatch, loss in enumerate(found):
             if loss is not None and loss.isnan():
@@ -604,17 +624,17 @@ class Pipeline:
             held.now = held.peak = 0
         if not self.zero_grad and not self.cuda_graph:
             # DistributedDataParallel takes the mean of earlier gradients too, after no_sync().
-            run.before = EarlierGradients(
+            run.earlier_gradients = EarlierGradients(
                 {slot: stage.module for slot, stage in enumerate(self.stages) if stage.ddp is None},
-                apart=self._loss.returns_count is not False,
+                is_separate=self._loss.returns_count is not False,
             )
         return run
 
     def _end(self, run: Run) -> None:
         """End a step; gradients of one that failed are those from before, where they are kept."""
         self.n_steps += 1
-        if run.before is not None and (run.failure is not None or run.abandoned):
-            run.before.put_back()
+        if run.earlier_gradients is not None and (run.failure is not None or run.abandoned):
+            run.earlier_gradients.put_back()
         if run.abandoned or (run.failure is not None and self.processes is not None):
             for device in self.devices:
                 device.abandon()
@@ -771,7 +791,7 @@ class Pipeline:
         batch = [x for values in given for x in values if isinstance(x, Tensor)]
         meters = [Meter(weights, batch) for _ in range(max(place) + 1)]
         with (
-            self._held("counting bytes"),
+            self._held("held_bytes, left_bytes or device_bytes"),
             self.preserved(),
             metered(self.stages, [meters[at] for at in place]),
         ):
@@ -807,14 +827,18 @@ class Pipeline:
         Raises
         ------
         ExecutionError
-            From within a stage or the loss.
+            From within a stage or the loss on CPU workers. On GPUs these run in the thread of the
+            step, which then ends as if it was closed from another thread.
         """
         for device in self.devices:
             device.step_lock.check_outside("close", may_interrupt=True)
+        until = perf_counter() + _SECONDS_TO_END
         for device in self.devices:
-            if device.step_lock.is_forked:  # the threads are those of another process
+            if isinstance(device, RemoteDevice):
+                device.close()
+            elif device.step_lock.is_forked:  # the threads are those of another process
                 device.abandon()
-            elif device.step_lock.stop():
+            elif device.step_lock.stop(until):
                 device.close()
             else:
                 device.abandon()

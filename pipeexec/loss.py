@@ -26,6 +26,8 @@ from pipesim.errors import ExecutionError, check_function, check_name, number
 __all__ = ["Loss", "LossFunction", "StepLoss", "combined"]
 
 Count = Tensor | float
+#: A count on the host, or on each GPU.
+_Counts = float | dict[torch.device, Tensor]
 #: Takes the output of the last stage and the targets of a micro-batch.
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Count]]
 
@@ -33,7 +35,7 @@ _FORMS = "let loss_fn return a loss tensor, or the tuple (sum, count)"
 
 
 class LossFunction:
-    """The loss function of a pipeline, and what its first call has shown.
+    """The loss function of a pipeline, and whether it returns a count.
 
     Parameters
     ----------
@@ -95,14 +97,20 @@ class LossFunction:
     def _checked_count(self, count: object) -> Count:
         """Return a count as a float; one on a GPU stays there, for the host not to wait for it."""
         if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+            if count.requires_grad:
+                raise ExecutionError(
+                    "loss_fn returned a count that depends on parameters; the count of (sum, "
+                    "count) is a number of things, such as tokens: detach it"
+                )
             count = count.detach().reshape(())
             if count.device.type != "cpu":
                 return count.double()
-            count = count.item()
-        elif self.on_device:
+            if not self.on_device:
+                count = count.item()
+        if self.on_device:
             raise ExecutionError(
                 f"loss_fn returned the count {count!r:.60}, which a CUDA graph would repeat in "
-                "every step; return a tensor with one element, made from the targets"
+                "every step; return a tensor with one element on the GPU, made from the targets"
             )
         value = float(count) if isinstance(count, bool) else number(count)
         if value is None or not 0 <= value < math.inf:
@@ -147,8 +155,13 @@ class StepLoss:
         Of each micro-batch; None for those of other processes.
     shares, n_batches
         Shares of the batch, and mini-batches of each.
-    processes, owners
-        Processes of the pipeline, and the ranks of those that have a last stage.
+    devices
+        Where stages of this process are: counts on a GPU are copied to the others.
+    processes
+        Of the pipeline, or None.
+    own, owners
+        Micro-batches whose last stage is in this process, and ranks of the processes that have a
+        last stage; used where there are ``processes``.
     """
 
     def __init__(
@@ -158,7 +171,9 @@ class StepLoss:
         targets: Sequence[Any],
         shares: Shares,
         n_batches: int,
+        devices: Iterable[torch.device],
         processes: Processes | None = None,
+        own: Iterable[int] = (),
         owners: Iterable[int] = (),
     ) -> None:
         self.function, self.targets, self.sizes = function, targets, sizes
@@ -169,38 +184,62 @@ class StepLoss:
         #: How many losses `StepResult.loss` is a mean of.
         self.n_losses = n_batches if is_mean else 1
         self.losses: list[Tensor | None] = [None] * len(sizes)
-        self._counts: list[Count | None] = [None] * len(sizes)
-        self._totals: dict[int, Count] = {}
-        self._totalling = threading.Lock()
-        self._processes, self._owners = processes, sorted(set(owners))
+        self._counts: list[_Counts | None] = [None] * len(sizes)
+        self._gpus = [x for x in dict.fromkeys(devices) if x.type == "cuda"]
+        self._totals: dict[int, float] = {}
+        self._published: set[int] = set()
+        self._lock = threading.RLock()
+        self._processes, self._own, self._owners = processes, set(own), sorted(set(owners))
         self._name = "" if processes is None else f"count/{processes.next_number()}"
         self.check = None if function.is_checked else LossCheck()
 
-    def of(self, microbatch: int, output: object) -> Tensor:
+    def of_microbatch(self, microbatch: int, output: object) -> Tensor:
         """Return the loss of a micro-batch whose gradients add up over the step, and note it."""
-        first = self.function.returns_count is None
+        is_first = self.function.returns_count is None
         loss, count = self.function(output, self.targets[microbatch])
-        if first and self._processes is not None:
+        if is_first and self._processes is not None:
             self._processes.publish(f"{self._name}/is", float(count is not None))
         if count is None:
             loss = loss * self.weights[microbatch]
-        self._counts[microbatch] = count
+        else:
+            self._note_count(microbatch, count)
         self.losses[microbatch] = loss.detach()
         if self.check is not None:
             self.check.note(microbatch, output)
         return loss
 
-    def shares(self) -> list[Tensor | None]:
+    def _note_count(self, microbatch: int, count: Count) -> None:
+        """Keep a count; the last one of a mini-batch is published, unless the host had to wait.
+
+        Copies to other GPUs are queued on the stream of the last stage, before its backward: a
+        STEP, which follows that backward, finds them there.
+        """
+        if isinstance(count, Tensor):
+            self._counts[microbatch] = {x: count.to(x, non_blocking=True) for x in self._gpus}
+            return
+        self._counts[microbatch] = count
+        if self._processes is not None:
+            batch = self._batch_of(microbatch)
+            if all(isinstance(self._counts[k], float) for k in self._own_of(batch)):
+                self._publish(batch)
+
+    def _batch_of(self, microbatch: int) -> int:
+        _, n_batches, size = self._numbers.shape
+        return microbatch // size % n_batches
+
+    def _own_of(self, batch: int) -> list[int]:
+        """Return the micro-batches of a mini-batch whose last stage is in this process."""
+        numbers: list[int] = self._numbers[:, batch].ravel().tolist()
+        return [k for k in numbers if self._processes is None or k in self._own]
+
+    def shares_of_loss(self) -> list[Tensor | None]:
         """Return the share of each micro-batch in the loss of its mini-batch."""
         if not self.is_counted():
             return list(self.losses)
-        batches = {
-            k: b
-            for b in range(self._numbers.shape[1])
-            for k in self._numbers[:, b].ravel().tolist()
-        }
         return [
-            None if loss is None else (loss / _on(self._total(batches[k]), loss)).to(loss.dtype)
+            None
+            if loss is None
+            else (loss / self._total(self._batch_of(k), loss.device)).to(loss.dtype)
             for k, loss in enumerate(self.losses)
         ]
 
@@ -210,11 +249,23 @@ class StepLoss:
 
         ``mean`` takes the mean over replicas that the pipeline does not know, which
         DistributedDataParallel takes of gradients.
+
+        Raises
+        ------
+        ExecutionError
+            If the count is 0, unless it is on a GPU: gradients are NaN then.
         """
-        total = mean(self._total(batch))
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(_on(total, parameter.grad))
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        if not gradients:
+            return
+        total = mean(self._total(batch, gradients[0].device))
+        if not isinstance(total, Tensor) and not total:
+            raise ExecutionError(
+                f"the counts of mini-batch {batch} add up to 0, and gradients cannot be divided by "
+                "that; leave out batches without anything to count"
+            )
+        for gradient in gradients:
+            gradient.div_(total)
 
     def difference(self) -> Difference | None:
         """Return by how much the loss differs from that of several micro-batches at once.
@@ -225,22 +276,20 @@ class StepLoss:
             return None
         self.function.is_checked = True
         check, self.check = self.check, None
-        return check.difference(
-            lambda *args: combined(self.function.function(*args)),
-            self.targets,
-            self.losses,
-            self._factors,
-        )
+        return check.difference(self.function, self.targets, self.losses, self._factors)
 
-    def _factors(self, microbatches: Sequence[int]) -> list[float]:
-        """Return what turns the weights of a step into those of a batch of some micro-batches."""
+    def _factors(self, microbatches: Sequence[int]) -> tuple[list[float], float]:
+        """Return what turns the weights of a step into those of a batch of some micro-batches.
+
+        And their total count, 1 without counts.
+        """
         if self.function.returns_count:
-            total = float(_sum([x for k in microbatches if (x := self._counts[k]) is not None]))
-            return [1 / total if total else math.nan] * len(microbatches)
+            counts = [_on_host(x) for k in microbatches if (x := self._counts[k]) is not None]
+            return [1.0] * len(microbatches), math.fsum(counts)
         if self.function.reduction == "sum":
-            return [1.0] * len(microbatches)
+            return [1.0] * len(microbatches), 1.0
         n_samples = sum(self.sizes[k] for k in microbatches)
-        return [self.sizes[k] / (n_samples * self.weights[k]) for k in microbatches]
+        return [self.sizes[k] / (n_samples * self.weights[k]) for k in microbatches], 1.0
 
     def is_counted(self) -> bool:
         """Return whether the loss has counts; other processes learn it in the first step."""
@@ -248,25 +297,41 @@ class StepLoss:
             self.function.returns_count = bool(self._processes.published(f"{self._name}/is"))
         return bool(self.function.returns_count)
 
-    def _total(self, batch: int) -> Count:
-        """Return the count of a mini-batch, over all replicas.
+    def _total(self, batch: int, device: torch.device) -> Count:
+        """Return the count of a mini-batch, over all replicas; on a GPU for tensors there.
 
         All counts are there: a stage steps after the last backward of the mini-batch.
         """
-        with self._totalling:
+        counts = [x for k in self._own_of(batch) if (x := self._counts[k]) is not None]
+        on_gpu = [x[device] for x in counts if not isinstance(x, float)]
+        if on_gpu and self._processes is None:  # summed anew by each STEP, on its own stream
+            return torch.stack(on_gpu).sum()
+        with self._lock:
             if batch not in self._totals:
                 self._totals[batch] = self._summed(batch)
             return self._totals[batch]
 
-    def _summed(self, batch: int) -> Count:
-        numbers = self._numbers[:, batch].ravel().tolist()
-        counts = [x for k in numbers if (x := self._counts[k]) is not None]
+    def _summed(self, batch: int) -> float:
         if self._processes is None:
-            return _sum(counts)
-        name = f"{self._name}/{batch}"
+            return self._sum_of_own(batch)
         if self._processes.rank in self._owners:
-            self._processes.publish(f"{name}/{self._processes.rank}", float(_sum(counts)))
-        return math.fsum(self._processes.published(f"{name}/{rank}") for rank in self._owners)
+            self._publish(batch)
+        return math.fsum(
+            self._processes.published(f"{self._name}/{batch}/{rank}") for rank in self._owners
+        )
+
+    def _publish(self, batch: int) -> None:
+        """Let other processes read the count of this process's micro-batches, once."""
+        assert self._processes is not None
+        with self._lock:
+            if batch not in self._published:
+                self._published.add(batch)
+                name = f"{self._name}/{batch}/{self._processes.rank}"
+                self._processes.publish(name, self._sum_of_own(batch))
+
+    def _sum_of_own(self, batch: int) -> float:
+        counts = [self._counts[k] for k in self._own_of(batch)]
+        return math.fsum(_on_host(x) for x in counts if x is not None)
 
 
 def _weights(sizes: Sequence[int], numbers: np.ndarray[Any, Any]) -> list[float]:
@@ -276,15 +341,6 @@ def _weights(sizes: Sequence[int], numbers: np.ndarray[Any, Any]) -> list[float]
     return weights
 
 
-def _sum(counts: Sequence[Count]) -> Count:
-    """Return the sum, on the device of the first count that is on one."""
-    device = next((x.device for x in counts if isinstance(x, Tensor)), None)
-    if device is None:
-        return math.fsum(map(float, counts))
-    return torch.stack(
-        [torch.as_tensor(x, dtype=torch.float64, device=device) for x in counts]
-    ).sum()
-
-
-def _on(count: Count, tensor: Tensor) -> Count:
-    return count.to(tensor.device) if isinstance(count, Tensor) else count
+def _on_host(counts: _Counts) -> float:
+    """Return a count as a float; the host waits for one on a GPU."""
+    return counts if isinstance(counts, float) else float(next(iter(counts.values())))

@@ -3,12 +3,15 @@
 A mean over unmasked tokens, say, is no mean over samples: weighted by samples, the micro-batches
 give another loss, and other gradients, than the batch at once. In the first step, outputs of the
 last stage and their gradients are kept, up to `MOST_BYTES` but of two micro-batches at least.
-After the step the loss function is called once on all of them. Gradients show a difference even
-where all losses are equal, as they may be before training.
+Outputs beyond `LARGEST` are not kept. After the step the loss function is called on all of them,
+twice: a loss that draws random numbers has two values. Gradients show a difference even where all
+losses are equal, as they may be before training.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,21 +23,28 @@ __all__ = ["Difference", "LossCheck"]
 
 #: Outputs that the check keeps, where those of two micro-batches are not more.
 MOST_BYTES = 64 << 20
+#: Bytes of an output beyond which nothing is checked: the check needs some copies of two.
+LARGEST = 256 << 20
 #: Relative difference that rounding does not explain, in single precision and better.
 _TOLERANCE = 1e-3
 #: The same in units of the last place, for half precision.
 _ULPS = 4
 
+#: Returns the loss of an output and its targets, and its count if it has one.
+Parsed = Callable[[object, object], tuple[Tensor, Tensor | float | None]]
+
 
 class Difference(NamedTuple):
-    """Two losses of the same micro-batches, and the relative difference of their gradients.
+    """Losses and counts that micro-batches add up to, and those of the micro-batches at once.
 
     Attributes
     ----------
     combined, whole
-        Sum of the weighted losses of the micro-batches; loss of all of them at once.
+        The two losses, divided by their counts if they have any.
     gradients
-        Norm of the difference of the gradients at the output, relative to those of ``whole``.
+        Norm of the difference of the gradients at the output, relative to those at once.
+    combined_count, whole_count
+        The two counts; 1 without counts.
     n_microbatches
         Number of micro-batches that were compared.
     """
@@ -42,6 +52,8 @@ class Difference(NamedTuple):
     combined: float
     whole: float
     gradients: float
+    combined_count: float
+    whole_count: float
     n_microbatches: int
 
 
@@ -50,73 +62,83 @@ class LossCheck:
 
     def __init__(self) -> None:
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
-        self._versions: dict[int, list[int]] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._is_tuple = False
         self._nbytes = 0
+        self._noting = threading.Lock()  # last stages of several paths or replicas are here
 
     def note(self, microbatch: int, output: object) -> None:
         """Keep an output, and its gradient once the backward has made it."""
         tensors = output if isinstance(output, tuple) else (output,)
-        if microbatch in self._outputs or not _splits(tensors) or not self._has_room(tensors):
-            return
-        self._is_tuple = isinstance(output, tuple)
-        self._outputs[microbatch] = tuple(x.detach() for x in tensors)
-        self._versions[microbatch] = _versions(tensors)
+        with self._noting:
+            if microbatch in self._outputs or not _splits(tensors) or not self._has_room(tensors):
+                return
+            self._is_tuple = isinstance(output, tuple)
+            self._outputs[microbatch] = tuple(x.detach() for x in tensors)
         for index, tensor in enumerate(tensors):
             tensor.register_hook(partial(self._keep, microbatch, index))
 
     def _has_room(self, tensors: tuple[Tensor, ...]) -> bool:
-        self._nbytes += sum(x.nbytes for x in tensors)
+        nbytes = sum(x.nbytes for x in tensors)
+        self._nbytes += nbytes
         first = next(iter(self._outputs.values()), tensors)
         if any(x.device != y.device for x, y in zip(first, tensors, strict=False)):
             return False
-        return len(self._outputs) < 2 or self._nbytes <= MOST_BYTES
+        return nbytes <= LARGEST and (len(self._outputs) < 2 or self._nbytes <= MOST_BYTES)
 
     def _keep(self, microbatch: int, index: int, gradient: Tensor) -> None:
         self._gradients[microbatch, index] = gradient.detach().clone()
 
     def difference(
         self,
-        function: Callable[[object, object], Tensor],
+        function: Parsed,
         targets: Sequence[Any],
         losses: Sequence[Tensor | None],
-        factors: Callable[[Sequence[int]], Sequence[float]],
+        factors: Callable[[Sequence[int]], tuple[list[float], float]],
     ) -> Difference | None:
         """Return the difference; None without one, or where nothing can be compared.
 
         Parameters
         ----------
         function
-            Returns the loss of an output and its targets.
+            Returns the loss of an output and its targets, and its count if it has one.
         targets, losses
             Of each micro-batch, losses as the step has weighted them.
         factors
-            Returns factors that turn these weights into those of a batch of some micro-batches.
+            Returns factors that turn these weights into those of a batch of some micro-batches,
+            and their total count.
         """
         kept = sorted({number for number, _ in self._gradients})
-        if len(kept) < 2 or any(self._versions[k] != _versions(self._outputs[k]) for k in kept):
-            return None  # too few, or changed in place by the loss function
-        scales = factors(kept)
+        if len(kept) < 2:
+            return None
+        scales, combined_count = factors(kept)
         try:
             outputs, gradients = self._joined(kept, scales)
             labels = _joined_targets([targets[number] for number in kept])
+            given = outputs if self._is_tuple else outputs[0]
             with torch.random.fork_rng(_gpus(outputs)), torch.enable_grad():
-                loss = function(outputs if self._is_tuple else outputs[0], labels)
+                loss, count = function(given, labels)
                 whole = torch.autograd.grad(loss, outputs, allow_unused=True)
+                again, _ = function(given, labels)
         except Exception:  # a loss that takes one size of micro-batch: there is nothing to compare
             return None
-        pairs = [(x, y) for x, y in zip(gradients, whole, strict=True) if y is not None]
-        apart = torch.stack([(x - y).float().norm() for x, y in pairs]).norm()
-        size = torch.stack([y.float().norm() for _, y in pairs]).norm()
         weighted = [
             float(x) * scale
             for number, scale in zip(kept, scales, strict=True)
             if (x := losses[number]) is not None
         ]
-        found = Difference(sum(weighted), float(loss.detach()), float(apart / size), len(kept))
-        epsilon = max(torch.finfo(x.dtype).eps for x in (*outputs, loss))
-        return found if found.gradients > max(_TOLERANCE, _ULPS * epsilon) else None
+        found = Difference(
+            sum(weighted) / (combined_count or math.nan),
+            float(loss.detach()) / (float(1 if count is None else count) or math.nan),
+            _relative(gradients, whole),
+            combined_count,
+            float(1 if count is None else count),
+            len(kept),
+        )
+        limit = max(_TOLERANCE, _ULPS * max(torch.finfo(x.dtype).eps for x in (*outputs, loss)))
+        draws = abs(float(again.detach() - loss.detach())) > limit * abs(float(loss.detach()))
+        counts_differ = abs(found.whole_count - combined_count) > limit * combined_count
+        return found if not draws and (found.gradients > limit or counts_differ) else None
 
     def _joined(
         self, kept: Sequence[int], factors: Sequence[float]
@@ -125,20 +147,27 @@ class LossCheck:
         columns = zip(*(self._outputs[number] for number in kept), strict=True)
         outputs = tuple(torch.cat(column).requires_grad_() for column in columns)
         gradients = [
-            torch.cat([self._gradients[number, index] * factor
-                       for number, factor in zip(kept, factors, strict=True)])
+            torch.cat(
+                [
+                    self._gradients[number, index] * factor
+                    for number, factor in zip(kept, factors, strict=True)
+                ]
+            )
             for index in range(len(outputs))
-        ]  # fmt: skip
+        ]
         return outputs, gradients
+
+
+def _relative(gradients: Sequence[Tensor], whole: Sequence[Tensor | None]) -> float:
+    """Return the norm of the difference of gradients, relative to that of ``whole``."""
+    pairs = [(x, y) for x, y in zip(gradients, whole, strict=True) if y is not None]
+    apart = torch.stack([(x - y).float().norm() for x, y in pairs]).norm()
+    return float(apart / torch.stack([y.float().norm() for _, y in pairs]).norm())
 
 
 def _splits(tensors: tuple[object, ...]) -> bool:
     """Return whether these are tensors of samples that get gradients."""
     return all(isinstance(x, Tensor) and x.dim() > 0 and x.requires_grad for x in tensors)
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [x._version for x in tensors]
 
 
 def _joined_targets(targets: list[Any]) -> Any:

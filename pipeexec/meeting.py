@@ -97,7 +97,7 @@ def _on_one_machine(everyone: list[Present]) -> bool:
 
 
 class _Meeting:
-    """The search for the others, in a thread: a stranger at the port may never answer.
+    """The search for the others, in a thread: another program at the port may never answer.
 
     Attributes
     ----------
@@ -114,6 +114,7 @@ class _Meeting:
         self.store: Store | None = None
         self.everyone: list[Present] = []
         self.error: Exception | None = None
+        self.is_abandoned = False
         self.thread = threading.Thread(target=self._run, name="pipeexec join", daemon=True)
         self.thread.start()
 
@@ -123,6 +124,8 @@ class _Meeting:
             self.store = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
             everyone = roll_call(store, self.launch, self.timeout, self.end)
             self.everyone = everyone
+            if self.is_abandoned:
+                return
             if not dist.is_initialized():
                 _make_default_group(store, self.launch, everyone, self.timeout)
             store.set(f"ready/{self.launch.rank}", "")
@@ -146,6 +149,7 @@ def _meet(launch: Launch, timeout: float) -> tuple[Store, list[Present]]:
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise ExecutionError(_broken(launch, error)) from error
     if meeting.thread.is_alive():
+        meeting.is_abandoned = True
         raise _stuck(launch, meeting, timeout)
     assert meeting.store is not None
     return meeting.store, meeting.everyone
@@ -191,7 +195,7 @@ def _unreachable(launch: Launch, timeout: float, reason: str) -> ExecutionError:
         f"nothing answers at {launch.address} ({reason}); check that every process is started, "
         "with the same MASTER_ADDR and MASTER_PORT, and that the address can be reached"
     )
-    # Where rank 0 is of this machine, the next one speaks in its place.
+    # On the machine of rank 0 the next rank reports the error.
     is_first = launch.holder == 0 and launch.n_local == launch.n_ranks
     local = launch.rank if launch.local_rank is None else launch.local_rank
     return AbsentError(text, launch.rank if local == int(is_first) else -1)

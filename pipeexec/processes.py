@@ -407,10 +407,14 @@ class Processes:
         Raises
         ------
         PeerError
-            If it does not within the timeout.
+            If something fails anywhere meanwhile.
         """
+        pause = 1e-4
         try:
-            self._public.wait([name], timedelta(seconds=self.timeout))
+            while not self._public.check([name]):
+                self.watch.check()
+                time.sleep(pause)
+                pause = min(2 * pause, 5e-3)
             return float(self._public.get(name))
         except dist.DistError as error:
             raise self._without_store(error) from error

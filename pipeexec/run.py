@@ -112,11 +112,19 @@ class Run:
         sizes = shares.agree(
             [] if inputs is None else sizes, [] if targets is None else sizes, processes
         )
-        rank = 0 if processes is None else processes.rank
-        ends = ranks_of([devices[d] for d in graph.homes[:, -1]], rank)
-        self.loss = StepLoss(loss, sizes, labelled, shares, graph.n_batches, processes, ends)
-        #: Gradients from before the step, which are kept apart from its own.
-        self.before: EarlierGradients | None = None
+        self.loss = StepLoss(
+            loss,
+            sizes,
+            labelled,
+            shares,
+            graph.n_batches,
+            [devices[d].torch_device for d in own],
+            processes,
+            [number for number, device in zip(here, last, strict=True) if device.type != "meta"],
+            ranks_of([devices[d] for d in graph.homes[:, -1]], processes.rank if processes else 0),
+        )
+        #: Gradients from before the step.
+        self.earlier_gradients: EarlierGradients | None = None
         self.values: list[Values | None] = [None] * len(graph)
         #: Gradients of micro-batches that are summed one by one; sums so far, by stage.
         self.handed: dict[tuple[int, int], list[Tensor | None]] = {}
@@ -256,7 +264,7 @@ class Run:
         if not self.loss.is_counted():
             return
         is_alone = self.optimizers[slot] is not None or (
-            self.before is not None and slot in self.before
+            self.earlier_gradients is not None and slot in self.earlier_gradients
         )
         if not is_alone and any(True for _ in stage.module.parameters()):
             raise ExecutionError(
@@ -265,8 +273,8 @@ class Run:
                 "or leave out DistributedDataParallel and cuda_graph"
             )
         self.loss.divide(stage.module, batch, stage.mean_count)
-        if self.before is not None:
-            self.before.fold(slot)
+        if self.earlier_gradients is not None:
+            self.earlier_gradients.end_mini_batch(slot)
 
     def stop(self, error: ExecutionError) -> None:
         """Fail with ``error``; tasks that do not end soon are left to themselves."""
@@ -341,7 +349,7 @@ class Run:
         """Return what this process measured, on rank 0's clock."""
         zero = self.zero if self.processes is None else self.processes.clock.to_first(self.zero)
         has_failed = self.failure is not None or self.abandoned  # then counts may be missing
-        losses_here = [] if has_failed else self.loss.shares()
+        losses_here = [] if has_failed else self.loss.shares_of_loss()
         found = {m: x for m, x in enumerate(losses_here) if x is not None}
         losses = {m: float(x) for m, x in found.items()}
         dtype = str(next(iter(found.values())).dtype).removeprefix("torch.") if found else ""

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,8 +21,8 @@ PARTIAL = "-partial"
 _LONGEST, _TEMPORARY = 255, 32
 #: Control characters, slashes, and what stands for bytes that are no text.
 _NO_NAME = re.compile(r"[\x00-\x1f\x7f/\ud800-\udfff]")
-#: Directories that this process has locked: device and inode of the parent, and the name.
-_HELD: set[tuple[int, int, str]] = set()
+#: Threads that have locked directories: by device and inode of the parent, and the name.
+_HELD: dict[tuple[int, int, str], int] = {}
 
 
 def check_run_name(name: object) -> str:
@@ -65,8 +66,8 @@ def _checked(what: str, name: object, longest: int) -> str:
         raise ArgumentError(f"{what} must be a text, got {name!r}")
     if name in ("", ".", "..") or _NO_NAME.search(name):
         raise ArgumentError(
-            f"{what} {name!r} is no name of a folder; give one without '/' and control "
-            "characters, and its parent apart (--results)"
+            f"{what} {name!r} is no name of a folder; give a name without '/' and "
+            "control characters, and its parent folder by --results"
         )
     if len(os.fsencode(name)) > longest:
         raise ArgumentError(f"{what} {name[:20] + '...'!r} has more than {longest} bytes")
@@ -77,26 +78,31 @@ def _checked(what: str, name: object, longest: int) -> str:
 def run_lock(path: Path) -> Iterator[None]:
     """Keep other processes from writing a run directory while the block runs.
 
-    The lock is a hidden file in the parent folder, which must be there, and ends with the process,
-    however it ends (``flock``). A block within a block of the same process and path is not refused.
+    The lock is a hidden file in the parent folder, which must be there (``flock``). It ends with
+    the process, however that ends, and with its forked children. A block within a block of the same
+    thread and path is not refused.
 
     Raises
     ------
     RunDirectoryError
-        If another process has the lock, or the file system has none.
+        If another process or thread has the lock, or the file system has none.
     """
     parent = path.parent.stat()
     key = parent.st_dev, parent.st_ino, path.name
     if key in _HELD:
+        if _HELD[key] != threading.get_ident():
+            raise RunDirectoryError(
+                f"another thread is writing {path}; wait for its end, or choose another name"
+            )
         yield
         return
     file = path.parent / f".{path.name}.lock"
     handle = _locked(file, path)
-    _HELD.add(key)
+    _HELD[key] = threading.get_ident()
     try:
         yield
     finally:
-        _HELD.discard(key)
+        del _HELD[key]
         with suppress(OSError):
             file.unlink()
         os.close(handle)

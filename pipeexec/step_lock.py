@@ -6,14 +6,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Protocol
 
 from pipesim.errors import ExecutionError
 
 __all__ = ["StepLock"]
-
-#: Seconds that `StepLock.stop` waits for a step to end.
-_PATIENCE = 5.0
 
 
 class Stoppable(Protocol):
@@ -25,7 +23,7 @@ class Stoppable(Protocol):
 
 
 class StepLock:
-    """Admits one caller at a time to a device, whatever pipelines have it.
+    """Lets one thread at a time use a device, also one that several pipelines share.
 
     A second caller gets an error, instead of waiting, or of spoiling the step of the first. A
     thread may enter again, but not while its own step runs tasks.
@@ -88,7 +86,7 @@ class StepLock:
 
     @contextmanager
     def stepping(self, run: Stoppable) -> Iterator[None]:
-        """Run the tasks of a step; whoever closes the pipeline meanwhile stops it."""
+        """Run the tasks of a step; `stop` ends them."""
         self.run = run
         if self._closing:
             run.stop(_closed())
@@ -97,8 +95,10 @@ class StepLock:
         finally:
             self.run = None
 
-    def stop(self) -> bool:
+    def stop(self, until: float) -> bool:
         """Stop the step under way, if any, and wait for its end; return whether it has ended.
+
+        ``until`` is when the wait ends, on `time.perf_counter`'s clock.
 
         In the thread of the step itself, as in a handler of a signal, the step ends later.
         """
@@ -107,7 +107,7 @@ class StepLock:
             run.stop(_closed())
         if self._owner is threading.current_thread():
             return self.run is None
-        if not self._lock.acquire(timeout=_PATIENCE):
+        if not self._lock.acquire(timeout=max(0.0, until - perf_counter())):
             return False
         self._lock.release()
         return True

@@ -22,7 +22,7 @@ _SIGNATURE = re.compile(rf" (sha256:[0-9a-f]{{{_DIGITS}}})(?=[,\s]|$)")
 
 
 def _signature(text: str) -> str:
-    return f"sha256:{checksum(text.replace(chr(13), ''))[:_DIGITS]}"
+    return f"sha256:{checksum(text.replace(chr(13), '').rstrip())[:_DIGITS]}"
 
 
 def signed_rows(orders: Sequence[Sequence[object]]) -> str:

@@ -66,7 +66,7 @@ def save(timeline: Timeline, path: Path | str) -> None:
 def _signed(text: str) -> str:
     """Return a CSV with its checksum: a column whose first row has it, the others being empty."""
     found, place = checksum(text), len(COLUMNS)
-    lines = [line.split(",", place) for line in text.splitlines()]
+    lines = [line.split(",", place) for line in text.removesuffix("\n").split("\n")]
     for line, value in zip(lines, [CHECKSUM, found, *[""] * (len(lines) - 2)], strict=True):
         line.insert(place, value)
     return "".join(",".join(line) + "\n" for line in lines)

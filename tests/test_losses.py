@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
-from pipesim.errors import ArgumentError, LossWarning, StageError
+from pipeexec.loss import LossFunction
+from pipesim.errors import ArgumentError, ExecutionError, LossWarning, StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 
@@ -261,8 +262,9 @@ def _even(output: Tensor, y: Tensor) -> Tensor:
         (lambda o, y: _even(o, y) * len(y), {}),
         (_even, {"loss_reduction": "sum"}),
         (lambda o, y: (_flat(o, y, reduction="sum"), 1), {}),
+        (lambda o, y: (_even(o, y), (o.argmax(-1) == y).double().mean()), {}),
     ],
-    ids=["ignored", "class weights", "equal losses", "sum", "mean", "constant count"],
+    ids=["ignored", "class weights", "equal losses", "sum", "mean", "constant count", "accuracy"],
 )
 def test_losses_that_do_not_combine_are_warned_of(loss_fn: Loss, options: dict[str, Any]) -> None:
     x, y = tokens(11)
@@ -279,8 +281,9 @@ def test_losses_that_do_not_combine_are_warned_of(loss_fn: Loss, options: dict[s
         (lambda o, y: _even(o, y) * len(y), {"loss_reduction": "sum"}),
         (_ignoring, {}),
         (lambda o, y: _even(o, y) if len(y) < 4 else 1 / 0, {}),
+        (lambda o, y: _even(o * torch.rand_like(o), y), {}),
     ],
-    ids=["mean", "sum", "sum and count", "not of larger batches"],
+    ids=["mean", "sum", "sum and count", "not of larger batches", "random"],
 )
 def test_losses_that_combine_are_not(loss_fn: Loss, options: dict[str, Any]) -> None:
     x, y = tokens(11)
@@ -308,6 +311,7 @@ def test_the_check_keeps_two_outputs_of_a_large_model(monkeypatch: pytest.Monkey
         ((torch.ones(()), float("nan")), {}, "the count nan"),
         ((torch.ones(()), torch.ones(2)), {}, "a tensor with one element"),
         ((torch.ones(()), 2, 3), {}, "got tuple"),
+        ((torch.ones(()), torch.ones((), requires_grad=True)), {}, "depends on parameters"),
         ((torch.ones(()), 2), {"loss_reduction": "sum"}, "loss_reduction is 'sum'"),
     ],
 )
@@ -341,3 +345,34 @@ def test_a_loss_has_a_count_always_or_never() -> None:
 def test_loss_fn_must_be_callable() -> None:
     with pytest.raises(ArgumentError, match="loss_fn must be a function"):
         one_step(None, *tokens(11))  # type: ignore[arg-type]
+
+
+def test_mini_batches_without_steps_cannot_be_divided() -> None:
+    """Their gradients add up before the last count is known."""
+    graph = ps.lower(ps.schedule("pipedream", 2, 4), step="none")
+    with (
+        px.Pipeline(model(2), graph, ["cpu"] * 2, _ignoring) as pipeline,
+        pytest.raises(ExecutionError, match="step='flush'"),
+    ):
+        pipeline.step(*tokens(11))
+
+
+def test_a_batch_without_anything_to_count_changes_no_weights() -> None:
+    x, y = tokens(11)
+    stages = model(2)
+    before = [p.clone() for p in weights(stages)]
+    graph = ps.lower(ps.schedule("1f1b", 2, 4))
+    with (
+        px.Pipeline(stages, graph, ["cpu"] * 2, _ignoring, sgd) as pipeline,
+        pytest.raises(StageError, match="counts of mini-batch 0 add up to 0"),
+    ):
+        pipeline.step(x, torch.full_like(y, IGNORED))
+    assert_equal(weights(stages), before)
+
+
+@pytest.mark.parametrize("count", [3, torch.tensor(3)])
+def test_a_cuda_graph_needs_a_count_on_the_gpu(count: Any) -> None:
+    """Another would be the same in every replay."""
+    function = LossFunction(lambda o, y: (torch.ones(()), count), "mean", on_device=True)
+    with pytest.raises(ExecutionError, match="which a CUDA graph would repeat"):
+        function(None, None)
