@@ -1,11 +1,17 @@
-"""Settings of the tests of the whole project."""
+"""Settings of the tests of the whole project, and counts that a fuzzing run prints at its end."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+
+#: By kind of file: how many flips were refused, how many changed nothing, how many changed a value.
+COUNTS = pytest.StashKey[dict[str, Counter[str]]]()
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +20,36 @@ def _closed_figures() -> Iterator[None]:
     yield
     if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
         pyplot.close("all")
+
+
+@pytest.fixture
+def counts(request: pytest.FixtureRequest) -> dict[str, Counter[str]]:
+    """Return the counts of all kinds, to add to."""
+    return request.config.stash.setdefault(COUNTS, {})
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """Fail, rather than wait, where a file is waited for."""
+
+    def impatient(*_: object) -> None:
+        raise AssertionError("waited for a file")
+
+    before = signal.signal(signal.SIGALRM, impatient)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print a line a kind, where more was flipped than the normal tests do."""
+    found = config.stash.get(COUNTS, {})
+    if not found or "FUZZ_EXAMPLES" not in os.environ:
+        return
+    terminalreporter.section("flipped bits")
+    for kind, count in found.items():
+        parts = ", ".join(f"{count[word]} {word}" for word in ("refused", "same", "other value"))
+        terminalreporter.write_line(f"{kind:24} {count.total():5} flips: {parts}")
