@@ -19,16 +19,17 @@ _FILE = ("x", "-1", "nan", "1e999", "1_0", "[", "a\nb")
 FINE = {"--csv": _FILE, "--out": _FILE, "--name": _FILE, "--results": ("", *_FILE),
         "--skips": ("",), "--bandwidth": ("1e999",), "--jobs": ("-1",), "--seed": ()}  # fmt: skip
 _SMALL = ["--devices", "2", "--microbatches", "2", "--forward", "1", "--backward", "2"]
+_SHORT = ["--steps", "1", "--warm-up", "0", "--layers", "2", "--width", "16", "--heads", "1",
+          "--sequence", "4", "--batch", "8"]  # fmt: skip
 #: By command, arguments of a good call, which ends at once. Later arguments override them.
 COMMANDS: dict[str, list[str]] = {
     "pipesim simulate": ["simulate", "1f1b", *_SMALL],
     "pipesim compare": ["compare", "1f1b", "gpipe", *_SMALL],
     "pipesim sweep": ["sweep", "--grid", "schedule=1f1b", "--jobs", "1", *_SMALL],
     "pipesim schedules": ["schedules"],
-    "pipeexec run": ["run", "--steps", "1", "--warm-up", "0", "--layers", "2", "--width", "16",
-                     "--heads", "1", "--sequence", "4", "--batch", "8"],
-    "pipeexec validate": ["validate", "--steps", "1", "--warm-up", "0"],
-    "pipeexec profile": ["profile", "--steps", "1", "--warm-up", "0"],
+    "pipeexec run": ["run", *_SHORT],
+    "pipeexec validate": ["validate", *_SHORT],
+    "pipeexec profile": ["profile", *_SHORT],
     "pipeexec show": ["show"],
 }  # fmt: skip
 
