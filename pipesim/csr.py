@@ -41,9 +41,13 @@ class CSR:
 
     @classmethod
     def from_pairs(cls, rows: Ints, values: Ints, n_rows: int) -> CSR:
-        """Group ``values`` by ``rows``, keeping their order within a row."""
+        """Group ``values`` by ``rows``, keeping their order within a row.
+
+        ``values`` are ids. They get the type of `ids_dtype`, for which engines are compiled.
+        """
         grouped = cls.group(rows, n_rows)
-        return cls(grouped.ptr, values[grouped.values])
+        dtype = ids_dtype(int(values.max(initial=0)))
+        return cls(grouped.ptr, values[grouped.values].astype(dtype, copy=False))
 
     def __getitem__(self, row: int) -> Ints:
         return self.values[self.ptr[row] : self.ptr[row + 1]]

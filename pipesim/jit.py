@@ -43,6 +43,7 @@ class Kernel(Generic[P, T]):
         self._seen = 0
         self._compiled: Callable[P, T] | None = None
         self.__doc__, self.__name__ = function.__doc__, function.__name__
+        self._qualname = function.__qualname__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run, as Python or compiled."""
@@ -81,7 +82,8 @@ class Kernel(Generic[P, T]):
         }
         if elsewhere:  # numba's cache knows when the kernel's file has changed, but not these
             stamps = [os.stat(path).st_mtime_ns for path in sorted(elsewhere)]
-            self.function.__qualname__ += f"_{zlib.crc32(repr(stamps).encode()):08x}"
+            stamp = f"{zlib.crc32(repr(stamps).encode()):08x}"
+            self.function.__qualname__ = f"{self._qualname}_{stamp}"
         for helper in self.helpers:
             register_jitable(helper)
         self._compiled = numba.njit(cache=True, nogil=True)(self.function)

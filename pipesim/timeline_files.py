@@ -174,7 +174,10 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         overlap=bool((tasks.stream != StreamKind.COMPUTE).any()),
     )
     verify(graph)
-    start, end, nbytes, *issued = (rows[column].to_numpy(np.float64) for column in times)
+    start, end, nbytes, *issued = (
+        rows[column].to_numpy(np.float64, copy=True)  # or else it is read-only, for numba a type
+        for column in times
+    )
     return Timeline(graph, start, end, nbytes, costs, issued=issued[0] if issued else None)
 
 

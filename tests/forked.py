@@ -22,10 +22,11 @@ __all__ = ["Forked"]
 
 _STARTING = threading.Lock()  # tests start processes from several threads
 _SERVER = multiprocessing.get_context("forkserver")
-# The optimizers of torch load its compiler.
+# The optimizers of torch load its compiler; this module and `executing` load pytest and hypothesis.
 _SERVER.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed", "pandas", "matplotlib.figure", "pipeexec.cli",
-     "pipeexec.executor", "pipeexec.launched", "pipeexec.train", "pipeexec.validation"]
+    ["torch", "torch._dynamo", "torch.distributed", "pytest", "hypothesis", "pandas",
+     "matplotlib.figure", "pipeexec.cli", "pipeexec.executor", "pipeexec.launched",
+     "pipeexec.train", "pipeexec.validation"]
 )  # fmt: skip
 
 

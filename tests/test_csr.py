@@ -26,6 +26,15 @@ def test_by_hand() -> None:
     assert csr.of(np.array([], dtype=np.int64)).tolist() == []
 
 
+def test_ids_are_of_one_type() -> None:
+    """Whatever type they come in: for each, kernels would be compiled anew."""
+    rows = np.array([1, 0])
+    for dtype in (np.int32, np.int64):
+        assert CSR.from_pairs(rows, np.array([2, 3], dtype), 2).values.dtype == np.int32
+    assert CSR.from_pairs(rows, np.array([2**31, 0]), 2)[1].tolist() == [2**31]
+    assert CSR.from_pairs(rows[:0], rows[:0], 2).values.dtype == np.int32
+
+
 def test_bincount_by_hand() -> None:
     """Sums of each row, as floats; a row may be empty."""
     sums = bincount(np.array([2, 0, 2]), np.array([5.0, 6.0, 7.0]), 4)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pipesim import jit
+from pipesim.engines.side_by_side import pass_many
 from pipesim.jit import PLAIN_ELEMENTS_UNCACHED, Kernel, kernel
 
 
@@ -72,6 +73,16 @@ def test_on_request() -> None:
     total.compile()
     assert is_compiled(total)
     assert total(np.array([1.0, 4.0])) == 10
+
+
+def test_the_name_in_the_cache_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel with a helper in another file; else it would be compiled from scratch again."""
+    names = []
+    for _ in range(2):
+        monkeypatch.setattr(pass_many, "_compiled", None)
+        pass_many.compile()
+        names.append(pass_many.function.__qualname__)
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize("value", ["1", "true", "2"])

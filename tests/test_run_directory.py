@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import running
 
 from pipeexec import run_directory
 from pipeexec.run_directory import RECORD, check_writable, read_record, write_directory
@@ -161,21 +161,22 @@ def test_something_else_is_not_replaced(make: Callable[[Path], None], tmp_path: 
 
 def test_a_run_is_written_by_one(tmp_path: Path) -> None:
     """Another that begins meanwhile is refused, in another process too; the first is whole."""
-    path = tmp_path / "run"
-    code = (
+    path, script = tmp_path / "results" / "run", tmp_path / "script.py"
+    path.parent.mkdir()
+    script.write_text(
         "import sys, pathlib; from pipeexec.run_lock import run_lock\n"
         "with run_lock(pathlib.Path(sys.argv[1])): print('locked', flush=True); input()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"locked\n"
+    log = tmp_path / "0.log"
+    log.touch()
+    with running([[str(script), str(path)]], tmp_path) as (other,):
+        while "locked\n" not in log.read_text():
+            assert other.poll() is None, log.read_text()
+            time.sleep(1e-2)
         with pytest.raises(RunDirectoryError, match=rf"process {other.pid} on .* is writing .*run"):
             write(path)
-        other.kill()
     write(path, "second")
-    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+    assert [each.name for each in path.parent.iterdir()] == ["run"]
     read_record(path)
 
 

@@ -7,16 +7,16 @@ import copy
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from executing import Faulty, assert_same, cut, data, dense, mse, within
+from ranks import run_to_end
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -241,14 +241,13 @@ print("end")
 """
 
 
-def test_the_interpreter_ends_after_a_close_during_a_step() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, os.path.dirname(__file__)],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert "closed while a step was running" in ended.stdout
-    assert ended.stdout.endswith("end\n")
+def test_the_interpreter_ends_after_a_close_during_a_step(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    statuses, (output,) = run_to_end([[str(script), os.path.dirname(__file__)]], tmp_path)
+    assert statuses == [0], output
+    assert "closed while a step was running" in output
+    assert output.endswith("end\n")
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

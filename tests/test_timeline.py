@@ -121,6 +121,8 @@ def test_round_trip(
     assert loaded.name == "mine"
     assert loaded.costs is costs
     assert loaded.makespan == timeline.makespan
+    # Or else kernels would be compiled once more for it.
+    assert loaded.start.flags.writeable == timeline.start.flags.writeable
 
 
 @given(st.data())

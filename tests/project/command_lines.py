@@ -18,7 +18,11 @@ TEXTS = ("", "x", "-1", "nan", "1e999", "1_0", "[", "a\nb", "x" * 5000)
 _FILE = ("x", "-1", "nan", "1e999", "1_0", "[", "a\nb")
 FINE = {"--csv": _FILE, "--out": _FILE, "--name": _FILE, "--results": ("", *_FILE),
         "--skips": ("",), "--bandwidth": ("1e999",), "--jobs": ("-1",), "--seed": ()}  # fmt: skip
+#: Seconds of a command that goes through to its end, where it may start processes.
+WHOLE = 10.0
 _SMALL = ["--devices", "2", "--microbatches", "2", "--forward", "1", "--backward", "2"]
+_SHORT = ["--steps", "1", "--warm-up", "0", "--layers", "2", "--width", "16", "--heads", "1",
+          "--sequence", "4", "--batch", "8"]  # fmt: skip
 #: By command, arguments of a good call, which ends at once. Later arguments override them. The good
 #: call of a sweep starts processes, which takes longer than a bad call may; later calls use them.
 COMMANDS: dict[str, list[str]] = {
@@ -26,10 +30,9 @@ COMMANDS: dict[str, list[str]] = {
     "pipesim compare": ["compare", "1f1b", "gpipe", *_SMALL],
     "pipesim sweep": ["sweep", "--grid", "schedule=1f1b", *_SMALL],
     "pipesim schedules": ["schedules"],
-    "pipeexec run": ["run", "--steps", "1", "--warm-up", "0", "--layers", "2", "--width", "16",
-                     "--heads", "1", "--sequence", "4", "--batch", "8"],
-    "pipeexec validate": ["validate", "--steps", "1", "--warm-up", "0"],
-    "pipeexec profile": ["profile", "--steps", "1", "--warm-up", "0"],
+    "pipeexec run": ["run", *_SHORT],
+    "pipeexec validate": ["validate", *_SHORT],
+    "pipeexec profile": ["profile", *_SHORT],
     "pipeexec show": ["show"],
 }  # fmt: skip
 
@@ -77,16 +80,18 @@ def attack_option(
         return Outcome(name, option, repr(text)[:20], kind, f"{what}"[:300])
 
     before = set(folder.parent.iterdir())
+    is_fine = text in FINE.get(option, ())
+    seconds = WHOLE if is_fine else SECONDS
     try:
-        status, _, err = run(main, [*COMMANDS[name], f"{option}={text}"])
+        status, _, err = run(main, [*COMMANDS[name], f"{option}={text}"], seconds)
     except Overdue:
-        return say("slow", f"more than {SECONDS} s")
+        return say("slow", f"more than {seconds} s")
     except BaseException as error:
         return say("raised", f"{type(error).__name__}: {error}")
     if set(folder.parent.iterdir()) != before:
         return say("outside", "wrote a file outside its folder")
     if status == 0:
-        return say("allowed" if text in FINE.get(option, ()) else "accepted", "exit status 0")
+        return say("allowed" if is_fine else "accepted", "exit status 0")
     if status != 2 or err.count("\n") != 1 or "Traceback" in err:
         return say("raised", f"exit status {status}, stderr {err!r}")
     return say("refused", err)
