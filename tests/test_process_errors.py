@@ -371,7 +371,7 @@ def test_odd_calls(two_ranks: Ranks) -> None:
         expected = [
             "ArgumentTypeError: processes exchange bytes, got str",
             "ArgumentError: processes share what JSON can hold, got object",
-            "ArgumentError: values must be numbers, got ['x']",
+            "ArgumentTypeError: values must be numbers, got ['x']",
             "ArgumentError: processes give 2 different numbers of values: 1 in rank 0, 2 in rank 1",
             "ArgumentError: ranks of a group must be different ones below 2, got [0, 2]",
             "ArgumentError: ranks of a group must be different ones below 2, got [1, 1]",
