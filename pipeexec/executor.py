@@ -288,6 +288,7 @@ class Pipeline:
         if self.processes is not None:
             self._graph_number = agree_on_graph(graph, self.processes)
         self.graph, self.shares = graph, Shares(graph, self.devices)
+        self._has_steps = bool((graph.op == Op.STEP).any())
         self._messages: dict[int, Expected] | None = None
         self.held = [Held() for _ in self.devices]
         n = graph.n_stages
@@ -508,7 +509,7 @@ class Pipeline:
         """Complete the gradients of a step whose tasks have all run."""
         for slot in list(run.reduced):  # of graphs without STEP
             settle(run, slot)
-        if not (self.graph.op == Op.STEP).any() and run.loss.is_counted():
+        if not self._has_steps and run.loss.is_counted():
             if self.cuda_graph or self.graph.n_batches > 1:
                 raise ExecutionError(
                     "loss_fn returned (sum, count), whose gradients are divided in STEP: the graph "
