@@ -1,7 +1,7 @@
 """The roll call: processes meet in the store before anything waits for all of them.
 
 Each process writes down its name and its settings. The first that sees all of them, or whose time
-is over, writes a verdict, which counts for all: so nobody goes on with a process that has given up.
+is over, writes a verdict, which counts for all: so no process goes on with one that has given up.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def _locked(file: Path, path: Path) -> int:
                 f"cannot lock {file}: {error.strerror}; its file system may have no locks (flock), "
                 "without which two runs could write at once; choose a folder on another"
             ) from error
-        os.close(handle)  # whoever had it has removed it meanwhile
+        os.close(handle)  # its owner has removed it meanwhile
 
 
 def _is_named(handle: int, file: Path) -> bool:
