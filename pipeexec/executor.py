@@ -339,11 +339,8 @@ class Pipeline:
                 "would not know; make another Pipeline"
             )
         with self._alone("loss_fn"):
-            self._set_loss(function)
-
-    def _set_loss(self, function: Loss) -> None:
-        self._loss = LossFunction(function, self._loss.reduction, on_device=self.cuda_graph)
-        self._captured = self._new_captured()  # a captured step has the former one
+            self._loss = LossFunction(function, self._loss.reduction, on_device=self.cuda_graph)
+            self._captured = self._new_captured()  # a captured step has the former one
 
     @property
     def loss_reduction(self) -> Literal["mean", "sum"]:

@@ -209,7 +209,7 @@ class StepLoss:
         return loss
 
     def _note_count(self, microbatch: int, count: Count) -> None:
-        """Keep a count; the last one of a mini-batch is published, unless the host had to wait.
+        """Keep a count. With the last of a mini-batch, publish their sum if all are on the host.
 
         Copies to other GPUs are queued on the stream of the last stage, before its backward: a
         STEP, which follows that backward, finds them there.
