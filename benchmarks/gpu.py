@@ -52,17 +52,17 @@ class Step(NamedTuple):
 
 #: In the order in which they run: first what all else stands on. None stands for pytest.
 STEPS: dict[str, Step | None] = {
-    "environment": Step("_gpu_environment", "environment", 45),
-    "validation-2": Step("_gpu_validation", "validation", 60, (2,)),
-    "validation-4": Step("_gpu_validation", "validation", 100, (4,)),
-    "validation-8": Step("_gpu_validation", "validation", 120, (8,)),
+    "environment": Step("on_gpu.environment", "environment", 45),
+    "validation-2": Step("on_gpu.validation", "validation", 60, (2,)),
+    "validation-4": Step("on_gpu.validation", "validation", 100, (4,)),
+    "validation-8": Step("on_gpu.validation", "validation", 120, (8,)),
     "tests": None,
-    "host": Step("_gpu_steps", "host", 30),
-    "overlap": Step("_gpu_steps", "overlap", 40),
-    "peers": Step("_gpu_steps", "peers", 30),
-    "gpipe": Step("_gpu_gpipe", "gpipe", 40),
-    "memory": Step("_gpu_steps", "memory", 35),
-    "soak": Step("_gpu_steps", "soak", 45),
+    "host": Step("on_gpu.host", "host", 30),
+    "overlap": Step("on_gpu.overlap", "overlap", 40),
+    "peers": Step("on_gpu.peers", "peers", 30),
+    "gpipe": Step("on_gpu.gpipe", "gpipe", 40),
+    "memory": Step("on_gpu.memory", "memory", 35),
+    "soak": Step("on_gpu.soak", "soak", 45),
 }
 _SECONDS_OF_TESTS = 110.0
 #: In a dry run there are two workers.
@@ -134,7 +134,8 @@ def run_process(name: str, command: Sequence[str], seconds: float, out: Path) ->
 
 def run_here(name: str, out: Path, dry: bool) -> int:
     """Run a step in this process; return its exit status."""
-    from _gpu import Bench, Missed, Report
+    from on_gpu.bench import Bench
+    from on_gpu.report import Missed, Report
 
     step = STEPS[name]
     assert step is not None

@@ -20,7 +20,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "gpu.py")])
     yield importlib.import_module("gpu")
-    for name in [n for n in sys.modules if n.startswith("_gpu") or n in ("gpu", "_machine")]:
+    for name in [n for n in sys.modules if n.startswith("on_gpu") or n in ("gpu", "_machine")]:
         del sys.modules[name]
 
 
@@ -65,7 +65,7 @@ def test_what_is_missing_is_named(
 
 def test_a_step_that_raises_says_where(script: ModuleType, tmp_path: Path) -> None:
     """And one that misses a target is told apart."""
-    module = importlib.import_module("_gpu_steps")
+    module = importlib.import_module("on_gpu.host")
 
     def misses(bench: object, report: object) -> None:
         report.check(False, "too slow")  # type: ignore[attr-defined]

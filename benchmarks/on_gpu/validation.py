@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from _gpu import (
-    GRADIENTS,
+
+from on_gpu.bench import (
     GROUPS,
     Bench,
-    Report,
     counted_replays,
-    gradient_error,
     lowered,
     messages_timed_once,
     noted_warnings,
     sgd,
 )
-
+from on_gpu.gradients import GRADIENTS, gradient_error
+from on_gpu.report import Report
 from pipeexec.models import cross_entropy
 from pipeexec.validate import validate
 from pipeexec.validation import Validation

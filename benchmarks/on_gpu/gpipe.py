@@ -6,11 +6,13 @@ import copy
 from typing import Any
 
 import torch
-from _gpu import GRADIENTS, Bench, Report
 from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from on_gpu.bench import Bench
+from on_gpu.gradients import GRADIENTS
+from on_gpu.report import Report
 from pipeexec.skip_models import unet
 
 #: Largest error of the makespan.

@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from _gpu import Bench, Report, noted_warnings
 
 import pipeexec as px
+from on_gpu.bench import Bench, noted_warnings
+from on_gpu.report import Report
 from pipeexec.cuda import CapturedEvent, CudaEvent
 from pipeexec.green import find_driver
 from pipeexec.imposed import Waits, make_waits

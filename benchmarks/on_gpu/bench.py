@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,47 +27,6 @@ GROUPS: tuple[tuple[tuple[str, dict[str, Any]], ...], ...] = (
     (("interleaved_1f1b", {"n_chunks": 2}),),
     (("zbv", {}),),
 )
-#: Relative to the largest element of a parameter's gradient: kernels and numbers are those of the
-#: unsplit model in float32, but micro-batches are summed in the schedule's order.
-GRADIENTS = 1e-4
-
-
-class Missed(Exception):
-    """A target was missed; everything ran."""
-
-
-class Report:
-    """Lines that are in their file as soon as they are said, and targets that were met or not.
-
-    Parameters
-    ----------
-    path
-        The file.
-    head
-        Its first lines.
-    """
-
-    def __init__(self, path: Path, head: Sequence[str] = ()) -> None:
-        self.path = path
-        self.missed: list[str] = []
-        path.write_text("".join(f"{line}\n" for line in head))
-
-    def say(self, line: str = "") -> None:
-        """Add a line."""
-        print(line, flush=True)
-        with self.path.open("a") as file:
-            file.write(f"{line}\n")
-
-    def check(self, met: bool, what: str) -> None:
-        """Add a line that says whether a target was met."""
-        self.say(f"{'ok    ' if met else 'MISSED'} {what}")
-        if not met:
-            self.missed.append(what)
-
-    def end(self) -> None:
-        """Raise `Missed` if a target was."""
-        if self.missed:
-            raise Missed(f"{len(self.missed)} targets missed, first: {self.missed[0]}")
 
 
 class Bench:
@@ -166,46 +124,6 @@ def counted_replays() -> Iterator[Callable[[], int]]:
         yield lambda: count
     finally:
         Recorder.launch = launch  # type: ignore[method-assign]
-
-
-def unsplit_gradients(
-    stages: Sequence[nn.Module], batch: tuple[Tensor, Tensor], m: int, device: torch.device
-) -> list[Tensor]:
-    """Return the gradients of the whole model, micro-batch by micro-batch on one stream."""
-    whole = nn.Sequential(*copy.deepcopy(list(stages))).to(device)
-    parts = zip(*(x.to(device).tensor_split(m) for x in batch), strict=True)
-    for inputs, targets in parts:
-        (cross_entropy(whole(inputs), targets) / m).backward()
-    return [p.grad for p in whole.parameters() if p.grad is not None]
-
-
-def gradient_error(bench: Bench, name: str, n: int, cuda_graph: bool, **options: Any) -> float:
-    """Return how far the gradients of a step are from the unsplit model's, relative to the largest.
-
-    The last of four steps, which a CUDA graph replays; its optimizer changes nothing.
-    """
-    m = 2 * n
-    graph = lowered(name, n, m, **options)
-    stages = bench.stages(graph.n_stages, 2 * n)
-    batch = bench.batch(m)
-    wanted = unsplit_gradients(stages, batch, m, bench.gpu)
-
-    def still(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.0)
-
-    with (
-        counted_replays() as replays,
-        bench.pipeline(graph, stages, cuda_graph=cuda_graph, optimizer=still) as subject,
-    ):
-        for _ in range(4):
-            subject.step(*batch)
-        if bench.captures(cuda_graph) and not replays():
-            raise RuntimeError(f"no step of {name} ran as a CUDA graph")
-    found = [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
-    return max(
-        float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
-        for a, b in zip(found, wanted, strict=True)
-    )
 
 
 def hidden_share(timeline: ps.Timeline) -> float:

@@ -1,0 +1,1 @@
+"""Steps of `benchmarks/gpu.py`, each a module."""

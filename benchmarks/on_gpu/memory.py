@@ -1,0 +1,44 @@
+"""Step ``memory``: allocated memory over a step and the simulator's."""
+
+from __future__ import annotations
+
+import pipeexec as px
+import pipesim as ps
+from on_gpu.bench import Bench, lowered, messages_timed_once, noted_warnings, sgd
+from on_gpu.report import Report
+
+
+def memory(bench: Bench, report: Report) -> None:
+    """Draw allocated memory over a step beside the simulator's."""
+    from pipesim.page import save
+
+    n = bench.pick(4, 2)
+    m = 2 * n
+    batch = bench.batch(m * bench.samples(n))
+    for name in ("gpipe", "1f1b"):
+        graph = lowered(name, n, m)
+        with (
+            noted_warnings(report.say),
+            messages_timed_once(bench),
+            bench.pipeline(graph, bench.stages(n, 2 * n), optimizer=sgd) as subject,
+        ):
+            for _ in range(2):
+                subject.step(*batch)
+            costs = px.profile(subject, *batch, n_steps=bench.pick(3, 1), warm_up=1)
+            predicted = ps.simulate(graph, costs)
+            if bench.dry:
+                report.say(f"{name}: no GPU whose allocator could be asked")
+                save(predicted.plot(), bench.out / f"memory-{name}.png")
+                continue
+            allocated = subject.allocated(*batch)
+        frame = allocated.frame
+        before, most = frame["nbytes"].iloc[0], frame["nbytes"].max()
+        said = predicted.memory().groupby("device")["nbytes"]
+        rise = (said.max() - said.first()).sum()
+        before, most, rise = (x / 2**20 for x in (before, most, rise))
+        report.say(f"{name}: allocated {before:.0f} MiB before the step, {most:.0f} at most; rise "
+                   f"{most - before:.0f} MiB, predicted at most {rise:.0f} (sum of the slices' own "
+                   "rises)")  # fmt: skip
+        frame.to_csv(bench.out / f"memory-{name}.csv", index=False)
+        axes = allocated.plot(predicted)
+        save(axes, *(bench.out / f"memory-{name}.{suffix}" for suffix in ("png", "pdf")))

@@ -1,0 +1,53 @@
+"""Reports of the steps of `benchmarks/gpu.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Missed(Exception):
+    """A target was missed; everything ran."""
+
+
+class Report:
+    """Text and figures of a step, in their files as soon as they are known, and its targets.
+
+    Parameters
+    ----------
+    path
+        The text file; figures go to a file of the same name that ends in ``.jsonl``, one JSON
+        object a line.
+    head
+        The first lines of the text.
+    """
+
+    def __init__(self, path: Path, head: Sequence[str] = ()) -> None:
+        self.path, self.records = path, path.with_suffix(".jsonl")
+        self.missed: list[str] = []
+        path.write_text("".join(f"{line}\n" for line in head))
+        self.records.write_text("")
+
+    def say(self, line: str = "") -> None:
+        """Add a line of text."""
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(f"{line}\n")
+
+    def record(self, kind: str, **values: Any) -> None:
+        """Add a row of a table; ``kind`` names the table."""
+        with self.records.open("a") as file:
+            file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+    def check(self, met: bool, line: str) -> None:
+        """Add a line of text that says whether a target was met."""
+        self.say(f"{'ok    ' if met else 'MISSED'} {line}")
+        if not met:
+            self.missed.append(line)
+
+    def end(self) -> None:
+        """Raise `Missed` if a target was missed."""
+        if self.missed:
+            raise Missed(f"{len(self.missed)} targets missed, first: {self.missed[0]}")
