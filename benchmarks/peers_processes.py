@@ -35,6 +35,7 @@ import _machine as machine
 import _ranks
 import torch
 import torch.distributed as dist
+from _interval import interval
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -215,21 +216,6 @@ def rows(options: dict[str, Any], directory: Path) -> list[list[str]]:
             str(len(ratios)),
         ])  # fmt: skip
     return found
-
-
-def interval(n: int) -> tuple[int, int]:
-    """Return which of n sorted values bound their median with 95 % confidence, at least.
-
-    The number of values below the median is binomial, of n and 1/2.
-    """
-    below, ways, low = 0, 1, 0
-    for k in range(n // 2):
-        below += ways
-        if below > 0.025 * 2**n:
-            break
-        low = k
-        ways = ways * (n - k) // (k + 1)
-    return low, n - 1 - low
 
 
 def main() -> None:

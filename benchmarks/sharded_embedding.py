@@ -41,7 +41,7 @@ import _machine as machine
 import _ranks
 import torch
 import torch.distributed as dist
-from peers_processes import interval
+from _interval import interval
 from torch import Tensor, nn
 
 import pipeexec as px

@@ -50,8 +50,13 @@ def gradient_error(bench: Bench, name: str, n: int, cuda_graph: bool, **options:
             subject.step(*batch)
         if bench.captures(cuda_graph) and not replays():
             raise RuntimeError(f"no step of {name} ran as a CUDA graph")
-    found = [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
+    return largest_error([p.grad for stage in stages for p in stage.parameters()], wanted)
+
+
+def largest_error(found: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> float:
+    """Return how far gradients are from those wanted, relative to the largest of a parameter."""
+    there = [gradient for gradient in found if gradient is not None]
     return max(
         float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(there, wanted, strict=True)
     )

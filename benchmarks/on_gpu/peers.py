@@ -1,122 +1,201 @@
-"""Step ``peers``: a step beside what a user would write by hand, in turns."""
+"""Step ``peers``: a step beside other runtimes on the same streams, in turns."""
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import statistics
-from collections.abc import Callable
-from time import perf_counter
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pipeexec as px
 import pipesim as ps
+from on_gpu import by_hand
 from on_gpu.bench import Bench
+from on_gpu.gradients import GRADIENTS, largest_error, unsplit_gradients
 from on_gpu.report import Report
+from on_gpu.streams import Stream, compute_streams, joined, on_stream
+from on_gpu.torch_runtime import TorchRuntime, one_process
+from on_gpu.turns import Step, Times, in_turn, ratio
 from pipeexec.models import cross_entropy
+from pipeexec.thread_settings import one_thread
+
+#: Ours over theirs, at most.
+TARGET = 1.02
+TORCH, HAND, TORCHGPIPE = "torch.distributed.pipelining", "by hand", "torchgpipe"
+_ABOUT = """
+A step without optimizer: gradients set to None, forwards, loss, backwards. Both sides have the same
+modules, micro-batches and compute streams, and no CUDA graphs.
+torch.distributed.pipelining: its runtime, all stages in this process, given the compute tasks in
+our issue order. Events order its stages; it hands values over by reference, as ours does here.
+It averages nothing: its loss is divided by the number of micro-batches, as ours is.
+torchgpipe: with a stream and a worker thread a partition; the loss is that of the whole batch on
+the last slice's stream, on both sides. Copies within a GPU move nothing, on both sides.
+by hand: forwards in clock order and one call of autograd; on the whole GPU, plain accumulation.
+Not like for like: ours times each task by two events and looks for NaN in the losses, theirs do
+not; messages of ours are tasks on streams of their own, those of torch and by hand are none.
+host: until the host has issued the step; of pipeexec.Pipeline, to issue its tasks alone.
+""".strip().splitlines()
 
 
 def peers(bench: Bench, report: Report) -> None:
-    """Compare with what a user would write by hand, in turns.
+    """Compare steps with those of other runtimes on the same streams, in turns."""
+    contest = Contest(bench, report)
+    for line in _ABOUT:
+        report.say(line)
+    report.say(f"\nmedians of {contest.n_rounds} rounds; ratio: ours over theirs (95 % interval)")
+    with one_thread() if bench.dry else nullcontext():
+        with one_process():
+            for name in ("gpipe", "1f1b", "zb_h1"):
+                contest.attempt(name, contest.pipeline, name)
+        contest.attempt("one device", contest.whole_gpu)
+        if importlib.util.find_spec("torchgpipe") is None:
+            report.say("torchgpipe is not installed: left out; carry its wheel in WHEELS")
+            return
+        for checkpoint in ("never", "except_last"):
+            contest.attempt(f"torchgpipe, {checkpoint}", contest.torchgpipe, checkpoint)
 
-    torchgpipe and torch.distributed.pipelining give each stage a GPU, or a process, of its own, so
-    that neither runs several stages on one GPU. What they do on several is done here by hand on
-    the same slices, and plain accumulation of gradients on the whole GPU beside a pipeline of one.
-    """
-    n = bench.pick(4, 2)
-    m = 2 * n
-    batch = bench.batch(m * bench.samples(n))
-    for line in (peers.__doc__ or "").splitlines()[2:]:
-        report.say(line.strip())
-    pairs: dict[str, tuple[Any, Any]] = {
-        "one device, the whole GPU": (_ours(bench, 1, batch, m, n), _loop(bench, batch, m, n)),
-        f"GPipe on {n} slices": (_ours(bench, n, batch, m, n), _by_hand(bench, batch, m, n)),
-    }
-    report.say("seconds of a step by the wall, without optimizer; ratio: ours over theirs, median "
-               "of 20 rounds in turn")  # fmt: skip
-    for name, (ours, theirs) in pairs.items():
-        times: list[tuple[float, float]] = []
-        for number in range(bench.pick(23, 3)):
-            pair = _timed(bench, ours), _timed(bench, theirs)
-            if number >= 3 or bench.dry:
-                times.append(pair)
-        ratio = statistics.median(a / b for a, b in times)
-        a, b = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
-        report.check(
-            bench.dry or ratio <= 1.0,
-            f"{name}: ours {a:.2f} ms, by hand {b:.2f} ms, ratio {ratio:.3f}",
+
+class Contest:
+    """One model, whose steps several runtimes run."""
+
+    def __init__(self, bench: Bench, report: Report) -> None:
+        self.bench, self.report = bench, report
+        self.n = bench.pick(4, 2)
+        self.m = 2 * self.n
+        self.n_rounds, self.warm_up = bench.pick(20, 3), bench.pick(2, 0)
+        self.stages = [stage.to(bench.gpu) for stage in bench.stages(self.n, 2 * self.n)]
+        inputs, targets = bench.batch(self.m * bench.samples(self.n))
+        self.batch = inputs.to(bench.gpu), targets.to(bench.gpu)
+        self.wanted = unsplit_gradients(self.stages, self.batch, self.m, bench.gpu)
+
+    def attempt(self, name: str, call: Callable[..., None], *arguments: str) -> None:
+        """Call; if that raises, report it and let the others run."""
+        try:
+            with self._freed():
+                call(*arguments)
+        except Exception as error:
+            self.report.say(traceback.format_exc())
+            self.report.check(False, f"{name}: {type(error).__name__}: {error}")
+
+    def pipeline(self, schedule: str) -> None:
+        """Compare a schedule of `pipeexec.Pipeline` with torch's runtime, and GPipe by hand."""
+        bench, stages, batch = self.bench, self.stages, self.batch
+        graph = ps.lower(ps.schedule(schedule, self.n, self.m), step="none")
+        with bench.pipeline(graph, stages) as ours:
+            streams = compute_streams(ours.devices)
+            torchs = TorchRuntime(graph, stages, streams, bench.gpu, batch)
+            theirs: dict[str, Step] = {TORCH: torchs.step}
+            if schedule == "gpipe":
+                theirs[HAND] = by_hand.gpipe(stages, streams, batch, self.m)
+            self._compare(schedule, lambda: ours.step(*batch).host_seconds, theirs,
+                          then=torchs.check_order)  # fmt: skip
+
+    def torchgpipe(self, checkpoint: str) -> None:
+        """Compare `pipeexec.GPipe` with torchgpipe."""
+        from torchgpipe import GPipe
+
+        from on_gpu.torchgpipe_streams import on_streams
+
+        bench = self.bench
+        layers = nn.Sequential(*(layer for stage in self.stages for layer in stage))
+        balance = [len(stage) for stage in self.stages]
+        places = bench.devices(self.n)
+        streams = compute_streams(places)
+        options = {"chunks": self.m, "checkpoint": checkpoint}
+        ours = px.GPipe(layers, balance, devices=places, **options)
+        theirs = GPipe(layers, balance, devices=[bench.gpu] * self.n, **options)
+        with on_streams(theirs, streams, bench.gpu):
+            self._compare(
+                f"gpipe, checkpoint={checkpoint!r}", self._through(ours, streams),
+                {TORCHGPIPE: self._through(theirs, streams)},
+            )  # fmt: skip
+
+    def whole_gpu(self) -> None:
+        """Compare a pipeline of one device with plain accumulation on its stream."""
+        whole = nn.Sequential(*self.stages)
+        graph = ps.lower(ps.schedule("gpipe", 1, self.m), step="none")
+        place = "cpu" if self.bench.dry else "cuda:0"
+        with px.Pipeline([whole], graph, [place], cross_entropy) as ours:
+            (stream,) = compute_streams(ours.devices)
+            theirs = by_hand.accumulation(self.stages, stream, self.batch, self.m)
+            self._compare("one device, the whole GPU",
+                          lambda: ours.step(*self.batch).host_seconds, {HAND: theirs})  # fmt: skip
+
+    def _through(self, model: nn.Module, streams: list[Stream]) -> Step:
+        """Return a step of a module, whose outputs are on the last stream."""
+        inputs, targets = self.batch
+
+        def step() -> None:
+            with joined(streams), on_stream(streams[-1]):
+                cross_entropy(model(inputs), targets).backward()
+
+        return step
+
+    def _compare(
+        self, schedule: str, ours: Step, theirs: Mapping[str, Step],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Check the gradients of each side, then time both; say a line for each peer."""
+        steps = {name: self._afresh(step) for name, step in {"ours": ours, **theirs}.items()}
+        for name, step in steps.items():
+            error = self._gradient_error(step)
+            self.report.check(
+                error <= GRADIENTS,
+                f"gradients, {schedule}, {name}: {error:.1e} (limit {GRADIENTS:g})",
+            )
+        then()
+        times = in_turn(self.bench, steps, self.n_rounds, self.warm_up)
+        for name in theirs:
+            self._say(schedule, name, times["ours"], times[name])
+
+    def _afresh(self, step: Step) -> Step:
+        """Return a step that begins without gradients."""
+
+        def run() -> float | None:
+            for stage in self.stages:
+                stage.zero_grad()
+            return step()
+
+        return run
+
+    def _gradient_error(self, step: Step) -> float:
+        step()
+        self.bench.wait()
+        return largest_error([p.grad for x in self.stages for p in x.parameters()], self.wanted)
+
+    def _say(self, schedule: str, peer: str, ours: Times, theirs: Times) -> None:
+        """Report one ratio."""
+        found = ratio(ours.wall, theirs.wall)
+        seconds = [statistics.median(x) for x in (*ours, *theirs)]
+        ms = [f"{x * 1e3:.2f}" for x in seconds]
+        self.report.record(
+            "peers", name=peer, schedule=schedule, version=_version(peer), ours=seconds[0],
+            theirs=seconds[2], ratio=found.median, low=found.low, high=found.high,
+            host_ours=seconds[1], host_theirs=seconds[3], n_rounds=self.n_rounds, target=TARGET,
+        )  # fmt: skip
+        self.report.check(
+            self.bench.dry or found.median <= TARGET,
+            f"{schedule}, {peer}: ours {ms[0]} ms (host {ms[1]}), theirs {ms[2]} ms (host {ms[3]}),"
+            f" ratio {found.median:.3f} ({found.low:.3f} to {found.high:.3f}; target {TARGET})",
         )
 
-
-def _timed(bench: Bench, step: Callable[[], object]) -> float:
-    bench.wait()
-    start = perf_counter()
-    step()
-    bench.wait()
-    return perf_counter() - start
-
-
-def _ours(
-    bench: Bench, n_devices: int, batch: tuple[Tensor, Tensor], m: int, n: int
-) -> Callable[[], object]:
-    graph = ps.lower(ps.schedule("gpipe", n_devices, m), step="none")
-    stages = bench.stages(n_devices, 2 * n)
-    devices = bench.devices(n_devices) if n_devices > 1 else ["cpu" if bench.dry else "cuda:0"]
-    pipeline = px.Pipeline(stages, graph, devices, cross_entropy)
-    on_gpu = tuple(x.to(bench.gpu) for x in batch)
-
-    def step() -> object:
-        for stage in stages:
-            stage.zero_grad()
-        return pipeline.step(on_gpu[0], on_gpu[1])
-
-    return step
+    @contextmanager
+    def _freed(self) -> Iterator[None]:
+        """Give memory back after a block."""
+        try:
+            yield
+        finally:
+            gc.collect()
+            if not self.bench.dry:
+                torch.cuda.empty_cache()
 
 
-def _loop(bench: Bench, batch: tuple[Tensor, Tensor], m: int, n: int) -> Callable[[], object]:
-    """Return a step that accumulates gradients on the whole GPU, one stream."""
-    whole = nn.Sequential(*bench.stages(1, 2 * n)).to(bench.gpu)
-    parts = list(zip(*(x.to(bench.gpu).tensor_split(m) for x in batch), strict=True))
-
-    def step() -> None:
-        whole.zero_grad()
-        losses = [cross_entropy(whole(inputs), targets) / m for inputs, targets in parts]
-        for loss in reversed(losses):
-            loss.backward()
-
-    return step
-
-
-def _by_hand(bench: Bench, batch: tuple[Tensor, Tensor], m: int, n: int) -> Callable[[], object]:
-    """Return GPipe in a few lines: forwards in clock order, autograd goes back over the streams."""
-    if bench.dry:
-        return _loop(bench, batch, m, n)
-    stages = [stage.to(bench.gpu) for stage in bench.stages(n, 2 * n)]
-    slices = px.slices("cuda:0", n)
-    streams: list[torch.cuda.Stream] = [d.stream("compute").stream for d in slices]  # type: ignore[attr-defined]
-    inputs, targets = (x.to(bench.gpu).tensor_split(m) for x in batch)
-
-    def step() -> None:
-        caller = torch.cuda.current_stream()
-        for stage, stream in zip(stages, streams, strict=True):
-            stage.zero_grad()
-            stream.wait_stream(caller)
-        values: list[Tensor] = list(inputs)
-        for clock in range(m + n - 1):
-            for s in reversed(range(max(0, clock - m + 1), min(n, clock + 1))):
-                j = clock - s
-                if s:
-                    streams[s].wait_stream(streams[s - 1])
-                    values[j].record_stream(streams[s])
-                with torch.cuda.stream(streams[s]):
-                    values[j] = stages[s](values[j])
-                    if s == n - 1:
-                        values[j] = cross_entropy(values[j], targets[j]) / m
-        with torch.cuda.stream(streams[-1]):
-            for j in reversed(range(m)):
-                values[j].backward()
-        for stream in streams:
-            caller.wait_stream(stream)
-
-    return step
+def _version(peer: str) -> str:
+    names = {TORCH: "torch", TORCHGPIPE: "torchgpipe"}
+    return version(names[peer]) if peer in names else ""
