@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from fake_cuda import FakeGpu
+
+import pipesim as ps
+from pipeexec.models import gpt, split
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
@@ -33,6 +42,7 @@ def test_a_dry_run_runs_every_step(
     for name in script._DRY:
         assert f"{name:<14} ok" in said
     assert "zbv as a CUDA graph" in said
+    assert "gradients, zb_h1, torch.distributed.pipelining: " in said
     assert not list(tmp_path.iterdir())
 
 
@@ -81,3 +91,84 @@ def test_no_two_steps_need_more_time_than_there_is(script: ModuleType) -> None:
     """The validations, on which most depends, fit in whatever the first step takes."""
     first = [s.seconds for name, s in script.STEPS.items() if s and name[:4] in ("envi", "vali")]
     assert sum(first) < script.LIMIT < 480
+
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+
+
+def torch_runtime(schedule: str, devices: list[Any]) -> Any:
+    """Return torch's runtime of a small model, a stage a device."""
+    module = importlib.import_module("on_gpu.torch_runtime")
+    streams = importlib.import_module("on_gpu.streams").compute_streams(devices)
+    n, m = len(devices), 4
+    graph = ps.lower(ps.schedule(schedule, n, m), step="none")
+    stages = split(gpt(n_layers=n, d_model=8, n_heads=2, sequence=4), n)
+    tokens = torch.randint(256, (m, 5), generator=torch.Generator().manual_seed(0))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return module.TorchRuntime(graph, stages, streams, torch.device("cpu"), batch)
+
+
+@SCHEDULES
+def test_torchs_runtime_runs_our_schedule(script: ModuleType, schedule: str) -> None:
+    """In the order that it is given, which is that of each device; other orders are found."""
+    module = importlib.import_module("on_gpu.torch_runtime")
+    with module.one_process():
+        runtime = torch_runtime(schedule, ["cpu"] * 3)
+        runtime.step()
+    runtime.check_order()
+    for stage, order in enumerate(ps.schedule(schedule, 3, 4).orders):
+        ran = [action for action in runtime.ran if action.startswith(str(stage))]
+        assert ran == [str(action) for action in order]
+    runtime.order.reverse()
+    with pytest.raises(RuntimeError, match="was given"):
+        runtime.check_order()
+
+
+def sanitized_steps(patch: pytest.MonkeyPatch, spoil: str | None, schedule: str) -> Any:
+    """Run torch's runtime on the stand-in for CUDA; return what was found."""
+    sanitizing = pytest.importorskip("sanitizing")
+    module = importlib.import_module("on_gpu.torch_runtime")
+    if spoil is not None:
+        patch.setattr(module, spoil, lambda *_: nullcontext())
+    with sanitizing.sanitized(patch) as watch, module.one_process():
+        runtime = torch_runtime(schedule, [FakeGpu(index) for index in range(3)])
+        for _ in range(2):
+            runtime.step()
+    return watch
+
+
+@SCHEDULES
+def test_torchs_runtime_does_not_race(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """On a stream a stage, as on slices."""
+    watch = sanitized_steps(monkeypatch, None, schedule)
+    assert not watch.races, watch.races
+    assert not watch.freed, watch.freed
+    assert watch.n_kept
+
+
+@pytest.mark.parametrize("spoil", ["joined", "on_stream"])
+def test_races_of_torchs_runtime_would_be_seen(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, spoil: str
+) -> None:
+    assert sanitized_steps(monkeypatch, spoil, "zb_h1").races
+
+
+def test_the_ablation_is_drawn_from_its_run_directory(script: ModuleType, tmp_path: Path) -> None:
+    """And a gain over the row above is in the table of each but the first."""
+    assert script.run_here("gpipe", tmp_path, dry=True) == 0
+    draw = importlib.import_module("on_gpu.figures").draw_ablation
+    for path in draw(tmp_path / "gpipe", tmp_path / "ablation"):
+        assert path.stat().st_size > 10_000
+    rows = [json.loads(line) for line in (tmp_path / "gpipe.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in rows] == ["none", "+ dependency", "+ streams", "+ portals"]
+    for above, row in pairwise(rows):
+        gain = above["predicted"] / row["predicted"]
+        assert row["gain_predicted"] == pytest.approx(gain)
+
+
+def test_intervals_of_ratios(script: ModuleType) -> None:
+    """By order statistics: of 20 values the 6th and the 15th."""
+    ratio = importlib.import_module("on_gpu.turns").ratio
+    assert ratio(range(1, 21), [2.0] * 20) == (5.25, 3.0, 7.5)

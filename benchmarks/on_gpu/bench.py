@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pipesim as ps
 from pipeexec.capture import Recorder
 from pipeexec.devices import DeviceLike
 from pipeexec.models import cross_entropy, gpt, split
+from pipeexec.validation import Validation
 from pipesim.ops import COMPUTE, SENDS
 
 #: Schedules that place the same stages on the same devices, and so share costs: name and options.
@@ -85,6 +86,10 @@ class Bench:
         """Wait for the GPU."""
         if not self.dry:
             torch.cuda.synchronize()
+
+    def keep(self, found: Validation, name: str, record: Mapping[str, Any]) -> None:
+        """Write the run directory of a validation; `on_gpu.figures` draws it later."""
+        found.save(self.out / name, record=record)
 
     @contextmanager
     def pipeline(

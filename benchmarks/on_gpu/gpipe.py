@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from on_gpu.bench import Bench
+from on_gpu.figures import gains
 from on_gpu.gradients import GRADIENTS
 from on_gpu.report import Report
 from pipeexec.skip_models import unet
+from pipeexec.validation import Validation
 
 #: Largest error of the makespan.
 TARGET = 0.05
@@ -50,14 +53,33 @@ def gpipe(bench: Bench, report: Report) -> None:
         n_steps=bench.pick(5, 1),
         warm_up=bench.pick(3, 1),
     )
-    for name, row in found.table.iterrows():
+    for name, values in _rows(found):
+        report.record("gpipe", row=name, **values)
+        gain = values["gain_measured"]
         said = (
-            f"{name:>14} predicted {row['predicted'] * 1e3:8.2f} ms, measured "
-            f"{row['measured'] * 1e3:8.2f} ms, error {row['error']:+.1%}, worst {row['worst']:+.1%}"
+            f"{name:>14} predicted {values['predicted'] * 1e3:8.2f} ms, measured "
+            f"{values['measured'] * 1e3:8.2f} ms, error {values['error']:+.1%}, worst "
+            f"{values['worst']:+.1%}, utilization {values['utilization_measured']:.1%}"
         )
-        report.check(bench.dry or abs(row["error"]) <= TARGET, said)
-    if not bench.dry:
-        found.save(bench.out / "gpipe", record={"slices": n, "link": LINK.to_dict()})
+        if gain is not None:
+            said += f", gain {gain:.3f} (predicted {values['gain_predicted']:.3f})"
+        report.check(bench.dry or abs(values["error"]) <= TARGET, said)
+    bench.keep(found, "gpipe", {"slices": n, "link": LINK.to_dict()})
+
+
+def _rows(found: Validation) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the values of each row; gains are over the row above, None for the first."""
+    above = None
+    for name, row in found.table.iterrows():
+        mine = found.rows[str(name)]
+        gain = (None, None) if above is None else gains(above, mine)
+        above = mine
+        yield str(name), {
+            **{key: float(row[key]) for key in ("predicted", "measured", "error", "worst")},
+            "gain_predicted": gain[0], "gain_measured": gain[1],
+            "utilization_predicted": 1 - float(row["bubble_predicted"]),
+            "utilization_measured": 1 - float(row["bubble_measured"]),
+        }  # fmt: skip
 
 
 def gradient_error(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -112,7 +113,8 @@ class StreamStage(PipelineStage):
             self.stream.wait_event(source._made[op, microbatch])
         with torch.cuda.stream(self.stream):
             yield
-        self._made[op, microbatch] = self.stream.record_event()
+        made = self._made[op, microbatch] = torch.cuda.Event()
+        made.record(self.stream)
 
 
 def _keep_for(stage: StreamStage | None, value: Tensor | None) -> None:
@@ -154,12 +156,11 @@ class TorchRuntime:
             StreamStage(module, i, n, device, stream, self.ran)
             for i, (module, stream) in enumerate(zip(stages, streams, strict=True))
         ]
-        for first, second in zip(made, made[1:], strict=False):
+        for first, second in pairwise(made):
             first.next, second.previous = second, first
 
         def loss_of(output: Tensor, targets: Tensor) -> Tensor:
-            with on_stream(streams[-1]):
-                return cross_entropy(output, targets) / m
+            return cross_entropy(output, targets) / m
 
         self._runtime = make_runtime(
             [self.order], "compute_comms", made, m, loss_fn=loss_of, scale_grads=False
@@ -169,7 +170,7 @@ class TorchRuntime:
         """Run a step, whose gradients add up in the parameters."""
         self.ran.clear()
         inputs, targets = self._batch
-        with joined(self._streams):
+        with joined(self._streams), on_stream(self._streams[-1]):  # where the loss is computed
             self._runtime.step(inputs, target=targets, losses=[], return_outputs=False)
 
     def check_order(self) -> None:

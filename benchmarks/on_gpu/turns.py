@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from _interval import interval
+
 from on_gpu.bench import Bench
 
 #: Runs a step. Returns the host's seconds to issue it where the call waits for the GPU, else None.
