@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeGpu
+from torch import nn
 
 import pipesim as ps
-from pipeexec.models import gpt, split
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
@@ -97,14 +97,14 @@ SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 
 
 def torch_runtime(schedule: str, devices: list[Any]) -> Any:
-    """Return torch's runtime of a small model, a stage a device."""
+    """Return torch's runtime of linear layers, a stage a device."""
     module = importlib.import_module("on_gpu.torch_runtime")
     streams = importlib.import_module("on_gpu.streams").compute_streams(devices)
     n, m = len(devices), 4
     graph = ps.lower(ps.schedule(schedule, n, m), step="none")
-    stages = split(gpt(n_layers=n, d_model=8, n_heads=2, sequence=4), n)
-    tokens = torch.randint(256, (m, 5), generator=torch.Generator().manual_seed(0))
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    torch.manual_seed(0)
+    stages = [nn.Linear(8, 8) for _ in range(n)]
+    batch = torch.rand(m, 8), torch.randint(8, (m,))
     return module.TorchRuntime(graph, stages, streams, torch.device("cpu"), batch)
 
 
