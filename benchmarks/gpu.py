@@ -266,6 +266,7 @@ def _unpack(file: Path, out: Path) -> int:
 
 
 def _publish(out: Path) -> None:
+    sys.path.insert(0, str(ROOT))  # pipesim and pipeexec need not be installed
     from on_gpu.publishing import publish
 
     publish(out)
