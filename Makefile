@@ -9,11 +9,11 @@ BENCHMARKS := $(filter-out benchmarks/_% benchmarks/gpu.py,$(sort $(wildcard ben
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fuzz chaos bench gpu clean
+.PHONY: help demo test lint fuzz chaos bench gpu gpu-unpack clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## profile, predict and run GPipe and 1F1B; writes results/demo/
 	$(BIN)/pipeexec validate --name demo
@@ -39,12 +39,14 @@ chaos: $(STAMP)  ## every fault of the tests, then 50 random ones; writes result
 bench: $(STAMP)  ## run every script in benchmarks/
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
 
-# No .venv and no network: with the Python that has torch, and what it lacks from a folder of wheels.
-gpu:  ## all that needs a GPU, with $(PYTHON)'s torch; WHEELS=folder of what it lacks
-	@set -e; site=; trap 'test -z "$$site" || rm -rf "$$site"' EXIT; \
-	if [ -n "$(WHEELS)" ]; then site=$$(mktemp -d); $(PYTHON) -m pip install --quiet --no-index \
-	--no-deps --no-compile --disable-pip-version-check --target "$$site" $(WHEELS)/*.whl; fi; \
-	PYTHONPATH="$(CURDIR):$$site:$$PYTHONPATH" $(PYTHON) benchmarks/gpu.py
+# No .venv and no network: $(PYTHON) is one whose torch has CUDA. A dry run is on CPU workers, with .venv.
+gpu: $(if $(DRY_RUN),$(STAMP))  ## all that needs a GPU; ONLY=steps PACK=folder LIMIT=seconds WHEELS=folder, or DRY_RUN=1
+	@PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(if $(DRY_RUN),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py \
+	$(if $(ONLY),--only "$(ONLY)") $(if $(PACK),--pack "$(PACK)") $(if $(LIMIT),--limit "$(LIMIT)") \
+	$(if $(WHEELS),--wheels "$(WHEELS)") $(if $(OUT),--out "$(OUT)") $(if $(DRY_RUN),--dry-run)
+
+gpu-unpack: $(STAMP)  ## put what make gpu packed (FILE=gpu.tar.gz) into results/gpu, with tables and figures
+	@$(BIN)/python benchmarks/gpu.py --unpack "$(FILE)" $(if $(OUT),--out "$(OUT)")
 
 clean:  ## remove caches and build artefacts; leaves .venv and results/
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

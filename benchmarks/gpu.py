@@ -1,148 +1,161 @@
-"""Everything that needs a GPU, in one go: tests, validation, timelines, host time, peers, memory.
+"""Everything that needs a GPU, in steps: tests, validation, timelines, host time, peers, memory.
 
-Each step is a process of its own with a time limit, and has written what it found before it ends:
-a step that fails, hangs or leaves the GPU unusable costs nothing but itself. Results go to
-``results/gpu/``: for each step ``STEP.txt`` and the log of its process, figures, run directories,
-and ``summary.txt`` with one line a step.
+Each step is a process of its own with a time limit. It checks what must be right before it times
+anything, and writes each result as soon as it is known, so that a step that fails, hangs or leaves
+the GPU unusable costs nothing but itself. ``make gpu`` calls this; docs/cuda.md has the steps, a
+plan of commands of 9 minutes, and the files that they write to ``results/gpu/``.
 
-``python benchmarks/gpu.py`` needs torch with CUDA and no network; ``make gpu`` calls it. Without a
-GPU, or with ``--dry-run``, the same code runs tiny on CPU workers and writes to a folder that is
-removed again. The exit status is 1 if a step failed, ran out of time, or missed a target.
+Needs torch with CUDA, and no network. With ``--dry-run`` the same steps run tiny on CPU workers.
+The exit status is 2 if nothing was run, and 1 if a step failed, was cut, did not run, or missed a
+target.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import datetime
 import importlib
-import importlib.util
 import os
-import shutil
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
 
 from _machine import ROOT, header
+from on_gpu.outcomes import Outcome, outcomes_in, write_summary
+from on_gpu.packing import SUMMARY, UnpackError, pack, remove, unpack
+from on_gpu.process import Ended, run_process
+from on_gpu.report import MARKS, Missed, Report
+from on_gpu.requirements import (
+    Gpu,
+    find_gpu,
+    gpu_problems,
+    package_problems,
+    path_problems,
+    torch_cuda,
+)
+from on_gpu.steps import STEPS, WARM_UP, chosen, step_called
 
 OUT = ROOT / "results" / "gpu"
-#: Seconds that all steps together may take.
-LIMIT = 465.0
-#: What pipesim and pipeexec import, and the tests.
-PACKAGES = (
-    "torch", "numpy", "pandas", "matplotlib", "numba", "joblib", "cloudpickle", "simpy", "tqdm",
-    "pytest", "hypothesis",
-)  # fmt: skip
-_MISSED = 3  # exit status of a step that missed a target
+#: Exit status of a step that missed a target.
+_MISSED = 3
+#: Seconds under which a step is not begun, and those kept for the end of the command.
+_LEAST, _RESERVE = 10.0, 5.0
 
 
-class Step(NamedTuple):
-    """A module and function that take a Bench and a Report, their arguments, and seconds."""
+class Runner:
+    """Runs steps, one process each, and keeps summary and archive up to date.
 
-    module: str
-    function: str
-    seconds: float
-    arguments: tuple[int, ...] = ()
+    Parameters
+    ----------
+    names
+        The steps, in order.
+    out
+        Folder of the results.
+    pack_to
+        Folder of the archive; None for none.
+    limit
+        Seconds that all steps together may take; None for no limit.
+    gpu
+        The GPU, None in a dry run.
+    site
+        Folder of packages that this Python lacks.
+    """
+
+    def __init__(
+        self, names: Sequence[str], out: Path, pack_to: Path | None, limit: float | None,
+        gpu: Gpu | None, site: Path | None,
+    ) -> None:  # fmt: skip
+        self.names, self.out, self.pack_to, self.limit = [WARM_UP, *names], out, pack_to, limit
+        self.gpu, self.environment = gpu, environment_of_steps(site)
+        self.begin = perf_counter()
+
+    def run(self) -> list[Outcome]:
+        """Run the steps and return their outcomes."""
+        for name in self.names:
+            remove(name, self.out)
+        outcomes: list[Outcome] = []
+        for name in self.names:
+            is_ready = not outcomes or outcomes[0].status == "passed"
+            why = f"the step {WARM_UP} did not pass"
+            outcome = self._step(name) if is_ready else self._outcome(name, "not run", 0.0, why)
+            outcomes.append(outcome)
+            self._keep(outcome)
+            print(outcome.line(), flush=True)
+        return outcomes
+
+    def _step(self, name: str) -> Outcome:
+        seconds = step_called(name).limit
+        if self.limit is not None:
+            left = self.limit - _RESERVE - (perf_counter() - self.begin)
+            if left < min(_LEAST, seconds):
+                return self._outcome(name, "not run", 0.0, f"LIMIT={self.limit:g} s was reached")
+            seconds = min(seconds, left)
+        self._keep(self._outcome(name, "cut", 0.0, "it was under way when this was written"))
+        command = command_of(name, self.out, self.gpu is None)
+        ended = run_process(
+            command, self.out / f"{name}.log", seconds, self.environment, ROOT, self._pack
+        )
+        status, said = status_of(ended, self.out / f"{name}.txt")
+        return self._outcome(name, status, ended.seconds, said)
+
+    def _outcome(self, name: str, status: str, seconds: float, said: str) -> Outcome:
+        now = datetime.datetime.now().isoformat(timespec="seconds")
+        hardware = "" if self.gpu is None else str(self.gpu)
+        return Outcome(name, status, seconds, said, hardware, self.gpu is None, now)
+
+    def _keep(self, outcome: Outcome) -> None:
+        outcome.save(self.out)
+        write_summary(outcomes_in(self.out), self.out / SUMMARY)
+        self._pack()
+
+    def _pack(self) -> None:
+        if self.pack_to is not None:
+            pack(self.names, self.out, self.pack_to)
 
 
-#: In the order in which they run: first what all else stands on. None stands for pytest.
-STEPS: dict[str, Step | None] = {
-    "environment": Step("on_gpu.environment", "environment", 45),
-    "validation-2": Step("on_gpu.validation", "validation", 60, (2,)),
-    "validation-4": Step("on_gpu.validation", "validation", 100, (4,)),
-    "validation-8": Step("on_gpu.validation", "validation", 120, (8,)),
-    "tests": None,
-    "host": Step("on_gpu.host", "host", 30),
-    "overlap": Step("on_gpu.overlap", "overlap", 40),
-    "peers": Step("on_gpu.peers", "peers", 30),
-    "gpipe": Step("on_gpu.gpipe", "gpipe", 40),
-    "memory": Step("on_gpu.memory", "memory", 35),
-    "soak": Step("on_gpu.soak", "soak", 45),
-}
-_SECONDS_OF_TESTS = 110.0
-#: In a dry run there are two workers.
-_DRY = tuple(name for name in STEPS if name not in ("validation-4", "validation-8", "tests"))
-
-
-class Outcome(NamedTuple):
-    """How a step ended."""
-
-    step: str
-    status: str
-    seconds: float
-    said: str
-
-
-def missing_packages() -> list[str]:
-    """Return which of `PACKAGES` this Python lacks."""
-    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-
-
-def has_gpu() -> bool:
-    """Return whether the driver counts a GPU."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    count = ctypes.c_int()
-    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    return not failed and count.value > 0
-
-
-def environment_of_steps() -> dict[str, str]:
+def environment_of_steps(site: Path | None = None) -> dict[str, str]:
     """Return the environment of the processes: a queue of the GPU for each stream."""
-    paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "benchmarks"), str(site or ""), os.environ.get("PYTHONPATH", "")]
     return {
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # the most there are; read when CUDA starts
-        "PYTHONUNBUFFERED": "1",
         "MPLBACKEND": "Agg",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
 
 
-def run_process(name: str, command: Sequence[str], seconds: float, out: Path) -> Outcome:
-    """Run a step in a process of its own, whose output is in ``NAME.log``, for so long at most."""
-    start = perf_counter()
-    log = out / f"{name}.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment_of_steps(), cwd=ROOT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    took = perf_counter() - start
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = lines[-1].strip() if lines else ""
-    if code is None:
-        return Outcome(name, "too late", took, f"stopped after {seconds:.0f} s in: {said}")
-    status = {0: "ok", _MISSED: "missed"}.get(code, "failed")
-    return Outcome(name, status, took, said)
+def status_of(ended: Ended, report: Path) -> tuple[str, str]:
+    """Return the status of a step that ended so, and a remark."""
+    if ended.code is None:
+        return "cut", f"stopped after {ended.seconds:.0f} s in: {ended.said}"
+    if ended.code < 0:
+        return "failed", f"ended by {signal.Signals(-ended.code).name} in: {ended.said}"
+    lines = report.read_text().splitlines() if report.is_file() else []
+    met, missed = ([x[len(mark) :].strip() for x in lines if x.startswith(mark)] for mark in MARKS)
+    if ended.code == _MISSED and missed:
+        return "missed", f"{len(missed)} of {len(met) + len(missed)} targets, first: {missed[0]}"
+    if ended.code:
+        return "failed", ended.said
+    return "passed", f"{len(met)} targets met" if met else ended.said
 
 
 def run_here(name: str, out: Path, dry: bool) -> int:
     """Run a step in this process; return its exit status."""
     from on_gpu.bench import Bench
-    from on_gpu.report import Missed, Report
 
-    step = STEPS[name]
-    assert step is not None
-    report = Report(out / f"{name}.txt", [*header(["torch", "numpy"]), ""])
+    step = step_called(name)
+    report = Report(out / f"{name}.txt", [*header(["torch", "numpy"]), ""], dry=dry)
     try:
         call: Callable[..., None] = getattr(importlib.import_module(step.module), step.function)
-        call(Bench(out, dry), report, *step.arguments)
+        call(Bench(out / name, dry), report, *step.arguments)
         report.end()
     except Missed as missed:
         report.say(str(missed))
@@ -153,75 +166,110 @@ def run_here(name: str, out: Path, dry: bool) -> int:
     return 0
 
 
-def command_of(name: str, out: Path) -> list[str]:
+def command_of(name: str, out: Path, dry: bool) -> list[str]:
     """Return the command of a step's process."""
-    if STEPS[name] is not None:
+    if step_called(name).module:
         script = str(Path(__file__).resolve())
-        return [sys.executable, script, "--step", name, "--out", str(out)]
-    tests = ["tests/test_cuda.py", "tests/test_executor.py"]
-    return [sys.executable, "-m", "pytest", "-v", "-m", "cuda", "-p", "no:cacheprovider", "--tb",
-            "short", *tests]  # fmt: skip
+        command = [sys.executable, script, "--step", name, "--out", str(out)]
+        return [*command, "--dry-run"] if dry else command
+    # A node of AccumulateGrad on another stream than its gradient's makes streams wait.
+    stale = "error:The AccumulateGrad node's stream does not match:UserWarning"
+    return [sys.executable, "-m", "pytest", "-v", "-m", "cuda", "-p", "no:cacheprovider",
+            "-o", "addopts=-ra", "-W", stale, "--tb", "short", "--durations", "10",
+            "tests/test_cuda.py", "tests/test_executor.py"]  # fmt: skip
 
 
-def run_all(names: Sequence[str], out: Path, dry: bool) -> list[Outcome]:
-    """Run steps one after the other, and keep the summary up to date."""
-    begin, outcomes = perf_counter(), []
-    for name in names:
-        step = STEPS[name]
-        left = LIMIT - (perf_counter() - begin)
-        seconds = min(_SECONDS_OF_TESTS if step is None else step.seconds, left)
-        if dry:
-            start = perf_counter()
-            status = {0: "ok", _MISSED: "missed"}.get(run_here(name, out, dry), "failed")
-            outcome = Outcome(name, status, perf_counter() - start, "")
-        elif seconds < 10:
-            outcome = Outcome(name, "not run", 0.0, "no time was left")
-        else:
-            outcome = run_process(name, command_of(name, out), seconds, out)
-        outcomes.append(outcome)
-        lines = summary(outcomes)
-        (out / "summary.txt").write_text("\n".join([*header(["torch"]), "", *lines]) + "\n")
-        print(lines[-1], flush=True)
-    return outcomes
-
-
-def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a line a step."""
-    return [f"{o.step:<14} {o.status:<9} {o.seconds:6.1f} s  {o.said[:160]}" for o in outcomes]
+def install(wheels: Path, site: Path) -> str | None:
+    """Install wheels into a folder; return a line if that fails."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps",
+               "--no-compile", "--disable-pip-version-check", "--target", str(site),
+               *map(str, sorted(wheels.glob("*.whl")))]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    sys.path.insert(0, str(site))
+    importlib.invalidate_caches()
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    why = lines[-1] if lines else f"status {done.returncode}"
+    return f"WHEELS={wheels} cannot be installed: {why}" if done.returncode else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all steps, or some, or one in this process."""
+    """Run steps, or one in this process, or unpack the results of some."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="STEPS", help=f"of {','.join(STEPS)}")
+    parser.add_argument("--pack", type=Path, help="folder of gpu.tar.gz and summary.txt")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="for all steps together")
+    parser.add_argument("--wheels", type=Path, help="folder of packages that this Python lacks")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on CPU workers")
-    parser.add_argument("--only", help="names of steps, with commas between")
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--step", choices=[n for n, s in STEPS.items() if s is not None],
-                        help=argparse.SUPPRESS)  # fmt: skip
+    parser.add_argument("--unpack", type=Path, metavar="FILE", help="a gpu.tar.gz, into --out")
+    parser.add_argument("--out", type=Path, help=f"folder of the results; {OUT} by default")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.step is not None:
         return run_here(options.step, options.out, options.dry_run)
-    lacking = missing_packages()
-    if lacking:
-        words = " ".join(lacking)
-        print(f"{sys.executable} lacks {words}. Where there is a network: python3 -m pip download "
-              f"--no-deps -d wheels {words}; then here: make gpu WHEELS=wheels",
-              file=sys.stderr)  # fmt: skip
-        return 1
-    dry = options.dry_run or not has_gpu()
-    names = options.only.split(",") if options.only else list(_DRY if dry else STEPS)
-    unknown = [name for name in names if name not in STEPS]
-    if unknown:
-        parser.error(f"no step {unknown[0]!r}; there are {', '.join(STEPS)}")
-    folder = Path(tempfile.mkdtemp(prefix="gpu-dry-run-")) if dry else options.out
-    print("a dry run on CPU workers: nothing is measured" if dry else f"writing {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
+    if options.unpack is not None:
+        return _unpack(options.unpack, options.out or OUT)
+    with ExitStack() as stack:
+        folder = lambda prefix: Path(  # noqa: E731
+            stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix))
+        )
+        return _run(options, folder)
+
+
+def _run(options: argparse.Namespace, folder: Callable[[str], Path]) -> int:
+    """Check what is required, then run the steps; ``folder`` makes temporary ones."""
+    problems, names, gpu, site = [], [], None, None
     try:
-        outcomes = run_all(names, folder, dry)
-    finally:
-        if dry:
-            shutil.rmtree(folder, ignore_errors=True)
-    return int(any(outcome.status != "ok" for outcome in outcomes))
+        names = chosen(options.only, options.dry_run)
+    except ValueError as error:
+        problems.append(str(error))
+    out = options.out or (folder("gpu-dry-run-") if options.dry_run else OUT)
+    problems += path_problems([("OUT", out), ("PACK", options.pack)], options.limit, options.wheels)
+    if options.wheels is not None and not problems:
+        site = folder("gpu-wheels-")
+        problems += filter(None, [install(options.wheels, site)])
+    missing = package_problems()
+    problems += missing
+    if not options.dry_run:
+        gpu = find_gpu()
+        problems += [gpu] if isinstance(gpu, str) else (
+            gpu_problems(gpu, names, torch_cuda()) if not missing else [])  # fmt: skip
+    if problems:
+        print("\n".join(f"make gpu: {problem}" for problem in problems), file=sys.stderr)
+        return 2
+    return _run_steps(Runner(names, out, options.pack, options.limit, gpu, site))
+
+
+def _run_steps(runner: Runner) -> int:
+    """Run steps; draw the figures, unless whoever unpacks the archive will."""
+    print(runner.gpu or "a dry run on CPU workers: nothing is measured on a GPU", flush=True)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a step that is stopped writes no memory
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as an interrupt: ends the step
+    outcomes = runner.run()
+    if runner.pack_to is None:
+        _publish(runner.out)
+    else:
+        print(f"packed in {runner.pack_to}")
+    return int(any(outcome.status != "passed" for outcome in outcomes))
+
+
+def _unpack(file: Path, out: Path) -> int:
+    try:
+        outcomes = unpack(file, out)
+    except UnpackError as error:
+        print(f"make gpu-unpack: {error}", file=sys.stderr)
+        return 2
+    _publish(out)
+    for line in (outcome.line() for outcome in outcomes):
+        print(line)
+    print(f"unpacked to {out}")
+    return 0
+
+
+def _publish(out: Path) -> None:
+    sys.path.insert(0, str(ROOT))  # pipesim and pipeexec need not be installed
+    from on_gpu.publishing import publish
+
+    publish(out)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,18 @@ _LOOKS = {"idle": ("#74B9E7", "o", (0, (4, 1.5))), "loaded": ("#C8560A", "s", "-
 
 
 def save_profile(
-    folder: Path, table: pd.DataFrame, transfers: pd.DataFrame, fits: pd.DataFrame
+    folder: Path,
+    table: pd.DataFrame,
+    transfers: pd.DataFrame,
+    fits: pd.DataFrame,
+    *,
+    figures: bool = True,
 ) -> None:
     """Write the tables of a profile, and the figure of its transfers where there are any."""
     table.to_csv(folder / TABLE)
     transfers.to_csv(folder / TRANSFERS, index=False)
     fits.to_csv(folder / FITS)
-    if len(transfers):
+    if figures and len(transfers):
         from matplotlib.figure import Figure
 
         figure, ax = sized(Figure, 7.16, 1, height=3.0)

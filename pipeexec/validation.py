@@ -20,7 +20,7 @@ from pipeexec.run_lock import check_file_names
 from pipesim.compare import Comparison
 from pipesim.costs import Costs
 from pipesim.error_parts import PARTS
-from pipesim.errors import ArgumentError, RunDirectoryError
+from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
 from pipesim.files import check_path
 from pipesim.intervals import Interval
 from pipesim.timeline import Timeline
@@ -205,12 +205,28 @@ class Validation:
 
         return overlay({name: row.comparison for name, row in self.rows.items()}, **options)
 
-    def save(self, path: Path | str, *, record: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        path: Path | str,
+        *,
+        record: Mapping[str, Any] | None = None,
+        figures: bool = True,
+    ) -> None:
         """Write a run directory, whole or not at all.
 
         ``run.json``, ``costs.json``, ``table.csv``, ``overlay.png`` and ``overlay.pdf``; with a
         profile, what `Profile.save` writes; for each row a folder with ``timeline.csv`` (the median
         step), ``predicted.csv``, ``parts.csv`` (of each step's error) and ``ops.csv``.
+
+        Parameters
+        ----------
+        path
+            The folder.
+        record
+            Further entries of ``run.json``.
+        figures
+            Whether to draw: it takes seconds, and `load_run` returns a validation that can be
+            drawn elsewhere.
 
         Raises
         ------
@@ -233,15 +249,16 @@ class Validation:
         }
         path = check_path("path", path, "write")
         check_rows(self.rows)
+        check_flag("figures", figures)
         said = {"clocks": self.clocks, "notes": self.notes, "rows": rows}
         with write_directory(path, {"command": command(), **checked_record(record), **said}) as to:
             self.costs.save(to / "costs.json")
             self.table.to_csv(to / "table.csv")
             if self.profile is not None:
-                save_profile(to, self.profile.table, self.profile.transfers, self.profile.fits)
-            figure = self.figure()
-            for suffix in ("png", "pdf"):
-                save(figure, to / f"overlay.{suffix}")
+                tables = self.profile.table, self.profile.transfers, self.profile.fits
+                save_profile(to, *tables, figures=figures)
+            if figures:
+                save(self.figure(), *(to / f"overlay.{suffix}" for suffix in ("png", "pdf")))
             for name, row in self.rows.items():
                 (to / _folder(name)).mkdir()
                 row.measured.save(to / _folder(name) / "timeline.csv")

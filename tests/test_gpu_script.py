@@ -1,85 +1,75 @@
-"""``benchmarks/gpu.py``: its steps, tiny and on CPU workers, and what it does if they fail."""
+"""``make gpu``: its steps, tiny and on CPU workers; how they end; archives; refusals."""
 
 from __future__ import annotations
 
 import importlib
-import json
+import itertools
+import re
 import sys
-from collections.abc import Iterator
-from contextlib import nullcontext
-from itertools import pairwise
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from ctypes import byref, c_int
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from fake_cuda import FakeGpu
-from torch import nn
 
-import pipesim as ps
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Return the script as a module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "gpu.py")])
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "gpu.py")])
     yield importlib.import_module("gpu")
     for name in [n for n in sys.modules if n.startswith("on_gpu") or n in ("gpu", "_machine")]:
         del sys.modules[name]
 
 
-def test_a_dry_run_runs_every_step(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And writes nothing where results are."""
-    assert script.main(["--dry-run", "--out", str(tmp_path / "results")]) == 0
-    said = capsys.readouterr().out
-    for name in script._DRY:
-        assert f"{name:<14} ok" in said
-    assert "zbv as a CUDA graph" in said
-    assert "gradients, zb_h1, torch.distributed.pipelining: " in said
-    assert not list(tmp_path.iterdir())
+def _part(name: str) -> ModuleType:
+    return importlib.import_module(f"on_gpu.{name}")
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "said"),
-    [
-        ("print('fine')", "ok", "fine"),
-        ("raise SystemExit(3)", "missed", ""),
-        ("raise ValueError('bad')", "failed", "ValueError: bad"),
-        ("import time; print('slow'); time.sleep(60)", "too late", "stopped after 1 s in: slow"),
-    ],
-)
-def test_a_step_is_a_process_of_its_own(
-    script: ModuleType, tmp_path: Path, code: str, status: str, said: str
-) -> None:
-    """However it ends, its log is there and the others run."""
-    seconds = 1.0 if "60" in code else 30.0
-    outcome = script.run_process("step", [sys.executable, "-c", code], seconds, tmp_path)
-    assert (outcome.status, outcome.said) == (status, said)
-    assert (tmp_path / "step.log").is_file()
+# Steps
 
 
-def test_what_is_missing_is_named(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(script, "PACKAGES", ("numpy", "no_such_package"))
-    assert script.main(["--dry-run"]) == 1
-    assert "lacks no_such_package" in capsys.readouterr().err
+def test_a_dry_run_runs_every_step(script: ModuleType, tmp_path: Path) -> None:
+    """Its archive holds what a reader wants to see."""
+    steps, outcomes, packing = _part("steps"), _part("outcomes"), _part("packing")
+    ran, packed, found = (tmp_path / name for name in ("ran", "packed", "found"))
+    ran.mkdir()
+    packed.mkdir()
+    for name in (steps.WARM_UP, *steps.DRY):
+        assert script.run_here(name, ran, dry=True) == 0, (ran / f"{name}.txt").read_text()
+        outcomes.Outcome(name, "passed", 1.0, "", is_dry=True).save(ran)
+    packing.pack((steps.WARM_UP, *steps.DRY), ran, packed)
+    assert {file.name for file in packed.iterdir()} == {"gpu.tar.gz", "summary.txt"}
+    assert script.main(["--unpack", str(packed / "gpu.tar.gz"), "--out", str(found)]) == 0
+    page = (found / "README.md").read_text()
+    for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"):
+        assert re.search(rf"\| 2 \| {name} \| True \| True \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", page)
+        assert re.search(rf"\| 2 \| {name} \| True \| [\d.e-]+ \|", page)  # gradients
+    for figure in re.findall(r"\((figures/[^)]*)\)", page):
+        assert (found / figure).is_file()
+        assert (found / figure).with_suffix(".pdf").is_file()
+    assert {file.stem for file in (found / "figures").iterdir()} >= {
+        "overlay-2-slices-graph", "overlap-gpipe", "gpipe-ablation",
+    }  # fmt: skip
+    kinds = {"errors", "gradients", "overlap", "gpipe", "host", "peers", "soak", "data-sheet"}
+    assert kinds <= {file.stem for file in found.glob("*.csv")}
 
 
 def test_a_step_that_raises_says_where(script: ModuleType, tmp_path: Path) -> None:
     """And one that misses a target is told apart."""
-    module = importlib.import_module("on_gpu.host")
+    module = _part("host")
 
-    def misses(bench: object, report: object) -> None:
-        report.check(False, "too slow")  # type: ignore[attr-defined]
-        report.end()  # type: ignore[attr-defined]
+    def misses(bench: object, report: Any) -> None:
+        report.check(False, "too slow")
+        report.end()
 
     for call, code, said in ((misses, 3, "MISSED too slow"), (None, 1, "TypeError")):
         module.host = call  # type: ignore[attr-defined]
@@ -87,88 +77,345 @@ def test_a_step_that_raises_says_where(script: ModuleType, tmp_path: Path) -> No
         assert said in (tmp_path / "host.txt").read_text()
 
 
-def test_no_two_steps_need_more_time_than_there_is(script: ModuleType) -> None:
-    """The validations, on which most depends, fit in whatever the first step takes."""
-    first = [s.seconds for name, s in script.STEPS.items() if s and name[:4] in ("envi", "vali")]
-    assert sum(first) < script.LIMIT < 480
+def test_gradients_are_checked_before_times(script: ModuleType, tmp_path: Path) -> None:
+    """A validation that is cut has compared them."""
+    module, report = _part("validation"), _part("report").Report(tmp_path / "said.txt", dry=True)
+    calls: list[str] = []
+
+    def cut(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    module.gradient_error = lambda *a, **_: calls.append(a[1]) or 0.0  # type: ignore[attr-defined]
+    module.validate = cut  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        module.validation(_part("bench").Bench(tmp_path, dry=True), report, 2)
+    assert calls == ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv"]
+    assert len(re.findall("^ok .*limit", report.path.read_text(), re.MULTILINE)) == 5
 
 
-SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+# How steps end
+
+PASSES = "print('fine')"
+MISSES = """
+import sys
+print("ok     a\\nMISSED error of 7 %", file=open(sys.argv[1] + "/host.txt", "w"))
+raise SystemExit(3)
+"""
+FAILS = "raise ValueError('bad')"
+IS_KILLED = "import os; print('half way', flush=True); os.kill(os.getpid(), 9)"
+HANGS = """
+import threading, time
+def asleep():
+    time.sleep(60)
+threading.Thread(target=asleep).start()
+print("slow")
+time.sleep(60)
+"""
 
 
-def torch_runtime(schedule: str, devices: list[Any]) -> Any:
-    """Return torch's runtime of linear layers, a stage a device."""
-    module = importlib.import_module("on_gpu.torch_runtime")
-    streams = importlib.import_module("on_gpu.streams").compute_streams(devices)
-    n, m = len(devices), 4
-    graph = ps.lower(ps.schedule(schedule, n, m), step="none")
-    torch.manual_seed(0)
-    stages = [nn.Linear(8, 8) for _ in range(n)]
-    batch = torch.rand(m, 8), torch.randint(8, (m,))
-    return module.TorchRuntime(graph, stages, streams, torch.device("cpu"), batch)
-
-
-@SCHEDULES
-def test_torchs_runtime_runs_our_schedule(script: ModuleType, schedule: str) -> None:
-    """In the order that it is given, which is that of each device; other orders are found."""
-    module = importlib.import_module("on_gpu.torch_runtime")
-    with module.one_process():
-        runtime = torch_runtime(schedule, ["cpu"] * 3)
-        runtime.step()
-    runtime.check_order()
-    for stage, order in enumerate(ps.schedule(schedule, 3, 4).orders):
-        ran = [action for action in runtime.ran if action.startswith(str(stage))]
-        assert ran == [str(action) for action in order]
-    runtime.order.reverse()
-    with pytest.raises(RuntimeError, match="was given"):
-        runtime.check_order()
-
-
-def sanitized_steps(patch: pytest.MonkeyPatch, spoil: str | None, schedule: str) -> Any:
-    """Run torch's runtime on the stand-in for CUDA; return what was found."""
-    sanitizing = pytest.importorskip("sanitizing")
-    module = importlib.import_module("on_gpu.torch_runtime")
-    if spoil is not None:
-        patch.setattr(module, spoil, lambda *_: nullcontext())
-    with sanitizing.sanitized(patch) as watch, module.one_process():
-        runtime = torch_runtime(schedule, [FakeGpu(index) for index in range(3)])
-        for _ in range(2):
-            runtime.step()
-    return watch
-
-
-@SCHEDULES
-def test_torchs_runtime_does_not_race(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, schedule: str
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        (PASSES, "passed", "fine"),
+        (MISSES, "missed", "1 of 2 targets, first: error of 7 %"),
+        (FAILS, "failed", "ValueError: bad"),
+        (IS_KILLED, "failed", "ended by SIGKILL in: half way"),
+        (HANGS, "cut", "stopped after 1 s in: slow"),
+    ],
+)
+def test_a_step_is_a_process_of_its_own(
+    script: ModuleType, tmp_path: Path, code: str, status: str, said: str
 ) -> None:
-    """On a stream a stage, as on slices."""
-    watch = sanitized_steps(monkeypatch, None, schedule)
-    assert not watch.races, watch.races
-    assert not watch.freed, watch.freed
-    assert watch.n_kept
+    """However it ends, its log is there; one that hangs leaves the stack of every thread."""
+    log, seconds = tmp_path / "host.log", 0.7 if code == HANGS else 30.0
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    ended = _part("process").run_process(
+        command, log, seconds, script.environment_of_steps(), tmp_path
+    )
+    assert script.status_of(ended, tmp_path / "host.txt") == (status, said)
+    if code == HANGS:
+        assert "in asleep" in log.read_text()
+        assert "Current thread" in log.read_text()
 
 
-@pytest.mark.parametrize("spoil", ["joined", "on_stream"])
-def test_races_of_torchs_runtime_would_be_seen(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, spoil: str
+def test_a_process_that_ignores_signals_is_killed(script: ModuleType, tmp_path: Path) -> None:
+    """With the children that it has."""
+    child = "import signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    _part("process")._STACKS = 0.5  # type: ignore[attr-defined]
+    start = time.perf_counter()
+    run_process: Callable[..., Any] = _part("process").run_process
+    ended = run_process([sys.executable, "-c", code], tmp_path / "log", 0.5, {}, tmp_path)
+    assert ended.code is None
+    assert time.perf_counter() - start < 8
+
+
+def _runner(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, limit: float | None = None
+) -> Any:
+    """Return a runner of steps that pass, fail, are killed, hang and pass."""
+    codes = {"warm-up": PASSES, "environment": PASSES, "overlap": FAILS, "gpipe": IS_KILLED,
+             "host": PASSES, "memory": HANGS, "soak": PASSES}  # fmt: skip
+
+    def command(name: str, out: Path, dry: bool) -> list[str]:
+        report = f"open({str(out / f'{name}.txt')!r}, 'w').write('measured');"
+        return [sys.executable, "-c", report + codes[name]]
+
+    monkeypatch.setattr(script, "command_of", command)
+    monkeypatch.setattr(script, "ROOT", folder)
+    steps = _part("steps")
+    for name in codes:
+        short = steps.step_called(name)._replace(limit=1.0 if name == "memory" else 30.0)
+        kept = steps._PREPARATION if name in steps._PREPARATION else steps.STEPS
+        monkeypatch.setitem(kept, name, short)
+    (folder / "packed").mkdir(parents=True)
+    (folder / "out").mkdir()
+    names = [name for name in codes if name != "warm-up"]
+    return script.Runner(names, folder / "out", folder / "packed", limit, None, None)
+
+
+def test_an_archive_has_all_that_was_measured(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert sanitized_steps(monkeypatch, spoil, "zb_h1").races
+    """Whatever happened to steps before and behind."""
+    wanted = {"warm-up": "passed", "environment": "passed", "overlap": "failed", "gpipe": "failed",
+              "host": "passed", "memory": "cut", "soak": "passed"}  # fmt: skip
+    runner = _runner(script, monkeypatch, tmp_path)
+    assert {o.step: o.status for o in runner.run()} == wanted
+    assert script.main(["--unpack", str(tmp_path / "packed" / "gpu.tar.gz"), "--out",
+                        str(tmp_path / "found")]) == 0  # fmt: skip
+    summary = (tmp_path / "found" / "summary.txt").read_text()
+    assert [line.split()[:2] for line in summary.splitlines() if line[:1].islower()][1:] == [
+        list(item) for item in wanted.items()
+    ]
+    for name in wanted:
+        assert (tmp_path / "found" / f"{name}.txt").read_text() == "measured"
 
 
-def test_the_ablation_is_drawn_from_its_run_directory(script: ModuleType, tmp_path: Path) -> None:
-    """And a gain over the row above is in the table of each but the first."""
-    assert script.run_here("gpipe", tmp_path, dry=True) == 0
-    draw = importlib.import_module("on_gpu.figures").draw_ablation
-    for path in draw(tmp_path / "gpipe", tmp_path / "ablation"):
-        assert path.stat().st_size > 10_000
-    rows = [json.loads(line) for line in (tmp_path / "gpipe.jsonl").read_text().splitlines()]
-    assert [row["row"] for row in rows] == ["none", "+ dependency", "+ streams", "+ portals"]
-    for above, row in pairwise(rows):
-        gain = above["predicted"] / row["predicted"]
-        assert row["gain_predicted"] == pytest.approx(gain)
+def test_an_archive_is_whole_while_a_step_runs(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a command that is killed leaves what was measured until then."""
+    runner = _runner(script, monkeypatch, tmp_path)
+    seen: list[list[str]] = []
+    step = runner._step
+
+    def looking(name: str) -> Any:
+        outcome = step(name)
+        with tarfile.open(tmp_path / "packed" / "gpu.tar.gz") as archive:
+            seen.append(archive.getnames())
+        summary = (tmp_path / "packed" / "summary.txt").read_text()
+        assert f"{name:<14} cut" in summary
+        return outcome
+
+    monkeypatch.setattr(runner, "_step", looking)
+    runner.names = ["warm-up", "environment", "host"]
+    runner.run()
+    assert {"warm-up.txt", "warm-up.log", "environment.txt", "host.json"} <= set(seen[-1])
 
 
-def test_intervals_of_ratios(script: ModuleType) -> None:
-    """By order statistics: of 20 values the 6th and the 15th."""
-    ratio = importlib.import_module("on_gpu.turns").ratio
-    assert ratio(range(1, 21), [2.0] * 20) == (5.25, 3.0, 7.5)
+def test_a_limit_cuts_what_is_under_way(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And steps for which no time is left say so."""
+    runner = _runner(script, monkeypatch, tmp_path, limit=1000.0)
+    monkeypatch.setattr(script, "_LEAST", 0.5)
+    runner.names = ["warm-up", "memory", "soak"]
+    step = runner._step
+
+    def short(name: str) -> Any:
+        if name == "memory":
+            runner.begin = time.perf_counter() - 1000 + script._RESERVE + 0.6
+        return step(name)
+
+    monkeypatch.setattr(runner, "_step", short)
+    found = {o.step: (o.status, o.said) for o in runner.run()}
+    assert found["memory"] == ("cut", "stopped after 1 s in: slow")
+    assert found["soak"] == ("not run", "LIMIT=1000 s was reached")
+
+
+def test_nothing_is_run_on_a_gpu_that_cannot_be_used(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the warm-up shows."""
+    runner = _runner(script, monkeypatch, tmp_path)
+    runner.names = ["overlap", "environment"]
+    monkeypatch.setattr(script, "WARM_UP", "overlap")
+    found = [(o.status, o.said) for o in runner.run()]
+    assert found == [("failed", "ValueError: bad"), ("not run", "the step overlap did not pass")]
+
+
+def test_results_of_one_step_replace_only_its_own(script: ModuleType, tmp_path: Path) -> None:
+    """Archives of several commands are unpacked into one folder."""
+    outcomes, packing = _part("outcomes"), _part("packing")
+    for number, steps in enumerate((("environment", "host"), ("host",))):
+        folder = tmp_path / str(number)
+        (folder / "host").mkdir(parents=True)
+        for step in steps:
+            outcomes.Outcome(step, "passed", float(number), f"run {number}").save(folder)
+        (folder / "host" / f"{number}.csv").write_text("")
+        packing.pack(steps, folder, folder)
+        packing.unpack(folder / "gpu.tar.gz", tmp_path / "all")
+    found = {o.step: o.said for o in outcomes.outcomes_in(tmp_path / "all")}
+    assert found == {"environment": "run 0", "host": "run 1"}
+    assert [file.name for file in (tmp_path / "all" / "host").iterdir()] == ["1.csv"]
+
+
+def test_files_that_are_no_archive_are_refused(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor are a dry run's results put in the place of measured ones."""
+    outcomes, packing = _part("outcomes"), _part("packing")
+    text, empty = tmp_path / "a.txt", tmp_path / "b.tar.gz"
+    text.write_text("no archive")
+    with tarfile.open(empty, "w:gz") as archive:
+        archive.add(text, "elsewhere.txt")
+    evil = tmp_path / "c.tar.gz"
+    with tarfile.open(evil, "w:gz") as archive:
+        archive.add(text, "../../host.txt")
+    measured, dry = tmp_path / "measured", tmp_path / "dry"
+    for folder, is_dry in ((measured, False), (dry, True)):
+        folder.mkdir()
+        outcomes.Outcome("host", "passed", 1.0, "", is_dry=is_dry).save(folder)
+    packing.pack(["host"], dry, dry)
+    for file, said in (
+        (tmp_path / "none", "No such file"), (text, "cannot be unpacked: .*; give the gpu.tar.gz"),
+        (empty, "holds no results of make gpu"), (evil, "cannot be unpacked: .*; give the gpu.tar.gz"),
+        (dry / "gpu.tar.gz", "holds a dry run, and .* measured results; give OUT="),
+    ):  # fmt: skip
+        assert script.main(["--unpack", str(file), "--out", str(measured)]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert re.search(said, lines[0])
+
+
+# Requirements
+
+
+def _driver(found: Mapping[Any, Any]) -> Any:
+    """Return a stand-in for libcuda: an H100 with a driver of CUDA 13.0, but for what is given."""
+    values = {"count": 1, "version": 13000, 16: 132, 75: 9, "init": 0, "green": True, **found}
+
+    def put(key: Any) -> Callable[..., int]:
+        def call(to: Any, *_: Any) -> int:
+            to._obj.value = values[key]
+            return 0
+
+        return call
+
+    def attribute(to: Any, which: int, _: Any) -> int:
+        return put(which)(to)
+
+    library = SimpleNamespace(
+        cuInit=lambda flags: values["init"], cuDeviceGetCount=put("count"),
+        cuDriverGetVersion=put("version"), cuDeviceGet=lambda to, index: 0,
+        cuDeviceGetName=lambda to, *_: setattr(to, "value", b"NVIDIA H100 80GB HBM3"),
+        cuDeviceGetAttribute=attribute,
+    )  # fmt: skip
+    if values["green"]:
+        library.cuGreenCtxCreate = None
+    assert byref(c_int())._obj.value == 0  # what `put` relies on
+    return library
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "said"),
+    [
+        ({}, "13.0", None),
+        ({"version": 12080}, "12.8", None),
+        ({"init": 100}, "13.0", "no GPU: the driver answers cuInit with error 100; make gpu DRY"),
+        ({"count": 0}, "13.0", "no GPU: the driver counts 0.*make gpu DRY_RUN=1"),
+        ({"version": 12080}, "13.0", r"too old: torch, built for CUDA 13.0, need one of CUDA 13.0"),
+        ({"version": 12020}, "12.1", r"too old: green contexts, .* CUDA 12.4, it is of 12.2"),
+        ({"green": False}, "13.0", "no green contexts"),
+        ({16: 46}, "13.0", "validation-8 needs 8 slices of 8 SMs, .* has 46 SMs; .*ONLY="),
+        ({}, None, "torch was built without CUDA"),
+    ],
+)
+def test_a_gpu_that_does_not_do_is_named(
+    script: ModuleType, driver: dict[Any, Any], cuda: str | None, said: str | None
+) -> None:
+    """In one line, before torch is loaded."""
+    requirements = _part("requirements")
+    gpu = requirements.find_gpu(_driver(driver))
+    problems = [gpu] if isinstance(gpu, str) else requirements.gpu_problems(
+        gpu, ["validation-8"], cuda)  # fmt: skip
+    assert len(problems) == (said is not None)
+    if said is not None:
+        assert re.search(said, problems[0])
+
+
+def test_two_slices_fit_where_eight_do_not(script: ModuleType) -> None:
+    requirements = _part("requirements")
+    gpu = requirements.find_gpu(_driver({16: 46}))
+    assert requirements.gpu_problems(gpu, ["validation-2"], "13.0") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--only", "validation-3"], r"ONLY: step 'validation-3' does not exist; there are env"),
+        (["--only", " , "], "ONLY names no step"),
+        (["--dry-run", "--only", "tests"], "step 'tests' is not run on CPU workers"),
+        (["--dry-run", "--pack", "/proc/packed"], "PACK=/proc/packed cannot be written: "),
+        (["--dry-run", "--limit", "0"], "LIMIT must be a positive number of seconds, got 0"),
+        (["--dry-run", "--limit", "nan"], "LIMIT must be a positive number"),
+        (["--dry-run", "--wheels", "/nowhere"], "WHEELS=/nowhere holds no wheels"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    options: list[str], said: str,
+) -> None:  # fmt: skip
+    """In one line; nothing is run, and nothing is written."""
+    monkeypatch.setattr(
+        script, "find_gpu", lambda: _part("requirements").Gpu("", 132, 9, 13000, True)
+    )
+    monkeypatch.setattr(script, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(script, "OUT", Path("/proc/none" if "--dry-run" in options else "/tmp"))
+    monkeypatch.setattr(script, "Runner", None)
+    assert script.main(options) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert re.search(said, lines[0])
+
+
+def test_packages_and_pythons_that_do_not_do_are_named(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requirements = _part("requirements")
+    (line,) = requirements.package_problems(("numpy", "no_such_package"))
+    assert "lacks no_such_package: " in line
+    assert "WHEELS=wheels" in line
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2))
+    (line,) = requirements.package_problems(("no_such_package",))
+    assert re.search(r"Python 3.11 or newer is needed, .* is 3.9; give PYTHON=", line)
+
+
+def test_a_wheel_that_cannot_be_installed_is_named(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thing-1.0-py3-none-any.whl").write_text("no wheel")
+    assert script.main(["--dry-run", "--wheels", str(tmp_path)]) == 2
+    assert re.search(r"make gpu: WHEELS=.* cannot be installed: ", capsys.readouterr().err)
+
+
+# The plan
+
+
+def test_the_plan_of_the_docs_is_the_steps(script: ModuleType) -> None:
+    """Each step is in one of three commands, whose estimates leave room below 9 minutes."""
+    steps = _part("steps")
+    text = (ROOT / "docs" / "cuda.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) s \| (\d+) s \|", text, re.MULTILINE)
+    assert {name: (float(a), float(b)) for name, a, b in rows} == {
+        name: (s.estimate, s.limit) for name, s in (*steps._PREPARATION.items(),
+                                                    *steps.STEPS.items())
+    }  # fmt: skip
+    commands = [only.split(",") for only in re.findall(r"^make gpu ONLY=(\S+) .*LIMIT=540", text,
+                                                       re.MULTILINE)]  # fmt: skip
+    assert sorted(itertools.chain(*commands)) == sorted(steps.STEPS)
+    assert len(commands) == 3
+    for names in commands:
+        assert names == steps.chosen(",".join(names), dry=False)
+        assert sum(steps.step_called(n).estimate for n in (steps.WARM_UP, *names)) < 0.8 * 540

@@ -1,10 +1,12 @@
-"""What the steps of ``benchmarks/gpu.py`` share: devices, a model, reports, comparisons."""
+"""Devices, sizes and models of the steps of ``benchmarks/gpu.py``."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ import pipesim as ps
 from pipeexec.capture import Recorder
 from pipeexec.devices import DeviceLike
 from pipeexec.models import cross_entropy, gpt, split
-from pipeexec.validation import Validation
 from pipesim.ops import COMPUTE, SENDS
 
 #: Schedules that place the same stages on the same devices, and so share costs: name and options.
@@ -36,13 +37,14 @@ class Bench:
     Parameters
     ----------
     out
-        The folder of the results.
+        Folder of the files that the step writes; made when it writes the first.
     dry
         On CPU workers, tiny, to see that everything runs; targets then do not count.
     """
 
     def __init__(self, out: Path, dry: bool) -> None:
         self.out, self.dry = out, dry
+        self._layers: dict[int, nn.Sequential] = {}
         self.gpu = torch.device("cpu" if dry else "cuda:0")
         self.slice_counts = (2,) if dry else (2, 4, 8)
         self.width, self.heads, self.sequence = (32, 2, 16) if dry else (1024, 16, 256)
@@ -61,16 +63,25 @@ class Bench:
         """Return whether steps become CUDA graphs, where that is wanted."""
         return wanted and not self.dry
 
+    def layers(self, n_blocks: int) -> nn.Sequential:
+        """Return the layers of a transformer of ``n_blocks``; made once, as that takes a second."""
+        if n_blocks not in self._layers:
+            self._layers[n_blocks] = gpt(
+                n_layers=n_blocks, d_model=self.width, n_heads=self.heads, sequence=self.sequence
+            )
+        return self._layers[n_blocks]
+
+    def balance(self, n_stages: int, n_blocks: int) -> list[int]:
+        """Return the layers of each stage; the first has the embedding, the last norm and head."""
+        counts = [n_blocks // n_stages] * n_stages
+        counts[0] += 1
+        counts[-1] += 1
+        return counts
+
     def stages(self, n_stages: int, n_blocks: int) -> list[nn.Sequential]:
         """Return a transformer of ``n_blocks`` in equal stages; the same at every call."""
-        layers = gpt(
-            n_layers=n_blocks, d_model=self.width, n_heads=self.heads, sequence=self.sequence
-        )
-        each = n_blocks // n_stages
-        counts = [each] * n_stages
-        counts[0] += 1  # the embedding
-        counts[-1] += 1  # norm and head
-        return split(layers, n_stages, balance=counts)
+        layers = copy.deepcopy(self.layers(n_blocks))
+        return split(layers, n_stages, balance=self.balance(n_stages, n_blocks))
 
     def batch(self, n_samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Return random tokens, and the ones to predict, on the host."""
@@ -82,14 +93,23 @@ class Bench:
         """Return the samples of a micro-batch that make tasks of ``n`` slices equally long."""
         return self.pick(16 // n, 1)
 
+    def release(self) -> int:
+        """Give memory that nothing refers to back to the GPU; return the bytes still allocated."""
+        gc.collect()
+        if self.dry:
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+
+    def keep(self, found: px.Validation, name: str, **record: Any) -> None:
+        """Write the run directory of a validation; figures are drawn elsewhere, from these."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        found.save(self.out / name, record=record, figures=False)
+
     def wait(self) -> None:
         """Wait for the GPU."""
         if not self.dry:
             torch.cuda.synchronize()
-
-    def keep(self, found: Validation, name: str, record: Mapping[str, Any]) -> None:
-        """Write the run directory of a validation; `on_gpu.figures` draws it later."""
-        found.save(self.out / name, record=record)
 
     @contextmanager
     def pipeline(
@@ -102,6 +122,8 @@ class Bench:
             cuda_graph=self.captures(cuda_graph),
         ) as made:  # fmt: skip
             yield made
+        del made
+        self.release()
 
 
 def sgd(parameters: Any, lr: float = 1e-3) -> torch.optim.Optimizer:

@@ -1,7 +1,4 @@
-"""Step ``environment`` of ``benchmarks/gpu.py``: what this GPU and this torch really do.
-
-Everything else stands on what is probed here, each thing by itself, so that a failure has a name.
-"""
+"""Step ``environment``: one probe for each ability of GPU, driver and torch that steps rely on."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ from pipeexec.green import find_driver
 from pipeexec.imposed import Waits, make_waits
 from pipeexec.slices import Slice
 from pipeexec.streams import Event, Stream
+from pipesim import jit
 
 _WHERE = r"""
 extern "C" __global__ void where(int* found, int cycles) {
@@ -33,6 +31,8 @@ extern "C" __global__ void where(int* found, int cycles) {
 _BLOCKS = 4096
 #: About 2 ms.
 _CYCLES = 4_000_000
+#: Queues of the hardware, of CUDA_DEVICE_MAX_CONNECTIONS at most.
+_QUEUES = 32
 
 
 def environment(bench: Bench, report: Report) -> None:
@@ -48,14 +48,30 @@ def environment(bench: Bench, report: Report) -> None:
                f"{properties.major}.{properties.minor}")  # fmt: skip
     report.say(_driver())
     report.say(f"green contexts through {getattr(find_driver(), '__name__', 'libcuda')}")
+    lost = ""
     for name, probe in PROBES.items():
+        if lost:
+            report.check(False, f"{name}: not probed, {lost}")
+            continue
         try:
             with noted_warnings(report.say):
                 said = probe(bench)
         except Exception as error:
-            report.check(False, f"{name}: {type(error).__name__}: {error}")
-        else:
-            report.check(said.startswith("yes"), f"{name}: {said}")
+            said = f"no: {type(error).__name__}: {error}"
+        met = said.startswith("yes")
+        report.record("environment", probe=name, met=met, said=said)
+        report.check(met, f"{name}: {said}")
+        lost = _lost(name)
+
+
+def _lost(probe: str) -> str:
+    """Return a remark if a probe left the GPU unusable for this process."""
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda:0").item()
+    except Exception as error:
+        return f"the GPU cannot be used since {probe!r}: {error}"
+    return ""
 
 
 def _driver() -> str:
@@ -200,11 +216,19 @@ def _waits(bench: Bench) -> str:
 
 
 def _side_by_side(bench: Bench) -> str:
-    """Streams that share a queue of the hardware would take turns."""
-    names = ("compute", "send:1", "recv:1", "send:2", "recv:2")
+    """Streams that share a queue of the hardware would take turns; there are 32 queues.
+
+    The streams are those of a linear pipeline: a slice computes, and has a stream to and from each
+    neighbour. Eight slices have 36, so that theirs are reported without a target.
+    """
     said, good = [], True
     for n in bench.slice_counts:
-        streams = [d.stream(name) for d in px.slices("cuda:0", n) for name in names]
+        streams = [
+            device.stream(name)
+            for d, device in enumerate(px.slices("cuda:0", n))
+            for name in ("compute", *(f"{way}:{peer}" for peer in (d - 1, d + 1) if 0 <= peer < n
+                                      for way in ("send", "recv")))
+        ]  # fmt: skip
         for _ in range(2):
             torch.cuda.synchronize()
             gate, sleeps = torch.cuda.Event(), []
@@ -219,9 +243,30 @@ def _side_by_side(bench: Bench) -> str:
         first = sleeps[0][0]
         last = max(ended.seconds_since(first) for _, ended in sleeps)
         one = min(ended.seconds_since(began) for began, ended in sleeps)
-        good = good and last < 1.5 * one
+        good = good and (last < 1.5 * one or len(streams) > _QUEUES)
         said.append(f"{len(streams)} streams {last / one:.2f}")
     return f"{'yes' if good else 'no'}: time over that of one: {', '.join(said)}"
+
+
+def _event_nodes(bench: Bench) -> str:
+    """Nodes of a CUDA graph that note the time: two a task, each some microseconds."""
+    stream, count = px.slices("cuda:0", 2)[0].stream("compute"), 1000
+    stream.make_event = CapturedEvent  # type: ignore[attr-defined]
+    noted: list[Event] = []
+    graph = _forked([stream], lambda: noted.extend(stream.record() for _ in range(count)))
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+    each = noted[-1].seconds_since(noted[0]) / (count - 1)
+    return f"yes: {each * 1e6:.2f} us each, {count} in a row"
+
+
+def _loops(bench: Bench) -> str:
+    """Whether the simulator's loops are compiled; as plain Python they take seconds."""
+    import numba
+
+    good = jit.available()
+    return f"{'yes' if good else 'no'}: numba {numba.__version__}"
 
 
 def _products(bench: Bench) -> str:
@@ -254,13 +299,16 @@ def _product_seconds(devices: list[Slice], x: torch.Tensor, w: torch.Tensor) -> 
     return ended.seconds_since(began) / 50
 
 
+#: In the order of their risk: one that fails may leave the GPU unusable for those behind it.
 PROBES: dict[str, Callable[[Bench], str]] = {
+    "loops are compiled": _loops,
     "slices are green contexts": _splits,
-    "slices have SMs of their own": _smid,
     "events order slices and tell the time": _events,
-    "a captured step stays on its slices": _captured_slices,
-    "events of a CUDA graph tell the time": _captured_events,
-    "imposed links take their time": _waits,
-    "streams run side by side": _side_by_side,
     "float32 products on slices": _products,
+    "streams run side by side": _side_by_side,
+    "imposed links take their time": _waits,
+    "slices have SMs of their own": _smid,
+    "events of a CUDA graph tell the time": _captured_events,
+    "events of a CUDA graph in a row": _event_nodes,
+    "a captured step stays on its slices": _captured_slices,
 }

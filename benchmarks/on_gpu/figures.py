@@ -1,68 +1,96 @@
-"""Figures from the run directories that the steps on a GPU leave; drawn later, without a GPU.
-
-``python benchmarks/on_gpu/figures.py RUN OUT`` draws the ablation of step ``gpipe``.
-"""
+"""Figures of the results of steps, drawn from their run directories."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
+import pandas as pd
+from matplotlib.figure import Figure
+
+import pipeexec as px
 import pipesim as ps
-from pipeexec.validation import Row, load_run
-from pipesim.plot import overlay, save
+from on_gpu.gpipe import gains
+from pipeexec.allocated import Allocated
+from pipesim.errors import RunDirectoryError
+from pipesim.page import save, set_title, sized
+from pipesim.plot import overlay
+
+__all__ = ["draw_ablation", "draw_memory", "draw_overlap", "draw_overlays"]
+
+_SUFFIXES = (".png", ".pdf")
 
 
-def draw_overlays(comparisons: Mapping[str, ps.Comparison], out: Path) -> list[Path]:
-    """Draw predictions over measurements, one panel below the other.
+def draw_overlays(runs: Iterable[Path], to: Path) -> bool:
+    """Draw measured over predicted for each row of some run directories, one below the other.
 
-    Parameters
-    ----------
-    comparisons
-        By title.
-    out
-        Path of the figure without suffix.
-
-    Returns
-    -------
-    list of Path
-        A PNG and a PDF.
+    Returns False if none of them is whole.
     """
-    figure = overlay(comparisons)
-    paths = [out.with_name(f"{out.name}.{suffix}") for suffix in ("png", "pdf")]
-    for path in paths:
-        save(figure, path)
-    return paths
+    found: dict[str, ps.Comparison] = {}
+    for run in runs:
+        try:
+            rows = px.load_run(run).rows
+        except RunDirectoryError:  # its step was cut
+            continue
+        found |= {name: row.comparison for name, row in rows.items()}
+    if found:
+        order = [name for name in ORDER if name in found]
+        order += [name for name in found if name not in order]
+        _save(overlay({name: found[name] for name in order}), to)
+    return bool(found)
 
 
-def draw_ablation(run_directory: Path, out: Path) -> list[Path]:
-    """Draw the rows of a run directory; titles say how many times as fast as the row above.
+#: Schedules from the top of an overlay on.
+ORDER = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 
-    Parameters
-    ----------
-    run_directory
-        As `Validation.save` writes it.
-    out
-        Path of the figure without suffix.
+
+def draw_overlap(folder: Path, schedule: str, to: Path) -> bool:
+    """Draw a step with copies beside compute over one with copies behind it; False without both."""
+    files = [folder / f"{schedule}-{way}.csv" for way in ("on", "off")]
+    if not all(file.is_file() for file in files):
+        return False
+    lines = [ps.Timeline.load(file) for file in files]
+    figure = Figure(figsize=(7.16, 1.0 + 0.55 * 2 * lines[0].n_devices), layout="constrained")
+    last = max(line.makespan for line in lines)
+    for ax, line, words in zip(figure.subplots(2), lines, ("overlap=True", "overlap=False"),
+                               strict=True):  # fmt: skip
+        line.plot(ax=ax, transfers=True, legend=words == "overlap=False", unit="ms",
+                  title=f"{schedule}, {words}: {line.makespan * 1e3:.1f} ms")  # fmt: skip
+        ax.set_xlim(0, last * 1e3 * 1.01)
+    _save(figure, to)
+    return True
+
+
+def draw_memory(folder: Path, schedule: str, to: Path) -> bool:
+    """Draw the memory that the allocator counted and the simulator's; False without both."""
+    files = [folder / f"{schedule}-{name}" for name in
+             ("allocated.csv", "timeline.csv", "predicted.csv", "costs.json")]  # fmt: skip
+    if not all(file.is_file() for file in files):
+        return False
+    measured = ps.Timeline.load(files[1])
+    predicted = ps.Timeline.load(files[2], costs=ps.Costs.load(files[3]))
+    frame = pd.read_csv(files[0])
+    gpus = tuple([str(frame["gpu"].iloc[0])] * measured.n_devices)
+    figure, ax = sized(Figure, 7.16, 1, height=3.0)
+    Allocated(frame, measured, gpus).plot(predicted, ax=ax)
+    set_title(ax, schedule, "one GPU, all slices")
+    _save(figure, to)
+    return True
+
+
+def draw_ablation(run: Path, to: Path) -> None:
+    """Draw measured over predicted for each row; titles say how many times as fast it is.
+
+    As the row above, that is: measured, and predicted.
     """
-    rows = load_run(run_directory).rows
+    rows = px.load_run(run).rows
     titles = {name: name for name in rows}
     for above, name in pairwise(rows):
         predicted, measured = gains(rows[above], rows[name])
         titles[name] += f": {measured:.2f}x (predicted {predicted:.2f}x)"
-    return draw_overlays({titles[name]: row.comparison for name, row in rows.items()}, out)
+    _save(overlay({titles[name]: row.comparison for name, row in rows.items()}), to)
 
 
-def gains(above: Row, row: Row) -> tuple[float, float]:
-    """Return how many times as fast a row is as the one above: predicted, and measured."""
-    return (
-        above.prediction / row.prediction,
-        above.measured.makespan / row.measured.makespan,
-    )
-
-
-if __name__ == "__main__":
-    for path in draw_ablation(*(Path(argument) for argument in sys.argv[1:3])):
-        print(path)
+def _save(figure: Figure, to: Path) -> None:
+    save(figure, *(to.with_name(to.name + suffix) for suffix in _SUFFIXES))

@@ -9,9 +9,10 @@ from on_gpu.report import Report
 
 
 def memory(bench: Bench, report: Report) -> None:
-    """Draw allocated memory over a step beside the simulator's."""
-    from pipesim.page import save
+    """Save the memory that the allocator counts over a step, and the simulator's.
 
+    Figures are drawn elsewhere, from these.
+    """
     n = bench.pick(4, 2)
     m = 2 * n
     batch = bench.batch(m * bench.samples(n))
@@ -28,17 +29,22 @@ def memory(bench: Bench, report: Report) -> None:
             predicted = ps.simulate(graph, costs)
             if bench.dry:
                 report.say(f"{name}: no GPU whose allocator could be asked")
-                save(predicted.plot(), bench.out / f"memory-{name}.png")
                 continue
             allocated = subject.allocated(*batch)
         frame = allocated.frame
         before, most = frame["nbytes"].iloc[0], frame["nbytes"].max()
         said = predicted.memory().groupby("device")["nbytes"]
         rise = (said.max() - said.first()).sum()
+        report.record(
+            "memory", schedule=name, before=float(before), most=float(most),
+            predicted_rise=float(rise),
+        )  # fmt: skip
         before, most, rise = (x / 2**20 for x in (before, most, rise))
         report.say(f"{name}: allocated {before:.0f} MiB before the step, {most:.0f} at most; rise "
                    f"{most - before:.0f} MiB, predicted at most {rise:.0f} (sum of the slices' own "
                    "rises)")  # fmt: skip
-        frame.to_csv(bench.out / f"memory-{name}.csv", index=False)
-        axes = allocated.plot(predicted)
-        save(axes, *(bench.out / f"memory-{name}.{suffix}" for suffix in ("png", "pdf")))
+        bench.out.mkdir(parents=True, exist_ok=True)
+        frame.to_csv(bench.out / f"{name}-allocated.csv", index=False)
+        allocated.timeline.save(bench.out / f"{name}-timeline.csv")
+        predicted.save(bench.out / f"{name}-predicted.csv")
+        costs.save(bench.out / f"{name}-costs.json")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import statistics
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from importlib.metadata import version
 
-import torch
 from torch import nn
 
 import pipeexec as px
@@ -77,11 +75,11 @@ class Contest:
     def attempt(self, name: str, call: Callable[..., None], *arguments: str) -> None:
         """Call; if that raises, report it and let the others run."""
         try:
-            with self._freed():
-                call(*arguments)
+            call(*arguments)
         except Exception as error:
             self.report.say(traceback.format_exc())
             self.report.check(False, f"{name}: {type(error).__name__}: {error}")
+        self.bench.release()
 
     def pipeline(self, schedule: str) -> None:
         """Compare a schedule of `pipeexec.Pipeline` with torch's runtime, and GPipe by hand."""
@@ -179,21 +177,11 @@ class Contest:
             theirs=seconds[2], ratio=found.median, low=found.low, high=found.high,
             host_ours=seconds[1], host_theirs=seconds[3], n_rounds=self.n_rounds, target=TARGET,
         )  # fmt: skip
-        self.report.check(
-            self.bench.dry or found.median <= TARGET,
+        self.report.time(
+            found.median <= TARGET,
             f"{schedule}, {peer}: ours {ms[0]} ms (host {ms[1]}), theirs {ms[2]} ms (host {ms[3]}),"
             f" ratio {found.median:.3f} ({found.low:.3f} to {found.high:.3f}; target {TARGET})",
         )
-
-    @contextmanager
-    def _freed(self) -> Iterator[None]:
-        """Give memory back after a block."""
-        try:
-            yield
-        finally:
-            gc.collect()
-            if not self.bench.dry:
-                torch.cuda.empty_cache()
 
 
 def _version(peer: str) -> str:

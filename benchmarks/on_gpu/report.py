@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+#: Beginnings of the lines that say of a target that it was met, and that it was missed.
+MARKS = ("ok", "MISSED")
+
 
 class Missed(Exception):
     """A target was missed; everything ran."""
@@ -22,10 +25,12 @@ class Report:
         object a line.
     head
         The first lines of the text.
+    dry
+        Whether this is a dry run, whose times mean nothing.
     """
 
-    def __init__(self, path: Path, head: Sequence[str] = ()) -> None:
-        self.path, self.records = path, path.with_suffix(".jsonl")
+    def __init__(self, path: Path, head: Sequence[str] = (), *, dry: bool = False) -> None:
+        self.path, self.records, self.dry = path, path.with_suffix(".jsonl"), dry
         self.missed: list[str] = []
         path.write_text("".join(f"{line}\n" for line in head))
         self.records.write_text("")
@@ -43,9 +48,16 @@ class Report:
 
     def check(self, met: bool, line: str) -> None:
         """Add a line of text that says whether a target was met."""
-        self.say(f"{'ok    ' if met else 'MISSED'} {line}")
+        self.say(f"{MARKS[not met]:<6} {line}")
         if not met:
             self.missed.append(line)
+
+    def time(self, met: bool, line: str) -> None:
+        """Do the same for a target that depends on times; a dry run has none."""
+        if self.dry:
+            self.say(f"{'':<6} {line}")
+        else:
+            self.check(met, line)
 
     def end(self) -> None:
         """Raise `Missed` if a target was missed."""

@@ -1,4 +1,4 @@
-"""Steps ``validation-N`` of ``benchmarks/gpu.py``: predictions beside steps on N slices."""
+"""Steps ``validation-N``: gradients on N slices, then predictions and measured steps."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from on_gpu.bench import (
     sgd,
 )
 from on_gpu.gradients import GRADIENTS, gradient_error
+from on_gpu.prediction import predicted, sheet_of
 from on_gpu.report import Report
 from pipeexec.models import cross_entropy
 from pipeexec.validate import validate
@@ -25,75 +26,103 @@ from pipeexec.validation import Validation
 #: Largest error of the makespan, with CUDA graphs and without.
 TARGETS = {True: 0.03, False: 0.05}
 Names = Sequence[tuple[str, dict[str, Any]]]
+#: Predicted makespans (s) by the data sheet, by schedule and overlap.
+Sheet = dict[tuple[str, bool], float]
 _TITLE = (
-    f"{'schedule':>18} {'graph':>5} {'overlap':>7} {'predicted ms':>12} {'measured ms':>11} "
-    f"{'error':>7} {'worst':>7} {'replay':>7} {'host us/task':>12} {'replays':>7}"
+    f"{'schedule':>18} {'graph':>5} {'overlap':>7} {'sheet ms':>9} {'predicted':>9} "
+    f"{'measured':>9} {'error':>7} {'worst':>7} {'replay':>7} {'launch us':>9} {'host':>5} "
+    f"{'replays':>7}"
 )
 
 
 def validation(bench: Bench, report: Report, n: int) -> None:
-    """Validate schedules on ``n`` slices, then compare gradients; a line each, at once."""
+    """Compare gradients, then validate schedules on ``n`` slices; each line at once."""
     m, samples = 2 * n, bench.samples(n)
     report.say(f"{n} slices; {2 * n} blocks of width {bench.width}, {m} micro-batches of {samples} "
                f"x {bench.sequence} tokens; float32")  # fmt: skip
+    kinds = (True,) if bench.dry else (True, False)
+    _gradients(bench, report, n, kinds[:1] if n == 8 else kinds)
+    report.say("\nsheet: makespan predicted from the data sheet alone; predicted: from calibration "
+               "steps")  # fmt: skip
     report.say("error: predicted over measured makespan - 1, median of the steps; worst: of any; "
                "replay: from the step's own durations")  # fmt: skip
+    report.say("host: seconds in which the host issued a step over its makespan; near 1 the GPU "
+               "waits for it")  # fmt: skip
     report.say("one clock for all slices of a GPU, so no clock error\n")
     report.say(_TITLE)
-    kinds = (True,) if bench.dry else (True, False)
+    found = sheet_of(bench)
+    sheet: Sheet = {}
+    if found is not None:
+        rows = predicted(bench, found[1], [n]).itertuples()
+        sheet = {(row.schedule, row.overlap): row.makespan for row in rows}
     with messages_timed_once(bench):
         for cuda_graph in kinds:
             for number, group in enumerate(GROUPS):
-                _validated(bench, report, n, group, cuda_graph=cuda_graph, overlap=True)
+                _validated(bench, report, n, group, sheet, cuda_graph=cuda_graph, overlap=True)
                 if number == 0 and not bench.dry and (cuda_graph or n < 8):
-                    _validated(bench, report, n, group, cuda_graph=cuda_graph, overlap=False)
+                    _validated(bench, report, n, group, sheet, cuda_graph=cuda_graph, overlap=False)
+
+
+def _gradients(bench: Bench, report: Report, n: int, kinds: Sequence[bool]) -> None:
     report.say("\ngradients against the unsplit model's, relative to the largest of a parameter")
     for name, options in (item for group in GROUPS for item in group):
-        for cuda_graph in kinds[: 1 if n == 8 else 2]:
+        for cuda_graph in kinds:
             error = gradient_error(bench, name, n, cuda_graph, **options)
+            report.record("gradients", slices=n, schedule=name, cuda_graph=cuda_graph, error=error)
             what = f"{name}{' as a CUDA graph' if cuda_graph else ''}: {error:.1e}"
             report.check(error <= GRADIENTS, f"{what} (limit {GRADIENTS:g})")
 
 
 def _validated(
-    bench: Bench, report: Report, n: int, group: Names, *, cuda_graph: bool, overlap: bool
-) -> None:
+    bench: Bench, report: Report, n: int, group: Names, sheet: Sheet, *, cuda_graph: bool,
+    overlap: bool,
+) -> None:  # fmt: skip
     """Validate graphs that share costs, and say a line each."""
     m = 2 * n
     graphs = {name: lowered(name, n, m, overlap, **options) for name, options in group}
     n_stages = next(iter(graphs.values())).n_stages
-    stages = bench.stages(n_stages, 2 * n)
     batches = (bench.batch(m * bench.samples(n), seed) for seed in range(10_000))
     with noted_warnings(report.say), counted_replays() as replays:
         found = validate(
-            stages, graphs, bench.devices(n), cross_entropy, batches, sgd,
-            n_steps=bench.pick(5, 2), warm_up=bench.pick(3, 1),
+            bench.stages(n_stages, 2 * n), graphs, bench.devices(n), cross_entropy, batches, sgd,
+            n_steps=bench.pick(3 if n == 8 else 5, 2), warm_up=bench.pick(3, 1),
             cuda_graph=bench.captures(cuda_graph),
         )  # fmt: skip
         count = replays()
-    launch = float(np.mean(found.costs.launch))
-    for name, row in found.table.iterrows():
-        said = (
-            f"{name:>18} {cuda_graph!s:>5} {overlap!s:>7} {row['predicted'] * 1e3:>12.2f} "
-            f"{row['measured'] * 1e3:>11.2f} {row['error']:>+7.1%} {row['worst']:>+7.1%} "
-            f"{row['replay']:>+7.1%} {launch * 1e6:>12.1f} {count:>7}"
-        )
-        report.check(bench.dry or abs(row["error"]) <= TARGETS[cuda_graph], said)
+    allocated = bench.release()
+    for name in found.rows:
+        _row(bench, report, n, name, found, sheet.get((name, overlap)), cuda_graph=cuda_graph,
+             overlap=overlap, replays=count, allocated=allocated)  # fmt: skip
     if bench.captures(cuda_graph):
         # Calibration's two pipelines, and each row's, in every measured round.
-        least = 5 * (2 + len(graphs))
+        least = bench.pick(3 if n == 8 else 5, 2) * (2 + len(graphs))
         report.check(count >= least, f"{count} steps ran as CUDA graphs, at least {least} wanted")
-    _keep(bench, found, n, group, cuda_graph, overlap)
-
-
-def _keep(
-    bench: Bench, found: Validation, n: int, group: Names, cuda_graph: bool, overlap: bool
-) -> None:
-    """Write the run directory of what deserves a figure: drawing takes seconds."""
-    first = group is GROUPS[0]
-    wanted = {4: first or cuda_graph, 8: first}.get(n, bench.dry and first)
-    if not (overlap and wanted):
-        return
     kind = "graph" if cuda_graph else "eager"
-    record = {"slices": n, "overlap": overlap, "cuda_graph": cuda_graph}
-    found.save(bench.out / f"{n}-slices-{kind}-{group[0][0]}", record=record)
+    name = f"{kind}-{'on' if overlap else 'off'}-{group[0][0]}"
+    bench.keep(found, name, slices=n, overlap=overlap, cuda_graph=cuda_graph)
+
+
+def _row(
+    bench: Bench, report: Report, n: int, name: str, found: Validation, sheet: float | None, *,
+    cuda_graph: bool, overlap: bool, replays: int, allocated: int,
+) -> None:  # fmt: skip
+    """Say and record one row."""
+    row = found.table.loc[name]
+    launch = float(np.mean(found.costs.launch))
+    host = float("nan")
+    report.record(
+        "errors", slices=n, schedule=name, cuda_graph=cuda_graph, overlap=overlap,
+        data_sheet=sheet, predicted=row["predicted"], measured=row["measured"],
+        error=row["error"], error_mean=row["error_mean"], error_low=row["error_low"],
+        error_high=row["error_high"], worst=row["worst"], replay=row["replay"],
+        n_steps=len(found.rows[name].makespans), launch=launch, host_share=host,
+        bytes_left=allocated,
+    )  # fmt: skip
+    milliseconds = "-" if sheet is None else f"{sheet * 1e3:.2f}"
+    report.time(
+        abs(row["error"]) <= TARGETS[cuda_graph],
+        f"{name:>18} {cuda_graph!s:>5} {overlap!s:>7} {milliseconds:>9} "
+        f"{row['predicted'] * 1e3:>9.2f} {row['measured'] * 1e3:>9.2f} {row['error']:>+7.1%} "
+        f"{row['worst']:>+7.1%} {row['replay']:>+7.1%} {launch * 1e6:>9.1f} {host:>5.2f} "
+        f"{replays:>7}",
+    )

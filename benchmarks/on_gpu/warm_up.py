@@ -1,0 +1,42 @@
+"""Step ``warm-up``: load what all steps load, and save the prediction from the data sheet first."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+import pipesim as ps
+from on_gpu.bench import Bench
+from on_gpu.prediction import predicted, sheet_of
+from on_gpu.report import Report
+from pipesim import jit
+
+
+def warm_up(bench: Bench, report: Report) -> None:
+    """Load torch, CUDA's libraries and compiled loops; save what a data sheet predicts."""
+    start = perf_counter()
+    if not bench.dry:
+        properties = torch.cuda.get_device_properties(bench.gpu)
+        report.say(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    found = sheet_of(bench)
+    if found is None:
+        report.say("no data sheet of this GPU: no prediction from it")
+    else:
+        name, sheet = found
+        report.say(f"data sheet of {name}: {sheet}; makespans in ms, before anything ran")
+        for row in predicted(bench, sheet, bench.slice_counts).itertuples():
+            report.record(
+                "data sheet", slices=row.slices, schedule=row.schedule, overlap=row.overlap,
+                makespan=row.makespan, sheet=name,
+            )  # fmt: skip
+            if row.overlap:
+                report.say(f"{row.slices} slices, {row.schedule:>16} {row.makespan * 1e3:8.2f}")
+    report.say(f"predicted in {perf_counter() - start:.1f} s")
+    if not bench.dry:
+        x = torch.randn(1024, 1024, device=bench.gpu, requires_grad=True)
+        (x @ x).sum().backward()  # cuBLAS, and autograd's thread for the GPU
+        torch.cuda.synchronize()
+        graph = ps.lower(ps.schedule("1f1b", 8, jit.PLAIN_ELEMENTS_UNCACHED // 40))
+        ps.simulate(graph, ps.Costs(forward=1.0, backward=2.0))  # compiles its loops, cached
+    report.say(f"compiled loops: {jit.available()}; ready after {perf_counter() - start:.1f} s")
