@@ -43,11 +43,12 @@ host: until the host has issued the step; of pipeexec.Pipeline, to issue its tas
 
 def peers(bench: Bench, report: Report) -> None:
     """Compare steps with those of other runtimes on the same streams, in turns."""
-    contest = Contest(bench, report)
     for line in _ABOUT:
         report.say(line)
-    report.say(f"\nmedians of {contest.n_rounds} rounds; ratio: ours over theirs (95 % interval)")
-    with one_thread() if bench.dry else nullcontext():
+    with one_thread() if bench.dry else nullcontext():  # as CPU workers
+        contest = Contest(bench, report)
+        rounds = f"medians of {contest.n_rounds} rounds"
+        report.say(f"\n{rounds}; ratio: ours over theirs (95 % interval)")
         with one_process():
             for name in ("gpipe", "1f1b", "zb_h1"):
                 contest.attempt(name, contest.pipeline, name)
