@@ -13,9 +13,9 @@ takes the phony of the one before, and so the engine must turn the cycles around
 ``B[i+1, j]`` is in the cycle behind that of ``B[i, j]``, so that it comes first in the backward,
 which goes against the arrows. Each R is right before its B.
 
-Without dependencies just the data tie tasks together. The engine takes the newest node of those that
-are ready, and here that is always the newest of all: the tasks of all micro-batches of a partition
-are ready once the newer partition has run. One chain of nodes, a task each, has the same order.
+Without dependencies just the data tie tasks together. The engine takes the newest node of those
+that are ready. Here that is always the newest of all: all tasks of a partition are ready once the
+partition behind it has run. So one chain of nodes, each of one task, has the same order.
 
 A node may be run while another one is being run. On a GPU, a B calls the engine and waits for the
 GPU's thread of the engine; meanwhile the engine runs other nodes in the thread that waits, all that
