@@ -142,7 +142,9 @@ def test_the_gradient_of_an_input_comes_after_all_tasks() -> None:
 
     found: list[Any] = []
     first = Recorder({(Op.B, 2, 0): run_nodes})
-    graph.append(_output(second, z).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+    output = _output(second, z)  # keeps the nodes
+    assert output.grad_fn is not None
+    graph.append(output.grad_fn.next_functions[0][0])
     _output(first, x).sum().backward()
     assert second.issued == [(Op.B, i, 0) for i in (2, 1, 0)]
     assert found[-1].tolist() == [3.0, 3.0]  # all three were issued before
