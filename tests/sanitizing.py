@@ -6,10 +6,10 @@ kernels, events and waits by torch; here by a dispatch mode, and by the stand-in
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,6 +259,9 @@ def sanitized(patch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
     watch = Sanitizer(cuda)
     cuda.observers.append(watch)
     # torch's sanitizer notes a stack for each operator, which takes longer than all else.
-    patch.setattr(traceback.StackSummary, "extract", lambda *_, **__: traceback.StackSummary())
+    no_stack = SimpleNamespace(extract=lambda frames, lookup_lines: [])
+    patch.setattr(
+        csan, "traceback", SimpleNamespace(StackSummary=no_stack, walk_stack=lambda frame: ())
+    )
     with watch:
         yield watch
