@@ -13,13 +13,21 @@ takes the phony of the one before, and so the engine must turn the cycles around
 ``B[i+1, j]`` is in the cycle behind that of ``B[i, j]``, so that it comes first in the backward,
 which goes against the arrows. Each R is right before its B.
 
-Without dependencies every R and B is a node of its own, and just the data tie them together. The
-engine then takes the node that was made last among those that it could run.
+Without dependencies just the data tie tasks together. The engine takes the newest node of those
+that are ready. Here that is always the newest of all: all tasks of a partition are ready once the
+partition behind it has run. So one chain of nodes, each of one task, has the same order.
+
+A node may be run while another one is being run. On a GPU, a B calls the engine and waits for the
+GPU's thread of the engine; meanwhile the engine runs other nodes in the thread that waits, all that
+are ready. These nodes only queue their tasks, which are issued once that B has been issued, so that
+no task is issued within another one. A queue belongs to one run of the engine (one ``backward()``):
+several calls may be part of one run, and several threads may run one each.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -60,14 +68,14 @@ class Backward(Protocol):
 
 def in_cycles(
     backward: Backward, cycles: Iterable[Sequence[Cell]], recomputed: Sequence[bool], phony: Tensor
-) -> list[Tensor]:
+) -> Tensor:
     """Make a node a clock cycle of the forward behind a phony; return the phony of the last."""
     for cycle in cycles:
         tasks: list[Task] = []
         for i, j in reversed(cycle):
             tasks += [(Op.R, i, j), (Op.B, i, j)] if recomputed[i] else [(Op.B, i, j)]
         phony = _Tasks.apply(backward, tasks, phony)  # type: ignore[no-untyped-call]
-    return [phony]
+    return phony
 
 
 def in_any_order(
@@ -76,15 +84,14 @@ def in_any_order(
     recomputed: Sequence[bool],
     seed: int | None,
     phony: Tensor,
-) -> list[Tensor]:
-    """Make a node a task, such that micro-batches have no order; return the phonies of the last.
+) -> Tensor:
+    """Make a node a task behind a phony, as if micro-batches had no order; return the last phony.
 
     In each partition first those of B, in order, or shuffled if there is a ``seed``; then those of
     R, which so come first in the backward: as under torchgpipe without its dependencies, whose
     recomputes, too, are newer than any B.
     """
     draws = None if seed is None else random.Random(seed)
-    newest = [phony for _ in recomputed]  # of each micro-batch
     for j in partitions:
         microbatches = list(range(len(recomputed)))
         if draws is not None:
@@ -92,13 +99,12 @@ def in_any_order(
         tasks = [(Op.B, i, j) for i in microbatches]
         tasks += [(Op.R, i, j) for i in microbatches if recomputed[i]]
         for task in tasks:
-            i = task[1]
-            newest[i] = _Tasks.apply(backward, [task], newest[i])  # type: ignore[no-untyped-call]
-    return newest
+            phony = _Tasks.apply(backward, [task], phony)  # type: ignore[no-untyped-call]
+    return phony
 
 
 def link(
-    backward: Backward, inputs: Tensors, nodes: Callable[[Tensor], list[Tensor]]
+    backward: Backward, inputs: Tensors, nodes: Callable[[Tensor], Tensor]
 ) -> Callable[[Sequence[Tensors]], Tensors]:
     """Make the graph of a backward; return what makes outputs its own.
 
@@ -109,7 +115,7 @@ def link(
     inputs
         Of the mini-batch: those that require a gradient get theirs.
     nodes
-        Makes the nodes of its tasks behind a phony; returns the phonies of the last ones.
+        Makes the nodes of its tasks behind a phony; returns the phony of the last one.
 
     Returns
     -------
@@ -119,10 +125,10 @@ def link(
     entry = torch.empty(0, requires_grad=True)
     if any(x.requires_grad for x in inputs):
         entry = _Enter.apply(backward, *inputs)  # type: ignore[no-untyped-call]
-    ends = nodes(entry)
+    end = nodes(entry)
 
     def leave(outputs: Sequence[Tensors]) -> Tensors:
-        return _Leave.apply(backward, outputs, *ends)  # type: ignore[no-untyped-call, no-any-return]
+        return _Leave.apply(backward, outputs, end)  # type: ignore[no-untyped-call, no-any-return]
 
     return leave
 
@@ -141,10 +147,46 @@ class _Tasks(Function):
                 "backward(create_graph=True) does not go through GPipe: there are no second "
                 "derivatives; leave it out, or use the module alone"
             )
-        backward, tasks = ctx.tasks
-        for op, i, j in tasks:
-            backward.issue(op, i, j)
+        _issue_in_turn(*ctx.tasks)
         return None, None, None  # the engine goes on to the node before all the same
+
+
+#: Tasks that wait until the one before them has been issued, by the number of the engine's run;
+#: a run has a queue while one of its tasks is being issued.
+_QUEUES: dict[int, deque[tuple[Backward, Task]]] = {}
+
+
+def _issue_in_turn(backward: Backward, tasks: Sequence[Task]) -> None:
+    """Issue tasks; within a task of the same run of the engine, queue them behind it.
+
+    If a task raises, those that are queued are dropped: the engine drops the nodes behind them.
+    """
+    run = torch._C._current_graph_task_id()
+    waiting = [(backward, task) for task in tasks]
+    if run in _QUEUES:
+        _QUEUES[run].extend(waiting)
+        return
+    queue = _QUEUES[run] = deque(waiting)
+    try:
+        while queue:
+            owner, task = queue.popleft()
+            owner.issue(*task)
+    finally:
+        del _QUEUES[run]
+
+
+def _issue_now(backward: Backward) -> None:
+    """Issue what is queued of one backward: its result is needed before the task under way ends.
+
+    So only with several calls in one run of the engine: a call's own entry is behind all its tasks.
+    """
+    queue = _QUEUES.get(torch._C._current_graph_task_id(), deque())
+    own = [task for owner, task in queue if owner is backward]
+    others = [each for each in queue if each[0] is not backward]
+    queue.clear()
+    queue.extend(others)
+    for task in own:
+        backward.issue(*task)
 
 
 class _Forgets:
@@ -159,12 +201,11 @@ class _Forgets:
 
 class _Leave(Function):
     @staticmethod
-    def forward(ctx: Any, backward: Backward, outputs: Sequence[Tensors], *ends: Tensor) -> Any:
+    def forward(ctx: Any, backward: Backward, outputs: Sequence[Tensors], _: Tensor) -> Any:
         ctx.gradients_of, ctx.forgets = backward, _Forgets(backward)
         ctx.sizes = [
             [len(x) if x.dim() else 1 for x in parts] for parts in zip(*outputs, strict=True)
         ]
-        ctx.nothing = (None,) * (2 + len(ends))
         ctx.set_materialize_grads(False)
         made = joined(outputs)
         can_not = [x for x in made if not (x.is_floating_point() or x.is_complex())]
@@ -179,7 +220,7 @@ class _Leave(Function):
             for x, sizes in zip(gradients, ctx.sizes, strict=True)
         ]
         ctx.gradients_of.begin(list(zip(*parts, strict=True)))
-        return ctx.nothing
+        return None, None, None
 
 
 class _Enter(Function):
@@ -192,6 +233,7 @@ class _Enter(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> Any:
+        _issue_now(ctx.gradients_of)
         return None, *ctx.gradients_of.entry_gradients()
 
 

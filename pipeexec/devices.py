@@ -71,6 +71,10 @@ class Device(Protocol):
         """
         ...
 
+    def wait_for_host(self, event: Event) -> None:
+        """Block the caller until the host has done its part of all work before ``event``."""
+        ...
+
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Keep memory of ``tensor``, made on another stream, until ``stream`` has used it."""
         ...
@@ -206,6 +210,10 @@ class CpuDevice(_Streams):
         """Block the caller until ``event`` has passed."""
         wait_for(event)
 
+    def wait_for_host(self, event: Event) -> None:
+        """Block the caller until ``event`` has passed: the host does all the work."""
+        wait_for(event)
+
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Do nothing: Python's references keep memory."""
 
@@ -240,6 +248,9 @@ class CudaDevice(_Streams):
         for value in values:
             if value is not None:
                 value.record_stream(current)
+
+    def wait_for_host(self, event: Event) -> None:
+        """Return at once: the host did its part, to launch kernels, when it gave the work."""
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Let the allocator wait for ``stream`` before it uses the memory again.
@@ -278,6 +289,9 @@ class RemoteDevice:
     def rejoin(self, event: Event, values: Values = ()) -> None:
         """Raise, as `stream` does."""
         raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def wait_for_host(self, event: Event) -> None:
+        """Do nothing."""
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Do nothing."""

@@ -207,7 +207,7 @@ class Call:
     # Where host and streams meet
 
     def _check(self) -> None:
-        """Raise what went wrong, as it was, once no device works on this call any longer.
+        """Raise what went wrong, as it was, once no thread works on this call any longer.
 
         It is not kept: its traceback knows the graph, which knows this call.
         """
@@ -222,10 +222,15 @@ class Call:
             wait_for(event)
 
     def forget(self) -> None:
-        """Let go of what a backward would need: there will be none any more."""
+        """Drop what a backward would need: there will be none any more.
+
+        Threads of CPU workers still use it; kernels of a GPU need its memory only, which the
+        allocator keeps. So the caller waits for the former, not for the latter.
+        """
         if self._is_done:
             return
-        self.settle()
+        for j, event in list(self._last.items()):
+            self.machine.devices[j].wait_for_host(event)
         self._is_done = True
         self.work.forget()
 

@@ -1,0 +1,267 @@
+"""Checks of streams and memory on the stand-in for CUDA: races, and memory that is freed too early.
+
+torch's CUDA sanitizer decides what is ordered (`torch.cuda._sanitizer`). On a GPU it is told of
+kernels, events and waits by torch; here by a dispatch mode, and by the stand-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda, FakeEvent, FakeStream
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Sanitizer", "sanitized"]
+
+
+def _imported() -> Any:
+    """Import torch's sanitizer without its effect, which is to trace all that CUDA does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C, "_activate_gpu_trace", lambda: None)
+        from torch.cuda import _sanitizer
+    return _sanitizer
+
+
+csan = _imported()
+
+
+@dataclass
+class _Memory:
+    """A piece of memory.
+
+    Attributes
+    ----------
+    number
+        No two pieces have the same, unlike addresses.
+    storage
+        Tells when it is freed.
+    owner
+        The stream that was current when it was allocated, to which the allocator gives it back.
+        None if it was there before: it then stays.
+    made_by
+        The operator that allocated it.
+    uses
+        The last operator of each stream that used it: its number and its name.
+    kept_for
+        Streams for which `torch.Tensor.record_stream` keeps it.
+    """
+
+    number: int
+    storage: StorageWeakRef
+    owner: FakeStream | None
+    made_by: str
+    uses: dict[int, tuple[int, str]] = field(default_factory=dict)
+    kept_for: set[int] = field(default_factory=set)
+
+
+class _Arguments(csan.ArgumentHandler):  # type: ignore[misc]
+    """Tells what an operator reads and writes, by numbers of memory in place of addresses."""
+
+    def __init__(self, watch: Sanitizer) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def _handle_argument(
+        self,
+        value: Any,
+        is_write: bool,
+        metadata_only: bool,
+        name: str | None = None,
+        is_output: bool = False,
+    ) -> None:
+        if not isinstance(value, torch.Tensor) or not value.numel():
+            return
+        number = self.watch.memory(value).number
+        if is_write:
+            self.dataptrs_written.add(number)
+        elif not metadata_only:
+            self.dataptrs_read.add(number)
+        self.tensor_aliases.setdefault(number, [])
+        if is_output:
+            self.outputs.add(number)
+
+
+class Sanitizer(TorchDispatchMode):
+    """Looks for races, and for memory that is freed while another stream may use it.
+
+    Memory that is freed goes back to the stream that was current when it was allocated: the next
+    operator there that allocates memory may write it. So for each other stream that used it, the
+    allocator must keep it (`torch.Tensor.record_stream`), or its owner must have waited by then.
+
+    Parameters
+    ----------
+    cuda
+        The stand-in.
+
+    Attributes
+    ----------
+    races
+        Two accesses of one memory by two streams, neither of which waited for the other.
+    freed
+        Memory that was freed too early, as text.
+    n_freed, n_kept
+        How much memory was freed, and how much of it was kept for a stream.
+    """
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self.cuda, self.handler = cuda, csan.EventHandler()
+        self.races: list[str] = []
+        self.freed: list[str] = []
+        self.n_freed = self.n_kept = 0
+        self._memory: dict[int, _Memory] = {}  # by where torch has its storage
+        self._shared: dict[int, _Memory] = {}  # those that another stream than the owner used
+        self._free: list[_Memory] = []  # of those, not allocated again so far
+        self._n_memories = 0
+        self._events: list[FakeEvent] = []  # so that no two have one id
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as torch's own; else optimizers would not be seen
+
+    # What operators do
+
+    def memory(self, tensor: torch.Tensor, made_by: str = "", device: Any = None) -> _Memory:
+        """Return the memory of a tensor; new memory is owned by the current stream if made here."""
+        storage = tensor.untyped_storage()
+        known = self._memory.get(storage._cdata)
+        if known is None or known.storage.expired():
+            self._n_memories += 1
+            owner = self.cuda.current_stream(device) if made_by else None
+            known = _Memory(self._n_memories, StorageWeakRef(storage), owner, made_by)
+            self._memory[storage._cdata] = known
+        return known
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._sweep()
+        stream, target = self._streams(args, kwargs)
+        is_factory = bool(csan.FACTORY_FUNCTION_REGEX.match(func._schema.name))
+        arguments = _Arguments(self)
+        arguments.parse_inputs(func._schema, args, kwargs, is_factory=is_factory)
+        if target is not stream:
+            self._order(target, stream)
+        output = func(*args, **kwargs)
+        name = str(func._schema.name)
+        before = self._n_memories
+        for x in _tensors(output):
+            self.memory(x, name, target.device)
+        if self._n_memories > before:
+            self._allocated(target)
+        arguments.parse_outputs(func._schema, output, is_factory=is_factory)
+        found = self.handler._handle_kernel_launch(
+            stream.number,
+            arguments.dataptrs_read - arguments.dataptrs_written,
+            arguments.dataptrs_written,
+            arguments.outputs,
+            func._schema,
+            arguments.tensor_aliases,
+        )
+        self.races += [_text(error) for error in found]
+        for x in (*_tensors((args, kwargs)), *_tensors(output)):
+            known = self.memory(x)
+            known.uses[stream.number] = self.handler.seq_num, name
+            if known.owner is not None and known.owner is not stream:
+                self._shared[known.number] = known
+        if target is not stream:
+            self._order(stream, target)
+        return output
+
+    def _streams(self, args: Any, kwargs: dict[str, Any]) -> tuple[FakeStream, FakeStream]:
+        """Return the stream on which an operator runs, and the one that owns its output.
+
+        A kernel runs on the current stream of the GPU that has the memory; a copy to another GPU on
+        that of its source, and each of the two waits for the other, before and after it.
+        """
+        owners = (self.memory(x).owner for x in _tensors((args, kwargs)))
+        home = next((owner.device for owner in owners if owner is not None), None)
+        stream = self.cuda.current_stream(home)
+        device = kwargs.get("device")
+        if device is None or device.index is None:
+            return stream, stream
+        return stream, self.cuda.current_stream(device)
+
+    def _order(self, before: FakeStream, after: FakeStream) -> None:
+        """Let one stream wait for all that another one was given."""
+        event = FakeEvent(self.cuda)
+        self.recorded(event, before)
+        self.waited(after, event)
+
+    # What the stand-in tells
+
+    def recorded(self, event: FakeEvent, stream: FakeStream) -> None:
+        """Note that an event was recorded on a stream."""
+        self._events.append(event)
+        self.handler._handle_event_record(id(event), stream.number)
+
+    def waited(self, stream: FakeStream, event: FakeEvent) -> None:
+        """Note that a stream waits for an event."""
+        self.handler._handle_event_wait(id(event), stream.number)
+
+    def synchronized(self, stream: FakeStream) -> None:
+        """Note that the host has waited for a stream."""
+        self.handler._handle_stream_synchronization(stream.number)
+
+    def kept(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        """Note that memory of a tensor is kept for a stream."""
+        self.memory(tensor).kept_for.add(stream.number)
+
+    def _sweep(self) -> None:
+        """Note which memory has been freed."""
+        for number in [n for n, known in self._shared.items() if known.storage.expired()]:
+            self._free.append(self._shared.pop(number))
+
+    def _allocated(self, owner: FakeStream) -> None:
+        """Note that a stream writes new memory: it may be any that was given back to the stream."""
+        free, self._free = self._free, []
+        for known in free:
+            if known.owner is not owner:
+                self._free.append(known)
+                continue
+            self.n_freed += 1
+            self.n_kept += bool(known.kept_for)
+            for stream in set(known.uses) - known.kept_for - {owner.number}:
+                seq_num, name = known.uses[stream]
+                if not self.handler.syncs.is_ordered_after(owner.number, seq_num, stream):
+                    self.freed.append(
+                        f"{known.made_by} on {owner.number}, used by {name} on {stream}"
+                    )
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Return the tensors of arguments or of an output that have elements."""
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor) and x.numel()]
+
+
+def _text(error: Any) -> str:
+    """Return the two accesses of a race."""
+    return ", ".join(
+        f"{str(access.operator).partition('(')[0]} on {access.stream}"
+        for access in (error.previous_access, error.current_access)
+    )
+
+
+@contextmanager
+def sanitized(patch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
+    """Install a stand-in for CUDA, and check what is done in this block."""
+    cuda = FakeCuda()
+    cuda.install(patch)
+    watch = Sanitizer(cuda)
+    cuda.observers.append(watch)
+    # torch's sanitizer notes a stack for each operator, which takes longer than all else.
+    no_stack = SimpleNamespace(extract=lambda frames, lookup_lines: [])
+    patch.setattr(
+        csan, "traceback", SimpleNamespace(StackSummary=no_stack, walk_stack=lambda frame: ())
+    )
+    with watch:
+        yield watch

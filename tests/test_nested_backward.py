@@ -1,0 +1,184 @@
+"""No task of a backward is issued within another one, whatever the autograd engine does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from executing import within
+from torch import Tensor
+
+from pipeexec import backward_order
+from pipeexec.backward_order import _issue_in_turn, _Tasks, in_any_order, link
+from pipesim.ops import Op
+
+Task = tuple[Op, int, int]
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[str, Any]:
+    """Run backwards on a device that has a thread of the engine's own, in another process."""
+    program = Path(__file__).parent / "device_thread.py"
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_the_device_has_a_thread(ran: dict[str, Any]) -> None:
+    """Else the test below would show nothing."""
+    assert ran["threads"]
+    assert "MainThread" not in ran["threads"]
+
+
+def test_no_backward_is_issued_within_another(ran: dict[str, Any]) -> None:
+    """Of one call none; of two calls only where the gradient of an input is needed before."""
+    for case in ran["found"]:
+        deepest = 2 if case["calls"] == 2 and case["input_grad"] else 1
+        assert case["deepest"] <= deepest, case
+        assert case["worst"] < 1e-5, case
+
+
+def test_orders_are_those_of_the_cpu(ran: dict[str, Any]) -> None:
+    """Micro-batches and partitions from the last one on, by cycles or by partitions."""
+    for case in ran["found"]:
+        m = case["chunks"]
+        cells = [[j, i] for j in (1, 0) for i in reversed(range(m))]
+        if case["dependencies"]:
+            cells.sort(key=lambda cell: (-sum(cell), -cell[0]))
+        assert case["orders"] == [cells] * case["calls"]
+
+
+class Recorder:
+    """Notes the tasks that it issues; some have others come while they are being issued."""
+
+    def __init__(self, nested: dict[Task, Any] | None = None) -> None:
+        self.issued: list[Task] = []
+        self.nested = nested or {}
+        self.depth = self.deepest = 0
+
+    def begin(self, gradients: Any) -> None:
+        """Take gradients."""
+
+    def forget(self) -> None:
+        """Drop nothing."""
+
+    def entry_gradients(self) -> list[Tensor | None]:
+        return [torch.full((2,), float(len(self.issued)))]
+
+    def issue(self, op: Op, i: int, j: int) -> None:
+        self.depth += 1
+        self.deepest = max(self.deepest, self.depth)
+        self.issued.append((op, i, j))
+        self.nested.get((op, i, j), lambda: None)()
+        self.depth -= 1
+
+
+def test_tasks_that_come_while_one_is_issued_wait() -> None:
+    """Also those of another call; all are issued in the order in which they came."""
+    order: list[str] = []
+    other = Recorder({(Op.B, 0, 0): lambda: order.append("other")})
+    first = Recorder(
+        {
+            (Op.B, 2, 0): lambda: (
+                _issue_in_turn(first, [(Op.B, 1, 0)]),
+                _issue_in_turn(other, [(Op.B, 0, 0)]),
+                _issue_in_turn(first, [(Op.R, 0, 0), (Op.B, 0, 0)]),
+                order.append("first"),
+            )
+        }
+    )
+    _issue_in_turn(first, [(Op.R, 2, 0), (Op.B, 2, 0)])
+    assert first.issued == [(Op.R, 2, 0), (Op.B, 2, 0), (Op.B, 1, 0), (Op.R, 0, 0), (Op.B, 0, 0)]
+    assert order == ["first", "other"]
+    assert first.deepest == other.deepest == 1
+    assert not backward_order._QUEUES
+
+
+def test_a_failure_leaves_no_queue() -> None:
+    """What waited is dropped, as the engine drops the nodes behind it; the next run begins anew."""
+
+    def fail() -> None:
+        _issue_in_turn(subject, [(Op.B, 0, 0)])
+        raise ZeroDivisionError
+
+    subject = Recorder({(Op.B, 1, 0): fail})
+    with pytest.raises(ZeroDivisionError):
+        _issue_in_turn(subject, [(Op.B, 1, 0)])
+    assert not backward_order._QUEUES
+    _issue_in_turn(subject, [(Op.B, 2, 0)])
+    assert subject.issued == [(Op.B, 1, 0), (Op.B, 2, 0)]
+
+
+def _output(recorder: Recorder, x: Tensor, m: int = 3) -> Tensor:
+    """Return an output whose backward issues a B a micro-batch."""
+    leave = link(
+        recorder, (x,), lambda phony: in_any_order(recorder, [0], [False] * m, None, phony)
+    )
+    return leave([(torch.ones(1, 2),)] * m)[0]
+
+
+def test_the_gradient_of_an_input_comes_after_all_tasks() -> None:
+    """Of a second call in the same run of the engine, whose tasks wait behind one of the first."""
+    x, z = (torch.ones(2, requires_grad=True) for _ in range(2))
+    second = Recorder()
+    graph: list[Any] = []
+
+    def run_nodes() -> None:
+        """Run all nodes of the second call within a task of the first, as the engine may."""
+        for _ in range(3):
+            _Tasks.backward(graph[0], None)  # type: ignore[no-untyped-call]
+            graph[0] = graph[0].next_functions[0][0]
+        assert second.issued == []
+        found.extend(graph[0].apply(None))
+
+    found: list[Any] = []
+    first = Recorder({(Op.B, 2, 0): run_nodes})
+    output = _output(second, z)  # keeps the nodes
+    assert output.grad_fn is not None
+    graph.append(output.grad_fn.next_functions[0][0])
+    _output(first, x).sum().backward()
+    assert second.issued == [(Op.B, i, 0) for i in (2, 1, 0)]
+    assert found[-1].tolist() == [3.0, 3.0]  # all three were issued before
+    assert first.issued == [(Op.B, i, 0) for i in (2, 1, 0)]
+    assert x.grad is not None
+    assert not backward_order._QUEUES
+
+
+def test_two_threads_have_a_queue_each() -> None:
+    """A backward does not wait for that of another thread, nor give it its tasks."""
+    barrier = threading.Barrier(2)
+    recorders = [Recorder({(Op.B, 1, 0): lambda: barrier.wait(10)}) for _ in range(2)]
+    outputs = [_output(each, torch.ones(2, requires_grad=True)) for each in recorders]
+    threads = [threading.Thread(target=lambda x=x: x.sum().backward()) for x in outputs]
+    for thread in threads:
+        thread.start()
+    within(20, lambda: [thread.join() for thread in threads])
+    assert all(each.issued == [(Op.B, i, 0) for i in (2, 1, 0)] for each in recorders)
+
+
+@pytest.mark.parametrize("recomputed", [[True] * 4, [True, True, True, False], [False] * 4])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_without_dependencies_the_order_is_that_of_free_nodes(
+    recomputed: list[bool], seed: int | None
+) -> None:
+    """The engine itself takes nodes that just the data tie together in the same order."""
+    chained, free = Recorder(), Recorder()
+    x = torch.ones(2, requires_grad=True)
+    link(chained, (x,), lambda phony: in_any_order(chained, range(3), recomputed, seed, phony))(
+        [(torch.ones(1, 2),)] * 4
+    )[0].sum().backward()
+    phony = torch.empty(0, requires_grad=True)
+    newest = [phony] * 4
+    for op, i, j in reversed(chained.issued):  # as they were made
+        newest[i] = _Tasks.apply(free, [(op, i, j)], newest[i])  # type: ignore[no-untyped-call]
+    torch.autograd.backward([x.sum() for x in newest])
+    assert free.issued == chained.issued

@@ -1,0 +1,355 @@
+"""No two streams of a GPU race, and no memory is freed that another stream may use.
+
+On the stand-in for CUDA: torch's sanitizer, fed with its events and waits, says what is ordered.
+Where every replica of a stage is on a GPU of its own, parameters do not say so on the stand-in, for
+which all memory is the host's; so graphs with replicas run on slices of one GPU alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from executing import Faulty, cut, data, dense, mse
+from fake_cuda import FakeEvent, FakeGpu, FakeStream
+from sanitizing import Sanitizer, sanitized
+from torch import Tensor, nn
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.capture import Recorder
+from pipeexec.cuda import CudaEvent, CudaStream
+from pipeexec.devices import CudaDevice
+from pipeexec.profile import Calibration
+from pipeexec.skip import Namespace, pop, skippable, stash
+from pipesim.errors import StageError
+
+#: Schedules that need more than 2 devices or 4 micro-batches: devices, micro-batches.
+SIZES = {"dualpipe": (4, 8), "chimera": (4, 4)}
+switched = pytest.mark.parametrize("overlap", [True, False])
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def scheduled(schedule: str) -> ps.Schedule:
+    """Return a small schedule."""
+    return ps.schedule(schedule, *SIZES.get(schedule, (2, 4)))
+
+
+def pipeline(graph: ps.TaskGraph, *, gpus: bool = False, optimizer: Any = sgd) -> px.Pipeline:
+    """Return a pipeline on slices of a GPU, or on as many GPUs."""
+    stages = cut(dense(graph.n_stages), [1] * graph.n_stages)
+    devices = [FakeGpu(index, index if gpus else None) for index in range(graph.n_devices)]
+    return px.Pipeline(stages, graph, devices, mse, optimizer)
+
+
+def run_steps(subject: px.Pipeline, n: int = 2) -> None:
+    """Run steps one behind the other: the second writes memory that the first gave back."""
+    for seed in range(n):
+        assert subject.step(*data(16, seed=seed)).timeline.complete
+
+
+def check(watch: Sanitizer) -> None:
+    """Check that nothing was found, and that there was something to look at."""
+    assert not watch.races, watch.races
+    assert not watch.freed, watch.freed
+    assert watch.n_kept
+
+
+# Pipelines
+
+
+@switched
+@pytest.mark.parametrize("schedule", ps.schedules().index)
+def test_schedules_on_slices(monkeypatch: pytest.MonkeyPatch, schedule: str, overlap: bool) -> None:
+    with sanitized(monkeypatch) as watch:
+        run_steps(pipeline(ps.lower(scheduled(schedule), overlap=overlap)))
+    check(watch)
+
+
+@switched
+@pytest.mark.parametrize("schedule", ["gpipe", "zbv", "pipedream_2bw", "interleaved_1f1b"])
+def test_schedules_on_two_gpus(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, overlap: bool
+) -> None:
+    """Messages are copies, and each GPU has a stream of the caller."""
+    with sanitized(monkeypatch) as watch:
+        run_steps(pipeline(ps.lower(scheduled(schedule), overlap=overlap), gpus=True))
+    check(watch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": "always"},
+        {"recompute": "except_last", "recompute_waits": True, "overlap": False},
+        {"recompute": "always", "recompute_first": True},
+        {"streams": "single"},
+        {"rendezvous": True},
+        {"step": "none"},
+    ],
+    ids=str,
+)
+def test_lowered_otherwise(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    optimizer = None if "step" in options else sgd
+    with sanitized(monkeypatch) as watch:
+        run_steps(pipeline(ps.lower(scheduled("gpipe"), **options), optimizer=optimizer))
+    check(watch)
+
+
+@switched
+@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("mode", ["last", "every", "bucketed"])
+def test_replicas(
+    monkeypatch: pytest.MonkeyPatch, mode: Any, n_devices: int, overlap: bool
+) -> None:
+    """Gradients are reduced on streams of their own; parameters are made anew by each step."""
+    schedule = ps.schedule("1f1b", n_devices, 2)
+    graph = ps.lower(schedule, n_replicas=2, grad_sync=mode, n_buckets=2, overlap=overlap)
+    stages = cut(dense(2 * n_devices), [2] * n_devices)
+    with sanitized(monkeypatch) as watch:
+        run_steps(px.Pipeline(stages, graph, [FakeGpu() for _ in range(2 * n_devices)], mse, sgd))
+    check(watch)
+
+
+class _Summed(nn.Module):
+    """A layer behind an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, dense: Tensor, vectors: Tensor) -> Tensor:
+        return self.linear(dense + vectors.flatten(1))
+
+
+def test_a_sharded_embedding_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exchanges are with nobody, on a stream of their own all the same.
+
+    No races; of its memory nothing is kept yet for the other stream that uses it.
+    """
+    graph = ps.lower(ps.schedule("1f1b", 2, 4), sharded=[0])
+    torch.manual_seed(0)
+    embedding = px.ShardedEmbedding.from_full([torch.rand(8, 4)])
+    dense_part, keys = torch.rand(16, 4), torch.randint(8, (16, 1))
+    with sanitized(monkeypatch) as watch:
+        stages = [px.EmbeddingStage(embedding), _Summed()]
+        subject = px.Pipeline(stages, graph, [FakeGpu(), FakeGpu()], mse, sgd)
+        for _ in range(2):
+            subject.step((dense_part, keys), torch.rand(16, 4))
+    assert not watch.races
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "pipedream"])
+def test_a_calibration(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """Pipelines of other graphs share its stages, streams and memory, and give weights back."""
+    with sanitized(monkeypatch) as watch:
+        subject = pipeline(ps.lower(scheduled(schedule)))
+        subject.step(*data(16))
+        calibration = Calibration(subject, *data(16))
+        calibration.warm_up(1)
+        calibration.step()
+        run_steps(subject, 1)
+    check(watch)
+
+
+def test_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves is freed while streams may still use it."""
+    layers = [nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), Faulty(ValueError(), forward=2))]
+    with sanitized(monkeypatch) as watch:
+        subject = px.Pipeline(layers, ps.lower(scheduled("1f1b")), [FakeGpu(), FakeGpu()], mse, sgd)
+        with pytest.raises(StageError):
+            subject.step(*data(16))
+        run_steps(subject)
+    check(watch)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv", "chimera"])
+def test_a_capture(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """The streams of a graph fork from the first one, and join it."""
+    recorder = Recorder(torch.device("cpu"))
+
+    def walk(run: Any, tasks: Any) -> None:
+        recorder.launch(recorder.record(run, tasks))
+
+    with sanitized(monkeypatch) as watch:
+        subject = pipeline(ps.lower(scheduled(schedule)), optimizer=None)
+        run_steps(subject, 1)
+        subject._step(*data(16), walk)
+    check(watch)
+
+
+# The GPipe module
+
+
+@skippable(stash=["skip"])
+class _Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x.cos())
+        return x + 1
+
+
+@skippable(pop=["skip"])
+class _Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x * skip
+
+
+def gpipe(gpus: bool = False, **options: Any) -> px.GPipe:
+    """Return a module on three devices, with a skip over the second."""
+    torch.manual_seed(0)
+    name = Namespace()
+    layers = [
+        nn.Linear(16, 16), _Stash().isolate(name), nn.Linear(16, 16), nn.Tanh(),
+        _Pop().isolate(name), nn.Linear(16, 16),
+    ]  # fmt: skip
+    devices = [FakeGpu(index, index if gpus else None) for index in range(3)]
+    return px.GPipe(nn.Sequential(*layers), [2, 2, 2], devices=devices, chunks=4, **options)
+
+
+def train(model: px.GPipe, *, input_grad: bool = True, n: int = 2) -> None:
+    """Run steps as a user does: what goes in and comes out is of the caller's stream."""
+    optimizer = sgd(model.parameters())
+    for seed in range(n):
+        x, y = data(8, seed=seed)
+        inputs = (x * 1.0).requires_grad_(input_grad)
+        mse(model(inputs), y.to(model.devices[-1])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("portals", [True, False])
+@pytest.mark.parametrize("dependencies", [True, False])
+@pytest.mark.parametrize("copy_streams", [True, False])
+def test_gpipe(
+    monkeypatch: pytest.MonkeyPatch,
+    copy_streams: bool,
+    dependencies: bool,
+    portals: bool,
+    checkpoint: Any,
+) -> None:
+    with sanitized(monkeypatch) as watch:
+        train(gpipe(copy_streams=copy_streams, dependencies=dependencies, portals=portals,
+                    checkpoint=checkpoint))  # fmt: skip
+    check(watch)
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_gpipe_without_a_gradient_of_its_input(monkeypatch: pytest.MonkeyPatch, gpus: bool) -> None:
+    with sanitized(monkeypatch) as watch:
+        train(gpipe(gpus), input_grad=False)
+    check(watch)
+
+
+def test_gpipe_whose_outputs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backward would need is freed while streams still compute it."""
+    with sanitized(monkeypatch) as watch:
+        model = gpipe()
+        for seed in range(3):
+            model(data(8, seed=seed)[0])
+        with torch.no_grad():
+            model(data(8)[0]).sum()
+        train(model, n=1)
+    check(watch)
+
+
+def test_two_forwards_of_gpipe_before_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sanitized(monkeypatch) as watch:
+        model = gpipe()
+        for seed in range(2):
+            (first, y), (second, _) = (data(8, seed=2 * seed + k) for k in range(2))
+            (mse(model(first), y) + mse(model(second * 2), y)).backward()
+    check(watch)
+
+
+# The checks themselves see mistakes
+
+
+def _every_third_wait(patch: pytest.MonkeyPatch) -> None:
+    """Forget every third wait, whoever waits."""
+    waits, inner = itertools.count(1), FakeStream.wait_event
+
+    def wait_event(stream: FakeStream, event: FakeEvent) -> None:
+        if next(waits) % 3:
+            inner(stream, event)
+
+    patch.setattr(FakeStream, "wait_event", wait_event)
+
+
+def _no_wait_between_streams(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaStream, "wait_event", lambda stream, event: None)
+
+
+def _nothing_is_adopted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaDevice, "adopt", lambda device, tensor, stream: None)
+
+
+def _the_caller_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaDevice, "rejoin", lambda device, event, values=(): None)
+
+
+def _nothing_waits_for_the_caller(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaDevice, "mark", lambda device: device.stream("compute").record())
+
+
+def _events_come_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Return, of each stream, the event that was recorded before, not the one recorded now."""
+    inner, last = CudaStream.record, dict[int, CudaEvent]()
+
+    def record(stream: CudaStream) -> CudaEvent:
+        event = inner(stream)
+        before, last[id(stream)] = last.get(id(stream), event), event
+        return before
+
+    patch.setattr(CudaStream, "record", record)
+
+
+def _of_gpipe() -> None:
+    train(gpipe())
+
+
+def _of_a_pipeline() -> None:
+    run_steps(pipeline(ps.lower(scheduled("1f1b"))))
+
+
+def _of_replicas() -> None:
+    graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, grad_sync="every")
+    run_steps(px.Pipeline([dense(2)], graph, [FakeGpu(), FakeGpu()], mse, sgd))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "subject", "kind"),
+    [
+        (_every_third_wait, _of_a_pipeline, "races"),
+        (_every_third_wait, _of_gpipe, "races"),
+        (_every_third_wait, _of_replicas, "races"),
+        (_no_wait_between_streams, _of_a_pipeline, "races"),
+        (_no_wait_between_streams, _of_gpipe, "races"),
+        (_events_come_too_early, _of_a_pipeline, "races"),
+        (_events_come_too_early, _of_gpipe, "races"),
+        (_the_caller_does_not_wait, _of_gpipe, "races"),
+        (_nothing_waits_for_the_caller, _of_gpipe, "races"),
+        (_nothing_waits_for_the_caller, _of_a_pipeline, "races"),
+        (_nothing_is_adopted, _of_a_pipeline, "freed"),
+        (_nothing_is_adopted, _of_gpipe, "freed"),
+        (_nothing_is_adopted, _of_replicas, "freed"),
+    ],
+)
+def test_the_checks_see(
+    monkeypatch: pytest.MonkeyPatch,
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    subject: Callable[[], None],
+    kind: str,
+) -> None:
+    """Each mistake is found; a call of torch's that orders or keeps nothing is one of them."""
+    with sanitized(monkeypatch) as watch:
+        mistake(monkeypatch)
+        subject()
+    assert getattr(watch, kind)
