@@ -98,9 +98,11 @@ class Runner:
                 return self._outcome(name, "not run", 0.0, f"LIMIT={self.limit:g} s was reached")
             seconds = min(seconds, left)
         self._keep(self._outcome(name, "cut", 0.0, "it was under way when this was written"))
-        command = command_of(name, self.out, self.gpu is None)
+        command, environment = command_of(name, self.out, self.gpu is None), dict(self.environment)
+        if self.gpu is not None and (variable := step_called(name).variable):
+            environment[variable] = "1"
         ended = run_process(
-            command, self.out / f"{name}.log", seconds, self.environment, ROOT, self._pack
+            command, self.out / f"{name}.log", seconds, environment, ROOT, self._pack
         )
         status, said = status_of(ended, self.out / f"{name}.txt")
         return self._outcome(name, status, ended.seconds, said)

@@ -280,7 +280,8 @@ def test_files_that_are_no_archive_are_refused(
     packing.pack(["host"], dry, dry)
     for file, said in (
         (tmp_path / "none", "No such file"), (text, "cannot be unpacked: .*; give the gpu.tar.gz"),
-        (empty, "holds no results of make gpu"), (evil, "cannot be unpacked: .*; give the gpu.tar.gz"),
+        (empty, "holds no results of make gpu"),
+        (evil, "cannot be unpacked: .*; give the gpu.tar.gz"),
         (dry / "gpu.tar.gz", "holds a dry run, and .* measured results; give OUT="),
     ):  # fmt: skip
         assert script.main(["--unpack", str(file), "--out", str(measured)]) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["DRY", "STEPS", "WARM_UP", "Step", "chosen"]
+__all__ = ["DRY", "STEPS", "WARM_UP", "Step", "chosen", "step_called"]
 
 #: Loads all that other steps load, and saves the prediction from a data sheet; runs first.
 WARM_UP = "warm-up"
@@ -23,6 +23,8 @@ class Step(NamedTuple):
         Further arguments.
     n_slices
         Largest number of slices that it makes of the GPU.
+    variable
+        Variable of the environment that its process has, set to 1.
     """
 
     module: str
@@ -31,13 +33,14 @@ class Step(NamedTuple):
     limit: float
     arguments: tuple[int, ...] = ()
     n_slices: int = 4
+    variable: str = ""
 
 
 STEPS: dict[str, Step] = {
     "environment": Step("on_gpu.environment", "environment", 40, 120, n_slices=8),
     "validation-2": Step("on_gpu.validation", "validation", 75, 150, (2,), n_slices=2),
     "tests": Step("", "", 110, 200, n_slices=8),
-    "sanitizer": Step("on_gpu.sanitizer", "sanitizer", 45, 90, n_slices=4),
+    "sanitizer": Step("on_gpu.sanitizer", "sanitizer", 45, 90, variable="TORCH_CUDA_SANITIZER"),
     "overlap": Step("on_gpu.overlap", "overlap", 45, 90),
     "gpipe": Step("on_gpu.gpipe", "gpipe", 45, 90),
     "host": Step("on_gpu.host", "host", 25, 60),
