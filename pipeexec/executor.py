@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, Literal, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ from pipeexec.embedding_stage import (
     check_keys,
 )
 from pipeexec.failures import last_of, raise_failure
+from pipeexec.finish import Finish
 from pipeexec.gradient_sync import settle
 from pipeexec.loss import Loss, LossFunction
 from pipeexec.messages import set_step
@@ -270,7 +272,8 @@ class Pipeline:
             self.optimizers = make_optimizers(optimizer, self.modules, graph.n_stages)
             self.zero_grad = optimizer is not None
             self.n_steps = 0
-            self._run: Run | None = None
+            #: Of the pipelines that share the devices, made by `with_graph`.
+            self._all_captured: WeakSet[Captured] = WeakSet()
             if processes is not None:
                 self._agree(graph, processes)
             self._set_graph(graph)
@@ -291,6 +294,7 @@ class Pipeline:
         self._has_steps = bool((graph.op == Op.STEP).any())
         self._messages: dict[int, Expected] | None = None
         self.held = [Held() for _ in self.devices]
+        self._finish = Finish()
         n = graph.n_stages
         several = graph.n_batches > 1
         size = graph.n_microbatches // graph.n_batches
@@ -317,7 +321,7 @@ class Pipeline:
     def _new_captured(self) -> Captured | None:
         if not self.cuda_graph:
             return None
-        return Captured(
+        captured = Captured(
             self.graph,
             self.devices,
             self.modules,
@@ -325,6 +329,8 @@ class Pipeline:
             self.optimizers,
             zero_grad=self.zero_grad,
         )
+        self._all_captured.add(captured)
+        return captured
 
     @property
     def loss_fn(self) -> Loss:
@@ -370,14 +376,14 @@ class Pipeline:
     @contextmanager
     def _stepping(self, run: Run) -> Iterator[None]:
         """Let the tasks of a step run, until `close` stops it."""
-        self._run = run
+        self._finish.run = run
         try:
             with ExitStack() as stack:
                 for device in self.devices:
                     stack.enter_context(device.step_lock.stepping(run))
                 yield
         finally:
-            self._run = None
+            self._finish.run = None
 
     def with_graph(self, graph: TaskGraph) -> Pipeline:
         """Return a pipeline that runs another graph with the same stages, devices, optimizers.
@@ -409,26 +415,6 @@ class Pipeline:
             "a Pipeline has threads, and can neither be copied nor pickled; with_graph runs "
             "another graph, and state_dict() of its stages is what to save"
         )
-
-    def _finish(self, replica: int, output: object, microbatch: int) -> Tensor:
-        """Return the weighted loss of a micro-batch, and note it."""
-        run = self._run
-        assert run is not None
-        loss = run.loss.of_microbatch(self.shares.number(replica, microbatch), output)
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            self._check_frozen()
-        return loss
-
-    def _check_frozen(self) -> None:
-        """Raise unless all parameters are frozen, as a loss without gradients trains none."""
-        parameters = (p for module in self.modules for p in module.parameters())
-        if self.processes is not None or any(p.requires_grad for p in parameters):
-            raise ExecutionError(
-                "the loss does not depend on any parameter by operations that torch can "
-                "differentiate, so that a step would train nothing; look for detach(), no_grad(), "
-                "item() or integers in the last stage and the loss, and for a loss that does not "
-                "use the output"
-            )
 
     def step(self, inputs: Batch | None, targets: Any) -> StepResult:
         """Run one training step.
@@ -470,9 +456,9 @@ class Pipeline:
             captured = self._captured
             if captured is None or inputs is None:  # a captured step is of one process
                 return self._result(self._step(inputs, targets, Run.walk))
-            if captured.take(inputs, targets):
+            if (replayed := captured.take(inputs, targets)) is not None:
                 self.n_steps += 1
-                return self._result(captured.run)
+                return self._result(replayed)
             return self._result(self._step(*captured.batch(inputs, targets), captured.walk))
 
     def _step(
@@ -484,6 +470,16 @@ class Pipeline:
         """Run a step, whose tasks ``walk`` issues."""
         run = self._begun(inputs, targets)
         before = torch.get_rng_state()
+        try:
+            self._walk(run, walk)
+        finally:
+            run.forget_errors()
+        self._check_randomness(before)
+        self._check_loss(run)
+        return run
+
+    def _walk(self, run: Run, walk: Callable[[Run, Sequence[Planned]], None]) -> None:
+        """Run the tasks of a step; raise what stopped it."""
         try:
             with self._stepping(run), _garbage_collection_paused():
                 walk(run, self._plan)
@@ -498,9 +494,6 @@ class Pipeline:
             self._end(run)
         if run.failure is not None or run.abandoned:
             raise_failure(run, self.processes)
-        self._check_randomness(before)
-        self._check_loss(run)
-        return run
 
     def _end_gradients(self, run: Run) -> None:
         """Complete the gradients of a step whose tasks have all run."""
@@ -820,7 +813,8 @@ class Pipeline:
     def close(self) -> None:
         """End the devices' threads; the pipeline, and those that share its devices, are done.
 
-        A step that runs in another thread ends with an `ExecutionError`.
+        Captured steps are freed, with their memory. A step that runs in another thread ends with an
+        `ExecutionError`.
 
         Raises
         ------
@@ -830,16 +824,21 @@ class Pipeline:
         """
         for device in self.devices:
             device.step_lock.check_outside("close", may_interrupt=True)
-        until = perf_counter() + _SECONDS_TO_END
+        until, may_run = perf_counter() + _SECONDS_TO_END, False
         for device in self.devices:
             if isinstance(device, RemoteDevice):
                 device.close()
             elif device.step_lock.is_forked:  # the threads are those of another process
                 device.abandon()
+                may_run = True  # and so are CUDA's objects
             elif device.step_lock.stop(until):
                 device.close()
             else:
                 device.abandon()
+                may_run = True
+        if not may_run:
+            for captured in self._all_captured:
+                captured.drop()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -252,6 +252,11 @@ class Run:
             self.stopped = self.status()  # what follows is passed over, and seems to end
             self.failure = task.id, error
 
+    def forget_errors(self) -> None:
+        """Let go of the error that stopped the step: its traceback holds the step, and more."""
+        if self.failure is not None:
+            self.failure = self.failure[0], ExecutionError("raised by the step")
+
     def divide(self, slot: int, batch: int) -> None:
         """Divide a stage's gradients of a mini-batch by its count, if the loss has counts.
 
