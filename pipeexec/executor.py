@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal, NoReturn
 from weakref import WeakSet
@@ -56,6 +56,7 @@ from pipeexec.recorder import ENDED, GRAPH
 from pipeexec.run import Planned, Run
 from pipeexec.shares import Shares
 from pipeexec.stage import Held, Stage, metered
+from pipeexec.step_result import StepResult, kept_losses, unread_result
 from pipeexec.thread_settings import autocast
 from pipeexec.versions import Versions
 from pipeexec.watch import Status
@@ -81,65 +82,6 @@ __all__ = ["Pipeline", "StepResult"]
 
 #: Seconds that `Pipeline.close` waits for a step of another thread to end.
 _SECONDS_TO_END = 5.0
-
-
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """Result of one training step.
-
-    Attributes
-    ----------
-    losses
-        Share of each micro-batch in the loss of its mini-batch; in a pipeline of several processes,
-        of those whose last stage is in this one.
-    timeline
-        When each task ran; NaN for those of other processes.
-    peak_held
-        Most micro-batches whose activations each device held; shape ``(n_devices,)``.
-    host_seconds
-        What the host took to issue all tasks, or to launch them as one CUDA graph; the sum over
-        processes, once gathered.
-    part
-        What this process measured, for `Pipeline.gather`; None where it is the only one.
-    clock_error
-        The most that times of two devices can be wrong against each other (s), from how their
-        clocks were joined; 0 where they have one clock. See `pipeexec.clocks`.
-    milestones
-        Share of the last backward, 0 to 1, after which the gradients of each bucket of this process
-        were there; by the number of its REDUCE_GRAD. Empty once gathered.
-    """
-
-    losses: tuple[Tensor, ...]
-    timeline: Timeline
-    peak_held: tuple[int, ...]
-    host_seconds: float
-    part: Part | None = None
-    n_losses: int = 1
-    clock_error: float = 0.0
-    milestones: Mapping[int, float] = field(default_factory=dict)
-
-    @property
-    def n_microbatches(self) -> int:
-        """Number of micro-batches, of all replicas."""
-        graph = self.timeline.graph
-        return int(((graph.op == Op.F) & (graph.stage == 0)).sum())
-
-    @cached_property
-    def loss(self) -> Tensor:
-        """Loss of the whole batch, or mean of the mini-batches'; a tensor without dimensions.
-
-        Raises
-        ------
-        ExecutionError
-            If last stages are in other processes, and the result was not gathered.
-        """
-        if len(self.losses) < self.n_microbatches:
-            raise ExecutionError(
-                "the loss is computed in another process; every process can have it from "
-                "pipeline.gather(result), which all must call"
-            )
-        first = self.losses[0]
-        return torch.stack([loss.to(first.device) for loss in self.losses]).sum() / self.n_losses
 
 
 class Pipeline:
@@ -455,7 +397,8 @@ class Pipeline:
         with self._held("step"):
             captured = self._captured
             if captured is None or inputs is None:  # a captured step is of one process
-                return self._result(self._step(inputs, targets, Run.walk))
+                run = self._step(inputs, targets, Run.walk)
+                return self._result(run, may_wait=self.processes is None)
             if (replayed := captured.take(inputs, targets)) is not None:
                 self.n_steps += 1
                 return self._result(replayed)
@@ -474,9 +417,19 @@ class Pipeline:
             self._walk(run, walk)
         finally:
             run.forget_errors()
+            self._forget(run)
         self._check_randomness(before)
         self._check_loss(run)
         return run
+
+    def _forget(self, run: Run) -> None:
+        """Leave what processes may say of a step that has ended, but nothing that holds it."""
+        if self.processes is not None:
+            if run.failure is not None or run.abandoned:
+                status = run.status()
+                self.processes.watch.status = lambda: status
+            readings = run.readings()
+            self.processes.measured = lambda: readings.timeline
 
     def _walk(self, run: Run, walk: Callable[[Run, Sequence[Planned]], None]) -> None:
         """Run the tasks of a step; raise what stopped it."""
@@ -534,21 +487,23 @@ class Pipeline:
                 stacklevel=4,
             )
 
-    def _result(self, run: Run) -> StepResult:
-        """Return the result of a step; losses are copied, as a replay would overwrite them."""
-        found = run.loss.shares_of_loss()
-        losses = tuple(loss.clone() for loss in found if loss is not None)
-        for microbatch, loss in enumerate(found):
-            if loss is not None and loss.isnan():
-                warnings.warn(
-                    f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
-                    "look at its inputs, or lower the learning rate",
-                    NanLossWarning,
-                    stacklevel=3,
-                )
+    def _result(self, run: Run, *, may_wait: bool = False) -> StepResult:
+        """Return the result of a step; its events are read when asked for, if that ``may_wait``."""
+        losses, nan = kept_losses(run.loss.shares_of_loss())
+        for microbatch in nan:
+            warnings.warn(
+                f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
+                "look at its inputs, or lower the learning rate",
+                NanLossWarning,
+                stacklevel=3,
+            )
         held = tuple(held.peak for held in self.held)
+        n_losses = run.loss.n_losses
+        if may_wait:
+            return unread_result(run.readings(), losses, held, run.host_seconds, n_losses)
         part = None if self.processes is None else replace(run.part(), peak_held=held)
-        timeline = run.timeline() if part is None else part.timeline
+        readings = run.readings()
+        timeline = readings.timeline if part is None else part.timeline
         self._note(timeline)
         return StepResult(
             losses=losses,
@@ -556,9 +511,9 @@ class Pipeline:
             peak_held=held,
             host_seconds=run.host_seconds,
             part=part,
-            n_losses=run.loss.n_losses,
+            n_losses=n_losses,
             clock_error=run.clock_error,
-            milestones=run.milestone_shares(self._plan),
+            milestones=readings.milestone_shares,
         )
 
     def _begun(self, inputs: Batch | None, targets: Any) -> Run:
@@ -599,7 +554,7 @@ class Pipeline:
             self.processes.watch.status = run.status
             number = self.processes.recorder.own[GRAPH] = self._graph_number
             self.processes.watch.last_of = partial(last_of, self.graph, number, self.processes)
-            self.processes.measured = partial(run.timeline, is_over=False)
+            self.processes.measured = lambda: run.readings(is_over=False).timeline
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages, self.graph.n_batches > 1)
         follow(self.modules, self.graph.n_stages)
@@ -803,7 +758,7 @@ class Pipeline:
         tasks, samples = sampled(self._plan, self.devices)
         with self._held("allocated"), self.preserved():
             run = self._step(inputs, targets, lambda run, _: run.walk(tasks))
-        return samples.placed(run.timeline())
+        return samples.placed(run.readings().timeline)
 
     @property
     def notes(self) -> tuple[str, ...]:

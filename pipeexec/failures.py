@@ -67,7 +67,7 @@ def _of_one_process(run: Run) -> ExecutionError:
             f"ran before{_stepped(run, run.ran)}"
         )
         error.__cause__ = cause
-    error.timeline = run.timeline()
+    error.timeline = run.readings().timeline
     return error
 
 
