@@ -213,7 +213,12 @@ def find_driver() -> Any:
     """
     try:
         return importlib.import_module("cuda.bindings.driver")
-    except ImportError:
+    except (
+        ImportError,
+        AttributeError,
+        OSError,
+        RuntimeError,
+    ):  # not there, or not for this driver
         return load_driver()
 
 

@@ -10,8 +10,8 @@ cache, memory bandwidth, power. Measure costs with all of them busy, as `pipeexe
 
 SMs are given out in multiples of 8 on Hopper. Where the driver makes too few parts of the largest
 size, all slices are smaller, and their notes say so. What is left over serves the copies of all
-slices, as the copy engines of several GPUs would, so that a copy waits for no stage's kernels; where
-nothing is left over, or the driver keeps it, a slice's copies run on its own SMs.
+slices, as the copy engines of several GPUs would, so that a copy waits for no stage's kernels.
+Where nothing is left over, or the driver keeps it, a slice's copies run on its own SMs.
 """
 
 from __future__ import annotations

@@ -258,6 +258,22 @@ def test_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     green.find_driver.cache_clear()
 
 
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, OSError, AttributeError])
+def test_bindings_that_cannot_be_imported(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or are not there: the driver itself serves."""
+
+    def broken(name: str) -> None:
+        raise error(f"{name} is broken")
+
+    monkeypatch.setattr(green.importlib, "import_module", broken)
+    monkeypatch.setattr(green, "load_driver", FakeDriver)
+    green.find_driver.cache_clear()
+    assert isinstance(green.find_driver(), FakeDriver)
+    green.find_driver.cache_clear()
+
+
 def test_bindings_that_do_not_suit_the_driver_are_passed_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
