@@ -70,6 +70,8 @@ class FakeCuda:
         patch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(self, **options))
         patch.setattr(torch.cuda, "current_stream", lambda *_: self.current)
         patch.setattr(torch.cuda, "stream", self.stream)
+        patch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "current", stream))
+        patch.setattr(FakeStream, "device_index", 0, raising=False)
         patch.setattr(torch.cuda, "device", lambda _: self.stream(self.current))
         patch.setattr(torch.cuda, "graph", self.graph)
         patch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(self))
