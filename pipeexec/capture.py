@@ -239,6 +239,7 @@ class Captured:
         follow(self.modules, self.n_stages)
         for parameter, static in zip(self.parameters, replayed.given, strict=True):
             _restore(static, parameter.grad)
+        replayed.run.is_replay = True
         replayed.run.host_seconds = self._recorder.launch(replayed.graph)
         self._set_gradients(replayed.found)
 

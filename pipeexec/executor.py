@@ -514,6 +514,7 @@ class Pipeline:
             n_losses=n_losses,
             clock_error=run.clock_error,
             milestones=readings.milestone_shares,
+            host_times=readings.host_times,
         )
 
     def _begun(self, inputs: Batch | None, targets: Any) -> Run:
@@ -671,6 +672,7 @@ class Pipeline:
             part,
             result.n_losses,
             part.clock_error,
+            host_times=part.host_times,
         )
 
     def total(self, values: Sequence[float]) -> list[float]:

@@ -55,8 +55,14 @@ class Readings:
         Of members of a collective, the member whose times are theirs.
     nbytes, issued
         Of each task: bytes that it moved, and when the host issued it (s).
+    order
+        The tasks of this process as they were issued.
+    host_seconds
+        What the host took to issue all tasks.
     milestones
         Of reductions that wait for a part of a backward.
+    is_replay
+        Whether the host launched one CUDA graph.
     may_be_running
         Whether some tasks may not have ended.
     """
@@ -71,7 +77,10 @@ class Readings:
     leaders: Mapping[int, int]
     nbytes: NDArray[np.float64]
     issued: Sequence[float]
+    host_seconds: float
+    order: Sequence[int]
     milestones: Sequence[Milestone] = ()
+    is_replay: bool = False
     may_be_running: bool = False
 
     @cached_property
@@ -106,6 +115,16 @@ class Readings:
         return found
 
     @property
+    def host_times(self) -> NDArray[np.float64] | None:
+        """What the host took to issue each task (s); NaN for others, None of a replay."""
+        if self.is_replay:
+            return None
+        found = np.full(len(self.graph), np.nan)
+        order = np.array(self.order, dtype=np.int64)
+        found[order] = np.diff(np.array(self.issued)[order], append=self.host_seconds)
+        return found
+
+    @property
     def clock_error(self) -> float:
         """The most that times of two devices can be wrong against each other (s)."""
         return 0.0 if self.clock is None else self.clock.error
@@ -116,4 +135,5 @@ class Readings:
             "timeline": self.timeline,
             "clock_error": self.clock_error,
             "milestones": self.milestone_shares,
+            "host_times": self.host_times,
         }

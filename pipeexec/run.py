@@ -146,6 +146,7 @@ class Run:
         self._tasks: Sequence[Planned] = ()  # that were issued
         self.seed = torch.initial_seed()
         self.host_seconds = 0.0
+        self.is_replay = False
         #: Messages between processes: as they should be, those that were asked for, and events
         #: that pass when they are gone.
         self.expected: dict[int, Expected] = {}
@@ -322,6 +323,9 @@ class Run:
             leaders={task.id: task.leader for task in tasks if task.leader >= 0},
             nbytes=self.nbytes,
             issued=self.issued,
+            host_seconds=self.host_seconds,
+            order=[task.id for task in tasks],
+            is_replay=self.is_replay,
             milestones=list(self._reached(tasks)) if self.milestones else (),
             may_be_running=self.abandoned or not is_over,
         )
@@ -349,13 +353,15 @@ class Run:
         found = {m: x for m, x in enumerate(losses_here) if x is not None}
         losses = {m: float(x) for m, x in found.items()}
         dtype = str(next(iter(found.values())).dtype).removeprefix("torch.") if found else ""
+        readings = self.readings()
         return Part(
             zero,
-            self.readings().timeline,
+            readings.timeline,
             losses,
             self.host_seconds,
             loss_dtype=dtype,
             clock_error=self.clock_error,
+            host_times=readings.host_times,
         )
 
     def where(self, index: int) -> str:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeexec.parts import Part
@@ -19,8 +21,12 @@ from pipesim.timeline import Timeline
 __all__ = ["StepResult", "kept_losses", "unread_result"]
 
 #: Fields that are read from events, and where those are until then.
-_READ = frozenset({"timeline", "clock_error", "milestones"})
+_READ = frozenset({"timeline", "clock_error", "milestones", "host_times"})
 _UNREAD = "_unread"
+
+
+def _not_known() -> None:
+    """Return None: a default that is no attribute of the class, which `__getattr__` would miss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +40,7 @@ class StepResult:
         of those whose last stage is in this one.
     timeline
         When each task ran; NaN for those of other processes. Of an eager step of one process, this,
-        ``clock_error`` and ``milestones`` are read from the devices' events at the first access.
+        ``clock_error``, ``milestones`` and ``host_times`` are read at the first access.
     peak_held
         Most micro-batches whose activations each device held; shape ``(n_devices,)``.
     host_seconds
@@ -45,6 +51,9 @@ class StepResult:
     clock_error
         The most that times of two devices can be wrong against each other (s), from how their
         clocks were joined; 0 where they have one clock. See `pipeexec.clocks`.
+    host_times
+        What the host took to issue each task (s), until the next one; shape ``(n_tasks,)``. NaN for
+        tasks of other processes, None where one CUDA graph was launched.
     milestones
         Share of the last backward, 0 to 1, after which the gradients of each bucket of this process
         were there; by the number of its REDUCE_GRAD. Empty once gathered.
@@ -58,6 +67,7 @@ class StepResult:
     n_losses: int = 1
     clock_error: float = field(default_factory=float)
     milestones: Mapping[int, float] = field(default_factory=dict)
+    host_times: NDArray[np.float64] | None = field(default_factory=_not_known)
 
     if not TYPE_CHECKING:
 

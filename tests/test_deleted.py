@@ -6,9 +6,11 @@ On a GPU weights, captured graphs and their memory hang on it.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.link_speed import measure_transfers
 from pipeexec.profile import Calibration
 from pipesim.errors import ExecutionError, PipeError
 
@@ -109,8 +112,12 @@ def _alive(held: dict[str, weakref.ref[Any]]) -> list[str]:
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
-def test_a_pipeline_is_freed(devices: list[Any], use: Callable[[px.Pipeline], object]) -> None:
+def test_a_pipeline_is_freed(
+    devices: list[Any], use: Callable[[px.Pipeline], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its stages, weights, devices, streams; whatever was done, and its result kept."""
+    timed = partial(measure_transfers, sizes=[64], repeat=1)
+    monkeypatch.setattr(sys.modules["pipeexec.profile"], "measure_transfers", timed)
     subject = _new(devices)
     kept = use(subject)
     held = _held(subject)
