@@ -750,7 +750,8 @@ class Pipeline:
         """Return the bytes that torch's allocator holds on each GPU over a step, task by task.
 
         Beside the simulator's ``timeline.memory()``. Asking the allocator slows the host down, so
-        this is a step of its own, which leaves no trace.
+        this is a step of its own, which leaves no trace. Blocks that were freed, and that other
+        streams may still read, count in ``most_active`` alone.
 
         Raises
         ------

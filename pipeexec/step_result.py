@@ -39,7 +39,9 @@ class StepResult:
         Share of each micro-batch in the loss of its mini-batch; in a pipeline of several processes,
         of those whose last stage is in this one.
     timeline
-        When each task ran; NaN for those of other processes. Of an eager step of one process, this,
+        When each task ran; NaN for those of other processes. A task of an eager step on a GPU
+        begins when its stream gets to it; where the host is late, its duration contains what the
+        host takes to launch it. Of an eager step of one process, this,
         ``clock_error``, ``milestones`` and ``host_times`` are read at the first access.
     peak_held
         Most micro-batches whose activations each device held; shape ``(n_devices,)``.

@@ -373,6 +373,7 @@ def test_memory_goes_up_and_down(tmp_path: Any) -> None:
         predicted = ps.simulate(graph, costs)
     frame = allocated.frame
     assert set(frame["gpu"]) == {"cuda:0"}
+    assert allocated.most_active["cuda:0"] >= frame["nbytes"].max()
     rise = frame["nbytes"].max() - frame["nbytes"].iloc[0]
     assert rise >= 8 * 16 * WIDTH * 4
     gradients_of = 2 * 2 * (WIDTH * WIDTH + WIDTH) * 4
