@@ -5,6 +5,7 @@ Faults of machines (killed processes, hangs) are tested elsewhere.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -631,3 +633,42 @@ def test_processes_with_gpus_of_their_own(uuids: list[list[str]], two_ranks: Ran
     n = len(uuids[0])
     for rank, names in enumerate(two_ranks.run(apart, timeout=TIMEOUT, uuids=uuids)):
         assert [name.startswith("rank ") for name in names] == [rank == 1] * n + [rank == 0] * n
+
+
+class Third(nn.Linear):
+    """Raises in its third forward."""
+
+    left = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("no")
+        return super().forward(x)
+
+
+def freed(processes: px.Processes) -> str:
+    """Return whether a pipeline whose step failed is freed without the cycle collector."""
+    subject = make(processes, stages=[Third(16, 16), nn.Linear(16, 16)])
+    reference = weakref.ref(subject)
+    gc.collect()
+    gc.disable()
+    try:
+        subject.step(*data(8))
+    except PipeError as error:
+        name = type(error).__name__
+    else:
+        return "no error"
+    finally:
+        del subject
+        gc.enable()
+    return f"{name}, {'freed' if reference() is None else 'held'}"
+
+
+def test_a_pipeline_that_failed_is_freed(two_ranks: Ranks) -> None:
+    """In every process, once the error was dropped.
+
+    Stages stay where a thread still waits for a message of the step.
+    """
+    found = two_ranks.run(freed, timeout=TIMEOUT)
+    assert found == ["StageError, freed", "PeerError, freed"]
