@@ -42,7 +42,8 @@ class StepResult:
         When each task ran; NaN for those of other processes. A task of an eager step on a GPU
         begins when its stream gets to it; where the host is late, its duration contains what the
         host takes to launch it. Of an eager step of one process, this,
-        ``clock_error``, ``milestones`` and ``host_times`` are read at the first access.
+        ``clock_error``, ``milestones`` and ``host_times`` are read from events at the first access;
+        until then the result keeps these events.
     peak_held
         Most micro-batches whose activations each device held; shape ``(n_devices,)``.
     host_seconds
