@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from pipeexec.host_times import launch_seconds
 from pipesim.compare import Comparison
 from pipesim.error_parts import PARTS
 from pipesim.intervals import Interval, mean_interval
@@ -35,6 +37,11 @@ class Step(Protocol):
     @property
     def host_seconds(self) -> float:
         """What the host took to issue all tasks."""
+        ...
+
+    @property
+    def host_times(self) -> NDArray[np.float64] | None:
+        """What the host took to issue each task."""
         ...
 
     @property
@@ -75,7 +82,7 @@ def parts_of_steps(repeats: Sequence[Repeat]) -> pd.DataFrame:
         for result in repeat.results:
             measured = result.timeline
             recorded = measured.issued is not None and not np.isnan(measured.issued).any()
-            launch = None if recorded else result.host_seconds / len(measured)
+            launch = None if recorded else launch_seconds([result])
             parts = Comparison(repeat.predicted, measured).error_parts(launch=launch)
             rows.append({"repeat": number, "measured": measured.makespan} | parts.to_dict())
     return pd.DataFrame(rows, columns=["repeat", "measured", *PARTS])

@@ -5,12 +5,16 @@ So what each task changed is noted as it is issued, and put at the time at which
 it took at its start, what it gave back at its end, as in rule 10 of docs/time.md. What a task takes
 and gives back within itself is not seen. Slices of one GPU share its allocator, and are counted
 together: one may give back what another took.
+
+By this count, memory is given back when Python frees its tensor. The allocator keeps the block
+until every stream that may still read it is done (`Tensor.record_stream`), so that a GPU needs more
+than this says. torch counts such blocks as active; the most of that count is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,11 +52,16 @@ class Allocated:
         Of the step; its times are those of a host that asks the allocator at every task.
     devices
         The GPU of each device.
+    most_active
+        By GPU, the most bytes that the allocator could not give to anyone else, of what it said at
+        any task: beside what is allocated, blocks that were freed and that other streams may still
+        read (``active_bytes`` of `torch.cuda.memory_stats`). 0 if not counted.
     """
 
     frame: pd.DataFrame
     timeline: Timeline
     devices: tuple[str, ...]
+    most_active: Mapping[str, int] = field(default_factory=dict)
 
     def plot(self, predicted: Timeline | None = None, *, ax: Axes | None = None) -> Axes:
         """Draw the bytes of each GPU over time, and dashed those predicted for its devices.
@@ -116,14 +125,17 @@ class Samples:
         In the graph.
     devices
         Of the pipeline.
-    count
-        Asks the allocator.
+    count, count_active
+        Ask the allocator for what is allocated, and for that and what is kept for streams.
     """
 
-    def __init__(self, n_tasks: int, devices: Sequence[Device], count: Count) -> None:
+    def __init__(
+        self, n_tasks: int, devices: Sequence[Device], count: Count, count_active: Count
+    ) -> None:
         self.gpus = list(dict.fromkeys(device.torch_device for device in devices))
         self.devices = tuple(str(device.torch_device) for device in devices)
-        self.count = count
+        self.count, self.count_active = count, count_active
+        self.most_active = [0] * len(self.gpus)
         self.before: list[int] | None = None
         self.after = np.full((n_tasks, len(self.gpus)), np.nan)
 
@@ -139,6 +151,8 @@ class Samples:
         return task._replace(work=work)
 
     def _now(self) -> list[int]:
+        now = map(self.count_active, self.gpus)
+        self.most_active = list(map(max, self.most_active, now))
         return [self.count(gpu) for gpu in self.gpus]
 
     def placed(self, timeline: Timeline) -> Allocated:
@@ -154,7 +168,8 @@ class Samples:
             np.concatenate([np.zeros(len(self.gpus)), time.ravel()]),
             np.concatenate([before, change.ravel()]),
         )
-        return Allocated(frame, timeline, self.devices)
+        active = dict(zip(map(str, self.gpus), self.most_active, strict=True))
+        return Allocated(frame, timeline, self.devices, active)
 
 
 def _summed(gpu: NDArray[np.object_], time: Floats, change: Floats) -> pd.DataFrame:
@@ -167,10 +182,16 @@ def _summed(gpu: NDArray[np.object_], time: Floats, change: Floats) -> pd.DataFr
     return frame.reset_index(drop=True)
 
 
+def active_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that the allocator cannot give to anyone else."""
+    return int(torch.cuda.memory_stats(device).get("active_bytes.all.current", 0))
+
+
 def sampled(
     tasks: Sequence[Planned],
     devices: Sequence[Device],
     count: Count = torch.cuda.memory_allocated,
+    count_active: Count = active_bytes,
 ) -> tuple[list[Planned], Samples]:
     """Return tasks that note what the allocator says, and where they note it.
 
@@ -185,5 +206,5 @@ def sampled(
                 f"{device.name} is no GPU, and torch does not count what it allocates; "
                 "pipeline.device_bytes counts activations on any device"
             )
-    samples = Samples(len(tasks), devices, count)
+    samples = Samples(len(tasks), devices, count, count_active)
     return [samples.wrap(task) for task in tasks], samples

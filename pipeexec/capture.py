@@ -102,7 +102,7 @@ class Recorder:
 class Captured:
     """Decides for each step whether it runs eagerly, is captured, or is replayed.
 
-    A step is ``take``; where that is False, a walk of `Run` over ``batch`` through ``walk``.
+    A step is ``take``; where that is None, a walk of `Run` over ``batch`` through ``walk``.
 
     Parameters
     ----------
@@ -146,14 +146,8 @@ class Captured:
         self._inputs: Batch = ()
         self._targets: Batch = ()
 
-    @property
-    def run(self) -> Run:
-        """The step that was replayed."""
-        assert self._replayed is not None
-        return self._replayed.run
-
-    def take(self, inputs: Batch, targets: Batch) -> bool:
-        """Replay a step and wait for it, if one was captured that fits.
+    def take(self, inputs: Batch, targets: Batch) -> Run | None:
+        """Replay a step and wait for it, if one was captured that fits; return it, or None.
 
         Raises
         ------
@@ -165,13 +159,18 @@ class Captured:
         if replayed is None or now != replayed.imprint:
             self._replayed = None
             self._captures = self._n_eager >= WARM_UP and now == self._last
-            return False
+            return None
         _check_same_shape("inputs", replayed.inputs, inputs)
         _check_same_shape("targets", replayed.targets, targets)
         _copy(replayed.inputs, inputs)
         _copy(replayed.targets, targets)
         self._replay(replayed)
-        return True
+        return replayed.run
+
+    def drop(self) -> None:
+        """Free the graph, and the memory that it keeps for itself."""
+        self._replayed = None
+        self._captures, self._inputs, self._targets = False, (), ()
 
     def batch(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
         """Return the batch that the step reads: for a capture, a copy at a place that stays."""
@@ -240,6 +239,7 @@ class Captured:
         follow(self.modules, self.n_stages)
         for parameter, static in zip(self.parameters, replayed.given, strict=True):
             _restore(static, parameter.grad)
+        replayed.run.is_replay = True
         replayed.run.host_seconds = self._recorder.launch(replayed.graph)
         self._set_gradients(replayed.found)
 

@@ -90,8 +90,17 @@ class CudaStream:
 
     def submit(self, work: Work) -> None:
         """Launch the kernels of ``work`` on this stream."""
-        with torch.cuda.stream(self.stream):
+        before = torch.cuda.current_stream()
+        if before.device_index != self.stream.device_index:
+            with torch.cuda.stream(self.stream):  # which also puts back that GPU's own stream
+                work()
+            return
+        # As that does on one GPU, in half the time: this is done for every task.
+        torch.cuda.set_stream(self.stream)
+        try:
             work()
+        finally:
+            torch.cuda.set_stream(before)
 
     def record(self) -> CudaEvent:
         """Return an event that passes when everything given before has run."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ from pipeexec.embedding_stage import (
     check_keys,
 )
 from pipeexec.failures import last_of, raise_failure
+from pipeexec.finish import Finish
 from pipeexec.gradient_sync import settle
 from pipeexec.loss import Loss, LossFunction
 from pipeexec.messages import set_step
@@ -54,6 +56,7 @@ from pipeexec.recorder import ENDED, GRAPH
 from pipeexec.run import Planned, Run
 from pipeexec.shares import Shares
 from pipeexec.stage import Held, Stage, metered
+from pipeexec.step_result import StepResult, kept_losses, unread_result
 from pipeexec.thread_settings import autocast
 from pipeexec.versions import Versions
 from pipeexec.watch import Status
@@ -79,65 +82,6 @@ __all__ = ["Pipeline", "StepResult"]
 
 #: Seconds that `Pipeline.close` waits for a step of another thread to end.
 _SECONDS_TO_END = 5.0
-
-
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """Result of one training step.
-
-    Attributes
-    ----------
-    losses
-        Share of each micro-batch in the loss of its mini-batch; in a pipeline of several processes,
-        of those whose last stage is in this one.
-    timeline
-        When each task ran; NaN for those of other processes.
-    peak_held
-        Most micro-batches whose activations each device held; shape ``(n_devices,)``.
-    host_seconds
-        What the host took to issue all tasks, or to launch them as one CUDA graph; the sum over
-        processes, once gathered.
-    part
-        What this process measured, for `Pipeline.gather`; None where it is the only one.
-    clock_error
-        The most that times of two devices can be wrong against each other (s), from how their
-        clocks were joined; 0 where they have one clock. See `pipeexec.clocks`.
-    milestones
-        Share of the last backward, 0 to 1, after which the gradients of each bucket of this process
-        were there; by the number of its REDUCE_GRAD. Empty once gathered.
-    """
-
-    losses: tuple[Tensor, ...]
-    timeline: Timeline
-    peak_held: tuple[int, ...]
-    host_seconds: float
-    part: Part | None = None
-    n_losses: int = 1
-    clock_error: float = 0.0
-    milestones: Mapping[int, float] = field(default_factory=dict)
-
-    @property
-    def n_microbatches(self) -> int:
-        """Number of micro-batches, of all replicas."""
-        graph = self.timeline.graph
-        return int(((graph.op == Op.F) & (graph.stage == 0)).sum())
-
-    @cached_property
-    def loss(self) -> Tensor:
-        """Loss of the whole batch, or mean of the mini-batches'; a tensor without dimensions.
-
-        Raises
-        ------
-        ExecutionError
-            If last stages are in other processes, and the result was not gathered.
-        """
-        if len(self.losses) < self.n_microbatches:
-            raise ExecutionError(
-                "the loss is computed in another process; every process can have it from "
-                "pipeline.gather(result), which all must call"
-            )
-        first = self.losses[0]
-        return torch.stack([loss.to(first.device) for loss in self.losses]).sum() / self.n_losses
 
 
 class Pipeline:
@@ -270,7 +214,8 @@ class Pipeline:
             self.optimizers = make_optimizers(optimizer, self.modules, graph.n_stages)
             self.zero_grad = optimizer is not None
             self.n_steps = 0
-            self._run: Run | None = None
+            #: Of the pipelines that share the devices, made by `with_graph`.
+            self._all_captured: WeakSet[Captured] = WeakSet()
             if processes is not None:
                 self._agree(graph, processes)
             self._set_graph(graph)
@@ -291,6 +236,7 @@ class Pipeline:
         self._has_steps = bool((graph.op == Op.STEP).any())
         self._messages: dict[int, Expected] | None = None
         self.held = [Held() for _ in self.devices]
+        self._finish = Finish()
         n = graph.n_stages
         several = graph.n_batches > 1
         size = graph.n_microbatches // graph.n_batches
@@ -317,7 +263,7 @@ class Pipeline:
     def _new_captured(self) -> Captured | None:
         if not self.cuda_graph:
             return None
-        return Captured(
+        captured = Captured(
             self.graph,
             self.devices,
             self.modules,
@@ -325,6 +271,8 @@ class Pipeline:
             self.optimizers,
             zero_grad=self.zero_grad,
         )
+        self._all_captured.add(captured)
+        return captured
 
     @property
     def loss_fn(self) -> Loss:
@@ -370,14 +318,14 @@ class Pipeline:
     @contextmanager
     def _stepping(self, run: Run) -> Iterator[None]:
         """Let the tasks of a step run, until `close` stops it."""
-        self._run = run
+        self._finish.run = run
         try:
             with ExitStack() as stack:
                 for device in self.devices:
                     stack.enter_context(device.step_lock.stepping(run))
                 yield
         finally:
-            self._run = None
+            self._finish.run = None
 
     def with_graph(self, graph: TaskGraph) -> Pipeline:
         """Return a pipeline that runs another graph with the same stages, devices, optimizers.
@@ -409,26 +357,6 @@ class Pipeline:
             "a Pipeline has threads, and can neither be copied nor pickled; with_graph runs "
             "another graph, and state_dict() of its stages is what to save"
         )
-
-    def _finish(self, replica: int, output: object, microbatch: int) -> Tensor:
-        """Return the weighted loss of a micro-batch, and note it."""
-        run = self._run
-        assert run is not None
-        loss = run.loss.of_microbatch(self.shares.number(replica, microbatch), output)
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            self._check_frozen()
-        return loss
-
-    def _check_frozen(self) -> None:
-        """Raise unless all parameters are frozen, as a loss without gradients trains none."""
-        parameters = (p for module in self.modules for p in module.parameters())
-        if self.processes is not None or any(p.requires_grad for p in parameters):
-            raise ExecutionError(
-                "the loss does not depend on any parameter by operations that torch can "
-                "differentiate, so that a step would train nothing; look for detach(), no_grad(), "
-                "item() or integers in the last stage and the loss, and for a loss that does not "
-                "use the output"
-            )
 
     def step(self, inputs: Batch | None, targets: Any) -> StepResult:
         """Run one training step.
@@ -469,10 +397,11 @@ class Pipeline:
         with self._held("step"):
             captured = self._captured
             if captured is None or inputs is None:  # a captured step is of one process
-                return self._result(self._step(inputs, targets, Run.walk))
-            if captured.take(inputs, targets):
+                run = self._step(inputs, targets, Run.walk)
+                return self._result(run, may_wait=self.processes is None)
+            if (replayed := captured.take(inputs, targets)) is not None:
                 self.n_steps += 1
-                return self._result(captured.run)
+                return self._result(replayed)
             return self._result(self._step(*captured.batch(inputs, targets), captured.walk))
 
     def _step(
@@ -484,6 +413,26 @@ class Pipeline:
         """Run a step, whose tasks ``walk`` issues."""
         run = self._begun(inputs, targets)
         before = torch.get_rng_state()
+        try:
+            self._walk(run, walk)
+        finally:
+            run.forget_errors()
+            self._forget(run)
+        self._check_randomness(before)
+        self._check_loss(run)
+        return run
+
+    def _forget(self, run: Run) -> None:
+        """Leave what processes may say of a step that has ended, but nothing that holds it."""
+        if self.processes is not None:
+            if run.failure is not None or run.abandoned:
+                status = run.status()
+                self.processes.watch.status = lambda: status
+            readings = run.readings()
+            self.processes.measured = lambda: readings.timeline
+
+    def _walk(self, run: Run, walk: Callable[[Run, Sequence[Planned]], None]) -> None:
+        """Run the tasks of a step; raise what stopped it."""
         try:
             with self._stepping(run), _garbage_collection_paused():
                 walk(run, self._plan)
@@ -498,9 +447,6 @@ class Pipeline:
             self._end(run)
         if run.failure is not None or run.abandoned:
             raise_failure(run, self.processes)
-        self._check_randomness(before)
-        self._check_loss(run)
-        return run
 
     def _end_gradients(self, run: Run) -> None:
         """Complete the gradients of a step whose tasks have all run."""
@@ -541,21 +487,23 @@ class Pipeline:
                 stacklevel=4,
             )
 
-    def _result(self, run: Run) -> StepResult:
-        """Return the result of a step; losses are copied, as a replay would overwrite them."""
-        found = run.loss.shares_of_loss()
-        losses = tuple(loss.clone() for loss in found if loss is not None)
-        for microbatch, loss in enumerate(found):
-            if loss is not None and loss.isnan():
-                warnings.warn(
-                    f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
-                    "look at its inputs, or lower the learning rate",
-                    NanLossWarning,
-                    stacklevel=3,
-                )
+    def _result(self, run: Run, *, may_wait: bool = False) -> StepResult:
+        """Return the result of a step; its events are read when asked for, if that ``may_wait``."""
+        losses, nan = kept_losses(run.loss.shares_of_loss())
+        for microbatch in nan:
+            warnings.warn(
+                f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
+                "look at its inputs, or lower the learning rate",
+                NanLossWarning,
+                stacklevel=3,
+            )
         held = tuple(held.peak for held in self.held)
+        n_losses = run.loss.n_losses
+        if may_wait:
+            return unread_result(run.readings(), losses, held, run.host_seconds, n_losses)
         part = None if self.processes is None else replace(run.part(), peak_held=held)
-        timeline = run.timeline() if part is None else part.timeline
+        readings = run.readings()
+        timeline = readings.timeline if part is None else part.timeline
         self._note(timeline)
         return StepResult(
             losses=losses,
@@ -563,9 +511,10 @@ class Pipeline:
             peak_held=held,
             host_seconds=run.host_seconds,
             part=part,
-            n_losses=run.loss.n_losses,
+            n_losses=n_losses,
             clock_error=run.clock_error,
-            milestones=run.milestone_shares(self._plan),
+            milestones=readings.milestone_shares,
+            host_times=readings.host_times,
         )
 
     def _begun(self, inputs: Batch | None, targets: Any) -> Run:
@@ -606,7 +555,7 @@ class Pipeline:
             self.processes.watch.status = run.status
             number = self.processes.recorder.own[GRAPH] = self._graph_number
             self.processes.watch.last_of = partial(last_of, self.graph, number, self.processes)
-            self.processes.measured = partial(run.timeline, is_over=False)
+            self.processes.measured = lambda: run.readings(is_over=False).timeline
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages, self.graph.n_batches > 1)
         follow(self.modules, self.graph.n_stages)
@@ -723,6 +672,7 @@ class Pipeline:
             part,
             result.n_losses,
             part.clock_error,
+            host_times=part.host_times,
         )
 
     def total(self, values: Sequence[float]) -> list[float]:
@@ -800,7 +750,8 @@ class Pipeline:
         """Return the bytes that torch's allocator holds on each GPU over a step, task by task.
 
         Beside the simulator's ``timeline.memory()``. Asking the allocator slows the host down, so
-        this is a step of its own, which leaves no trace.
+        this is a step of its own, which leaves no trace. Blocks that were freed, and that other
+        streams may still read, count in ``most_active`` alone.
 
         Raises
         ------
@@ -810,7 +761,7 @@ class Pipeline:
         tasks, samples = sampled(self._plan, self.devices)
         with self._held("allocated"), self.preserved():
             run = self._step(inputs, targets, lambda run, _: run.walk(tasks))
-        return samples.placed(run.timeline())
+        return samples.placed(run.readings().timeline)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -820,7 +771,8 @@ class Pipeline:
     def close(self) -> None:
         """End the devices' threads; the pipeline, and those that share its devices, are done.
 
-        A step that runs in another thread ends with an `ExecutionError`.
+        Captured steps are freed, with their memory. A step that runs in another thread ends with an
+        `ExecutionError`.
 
         Raises
         ------
@@ -830,16 +782,21 @@ class Pipeline:
         """
         for device in self.devices:
             device.step_lock.check_outside("close", may_interrupt=True)
-        until = perf_counter() + _SECONDS_TO_END
+        until, may_run = perf_counter() + _SECONDS_TO_END, False
         for device in self.devices:
             if isinstance(device, RemoteDevice):
                 device.close()
             elif device.step_lock.is_forked:  # the threads are those of another process
                 device.abandon()
+                may_run = True  # and so are CUDA's objects
             elif device.step_lock.stop(until):
                 device.close()
             else:
                 device.abandon()
+                may_run = True
+        if not may_run:
+            for captured in self._all_captured:
+                captured.drop()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -24,8 +24,19 @@ def raise_failure(
     run: Run, processes: Processes | None, interrupt: BaseException | None = None
 ) -> NoReturn:
     """Raise what stopped a step, with what ran before; ``interrupt`` came from outside a task."""
-    if processes is None:
-        raise _of_one_process(run)
+    try:
+        if processes is None:
+            raise _of_one_process(run)
+        raise _of_processes(run, processes, interrupt)
+    finally:
+        del interrupt  # if it is what is raised, its traceback holds this frame
+
+
+def _of_processes(run: Run, processes: Processes, interrupt: BaseException | None) -> BaseException:
+    """Return the error of a step of several processes, which all of them raise.
+
+    It is raised elsewhere: here it has a name, and a traceback holds the names of its frames.
+    """
     if run.failure is not None and isinstance(run.failure[1], PeerError):
         processes.watch.wait_for_failure()  # of the process that this one has it from
     own = _own_failure(run, processes, interrupt)
@@ -46,8 +57,9 @@ def raise_failure(
     error.timeline = timeline
     if interrupt is not None and not isinstance(interrupt, Exception):
         interrupt.timeline = error.timeline  # type: ignore[attr-defined]
-        raise interrupt
-    raise error from cause
+        return interrupt
+    error.__cause__ = cause
+    return error
 
 
 def _of_one_process(run: Run) -> ExecutionError:
@@ -67,7 +79,7 @@ def _of_one_process(run: Run) -> ExecutionError:
             f"ran before{_stepped(run, run.ran)}"
         )
         error.__cause__ = cause
-    error.timeline = run.timeline()
+    error.timeline = run.readings().timeline
     return error
 
 

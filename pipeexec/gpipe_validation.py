@@ -74,6 +74,7 @@ class GPipeStep(NamedTuple):
     loss: Tensor
     timeline: Timeline
     host_seconds: float = 0.0
+    host_times: None = None
 
 
 class GPipeSteps:

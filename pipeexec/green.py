@@ -67,6 +67,11 @@ class Part:
         return self._streams[key]
 
 
+def granularity(major: int) -> tuple[int, int]:
+    """Return the fewest SMs of a part, and what they must be a multiple of."""
+    return _GRANULARITY.get(major, _SINCE_HOPPER)
+
+
 def part_size(n_sms: int, n_parts: int, major: int) -> int:
     """Return the SMs of each of ``n_parts`` equal parts of a GPU of ``n_sms``.
 
@@ -82,7 +87,7 @@ def part_size(n_sms: int, n_parts: int, major: int) -> int:
     ArgumentError
         If there are not enough SMs.
     """
-    fewest, multiple = _GRANULARITY.get(major, _SINCE_HOPPER)
+    fewest, multiple = granularity(major)
     size = n_sms // n_parts // multiple * multiple
     if size < fewest:
         raise ArgumentError(
@@ -95,6 +100,8 @@ def part_size(n_sms: int, n_parts: int, major: int) -> int:
 
 def split(driver: Any, index: int, n_parts: int, major: int) -> tuple[list[Part], Part | None]:
     """Split a GPU into disjoint parts of one size; return them, and a part of what is left over.
+
+    The size is `part_size`, or less where the driver makes too few parts of it.
 
     Parameters
     ----------
@@ -112,13 +119,37 @@ def split(driver: Any, index: int, n_parts: int, major: int) -> tuple[list[Part]
     ArgumentError
         If there are not enough SMs.
     GreenContextsMissingError
-        If the driver refuses.
+        If the driver refuses, whatever the size.
     """
     _call(driver, "cuInit", 0)
     (device,) = _call(driver, "cuDeviceGet", index)
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     (whole,) = _call(driver, "cuDeviceGetDevResource", device, kind)
-    size = part_size(int(whole.sm.smCount), n_parts, major)
+    groups, rest = _groups(driver, whole, n_parts, major)
+    parts = [_part(driver, device, group) for group in groups]
+    return parts, _rest(driver, device, rest)
+
+
+def _groups(driver: Any, whole: Any, n_parts: int, major: int) -> tuple[list[Any], Any]:
+    """Return ``n_parts`` groups of the most SMs that the driver makes so many of, and the rest.
+
+    A GPU's SMs lie in clusters (GPCs), whose sizes differ from die to die: one of 14 SMs may give
+    no more than one group of 8. So the driver may make fewer parts of a size than the number of SMs
+    suggests.
+    """
+    largest = part_size(int(whole.sm.smCount), n_parts, major)
+    fewest, multiple = granularity(major)
+    errors = []
+    for size in range(largest, fewest - 1, -multiple):
+        try:
+            return _groups_of(driver, whole, n_parts, size)
+        except GreenContextsMissingError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _groups_of(driver: Any, whole: Any, n_parts: int, size: int) -> tuple[list[Any], Any]:
+    """Return ``n_parts`` groups of ``size`` SMs, and the rest."""
     groups, _, rest = _call(driver, "cuDevSmResourceSplitByCount", n_parts, whole, 0, size)
     if len(groups) < n_parts:
         raise GreenContextsMissingError(
@@ -128,8 +159,7 @@ def split(driver: Any, index: int, n_parts: int, major: int) -> tuple[list[Part]
     # Bindings of another release than the driver's may read a resource otherwise.
     if min(sizes) < size or len(set(sizes)) > 1 or sum(sizes) > int(whole.sm.smCount):
         raise GreenContextsMissingError(f"the driver made parts of {sizes} SMs, not of {size}")
-    parts = [_part(driver, device, group) for group in groups[:n_parts]]
-    return parts, _rest(driver, device, rest)
+    return groups[:n_parts], rest
 
 
 def split_by_any(
@@ -183,7 +213,12 @@ def find_driver() -> Any:
     """
     try:
         return importlib.import_module("cuda.bindings.driver")
-    except ImportError:
+    except (
+        ImportError,
+        AttributeError,
+        OSError,
+        RuntimeError,
+    ):  # not there, or not for this driver
         return load_driver()
 
 

@@ -8,8 +8,9 @@ copied, and the GPU then waits until the link would have been done, as in rule 4
 
 Two kernels of one thread do it, which read the GPU's nanosecond timer (`%globaltimer`): one notes
 the time in a tensor that travels with the message, the other spins until so long after it. They are
-compiled by torch when the slices are made. Where that does not work the wait is a number of cycles
-(`torch.cuda._sleep`, calibrated once), which cannot know how long the copy took: it is added to it.
+loaded when the slices are made; see `pipeexec.gpu_kernels`. Where that does not work the wait is a
+number of cycles (`torch.cuda._sleep`, calibrated once), which cannot know how long the copy took:
+it is added to it.
 
 Each pair of slices has its own link in each direction; links that pairs share are refused.
 """
@@ -20,33 +21,17 @@ import math
 import warnings
 from collections.abc import Iterable
 from time import perf_counter, sleep
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeexec.gpu_kernels import load_kernels
 from pipesim.errors import AccuracyWarning, ArgumentError
 from pipesim.network import Network
 
 __all__ = ["CycleWaits", "Links", "Message", "TimerWaits", "Waits", "make_waits"]
-
-_KERNELS = r"""
-__device__ __forceinline__ unsigned long long now() {
-    unsigned long long t;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t) :: "memory");
-    return t;
-}
-
-extern "C" __global__ void pipeexec_note(unsigned long long* at) { *at = now(); }
-
-extern "C" __global__ void pipeexec_wait(
-    const unsigned long long* at, int microseconds, int nanoseconds
-) {
-    const unsigned long long until = *at + 1000ull * microseconds + nanoseconds;
-    while (now() < until) __nanosleep(64);
-}
-"""
 
 
 class Message(tuple[Tensor | None, ...]):
@@ -96,30 +81,25 @@ class TimerWaits:
 
     Raises
     ------
-    RuntimeError, OSError
-        If the kernels cannot be compiled.
+    AttributeError, ImportError, OSError, RuntimeError
+        If the kernels cannot be loaded.
     """
 
     says = "a SEND lasts as long as the longer of its copy and its link"
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        with torch.cuda.device(device):
-            self._note: Any = torch.cuda._compile_kernel(_KERNELS, "pipeexec_note")
-            self._wait: Any = torch.cuda._compile_kernel(_KERNELS, "pipeexec_wait")
+        self.device, self._kernels = device, load_kernels(device)
 
     def note(self) -> Tensor:
         """Return the time at which the current stream gets here (ns)."""
         at = torch.empty(1, dtype=torch.int64, device=self.device)
-        self._note(args=[at])
+        self._kernels.note(at)
         return at
 
     def until(self, noted: Tensor | None, seconds: float) -> None:
         """Let the current stream wait until so long after a time that was noted."""
         assert noted is not None
-        # Two of C's ints, which every release of torch passes alike, are good for half an hour.
-        microseconds, nanoseconds = divmod(round(seconds * 1e9), 1000)
-        self._wait(args=[noted, min(microseconds, 2**31 - 1), nanoseconds])
+        self._kernels.wait(noted, round(seconds * 1e9))
 
 
 class CycleWaits:
@@ -172,13 +152,14 @@ class SleepWaits:
 
 
 def make_waits(device: torch.device) -> Waits:
-    """Return waits by the GPU's timer, or where its kernels cannot be compiled, by cycles."""
+    """Return waits by the GPU's timer, or where its kernels cannot be loaded, by cycles."""
     try:
         return TimerWaits(device)
     except (AttributeError, ImportError, OSError, RuntimeError) as error:
         warnings.warn(
-            f"the kernels of imposed links cannot be compiled ({error}): {CycleWaits.says}; "
-            "install CUDA's run-time compiler (nvrtc) for exact ones",
+            f"the kernels of imposed links cannot be loaded ({error}): {CycleWaits.says}; for "
+            "exact ones use a CUDA driver of release 10 or later, and a release of torch that has "
+            "torch.cuda._utils._cuda_load_module",
             AccuracyWarning,
             stacklevel=3,
         )

@@ -37,6 +37,8 @@ class Part:
         Name of torch's type of the losses; empty where there are none.
     clock_error
         The most that times of two of its devices can be wrong against each other, seconds.
+    host_times
+        What its host took to issue each of its tasks, seconds; NaN for others.
     """
 
     zero: float
@@ -46,12 +48,14 @@ class Part:
     peak_held: tuple[int, ...] = ()
     loss_dtype: str = ""
     clock_error: float = 0.0
+    host_times: Floats | None = None
 
     def pack(self) -> bytes:
         """Return it as bytes: a line of JSON, then the columns of the tasks that ran."""
         tasks = np.flatnonzero(self.timeline.ran)
         columns = [tasks, self.timeline.start[tasks], self.timeline.end[tasks],
-                   self.timeline.nbytes[tasks], _issued(self.timeline)[tasks]]  # fmt: skip
+                   self.timeline.nbytes[tasks], _issued(self.timeline)[tasks],
+                   _or_nan(self.host_times, len(self.timeline))[tasks]]  # fmt: skip
         head = [self.zero, list(self.losses.items()), self.host_seconds, self.peak_held,
                 self.loss_dtype, self.clock_error]  # fmt: skip
         return json.dumps(head).encode() + b"\n" + np.array(columns, dtype=np.float64).tobytes()
@@ -60,13 +64,23 @@ class Part:
     def unpack(cls, graph: TaskGraph, text: bytes) -> Part:
         """Return the part that was packed."""
         line, _, body = text.partition(b"\n")
-        zero, losses, host_seconds, peak_held, *rest = json.loads(line)
-        tasks, *columns = np.frombuffer(body).reshape(5, -1)
-        start, end, nbytes, issued = _empty(len(graph))
-        for column, values in zip((start, end, nbytes, issued), columns, strict=True):
+        zero, losses, host_seconds, peak_held, dtype, clock_error = json.loads(line)
+        tasks, *columns = np.frombuffer(body).reshape(6, -1)
+        found = _empty(len(graph))
+        for column, values in zip(found, columns, strict=True):
             column[tasks.astype(np.int64)] = values
+        start, end, nbytes, issued, took = found
         timeline = Timeline(graph, start, end, nbytes, issued=known(issued))
-        return cls(zero, timeline, dict(losses), host_seconds, tuple(peak_held), *rest)
+        return cls(
+            zero,
+            timeline,
+            dict(losses),
+            host_seconds,
+            tuple(peak_held),
+            dtype,
+            clock_error,
+            known(took),
+        )
 
 
 def known(issued: Floats) -> Floats | None:
@@ -76,12 +90,19 @@ def known(issued: Floats) -> Floats | None:
 
 def _issued(timeline: Timeline) -> Floats:
     """Return when tasks were issued; NaN where it is not known."""
-    return np.full(len(timeline), np.nan) if timeline.issued is None else timeline.issued
+    return _or_nan(timeline.issued, len(timeline))
+
+
+def _or_nan(column: Floats | None, n_tasks: int) -> Floats:
+    return np.full(n_tasks, np.nan) if column is None else column
 
 
 def _empty(n_tasks: int) -> list[Floats]:
-    """Return columns of tasks that did not run: start, end, bytes, and when each was issued."""
-    return [np.full(n_tasks, value) for value in (np.nan, np.nan, 0.0, np.nan)]
+    """Return columns of tasks that did not run.
+
+    Start, end, bytes, when the host issued each, and what it took for that.
+    """
+    return [np.full(n_tasks, value) for value in (np.nan, np.nan, 0.0, np.nan, np.nan)]
 
 
 def together(graph: TaskGraph, start: Floats, end: Floats) -> tuple[Floats, Floats]:
@@ -102,13 +123,14 @@ def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
     """Return the sum of parts, on one clock; time zero is when the first process began."""
     parts = list(parts)
     zero = min(part.zero for part in parts)
-    start, end, nbytes, issued = _empty(len(graph))
+    start, end, nbytes, issued, took = _empty(len(graph))
     for part in parts:
         ran = part.timeline.ran
         issued[ran] = _issued(part.timeline)[ran] + (part.zero - zero)
         start[ran] = part.timeline.start[ran] + (part.zero - zero)
         end[ran] = part.timeline.end[ran] + (part.zero - zero)
         nbytes[ran] = part.timeline.nbytes[ran]
+        took[ran] = _or_nan(part.host_times, len(graph))[ran]
     held = np.array([part.peak_held for part in parts]).sum(axis=0).tolist()
     return Part(
         zero,
@@ -118,4 +140,5 @@ def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
         tuple(held) if isinstance(held, list) else (),
         max(part.loss_dtype for part in parts),
         sum(sorted(part.clock_error for part in parts)[-2:]),
+        known(took),
     )

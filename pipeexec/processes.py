@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from pipeexec.channels import Channel, Lost, Route
 from pipeexec.devices import Device, RemoteDevice
+from pipeexec.distinct_gpus import check_distinct, uuid_of
 from pipeexec.nccl import NcclChannel
 from pipeexec.process_clock import ProcessClock
 from pipeexec.recorder import Recorder
@@ -167,12 +168,22 @@ class Processes:
         return self._channels[route]
 
     def spread(self, local: Sequence[Device]) -> list[Device]:
-        """Return the devices of all processes, rank after rank; those of others stand for them."""
-        everyone = self.share([[device.name, device.torch_device.type] for device in local])
-        if len({kind for devices in everyone for _, kind in devices}) > 1:
+        """Return the devices of all processes, rank after rank; those of others stand for them.
+
+        Raises
+        ------
+        ArgumentError
+            For devices of several kinds, and where two processes have one GPU.
+        """
+        own = [[x.name, x.torch_device.type, uuid_of(x.torch_device)] for x in local]
+        everyone = self.share(own)
+        if len({kind for devices in everyone for _, kind, _ in devices}) > 1:
+            kinds = [[device[:2] for device in devices] for devices in everyone]
             raise ArgumentError(
-                f"processes have devices of several kinds: {everyone}; give devices of one kind"
+                f"processes have devices of several kinds: {kinds}; give devices of one kind"
             )
+        check_distinct(*([[device[k] for device in devices] for devices in everyone]
+                         for k in (0, 2)))  # fmt: skip
         before = sum(len(devices) for devices in everyone[: self.rank])
         self._gpu_of = {before + k: device.torch_device for k, device in enumerate(local)}
         return [
@@ -180,7 +191,7 @@ class Processes:
             for rank, names in enumerate(everyone)
             for device in (
                 local if rank == self.rank
-                else [RemoteDevice(f"rank {rank}: {name}", rank) for name, _ in names]
+                else [RemoteDevice(f"rank {rank}: {name}", rank) for name, *_ in names]
             )
         ]  # fmt: skip
 

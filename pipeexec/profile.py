@@ -29,12 +29,20 @@ from pipeexec.collective_profile import (
     measured_buckets,
     n_buckets,
 )
+from pipeexec.devices import CudaDevice
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.host_memory import check_results
+from pipeexec.host_times import host_share, launch_seconds, mean_launch
 from pipeexec.link_fit import fits, network_of, with_fits
 from pipeexec.link_speed import measure_transfers, pairs_of
 from pipeexec.processes import guarded
-from pipeexec.profile_files import load_profile, plot_transfers, save_profile
+from pipeexec.profile_files import (
+    load_profile,
+    plot_transfers,
+    read_shares,
+    save_profile,
+    shares_of,
+)
 from pipeexec.run_directory import checked_record, command, read_record, write_directory
 from pipesim.collective_costs import Buckets
 from pipesim.costs import DURATION_OF, Costs
@@ -100,12 +108,20 @@ class Profile:
         ``latency`` (s), ``bandwidth`` (bytes/s), ``residual`` (mean relative deviation) and ``r2``
         of each pair in each state, indexed by ``source``, ``target`` and ``state``; -1 and -1 are
         all pairs together.
+    host_share
+        Seconds in which the host issued the tasks of a loaded step, over its makespan; mean over
+        the steps, and over the hosts of several processes. NaN of older runs.
+    launch_share
+        The same without the seconds in which the full queues of GPUs blocked the host: ``launch``
+        of all tasks over the makespan. Close to 1, the host was the bottleneck.
     """
 
     costs: Costs
     table: pd.DataFrame
     transfers: pd.DataFrame
     fits: pd.DataFrame
+    host_share: float = math.nan
+    launch_share: float = math.nan
 
     def plot(self, *, ax: Axes | None = None) -> Axes:
         """Draw the seconds of messages by size, idle and loaded, and what was fitted."""
@@ -123,7 +139,8 @@ class Profile:
             If it cannot be written, or something else is there.
         """
         with write_directory(
-            check_path("path", path, "write"), {"command": command(), **checked_record(record)}
+            check_path("path", path, "write"),
+            {"command": command(), **checked_record(record), **shares_of(self)},
         ) as folder:
             self.costs.save(folder / "costs.json")
             save_profile(folder, self.table, self.transfers, self.fits)
@@ -138,8 +155,8 @@ class Profile:
             If a file is missing, truncated or edited, or the run has no profile.
         """
         path = check_path("path", path)
-        read_record(path)
-        return cls(Costs.load(path / "costs.json"), *load_profile(path))
+        record = read_record(path)
+        return cls(Costs.load(path / "costs.json"), *load_profile(path), **read_shares(record))
 
 
 def breadth_first(placement: Placement, n_microbatches: int, split: int = 0) -> Schedule:
@@ -305,10 +322,10 @@ class Calibration:
                         "slow_down": seconds / alone if alone else math.nan,
                     }
                 )
-        issue = [run.host_seconds / len(graph) for run in self.steps]
+        launch = self._launch()
         costs = Costs(
             **values,
-            launch=0.0 if self.pipeline.cuda_graph else float(np.mean(issue)),
+            launch=launch,
             activation_bytes=tuple(map(float, self.held_bytes)),
             weight_grad_bytes=tuple(map(float, self.left_bytes)),
             network=network_of(transfers, fitted, (run.timeline for run in self.steps)),
@@ -322,7 +339,24 @@ class Calibration:
         )
         table = pd.DataFrame(rows).set_index(["op", "stage"])
         _warn_of_poor_accuracy(table)
-        return Profile(costs, table, *with_fits(transfers, fitted))
+        processes = self.pipeline.processes
+        share = host_share(self.steps, 1 if processes is None else processes.n_ranks)
+        of_all = sum(run.host_seconds for run in self.steps) / len(self.steps) / len(graph)
+        return Profile(
+            costs,
+            table,
+            *with_fits(transfers, fitted),
+            host_share=share,
+            launch_share=share * launch / of_all if of_all else 0.0,
+        )
+
+    def _launch(self) -> float:
+        """Return the host's seconds a task; see `pipeexec.host_times`."""
+        if self.pipeline.cuda_graph:
+            return 0.0
+        if any(isinstance(device, CudaDevice) for device in self.pipeline.devices):
+            return launch_seconds(self.steps, self.alone)
+        return mean_launch(self.steps)
 
 
 def with_stage_bytes(costs: Costs, pipeline: Pipeline) -> Costs:

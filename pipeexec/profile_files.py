@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeexec.link_fit import STATES, by_pair
-from pipesim.errors import RunDirectoryError
+from pipesim.errors import RunDirectoryError, number
 from pipesim.page import SMALL, axes_or_new, label, save, set_title, sized
 from pipesim.style import time_unit
 
@@ -16,10 +18,21 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["FITS", "TABLE", "TRANSFERS", "load_profile", "plot_transfers", "save_profile"]
+__all__ = [
+    "FITS",
+    "TABLE",
+    "TRANSFERS",
+    "load_profile",
+    "plot_transfers",
+    "read_shares",
+    "save_profile",
+    "shares_of",
+]
 
 #: The file of `Profile.table`, and how many of the first columns index it; then of the others.
 TABLE, TRANSFERS, FITS = "profile.csv", "transfers.csv", "links.csv"
+#: Attributes of a profile that are numbers; its record has them.
+_SHARES = ("host_share", "launch_share")
 _INDEX = {TABLE: 2, TRANSFERS: 0, FITS: 3}
 #: How each state is drawn: two of the palette's colours that differ in lightness, and markers.
 _LOOKS = {"idle": ("#74B9E7", "o", (0, (4, 1.5))), "loaded": ("#C8560A", "s", "-")}
@@ -67,6 +80,18 @@ def load_profile(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame
     return found[0], found[1], found[2]
 
 
+def shares_of(profile: object) -> dict[str, Any]:
+    """Return the shares of the host's time that a `pipeexec.Profile` has, for a record."""
+    found = {name: getattr(profile, name) for name in _SHARES}
+    return {name: share for name, share in found.items() if math.isfinite(share)}
+
+
+def read_shares(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shares that a record has; those of older versions have none."""
+    found = {name: number(record.get(name)) for name in _SHARES}
+    return {name: share for name, share in found.items() if share is not None}
+
+
 def plot_transfers(transfers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Draw the seconds of messages by their bytes, both axes logarithmic.
 
@@ -85,16 +110,16 @@ def plot_transfers(transfers: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.yaxis.set_minor_formatter(NullFormatter())
     for state in STATES:
         colour, marker, dashes = _LOOKS[state]
-        for number, (_, rows) in enumerate(by_pair(transfers).items()):
+        for position, (_, rows) in enumerate(by_pair(transfers).items()):
             ax.plot(
                 rows["nbytes"], rows[state] * scale, marker, color=colour, markersize=3.5,
-                alpha=0.8, label=None if number else f"{state}, measured",
+                alpha=0.8, label=None if position else f"{state}, measured",
             ).pop().set_gid(f"{state}:measured")  # fmt: skip
             nbytes, fitted = rows["nbytes"].to_numpy(), rows[f"{state}_fit"].to_numpy()
             between = np.geomspace(nbytes.min(), nbytes.max(), 100)  # where a line is a curve
             ax.plot(
                 between, np.interp(between, nbytes, fitted) * scale, color=colour,
-                linestyle=dashes, linewidth=1.0, label=None if number else f"{state}, fit",
+                linestyle=dashes, linewidth=1.0, label=None if position else f"{state}, fit",
             ).pop().set_gid(f"{state}:fit")  # fmt: skip
     label(ax, "Message (bytes)", f"From sender to consumer ({sign})")
     ax.xaxis.set_major_formatter(lambda value, _: _size(value))

@@ -37,7 +37,7 @@ def report(validation: Validation) -> str:
     parts += _parts_text(validation.parts)
     parts += _ops_text(validation.ops)
     if validation.profile is not None:
-        parts.append(_costs_text(validation.profile.table))
+        parts.append(_costs_text(validation.profile))
         parts += _fits_text(validation.profile.fits.query("source < 0"))
     return "\n\n".join(parts)
 
@@ -68,7 +68,7 @@ def training_report(training: Training) -> str:
 
 def profile_report(profile: Profile) -> str:
     """Return what a profile found: costs, and the fits of every pair of devices."""
-    return "\n\n".join([_costs_text(profile.table), *_fits_text(profile.fits)])
+    return "\n\n".join([_costs_text(profile), *_fits_text(profile.fits)])
 
 
 def _over(validation: Validation) -> str:
@@ -113,11 +113,24 @@ def _ops_text(ops: pd.DataFrame) -> list[str]:
     ]
 
 
-def _costs_text(table: pd.DataFrame) -> str:
+def _costs_text(profile: Profile) -> str:
+    table = profile.table
     lines = table.assign(**{c: table[c] * 1e3 for c in ("loaded", "isolated")})
     return (
         "costs (ms; loaded: all stages running, isolated: one at a time)\n"
         + lines.round(3).to_string()
+        + _host_text(profile)
+    )
+
+
+def _host_text(profile: Profile) -> str:
+    """Return what the host took to issue tasks, if it is known."""
+    if math.isnan(profile.host_share) or not isinstance(profile.costs.launch, float):
+        return ""
+    return (
+        f"\nhost: {profile.costs.launch * 1e6:.1f} us a task (launch), which is "
+        f"{profile.launch_share:.0%} of a loaded step; with the time in which full queues of GPUs "
+        f"blocked it {profile.host_share:.0%}"
     )
 
 

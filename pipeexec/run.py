@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -18,10 +18,11 @@ from pipeexec.channels import Asked, Channel, Expected
 from pipeexec.devices import Device, RemoteDevice, ranks_of
 from pipeexec.earlier_gradients import EarlierGradients
 from pipeexec.loss import LossFunction, StepLoss
-from pipeexec.parts import Part, known, together
+from pipeexec.parts import Part
 from pipeexec.processes import Processes
 from pipeexec.progress import Progress, StepHeads
 from pipeexec.randomness import task_seed
+from pipeexec.readings import Milestone, Readings
 from pipeexec.recorder import BEGUN, ENDED
 from pipeexec.shares import Shares
 from pipeexec.stage import Stage, Values
@@ -29,7 +30,6 @@ from pipeexec.streams import CpuEvent, Event, Stream
 from pipeexec.watch import Failure, Status
 from pipesim.errors import ExecutionError
 from pipesim.graph import TaskGraph
-from pipesim.timeline import Timeline
 
 __all__ = ["Planned", "Run", "place"]
 
@@ -143,9 +143,10 @@ class Run:
         self.failure: tuple[int, BaseException] | None = None
         self.stopped: Status | None = None
         self.abandoned = False
-        self.leaders: dict[int, int] = {}  # of members of collectives, which another works for
+        self._tasks: Sequence[Planned] = ()  # that were issued
         self.seed = torch.initial_seed()
         self.host_seconds = 0.0
+        self.is_replay = False
         #: Messages between processes: as they should be, those that were asked for, and events
         #: that pass when they are gone.
         self.expected: dict[int, Expected] = {}
@@ -178,7 +179,7 @@ class Run:
         self.zero = start = perf_counter()
         if self.processes is not None:
             self.slate[ENDED], self.slate[BEGUN] = self.number, self.number + 1
-        self.leaders = {task.id: task.leader for task in tasks if task.leader >= 0}
+        self._tasks = tasks
         for task in tasks:
             stream = task.stream
             for needed in task.waits:
@@ -252,6 +253,11 @@ class Run:
             self.stopped = self.status()  # what follows is passed over, and seems to end
             self.failure = task.id, error
 
+    def forget_errors(self) -> None:
+        """Let go of the error that stopped the step: its traceback holds the step, and more."""
+        if self.failure is not None:
+            self.failure = self.failure[0], ExecutionError("raised by the step")
+
     def divide(self, slot: int, batch: int) -> None:
         """Divide a stage's gradients of a mini-batch by its count, if the loss has counts.
 
@@ -303,47 +309,41 @@ class Run:
             return 0
         return task_seed(self.seed, self.number, task.stage.index, task.sample)
 
-    def timeline(self, *, is_over: bool = True) -> Timeline:
-        """Return when each task ran; NaN for those that did not, or ran in other processes."""
-        graph = self.graph
-        start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
-        for task in np.flatnonzero(self.ran).tolist():
-            began, ended = self.began[task], self.ended[task]
-            if self.clock is None or began is None or ended is None:
-                continue
-            if (self.abandoned or not is_over) and not ended.passed():
-                continue
-            device = self.numbers[int(graph.device[task])]
-            start[task] = self.clock.seconds(device, began)
-            end[task] = self.clock.seconds(device, ended)
-        for task, leader in self.leaders.items():
-            if not np.isnan(end[task]):
-                start[task], end[task] = start[leader], end[leader]
-        # GPUs have clocks of their own, which do not tell when the host did something.
-        on_host = np.array([device.torch_device.type == "cpu" for device in self.devices])
-        issued = np.where(on_host[graph.device] & ~np.isnan(start), self.issued, np.nan)
-        times = together(graph, start, end)
-        return Timeline(graph, *times, self.nbytes, issued=known(issued))
+    def readings(self, *, is_over: bool = True) -> Readings:
+        """Return the events of the tasks; those of tasks that ran have passed if it ``is_over``."""
+        tasks = self._tasks
+        return Readings(
+            graph=self.graph,
+            clock=self.clock,
+            numbers=[self.numbers.get(device, -1) for device in range(len(self.devices))],
+            on_host=np.array([x.torch_device.type == "cpu" for x in self.devices]),
+            began=self.began,
+            ended=self.ended,
+            ran=self.ran,
+            leaders={task.id: task.leader for task in tasks if task.leader >= 0},
+            nbytes=self.nbytes,
+            issued=self.issued,
+            host_seconds=self.host_seconds,
+            order=[task.id for task in tasks],
+            is_replay=self.is_replay,
+            milestones=list(self._reached(tasks)) if self.milestones else (),
+            may_be_running=self.abandoned or not is_over,
+        )
 
-    def milestone_shares(self, tasks: Sequence[Planned]) -> dict[int, float]:
-        """Return the share of its backward after which each bucket's gradients were there."""
-        found: dict[int, float] = {}
+    def _reached(self, tasks: Sequence[Planned]) -> Iterator[Milestone]:
+        """Yield the events within backwards that reductions of this process waited for."""
         for task in tasks:
             for backward, bucket in task.milestones:
                 began, ended = self.began[backward], self.ended[backward]
-                event = self.milestones[backward, bucket][0]
                 if began is not None and ended is not None:
-                    whole = max(ended.seconds_since(began), 1e-9)
-                    found[task.id] = max(
-                        found.get(task.id, 0.0), event.seconds_since(began) / whole
-                    )
-        return found
+                    event, _ = self.milestones[backward, bucket]
+                    yield Milestone(task.id, event, began, ended)
 
     @property
     def clock_error(self) -> float:
         """The most that times of devices, of other processes too, can be wrong; seconds."""
-        error = 0.0 if self.clock is None else self.clock.error
-        return error + (0.0 if self.processes is None else self.processes.clock.error)
+        between = 0.0 if self.processes is None else self.processes.clock.error
+        return self.readings().clock_error + between
 
     def part(self) -> Part:
         """Return what this process measured, on rank 0's clock."""
@@ -353,13 +353,15 @@ class Run:
         found = {m: x for m, x in enumerate(losses_here) if x is not None}
         losses = {m: float(x) for m, x in found.items()}
         dtype = str(next(iter(found.values())).dtype).removeprefix("torch.") if found else ""
+        readings = self.readings()
         return Part(
             zero,
-            self.timeline(),
+            readings.timeline,
             losses,
             self.host_seconds,
             loss_dtype=dtype,
             clock_error=self.clock_error,
+            host_times=readings.host_times,
         )
 
     def where(self, index: int) -> str:

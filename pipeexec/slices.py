@@ -8,9 +8,10 @@ cache, memory bandwidth, power. Measure costs with all of them busy, as `pipeexe
     0        32        64        96        128  132
     |  0of4  |  1of4   |  2of4   |  3of4   |copy|
 
-SMs are given out in multiples of 8 on Hopper. What is left over serves the copies of all slices, as
-the copy engines of several GPUs would, so that a copy waits for no stage's kernels; where nothing
-is left over, or the driver keeps it, a slice's copies run on its own SMs.
+SMs are given out in multiples of 8 on Hopper. Where the driver makes too few parts of the largest
+size, all slices are smaller, and their notes say so. What is left over serves the copies of all
+slices, as the copy engines of several GPUs would, so that a copy waits for no stage's kernels.
+Where nothing is left over, or the driver keeps it, a slice's copies run on its own SMs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ import torch
 
 from pipeexec.cuda import CudaStream
 from pipeexec.devices import CudaDevice, Device, Values, parse
-from pipeexec.green import GreenContextsMissingError, Part, find_driver, split_by_any
+from pipeexec.green import (
+    GreenContextsMissingError,
+    Part,
+    find_driver,
+    part_size,
+    split_by_any,
+)
 from pipeexec.imposed import Links, Message, check_links, make_waits
 from pipeexec.streams import Stream
 from pipesim.errors import ArgumentError, SharedSlicesWarning, check_count
@@ -49,6 +56,8 @@ class Slice(CudaDevice):
         How many SMs it computes on.
     links
         Imposed ones, between slices that have the same.
+    whole_n_sms
+        How many SMs a slice would have if the GPU's could be divided at will; ``n_sms`` where None.
 
     Attributes
     ----------
@@ -65,12 +74,17 @@ class Slice(CudaDevice):
         copies: Part | None,
         n_sms: int,
         links: Links | None = None,
+        whole_n_sms: int | None = None,
     ) -> None:
         super().__init__(device)
         self.name = f"{self.torch_device}/{index}of{n_slices}"
         self.index, self.n_sms, self.links = index, n_sms, links
         self._part, self._copies = part, copies
         shared = [] if part is not None else ["slices share SMs"]
+        if whole_n_sms is not None and n_sms < whole_n_sms:
+            shared.append(
+                f"slices have {n_sms} SMs each, not {whole_n_sms}: the driver made too few of those"
+            )
         imposed = [] if links is None else [f"link times are imposed: {links.waits.says}"]
         self.note = "; ".join(shared + imposed)
 
@@ -98,6 +112,8 @@ class Slice(CudaDevice):
 
 def slices(device: str | torch.device, n: int, *, link: Network | None = None) -> list[Slice]:
     """Return a GPU as ``n`` devices of equally many multiprocessors each, none shared.
+
+    As many as the driver makes ``n`` groups of; ``n_sms`` of a slice says how many these are.
 
     Parameters
     ----------
@@ -150,8 +166,9 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
         parts, rest = [], None
     links = None if link is None else Links(link, n, make_waits(gpu))
     count = properties.multi_processor_count
+    size = part_size(count, n, properties.major) if parts else None
     return [
-        Slice(gpu, i, n, parts[i], rest or parts[i], parts[i].n_sms, links)
+        Slice(gpu, i, n, parts[i], rest or parts[i], parts[i].n_sms, links, size)
         if parts
         else Slice(gpu, i, n, None, None, count, links)
         for i in range(n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -31,7 +32,8 @@ class StepLock:
     Parameters
     ----------
     has_thread
-        Whether a thread runs tasks of the device.
+        A method of the device: whether a thread runs its tasks. Held weakly, as the device holds
+        this.
 
     Attributes
     ----------
@@ -40,7 +42,7 @@ class StepLock:
     """
 
     def __init__(self, has_thread: Callable[[threading.Thread], bool]) -> None:
-        self._has_thread = has_thread
+        self._has_thread = weakref.WeakMethod(has_thread)
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._owner: threading.Thread | None = None
@@ -124,7 +126,8 @@ class StepLock:
         """
         thread = threading.current_thread()
         is_own = self._owner is thread and self.run is not None and not may_interrupt
-        if is_own or self._has_thread(thread):
+        has_thread = self._has_thread()
+        if is_own or (has_thread is not None and has_thread(thread)):
             raise ExecutionError(
                 f"{call} was called from within a stage or the loss of the same pipeline, or from "
                 "a handler of a signal during its step; call it after the step"

@@ -105,6 +105,7 @@ class CpuEvent:
             self.time = perf_counter()
         for tell in self._waiting:
             tell()
+        self._waiting.clear()  # streams, which may hold this event
 
     def call_when_passed(self, tell: Work) -> bool:
         """Call ``tell`` from the thread in which the event passes; False if it has passed."""

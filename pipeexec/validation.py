@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 
 from pipeexec.accuracy import interval_over
 from pipeexec.profile import Profile
-from pipeexec.profile_files import FITS, TABLE, TRANSFERS, load_profile, save_profile
+from pipeexec.profile_files import (
+    FITS,
+    TABLE,
+    TRANSFERS,
+    load_profile,
+    read_shares,
+    save_profile,
+    shares_of,
+)
 from pipeexec.run_directory import RECORD, checked_record, command, read_record, write_directory
 from pipeexec.run_lock import check_file_names
 from pipesim.compare import Comparison
@@ -251,6 +259,8 @@ class Validation:
         check_rows(self.rows)
         check_flag("figures", figures)
         said = {"clocks": self.clocks, "notes": self.notes, "rows": rows}
+        if self.profile is not None:
+            said |= shares_of(self.profile)
         with write_directory(path, {"command": command(), **checked_record(record), **said}) as to:
             self.costs.save(to / "costs.json")
             self.table.to_csv(to / "table.csv")
@@ -324,6 +334,8 @@ def load_run(path: Path | str) -> Validation:
         )  # fmt: skip
         values = {key: tuple(value) for key, value in kept.items()}
         rows[name] = Row(predicted, measured, **values, parts=parts, ops=ops)
-    profile = Profile(costs, *load_profile(path)) if (path / FITS).is_file() else None
+    profile = None
+    if (path / FITS).is_file():
+        profile = Profile(costs, *load_profile(path), **read_shares(record))
     clocks, notes = (tuple(record.get(key, ())) for key in ("clocks", "notes"))
     return Validation(rows, costs, profile, clocks, notes)

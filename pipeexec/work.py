@@ -60,7 +60,7 @@ def _send(run: Run, task: Planned) -> None:
     recv = int(graph.pair[task.id])
     target = run.devices[graph.device[recv]]
     run.values[task.id] = transfer.send(values, task.device, task.stream, target)
-    run.nbytes[[task.id, recv]] = transfer.nbytes(values)
+    run.nbytes[task.id] = run.nbytes[recv] = transfer.nbytes(values)
 
 
 def _receive(run: Run, task: Planned) -> None:

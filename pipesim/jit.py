@@ -3,20 +3,24 @@
 The only file that imports numba. A `kernel` is an ordinary function of arrays and numbers. Its
 first elements are worked through as Python, so that small examples neither load compiled code
 (0.7 s in all) nor compile (some ten seconds in all, once: the result is cached on disk). Without
-numba, or with ``NUMBA_DISABLE_JIT=1``, everything stays Python: the same answers, slowly.
+numba, with one that cannot be imported, or with ``NUMBA_DISABLE_JIT=1``, everything stays Python:
+the same answers, slowly.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 import zlib
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import numpy as np
+
+from pipesim.errors import EngineWarning
 
 __all__ = ["Kernel", "available", "kernel"]
 
@@ -29,9 +33,43 @@ PLAIN_ELEMENTS, PLAIN_ELEMENTS_UNCACHED = 10_000, 100_000
 
 
 def available() -> bool:
-    """Whether numba is there and switched on."""
+    """Whether numba is there, switched on, and not known to be broken."""
     switched_off = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
-    return not switched_off and importlib.util.find_spec("numba") is not None
+    if switched_off or importlib.util.find_spec("numba") is None:
+        return False
+    was_imported = _numba.cache_info().currsize > 0
+    return not was_imported or _numba() is not None
+
+
+@cache
+def _numba() -> Any:
+    """Import numba; return None, and warn once, if it is there but cannot be imported.
+
+    As one whose release does not know that of numpy.
+    """
+    try:
+        import numba
+        import numba.extending
+    except Exception as error:  # of its own, or of anything that it imports
+        warnings.warn(
+            f"numba cannot be imported ({type(error).__name__}: {error}): loops run as plain "
+            "Python, with the same answers some hundred times more slowly; install a release of "
+            "numba that suits this numpy",
+            EngineWarning,
+            stacklevel=4,
+        )
+        return None
+    return numba
+
+
+def _jitted(function: Callable[P, T], numba: Any) -> Callable[P, T]:
+    """Return a function that numba compiles at its first call."""
+    compiled: Callable[P, T]
+    try:
+        compiled = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # no folder that it may write to: compiled anew in each process
+        compiled = numba.njit(nogil=True)(function)
+    return compiled
 
 
 class Kernel(Generic[P, T]):
@@ -71,12 +109,10 @@ class Kernel(Generic[P, T]):
         """Compile from the next call on, however small it is."""
         if self._compiled is not None:
             return
-        if not available():
+        numba = _numba() if available() else None
+        if numba is None:
             self._compiled = self.function
             return
-        import numba
-        from numba.extending import register_jitable
-
         elsewhere = {h.__code__.co_filename for h in self.helpers} - {
             self.function.__code__.co_filename
         }
@@ -85,8 +121,8 @@ class Kernel(Generic[P, T]):
             stamp = f"{zlib.crc32(repr(stamps).encode()):08x}"
             self.function.__qualname__ = f"{self._qualname}_{stamp}"
         for helper in self.helpers:
-            register_jitable(helper)
-        self._compiled = numba.njit(cache=True, nogil=True)(self.function)
+            numba.extending.register_jitable(helper)
+        self._compiled = _jitted(self.function, numba)
 
 
 def kernel(

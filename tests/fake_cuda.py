@@ -28,6 +28,7 @@ _REAL: dict[str, Any] = {
     "Event": torch.cuda.Event,
     "current_stream": torch.cuda.current_stream,
     "stream": torch.cuda.stream,
+    "set_stream": torch.cuda.set_stream,
     "device": torch.cuda.device,
     "graph": torch.cuda.graph,
     "CUDAGraph": torch.cuda.CUDAGraph,
@@ -144,6 +145,10 @@ class FakeCuda:
         finally:
             self.gpu, self._current[stream.device] = gpu, before
 
+    def set_stream(self, stream: FakeStream) -> None:
+        """Make a stream, and its GPU, the current one for good."""
+        self.gpu, self._current[stream.device] = stream.device, stream
+
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
         """Make a GPU the current one."""
@@ -203,6 +208,7 @@ class FakeCuda:
             "Event": make_event,
             "current_stream": self.current_stream,
             "stream": self.stream,
+            "set_stream": self.set_stream,
             "device": self.device,
             "graph": self.graph,
             "CUDAGraph": make_graph,
@@ -221,6 +227,7 @@ class FakeStream:
 
     def __init__(self, cuda: FakeCuda, device: torch.device) -> None:
         self._cuda, self.number, self.device = cuda, len(cuda.streams), device
+        self.device_index = device.index or 0
         self._passes_at = 0.0  # when all that was given has passed
         cuda.streams.append(self)
 

@@ -68,6 +68,21 @@ def test_taken_at_the_start_and_given_back_at_the_end() -> None:
     }
 
 
+def test_blocks_that_streams_may_read_are_counted() -> None:
+    """The most at any task, of each GPU; also what was freed within it stays there."""
+    graph, timeline = _measured()
+    said = {"cuda:0": iter([5, 9, 70, 8, *[3] * 99]), "cuda:1": iter(range(100))}
+    tasks, samples = sampled(
+        [_task(i) for i in range(len(graph))],
+        _gpus(0, 1),
+        lambda gpu: 1,
+        lambda gpu: next(said[str(gpu)]),
+    )
+    for task in tasks:
+        task.work(None, task)
+    assert samples.placed(timeline).most_active == {"cuda:0": 70, "cuda:1": len(graph)}
+
+
 def test_each_gpu_by_itself() -> None:
     graph, timeline = _measured()
     levels = [100, 200] + [

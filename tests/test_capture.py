@@ -70,9 +70,9 @@ class FakeRecorder:
         run, parameters = graph.run, [p for m in self.subject.modules for p in m.parameters()]
         for parameter, gradient in zip(parameters, graph.given, strict=True):
             parameter.grad = gradient
-        self.subject._run = run
+        self.subject._finish.run = run
         run.walk(graph.tasks)
-        self.subject._run = None
+        self.subject._finish.run = None
         with torch.no_grad():
             found = [p.grad for p in parameters]
             for static, made in zip((*graph.found, *graph.losses), (*found, *run.loss.losses),

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.gpu_kernels import load_kernels
 from pipeexec.run import Planned, Run
 from pipeexec.skip_models import unet
 from pipesim.ops import COMPUTE, SENDS
@@ -79,23 +81,13 @@ def _close(mine: Sequence[nn.Module], its: Sequence[nn.Module]) -> None:
 @sliced
 def test_slices_run_on_multiprocessors_of_their_own(n: int) -> None:
     """Blocks say which one they run on; no two slices name the same."""
-    kernel = torch.cuda._compile_kernel(
-        r"""
-        extern "C" __global__ void where(int* found) {
-            unsigned int sm;
-            asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-            found[blockIdx.x] = sm;
-            const long long until = clock64() + 20000;
-            while (clock64() < until) {}
-        }""",
-        "where",
-    )
+    kernels = load_kernels(torch.device("cuda:0"))
     devices = px.slices("cuda:0", n)
     seen: list[set[int]] = []
     for device in devices:
         found = torch.full((4096,), -1, dtype=torch.int32, device="cuda:0")
         torch.cuda.synchronize()
-        device.stream("compute").submit(lambda f=found: kernel(grid=(4096, 1, 1), args=[f]))
+        device.stream("compute").submit(partial(kernels.where, found, 20_000))
         device.synchronize()
         seen.append(set(found.tolist()))
     assert all(len(each) == device.n_sms for each, device in zip(seen, devices, strict=True))
@@ -381,6 +373,7 @@ def test_memory_goes_up_and_down(tmp_path: Any) -> None:
         predicted = ps.simulate(graph, costs)
     frame = allocated.frame
     assert set(frame["gpu"]) == {"cuda:0"}
+    assert allocated.most_active["cuda:0"] >= frame["nbytes"].max()
     rise = frame["nbytes"].max() - frame["nbytes"].iloc[0]
     assert rise >= 8 * 16 * WIDTH * 4
     gradients_of = 2 * 2 * (WIDTH * WIDTH + WIDTH) * 4

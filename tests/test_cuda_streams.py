@@ -150,7 +150,7 @@ def test_a_capture_forks_and_joins_every_stream(cuda: FakeCuda, schedule: str) -
     assert kinds[kinds.index("end") + 1 :][:2] == ["replay", "synchronize"]
     assert cuda.calls("replay") == [("replay", cuda.caller.number)]
     assert cuda.current is cuda.caller
-    timeline = run.timeline()
+    timeline = run.readings().timeline
     assert timeline.complete
     assert_order_respected(timeline)
     assert np.isfinite(timeline.end).all()

@@ -115,7 +115,7 @@ def check_recovery(
 ) -> None:
     """Check that the next step gives the right gradients, and holds and leaks nothing."""
     repair()
-    assert subject._run is None
+    assert subject._finish.run is None
     assert all(not stage._activations and not stage._inputs for stage in subject.stages)
     whole = copy.deepcopy(stages)
     graph = subject.graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec import imposed, transfer
 from pipeexec.devices import CpuDevice, Device, Values
+from pipeexec.gpu_kernels import load_kernels
 from pipeexec.imposed import Links, Message, make_waits
 from pipeexec.streams import InlineStream
 from pipesim.errors import AccuracyWarning, ArgumentError
@@ -132,16 +134,26 @@ def test_without_links_messages_are_handed_over() -> None:
     assert transfer.receive(sent, device, stream) is sent
 
 
+@pytest.fixture
+def _loads_anew() -> Iterator[None]:
+    """Forget the kernels of every GPU, before and after."""
+    load_kernels.cache_clear()
+    yield
+    load_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("_loads_anew")
 def test_waits_by_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel notes the time; another one spins until so many micro- and nanoseconds after it."""
     launched: list[tuple[str, list[Any]]] = []
+    loaded: list[str] = []
 
-    def compiled(source: str, name: str) -> Any:
-        assert f"void {name}(" in source
-        return lambda args: launched.append((name, args))
+    def load(ptx: str, names: list[str]) -> dict[str, Any]:
+        loaded.append(ptx)
+        return {name: lambda args, name=name: launched.append((name, args)) for name in names}
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: Listening())
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", compiled)
+    monkeypatch.setattr("torch.cuda._utils._cuda_load_module", load)
     waits = make_waits(torch.device("cpu"))
     noted = waits.note()
     waits.until(noted, 2.5000015)
@@ -153,15 +165,18 @@ def test_waits_by_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert noted is not None
     assert noted.dtype is torch.int64
+    make_waits(torch.device("cpu"))
+    assert len(loaded) == 1  # once a GPU
 
 
-def test_without_the_compiler_waits_count_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_loads_anew")
+def test_without_the_kernels_waits_count_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrated by the fastest of three runs, and said to be added to the copies."""
     slept: list[int] = []
     times = iter([80.0, 50.0, 60.0])  # ms
 
-    def missing(*_: object) -> None:
-        raise OSError("no libnvrtc.so")
+    def missing(*_: object, **__: object) -> None:
+        raise OSError("no libcuda.so")
 
     class Timer(SimpleNamespace):
         def record(self) -> None: ...
@@ -170,10 +185,10 @@ def test_without_the_compiler_waits_count_cycles(monkeypatch: pytest.MonkeyPatch
             return next(times)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: Listening())
-    monkeypatch.setattr(torch.cuda, "_compile_kernel", missing)
+    monkeypatch.setattr("pipeexec.gpu_kernels.torch.empty", missing)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Timer())
-    with pytest.warns(AccuracyWarning, match=r"no libnvrtc.so.*added to those of the copies"):
+    with pytest.warns(AccuracyWarning, match=r"no libcuda.so.*added to those of the copies"):
         waits = make_waits(torch.device("cuda:0"))
     waits.until(waits.note(), 1e-3)
     assert slept == [imposed.CycleWaits.CYCLES] * 3 + [imposed.CycleWaits.CYCLES // 50]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import pipesim as ps
 from pipesim import jit
 from pipesim.engines.side_by_side import pass_many
+from pipesim.errors import EngineWarning
 from pipesim.jit import PLAIN_ELEMENTS_UNCACHED, Kernel, kernel
 
 
@@ -111,6 +116,60 @@ def test_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     total = doubled()
     assert total(np.ones(PLAIN_ELEMENTS_UNCACHED + 1)) == 2 * PLAIN_ELEMENTS_UNCACHED + 2
     assert total._compiled is total.function
+
+
+@pytest.fixture
+def _imports_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget numba, and whether it could be imported, before and after."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "numba"]:
+        monkeypatch.delitem(sys.modules, name)
+    jit._numba.cache_clear()
+    yield
+    jit._numba.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["raise ImportError('Numba needs NumPy 2.4 or less. Got NumPy 2.5.')",
+     "raise OSError('libllvmlite.so: cannot open shared object file')",
+     "import numpy; numpy.no_such_thing"],
+)  # fmt: skip
+@pytest.mark.usefixtures("_imports_anew")
+def test_broken(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is there but cannot be imported: plain Python serves, and a warning says why."""
+    (tmp_path / "numba.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert jit.available()  # as far as anyone knows
+    total, values = doubled(), np.ones(PLAIN_ELEMENTS_UNCACHED + 1)
+    with pytest.warns(EngineWarning, match=r"numba cannot be imported \(\w+Error: .*slowly") as w:
+        assert total(values) == 2 * len(values)
+    assert w[0].filename == __file__
+    assert total._compiled is total.function
+    assert not jit.available()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert doubled()(values) == 2 * len(values)  # said once
+    graph = ps.lower(ps.schedule("1f1b", 2, 2))
+    with pytest.warns(EngineWarning, match="SimPy's engine serves"):
+        assert ps.simulate(graph, ps.Costs(1, 2), engine="compiled").makespan == 9
+
+
+def test_nowhere_to_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where neither this package nor the home folder can be written to."""
+    import numba
+
+    njit = numba.njit
+
+    def strict(**options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function 'total': no locator available")
+        return njit(**options)
+
+    monkeypatch.setattr(numba, "njit", strict)
+    total = doubled()
+    total.compile()
+    assert is_compiled(total)
+    assert total(np.array([1.0, 4.0])) == 10
 
 
 def test_names() -> None:

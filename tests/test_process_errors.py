@@ -5,6 +5,7 @@ Faults of machines (killed processes, hangs) are tested elsewhere.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -12,8 +13,10 @@ import re
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.devices import CudaDevice
 from pipeexec.launch import Launch
 from pipeexec.roll_call import roll_call
 from pipeexec.store import listening_address
@@ -104,6 +108,15 @@ def other_weights(processes: px.Processes) -> None:
 
 def too_many_devices(processes: px.Processes) -> None:
     make(processes, devices=["cpu", "cpu"])
+
+
+def one_gpu(processes: px.Processes) -> None:
+    """As on a machine with two GPUs, of which both processes name the second."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = [SimpleNamespace(uuid=f"c0ffee-{k}") for k in range(2)]
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: found[device.index])
+        make(processes, devices=["cuda:1"])
 
 
 def no_such_device(processes: px.Processes) -> None:
@@ -187,6 +200,8 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
     other_weights: ("ArgumentError: stage 1 begins with other weights",) * 2,
     too_many_devices: (r"ArgumentError: the graph has 2 devices, got 4: .*'rank 1: cpu:0'",
                        r"ArgumentError: the graph has 2 devices, got 4: .*'rank 0: cpu:0'"),
+    one_gpu: (r"ArgumentError: cuda:1 of rank 0 and cuda:1 of rank 1 are the same GPU \(UUID "
+              r"c0ffee-1\).*NCCL refuses .*LOCAL_RANK.*slices\(",) * 2,
     no_such_device: ("ArgumentError: 'abacus' is no device",
                      "PeerError: rank 0 stopped: ArgumentError: 'abacus' is no device"),
     no_graph: ("PeerError: rank 1 stopped: ArgumentError: Pipeline runs a TaskGraph",
@@ -601,3 +616,59 @@ def test_a_rank_that_does_not_come(tmp_path: Any) -> None:
         log
     )
     assert "check that every process is started" in log
+
+
+def apart(processes: px.Processes, uuids: list[list[str]]) -> list[str]:
+    """Return the names of all devices, of GPUs with these UUIDs in each process."""
+    own = uuids[processes.rank]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeexec.processes.uuid_of", lambda device: own[device.index])
+        devices = [CudaDevice(torch.device("cuda", k)) for k in range(len(own))]
+        return [device.name for device in processes.spread(devices)]
+
+
+@pytest.mark.parametrize("uuids", [[["a"], ["b"]], [["a", "a"], ["b", "b"]], [[""], [""]]])
+def test_processes_with_gpus_of_their_own(uuids: list[list[str]], two_ranks: Ranks) -> None:
+    """Several devices of a process may be one GPU; what has no UUID cannot be told apart."""
+    n = len(uuids[0])
+    for rank, names in enumerate(two_ranks.run(apart, timeout=TIMEOUT, uuids=uuids)):
+        assert [name.startswith("rank ") for name in names] == [rank == 1] * n + [rank == 0] * n
+
+
+class Third(nn.Linear):
+    """Raises in its third forward."""
+
+    left = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("no")
+        return super().forward(x)
+
+
+def freed(processes: px.Processes) -> str:
+    """Return whether a pipeline whose step failed is freed without the cycle collector."""
+    subject = make(processes, stages=[Third(16, 16), nn.Linear(16, 16)])
+    reference = weakref.ref(subject)
+    gc.collect()
+    gc.disable()
+    try:
+        subject.step(*data(8))
+    except PipeError as error:
+        name = type(error).__name__
+    else:
+        return "no error"
+    finally:
+        del subject
+        gc.enable()
+    return f"{name}, {'freed' if reference() is None else 'held'}"
+
+
+def test_a_pipeline_that_failed_is_freed(two_ranks: Ranks) -> None:
+    """In every process, once the error was dropped.
+
+    Stages stay where a thread still waits for a message of the step.
+    """
+    found = two_ranks.run(freed, timeout=TIMEOUT)
+    assert found == ["StageError, freed", "PeerError, freed"]

@@ -34,8 +34,16 @@ class FakeDriver:
 
         CU_DEV_RESOURCE_TYPE_SM = 1
 
-    def __init__(self, n_sms: int = N_SMS, failing: str = "", most: int = 99) -> None:
+    def __init__(
+        self,
+        n_sms: int = N_SMS,
+        failing: str = "",
+        most: int = 99,
+        clusters: tuple[int, ...] = (),
+    ) -> None:
         self.n_sms, self.failing, self.most = n_sms, failing, most
+        self.clusters = clusters  # SMs of each, if a group of 8 must lie within one
+        self.asked: list[int] = []  # sizes
         self.contexts: list[tuple[int, int]] = []
         self.n_streams = 0
 
@@ -52,7 +60,10 @@ class FakeDriver:
         return self._answer("cuDeviceGetDevResource", _resource(0, self.n_sms))
 
     def cuDevSmResourceSplitByCount(self, n: int, whole: Any, flags: int, size: int) -> Any:
+        self.asked.append(size)
         n = min(n, self.most)
+        if self.clusters:
+            n = min(n, sum(sms // 8 for sms in self.clusters) // (size // 8))
         groups = [_resource(k * size, size) for k in range(n)]
         rest = _resource(n * size, whole.sm.smCount - n * size)
         return self._answer("cuDevSmResourceSplitByCount", groups, n, rest)
@@ -152,6 +163,31 @@ def test_a_driver_that_makes_fewer_parts() -> None:
         split(FakeDriver(most=3), 0, 4, major=9)
 
 
+#: A die of 132 SMs: of clusters with 18 and with 14, of which one group of 8 is left.
+CLUSTERS = (18, 18, 18, 18, 16, 16, 14, 14)
+
+
+@pytest.mark.parametrize(
+    ("n", "asked", "rest"), [(1, [128, 120, 112], 20), (2, [64, 56], 20), (4, [32, 24], 36),
+                             (8, [16, 8], 68), (14, [8], 20)]
+)  # fmt: skip
+def test_parts_are_smaller_where_too_few_are_made(n: int, asked: list[int], rest: int) -> None:
+    """The largest size of which the driver makes so many; what is left over is more."""
+    fake = FakeDriver(clusters=CLUSTERS)
+    parts, left = split(fake, 0, n, major=9)
+    assert fake.asked == asked
+    assert [part.n_sms for part in parts] == [asked[-1]] * n
+    assert left is not None
+    assert left.n_sms == rest
+    assert len(fake.contexts) == n + 1
+
+
+def test_too_many_parts_for_the_clusters() -> None:
+    """What is said is of the largest size."""
+    with pytest.raises(GreenContextsMissingError, match="made 14 parts of 8 SMs, not 15"):
+        split(FakeDriver(clusters=CLUSTERS), 0, 15, major=9)
+
+
 # Through ctypes
 
 
@@ -222,6 +258,22 @@ def test_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     green.find_driver.cache_clear()
 
 
+@pytest.mark.parametrize("error", [ImportError, RuntimeError, OSError, AttributeError])
+def test_bindings_that_cannot_be_imported(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or are not there: the driver itself serves."""
+
+    def broken(name: str) -> None:
+        raise error(f"{name} is broken")
+
+    monkeypatch.setattr(green.importlib, "import_module", broken)
+    monkeypatch.setattr(green, "load_driver", FakeDriver)
+    green.find_driver.cache_clear()
+    assert isinstance(green.find_driver(), FakeDriver)
+    green.find_driver.cache_clear()
+
+
 def test_bindings_that_do_not_suit_the_driver_are_passed_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -288,6 +340,15 @@ def test_without_green_contexts_slices_share_sms(driver: FakeDriver) -> None:
     assert w[0].filename == __file__
     assert [each.n_sms for each in made] == [N_SMS] * 2
     assert made[0].note == "slices share SMs"
+
+
+def test_smaller_slices_say_so(driver: FakeDriver) -> None:
+    """In a note, which a pipeline shows; without a warning, as they are slices all the same."""
+    driver.clusters = CLUSTERS
+    made = px.slices("cuda:0", 4)
+    assert [each.n_sms for each in made] == [24] * 4
+    note = "slices have 24 SMs each, not 32: the driver made too few of those"
+    assert [each.note for each in made] == [note] * 4
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, True, None])

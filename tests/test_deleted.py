@@ -1,0 +1,241 @@
+"""What is deleted is freed at once: without Python's cycle collector, which may not run for long.
+
+On a GPU weights, captured graphs and their memory hang on it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from executing import cut, data, dense, mse
+from fake_cuda import FakeCuda, FakeGpu
+from torch import Tensor, nn
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.link_speed import measure_transfers
+from pipeexec.profile import Calibration
+from pipesim.errors import ExecutionError, PipeError
+
+
+@pytest.fixture(autouse=True)
+def _no_collector() -> Iterator[None]:
+    """Switch the cycle collector off."""
+    _sgd([nn.Parameter(torch.ones(1))])  # torch's first one leaves frames of its caller in a cycle
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return two CPU workers, or two GPUs of the stand-in."""
+    if request.param == "cpu":
+        return ["cpu", "cpu"]
+    FakeCuda().install(monkeypatch)
+    return [FakeGpu(), FakeGpu()]
+
+
+def _graph(schedule: str = "1f1b", **options: Any) -> ps.TaskGraph:
+    return ps.lower(ps.schedule(schedule, n_devices=2, n_microbatches=4), **options)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def _new(devices: list[Any], stages: list[Any] | None = None) -> px.Pipeline:
+    stages = stages or cut(dense(2), [1, 1])
+    return px.Pipeline(stages, _graph(), devices, mse, _sgd, pin_threads=False)
+
+
+def _nothing(subject: px.Pipeline) -> object:
+    return None
+
+
+def _step(subject: px.Pipeline) -> object:
+    return subject.step(*data(8))  # which the caller keeps
+
+
+def _other_graph(subject: px.Pipeline) -> object:
+    other = subject.with_graph(_graph("gpipe", recompute="always"))
+    other.step(*data(8))
+    return other.step(*data(8)).timeline
+
+
+def _counted(subject: px.Pipeline) -> object:
+    return subject.device_bytes(*data(8))
+
+
+def _calibrated(subject: px.Pipeline) -> object:
+    calibration = Calibration(subject, *data(8))
+    calibration.warm_up(1)
+    calibration.step()
+    return calibration.result()
+
+
+def _closed(subject: px.Pipeline) -> object:
+    subject.step(*data(8))
+    subject.close()
+    return None
+
+
+USES = [_nothing, _step, _other_graph, _counted, _calibrated, _closed]
+
+
+def _held(subject: px.Pipeline) -> dict[str, weakref.ref[Any]]:
+    """Return weak references to a pipeline and all that hangs on it."""
+    found: dict[str, Any] = {"pipeline": subject}
+    for number, stage in enumerate(subject.stages):
+        found |= {f"stage {number}": stage, f"module {number}": stage.module}
+        for name, parameter in stage.module.named_parameters():
+            found[f"{number}.{name}"] = parameter
+    for device in subject.devices:
+        found |= {f"{device.name} {number}": x for number, x in enumerate([device])}
+        for key, stream in device._streams.items():  # type: ignore[attr-defined]
+            found[f"{device.name} {key}"] = stream
+    return {name: weakref.ref(x) for name, x in found.items()}
+
+
+def _alive(held: dict[str, weakref.ref[Any]]) -> list[str]:
+    return [name for name, each in held.items() if each() is not None]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
+def test_a_pipeline_is_freed(
+    devices: list[Any], use: Callable[[px.Pipeline], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its stages, weights, devices, streams; whatever was done, and its result kept."""
+    timed = partial(measure_transfers, sizes=[64], repeat=1)
+    monkeypatch.setattr(sys.modules["pipeexec.profile"], "measure_transfers", timed)
+    subject = _new(devices)
+    kept = use(subject)
+    held = _held(subject)
+    devices.clear()
+    del subject
+    assert _alive(held) == []
+    del kept
+
+
+class Raises(nn.Linear):
+    """Raises a new error in one forward, which nothing but its traceback holds."""
+
+    def __init__(self, kind: type[BaseException], at: int) -> None:
+        super().__init__(16, 16)
+        self.kind, self.left = kind, at
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Raise, or compute."""
+        self.left -= 1
+        if self.left == -1:
+            raise self.kind("no")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("forward", [2, 5])
+def test_a_pipeline_is_freed_after_an_error(devices: list[Any], forward: int) -> None:
+    """In the first step, or the second; the exception was dropped."""
+    subject = _new(devices, [nn.Linear(16, 16), Raises(ValueError, forward)])
+    held = _held(subject)
+    for _ in range(2):
+        with suppress(PipeError):
+            subject.step(*data(8))
+    held |= _held(subject)
+    devices.clear()
+    del subject
+    assert _alive(held) == []
+
+
+def test_a_pipeline_is_freed_after_an_interrupt(devices: list[Any]) -> None:
+    subject = _new(devices, [nn.Linear(16, 16), Raises(KeyboardInterrupt, 2)])
+    held = _held(subject)
+    with suppress(PipeError, KeyboardInterrupt):
+        subject.step(*data(8))
+    devices.clear()
+    del subject
+    assert _alive(held) == []
+
+
+def test_a_module_is_freed(devices: list[Any]) -> None:
+    """A GPipe, after a forward and its backward, and after a forward alone."""
+    model = px.GPipe(nn.Sequential(*dense(2)), [1, 1], devices=devices, chunks=2)
+    for goes_back in (True, False):
+        loss = mse(model(data(8)[0]), data(8)[1])
+        if goes_back:
+            loss.backward()
+        del loss
+    held = {name: weakref.ref(x) for name, x in model.named_parameters()}
+    machine = model._machine
+    assert machine is not None
+    held |= {f"device {i}": weakref.ref(x) for i, x in enumerate(machine.devices)}
+    devices.clear()
+    del model, machine
+    assert _alive(held) == []
+
+
+def test_a_closed_pipeline_is_closed(devices: list[Any]) -> None:
+    """Nothing is left of a step; another one is refused as before."""
+    subject = _new(devices)
+    subject.step(*data(8))
+    subject.close()
+    with pytest.raises(ExecutionError, match="the pipeline is closed"):
+        subject.step(*data(8))
+
+
+@pytest.fixture
+def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the stand-in capture steps."""
+    FakeCuda().install(monkeypatch)
+    monkeypatch.setattr("pipeexec.capture.check_can_capture", lambda *_: None)
+    monkeypatch.setattr("pipeexec.capture.check_state", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_captures")
+def test_a_closed_pipeline_lets_go_of_its_graphs() -> None:
+    """The captured steps, with their memory, of it and of those that share its devices."""
+    devices = [FakeGpu(), FakeGpu()]
+    subject = px.Pipeline(
+        cut(dense(2), [1, 1]), _graph(), devices, mse, _sgd, cuda_graph=True, pin_threads=False
+    )
+    other = subject.with_graph(_graph("gpipe"))
+    graphs = []
+    for each in (subject, other):
+        for _ in range(3):
+            each.step(*data(8))
+        assert each._captured is not None
+        assert each._captured._replayed is not None
+        replayed = each._captured._replayed
+        graphs += [weakref.ref(replayed.graph), weakref.ref(replayed.run)]
+        del replayed
+    subject.close()
+    assert [each for each in graphs if each() is not None] == []
+    with pytest.raises(ExecutionError, match="the pipeline is closed"):
+        other.step(*data(8))
+
+
+@pytest.mark.usefixtures("_captures")
+def test_a_pipeline_of_graphs_is_freed() -> None:
+    stages = cut(dense(2), [1, 1])
+    subject = px.Pipeline(stages, _graph(), [FakeGpu(), FakeGpu()], mse, _sgd, cuda_graph=True)
+    for _ in range(4):
+        subject.step(*data(8))
+    held = _held(subject)
+    assert subject._captured is not None
+    assert subject._captured._replayed is not None
+    held |= {
+        "captured": weakref.ref(subject._captured),
+        "graph": weakref.ref(subject._captured._replayed.graph),
+        "run": weakref.ref(subject._captured._replayed.run),
+    }
+    del subject, stages
+    assert _alive(held) == []
