@@ -135,6 +135,11 @@ class ShardedStage(Stage):
         self.sent = exchange.sent[name]
         return (*values, *given)
 
+    def held_tensors(self, microbatch: int) -> list[Tensor]:
+        """Return the tensors that the exchange of a micro-batch holds; none before its first."""
+        exchange = self._exchanges.get(microbatch)
+        return [] if exchange is None else list(exchange.tensors())
+
     def forward(
         self,
         microbatch: int,

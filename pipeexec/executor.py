@@ -565,8 +565,12 @@ class Pipeline:
             if self.zero_grad or is_copy:
                 module.zero_grad(set_to_none=True)
         casts = autocast()
-        for stage in self.stages:
+        for stage, number in zip(self.stages, self.graph.homes.ravel().tolist(), strict=False):
             stage.begin(casts)
+            # Versions of weights are made on the caller's stream, and freed within the step.
+            for weight in () if stage.versions is None else stage.versions.weights():
+                device = self.devices[number]
+                device.adopt(weight, device.stream("compute"))
         for held in self.held:
             held.now = held.peak = 0
         if not self.zero_grad and not self.cuda_graph:

@@ -17,6 +17,7 @@ their phases in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -135,6 +136,10 @@ class Exchange:
         ends = torch.searchsorted(self._addresses, owners * layout.rows_per_rank)
         self._n_kept = ends[-1:]
         self._counts = n_before[ends].diff()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that it holds between two phases."""
+        return (value for value in vars(self).values() if isinstance(value, Tensor))
 
     def _begin(self, phase: str) -> None:
         """Raise unless it is this phase's turn."""

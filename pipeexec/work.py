@@ -93,11 +93,25 @@ def _lost(group: ProcessGroup | None, error: Exception) -> Lost:
 
 
 def _exchange(run: Run, task: Planned) -> None:
-    assert isinstance(task.stage, ShardedStage)
+    stage = task.stage
+    assert isinstance(stage, ShardedStage)
     values, name = _given(run, task), EXCHANGES[task.part]
+    _share(task, (*values, *stage.held_tensors(task.microbatch)))
     with _among(task.members):
-        run.values[task.id] = task.stage.exchange(name, task.microbatch, values)
-    run.nbytes[task.id] = task.stage.sent
+        made = run.values[task.id] = stage.exchange(name, task.microbatch, values)
+    _share(task, (*made, *stage.held_tensors(task.microbatch)))
+    run.nbytes[task.id] = stage.sent
+
+
+def _share(task: Planned, values: Values) -> None:
+    """Keep memory until an exchange's stream and the compute stream have both used it.
+
+    Lookups compute with what exchanges have received, and exchanges send what lookups have found.
+    """
+    for value in values:
+        if value is not None:
+            for stream in (task.stream, task.device.stream("compute")):
+                task.device.adopt(value, stream)
 
 
 def _step(run: Run, task: Planned) -> None:
