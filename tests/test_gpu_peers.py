@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeGpu
+from sanitizing import sanitized
 from torch import nn
 
 import pipesim as ps
@@ -66,11 +67,10 @@ def test_torchs_runtime_runs_our_schedule(script: ModuleType, schedule: str) -> 
 
 def sanitized_steps(patch: pytest.MonkeyPatch, spoil: str | None, schedule: str) -> Any:
     """Run torch's runtime on the stand-in for CUDA; return what was found."""
-    sanitizing = pytest.importorskip("sanitizing")
     module = importlib.import_module("on_gpu.torch_runtime")
     if spoil is not None:
         patch.setattr(module, spoil, lambda *_: nullcontext())
-    with sanitizing.sanitized(patch) as watch, module.one_process():
+    with sanitized(patch) as watch, module.one_process():
         runtime = torch_runtime(schedule, [FakeGpu(index) for index in range(3)])
         for _ in range(2):
             runtime.step()

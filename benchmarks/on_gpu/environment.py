@@ -6,7 +6,6 @@ import os
 import subprocess
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -14,23 +13,18 @@ import pipeexec as px
 from on_gpu.bench import Bench, noted_warnings
 from on_gpu.report import Report
 from pipeexec.cuda import CapturedEvent, CudaEvent
+from pipeexec.gpu_kernels import load_kernels
 from pipeexec.green import find_driver
 from pipeexec.imposed import Waits, make_waits
 from pipeexec.slices import Slice
 from pipeexec.streams import Event, Stream
 from pipesim import jit
 
-_WHERE = r"""
-extern "C" __global__ void where(int* found, int cycles) {
-    unsigned int sm;
-    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-    found[blockIdx.x] = sm;
-    const long long until = clock64() + cycles;
-    while (clock64() < until) {}
-}"""
 _BLOCKS = 4096
 #: About 2 ms.
 _CYCLES = 4_000_000
+#: Cycles for which each block holds its multiprocessor, so that others go elsewhere.
+_HELD = 20_000
 #: Queues of the hardware, of CUDA_DEVICE_MAX_CONNECTIONS at most.
 _QUEUES = 32
 
@@ -84,11 +78,6 @@ def _driver() -> str:
     return f"driver, SM clock, memory clock, power limit: {done.stdout.strip()}"
 
 
-def _kernel() -> Callable[..., Any]:
-    kernel: Callable[..., Any] = torch.cuda._compile_kernel(_WHERE, "where")
-    return kernel
-
-
 def _noted(found: list[torch.Tensor]) -> list[set[int]]:
     torch.cuda.synchronize()
     return [set(each.tolist()) - {-1} for each in found]
@@ -110,17 +99,18 @@ def _splits(bench: Bench) -> str:
             return f"no: {n} slices are plain streams that share SMs"
         rest = devices[0]._copies
         copies = "own" if rest is devices[0]._part else f"{rest.n_sms if rest else 0} SMs of all"
-        sizes.append(f"{n} x {devices[0].n_sms} SMs, copies on {copies}")
+        note = f" ({devices[0].note})" if devices[0].note else ""
+        sizes.append(f"{n} x {devices[0].n_sms} SMs, copies on {copies}{note}")
     return f"yes: {'; '.join(sizes)}"
 
 
 def _smid(bench: Bench) -> str:
-    kernel, said = _kernel(), []
+    where, said = load_kernels(bench.gpu).where, []
     for n in bench.slice_counts:
         devices, found = px.slices("cuda:0", n), _empty(n, bench)
         torch.cuda.synchronize()
         for device, each in zip(devices, found, strict=True):
-            device.stream("compute").submit(partial(kernel, (_BLOCKS, 1, 1), args=[each, 20_000]))
+            device.stream("compute").submit(partial(where, each, _HELD))
         seen = _noted(found)
         if not _disjoint(seen):
             return f"no: {n} slices saw SMs {sorted(map(sorted, seen))}"
@@ -154,15 +144,15 @@ def _forked(streams: list[Stream], body: Callable[[], None]) -> torch.cuda.CUDAG
 
 
 def _captured_slices(bench: Bench) -> str:
-    kernel, n = _kernel(), bench.slice_counts[-1]
+    where, n = load_kernels(bench.gpu).where, bench.slice_counts[-1]
     devices, found = px.slices("cuda:0", n), _empty(n, bench)
     streams = [device.stream("compute") for device in devices]
 
     def body() -> None:
         for stream, each in zip(streams, found, strict=True):
-            stream.submit(partial(kernel, (_BLOCKS, 1, 1), args=[each, 20_000]))
+            stream.submit(partial(where, each, _HELD))
 
-    kernel(args=[torch.empty(1, dtype=torch.int32, device=bench.gpu), 1])  # loads it
+    where(torch.empty(1, dtype=torch.int32, device=bench.gpu), 1)  # loads it
     graph = _forked(streams, body)
     if _noted(found) != [set()] * n:
         return "no: a capture ran its kernels"

@@ -33,18 +33,25 @@ def memory(bench: Bench, report: Report) -> None:
             allocated = subject.allocated(*batch)
         frame = allocated.frame
         before, most = frame["nbytes"].iloc[0], frame["nbytes"].max()
-        said = predicted.memory().groupby("device")["nbytes"]
-        rise = (said.max() - said.first()).sum()
+        rise = _rise(predicted)
+        active = max(allocated.most_active.values())
         report.record(
-            "memory", schedule=name, before=float(before), most=float(most),
-            predicted_rise=float(rise),
+            "memory", schedule=name, before=float(before), most=float(most), most_active=active,
+            rise=float(most - before), predicted_rise=rise,
         )  # fmt: skip
-        before, most, rise = (x / 2**20 for x in (before, most, rise))
-        report.say(f"{name}: allocated {before:.0f} MiB before the step, {most:.0f} at most; rise "
-                   f"{most - before:.0f} MiB, predicted at most {rise:.0f} (sum of the slices' own "
-                   "rises)")  # fmt: skip
+        before, most, active, rise = (x / 2**20 for x in (before, most, active, rise))
+        report.say(f"{name}: allocated {before:.0f} MiB before the step, {most:.0f} at most (with "
+                   f"blocks that streams may still read {active:.0f}); rise {most - before:.0f} "
+                   f"MiB, predicted {rise:.0f}")  # fmt: skip
         bench.out.mkdir(parents=True, exist_ok=True)
         frame.to_csv(bench.out / f"{name}-allocated.csv", index=False)
         allocated.timeline.save(bench.out / f"{name}-timeline.csv")
         predicted.save(bench.out / f"{name}-predicted.csv")
         costs.save(bench.out / f"{name}-costs.json")
+
+
+def _rise(predicted: ps.Timeline) -> float:
+    """Return the bytes by which the memory of all devices together rises over a step."""
+    held = predicted.memory()
+    held["change"] = held.groupby("device")["nbytes"].diff().fillna(0.0)
+    return float(held.sort_values("time", kind="stable")["change"].cumsum().max())

@@ -119,7 +119,7 @@ def _errors(table: pd.DataFrame) -> pd.DataFrame:
         "data sheet": scale("data_sheet"), "calibrated": scale("predicted"),
         "measured": scale("measured"), "error": table["error"].map("{:+.1%}".format),
         "mean error (95 %)": interval, "steps": table["n_steps"],
-        "host / makespan": table["host_share"].map("{:.2f}".format),
+        "host / makespan": table["launch_share"].map("{:.2f}".format),
     })  # fmt: skip
 
 

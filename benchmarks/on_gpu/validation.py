@@ -46,8 +46,8 @@ def validation(bench: Bench, report: Report, n: int) -> None:
                "steps")  # fmt: skip
     report.say("error: predicted over measured makespan - 1, median of the steps; worst: of any; "
                "replay: from the step's own durations")  # fmt: skip
-    report.say("host: seconds in which the host issued a step over its makespan; near 1 the GPU "
-               "waits for it")  # fmt: skip
+    report.say("host: seconds that the host takes to issue a step, over its makespan; near 1 the "
+               "GPU waits for it")  # fmt: skip
     report.say("one clock for all slices of a GPU, so no clock error\n")
     report.say(_TITLE)
     found = sheet_of(bench)
@@ -109,13 +109,13 @@ def _row(
     """Say and record one row."""
     row = found.table.loc[name]
     launch = float(np.mean(found.costs.launch))
-    host = float("nan")
+    host = float("nan") if found.profile is None else found.profile.launch_share
     report.record(
         "errors", slices=n, schedule=name, cuda_graph=cuda_graph, overlap=overlap,
         data_sheet=sheet, predicted=row["predicted"], measured=row["measured"],
         error=row["error"], error_mean=row["error_mean"], error_low=row["error_low"],
         error_high=row["error_high"], worst=row["worst"], replay=row["replay"],
-        n_steps=len(found.rows[name].makespans), launch=launch, host_share=host,
+        n_steps=len(found.rows[name].makespans), launch=launch, launch_share=host,
         bytes_left=allocated,
     )  # fmt: skip
     milliseconds = "-" if sheet is None else f"{sheet * 1e3:.2f}"
