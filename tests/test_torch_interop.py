@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 from executing import mse, orders
 from torch import nn
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch_ranks import batch, layers, run_ranks
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.torch_private import make_runtime
+from pipeexec.torch_interop import _RESERVED
+from pipeexec.torch_private import make_runtime, options_of_runtime
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
 from pipesim.placement import Placement
 
@@ -117,10 +120,23 @@ def test_loss_reduction() -> None:
     """Only means are scaled; further options reach torch."""
     schedule = ps.schedule("gpipe", 2, 2)
     assert px.to_torch(schedule, linear_stubs(), mse).scale_grads
-    runtime = px.to_torch(schedule, linear_stubs(), mse, loss_reduction="sum", defer_pp_recv=True)
+    options = {"loss_reduction": "sum", "backward_requires_autograd": False}
+    runtime = px.to_torch(schedule, linear_stubs(), mse, **options)
     assert not runtime.scale_grads
+    assert not runtime._backward_requires_autograd
     with pytest.raises(UnknownNameError, match=r"loss_reduction 'means'; did you mean 'mean'"):
         px.to_torch(schedule, linear_stubs(), mse, loss_reduction="means")  # type: ignore[arg-type]
+
+
+def test_options_are_those_of_the_installed_torch() -> None:
+    """The runtime takes each one, and each one that its subclasses pass to it is known.
+
+    torch 2.13 has ``defer_pp_recv``, torch 2.11 does not.
+    """
+    for subclass in _PipelineScheduleRuntime.__subclasses__():
+        assert set(inspect.signature(subclass).parameters) <= set(options_of_runtime())
+    for option in set(options_of_runtime()) - {"stages", "loss_fn", *_RESERVED}:
+        px.to_torch(ps.schedule("gpipe", 2, 2), linear_stubs(), mse, **{option: None})
 
 
 def refusal(what: Any, stages: list[Any] | None = None) -> str:
@@ -183,7 +199,7 @@ def test_what_is_no_loss(loss_fn: Any) -> None:
     ("option", "words"),
     [
         ("nosuch", "unknown option of torch's runtime: 'nosuch'.*known: args_chunk_spec, "),
-        ("defer_pp_rec", "did you mean 'defer_pp_recv'"),
+        ("use_full_backwards", "did you mean 'use_full_backward'"),
         ("self", "unknown option of torch's runtime: 'self'"),
         ("n_microbatches", "no option 'n_microbatches': the schedule has it"),
         ("scale_grads", "no option 'scale_grads': give loss_reduction='sum'"),
