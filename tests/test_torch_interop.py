@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from executing import mse, orders
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch_ranks import batch, layers, run_ranks
 
@@ -37,6 +39,10 @@ SCHEDULES = {
     # Stages that follow each other on one device, and a message in the middle.
     "blocks": orders("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", "2F0 3F0 3B0 2B0 2F1 3F1 3B1 2B1"),
 }
+
+#: torch 2.11 and earlier begin with a message to each neighbour, so that a rank that holds two
+#: neighbours sends to itself. gloo refuses that, torch's own ZB-V schedule included.
+SENDS_TO_NO_SELF = hasattr(PipelineStage, "_warmup_forward_vote")
 
 
 def whole_model(n_stages: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -71,6 +77,9 @@ def test_gradients_under_torch(tmp_path: Path) -> None:
     """
     files = []
     for name, schedule in SCHEDULES.items():
+        homes = list(schedule.placement.device_of)
+        if not SENDS_TO_NO_SELF and any(a == b for a, b in pairwise(homes)):
+            continue
         for kind in ("torch", "lowered"):
             files.append(str(tmp_path / f"{name}.{kind}.csv"))
             schedule.save(files[-1])
