@@ -3,17 +3,20 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
+# make gpu-rehearsal has a second environment: the packages of a GPU machine's image.
+PYTHON312 ?= python3.12
+REHEARSAL := .venv-rehearsal
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/gpu.py,$(sort $(wildcard benchmarks/*.py)))  # make gpu runs that one
 
 # Without its bytecode, torch takes seconds more to load in every process.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fuzz chaos bench gpu gpu-unpack clean
+.PHONY: help demo test lint fuzz chaos bench gpu gpu-unpack gpu-rehearsal clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## profile, predict and run GPipe and 1F1B; writes results/demo/
 	$(BIN)/pipeexec validate --name demo
@@ -39,22 +42,36 @@ chaos: $(STAMP)  ## every fault of the tests, then 50 random ones; writes result
 bench: $(STAMP)  ## run every script in benchmarks/
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
 
-# No .venv and no network: $(PYTHON) is one whose torch has CUDA. A dry run is on CPU workers, with .venv.
-gpu: $(if $(DRY_RUN),$(STAMP))  ## all that needs a GPU; ONLY=steps PACK=folder LIMIT=seconds WHEELS=folder, or DRY_RUN=1
-	@PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(if $(DRY_RUN),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py \
+# No .venv and no network: $(PYTHON) is one whose torch has CUDA. A dry run has .venv, unless PYTHON is given.
+IN_VENV := $(and $(DRY_RUN),$(filter file,$(origin PYTHON)))
+gpu: $(if $(IN_VENV),$(STAMP))  ## all that needs a GPU; ONLY=steps PACK=folder LIMIT=seconds WHEELS=folder, or DRY_RUN=1
+	@PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(if $(IN_VENV),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py \
 	$(if $(ONLY),--only "$(ONLY)") $(if $(PACK),--pack "$(PACK)") $(if $(LIMIT),--limit "$(LIMIT)") \
 	$(if $(WHEELS),--wheels "$(WHEELS)") $(if $(OUT),--out "$(OUT)") $(if $(DRY_RUN),--dry-run)
 
 gpu-unpack: $(STAMP)  ## put what make gpu packed (FILE=gpu.tar.gz) into results/gpu, with tables and figures
 	@$(BIN)/python benchmarks/gpu.py --unpack "$(FILE)" $(if $(OUT),--out "$(OUT)")
 
-clean:  ## remove caches and build artefacts; leaves .venv and results/
+gpu-rehearsal: $(REHEARSAL)/.stamp  ## make gpu and its code on a machine without a GPU, with $(PYTHON312); slow to install
+	$(REHEARSAL)/bin/python tests/rehearsal.py
+
+clean:  ## remove caches and build artefacts; leaves the environments and results/
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
-	find . -path ./.venv -prune -o -type d -name .ipynb_checkpoints -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -type d -name .ipynb_checkpoints -exec rm -rf {} +
 
 # The constraints hold for indirect dependencies too, so that torch is the build named there.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	touch $@
+
+# Images lack simpy, so that it stays a wheel, as for make gpu WHEELS=.
+$(REHEARSAL)/.stamp: constraints-rehearsal.txt
+	@$(PYTHON312) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2> /dev/null || { \
+	echo 'make gpu-rehearsal needs Python 3.12, and $(PYTHON312) is not; give PYTHON312=path' >&2; exit 1; }
+	test -x $(REHEARSAL)/bin/python || $(PYTHON312) -m venv $(REHEARSAL)
+	$(REHEARSAL)/bin/python -m pip install --disable-pip-version-check -c $< torch cuda-bindings \
+	cloudpickle hypothesis joblib matplotlib numba numpy pandas pytest tqdm
+	$(REHEARSAL)/bin/python -m pip download --disable-pip-version-check -c $< --no-deps -d $(REHEARSAL)/wheels simpy
 	touch $@

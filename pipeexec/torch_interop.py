@@ -70,6 +70,12 @@ def to_torch(
         gives the inputs, that of the last stage the targets. Gradients add up in
         ``parameter.grad``; optimizer steps are the caller's.
 
+    Notes
+    -----
+    Until torch 2.11, a step begins with a message from each stage to its neighbours. Where a rank
+    holds two neighbours, as in ZB-V, that message goes to the rank itself, and gloo raises
+    RuntimeError.
+
     Raises
     ------
     ScheduleError

@@ -1,4 +1,4 @@
-"""What is taken from torch.distributed.pipelining behind its public surface; tried with 2.13.
+"""What is taken from torch.distributed.pipelining behind its public surface.
 
 The runtime that runs a list of actions, and the class of those actions, have no public name. They
 are imported here and nowhere else, so that a release that moves them breaks one file.
@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     _Action,
     _PipelineScheduleRuntime,
     get_schedule_class,
@@ -54,10 +55,13 @@ def make_runtime(
 
 
 def options_of_runtime() -> tuple[str, ...]:
-    """Return the names of all arguments that torch's runtime takes."""
-    _, *names = inspect.signature(PipelineScheduleMulti.__init__).parameters
-    # The runtime takes this one out of what it passes on, so that no signature has it.
-    return (*names, "defer_pp_recv")
+    """Return the names of all arguments that the runtime of the installed torch takes."""
+    # The runtime has no signature of its own. It takes some options out of its keyword arguments
+    # and hands the others to its base class; those that it takes out are named by its subclasses.
+    names: dict[str, None] = {}
+    for schedule_class in (PipelineScheduleMulti, ScheduleInterleaved1F1B):
+        names |= dict.fromkeys(inspect.signature(schedule_class).parameters)
+    return tuple(names)
 
 
 def listed_order(name: str, n_devices: int, n_microbatches: int, n_chunks: int) -> Listed:

@@ -1,0 +1,258 @@
+"""``make gpu``, rehearsed without a GPU: under torch built for CUDA and the Python of GPU machines.
+
+Each check is a process with a time limit. It gets a line in ``results/gpu-rehearsal/log.txt``; its
+output is in ``NAME.log`` beside that. A check that fails stops no other. The exit status is 1 if
+one failed.
+
+    versions    every module of pipesim and pipeexec is imported, without deprecation warnings
+    syntax      every Python file compiles without a warning
+    calls       every use of torch and of the CUDA driver is one that they have
+    kernels     every CUDA and PTX text is compiled for H100 and for B200
+    tests       the tests of the CUDA paths that need no GPU
+    make_gpu    ``make gpu DRY_RUN=1``
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+
+ROOT = Path(__file__).parent.parent
+OUT = ROOT / "results" / "gpu-rehearsal"
+PACKAGES = ("pipesim", "pipeexec")
+#: What the images of GPU machines lack, as wheels, for ``make gpu WHEELS=``.
+WHEELS = Path(sys.prefix) / "wheels"
+#: H100 and H200; B200.
+ARCHITECTURES = ("90", "100")
+#: Files with tests of the CUDA paths mention one of these.
+_CUDA_PATHS = re.compile(
+    r"\b(fake_cuda|torch\.cuda|torch_calls|torch_private"
+    r"|pipeexec\.(allocated|capture|clocks|cuda|gpipe\w*|gpu_kernels|green|imposed|slices|torch_interop))\b"
+)
+_KERNEL = re.compile(r"__global__\s+void\s+(\w+)|\.entry\s+(\w+)")
+#: Warnings by files of this project.
+_OUR_WARNING = re.compile(rf"{re.escape(str(ROOT))}/(?!\.)\S+: \w*(Deprecation|Future)Warning")
+
+
+class Failed(Exception):
+    """A check failed."""
+
+
+def versions() -> str:
+    """Import all modules; deprecated calls by them are errors."""
+    import torch
+
+    if torch.version.cuda is None:
+        raise Failed(f"torch {torch.__version__} is not built for CUDA")
+    for kind in (DeprecationWarning, FutureWarning):
+        warnings.filterwarnings("error", category=kind, module=r"(pipesim|pipeexec)\b")
+    names = [name for package in PACKAGES for name in _modules(package)]
+    for name in names:
+        importlib.import_module(name)
+    packages = ("torch", "numpy", "pandas", "matplotlib", "numba", "pytest", "cuda-bindings")
+    known = ", ".join(f"{name} {version(name)}" for name in packages)
+    return (
+        f"{len(names)} modules; Python {platform.python_version()}, CUDA {torch.version.cuda}, "
+        f"{known}"
+    )
+
+
+def _modules(package: str) -> Iterator[str]:
+    yield package
+    for found in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):
+        if not found.name.endswith("__main__"):
+            yield found.name
+
+
+def syntax() -> str:
+    """Compile all files; warnings are errors."""
+    folders = (*PACKAGES, "benchmarks", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for path in files:
+            compile(path.read_text(), str(path), "exec")
+    return f"{len(files)} files"
+
+
+def kernels() -> str:
+    """Compile all kernels, as torch does and as the driver would."""
+    os.environ.setdefault("CUDA_HOME", str(_toolkit()))  # torch looks for it when it is imported
+    found = [each for path in _with_kernels() for each in _kernels(path)]
+    if not any(where.startswith("pipeexec") for where, _, _ in found):
+        raise Failed("no kernel was found in pipeexec")
+    for where, text, name in found:
+        for architecture in ARCHITECTURES:
+            try:
+                if "__global__" in text:
+                    _compile(text, name, architecture)
+                else:
+                    _assemble(text, architecture)
+            except (RuntimeError, subprocess.CalledProcessError) as error:
+                said = getattr(error, "stderr", None) or error
+                raise Failed(f"{where}: {name} for sm_{architecture}: {said}") from error
+    names = ", ".join(sorted({name for _, _, name in found}))
+    return f"{names} for {', '.join(f'sm_{each}' for each in ARCHITECTURES)}"
+
+
+def _toolkit() -> Path:
+    """Return the folder of the CUDA wheels' headers."""
+    spec = importlib.util.find_spec("nvidia.cu13")
+    return Path(next(iter(spec.submodule_search_locations))) if spec is not None else Path()
+
+
+def _with_kernels() -> list[Path]:
+    folders = ("pipeexec", "benchmarks", "tests")
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in files if path != Path(__file__) and _KERNEL.search(path.read_text())]
+
+
+def _kernels(path: Path) -> list[tuple[str, str, str]]:
+    """Return file, text and name of each kernel in the strings of a file."""
+    texts = {
+        node.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    if path.is_relative_to(ROOT / "pipeexec"):  # where texts may be put together on import
+        values = vars(importlib.import_module(f"pipeexec.{path.stem}")).values()
+        texts = {text for text in values if isinstance(text, str) and _KERNEL.search(text)} or texts
+    where = str(path.relative_to(ROOT))
+    return [
+        (where, text, match[1] or match[2])
+        for text in sorted(texts)
+        for match in _KERNEL.finditer(text)
+    ]
+
+
+def _compile(text: str, name: str, architecture: str) -> None:
+    """Compile CUDA's C++ to machine code with NVRTC."""
+    from torch.cuda._utils import _nvrtc_compile
+
+    binary, _ = _nvrtc_compile(text, name, compute_capability=architecture)
+    if name.encode() not in binary:
+        raise RuntimeError("the compiled code does not name it")
+
+
+def _assemble(text: str, architecture: str) -> None:
+    """Assemble PTX to machine code."""
+    import triton
+
+    folder = Path(inspect.getfile(triton)).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "kernels.ptx"
+        source.write_text(text)
+        assembler = folder / ("ptxas" if int(architecture) < 100 else "ptxas-blackwell")
+        subprocess.run(
+            [assembler, f"-arch=sm_{architecture}", source, "-o", Path(scratch) / "kernels"],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+
+
+def cuda_tests() -> list[str]:
+    """Return the files with tests of the CUDA paths."""
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    return [str(path) for path in files if _CUDA_PATHS.search(path.read_text())]
+
+
+def pytest_command(*files: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb", "short", *files]
+
+
+def step_command(name: str) -> list[str]:
+    return [sys.executable, str(Path(__file__)), name]
+
+
+#: Run in a process of their own each, named on the command line.
+STEPS: dict[str, Callable[[], str]] = {"versions": versions, "syntax": syntax, "kernels": kernels}
+
+
+def commands() -> dict[str, tuple[list[str], float]]:
+    """Return the command of each check, and the seconds that it may take."""
+    return {
+        "versions": (step_command("versions"), 300),
+        "syntax": (step_command("syntax"), 120),
+        "calls": (pytest_command("tests/test_torch_calls.py"), 300),
+        "kernels": (step_command("kernels"), 300),
+        "tests": (pytest_command(*cuda_tests()), 1800),
+        "make_gpu": (["make", "gpu", "DRY_RUN=1", f"PYTHON={sys.executable}", f"WHEELS={WHEELS}"], 600),
+    }
+
+
+def environment(name: str) -> dict[str, str]:
+    """Return the environment of a check: no GPU; the wheels too, but where `make` installs them."""
+    path = [str(ROOT), *map(str, WHEELS.glob("*.whl"))] if name != "make_gpu" else []
+    return {
+        **{key: text for key, text in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")},
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONWARNINGS": "default::DeprecationWarning,default::FutureWarning",
+        "MPLBACKEND": "Agg",
+    }
+
+
+def run(name: str, command: Sequence[str], seconds: float, out: Path) -> tuple[bool, str]:
+    """Run a check; return whether it passed, and its last line or what went wrong."""
+    log = out / f"{name}.log"
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, cwd=ROOT,
+                env=environment(name), check=False,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return False, f"took more than {seconds:.0f} s"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    ours = [line for line in lines if _OUR_WARNING.search(line)]
+    if ours:
+        return False, f"{len(ours)} warnings by our files, the first: {ours[0].strip()}"
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    said = [*lines[-1:], *failed[:3]] if lines else [f"exit status {code}"]
+    return code == 0, "; ".join(line.strip() for line in said)
+
+
+def run_step(name: str) -> int:
+    """Run a step in this process; return its exit status."""
+    try:
+        print(STEPS[name]())
+    except Failed as failed:
+        print(failed)
+        return 1
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run all checks, or one step in this process."""
+    if argv:
+        return run_step(*argv)
+    OUT.mkdir(parents=True, exist_ok=True)
+    passed = True
+    with (OUT / "log.txt").open("w") as file:
+        for name, (command, seconds) in commands().items():
+            start = perf_counter()
+            good, said = run(name, command, seconds, OUT)
+            passed &= good
+            took = f"{perf_counter() - start:6.1f} s"
+            line = f"{name:<9} {'ok' if good else 'FAILED':<7} {took}  {said}"
+            print(line, flush=True)
+            print(line, file=file, flush=True)
+    print(f"the logs are in {OUT.relative_to(ROOT)}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
