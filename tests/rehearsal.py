@@ -7,16 +7,14 @@ one failed.
     versions    every module of pipesim and pipeexec is imported, without deprecation warnings
     syntax      every Python file compiles without a warning
     calls       every use of torch and of the CUDA driver is one that they have
-    kernels     every CUDA and PTX text is compiled for H100 and for B200
+    kernels     the kernels of pipeexec are assembled for H100 and for B200
     tests       the tests of the CUDA paths that need no GPU
     make_gpu    ``make gpu DRY_RUN=1``
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
-import importlib.util
 import inspect
 import os
 import pkgutil
@@ -41,9 +39,9 @@ ARCHITECTURES = ("90", "100")
 #: Files with tests of the CUDA paths mention one of these.
 _CUDA_PATHS = re.compile(
     r"\b(fake_cuda|torch\.cuda|torch_calls|torch_private"
-    r"|pipeexec\.(allocated|capture|clocks|cuda|gpipe\w*|gpu_kernels|green|imposed|slices|torch_interop))\b"
+    r"|backward_order|pipeexec\.(allocated|capture|clocks|cuda|gpipe\w*|gpu_kernels|green|imposed|slices|torch_interop))\b"
 )
-_KERNEL = re.compile(r"__global__\s+void\s+(\w+)|\.entry\s+(\w+)")
+_ENTRY = re.compile(r"\.entry\s+(\w+)")
 #: Warnings by files of this project.
 _OUR_WARNING = re.compile(rf"{re.escape(str(ROOT))}/(?!\.)\S+: \w*(Deprecation|Future)Warning")
 
@@ -90,77 +88,25 @@ def syntax() -> str:
 
 
 def kernels() -> str:
-    """Compile all kernels, as torch does and as the driver would."""
-    os.environ.setdefault("CUDA_HOME", str(_toolkit()))  # torch looks for it when it is imported
-    found = [each for path in _with_kernels() for each in _kernels(path)]
-    if not any(where.startswith("pipeexec") for where, _, _ in found):
-        raise Failed("no kernel was found in pipeexec")
-    for where, text, name in found:
-        for architecture in ARCHITECTURES:
-            try:
-                if "__global__" in text:
-                    _compile(text, name, architecture)
-                else:
-                    _assemble(text, architecture)
-            except (RuntimeError, subprocess.CalledProcessError) as error:
-                said = getattr(error, "stderr", None) or error
-                raise Failed(f"{where}: {name} for sm_{architecture}: {said}") from error
-    names = ", ".join(sorted({name for _, _, name in found}))
-    return f"{names} for {', '.join(f'sm_{each}' for each in ARCHITECTURES)}"
-
-
-def _toolkit() -> Path:
-    """Return the folder of the CUDA wheels' headers."""
-    spec = importlib.util.find_spec("nvidia.cu13")
-    return Path(next(iter(spec.submodule_search_locations))) if spec is not None else Path()
-
-
-def _with_kernels() -> list[Path]:
-    folders = ("pipeexec", "benchmarks", "tests")
-    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [path for path in files if path != Path(__file__) and _KERNEL.search(path.read_text())]
-
-
-def _kernels(path: Path) -> list[tuple[str, str, str]]:
-    """Return file, text and name of each kernel in the strings of a file."""
-    texts = {
-        node.value
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    if path.is_relative_to(ROOT / "pipeexec"):  # where texts may be put together on import
-        values = vars(importlib.import_module(f"pipeexec.{path.stem}")).values()
-        texts = {text for text in values if isinstance(text, str) and _KERNEL.search(text)} or texts
-    where = str(path.relative_to(ROOT))
-    return [
-        (where, text, match[1] or match[2])
-        for text in sorted(texts)
-        for match in _KERNEL.finditer(text)
-    ]
-
-
-def _compile(text: str, name: str, architecture: str) -> None:
-    """Compile CUDA's C++ to machine code with NVRTC."""
-    from torch.cuda._utils import _nvrtc_compile
-
-    binary, _ = _nvrtc_compile(text, name, compute_capability=architecture)
-    if name.encode() not in binary:
-        raise RuntimeError("the compiled code does not name it")
-
-
-def _assemble(text: str, architecture: str) -> None:
-    """Assemble PTX to machine code."""
+    """Assemble all kernels to machine code, as the driver would."""
     import triton
+
+    from pipeexec.gpu_kernels import PTX
 
     folder = Path(inspect.getfile(triton)).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "kernels.ptx"
-        source.write_text(text)
-        assembler = folder / ("ptxas" if int(architecture) < 100 else "ptxas-blackwell")
-        subprocess.run(
-            [assembler, f"-arch=sm_{architecture}", source, "-o", Path(scratch) / "kernels"],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
+        source.write_text(PTX)
+        for architecture in ARCHITECTURES:
+            assembler = folder / ("ptxas" if int(architecture) < 100 else "ptxas-blackwell")
+            done = subprocess.run(
+                [assembler, f"-arch=sm_{architecture}", source, "-o", Path(scratch) / "kernels"],
+                check=False, capture_output=True, text=True,
+            )  # fmt: skip
+            if done.returncode:
+                raise Failed(f"for sm_{architecture}: {done.stderr}")
+    names = ", ".join(_ENTRY.findall(PTX))
+    return f"{names} for {', '.join(f'sm_{each}' for each in ARCHITECTURES)}"
 
 
 def cuda_tests() -> list[str]:
@@ -189,7 +135,10 @@ def commands() -> dict[str, tuple[list[str], float]]:
         "calls": (pytest_command("tests/test_torch_calls.py"), 300),
         "kernels": (step_command("kernels"), 300),
         "tests": (pytest_command(*cuda_tests()), 1800),
-        "make_gpu": (["make", "gpu", "DRY_RUN=1", f"PYTHON={sys.executable}", f"WHEELS={WHEELS}"], 600),
+        "make_gpu": (
+            ["make", "gpu", "DRY_RUN=1", f"PYTHON={sys.executable}", f"WHEELS={WHEELS}"],
+            600,
+        ),
     }
 
 

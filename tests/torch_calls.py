@@ -25,8 +25,6 @@ ROOT = Path(__file__).parent.parent
 _RETURNS = {
     "torch.cuda.current_stream": "torch.cuda.Stream",
     "torch.cuda.default_stream": "torch.cuda.Stream",
-    "torch.cuda._compile_kernel": "torch.cuda._utils._CudaKernel",
-    "torch.cuda._utils._cuda_load_module": "torch.cuda._utils._CudaModule",
 }
 #: Classes whose objects are followed: their methods are attributes of the class.
 _CLASSES = re.compile(r"torch\.Tensor|torch\.cuda\.(\w+\.)*_?[A-Z]\w*")
@@ -36,6 +34,8 @@ _METHODS = {
     "record_stream": "torch.Tensor",
     "wait_stream": "torch.cuda.Stream",
 }
+#: Classes from which these derive in a torch built for CUDA, and not in others.
+_BASES = {"torch.cuda.Stream": "torch.Stream", "torch.cuda.Event": "torch.Event"}
 #: Names that only a torch built for CUDA has.
 _CUDA_BUILDS = re.compile(r"torch\._C\._[cC]uda")
 _DRIVER_FUNCTION = re.compile(r"cu[A-Z]\w+")
@@ -143,7 +143,9 @@ def _find(name: str) -> Any:
             return None
         if inspect.ismodule(found) and not hasattr(found, part):
             importlib.import_module(f"{found.__name__}.{part}")
-        found = getattr(found, part)
+        base = _BASES.get(f"torch.cuda.{getattr(found, '__name__', '')}")
+        is_bare = inspect.isclass(found) and base is not None and not hasattr(found, part)
+        found = getattr(_find(base) if is_bare and base else found, part)
     return found
 
 
