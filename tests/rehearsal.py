@@ -9,6 +9,7 @@ one failed.
     calls       every use of torch and of the CUDA driver is one that they have
     kernels     the kernels of pipeexec are assembled for H100 and for B200
     tests       the tests of the CUDA paths that need no GPU
+    steps       the steps of ``make gpu`` as they run on a GPU, on the stand-in for CUDA
     make_gpu    ``make gpu DRY_RUN=1``
 """
 
@@ -135,6 +136,7 @@ def commands() -> dict[str, tuple[list[str], float]]:
         "calls": (pytest_command("tests/test_torch_calls.py"), 300),
         "kernels": (step_command("kernels"), 300),
         "tests": (pytest_command(*cuda_tests()), 1800),
+        "steps": ([sys.executable, "tests/steps_on_stand_in.py"], 900),
         "make_gpu": (
             ["make", "gpu", "DRY_RUN=1", f"PYTHON={sys.executable}", f"WHEELS={WHEELS}"],
             600,

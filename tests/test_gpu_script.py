@@ -93,6 +93,24 @@ def test_gradients_are_checked_before_times(script: ModuleType, tmp_path: Path) 
     assert len(re.findall("^ok .*limit", report.path.read_text(), re.MULTILINE)) == 5
 
 
+def test_memory_is_drawn_from_its_files(script: ModuleType, tmp_path: Path) -> None:
+    """As the step leaves them on a GPU."""
+    import pipesim as ps
+
+    costs = ps.Costs(forward=1e-3, backward=2e-3, activation_bytes=1 << 20, parameter_bytes=1 << 22)
+    predicted = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 4)), costs)
+    for name in ("timeline", "predicted"):
+        predicted.save(tmp_path / f"gpipe-{name}.csv")
+    costs.save(tmp_path / "gpipe-costs.json")
+    rows = "gpu,time,nbytes\ncuda:0,0.0,8388608.0\ncuda:0,0.004,16777216.0\n"
+    (tmp_path / "gpipe-allocated.csv").write_text(rows)
+    assert _part("figures").draw_memory(tmp_path, "gpipe", tmp_path / "drawn")
+    assert (tmp_path / "drawn.png").is_file()
+    assert _part("memory")._rise(predicted) == predicted.memory().groupby("device")[
+        "nbytes"].agg(lambda x: x.max() - x.iloc[0]).sum()  # fmt: skip
+    assert not _part("figures").draw_memory(tmp_path, "1f1b", tmp_path / "drawn")
+
+
 # How steps end
 
 PASSES = "print('fine')"

@@ -119,8 +119,7 @@ class Contest:
         """Compare a pipeline of one device with plain accumulation on its stream."""
         whole = nn.Sequential(*self.stages)
         graph = ps.lower(ps.schedule("gpipe", 1, self.m), step="none")
-        place = "cpu" if self.bench.dry else "cuda:0"
-        with px.Pipeline([whole], graph, [place], cross_entropy) as ours:
+        with px.Pipeline([whole], graph, [self.bench.gpu], cross_entropy) as ours:
             (stream,) = compute_streams(ours.devices)
             theirs = by_hand.accumulation(self.stages, stream, self.batch, self.m)
             self._compare("one device, the whole GPU",

@@ -49,7 +49,7 @@ def validation(bench: Bench, report: Report, n: int) -> None:
     report.say("host: seconds that the host takes to issue a step, over its makespan; near 1 the "
                "GPU waits for it")  # fmt: skip
     report.say("one clock for all slices of a GPU, so no clock error\n")
-    report.say(_TITLE)
+    report.say(f"{'':<6} {_TITLE}")
     found = sheet_of(bench)
     sheet: Sheet = {}
     if found is not None:

@@ -57,7 +57,7 @@ UNATTACKED: dict[str, str] = {
     "px.Profile": _PLAIN,
     **{f"px.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (
         "abandon", "adopt", "await_link", "carry", "close", "has_thread", "mark", "rejoin",
-        "stream", "synchronize")},
+        "stream", "synchronize", "wait_for_host")},
     "px.Slice": "slices makes it",
     "px.StepResult": _PLAIN,
     "px.Validation": _PLAIN,

@@ -1,0 +1,103 @@
+"""Steps of ``make gpu`` as they run on a GPU, tiny, on the stand-in for CUDA; for the rehearsal.
+
+A dry run takes other branches than a GPU: CPU workers, no CUDA graphs, no slices. Here slices are
+`FakeGpu`, whose work runs at once on the CPU. Times mean nothing, and targets are not looked at:
+a step fails if it raises. Left out are the steps whose calls need a driver.
+
+``python tests/steps_on_stand_in.py STEP...`` runs some steps, or all of `STEPS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda, FakeGpu
+
+import pipeexec as px
+from pipeexec import capture
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+bench = importlib.import_module("on_gpu.bench")
+report = importlib.import_module("on_gpu.report")
+steps = importlib.import_module("on_gpu.steps")
+
+STEPS = ("validation-2", "validation-4", "sanitizer", "overlap", "gpipe", "host", "peers", "soak")
+#: Largest count of anything: steps, pixels, rounds.
+MOST = 16
+#: Functions of torch.cuda that need a driver, and what they return here.
+ANSWERS: dict[str, Any] = {
+    "synchronize": None, "empty_cache": None, "memory_allocated": 0, "memory_reserved": 0,
+    "get_device_name": "NVIDIA H100 80GB HBM3", "_sleep": None,
+}  # fmt: skip
+
+
+def slices(device: object, n: int, *, link: object = None) -> list[FakeGpu]:
+    """Return stand-ins for slices; links are not imposed."""
+    return [FakeGpu() for _ in range(n)]
+
+
+class Bench(bench.Bench):  # type: ignore[misc, name-defined]
+    """A GPU's, but for sizes and slices."""
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(out, dry=True)
+        self.dry = False
+
+    def pick(self, on_gpu: int, dry: int) -> int:
+        """Return the count of a GPU, within limits."""
+        return min(on_gpu, MOST)
+
+    def samples(self, n: int) -> int:
+        """Return one."""
+        return 1
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Put stand-ins in the place of CUDA, slices, and checks that devices are GPUs."""
+    for name in steps.STEPS:  # their annotations name torch's own classes
+        if module := steps.step_called(name).module:
+            importlib.import_module(module)
+    FakeCuda().install(patch)
+    for name, answer in ANSWERS.items():
+        patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    patch.setattr(px, "slices", slices)
+    for name in ("check_can_capture", "check_state"):
+        patch.setattr(capture, name, lambda *_: None)
+
+
+def run(name: str, folder: Path) -> str:
+    """Run a step; return what it raised, empty for nothing or missed targets."""
+    step, said = steps.step_called(name), report.Report(folder / f"{name}.txt")
+    call = getattr(importlib.import_module(step.module), step.function)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call(Bench(folder / name), said, *step.arguments)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def main(names: Sequence[str]) -> int:
+    """Run steps; return 1 if one raised."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        install(patch)
+        found = {name: run(name, Path(folder)) for name in names or STEPS}
+    for name, error in found.items():
+        print(f"{name}: {error or 'ran'}")
+    wrong = [name for name, error in found.items() if error]
+    print(f"{len(found)} steps, {len(wrong)} raised {' '.join(wrong)}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
