@@ -43,14 +43,16 @@ bench: $(STAMP)  ## run every script in benchmarks/
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 # No .venv and no network: $(PYTHON) is one whose torch has CUDA. A dry run has .venv, unless PYTHON is given.
+# Options come from the command line alone: an environment may have an OUT of its own.
+given = $(if $(findstring command,$(origin $(1))),$(2) "$($(1))")
 IN_VENV := $(and $(DRY_RUN),$(filter file,$(origin PYTHON)))
 gpu: $(if $(IN_VENV),$(STAMP))  ## all that needs a GPU; ONLY=steps PACK=folder LIMIT=seconds WHEELS=folder, or DRY_RUN=1
 	@PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(if $(IN_VENV),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py \
-	$(if $(ONLY),--only "$(ONLY)") $(if $(PACK),--pack "$(PACK)") $(if $(LIMIT),--limit "$(LIMIT)") \
-	$(if $(WHEELS),--wheels "$(WHEELS)") $(if $(OUT),--out "$(OUT)") $(if $(DRY_RUN),--dry-run)
+	$(call given,ONLY,--only) $(call given,PACK,--pack) $(call given,LIMIT,--limit) \
+	$(call given,WHEELS,--wheels) $(call given,OUT,--out) $(if $(DRY_RUN),--dry-run)
 
 gpu-unpack: $(STAMP)  ## put what make gpu packed (FILE=gpu.tar.gz) into results/gpu, with tables and figures
-	@$(BIN)/python benchmarks/gpu.py --unpack "$(FILE)" $(if $(OUT),--out "$(OUT)")
+	@$(BIN)/python benchmarks/gpu.py --unpack "$(FILE)" $(call given,OUT,--out)
 
 gpu-rehearsal: $(REHEARSAL)/.stamp  ## make gpu and its code on a machine without a GPU, with $(PYTHON312); slow to install
 	$(REHEARSAL)/bin/python tests/rehearsal.py

@@ -31,7 +31,7 @@ from _machine import ROOT, header
 from on_gpu.outcomes import Outcome, outcomes_in, write_summary
 from on_gpu.packing import SUMMARY, UnpackError, pack, remove, unpack
 from on_gpu.process import Ended, run_process
-from on_gpu.report import MARKS, Missed, Report
+from on_gpu.report import MARKS, Missed, Report, records_of
 from on_gpu.requirements import (
     Gpu,
     find_gpu,
@@ -40,7 +40,7 @@ from on_gpu.requirements import (
     path_problems,
     torch_cuda,
 )
-from on_gpu.steps import STEPS, WARM_UP, chosen, step_called
+from on_gpu.steps import PREMISES, STEPS, WARM_UP, chosen, step_called
 
 OUT = ROOT / "results" / "gpu"
 #: Exit status of a step that missed a target.
@@ -81,14 +81,23 @@ class Runner:
         for name in self.names:
             remove(name, self.out)
         outcomes: list[Outcome] = []
+        reason = ""  # why no further step is run
         for name in self.names:
-            is_ready = not outcomes or outcomes[0].status == "passed"
-            why = f"the step {WARM_UP} did not pass"
-            outcome = self._step(name) if is_ready else self._outcome(name, "not run", 0.0, why)
+            outcome = self._outcome(name, "not run", 0.0, reason) if reason else self._step(name)
             outcomes.append(outcome)
             self._keep(outcome)
             print(outcome.line(), flush=True)
+            reason = reason or self._reason_to_stop(outcome)
         return outcomes
+
+    def _reason_to_stop(self, outcome: Outcome) -> str:
+        """Return why nothing behind a step would mean anything; empty if it would."""
+        if outcome.step == WARM_UP and outcome.status != "passed":
+            return f"the step {WARM_UP} did not pass"
+        for row in records_of(self.out / f"{outcome.step}.jsonl"):
+            if row.get("probe") in PREMISES and not row["met"]:
+                return f"the GPU lacks: {row['probe']}"
+        return ""
 
     def _step(self, name: str) -> Outcome:
         seconds = step_called(name).limit
@@ -104,13 +113,13 @@ class Runner:
         ended = run_process(
             command, self.out / f"{name}.log", seconds, environment, ROOT, self._pack
         )
-        status, said = status_of(ended, self.out / f"{name}.txt")
-        return self._outcome(name, status, ended.seconds, said)
+        status, remark = status_of(ended, self.out / f"{name}.txt")
+        return self._outcome(name, status, ended.seconds, remark)
 
-    def _outcome(self, name: str, status: str, seconds: float, said: str) -> Outcome:
+    def _outcome(self, name: str, status: str, seconds: float, remark: str) -> Outcome:
         now = datetime.datetime.now().isoformat(timespec="seconds")
         hardware = "" if self.gpu is None else str(self.gpu)
-        return Outcome(name, status, seconds, said, hardware, self.gpu is None, now)
+        return Outcome(name, status, seconds, remark, hardware, self.gpu is None, now)
 
     def _keep(self, outcome: Outcome) -> None:
         outcome.save(self.out)
@@ -135,18 +144,18 @@ def environment_of_steps(site: Path | None = None) -> dict[str, str]:
 
 
 def status_of(ended: Ended, report: Path) -> tuple[str, str]:
-    """Return the status of a step that ended so, and a remark."""
+    """Return status and remark of a step, from the end of its process and its report."""
     if ended.code is None:
-        return "cut", f"stopped after {ended.seconds:.0f} s in: {ended.said}"
+        return "cut", f"stopped after {ended.seconds:.0f} s in: {ended.last_line}"
     if ended.code < 0:
-        return "failed", f"ended by {signal.Signals(-ended.code).name} in: {ended.said}"
+        return "failed", f"ended by {signal.Signals(-ended.code).name} in: {ended.last_line}"
     lines = report.read_text().splitlines() if report.is_file() else []
     met, missed = ([x[len(mark) :].strip() for x in lines if x.startswith(mark)] for mark in MARKS)
     if ended.code == _MISSED and missed:
         return "missed", f"{len(missed)} of {len(met) + len(missed)} targets, first: {missed[0]}"
     if ended.code:
-        return "failed", ended.said
-    return "passed", f"{len(met)} targets met" if met else ended.said
+        return "failed", ended.last_line
+    return "passed", f"{len(met)} targets met" if met else ended.last_line
 
 
 def run_here(name: str, out: Path, dry: bool) -> int:

@@ -53,9 +53,9 @@ class Allocated:
     devices
         The GPU of each device.
     most_active
-        By GPU, the most bytes that the allocator could not give to anyone else, of what it said at
-        any task: beside what is allocated, blocks that were freed and that other streams may still
-        read (``active_bytes`` of `torch.cuda.memory_stats`). 0 if not counted.
+        By GPU, the most bytes that the allocator could not reuse, at any task: those allocated,
+        and blocks that were freed and that other streams may still read (``active_bytes`` of
+        `torch.cuda.memory_stats`). 0 if not counted.
     """
 
     frame: pd.DataFrame
@@ -183,7 +183,7 @@ def _summed(gpu: NDArray[np.object_], time: Floats, change: Floats) -> pd.DataFr
 
 
 def active_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that the allocator cannot give to anyone else."""
+    """Return the bytes of a GPU that the allocator cannot reuse."""
     return int(torch.cuda.memory_stats(device).get("active_bytes.all.current", 0))
 
 

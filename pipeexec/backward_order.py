@@ -151,8 +151,9 @@ class _Tasks(Function):
         return None, None, None  # the engine goes on to the node before all the same
 
 
-#: Tasks that wait until the one before them has been issued, by the number of the engine's run;
-#: a run has a queue while one of its tasks is being issued.
+#: Tasks to issue after the one that is being issued, by the number of the engine's run. Numbers
+#: are those of the process's one engine, so that this is the process's too; a run has a queue
+#: only while one of its tasks is being issued.
 _QUEUES: dict[int, deque[tuple[Backward, Task]]] = {}
 
 

@@ -27,12 +27,14 @@ def raise_failure(
     try:
         if processes is None:
             raise _of_one_process(run)
-        raise _of_processes(run, processes, interrupt)
+        raise _process_error(run, processes, interrupt)
     finally:
         del interrupt  # if it is what is raised, its traceback holds this frame
 
 
-def _of_processes(run: Run, processes: Processes, interrupt: BaseException | None) -> BaseException:
+def _process_error(
+    run: Run, processes: Processes, interrupt: BaseException | None
+) -> BaseException:
     """Return the error of a step of several processes, which all of them raise.
 
     It is raised elsewhere: here it has a name, and a traceback holds the names of its frames.

@@ -99,8 +99,9 @@ class GPipeSteps:
 
     def step(self, inputs: Batch, targets: Any) -> GPipeStep:
         """Run forward, loss and backward, and let the optimizer step; gradients end as None."""
+        targets = self._moved(targets)  # first: a copy to a GPU waits for what its stream has
         with changed(self.model, "threads", True):
-            loss = combined(self.loss_fn(self.model(inputs), self._moved(targets)))
+            loss = combined(self.loss_fn(self.model(inputs), targets))
             loss.backward()
         timeline = self.model.timeline()
         if self.optimizer is not None:

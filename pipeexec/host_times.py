@@ -4,7 +4,7 @@ On CPU workers that is all of the host's time over all tasks: their queues take 
 
 The queue of a CUDA stream takes about a thousand kernels. The launch of the next one blocks the
 host until a kernel ends, so that a step of many kernels is as long for the host as for the GPU.
-That time is none that issuing takes. So each operation of each stage counts with its median, or
+This blocked time is not launch time. So each operation of each stage counts with its median, or
 with its median in steps of a single micro-batch where that is less: such steps fill no queue. They
 have no I and no W, neither of which takes longer than the B that is both.
 """
@@ -22,7 +22,7 @@ from pipesim.timeline import Timeline
 
 __all__ = ["HostTimed", "host_share", "launch_seconds", "mean_launch"]
 
-#: What is issued at least as slowly.
+#: Whole backward of each half.
 _WHOLE = {Op.I: Op.B, Op.W: Op.B}
 
 

@@ -25,10 +25,6 @@ _READ = frozenset({"timeline", "clock_error", "milestones", "host_times"})
 _UNREAD = "_unread"
 
 
-def _not_known() -> None:
-    """Return None: a default that is no attribute of the class, which `__getattr__` would miss."""
-
-
 @dataclass(frozen=True, eq=False)
 class StepResult:
     """Result of one training step.
@@ -70,7 +66,8 @@ class StepResult:
     n_losses: int = 1
     clock_error: float = field(default_factory=float)
     milestones: Mapping[int, float] = field(default_factory=dict)
-    host_times: NDArray[np.float64] | None = field(default_factory=_not_known)
+    #: By a factory, as `__getattr__` would not be asked for an attribute that the class has.
+    host_times: NDArray[np.float64] | None = field(default_factory=lambda: None)
 
     if not TYPE_CHECKING:
 

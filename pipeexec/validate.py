@@ -403,6 +403,7 @@ def _row(name: str, repeats: Sequence[Repeat], peak_memory: Sequence[float]) -> 
         peak_memory=tuple(peak_memory),
         losses=tuple(float(result.loss) for result in results),
         predictions=said if len(said) > 1 else (),
+        host_seconds=tuple(filter(None, (result.host_seconds for result in results))),
         parts=parts_of_steps(repeats),
         ops=op_errors(repeats),
     )

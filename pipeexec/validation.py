@@ -59,6 +59,9 @@ class Row:
         Of every step.
     predictions
         Makespan predicted in each repeat (s); empty where there was one.
+    host_seconds
+        What the host took to issue each step, or to launch it as one CUDA graph (s); sums over
+        processes. Empty for a `GPipe`, where they are not told apart, and for older run directories.
     parts, ops
         What the error of each step consists of, and the error of each operation in each stage:
         tables of `pipeexec.accuracy`. None where a run directory lacks them, as older ones do.
@@ -71,6 +74,7 @@ class Row:
     peak_memory: tuple[float, ...]
     losses: tuple[float, ...]
     predictions: tuple[float, ...] = ()
+    host_seconds: tuple[float, ...] = ()
     parts: pd.DataFrame | None = None
     ops: pd.DataFrame | None = None
 
@@ -252,6 +256,7 @@ class Validation:
                 "peak_memory": row.peak_memory,
                 "losses": row.losses,
                 **({"predictions": row.predictions} if row.predictions else {}),
+                **({"host_seconds": row.host_seconds} if row.host_seconds else {}),
             }
             for name, row in self.rows.items()
         }

@@ -29,6 +29,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+
+@pytest.fixture(autouse=True)
+def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let convolutions and products be float32 as it is, without TF32."""
+    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+        monkeypatch.setattr(backend, "allow_tf32", False)
+
+
 WIDTH = 256
 #: Timing events are good to half a microsecond; a graph's notes of the time come in between.
 SLACK = 10e-6
@@ -92,7 +100,8 @@ def test_slices_run_on_multiprocessors_of_their_own(n: int) -> None:
         seen.append(set(found.tolist()))
     assert all(len(each) == device.n_sms for each, device in zip(seen, devices, strict=True))
     assert sum(map(len, seen)) == len(set.union(*seen))
-    assert sum(device.n_sms for device in devices) > 100
+    if not devices[0].note:  # of smaller slices, where the driver has too few of the largest
+        assert sum(device.n_sms for device in devices) > 100
 
 
 @sliced

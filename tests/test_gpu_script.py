@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
+import os
 import re
+import subprocess
 import sys
 import tarfile
 import time
@@ -247,7 +250,7 @@ def test_a_limit_cuts_what_is_under_way(
         return step(name)
 
     monkeypatch.setattr(runner, "_step", short)
-    found = {o.step: (o.status, o.said) for o in runner.run()}
+    found = {o.step: (o.status, o.remark) for o in runner.run()}
     assert found["memory"] == ("cut", "stopped after 1 s in: slow")
     assert found["soak"] == ("not run", "LIMIT=1000 s was reached")
 
@@ -255,12 +258,31 @@ def test_a_limit_cuts_what_is_under_way(
 def test_nothing_is_run_on_a_gpu_that_cannot_be_used(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the warm-up shows."""
+    """As the warm-up shows, or the probes of the environment."""
     runner = _runner(script, monkeypatch, tmp_path)
     runner.names = ["overlap", "environment"]
     monkeypatch.setattr(script, "WARM_UP", "overlap")
-    found = [(o.status, o.said) for o in runner.run()]
+    found = [(o.status, o.remark) for o in runner.run()]
     assert found == [("failed", "ValueError: bad"), ("not run", "the step overlap did not pass")]
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_figures_of_slices_need_slices(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: bool
+) -> None:
+    """The step `environment` probes what figures rest on; where it lacks, no time is spent."""
+    probe = {"kind": "environment", "probe": "slices are green contexts", "met": met}
+    other = {"kind": "environment", "probe": "streams run side by side", "met": False}
+    lines = "\n".join(map(json.dumps, (other, probe)))
+    runner = _runner(script, monkeypatch, tmp_path)
+    records = tmp_path / "out" / "environment.jsonl"
+    code = f"open({str(records)!r}, 'w').write({lines!r})"
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr(script, "command_of", lambda *_: command)
+    runner.names = ["environment", "host"]
+    last = runner.run()[-1]
+    assert last.status == ("passed" if met else "not run")
+    assert last.remark == ("" if met else "the GPU lacks: slices are green contexts")
 
 
 def test_results_of_one_step_replace_only_its_own(script: ModuleType, tmp_path: Path) -> None:
@@ -274,7 +296,7 @@ def test_results_of_one_step_replace_only_its_own(script: ModuleType, tmp_path: 
         (folder / "host" / f"{number}.csv").write_text("")
         packing.pack(steps, folder, folder)
         packing.unpack(folder / "gpu.tar.gz", tmp_path / "all")
-    found = {o.step: o.said for o in outcomes.outcomes_in(tmp_path / "all")}
+    found = {o.step: o.remark for o in outcomes.outcomes_in(tmp_path / "all")}
     assert found == {"environment": "run 0", "host": "run 1"}
     assert [file.name for file in (tmp_path / "all" / "host").iterdir()] == ["1.csv"]
 
@@ -364,6 +386,15 @@ def test_a_gpu_that_does_not_do_is_named(
         assert re.search(said, problems[0])
 
 
+def test_the_fewest_sms_of_a_slice_are_those_of_green_contexts(script: ModuleType) -> None:
+    """They stand twice, as requirements are checked without loading torch."""
+    from pipeexec import green
+
+    fewest = {major: each[0] for major, each in green._GRANULARITY.items()}
+    assert fewest == _part("requirements")._FEWEST
+    assert green._SINCE_HOPPER[0] == 8
+
+
 def test_two_slices_fit_where_eight_do_not(script: ModuleType) -> None:
     requirements = _part("requirements")
     gpu = requirements.find_gpu(_driver({16: 46}))
@@ -417,6 +448,17 @@ def test_a_wheel_that_cannot_be_installed_is_named(
     (tmp_path / "thing-1.0-py3-none-any.whl").write_text("no wheel")
     assert script.main(["--dry-run", "--wheels", str(tmp_path)]) == 2
     assert re.search(r"make gpu: WHEELS=.* cannot be installed: ", capsys.readouterr().err)
+
+
+def test_options_of_make_are_those_of_its_command_line() -> None:
+    """A machine may have variables of these names for other purposes."""
+    names = dict.fromkeys(("OUT", "ONLY", "PACK", "LIMIT", "WHEELS"), "elsewhere")
+    done = subprocess.run(
+        ["make", "-n", "gpu", "PACK=here"], cwd=ROOT, capture_output=True, text=True, check=True,
+        env={**os.environ, **names},
+    )  # fmt: skip
+    assert '--pack "here"' in done.stdout
+    assert "elsewhere" not in done.stdout
 
 
 # The plan

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from on_gpu.streams import Stream, joined, on_stream
+from on_gpu.streams import GpuStream, joined, on_stream
 from on_gpu.turns import Step
 from pipeexec.models import cross_entropy
 
 
 def accumulation(
-    stages: Sequence[nn.Module], stream: Stream, batch: tuple[Tensor, Tensor], m: int
+    stages: Sequence[nn.Module], stream: GpuStream, batch: tuple[Tensor, Tensor], m: int
 ) -> Step:
     """Return a step that accumulates gradients of ``m`` micro-batches on one stream."""
     whole = nn.Sequential(*stages)
@@ -29,7 +29,10 @@ def accumulation(
 
 
 def gpipe(
-    stages: Sequence[nn.Module], streams: Sequence[Stream], batch: tuple[Tensor, Tensor], m: int
+    stages: Sequence[nn.Module],
+    streams: Sequence[GpuStream],
+    batch: tuple[Tensor, Tensor],
+    m: int,
 ) -> Step:
     """Return a step of GPipe: forwards in clock order; autograd goes back over the streams."""
     n = len(stages)

@@ -20,6 +20,8 @@ from pipesim.plot import overlay
 __all__ = ["draw_ablation", "draw_memory", "draw_overlap", "draw_overlays"]
 
 _SUFFIXES = (".png", ".pdf")
+#: Schedules from the top of an overlay on.
+_ORDER = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 
 
 def draw_overlays(runs: Iterable[Path], to: Path) -> bool:
@@ -35,14 +37,10 @@ def draw_overlays(runs: Iterable[Path], to: Path) -> bool:
             continue
         found |= {name: row.comparison for name, row in rows.items()}
     if found:
-        order = [name for name in ORDER if name in found]
+        order = [name for name in _ORDER if name in found]
         order += [name for name in found if name not in order]
         _save(overlay({name: found[name] for name in order}), to)
     return bool(found)
-
-
-#: Schedules from the top of an overlay on.
-ORDER = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 
 
 def draw_overlap(folder: Path, schedule: str, to: Path) -> bool:
@@ -79,17 +77,21 @@ def draw_memory(folder: Path, schedule: str, to: Path) -> bool:
     return True
 
 
-def draw_ablation(run: Path, to: Path) -> None:
-    """Draw measured over predicted for each row; titles say how many times as fast it is.
+def draw_ablation(run: Path, to: Path) -> bool:
+    """Draw measured over predicted for each row of a run directory; False if it is not whole.
 
-    As the row above, that is: measured, and predicted.
+    Titles say how many times as fast a row is as the one above, measured and predicted.
     """
-    rows = px.load_run(run).rows
+    try:
+        rows = px.load_run(run).rows
+    except RunDirectoryError:  # its step was cut
+        return False
     titles = {name: name for name in rows}
     for above, name in pairwise(rows):
         predicted, measured = gains(rows[above], rows[name])
         titles[name] += f": {measured:.2f}x (predicted {predicted:.2f}x)"
     _save(overlay({titles[name]: row.comparison for name, row in rows.items()}), to)
+    return True
 
 
 def _save(figure: Figure, to: Path) -> None:

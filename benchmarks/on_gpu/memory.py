@@ -34,15 +34,19 @@ def memory(bench: Bench, report: Report) -> None:
         frame = allocated.frame
         before, most = frame["nbytes"].iloc[0], frame["nbytes"].max()
         rise = _rise(predicted)
+        gradients = sum(p.nbytes for module in subject.modules for p in module.parameters())
         active = max(allocated.most_active.values())
         report.record(
             "memory", schedule=name, before=float(before), most=float(most), most_active=active,
-            rise=float(most - before), predicted_rise=rise,
+            rise=float(most - before), predicted_rise=rise, gradients=gradients,
         )  # fmt: skip
-        before, most, active, rise = (x / 2**20 for x in (before, most, active, rise))
+        before, most, active, rise, gradients = (
+            x / 2**20 for x in (before, most, active, rise, gradients)
+        )
         report.say(f"{name}: allocated {before:.0f} MiB before the step, {most:.0f} at most (with "
                    f"blocks that streams may still read {active:.0f}); rise {most - before:.0f} "
-                   f"MiB, predicted {rise:.0f}")  # fmt: skip
+                   f"MiB, predicted {rise:.0f} and at most {gradients:.0f} of gradients, which a "
+                   "step begins without")  # fmt: skip
         bench.out.mkdir(parents=True, exist_ok=True)
         frame.to_csv(bench.out / f"{name}-allocated.csv", index=False)
         allocated.timeline.save(bench.out / f"{name}-timeline.csv")

@@ -25,25 +25,27 @@ class Outcome:
         Its name, and one of `STATUSES`.
     seconds
         Time that its process took.
-    said
+    remark
         The first target that was missed, the last line of its output, or why it did not run.
     hardware, is_dry
-        GPU that it ran on, and whether it was a dry run on CPU workers.
+        The GPU, and whether it was a dry run on CPU workers.
     when
-        Time at which it began, in ISO 8601.
+        Time at which it ended, in ISO 8601.
     """
 
     step: str
     status: str
     seconds: float
-    said: str
+    remark: str
     hardware: str = ""
     is_dry: bool = False
     when: str = ""
 
     def line(self) -> str:
         """Return a line of the summary."""
-        return f"{self.step:<14} {self.status:<8} {self.seconds:6.1f} s  {self.said[:160]}".rstrip()
+        return (
+            f"{self.step:<14} {self.status:<8} {self.seconds:6.1f} s  {self.remark[:160]}".rstrip()
+        )
 
     def save(self, folder: Path) -> None:
         """Write the outcome to a folder of results."""

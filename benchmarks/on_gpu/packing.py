@@ -79,9 +79,9 @@ def unpack(file: Path, folder: Path) -> list[Outcome]:
         was_dry = {outcome.is_dry for outcome in outcomes_in(folder)}
         is_dry = any(outcome.is_dry for outcome in found)
         if was_dry and was_dry != {is_dry}:
-            mine, its = ("a dry run", "measured results") if is_dry else (
-                "measured results", "a dry run")  # fmt: skip
-            raise UnpackError(f"{file} holds {mine}, and {folder} {its}; give OUT=another folder")
+            kinds = ["a dry run", "measured results"]
+            new, old = kinds if is_dry else reversed(kinds)
+            raise UnpackError(f"{file} holds {new}, and {folder} {old}; give OUT=another folder")
         folder.mkdir(parents=True, exist_ok=True)
         for step in steps:
             remove(step, folder)

@@ -14,10 +14,11 @@ from torch import nn
 import pipeexec as px
 import pipesim as ps
 from on_gpu import by_hand
+from on_gpu.about import PEERS
 from on_gpu.bench import Bench
 from on_gpu.gradients import GRADIENTS, largest_error, unsplit_gradients
 from on_gpu.report import Report
-from on_gpu.streams import Stream, compute_streams, joined, on_stream
+from on_gpu.streams import GpuStream, compute_streams, joined, on_stream
 from on_gpu.torch_runtime import TorchRuntime, one_process
 from on_gpu.turns import Step, Times, in_turn, ratio
 from pipeexec.models import cross_entropy
@@ -26,24 +27,11 @@ from pipeexec.thread_settings import one_thread
 #: Ours over theirs, at most.
 TARGET = 1.02
 TORCH, HAND, TORCHGPIPE = "torch.distributed.pipelining", "by hand", "torchgpipe"
-_ABOUT = """
-A step without optimizer: gradients set to None, forwards, loss, backwards. Both sides have the same
-modules, micro-batches and compute streams, and no CUDA graphs.
-torch.distributed.pipelining: its runtime, all stages in this process, given the compute tasks in
-our issue order. Events order its stages; it hands values over by reference, as ours does here.
-It averages nothing: its loss is divided by the number of micro-batches, as ours is.
-torchgpipe: with a stream and a worker thread a partition; the loss is that of the whole batch on
-the last slice's stream, on both sides. Copies within a GPU move nothing, on both sides.
-by hand: forwards in clock order and one call of autograd; on the whole GPU, plain accumulation.
-Not like for like: ours times each task by two events and looks for NaN in the losses, theirs do
-not; messages of ours are tasks on streams of their own, those of torch and by hand are none.
-host: until the host has issued the step; of pipeexec.Pipeline, to issue its tasks alone.
-""".strip().splitlines()
 
 
 def peers(bench: Bench, report: Report) -> None:
     """Compare steps with those of other runtimes on the same streams, in turns."""
-    for line in _ABOUT:
+    for line in PEERS.splitlines():
         report.say(line)
     with one_thread() if bench.dry else nullcontext():  # as CPU workers
         contest = Contest(bench, report)
@@ -125,7 +113,7 @@ class Contest:
             self._compare("one device, the whole GPU",
                           lambda: ours.step(*self.batch).host_seconds, {HAND: theirs})  # fmt: skip
 
-    def _through(self, model: nn.Module, streams: list[Stream]) -> Step:
+    def _through(self, model: nn.Module, streams: list[GpuStream]) -> Step:
         """Return a step of a module, whose outputs are on the last stream."""
         inputs, targets = self.batch
 

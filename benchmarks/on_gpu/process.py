@@ -20,11 +20,11 @@ _INTERVAL = 20.0
 
 
 class Ended(NamedTuple):
-    """How a process ended: exit status, None if it was stopped; seconds; last line of its log."""
+    """End of a process: exit status, None if it was stopped; seconds; last line of its log."""
 
     code: int | None
     seconds: float
-    said: str
+    last_line: str
 
 
 def run_process(
@@ -42,7 +42,7 @@ def run_process(
             command, stdout=file, stderr=subprocess.STDOUT, cwd=folder, process_group=0,
             env={**environment, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
-        code, said = None, None
+        code, stopped_in = None, None
         try:
             while code is None and (left := seconds - (perf_counter() - start)) > 0:
                 try:
@@ -51,9 +51,10 @@ def run_process(
                     meanwhile()
         finally:
             if process.poll() is None:
-                said = _last_line(log)
-                said += _stop(process)
-    return Ended(code, perf_counter() - start, _last_line(log) if said is None else said)
+                stopped_in = _last_line(log)
+                stopped_in += _stop(process)
+    line = _last_line(log) if stopped_in is None else stopped_in
+    return Ended(code, perf_counter() - start, line)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> str:

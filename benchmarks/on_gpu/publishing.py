@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from on_gpu.about import PEERS
 from on_gpu.figures import draw_ablation, draw_memory, draw_overlap, draw_overlays
 from on_gpu.outcomes import Outcome, outcomes_in, write_summary
 from on_gpu.packing import SUMMARY
+from on_gpu.report import records_of
+from on_gpu.sources import commit, digest
 from on_gpu.steps import STEPS, WARM_UP
 
 __all__ = ["publish"]
@@ -35,12 +37,7 @@ def _records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each kind of table, step after step."""
     found: dict[str, list[dict[str, Any]]] = {}
     for step in (WARM_UP, *STEPS):
-        file = folder / f"{step}.jsonl"
-        for line in file.read_text().splitlines() if file.is_file() else ():
-            try:
-                row = json.loads(line)
-            except ValueError:  # the step was cut while it wrote
-                continue
+        for row in records_of(folder / f"{step}.jsonl"):
             found.setdefault(row.pop("kind"), []).append({"step": step, **row})
     return found
 
@@ -56,9 +53,7 @@ def _figures(folder: Path, to: Path) -> Iterator[tuple[str, str]]:
             name = f"overlay-{n}-slices-{kind}"
             if runs and draw_overlays(runs, to / name):
                 yield name, f"Measured over predicted, {n} slices, {words}"
-    runs = [folder / "gpipe" / "ablation"]
-    if runs[0].is_dir():
-        draw_ablation(runs[0], to / "gpipe-ablation")
+    if draw_ablation(folder / "gpipe" / "ablation", to / "gpipe-ablation"):
         yield "gpipe-ablation", "Mechanisms of the GPipe module, one after the other"
     for schedule in ("gpipe", "1f1b"):
         if draw_overlap(folder / "overlap", schedule, to / f"overlap-{schedule}"):
@@ -75,16 +70,22 @@ def _page(
     yield "# Results of `make gpu`\n"
     yield "Made by `make gpu` and `make gpu-unpack`; [docs/cuda.md](../../docs/cuda.md) explains.\n"
     yield f"```\n{(folder / SUMMARY).read_text().rstrip()}\n```"
+    for ran in dict.fromkeys(tables["sources"]["digest"]) if "sources" in tables else ():
+        known = f"commit {commit()}" if ran == digest() else "not those of this checkout"
+        yield f"\nSources `{ran}` ({known})."
     if "errors" in tables:
         yield "\n## Makespan: data sheet, calibrated, measured\n"
-        yield ("Milliseconds. `data sheet`: predicted before the run from nominal rates alone. "
-               "`calibrated`: predicted from calibration steps. `error`: calibrated over measured, "
-               "minus 1: median of the steps, then their mean with its 95 % interval, which says "
-               "nothing of another calibration.\n")  # fmt: skip
+        yield ("Milliseconds. `data sheet`: predicted from nominal rates alone; nothing measured "
+               "enters. `calibrated`: predicted from calibration steps. `error`: calibrated over "
+               "measured, minus 1: median of the steps, then their mean with its 95 % interval, "
+               "which says nothing of another calibration. `host`: seconds in which the host "
+               "issued a step, or launched its graph, over its makespan.\n")  # fmt: skip
         yield _markdown(_errors(tables["errors"]))
     for kind, title in _TITLES.items():
         if kind in tables:
             yield f"\n## {title}\n"
+            if kind == "peers":
+                yield f"{PEERS}\n"
             yield _markdown(tables[kind].drop(columns="step").map(_text))
     for number, (name, caption) in enumerate(figures):
         yield ("\n## Figures\n" if number == 0 else "")
@@ -119,7 +120,7 @@ def _errors(table: pd.DataFrame) -> pd.DataFrame:
         "data sheet": scale("data_sheet"), "calibrated": scale("predicted"),
         "measured": scale("measured"), "error": table["error"].map("{:+.1%}".format),
         "mean error (95 %)": interval, "steps": table["n_steps"],
-        "host / makespan": table["launch_share"].map("{:.2f}".format),
+        "host": table["host_share"].map("{:.2f}".format),
     })  # fmt: skip
 
 

@@ -11,6 +11,17 @@ from typing import Any
 MARKS = ("ok", "MISSED")
 
 
+def records_of(file: Path) -> list[dict[str, Any]]:
+    """Return the rows that a report recorded; none if there is no such file."""
+    rows = []
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:  # the step was cut while it wrote
+            continue
+    return rows
+
+
 class Missed(Exception):
     """A target was missed; everything ran."""
 

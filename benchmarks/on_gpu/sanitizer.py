@@ -24,8 +24,8 @@ from pipeexec.cuda import CudaStream
 
 _WIDTH = 16
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "pipedream", "pipedream_2bw")
-#: Words of the sanitizer's report.
-_RACE = "data race"
+#: Error of the sanitizer; a pipeline's own error names it as its cause.
+_RACE = "CUDASanitizerErrors"
 
 
 def sanitizer(bench: Bench, report: Report) -> None:
@@ -98,5 +98,7 @@ def _raised(run: Callable[[], None]) -> str:
         run()
     except Exception as error:
         causes = [error, *filter(None, [error.__cause__])]
-        return "; ".join(f"{type(x).__name__}: {x}" for x in causes).replace("\n", " ")[:2000]
+        races = [str(race) for cause in causes for race in getattr(cause, "errors", ())[:1]]
+        texts = [*(f"{type(cause).__name__}: {cause}" for cause in causes), *races]
+        return "; ".join(texts).replace("\n", " ")[:2000]
     return ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["DRY", "STEPS", "WARM_UP", "Step", "chosen", "step_called"]
+__all__ = ["DRY", "PREMISES", "STEPS", "WARM_UP", "Step", "chosen", "step_called"]
 
+#: Probes of the step ``environment`` without which figures of slices mean nothing.
+PREMISES = ("slices are green contexts", "a captured step stays on its slices")
 #: Loads all that other steps load, and saves the prediction from a data sheet; runs first.
 WARM_UP = "warm-up"
 
@@ -50,7 +52,7 @@ STEPS: dict[str, Step] = {
     "validation-8": Step("on_gpu.validation", "validation", 185, 300, (8,), n_slices=8),
     "soak": Step("on_gpu.soak", "soak", 50, 90),
 }
-_PREPARATION = {WARM_UP: Step("on_gpu.warm_up", "warm_up", 30, 150, n_slices=1)}
+_PREPARATION = {WARM_UP: Step("on_gpu.warm_up", "warm_up", 50, 150, n_slices=1)}
 #: Steps of a dry run, which has two CPU workers.
 DRY = tuple(name for name in STEPS if name not in ("validation-4", "validation-8", "tests"))
 

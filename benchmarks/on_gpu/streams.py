@@ -10,15 +10,15 @@ import torch
 from pipeexec.cuda import CudaStream
 from pipeexec.devices import CudaDevice, DeviceLike
 
-Stream = torch.cuda.Stream | None
+GpuStream = torch.cuda.Stream | None
 
 
-def compute_streams(devices: Sequence[DeviceLike]) -> list[Stream]:
+def compute_streams(devices: Sequence[DeviceLike]) -> list[GpuStream]:
     """Return the stream on which each device computes."""
     return [_compute_stream(device) for device in devices]
 
 
-def _compute_stream(device: DeviceLike) -> Stream:
+def _compute_stream(device: DeviceLike) -> GpuStream:
     if not isinstance(device, CudaDevice):
         return None
     stream = device.stream("compute")
@@ -27,7 +27,7 @@ def _compute_stream(device: DeviceLike) -> Stream:
 
 
 @contextmanager
-def on_stream(stream: Stream) -> Iterator[None]:
+def on_stream(stream: GpuStream) -> Iterator[None]:
     """Make a stream the current one."""
     if stream is None:
         yield
@@ -37,7 +37,7 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 
 @contextmanager
-def joined(streams: Sequence[Stream]) -> Iterator[None]:
+def joined(streams: Sequence[GpuStream]) -> Iterator[None]:
     """Let streams wait for the current one at the beginning, and it for them at the end."""
     used = [stream for stream in streams if stream is not None]
     current = torch.cuda.current_stream() if used else None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import pipesim as ps
-from on_gpu.streams import Stream, joined, on_stream
+from on_gpu.streams import GpuStream, joined, on_stream
 from pipeexec.models import cross_entropy
 from pipeexec.torch_private import make_runtime
 from pipesim.ops import SCHEDULED, Action, Op
@@ -62,7 +62,7 @@ class StreamStage(PipelineStage):
     """
 
     def __init__(
-        self, module: nn.Module, index: int, n_stages: int, device: torch.device, stream: Stream,
+        self, module: nn.Module, index: int, n_stages: int, device: torch.device, stream: GpuStream,
         ran: list[str],
     ) -> None:  # fmt: skip
         super().__init__(module, index, n_stages, device)
@@ -129,7 +129,7 @@ class TorchRuntime:
     Parameters
     ----------
     graph
-        Whose compute tasks it runs, in their issue order.
+        The runtime runs its compute tasks, in their issue order.
     stages, streams
         One a stage of the graph.
     device
@@ -146,7 +146,7 @@ class TorchRuntime:
     """
 
     def __init__(
-        self, graph: ps.TaskGraph, stages: Sequence[nn.Module], streams: Sequence[Stream],
+        self, graph: ps.TaskGraph, stages: Sequence[nn.Module], streams: Sequence[GpuStream],
         device: torch.device, batch: tuple[Tensor, Tensor],
     ) -> None:  # fmt: skip
         n, m = len(stages), graph.n_microbatches

@@ -26,11 +26,11 @@ from torchgpipe.pipeline import Pipeline, wait
 from torchgpipe.stream import CPUStream, current_stream, new_stream, use_stream, wait_stream
 from torchgpipe.worker import spawn_workers
 
-from on_gpu.streams import Stream
+from on_gpu.streams import GpuStream
 
 
 @contextmanager
-def on_streams(model: GPipe, streams: Sequence[Stream], device: torch.device) -> Iterator[None]:
+def on_streams(model: GPipe, streams: Sequence[GpuStream], device: torch.device) -> Iterator[None]:
     """Let the partitions of a model, all on ``device``, compute on ``streams``, in a block."""
     computes = [CPUStream if stream is None else stream for stream in streams]
     copies = [new_stream(device) for _ in streams]

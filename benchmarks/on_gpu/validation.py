@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,7 @@ Names = Sequence[tuple[str, dict[str, Any]]]
 Sheet = dict[tuple[str, bool], float]
 _TITLE = (
     f"{'schedule':>18} {'graph':>5} {'overlap':>7} {'sheet ms':>9} {'predicted':>9} "
-    f"{'measured':>9} {'error':>7} {'worst':>7} {'replay':>7} {'launch us':>9} {'host':>5} "
-    f"{'replays':>7}"
+    f"{'measured':>9} {'error':>7} {'worst':>7} {'replay':>7} {'launch us':>9} {'host':>5}"
 )
 
 
@@ -46,8 +46,8 @@ def validation(bench: Bench, report: Report, n: int) -> None:
                "steps")  # fmt: skip
     report.say("error: predicted over measured makespan - 1, median of the steps; worst: of any; "
                "replay: from the step's own durations")  # fmt: skip
-    report.say("host: seconds that the host takes to issue a step, over its makespan; near 1 the "
-               "GPU waits for it")  # fmt: skip
+    report.say("host: seconds in which the host issued a step, or launched its graph, over its "
+               "makespan; full queues of the GPU block the host, too")  # fmt: skip
     report.say("one clock for all slices of a GPU, so no clock error\n")
     report.say(f"{'':<6} {_TITLE}")
     found = sheet_of(bench)
@@ -92,7 +92,7 @@ def _validated(
     allocated = bench.release()
     for name in found.rows:
         _row(bench, report, n, name, found, sheet.get((name, overlap)), cuda_graph=cuda_graph,
-             overlap=overlap, replays=count, allocated=allocated)  # fmt: skip
+             overlap=overlap, allocated=allocated)  # fmt: skip
     if bench.captures(cuda_graph):
         # Calibration's two pipelines, and each row's, in every measured round.
         least = bench.pick(3 if n == 8 else 5, 2) * (2 + len(graphs))
@@ -104,18 +104,19 @@ def _validated(
 
 def _row(
     bench: Bench, report: Report, n: int, name: str, found: Validation, sheet: float | None, *,
-    cuda_graph: bool, overlap: bool, replays: int, allocated: int,
+    cuda_graph: bool, overlap: bool, allocated: int,
 ) -> None:  # fmt: skip
     """Say and record one row."""
     row = found.table.loc[name]
     launch = float(np.mean(found.costs.launch))
-    host = float("nan") if found.profile is None else found.profile.launch_share
+    steps = found.rows[name]
+    host = median(np.array(steps.host_seconds) / np.array(steps.makespans))
     report.record(
         "errors", slices=n, schedule=name, cuda_graph=cuda_graph, overlap=overlap,
         data_sheet=sheet, predicted=row["predicted"], measured=row["measured"],
         error=row["error"], error_mean=row["error_mean"], error_low=row["error_low"],
         error_high=row["error_high"], worst=row["worst"], replay=row["replay"],
-        n_steps=len(found.rows[name].makespans), launch=launch, launch_share=host,
+        n_steps=len(steps.makespans), launch=launch, host_share=host,
         bytes_left=allocated,
     )  # fmt: skip
     milliseconds = "-" if sheet is None else f"{sheet * 1e3:.2f}"
@@ -123,6 +124,5 @@ def _row(
         abs(row["error"]) <= TARGETS[cuda_graph],
         f"{name:>18} {cuda_graph!s:>5} {overlap!s:>7} {milliseconds:>9} "
         f"{row['predicted'] * 1e3:>9.2f} {row['measured'] * 1e3:>9.2f} {row['error']:>+7.1%} "
-        f"{row['worst']:>+7.1%} {row['replay']:>+7.1%} {launch * 1e6:>9.1f} {host:>5.2f} "
-        f"{replays:>7}",
+        f"{row['worst']:>+7.1%} {row['replay']:>+7.1%} {launch * 1e6:>9.1f} {host:>5.2f}",
     )

@@ -10,21 +10,27 @@ import pipesim as ps
 from on_gpu.bench import Bench
 from on_gpu.prediction import predicted, sheet_of
 from on_gpu.report import Report
+from on_gpu.sources import digest
 from pipesim import jit
+
+#: Tasks of a micro-batch on eight devices: F and B of each, and messages to and from seven.
+_TASKS = 8 * 2 + 7 * 4
 
 
 def warm_up(bench: Bench, report: Report) -> None:
     """Load torch, CUDA's libraries and compiled loops; save what a data sheet predicts."""
     start = perf_counter()
+    report.record("sources", digest=digest())
     if not bench.dry:
         properties = torch.cuda.get_device_properties(bench.gpu)
-        report.say(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        report.say(f"{properties.name}, {memory}, UUID {getattr(properties, 'uuid', 'unknown')}")
     found = sheet_of(bench)
     if found is None:
         report.say("no data sheet of this GPU: no prediction from it")
     else:
         name, sheet = found
-        report.say(f"data sheet of {name}: {sheet}; makespans in ms, before anything ran")
+        report.say(f"data sheet of {name}: {sheet}; makespans in ms, of nothing measured")
         for row in predicted(bench, sheet, bench.slice_counts).itertuples():
             report.record(
                 "data sheet", slices=row.slices, schedule=row.schedule, overlap=row.overlap,
@@ -37,6 +43,7 @@ def warm_up(bench: Bench, report: Report) -> None:
         x = torch.randn(1024, 1024, device=bench.gpu, requires_grad=True)
         (x @ x).sum().backward()  # cuBLAS, and autograd's thread for the GPU
         torch.cuda.synchronize()
-        graph = ps.lower(ps.schedule("1f1b", 8, jit.PLAIN_ELEMENTS_UNCACHED // 40))
-        ps.simulate(graph, ps.Costs(forward=1.0, backward=2.0))  # compiles its loops, cached
+        # Loops are compiled, and kept on disk, once they have more tasks than run as plain Python.
+        graph = ps.lower(ps.schedule("1f1b", 8, jit.PLAIN_ELEMENTS_UNCACHED // _TASKS))
+        ps.simulate(graph, ps.Costs(forward=1.0, backward=2.0))
     report.say(f"compiled loops: {jit.available()}; ready after {perf_counter() - start:.1f} s")
