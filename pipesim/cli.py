@@ -6,7 +6,6 @@ Settings come from arguments, from a TOML file, or from both; see `pipesim.setti
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import math
 import os
 import re
@@ -20,7 +19,7 @@ from pipesim.compare import table_of
 from pipesim.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, PipeError, suggestion
 from pipesim.files import check_path, check_target, write_whole, writing
-from pipesim.grid import grid_rows
+from pipesim.grid import grid_rows, version
 from pipesim.idle import CAUSES, Cause, idle_shares
 from pipesim.metrics import device_table
 from pipesim.registry import schedules
@@ -166,7 +165,7 @@ class _Version(argparse.Action):
     """Looks the version up only when asked."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
-        print(f"pipesim {importlib.metadata.version('pipesim')}")
+        print(f"pipesim {version()}")
         parser.exit()
 
 

@@ -232,5 +232,8 @@ def _digest(case: Settings) -> str:
 
 
 def version() -> str:
-    """Return the version of pipesim, on which results depend."""
-    return importlib.metadata.version("pipesim")
+    """Return the version of pipesim, on which results depend; a checkout need not be installed."""
+    try:
+        return importlib.metadata.version("pipesim")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

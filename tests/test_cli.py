@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -231,8 +233,15 @@ def test_costs_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown per 'stages'; did you mean 'stage'?" in line
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert succeed(capsys, "--version").startswith("pipesim ")
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout has none that is installed."""
+    assert re.match(r"pipesim \d", succeed(capsys, "--version"))
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert succeed(capsys, "--version") == "pipesim not installed\n"
 
 
 @pytest.mark.parametrize("command", [[], ["simulate"], ["compare"], ["schedules"]])
