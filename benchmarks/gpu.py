@@ -75,19 +75,22 @@ class Runner:
         self.names, self.out, self.pack_to, self.limit = [WARM_UP, *names], out, pack_to, limit
         self.gpu, self.environment = gpu, environment_of_steps(site)
         self.begin = perf_counter()
+        self._kept: dict[str, None] = {}  # steps whose results are this run's
 
     def run(self) -> list[Outcome]:
         """Run the steps and return their outcomes."""
-        for name in self.names:
-            remove(name, self.out)
         outcomes: list[Outcome] = []
         reason = ""  # why no further step is run
-        for name in self.names:
-            outcome = self._outcome(name, "not run", 0.0, reason) if reason else self._step(name)
-            outcomes.append(outcome)
-            self._keep(outcome)
-            print(outcome.line(), flush=True)
-            reason = reason or self._reason_to_stop(outcome)
+        try:
+            for name in self.names:
+                skipped = self._outcome(name, "not run", 0.0, reason)
+                outcome = skipped if reason else self._step(name)
+                outcomes.append(outcome)
+                self._keep(outcome)
+                print(outcome.line(), flush=True)
+                reason = reason or self._reason_to_stop(outcome)
+        finally:
+            self._pack()  # whatever the step under way has written, if this was interrupted
         return outcomes
 
     def _reason_to_stop(self, outcome: Outcome) -> str:
@@ -106,6 +109,7 @@ class Runner:
             if left < min(_LEAST, seconds):
                 return self._outcome(name, "not run", 0.0, f"LIMIT={self.limit:g} s was reached")
             seconds = min(seconds, left)
+        remove(name, self.out)
         self._keep(self._outcome(name, "cut", 0.0, "it was under way when this was written"))
         command, environment = command_of(name, self.out, self.gpu is None), dict(self.environment)
         if self.gpu is not None and (variable := step_called(name).variable):
@@ -122,13 +126,16 @@ class Runner:
         return Outcome(name, status, seconds, remark, hardware, self.gpu is None, now)
 
     def _keep(self, outcome: Outcome) -> None:
-        outcome.save(self.out)
+        """Save an outcome; a step that is not run leaves its results of an earlier run."""
+        if outcome.status != "not run" or not (self.out / f"{outcome.step}.json").is_file():
+            outcome.save(self.out)
+            self._kept[outcome.step] = None
         write_summary(outcomes_in(self.out), self.out / SUMMARY)
         self._pack()
 
     def _pack(self) -> None:
         if self.pack_to is not None:
-            pack(self.names, self.out, self.pack_to)
+            pack(self._kept, self.out, self.pack_to)
 
 
 def environment_of_steps(site: Path | None = None) -> dict[str, str]:
@@ -233,7 +240,7 @@ def _run(options: argparse.Namespace, folder: Callable[[str], Path]) -> int:
         names = chosen(options.only, options.dry_run)
     except ValueError as error:
         problems.append(str(error))
-    out = options.out or (folder("gpu-dry-run-") if options.dry_run else OUT)
+    out = (options.out or (folder("gpu-dry-run-") if options.dry_run else OUT)).resolve()
     problems += path_problems([("OUT", out), ("PACK", options.pack)], options.limit, options.wheels)
     if options.wheels is not None and not problems:
         site = folder("gpu-wheels-")

@@ -61,7 +61,7 @@ class Row:
         Makespan predicted in each repeat (s); empty where there was one.
     host_seconds
         What the host took to issue each step, or to launch it as one CUDA graph (s); sums over
-        processes. Empty for a `GPipe`, where they are not told apart, and for older run directories.
+        processes. Empty for a `GPipe`, where it is not measured, and for older run directories.
     parts, ops
         What the error of each step consists of, and the error of each operation in each stage:
         tables of `pipeexec.accuracy`. None where a run directory lacks them, as older ones do.

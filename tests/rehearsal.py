@@ -40,7 +40,7 @@ ARCHITECTURES = ("90", "100")
 #: Files with tests of the CUDA paths mention one of these.
 _CUDA_PATHS = re.compile(
     r"\b(fake_cuda|torch\.cuda|torch_calls|torch_private"
-    r"|backward_order|pipeexec\.(allocated|capture|clocks|cuda|gpipe\w*|gpu_kernels|green|imposed|slices|torch_interop))\b"
+    r"|device_thread|pipeexec\.(allocated|capture|clocks|cuda|gpipe\w*|gpu_kernels|green|imposed|slices|torch_interop))\b"
 )
 _ENTRY = re.compile(r"\.entry\s+(\w+)")
 #: Warnings by files of this project.

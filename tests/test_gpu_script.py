@@ -266,6 +266,34 @@ def test_nothing_is_run_on_a_gpu_that_cannot_be_used(
     assert found == [("failed", "ValueError: bad"), ("not run", "the step overlap did not pass")]
 
 
+def test_an_interrupt_leaves_what_was_written(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ends the step that is under way; results of a step that was not reached stay."""
+    runner = _runner(script, monkeypatch, tmp_path)
+    outcome = _part("outcomes").Outcome("soak", "passed", 1.0, "of another day")
+    outcome.save(tmp_path / "out")
+    runner.names = ["warm-up", "memory", "soak"]
+    monkeypatch.setattr(_part("process"), "_INTERVAL", 0.3)
+    packs = runner._pack
+    calls: list[int] = []
+
+    def pack() -> None:
+        packs()
+        calls.append(1)
+        if len(calls) == 4:  # while the step memory runs
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_pack", pack)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run()
+    with tarfile.open(tmp_path / "packed" / "gpu.tar.gz") as archive:
+        names = archive.getnames()
+    assert {"warm-up.txt", "memory.txt", "memory.log", "memory.json"} <= set(names)
+    assert "soak.json" not in names
+    assert [o.remark for o in _part("outcomes").outcomes_in(tmp_path / "out")][-1] == outcome.remark
+
+
 @pytest.mark.parametrize("met", [True, False])
 def test_figures_of_slices_need_slices(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: bool
@@ -296,6 +324,9 @@ def test_results_of_one_step_replace_only_its_own(script: ModuleType, tmp_path: 
         (folder / "host" / f"{number}.csv").write_text("")
         packing.pack(steps, folder, folder)
         packing.unpack(folder / "gpu.tar.gz", tmp_path / "all")
+    outcomes.Outcome("environment", "not run", 0.0, "no time").save(tmp_path / "1")
+    packing.pack(["environment"], tmp_path / "1", tmp_path / "1")
+    packing.unpack(tmp_path / "1" / "gpu.tar.gz", tmp_path / "all")
     found = {o.step: o.remark for o in outcomes.outcomes_in(tmp_path / "all")}
     assert found == {"environment": "run 0", "host": "run 1"}
     assert [file.name for file in (tmp_path / "all" / "host").iterdir()] == ["1.csv"]

@@ -57,6 +57,8 @@ def pack(steps: Iterable[str], folder: Path, to: Path) -> None:
 def unpack(file: Path, folder: Path) -> list[Outcome]:
     """Put the results of an archive into a folder, in place of older ones of the same steps.
 
+    A step that was not run leaves older results as they are.
+
     Raises
     ------
     UnpackError
@@ -83,7 +85,9 @@ def unpack(file: Path, folder: Path) -> list[Outcome]:
             new, old = kinds if is_dry else reversed(kinds)
             raise UnpackError(f"{file} holds {new}, and {folder} {old}; give OUT=another folder")
         folder.mkdir(parents=True, exist_ok=True)
-        for step in steps:
+        kept = {outcome.step for outcome in outcomes_in(folder)}
+        not_run = {outcome.step for outcome in found if outcome.status == "not run"}
+        for step in (step for step in steps if step not in not_run & kept):
             remove(step, folder)
             for each in list(files_of(step, unpacked)):
                 target = folder / each.relative_to(unpacked)
