@@ -47,6 +47,8 @@ class Bench:
         self._layers: dict[int, nn.Sequential] = {}
         self.gpu = torch.device("cpu" if dry else "cuda:0")
         self.slice_counts = (2,) if dry else (2, 4, 8)
+        #: Whether steps are CUDA graphs; a dry run has none, and runs each kind of step once.
+        self.kinds = (True,) if dry else (True, False)
         self.width, self.heads, self.sequence = (32, 2, 16) if dry else (1024, 16, 256)
         if not dry:  # float32 as it is: no TF32
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -29,7 +29,7 @@ def host(bench: Bench, report: Report) -> None:
     for name in ("gpipe", "1f1b"):
         graph = ps.lower(ps.schedule(name, n, m), step="none")
         batch = torch.zeros(m, 1), torch.zeros(m, 1)
-        for cuda_graph in (False, True):
+        for cuda_graph in bench.kinds:
             with px.Pipeline(
                 [nn.Identity() for _ in range(n)], graph, bench.devices(n), lambda y, t: y.sum(),
                 cuda_graph=bench.captures(cuda_graph),

@@ -18,7 +18,7 @@ def overlap(bench: Bench, report: Report) -> None:
                "computes, and the makespan; medians of 5 steps")  # fmt: skip
     for number, (link_name, link) in enumerate(links.items()):
         for name in ("gpipe", "1f1b") if number == 0 else ("1f1b",):
-            for cuda_graph in (False, True):
+            for cuda_graph in bench.kinds:
                 shares, makespans = {}, {}
                 for overlaps in (True, False):
                     graph = lowered(name, n, m, overlaps)
@@ -33,7 +33,7 @@ def overlap(bench: Bench, report: Report) -> None:
                     middle = lines[len(lines) // 2]
                     shares[overlaps] = statistics.median(map(hidden_share, lines))
                     makespans[overlaps] = middle.makespan
-                    if number == 0 and not cuda_graph:
+                    if number == 0 and cuda_graph == bench.kinds[-1]:
                         bench.out.mkdir(parents=True, exist_ok=True)
                         middle.save(bench.out / f"{name}-{'on' if overlaps else 'off'}.csv")
                 report.record(

@@ -40,7 +40,7 @@ def validation(bench: Bench, report: Report, n: int) -> None:
     m, samples = 2 * n, bench.samples(n)
     report.say(f"{n} slices; {2 * n} blocks of width {bench.width}, {m} micro-batches of {samples} "
                f"x {bench.sequence} tokens; float32")  # fmt: skip
-    kinds = (True,) if bench.dry else (True, False)
+    kinds = bench.kinds
     _gradients(bench, report, n, kinds[:1] if n == 8 else kinds)
     report.say("\nsheet: makespan predicted from the data sheet alone; predicted: from calibration "
                "steps")  # fmt: skip
