@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,3 +58,15 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(4, tmp_path_factory.mktemp("four_ranks"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def gpu_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Return the script of ``make gpu`` as a module."""
+    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    monkeypatch.syspath_prepend(str(benchmarks))
+    monkeypatch.setattr(sys, "argv", [str(benchmarks / "gpu.py")])
+    yield importlib.import_module("gpu")
+    for name in list(sys.modules):
+        if name.startswith("on_gpu") or name in ("gpu", "_machine", "_interval"):
+            del sys.modules[name]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -20,18 +18,7 @@ from torch import nn
 
 import pipesim as ps
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Return the script of ``make gpu`` as a module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "gpu.py")])
-    yield importlib.import_module("gpu")
-    for name in [n for n in sys.modules if n.startswith("on_gpu") or n in ("gpu", "_machine")]:
-        del sys.modules[name]
 
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
@@ -50,7 +37,7 @@ def torch_runtime(schedule: str, devices: list[Any]) -> Any:
 
 
 @SCHEDULES
-def test_torchs_runtime_runs_our_schedule(script: ModuleType, schedule: str) -> None:
+def test_torchs_runtime_runs_our_schedule(gpu_script: ModuleType, schedule: str) -> None:
     """In the order that it is given, which is that of each device; other orders are found."""
     module = importlib.import_module("on_gpu.torch_runtime")
     with module.one_process():
@@ -79,7 +66,7 @@ def sanitized_steps(patch: pytest.MonkeyPatch, spoil: str | None, schedule: str)
 
 @SCHEDULES
 def test_torchs_runtime_does_not_race(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, schedule: str
+    gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     """On a stream a stage, as on slices."""
     watch = sanitized_steps(monkeypatch, None, schedule)
@@ -90,14 +77,14 @@ def test_torchs_runtime_does_not_race(
 
 @pytest.mark.parametrize("spoil", ["joined", "on_stream"])
 def test_races_of_torchs_runtime_would_be_seen(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, spoil: str
+    gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch, spoil: str
 ) -> None:
     assert sanitized_steps(monkeypatch, spoil, "zb_h1").races
 
 
-def test_the_table_of_the_ablation_has_gains(script: ModuleType, tmp_path: Path) -> None:
+def test_the_table_of_the_ablation_has_gains(gpu_script: ModuleType, tmp_path: Path) -> None:
     """Over the row above, for each but the first; the figure names them."""
-    assert script.run_here("gpipe", tmp_path, dry=True) == 0
+    assert gpu_script.run_here("gpipe", tmp_path, dry=True) == 0
     rows = [json.loads(line) for line in (tmp_path / "gpipe.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == ["none", "+ dependency", "+ streams", "+ portals"]
     for above, row in pairwise(rows):
@@ -116,7 +103,7 @@ def test_the_table_of_the_ablation_has_gains(script: ModuleType, tmp_path: Path)
     ]
 
 
-def test_intervals_of_ratios(script: ModuleType) -> None:
+def test_intervals_of_ratios(gpu_script: ModuleType) -> None:
     """By order statistics: of 20 values the 6th and the 15th."""
     ratio = importlib.import_module("on_gpu.turns").ratio
     assert ratio(range(1, 21), [2.0] * 20) == (5.25, 3.0, 7.5)

@@ -1,0 +1,171 @@
+"""Requirements of ``make gpu``, named before any time is spent; its options and its plan."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from ctypes import byref, c_int
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from gpu_modules import part
+
+ROOT = Path(__file__).parent.parent
+
+
+# Requirements
+
+
+def _driver(found: Mapping[Any, Any]) -> Any:
+    """Return a stand-in for libcuda: an H100 with a driver of CUDA 13.0, but for what is given."""
+    values = {"count": 1, "version": 13000, 16: 132, 75: 9, "init": 0, "green": True, **found}
+
+    def put(key: Any) -> Callable[..., int]:
+        def call(to: Any, *_: Any) -> int:
+            to._obj.value = values[key]
+            return 0
+
+        return call
+
+    def attribute(to: Any, which: int, _: Any) -> int:
+        return put(which)(to)
+
+    library = SimpleNamespace(
+        cuInit=lambda flags: values["init"], cuDeviceGetCount=put("count"),
+        cuDriverGetVersion=put("version"), cuDeviceGet=lambda to, index: 0,
+        cuDeviceGetName=lambda to, *_: setattr(to, "value", b"NVIDIA H100 80GB HBM3"),
+        cuDeviceGetAttribute=attribute,
+    )  # fmt: skip
+    if values["green"]:
+        library.cuGreenCtxCreate = None
+    assert byref(c_int())._obj.value == 0  # what `put` relies on
+    return library
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "said"),
+    [
+        ({}, "13.0", None),
+        ({"version": 12080}, "12.8", None),
+        ({"init": 100}, "13.0", "no GPU: the driver answers cuInit with error 100; make gpu DRY"),
+        ({"count": 0}, "13.0", "no GPU: the driver counts 0.*make gpu DRY_RUN=1"),
+        ({"version": 12080}, "13.0", r"too old: torch, built for CUDA 13.0, need one of CUDA 13.0"),
+        ({"version": 12020}, "12.1", r"too old: green contexts, .* CUDA 12.4, it is of 12.2"),
+        ({"green": False}, "13.0", "no green contexts"),
+        ({16: 46}, "13.0", "validation-8 needs 8 slices of 8 SMs, .* has 46 SMs; .*ONLY="),
+        ({}, None, "torch was built without CUDA"),
+    ],
+)
+def test_a_gpu_that_does_not_do_is_named(
+    gpu_script: ModuleType, driver: dict[Any, Any], cuda: str | None, said: str | None
+) -> None:
+    """In one line, before torch is loaded."""
+    requirements = part("requirements")
+    gpu = requirements.find_gpu(_driver(driver))
+    problems = [gpu] if isinstance(gpu, str) else requirements.gpu_problems(
+        gpu, ["validation-8"], cuda)  # fmt: skip
+    assert len(problems) == (said is not None)
+    if said is not None:
+        assert re.search(said, problems[0])
+
+
+def test_the_fewest_sms_of_a_slice_are_those_of_green_contexts(gpu_script: ModuleType) -> None:
+    """They stand twice, as requirements are checked without loading torch."""
+    from pipeexec import green
+
+    fewest = {major: each[0] for major, each in green._GRANULARITY.items()}
+    assert fewest == part("requirements")._FEWEST
+    assert green._SINCE_HOPPER[0] == 8
+
+
+def test_two_slices_fit_where_eight_do_not(gpu_script: ModuleType) -> None:
+    requirements = part("requirements")
+    gpu = requirements.find_gpu(_driver({16: 46}))
+    assert requirements.gpu_problems(gpu, ["validation-2"], "13.0") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--only", "validation-3"], r"ONLY: step 'validation-3' does not exist; there are env"),
+        (["--only", " , "], "ONLY names no step"),
+        (["--dry-run", "--only", "tests"], "step 'tests' is not run on CPU workers"),
+        (["--dry-run", "--pack", "/proc/packed"], "PACK=/proc/packed cannot be written: "),
+        (["--dry-run", "--limit", "0"], "LIMIT must be a positive number of seconds, got 0"),
+        (["--dry-run", "--limit", "nan"], "LIMIT must be a positive number"),
+        (["--dry-run", "--wheels", "/nowhere"], "WHEELS=/nowhere holds no wheels"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(
+    gpu_script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    options: list[str], said: str,
+) -> None:  # fmt: skip
+    """In one line; nothing is run, and nothing is written."""
+    monkeypatch.setattr(
+        gpu_script, "find_gpu", lambda: part("requirements").Gpu("", 132, 9, 13000, True)
+    )
+    monkeypatch.setattr(gpu_script, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(gpu_script, "OUT", Path("/proc/none" if "--dry-run" in options else "/tmp"))
+    monkeypatch.setattr(gpu_script, "Runner", None)
+    assert gpu_script.main(options) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert re.search(said, lines[0])
+
+
+def test_packages_and_pythons_that_do_not_do_are_named(
+    gpu_script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requirements = part("requirements")
+    (line,) = requirements.package_problems(("numpy", "no_such_package"))
+    assert "lacks no_such_package: " in line
+    assert "WHEELS=wheels" in line
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2))
+    (line,) = requirements.package_problems(("no_such_package",))
+    assert re.search(r"Python 3.11 or newer is needed, .* is 3.9; give PYTHON=", line)
+
+
+def test_a_wheel_that_cannot_be_installed_is_named(
+    gpu_script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thing-1.0-py3-none-any.whl").write_text("no wheel")
+    assert gpu_script.main(["--dry-run", "--wheels", str(tmp_path)]) == 2
+    assert re.search(r"make gpu: WHEELS=.* cannot be installed: ", capsys.readouterr().err)
+
+
+def test_options_of_make_are_those_of_its_command_line() -> None:
+    """A machine may have variables of these names for other purposes."""
+    names = dict.fromkeys(("OUT", "ONLY", "PACK", "LIMIT", "WHEELS"), "elsewhere")
+    done = subprocess.run(
+        ["make", "-n", "gpu", "PACK=here"], cwd=ROOT, capture_output=True, text=True, check=True,
+        env={**os.environ, **names},
+    )  # fmt: skip
+    assert '--pack "here"' in done.stdout
+    assert "elsewhere" not in done.stdout
+
+
+# The plan
+
+
+def test_the_plan_of_the_docs_is_the_steps(gpu_script: ModuleType) -> None:
+    """Each step is in one of three commands, whose estimates leave room below 9 minutes."""
+    steps = part("steps")
+    text = (ROOT / "docs" / "cuda.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| (\d+) s \| (\d+) s \|", text, re.MULTILINE)
+    assert {name: (float(a), float(b)) for name, a, b in rows} == {
+        name: (s.estimate, s.limit) for name, s in (*steps._PREPARATION.items(),
+                                                    *steps.STEPS.items())
+    }  # fmt: skip
+    commands = [only.split(",") for only in re.findall(r"^make gpu ONLY=(\S+) .*LIMIT=540", text,
+                                                       re.MULTILINE)]  # fmt: skip
+    assert sorted(itertools.chain(*commands)) == sorted(steps.STEPS)
+    assert len(commands) == 3
+    for names in commands:
+        assert names == steps.chosen(",".join(names), dry=False)
+        assert sum(steps.step_called(n).estimate for n in (steps.WARM_UP, *names)) < 0.8 * 540
