@@ -45,8 +45,9 @@ from on_gpu.steps import PREMISES, STEPS, WARM_UP, chosen, step_called
 OUT = ROOT / "results" / "gpu"
 #: Exit status of a step that missed a target.
 _MISSED = 3
-#: Seconds under which a step is not begun, and those kept for the end of the command.
-_LEAST, _RESERVE = 10.0, 5.0
+#: Seconds under which a step is not begun, and those kept for the end of the command: on a GPU,
+#: and in a dry run, whose steps are short.
+_LEAST, _RESERVE = (10.0, 1.0), (5.0, 1.0)
 
 
 class Runner:
@@ -105,8 +106,9 @@ class Runner:
     def _step(self, name: str) -> Outcome:
         seconds = step_called(name).limit
         if self.limit is not None:
-            left = self.limit - _RESERVE - (perf_counter() - self.begin)
-            if left < min(_LEAST, seconds):
+            is_dry = self.gpu is None
+            left = self.limit - _RESERVE[is_dry] - (perf_counter() - self.begin)
+            if left < min(_LEAST[is_dry], seconds):
                 return self._outcome(name, "not run", 0.0, f"LIMIT={self.limit:g} s was reached")
             seconds = min(seconds, left)
         remove(name, self.out)

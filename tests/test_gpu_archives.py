@@ -87,13 +87,13 @@ def test_a_limit_cuts_what_is_under_way(
 ) -> None:
     """And steps for which no time is left say so."""
     runner = _runner(gpu_script, monkeypatch, tmp_path, limit=1000.0)
-    monkeypatch.setattr(gpu_script, "_LEAST", 0.5)
+    monkeypatch.setattr(gpu_script, "_LEAST", (0.5, 0.5))
     runner.names = ["warm-up", "memory", "soak"]
     step = runner._step
 
     def short(name: str) -> Any:
         if name == "memory":
-            runner.begin = time.perf_counter() - 1000 + gpu_script._RESERVE + 0.6
+            runner.begin = time.perf_counter() - 1000 + gpu_script._RESERVE[True] + 0.6
         return step(name)
 
     monkeypatch.setattr(runner, "_step", short)
