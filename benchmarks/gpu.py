@@ -30,7 +30,7 @@ from time import perf_counter
 from _machine import ROOT, header
 from on_gpu.outcomes import Outcome, outcomes_in, write_summary
 from on_gpu.packing import SUMMARY, UnpackError, pack, remove, unpack
-from on_gpu.process import Ended, run_process
+from on_gpu.process import Ended, print_stacks_when_asked, run_process
 from on_gpu.report import MARKS, Missed, Report, records_of
 from on_gpu.requirements import (
     Gpu,
@@ -117,8 +117,9 @@ class Runner:
         if self.gpu is not None and (variable := step_called(name).variable):
             environment[variable] = "1"
         ended = run_process(
-            command, self.out / f"{name}.log", seconds, environment, ROOT, self._pack
-        )
+            command, self.out / f"{name}.log", seconds, environment, ROOT, self._pack,
+            answers=bool(step_called(name).module),
+        )  # fmt: skip
         status, remark = status_of(ended, self.out / f"{name}.txt")
         return self._outcome(name, status, ended.seconds, remark)
 
@@ -225,6 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.step is not None:
+        print_stacks_when_asked()
         return run_here(options.step, options.out, options.dry_run)
     if options.unpack is not None:
         return _unpack(options.unpack, options.out or OUT)

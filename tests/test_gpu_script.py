@@ -121,6 +121,31 @@ def test_a_step_is_a_process_of_its_own(
         assert "Current thread" in log.read_text()
 
 
+def test_a_process_that_runs_shows_its_stacks(gpu_script: ModuleType, tmp_path: Path) -> None:
+    """Its threads change while they are shown, at which the fault handler may crash."""
+    code = """
+import threading
+from on_gpu.process import print_stacks_when_asked
+print_stacks_when_asked()
+def busy():
+    while True:
+        sum(range(10))
+threading.Thread(target=busy, name="worker", daemon=True).start()
+print("runs")
+busy()
+"""
+    log = tmp_path / "log"
+    part("process")._ASKED = 0.5  # type: ignore[attr-defined]
+    ended = part("process").run_process(
+        [sys.executable, "-c", code], log, 0.7, gpu_script.environment_of_steps(), tmp_path,
+        answers=True,
+    )  # fmt: skip
+    assert (ended.code, ended.last_line) == (None, "runs")
+    shown = log.read_text().partition("Fatal Python error")[0]
+    assert re.search("thread worker:\n(.*\n)* .*in busy", shown)
+    assert re.search("thread MainThread:\n(.*\n)* .*in busy", shown)
+
+
 def test_a_process_that_ignores_signals_is_killed(gpu_script: ModuleType, tmp_path: Path) -> None:
     """With the children that it has."""
     child = "import signal, time; signal.signal(signal.SIGABRT, signal.SIG_IGN); time.sleep(60)"

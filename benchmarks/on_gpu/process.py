@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-__all__ = ["Ended", "run_process"]
+__all__ = ["ASKS", "Ended", "print_stacks_when_asked", "run_process"]
 
-#: Seconds in which a process writes its threads' stacks, and in which one that was killed ends.
-_STACKS, _KILLED = 4.0, 10.0
+#: Signal that asks a process for its stacks; one that has not called `print_stacks_when_asked`
+#: ends at it.
+ASKS = signal.SIGUSR1
+
+#: Seconds in which a process prints stacks when it is asked, in which the fault handler does, and
+#: in which a process that was killed ends.
+_ASKED, _STACKS, _KILLED = 2.0, 4.0, 10.0
 #: Seconds between two calls of ``meanwhile``.
 _INTERVAL = 20.0
 
@@ -29,12 +37,15 @@ class Ended(NamedTuple):
 
 def run_process(
     command: Sequence[str], log: Path, seconds: float, environment: Mapping[str, str],
-    folder: Path, meanwhile: Callable[[], None] = lambda: None,
+    folder: Path, meanwhile: Callable[[], None] = lambda: None, answers: bool = False,
 ) -> Ended:  # fmt: skip
     """Run a command in ``folder`` for so many seconds at most, and write its output to ``log``.
 
-    A process beyond its time gets SIGABRT, at which Python's fault handler writes the stack of
-    every thread, then SIGKILL. ``meanwhile`` is called from time to time.
+    A process beyond its time is asked for its stacks if it ``answers``. Then it gets SIGABRT, at
+    which Python's fault handler writes the stack of every thread, and SIGKILL. The fault handler
+    needs no lock, so that it shows a process that hangs; it may crash at threads that run. The
+    answer needs Python's lock, so that it shows a process that runs. ``meanwhile`` is called from
+    time to time.
     """
     start = perf_counter()
     with log.open("w") as file:
@@ -52,14 +63,28 @@ def run_process(
         finally:
             if process.poll() is None:
                 stopped_in = _last_line(log)
-                stopped_in += _stop(process)
+                stopped_in += _stop(process, answers)
     line = _last_line(log) if stopped_in is None else stopped_in
     return Ended(code, perf_counter() - start, line)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> str:
+def print_stacks_when_asked() -> None:
+    """Let this process print the stack of every thread at the signal `ASKS`."""
+
+    def answer(*_: object) -> None:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for number, frame in sys._current_frames().items():
+            print(f"thread {names.get(number, number)}:", file=sys.stderr)
+            traceback.print_stack(frame)
+        sys.stderr.flush()
+
+    signal.signal(ASKS, answer)
+
+
+def _stop(process: subprocess.Popen[bytes], answers: bool) -> str:
     """End a process and its children; return a remark on one that does not end."""
-    for number, patience in ((signal.SIGABRT, _STACKS), (signal.SIGKILL, _KILLED)):
+    asks = [(ASKS, _ASKED)] if answers else []
+    for number, patience in (*asks, (signal.SIGABRT, _STACKS), (signal.SIGKILL, _KILLED)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
