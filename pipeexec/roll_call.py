@@ -83,7 +83,9 @@ def roll_call(store: Store, launch: Launch, timeout: float, end: float) -> list[
         )
     everyone: list[Present] = []
     try:
-        everyone, verdict = _wait(store, own, end)
+        verdict = _wait(store, own, end)
+        # Once more: the process that wrote the verdict may have seen others since.
+        everyone = _present(store, own.n_ranks)
         if verdict != _ALL:
             raise _absent(own, everyone, verdict, launch)
         _check_same(everyone)
@@ -93,23 +95,23 @@ def roll_call(store: Store, launch: Launch, timeout: float, end: float) -> list[
     return everyone
 
 
-def _wait(store: Store, own: Present, end: float) -> tuple[list[Present], str]:
-    """Return who has come, and the verdict, once there is one."""
+def _wait(store: Store, own: Present, end: float) -> str:
+    """Return the verdict, once there is one."""
     pause, longest = _PAUSES
     while True:
         everyone = _present(store, own.n_ranks)
         verdict = ""
         if len({each.n_ranks for each in everyone}) > 1:
-            return everyone, _ALL  # its check says what differs
+            return _ALL  # the check of settings says what differs
         if len(everyone) == own.n_ranks:
             verdict = _ALL
         elif time.monotonic() > end:
             missing = sorted(set(range(own.n_ranks)) - {each.rank for each in everyone})
             verdict = json.dumps([own.rank, own.timeout, missing])
         if verdict:
-            return everyone, bytes(store.compare_set("verdict", "", verdict)).decode()
+            return bytes(store.compare_set("verdict", "", verdict)).decode()
         if store.check(["verdict"]):
-            return everyone, bytes(store.get("verdict")).decode()
+            return bytes(store.get("verdict")).decode()
         time.sleep(pause)
         pause = min(2 * pause, longest)
 
