@@ -84,8 +84,10 @@ class Runner:
         reason = ""  # why no further step is run
         try:
             for name in self.names:
-                skipped = self._outcome(name, "not run", 0.0, reason)
-                outcome = skipped if reason else self._step(name)
+                if reason:
+                    outcome = self._outcome(name, "not run", 0.0, reason)
+                else:
+                    outcome = self._step(name)
                 outcomes.append(outcome)
                 self._keep(outcome)
                 print(outcome.line(), flush=True)

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeexec.host_times import launch_seconds
+from pipeexec.host_times import HostTimed, launch_seconds
 from pipesim.compare import Comparison
 from pipesim.error_parts import PARTS
 from pipesim.intervals import Interval, mean_interval
@@ -26,23 +25,8 @@ __all__ = ["Repeat", "Step", "interval_over", "op_errors", "op_seconds", "parts_
 Key = tuple[str, int]
 
 
-class Step(Protocol):
-    """What is looked at of a measured step; `pipeexec.StepResult` has it."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """When each task ran."""
-        ...
-
-    @property
-    def host_seconds(self) -> float:
-        """What the host took to issue all tasks."""
-        ...
-
-    @property
-    def host_times(self) -> NDArray[np.float64] | None:
-        """What the host took to issue each task."""
-        ...
+class Step(HostTimed, Protocol):
+    """Results of a measured step that comparisons use; `pipeexec.StepResult` has them."""
 
     @property
     def loss(self) -> Tensor:

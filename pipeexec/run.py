@@ -342,8 +342,8 @@ class Run:
     @property
     def clock_error(self) -> float:
         """The most that times of devices, of other processes too, can be wrong; seconds."""
-        between = 0.0 if self.processes is None else self.processes.clock.error
-        return self.readings().clock_error + between
+        own = 0.0 if self.clock is None else self.clock.error
+        return own + (0.0 if self.processes is None else self.processes.clock.error)
 
     def part(self) -> Part:
         """Return what this process measured, on rank 0's clock."""

@@ -18,6 +18,7 @@ import pipesim as ps
 from pipesim.simulate import ENGINES
 
 if TYPE_CHECKING:
+    from fake_cuda import FakeCuda
     from ranks import Ranks
 
 # No deadline: machines that run tests are shared. The rest is hypothesis' own choice, which is
@@ -58,6 +59,16 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(4, tmp_path_factory.mktemp("four_ranks"))
     yield ranks
     ranks.close()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Put the stand-in for CUDA in torch's place."""
+    from fake_cuda import FakeCuda
+
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    return fake
 
 
 @pytest.fixture

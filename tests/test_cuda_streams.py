@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,14 +27,6 @@ from pipeexec.capture import Recorder
 from pipeexec.cuda import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.run import Run
 from pipesim.errors import StageError
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """Put the stand-in in torch's place."""
-    fake = FakeCuda()
-    fake.install(monkeypatch)
-    return fake
 
 
 def _graph(schedule: str, **options: Any) -> ps.TaskGraph:

@@ -11,14 +11,6 @@ from fake_cuda import FakeCuda
 from pipeexec.cuda import CudaStream
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Put the stand-in in torch's place."""
-    fake = FakeCuda()
-    fake.install(monkeypatch)
-    return fake
-
-
 def _contexts(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list of the streams that torch's context was made for."""
     made: list[Any] = []

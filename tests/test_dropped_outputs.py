@@ -5,7 +5,7 @@ On the stand-in for CUDA, whose events pass 0.3 s after they are recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +21,7 @@ SECONDS = 0.3
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Put a stand-in whose events pass late in torch's place."""
     fake = FakeCuda(passes_after=SECONDS)
     fake.install(monkeypatch)

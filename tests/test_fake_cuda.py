@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +13,7 @@ SECONDS = 0.05
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """Put a stand-in whose events pass late in torch's place."""
     fake = FakeCuda(passes_after=SECONDS)
     fake.install(monkeypatch)

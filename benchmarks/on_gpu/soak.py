@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 
 import torch
+from _machine import resident
 
 from on_gpu.bench import Bench, counted_replays, lowered, sgd
 from on_gpu.report import Report
@@ -46,14 +47,13 @@ def soak(bench: Bench, report: Report) -> None:
                      f"process by {grew[2] >> 20} MiB")  # fmt: skip
         report.time(
             abs(late / early - 1) < 0.03,
-                     f"{kind}: step {early * 1e3:.3f} ms, later {late * 1e3:.3f} ms")  # fmt: skip
+            f"{kind}: step {early * 1e3:.3f} ms, later {late * 1e3:.3f} ms",
+        )
         report.time(losses[-1] < losses[0], f"{kind}: the loss falls")
 
 
 def _held(bench: Bench) -> tuple[int, int, int]:
     """Return bytes allocated and reserved on the GPU, and resident on the host."""
-    with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * 4096
     if bench.dry:
-        return 0, 0, resident
-    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident
+        return 0, 0, resident()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), resident()
