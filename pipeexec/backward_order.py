@@ -13,9 +13,10 @@ takes the phony of the one before, and so the engine must turn the cycles around
 ``B[i+1, j]`` is in the cycle behind that of ``B[i, j]``, so that it comes first in the backward,
 which goes against the arrows. Each R is right before its B.
 
-Without dependencies just the data tie tasks together. The engine takes the newest node of those
-that are ready. Here that is always the newest of all: all tasks of a partition are ready once the
-partition behind it has run. So one chain of nodes, each of one task, has the same order.
+Without dependencies just the data tie tasks together, and the engine takes the newest node of those
+that are ready. `pipesim.autograd_engine` says which order that is for torchgpipe's graph on a CPU.
+Here a chain of nodes, each of one task, gives the tasks that order, on GPUs too, where torchgpipe's
+is a race (`pipesim.autograd_orders`).
 
 A node may be run while another one is being run. On a GPU, a B calls the engine and waits for the
 GPU's thread of the engine; meanwhile the engine runs other nodes in the thread that waits, all that
@@ -36,10 +37,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pipesim.autograd_engine import engine_order
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Backward", "in_any_order", "in_cycles", "joined", "link"]
+__all__ = ["Backward", "Task", "in_cycles", "in_order", "joined", "link", "undirected"]
 
 Cell = tuple[int, int]
 Task = tuple[Op, int, int]
@@ -78,29 +80,33 @@ def in_cycles(
     return phony
 
 
-def in_any_order(
-    backward: Backward,
-    partitions: Sequence[int],
-    recomputed: Sequence[bool],
-    seed: int | None,
-    phony: Tensor,
-) -> Tensor:
-    """Make a node a task behind a phony, as if micro-batches had no order; return the last phony.
+def in_order(backward: Backward, tasks: Sequence[Task], phony: Tensor) -> Tensor:
+    """Make a node a task behind a phony, so that they are issued in order; return the last phony.
 
-    In each partition first those of B, in order, or shuffled if there is a ``seed``; then those of
-    R, which so come first in the backward: as under torchgpipe without its dependencies, whose
-    recomputes, too, are newer than any B.
+    The first task is the newest node.
     """
-    draws = None if seed is None else random.Random(seed)
-    for j in partitions:
-        microbatches = list(range(len(recomputed)))
-        if draws is not None:
-            draws.shuffle(microbatches)
-        tasks = [(Op.B, i, j) for i in microbatches]
-        tasks += [(Op.R, i, j) for i in microbatches if recomputed[i]]
-        for task in tasks:
-            phony = _Tasks.apply(backward, [task], phony)  # type: ignore[no-untyped-call]
+    for task in reversed(tasks):
+        phony = _Tasks.apply(backward, [task], phony)  # type: ignore[no-untyped-call]
     return phony
+
+
+def undirected(n_partitions: int, recomputed: Sequence[bool], seed: int | None) -> list[Task]:
+    """Return the tasks of a backward that nothing orders, in the order of the engine on a CPU.
+
+    With a ``seed`` the micro-batches of each partition are shuffled instead: first all its R, then
+    all its B, from the last partition to the first.
+    """
+    if seed is None:
+        order = engine_order(n_partitions, recomputed)
+        return [(each.op, each.microbatch or 0, each.stage) for each in order]
+    draws = random.Random(seed)
+    tasks: list[Task] = []
+    for j in range(n_partitions):
+        microbatches = list(range(len(recomputed)))
+        draws.shuffle(microbatches)
+        tasks += [(Op.B, i, j) for i in microbatches]
+        tasks += [(Op.R, i, j) for i in microbatches if recomputed[i]]
+    return tasks[::-1]
 
 
 def link(

@@ -14,6 +14,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
+from pipeexec.backward_order import Task, undirected
 from pipeexec.batches import Batch
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices import make_devices
@@ -25,7 +26,7 @@ from pipeexec.gpipe_arguments import (
     chosen,
 )
 from pipeexec.gpipe_call import CALLER, COMPUTE, WORTH_A_THREAD, Call
-from pipeexec.gpipe_timeline import backward_orders, graph_of, timeline_of
+from pipeexec.gpipe_timeline import graph_of, of_partitions, timeline_of
 from pipeexec.gpipe_work import Machine, Work
 from pipeexec.meter import Meter
 from pipeexec.partition import Partition, skips_across
@@ -82,8 +83,12 @@ class GPipe(nn.Module):
         Of the mechanisms that make it fast, which to use: the order of the backward
         (`pipeexec.backward_order`), streams of their own for messages, and skips that go straight
         to where they are popped. To see what each does; there is no other reason to do without.
+    recompute_waits
+        Whether, without copy streams, a device receives a gradient before it recomputes, so that
+        the recompute does not fill the wait for it, as under torchgpipe on default streams.
     backward_seed
-        Where nothing orders the backward, draw the order at random; None for autograd's own.
+        Where nothing orders the backward, draw the order at random; None for the order that
+        autograd takes of torchgpipe's graph on CPUs (`pipesim.schedule`, ``"autograd"``).
     threads
         Whether partitions on CPUs compute in threads of their own, or all in the caller's. By
         default in threads on devices of `workers`, and where forwards take more than 0.3 ms: with
@@ -122,6 +127,7 @@ class GPipe(nn.Module):
         dependencies: bool = True,
         copy_streams: bool = True,
         portals: bool = True,
+        recompute_waits: bool = False,
         backward_seed: int | None = None,
         threads: bool | None = None,
     ) -> None:
@@ -134,9 +140,15 @@ class GPipe(nn.Module):
                 f"checkpoint is not one of 'always', 'except_last', or 'never': got {checkpoint!r}"
             )
         flags = {"dependencies": dependencies, "copy_streams": copy_streams, "portals": portals}
-        flags["deferred_batch_norm"] = deferred_batch_norm
+        flags |= {"recompute_waits": recompute_waits, "deferred_batch_norm": deferred_batch_norm}
         for name, flag in flags.items():
             check_flag(name, flag)
+        if recompute_waits and copy_streams:
+            raise ArgumentError(
+                "recompute_waits=True, but messages have copy streams: a gradient is received on a "
+                "stream of its own, and a recompute never waits for it; add copy_streams=False, or "
+                "leave recompute_waits out"
+            )
         if threads is not None:
             check_flag("threads", threads)
         if backward_seed is not None:
@@ -156,6 +168,7 @@ class GPipe(nn.Module):
         self._batch_norms = [x for x in self.modules() if isinstance(x, DeferredBatchNorm)]
         self._dependencies, self._copy_streams = dependencies, copy_streams
         self._portals, self._backward_seed = portals, backward_seed
+        self._recompute_waits = recompute_waits
         self.threads = threads
         self._others_draw = False  # from the process's generator, while this runs
         self._machine: Machine | None = None
@@ -325,6 +338,7 @@ class GPipe(nn.Module):
             self._dependencies,
             self._copy_streams,
             self._backward_seed,
+            self._recompute_waits,
         )
 
     # What it is to the simulator
@@ -338,17 +352,18 @@ class GPipe(nn.Module):
         if batch_size >= 2**63:
             raise ArgumentError(f"batch_size must be below 2**63, got {batch_size}")
         m = len(torch.empty(batch_size, 0).chunk(self.chunks))
-        newest_first = list(range(m))[::-1]
-        return self._graph(self._recomputed(m), [newest_first] * len(self.balance))
+        recomputed, n = self._recomputed(m), len(self.balance)
+        tasks = [] if self._dependencies else undirected(n, recomputed, self._backward_seed)
+        return self._graph(recomputed, tasks)
 
-    def _graph(self, recomputed: list[bool], backward: list[list[int]]) -> TaskGraph:
+    def _graph(self, recomputed: list[bool], tasks: Iterable[Task]) -> TaskGraph:
         return graph_of(
-            recomputed,
-            backward,
+            len(recomputed),
+            of_partitions(len(self.balance), recomputed, tasks),
             skips=skips_across(self._parts()).values(),
             overlap=self._copy_streams,
             portals=self._portals,
-            recompute_first=not self._dependencies,
+            recompute_waits=self._recompute_waits,
         )
 
     @property
@@ -391,7 +406,8 @@ class GPipe(nn.Module):
             raise ExecutionError("nothing was measured yet; run a forward and its backward first")
         if call.has_failed:
             raise ExecutionError("the last forward or backward failed; run both again")
-        return timeline_of(call, self._graph(call.work.recomputed, backward_orders(call)))
+        tasks = [(op, i, j) for op, j, i in call.order]
+        return timeline_of(call, self._graph(call.work.recomputed, tasks))
 
 
 def _moving_denied() -> ArgumentTypeError:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from pipeexec import clocks
-from pipeexec.backward_order import in_any_order, in_cycles, joined, link
+from pipeexec.backward_order import in_cycles, in_order, joined, link, undirected
 from pipeexec.clock_cycles import clock_cycles
 from pipeexec.gpipe_work import Done, Tensors, Work
 from pipeexec.message_lanes import Lane, Lanes, lanes
@@ -132,12 +132,15 @@ class Call:
             cycles = clock_cycles(len(recomputed), len(machine.stages))
             kept = [[cell for cell in cycle if cell[1] in tracked] for cycle in cycles]
             return link(self, inputs, partial(in_cycles, self, kept, recomputed))
-        nodes = partial(in_any_order, self, tracked, recomputed, machine.seed)
-        return link(self, inputs, nodes)
+        tasks = undirected(len(machine.stages), recomputed, machine.seed)
+        kept_tasks = [task for task in tasks if task[2] in tracked]
+        return link(self, inputs, partial(in_order, self, kept_tasks))
 
     def _issue(self, op: Op, i: int, j: int) -> None:
         """Give a task to its stream, what arrives for it before, and what leaves after it."""
         arriving, leaving = self._lanes_of(op)
+        if op == Op.R and self.machine.recompute_waits:
+            arriving = self._lanes_of(Op.B).arriving
         needed = [self._received(i, lane) for lane in arriving[j]]
         done = op, j, i, None
         began, ended = self._streams[j].run(partial(self._guarded, self._works[op], i, j), needed)

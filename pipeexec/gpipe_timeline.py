@@ -8,65 +8,69 @@ import numpy as np
 
 from pipeexec.gpipe_call import Call
 from pipesim.graph import TaskGraph
-from pipesim.lower import Recompute, lower
-from pipesim.ops import Op
+from pipesim.lower import lower
+from pipesim.ops import Action, Op
 from pipesim.placement import linear
 from pipesim.schedule import Schedule
 from pipesim.timeline import Timeline
 
-__all__ = ["backward_orders", "graph_of", "timeline_of"]
+__all__ = ["graph_of", "of_partitions", "timeline_of"]
 
 
 def graph_of(
-    recomputed: Sequence[bool],
-    backward: Sequence[Sequence[int]],
+    m: int,
+    backward: Sequence[Sequence[tuple[Op, int]]],
     *,
     skips: Iterable[tuple[int, int]],
     overlap: bool,
     portals: bool,
-    recompute_first: bool,
+    recompute_waits: bool,
 ) -> TaskGraph:
     """Return the tasks of a forward and a backward; see `pipesim.lower` for the rest.
 
     Parameters
     ----------
-    recomputed
-        Of each micro-batch, whether it has an R: all, all but the last, or none.
+    m
+        Number of micro-batches.
     backward
-        The order of the micro-batches in the backward of each partition.
+        R and B of each partition, in order: operation and micro-batch.
     """
-    m = len(recomputed)
     schedule = Schedule.from_orders(
         [
-            [f"{j}F{i}" for i in range(m)] + [f"{j}B{i}" for i in order]
+            [Action(j, Op.F, i) for i in range(m)] + [Action(j, op, i) for op, i in order]
             for j, order in enumerate(backward)
         ],
         placement=linear(len(backward)),
         name="gpipe",
     )
-    mode: Recompute = "except_last" if any(recomputed) else "never"
     return lower(
         schedule,
-        recompute="always" if all(recomputed) else mode,
         overlap=overlap,
         step="none",
         skips=set(skips),
         portals=portals,
-        recompute_first=recompute_first,
+        recompute_waits=recompute_waits,
     )
 
 
-def backward_orders(call: Call) -> list[list[int]]:
-    """Return the order of the micro-batches in the backward of each partition, as they were issued.
+def of_partitions(
+    n_partitions: int, recomputed: Sequence[bool], tasks: Iterable[tuple[Op, int, int]]
+) -> list[list[tuple[Op, int]]]:
+    """Return R and B of each partition, in the order of ``tasks``.
 
-    What needs no gradient has no backward, and comes last.
+    A task is operation, micro-batch and partition; of a partition, operation and micro-batch. A
+    partition that has none, as it needs no gradient, gets those that the dependencies would give
+    it.
     """
-    ran: list[list[int]] = [[] for _ in call.machine.stages]
-    for op, j, i in call.order:
-        if op == Op.B:
-            ran[j].append(i)
-    newest_first = range(len(call.work.recomputed))[::-1]
-    return [order + [i for i in newest_first if i not in order] for order in ran]
+    found: list[list[tuple[Op, int]]] = [[] for _ in range(n_partitions)]
+    for op, i, j in tasks:
+        found[j].append((op, i))
+    newest_first = [
+        (op, i)
+        for i in range(len(recomputed))[::-1]
+        for op in ((Op.R, Op.B) if recomputed[i] else (Op.B,))
+    ]
+    return [order or newest_first for order in found]
 
 
 def timeline_of(call: Call, graph: TaskGraph) -> Timeline:

@@ -54,6 +54,8 @@ class Machine(NamedTuple):
         Of calls.
     seed
         Of the order of the backward, where there are no dependencies; None for autograd's own.
+    recompute_waits
+        Whether a gradient is received before the R of its micro-batch.
     """
 
     stages: Sequence[Stage]
@@ -66,6 +68,7 @@ class Machine(NamedTuple):
     dependencies: bool = True
     copy_streams: bool = True
     seed: int | None = None
+    recompute_waits: bool = False
 
     def draws(self, unknown: bool) -> bool:
         """Return whether a forward draws random numbers; ``unknown`` where nothing is known."""

@@ -1,6 +1,7 @@
 """Simulate pipeline-parallel training schedules; pipeexec runs the same task graphs for real."""
 
 from pipesim import hta, trace
+from pipesim.autograd_orders import AutogradOrders, autograd_orders
 from pipesim.compare import Comparison, compare
 from pipesim.costs import Costs
 from pipesim.graph import TaskGraph
@@ -32,6 +33,7 @@ from pipesim.registry import schedules  # isort: skip  # the listing takes the p
 
 __all__ = [
     "Action",
+    "AutogradOrders",
     "ClosedForm",
     "Comparison",
     "CostTable",
@@ -59,6 +61,7 @@ __all__ = [
     "Tasks",
     "Timeline",
     "Transformer",
+    "autograd_orders",
     "balanced_split",
     "bidirectional",
     "compare",

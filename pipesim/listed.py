@@ -9,7 +9,7 @@ import numpy as np
 
 from pipesim.capacity import check_memory
 from pipesim.errors import ArgumentError, ScheduleError
-from pipesim.ops import SCHEDULED, Action, Op, Overlapped, parse_action
+from pipesim.ops import LISTED, Action, Op, Overlapped, parse_action
 
 __all__ = ["listed_actions"]
 
@@ -87,10 +87,10 @@ def _checked(action: object) -> Action:
             f"{action.op!r}; write such as Action(0, Op.F, 0), or a text {_EXAMPLE}"
         )
     stage = _whole(action, "stage", action.stage)
-    if action.op not in SCHEDULED or action.microbatch is None:
+    if action.op not in LISTED or action.microbatch is None:
         raise ScheduleError(
             f"{_what(action)} is not a compute action; "
-            f"a schedule lists {', '.join(op.name for op in sorted(SCHEDULED))} of "
+            f"a schedule lists {', '.join(op.name for op in sorted(LISTED))} of "
             "one micro-batch, and lower() adds the rest"
         )
     microbatch = _whole(action, "microbatch", action.microbatch)

@@ -18,15 +18,21 @@ from pipesim.issue import issue, replicated
 from pipesim.ops import Op
 from pipesim.partners import Collectives, add_partners
 from pipesim.placement import LAYOUTS, Layout, replica_devices
+from pipesim.recomputes import (
+    RECOMPUTE,
+    Chosen,
+    Recompute,
+    recompute_label,
+    with_chosen,
+    with_recomputes,
+)
 from pipesim.schedule import Schedule
 from pipesim.skips import carried, checked_skips
 from pipesim.tasks import Kinds, StreamKind
 from pipesim.verify import compute_listing, verify, verify_listing
 
-__all__ = ["lower"]
+__all__ = ["RECOMPUTE", "Recompute", "lower"]
 
-Recompute = Literal["never", "always", "except_last"]
-RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "except_last")
 #: Buckets that a stage may have; each is a task.
 _MOST_BUCKETS = 1000
 
@@ -34,7 +40,7 @@ _MOST_BUCKETS = 1000
 def lower(
     schedule: Schedule,
     *,
-    recompute: Recompute = "never",
+    recompute: Chosen = "listed",
     overlap: bool = True,
     streams: Literal["per_peer", "single"] = "per_peer",
     rendezvous: bool = False,
@@ -60,7 +66,8 @@ def lower(
     recompute
         Which micro-batches drop their activations after F and run R before their backward:
         ``"never"``, ``"always"``, or all ``"except_last"`` (GPipe, arXiv 1811.06965, section 2.3,
-        and torchgpipe). R does not wait for the gradient.
+        and torchgpipe). R does not wait for the gradient. It comes where the schedule lists it,
+        or else right before its backward. ``"listed"``: those that the schedule lists.
     overlap
         Whether transfers run on copy streams beside the compute stream. Without it a device sends
         right after it has computed and receives right before it computes, on ``compute`` (rule 5).
@@ -128,9 +135,9 @@ def lower(
     Raises
     ------
     ArgumentError
-        For skips that are no such pairs, for ``recompute_first`` where a forward comes later, for
-        ``recompute_waits`` where transfers overlap, and for collectives that do not suit the
-        schedule.
+        For skips that are no such pairs, for ``recompute_first`` where a forward comes later or
+        the schedule lists R, for ``recompute_waits`` where transfers overlap, and for collectives
+        that do not suit the schedule.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
@@ -138,7 +145,7 @@ def lower(
     CapacityError
         If the graph and its times would not fit in memory.
     """
-    check_name("recompute mode", recompute, RECOMPUTE)
+    check_name("recompute mode", recompute, ("listed", *RECOMPUTE))
     check_name("streams", streams, ("per_peer", "single"))
     check_name("hosts", hosts, ("one", "per_device"))
     check_name("step", step, ("flush", "none"))
@@ -171,6 +178,7 @@ def lower(
         unshards=shard_optimizer and n_replicas > 1,
     )
     _check_collectives(schedule, collectives)
+    schedule = with_chosen(schedule, recompute, collectives.sharded)
     kinds, kind, microbatch = _with_recompute_and_steps(
         schedule, recompute, step, recompute_first, collectives.sharded
     )
@@ -199,7 +207,7 @@ def lower(
         name=schedule.name,
         hosts=hosts,
         rendezvous=rendezvous,
-        recompute=recompute,
+        recompute=recompute_label(schedule, recompute),
         overlap=overlap,
         n_batches=n_batches,
         grad_sync=grad_sync,
@@ -263,7 +271,7 @@ def _check_collectives(schedule: Schedule, collectives: Collectives) -> None:
 
 def _with_recompute_and_steps(
     schedule: Schedule,
-    recompute: str,
+    recompute: Chosen,
     step: str,
     recompute_first: bool,
     sharded: tuple[int, ...],
@@ -273,65 +281,31 @@ def _with_recompute_and_steps(
     Of several mini-batches each has its STEPs, after the last backward of the stage.
     """
     kinds, kind = compute_listing(schedule)
-    microbatch = schedule.microbatch
-    recomputed = frozenset({Op.B, Op.I}) if recompute != "never" else frozenset()
-    backward = np.flatnonzero(kinds.is_op(recomputed) & ~np.isin(kinds.stage, sharded))
+    kinds, recomputes, of_microbatch, places = with_recomputes(
+        schedule, kinds, kind, recompute, sharded, first=recompute_first
+    )
     homes = np.asarray(schedule.placement.paths)
     path, stage = (
         x.ravel() if step == "flush" else np.empty(0, dtype=np.int64)
         for x in np.indices(homes.shape)
     )
-    n_added = len(backward) + len(stage)
     added = Kinds(
-        op=np.repeat([Op.R, Op.STEP], [len(backward), len(stage)]),
-        device=np.concatenate([kinds.device[backward], homes[path, stage]]),
-        stage=np.concatenate([kinds.stage[backward], stage]),
-        replica=np.concatenate([kinds.replica[backward], path]),
-        stream=np.full(n_added, StreamKind.COMPUTE),
+        op=np.full_like(stage, Op.STEP),
+        device=homes[path, stage],
+        stage=stage,
+        replica=path,
+        stream=np.full_like(stage, StreamKind.COMPUTE),
     )
-    r_of = np.full(len(kinds), -1, dtype=np.int32)
-    r_of[backward] = len(kinds) + np.arange(len(backward))
-    before = np.flatnonzero(r_of[kind] >= 0) if len(backward) else np.empty(0, dtype=np.int64)
-    if recompute == "except_last":
-        before = before[microbatch[before] != schedule.n_microbatches - 1]
-    turns = _first_backwards(schedule, kinds, kind, before) if recompute_first else before
-    places = turns - kinds.overlapped[kind[turns]]  # not between the halves of one action
     steps, step_microbatch, step_places = _steps(schedule, path, stage)
     position = np.concatenate([step_places, places])
     kind, microbatch = (
         np.insert(column, position, np.concatenate(new))
         for column, new in (
-            (kind, [(len(kinds) + len(backward) + steps).astype(np.int32), r_of[kind[before]]]),
-            (microbatch, [step_microbatch, microbatch[before]]),
+            (kind, [(len(kinds) + steps).astype(np.int32), recomputes]),
+            (schedule.microbatch, [step_microbatch, of_microbatch]),
         )
     )
     return kinds.joined(added), kind, microbatch
-
-
-def _first_backwards(
-    schedule: Schedule, kinds: Kinds, kind: NDArray[np.int32], before: Ints
-) -> Ints:
-    """Return the first backward of the stage of each, for which all their forwards must be early.
-
-    ``before`` are the backwards that an R comes before.
-    """
-    place = (kinds.replica * schedule.n_stages + kinds.stage)[kind]
-    first = np.full(int(place.max()) + 1, len(kind))
-    backward = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.I}))[kind])
-    np.minimum.at(first, place[backward], backward)
-    cell = place * np.int64(schedule.n_microbatches) + schedule.microbatch
-    forward = np.flatnonzero(kinds.op[kind] == Op.F)
-    forward = forward[forward > first[place[forward]]]
-    for late in forward[np.isin(cell[forward], cell[before])][:1].tolist():
-        device, position = schedule.place(late)
-        raise ArgumentError(
-            f"recompute_first=True, but in schedule {schedule.name!r} device {device}, position "
-            f"{position}: {schedule.orders[device][position]} comes after the first backward of "
-            "its stage, so that not every R can come before that; leave recompute_first out, or "
-            "take a schedule with all forwards first, such as 'gpipe'"
-        )
-    turns: Ints = first[place[before]]
-    return turns
 
 
 def _steps(schedule: Schedule, path: Ints, stage: Ints) -> tuple[Ints, Ints, Ints]:

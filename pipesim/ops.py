@@ -18,6 +18,7 @@ __all__ = [
     "COLLECTIVES",
     "COMPUTE",
     "EXCHANGES",
+    "LISTED",
     "OF_STAGES",
     "RECVS",
     "SCHEDULED",
@@ -51,10 +52,12 @@ class Op(IntEnum):
         return self.name
 
 
-#: What a schedule may list; everything else is added by `pipesim.lower`.
+#: What a schedule lists of every stage and micro-batch.
 SCHEDULED = frozenset({Op.F, Op.B, Op.I, Op.W})
+#: What a schedule may list; everything else is added by `pipesim.lower`.
+LISTED = SCHEDULED | {Op.R}
 #: What occupies a device's compute stream.
-COMPUTE = SCHEDULED | {Op.R, Op.STEP}
+COMPUTE = LISTED | {Op.STEP}
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECVS

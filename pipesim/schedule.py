@@ -37,6 +37,8 @@ VERSIONS: tuple[Versions, ...] = ("one", "stashed", "double_buffered")
 class Schedule:
     """A placement and, device after device, the order of the compute actions (F, B, I, W).
 
+    It may list recomputes (R), each between its F and its backward, to say where they come.
+
     The actions are columns; `orders` shows them as `Action` objects. A schedule is not checked
     when it is made, so that a wrong one can be looked at: `pipesim.verify` checks it, and
     `pipesim.lower` calls that first.
@@ -200,7 +202,8 @@ class Schedule:
         ArgumentError
             If the file cannot be written.
         ScheduleError
-            If there are several mini-batches or weight versions: the forms have no place for them.
+            If there are several mini-batches or weight versions: the forms have no place for them;
+            nor has torch's CSV for recomputes, which a grid has.
         """
         from pipesim.schedule_files import write_schedule
 

@@ -17,7 +17,7 @@ import numpy as np
 from pipesim.errors import ArgumentError, ScheduleError
 from pipesim.files import check_path, read_bytes, write_text
 from pipesim.messages import Cell, check_messages, place, refuse
-from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped, parse_action
+from pipesim.ops import LISTED, TRANSFERS, Action, Op, Overlapped, parse_action
 from pipesim.order_texts import check_signature, signed_grid, signed_rows, unsigned
 from pipesim.placement import Placement
 from pipesim.schedule import Schedule
@@ -47,6 +47,11 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
         )
     if path.suffix.lower() == ".txt":
         text = signed_grid(schedule.grid())
+    elif (schedule.op == Op.R).any():
+        raise ScheduleError(
+            f"cannot write {path}: schedule {schedule.name!r} lists recomputes (R), which torch's "
+            "CSV has no action for; write a grid, to a file whose name ends in .txt"
+        )
     else:
         text = signed_rows(schedule.orders)
     write_text(path, text)
@@ -141,7 +146,7 @@ def _schedule(
         order: _Order = []
         for cell in row:
             action = _action(where, cell)
-            if isinstance(action, Overlapped) or (action and action.op in SCHEDULED):
+            if isinstance(action, Overlapped) or (action and action.op in LISTED):
                 order.append(action)
                 for part in _parts(action):
                     computed.setdefault((cell.device, part), cell)
@@ -182,12 +187,12 @@ def _action(where: str, cell: Cell) -> Action | Overlapped | None:
     if isinstance(action, Action) and action.peer_stage >= 0:
         refuse(where, cell, "is a message of a skip connection, which pipesim.lower(..., skips=) "
                             "adds; leave it out")  # fmt: skip
-    if isinstance(action, Overlapped) or action.op in (*SCHEDULED, *TRANSFERS):
+    if isinstance(action, Overlapped) or action.op in (*LISTED, *TRANSFERS):
         if any(part.microbatch is None for part in _parts(action)):
             refuse(where, cell, "names no micro-batch; write such as '2F0'")
     elif action.op != Op.REDUCE_GRAD:
-        refuse(where, cell, "is no action that a schedule lists (F, B, I, W): pipesim.lower adds "
-                             "the rest; leave it out")  # fmt: skip
+        refuse(where, cell, "is no action that a schedule lists (F, B, I, W, R): pipesim.lower "
+                             "adds the rest; leave it out")  # fmt: skip
     return action
 
 

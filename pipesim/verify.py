@@ -15,7 +15,7 @@ from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
 from pipesim.graph import TaskGraph, overlapped_pairs, task_twice
 from pipesim.jit import kernel
-from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SCHEDULED, SENDS, Action, Op
+from pipesim.ops import COLLECTIVES, COMPUTE, LISTED, RECVS, SCHEDULED, SENDS, Action, Op
 from pipesim.schedule import Schedule
 from pipesim.tasks import Kinds, StreamKind
 
@@ -30,12 +30,12 @@ def verify(what: Schedule | TaskGraph) -> None:
     """Raise if a schedule or a task graph breaks an invariant; return None if all hold.
 
     A schedule must list, for every stage and micro-batch, one F and either one B or one I and one
-    W, on the device that holds the stage, in an order that can run; an F is overlapped with the B
-    after it; and of several mini-batches, a stage ends the backward of one before the next one's,
-    and has the weights that a forward needs. A graph's streams must run every task once, its
-    messages must pair up and keep their sender's order, its collectives have a member of each
-    replica, its ids must be a topological order, and
-    nothing may wait for itself in a circle.
+    W, and may list one R between them, on the device that holds the stage, in an order that can
+    run; an F is overlapped with the B after it; and of several mini-batches, a stage ends the
+    backward of one before the next one's, and has the weights that a forward needs. A graph's
+    streams must run every task once, its messages must pair up and keep their sender's order, its
+    collectives have a member of each replica, its ids must be a topological order, and nothing may
+    wait for itself in a circle.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def compute_listing(schedule: Schedule) -> tuple[Kinds, NDArray[np.int32]]:
     their own.
     """
     homes = np.asarray(schedule.placement.paths)
-    shape = len(SCHEDULED), schedule.n_stages, schedule.placement.n_paths, 2
+    shape = len(LISTED), schedule.n_stages, schedule.placement.n_paths, 2
     code = schedule.op * np.int32(schedule.n_stages) + schedule.stage
     if shape[2] > 1 or schedule.overlapped is not None:
         code = (code * np.int64(shape[2]) + schedule.path) * 2 + _halves(schedule)
@@ -129,12 +129,15 @@ def _lists_all(
     path: Ints,
     seen: NDArray[np.uint8],
 ) -> bool:
-    """Whether each cell has F, and B or else I and W, once, on its device; ``seen`` is zeros."""
+    """Whether each cell has F, and B or else I and W, once, on its device, and R at most once.
+
+    ``seen`` comes in as zeros.
+    """
     n_stages, n_microbatches = seen.shape
     for device in range(len(ptr) - 1):
         for k in range(ptr[device], ptr[device + 1]):
             s, m = stage[k], microbatch[k]
-            if not (0 <= op[k] <= 3 and 0 <= s < n_stages and 0 <= m < n_microbatches):
+            if not (0 <= op[k] <= 4 and 0 <= s < n_stages and 0 <= m < n_microbatches):
                 return False
             bit = 1 << op[k]
             if home[path[m], s] != device or seen[s, m] & bit:
@@ -142,7 +145,7 @@ def _lists_all(
             seen[s, m] |= bit
     for s in range(n_stages):
         for m in range(n_microbatches):
-            if seen[s, m] != 3 and seen[s, m] != 13:  # F and B; F, I and W
+            if seen[s, m] & 15 != 3 and seen[s, m] & 15 != 13:  # F and B; F, I and W; maybe R
                 return False
     return True
 
@@ -165,8 +168,8 @@ def _refuse(schedule: Schedule, index: SupportsIndex, problem: str) -> None:
 def _check_cells(schedule: Schedule) -> None:
     """Check each action by itself: operation, range, place, and that it is listed once."""
     n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
-    for index in np.flatnonzero(~np.isin(schedule.op, sorted(SCHEDULED))):
-        _refuse(schedule, index, "is no operation that a schedule lists (F, B, I, W)")
+    for index in np.flatnonzero(~np.isin(schedule.op, sorted(LISTED))):
+        _refuse(schedule, index, "is no operation that a schedule lists (F, B, I, W, R)")
     for index in np.flatnonzero((schedule.stage < 0) | (schedule.stage >= n_stages)):
         _refuse(schedule, index, f"names a stage outside 0..{n_stages - 1}")
     for index in np.flatnonzero(

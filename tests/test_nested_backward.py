@@ -15,7 +15,7 @@ from executing import within
 from torch import Tensor
 
 from pipeexec import backward_order
-from pipeexec.backward_order import _issue_in_turn, _Tasks, in_any_order, link
+from pipeexec.backward_order import _issue_in_turn, _Tasks, in_order, link, undirected
 from pipesim.ops import Op
 
 Task = tuple[Op, int, int]
@@ -48,10 +48,10 @@ def test_no_backward_is_issued_within_another(ran: dict[str, Any]) -> None:
 
 
 def test_orders_are_those_of_the_cpu(ran: dict[str, Any]) -> None:
-    """Micro-batches and partitions from the last one on, by cycles or by partitions."""
+    """By clock cycles from the last one on, or as the engine takes a graph without dependencies."""
     for case in ran["found"]:
         m = case["chunks"]
-        cells = [[j, i] for j in (1, 0) for i in reversed(range(m))]
+        cells = [[j, i] for _, i, j in undirected(2, [False] * m, None)]
         if case["dependencies"]:
             cells.sort(key=lambda cell: (-sum(cell), -cell[0]))
         assert case["orders"] == [cells] * case["calls"]
@@ -121,7 +121,7 @@ def test_a_failure_leaves_no_queue() -> None:
 def _output(recorder: Recorder, x: Tensor, m: int = 3) -> Tensor:
     """Return an output whose backward issues a B a micro-batch."""
     leave = link(
-        recorder, (x,), lambda phony: in_any_order(recorder, [0], [False] * m, None, phony)
+        recorder, (x,), lambda phony: in_order(recorder, undirected(1, [False] * m, None), phony)
     )
     return leave([(torch.ones(1, 2),)] * m)[0]
 
@@ -167,18 +167,19 @@ def test_two_threads_have_a_queue_each() -> None:
 
 @pytest.mark.parametrize("recomputed", [[True] * 4, [True, True, True, False], [False] * 4])
 @pytest.mark.parametrize("seed", [None, 3])
-def test_without_dependencies_the_order_is_that_of_free_nodes(
+def test_without_dependencies_tasks_are_issued_as_said(
     recomputed: list[bool], seed: int | None
 ) -> None:
-    """The engine itself takes nodes that just the data tie together in the same order."""
-    chained, free = Recorder(), Recorder()
-    x = torch.ones(2, requires_grad=True)
-    link(chained, (x,), lambda phony: in_any_order(chained, range(3), recomputed, seed, phony))(
-        [(torch.ones(1, 2),)] * 4
-    )[0].sum().backward()
-    phony = torch.empty(0, requires_grad=True)
-    newest = [phony] * 4
-    for op, i, j in reversed(chained.issued):  # as they were made
-        newest[i] = _Tasks.apply(free, [(op, i, j)], newest[i])  # type: ignore[no-untyped-call]
-    torch.autograd.backward([x.sum() for x in newest])
-    assert free.issued == chained.issued
+    """Every task once, each R before its B, and each B behind that of the next partition."""
+    recorder, x = Recorder(), torch.ones(2, requires_grad=True)
+    tasks = undirected(3, recomputed, seed)
+    link(recorder, (x,), lambda phony: in_order(recorder, tasks, phony))([(torch.ones(1, 2),)] * 4)[
+        0
+    ].sum().backward()
+    assert recorder.issued == tasks
+    assert len(set(tasks)) == len(tasks) == 3 * (4 + sum(recomputed))
+    for op, i, j in tasks:
+        before = [(Op.B, i, j + 1)] if j < 2 else []
+        if op == Op.B and recomputed[i]:
+            before.append((Op.R, i, j))
+        assert all(tasks.index(each) < tasks.index((op, i, j)) for each in before)

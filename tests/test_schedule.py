@@ -226,7 +226,7 @@ def test_custom_placement_is_read_off_the_orders() -> None:
         ([[], []], {}, ScheduleError, "needs at least one action; got none"),
         ([["0F0", "0Q0"]], {}, ArgumentError, "'0Q0' names no operation"),
         ([["0F0", "zero"]], {}, ArgumentError, "'zero' is not an action"),
-        ([["0F0", "0R0"]], {}, ScheduleError, "device 0, position 1: 0R0 is not a compute action"),
+        ([["0F0", "0STEP"]], {}, ScheduleError, "device 0, position 1: 0STEP is not a compute"),
         ([["0F0"], ["1SEND_F0"]], {}, ScheduleError, "device 1, position 0: 1SEND_F0 is not a c"),
         ([["0F"]], {}, ScheduleError, "0F is not a compute action; a schedule lists F, B, I, W"),
         ([["0F0", "2F0"]], {}, ScheduleError, "no action names stage 1; number stages from 0"),

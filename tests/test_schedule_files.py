@@ -161,7 +161,7 @@ REFUSED = {
         "row 2 (device 1), column 2: '1SENDF0' names no operation: 'SENDF'; did you mean 'SEND_F'?",
     ),
     "no micro-batch": ("0F0,0B\n", "'0B' names no micro-batch"),
-    "recompute": ("0F0,0R0,0B0\n", "'0R0' is no action that a schedule lists (F, B, I, W)"),
+    "step": ("0F0,0B0,0STEP0\n", "'0STEP0' is no action that a schedule lists (F, B, I, W, R)"),
     "long cell": ("0F0," + "0" * 200, "column 2: 200 characters are no action"),
     "other overlap": (
         "0F0,(0F1;1I0)OVERLAP_F_B",

@@ -105,7 +105,7 @@ def test_unlisted_operation() -> None:
     columns = ([Op.F, Op.B, Op.SEND_F], [0, 0, 0], [0, 0, 0])
     schedule = ps.Schedule.from_columns("mine", ps.linear(1), 1, [columns])
     message = refusal(schedule)
-    assert "position 2: 0SEND_F0 is no operation that a schedule lists (F, B, I, W)" in message
+    assert "position 2: 0SEND_F0 is no operation that a schedule lists (F, B, I, W, R)" in message
 
 
 def edited(action: Action, edit: str, schedule: ps.Schedule, data: st.DataObject) -> Action:

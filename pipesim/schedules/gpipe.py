@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipesim.autograd_engine import engine_order
 from pipesim.errors import check_count, check_name
 from pipesim.ops import Op
 from pipesim.placement import linear
@@ -32,6 +33,11 @@ def gpipe(
     For stages of equal cost and free transfers: makespan ``(m + p - 1)(f + b)``, bubble
     ``(p - 1)/(m + p - 1)``, and every device holds the activations of all ``m`` micro-batches.
 
+    With ``backward_order="autograd"``, B and R as long as F::
+
+        0 | F0 F1 F2 F3 R3 R2 .. .. .. .. B3 R1 B2 R0 B1 B0
+        1 | .. F0 F1 F2 F3 R3 R2 R1 R0 B3 B2 B1 B0 .. .. ..
+
     With ``backward_order="random"`` and ``seed=0``, where a device waits for gradients that the
     next one makes in another order, so that the makespan is longer::
 
@@ -47,11 +53,18 @@ def gpipe(
         ``"reverse"`` (last micro-batch first, as the paper and torchgpipe do), ``"forward"`` (as
         torch.distributed.pipelining does), or ``"random"``: each device in an order of its own, as
         where nothing defines it. No order deadlocks, since a gradient comes from the next device
-        whatever this one does.
+        whatever this one does. ``"autograd"``: as torch's engine takes the graph of torchgpipe
+        without its dependencies on CPUs. It is that of ``"reverse"``, and the schedule lists R: on
+        the last device all before the first B, elsewhere each before the B of the micro-batch
+        before it. Which of them are run, ``recompute`` of `pipesim.lower` says; by default, all.
+        On GPUs the engine has a thread a device, so that the order of R is a race:
+        `pipesim.autograd_orders`.
     seed
         Of the random orders, a whole number from 0; the same one gives the same orders.
     """
-    check_name("backward_order", backward_order, ("reverse", "forward", "random"))
+    check_name("backward_order", backward_order, ("reverse", "forward", "random", "autograd"))
+    if backward_order == "autograd":
+        return _by_autograd(n_devices, n_microbatches)
     random = np.random.default_rng(check_count("seed", seed, minimum=0))
     forward = np.arange(n_microbatches)
     if backward_order == "random":
@@ -66,5 +79,27 @@ def gpipe(
         (
             (ops, np.full(len(ops), device), np.concatenate([forward, backward]))
             for device, backward in enumerate(backwards)
+        ),
+    )
+
+
+def _by_autograd(n_devices: int, n_microbatches: int) -> Schedule:
+    """Build the order that torch's engine takes, with R of each micro-batch."""
+    forward = np.arange(n_microbatches)
+    listed: list[list[tuple[int, int]]] = [[] for _ in range(n_devices)]
+    for action in engine_order(n_devices, [True] * n_microbatches):
+        listed[action.stage].append((action.op, action.microbatch or 0))
+    backward = [np.array(actions).T for actions in listed]
+    return Schedule.from_columns(
+        "gpipe",
+        linear(n_devices),
+        n_microbatches,
+        (
+            (
+                np.concatenate([np.full_like(forward, Op.F), ops]),
+                np.full(3 * n_microbatches, device),
+                np.concatenate([forward, microbatches]),
+            )
+            for device, (ops, microbatches) in enumerate(backward)
         ),
     )

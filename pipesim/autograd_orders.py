@@ -1,0 +1,270 @@
+"""Orders that torch's autograd engine may take where its threads race: the best and the worst."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.autograd_engine import engine_order
+from pipesim.costs import Costs
+from pipesim.errors import ArgumentError, check_count, check_name
+from pipesim.lower import RECOMPUTE, Recompute, lower
+from pipesim.ops import Action, Op
+from pipesim.placement import linear
+from pipesim.schedule import Schedule
+from pipesim.simulate import simulate
+from pipesim.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["AutogradOrders", "autograd_orders"]
+
+RecomputeThread = Literal["device", "caller"]
+#: Of one device: which comes next, an R (True) or a B.
+_Steps = tuple[bool, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class AutogradOrders:
+    """Orders of a backward that nothing orders, and what each takes; `autograd_orders` makes it.
+
+    Attributes
+    ----------
+    schedules
+        Of each order that was simulated; the first is the one that a CPU's engine takes.
+    timelines
+        One a schedule.
+    n_possible
+        Number of orders that there are.
+    """
+
+    schedules: tuple[Schedule, ...]
+    timelines: tuple[Timeline, ...]
+    n_possible: int
+
+    @property
+    def is_exhaustive(self) -> bool:
+        """Whether every possible order was simulated; best and worst are of those that were."""
+        return len(self.schedules) == self.n_possible
+
+    @cached_property
+    def makespans(self) -> NDArray[np.float64]:
+        """Seconds of each order; shape ``(len(schedules),)``."""
+        return np.array([timeline.makespan for timeline in self.timelines])
+
+    @cached_property
+    def peak_memory(self) -> NDArray[np.float64]:
+        """Bytes of the fullest device in each order; shape ``(len(schedules),)``."""
+        return np.array([timeline.peak_memory.max() for timeline in self.timelines])
+
+    @property
+    def best(self) -> Timeline:
+        """The fastest."""
+        return self.timelines[int(self.makespans.argmin())]
+
+    @property
+    def worst(self) -> Timeline:
+        """The slowest."""
+        return self.timelines[int(self.makespans.argmax())]
+
+    @property
+    def spread(self) -> float:
+        """By which share of the fastest makespan the slowest is longer."""
+        return float(self.makespans.max() / self.makespans.min() - 1)
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row each for the fastest, the median, the slowest and the CPU's order.
+
+        Columns: ``makespan`` (s), ``peak_memory`` (bytes of the fullest device).
+        """
+        import pandas as pd
+
+        ranked = np.argsort(self.makespans, kind="stable")
+        rows = {
+            "best": ranked[0], "median": ranked[(len(ranked) - 1) // 2], "worst": ranked[-1],
+            "on a CPU": 0,
+        }  # fmt: skip
+        columns = {"makespan": self.makespans, "peak_memory": self.peak_memory}
+        chosen = {name: values[list(rows.values())] for name, values in columns.items()}
+        return pd.DataFrame(chosen, index=list(rows))
+
+    def __repr__(self) -> str:
+        of = "all" if self.is_exhaustive else f"of {self.n_possible:.3g}"
+        return (
+            f"<AutogradOrders: {len(self.schedules)} orders ({of}), makespan "
+            f"{self.makespans.min():.6g} to {self.makespans.max():.6g} s>"
+        )
+
+    def _repr_html_(self) -> str:
+        html: str = self.table.to_html()
+        return html
+
+
+def autograd_orders(
+    n_devices: int,
+    n_microbatches: int,
+    costs: Costs,
+    *,
+    recompute: Recompute = "always",
+    recompute_thread: RecomputeThread = "device",
+    n_orders: int = 200,
+    seed: int = 0,
+    **lowering: Any,
+) -> AutogradOrders:
+    """Simulate orders that the backward of GPipe may take on GPUs if nothing orders it.
+
+    On GPUs torch's engine has a thread a device, which takes the newest of the nodes that are
+    ready. Gradients come from the thread of the next device, so that which are there is a race.
+    Whatever its outcome, backwards of a device come newest first, and so do recomputes, which are
+    newer than any backward; but how many recomputes a device is ahead depends on the race. So a
+    device's orders are all those in which R and B are in order and each R is before its B: with m
+    of them, ``C(2m, m) / (m + 1)``, Catalan's number. On the last device all gradients are there at
+    once, so that all R come first.
+
+    This is a model of the engine (torch/csrc/autograd/engine.cpp), checked against torch on CPUs,
+    where nothing races (`pipesim.schedule` with ``backward_order="autograd"``), not on GPUs.
+
+    Parameters
+    ----------
+    n_devices, n_microbatches
+        Of the pipeline, a stage a device.
+    costs
+        Of its tasks.
+    recompute
+        Which micro-batches are recomputed, as for `lower`.
+    recompute_thread
+        Which thread runs a recompute: that of its ``"device"``, as in torch 2.13, which queues a
+        node by its device; or the ``"caller"``'s of backward, as in torch 1, which queued it by the
+        device of its gradients: a recompute of torchgpipe has none. Then recomputes race with
+        backwards on the last device too.
+    n_orders
+        How many to simulate at most: all if there are no more, else the extremes (each R right
+        before its B; all R first; the CPU's order), and others drawn evenly.
+    seed
+        Of the drawn ones.
+    **lowering
+        Further arguments of `lower`, such as ``overlap=False, recompute_waits=True`` for
+        torchgpipe's default streams.
+
+    Raises
+    ------
+    ArgumentError
+        For counts below 1, and for arguments that `lower` refuses.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> costs = ps.Costs(forward=1, backward=2, output_bytes=1, network=ps.Network(bandwidth=1))
+    >>> waits = {"overlap": False, "rendezvous": True, "recompute_waits": True}
+    >>> orders = ps.autograd_orders(3, 4, costs, **waits)
+    >>> orders
+    <AutogradOrders: 196 orders (all), makespan 43 to 52 s>
+    """
+    n, m = check_count("n_devices", n_devices), check_count("n_microbatches", n_microbatches)
+    check_name("recompute mode", recompute, RECOMPUTE)
+    check_name("recompute_thread", recompute_thread, ("device", "caller"))
+    check_count("n_orders", n_orders)
+    generator = np.random.default_rng(check_count("seed", seed, minimum=0))
+    if "recompute_first" in lowering:
+        raise ArgumentError("autograd_orders says when R runs; leave recompute_first out")
+    n_recomputed = {"always": m, "except_last": m - 1, "never": 0}[recompute]
+    races = n if recompute_thread == "caller" else n - 1
+    n_possible = (_catalan(m) if n_recomputed else 1) ** races
+    last = (_first(m, n_recomputed),) * (n - races)
+    different = dict.fromkeys([_by_cpu(n, m, n_recomputed)])
+    for orders in _chosen(m, n_recomputed, races, n_possible <= n_orders, generator):
+        if len(different) == min(n_orders, n_possible):
+            break
+        different.setdefault((*orders, *last))
+    schedules = tuple(_schedule(orders, m, n_recomputed) for orders in different)
+    timelines = tuple(simulate(lower(each, **lowering), costs) for each in schedules)
+    return AutogradOrders(schedules, timelines, n_possible)
+
+
+def _chosen(
+    m: int, n_recomputed: int, races: int, every: bool, generator: np.random.Generator
+) -> Iterator[tuple[_Steps, ...]]:
+    """Yield the orders of devices that race: ``every`` one, or the extremes and drawn ones."""
+    if every:
+        yield from itertools.product(list(_steps(m, n_recomputed)), repeat=races)
+        return
+    yield (_nearest(m, n_recomputed),) * races
+    yield (_first(m, n_recomputed),) * races
+    while True:
+        yield tuple(_drawn(m, n_recomputed, generator) for _ in range(races))
+
+
+def _catalan(m: int) -> int:
+    return math.comb(2 * m, m) // (m + 1)
+
+
+def _steps(m: int, n_recomputed: int) -> Iterator[_Steps]:
+    """Yield every order of a device: at no point more B than R, but for what is not recomputed."""
+    spare = m - n_recomputed
+
+    def extended(steps: _Steps, n_r: int, n_b: int) -> Iterator[_Steps]:
+        if n_r == n_recomputed and n_b == m:
+            yield steps
+        if n_r < n_recomputed:
+            yield from extended((*steps, True), n_r + 1, n_b)
+        if n_b < min(m, n_r + spare):
+            yield from extended((*steps, False), n_r, n_b + 1)
+
+    return extended((), 0, 0)
+
+
+def _drawn(m: int, n_recomputed: int, generator: np.random.Generator) -> _Steps:
+    """Draw one of a device's orders, each as likely as the others.
+
+    By the cycle lemma: of the rotations of a shuffled row of m R and m + 1 B one alone has, before
+    its last B, at no point more B than R.
+    """
+    if not n_recomputed:
+        return (False,) * m
+    row = generator.permutation([1] * m + [-1] * (m + 1))
+    first = int(np.cumsum(row).argmin()) + 1
+    steps = tuple(bool(x > 0) for x in np.roll(row, -first)[:-1].tolist())
+    # A first R that is not run leaves a B that may come at any time.
+    return steps[m - n_recomputed :]
+
+
+def _nearest(m: int, n_recomputed: int) -> _Steps:
+    """Return the order in which each R is right before its B."""
+    return (False,) * (m - n_recomputed) + (True, False) * n_recomputed
+
+
+def _first(m: int, n_recomputed: int) -> _Steps:
+    """Return the order in which all R come first."""
+    return (True,) * n_recomputed + (False,) * m
+
+
+def _by_cpu(n: int, m: int, n_recomputed: int) -> tuple[_Steps, ...]:
+    """Return the orders that the engine takes on a CPU."""
+    order = engine_order(n, [i < n_recomputed for i in range(m)])
+    return tuple(tuple(a.op == Op.R for a in order if a.stage == stage) for stage in range(n))
+
+
+def _schedule(orders: Sequence[_Steps], m: int, n_recomputed: int) -> Schedule:
+    """Return GPipe's forwards and these backwards."""
+
+    def actions(stage: int, steps: _Steps) -> Iterator[Action]:
+        yield from (Action(stage, Op.F, i) for i in range(m))
+        recomputes, backwards = iter(range(n_recomputed)[::-1]), iter(range(m)[::-1])
+        for is_r in steps:
+            yield Action(stage, *((Op.R, next(recomputes)) if is_r else (Op.B, next(backwards))))
+
+    return Schedule.from_orders(
+        [list(actions(stage, steps)) for stage, steps in enumerate(orders)],
+        placement=linear(len(orders)),
+        n_microbatches=m,
+        name="gpipe",
+    )

@@ -1,0 +1,158 @@
+"""Which micro-batches are recomputed, and where each R comes in its device's order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.csr import Ints
+from pipesim.errors import ArgumentError
+from pipesim.ops import Op
+from pipesim.schedule import Schedule
+from pipesim.tasks import Kinds, StreamKind
+
+__all__ = ["RECOMPUTE", "Chosen", "Recompute", "recompute_label", "with_chosen", "with_recomputes"]
+
+#: Which micro-batches are recomputed; of a graph, also those that its schedule lists.
+Recompute = Literal["never", "always", "except_last"]
+Chosen = Recompute | Literal["listed"]
+RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "except_last")
+
+_BACKWARD = frozenset({Op.B, Op.I})
+
+
+def with_chosen(schedule: Schedule, recompute: Chosen, sharded: tuple[int, ...]) -> Schedule:
+    """Return the schedule without the R that it lists but that are not to be run.
+
+    ``recompute`` is that of `pipesim.lower`; ``"listed"`` keeps all but those of sharded stages.
+    """
+    listed = schedule.op == Op.R
+    if not listed.any():
+        return schedule
+    kept = ~listed | (_is_recomputed(schedule, recompute) & ~np.isin(schedule.stage, sharded))
+    n_before = np.concatenate([[0], np.cumsum(kept)])
+    return replace(
+        schedule,
+        op=schedule.op[kept],
+        stage=schedule.stage[kept],
+        microbatch=schedule.microbatch[kept],
+        ptr=n_before[schedule.ptr],
+        overlapped=None if schedule.overlapped is None else schedule.overlapped[kept],
+    )
+
+
+def _is_recomputed(schedule: Schedule, recompute: Chosen) -> NDArray[np.bool_]:
+    """Mark the actions whose micro-batch is recomputed in a mode."""
+    if recompute == "except_last":
+        early: NDArray[np.bool_] = schedule.microbatch != schedule.n_microbatches - 1
+        return early
+    return np.full(len(schedule), recompute != "never")
+
+
+def recompute_label(schedule: Schedule, recompute: Chosen) -> str:
+    """Return what a graph says of its recomputes: a mode, or ``"some"``.
+
+    The schedule is that of `with_chosen`.
+    """
+    if recompute != "listed":
+        return recompute
+    forward, listed = schedule.op == Op.F, schedule.op == Op.R
+    for mode in RECOMPUTE:
+        if (
+            np.count_nonzero(forward & _is_recomputed(schedule, mode)) == np.count_nonzero(listed)
+            and not (listed & ~_is_recomputed(schedule, mode)).any()
+        ):
+            return mode
+    return "some"
+
+
+def with_recomputes(
+    schedule: Schedule,
+    kinds: Kinds,
+    kind: NDArray[np.int32],
+    recompute: Chosen,
+    sharded: tuple[int, ...],
+    *,
+    first: bool,
+) -> tuple[Kinds, Ints, NDArray[np.int32], Ints]:
+    """Return the R that a schedule does not list: all kinds, and kind, micro-batch, place of each.
+
+    An R is put in front of the action at its place: its own backward, or with ``first`` the first
+    backward of its stage.
+
+    Raises
+    ------
+    ArgumentError
+        For ``first`` where a forward comes after a backward, or where the schedule lists R.
+    """
+    recomputes = (schedule.op == Op.R).any()
+    if first and recomputes:
+        raise ArgumentError(
+            f"recompute_first=True, but schedule {schedule.name!r} lists its recomputes; leave "
+            "recompute_first out, or take a schedule that lists none"
+        )
+    none = np.empty(0, dtype=np.int64)
+    if recompute in ("listed", "never"):
+        return kinds, none, none.astype(np.int32), none
+    backward = np.flatnonzero(kinds.is_op(_BACKWARD) & ~np.isin(kinds.stage, sharded))
+    kinds, r_of = _recompute_kinds(kinds, backward)
+    marked = np.zeros(len(kinds), dtype=bool)
+    marked[backward] = True
+    before = np.flatnonzero(marked[kind] & _is_recomputed(schedule, recompute))
+    if recomputes:
+        cell = schedule.stage * np.int64(schedule.n_microbatches) + schedule.microbatch
+        before = before[~np.isin(cell[before], cell[schedule.op == Op.R])]
+    turns = _first_backwards(schedule, kinds, kind, before) if first else before
+    places: Ints = turns - kinds.overlapped[kind[turns]]  # not between the halves of one action
+    return kinds, r_of[kind[before]], schedule.microbatch[before], places
+
+
+def _recompute_kinds(kinds: Kinds, backward: Ints) -> tuple[Kinds, Ints]:
+    """Add the kinds of R of some kinds of backward, unless they are there; return that of each."""
+    places = zip(kinds.stage.tolist(), kinds.replica.tolist(), kinds.op.tolist(), strict=True)
+    known = {(s, r): number for number, (s, r, op) in enumerate(places) if op == Op.R}
+    r_of = np.full(len(kinds), -1, dtype=np.int32)
+    added: list[int] = []
+    for number in backward.tolist():
+        place = int(kinds.stage[number]), int(kinds.replica[number])
+        if place not in known:
+            known[place] = len(kinds) + len(added)
+            added.append(number)
+        r_of[number] = known[place]
+    new = Kinds(
+        op=np.full(len(added), Op.R),
+        device=kinds.device[added],
+        stage=kinds.stage[added],
+        replica=kinds.replica[added],
+        stream=np.full(len(added), StreamKind.COMPUTE),
+    )
+    return kinds.joined(new), r_of
+
+
+def _first_backwards(
+    schedule: Schedule, kinds: Kinds, kind: NDArray[np.int32], before: Ints
+) -> Ints:
+    """Return the first backward of the stage of each, for which all their forwards must be early.
+
+    ``before`` are the backwards that an R comes before.
+    """
+    place = (kinds.replica * schedule.n_stages + kinds.stage)[kind]
+    first = np.full(int(place.max()) + 1, len(kind))
+    backward = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.I}))[kind])
+    np.minimum.at(first, place[backward], backward)
+    cell = place * np.int64(schedule.n_microbatches) + schedule.microbatch
+    forward = np.flatnonzero(kinds.op[kind] == Op.F)
+    forward = forward[forward > first[place[forward]]]
+    for late in forward[np.isin(cell[forward], cell[before])][:1].tolist():
+        device, position = schedule.place(late)
+        raise ArgumentError(
+            f"recompute_first=True, but in schedule {schedule.name!r} device {device}, position "
+            f"{position}: {schedule.orders[device][position]} comes after the first backward of "
+            "its stage, so that not every R can come before that; leave recompute_first out, or "
+            "take a schedule with all forwards first, such as 'gpipe'"
+        )
+    turns: Ints = first[place[before]]
+    return turns
