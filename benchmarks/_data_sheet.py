@@ -43,21 +43,33 @@ def reached(part: float) -> Machine:
     return Machine(P40.scaled(part), PCIE * part)
 
 
+def costs_of(row: Row, machine: Machine) -> ps.Costs:
+    """Return what a row's tasks and messages take."""
+    layers = row.layers(row.batch // row.n_microbatches)
+    ports = ps.Nodes(len(row.balance), port_latency=LATENCY, port_bandwidth=machine.link)
+    costs = layers.costs(row.balance, machine.device, network=ps.Network(nodes=ports))
+    skips = layers.skip_bytes(row.balance)
+    return replace(costs, skip_bytes=skips) if skips else costs
+
+
+def skips_of(costs: ps.Costs) -> dict[tuple[int, int], float]:
+    """Return the bytes of each skip; none where no skips have bytes."""
+    return dict(costs.skip_sizes) if isinstance(costs.skip_sizes, tuple) else {}
+
+
 def predict(row: Row, machine: Machine) -> Figures:
     """Return the figures of a row's simulated step."""
-    n, m = len(row.balance), row.n_microbatches
-    layers = row.layers(row.batch // m)
-    ports = ps.Nodes(n, port_latency=LATENCY, port_bandwidth=machine.link)
-    network = ps.Network(nodes=ports)
-    costs = layers.costs(row.balance, machine.device, network=network)
-    skips = layers.skip_bytes(row.balance)
-    if skips:
-        costs = replace(costs, skip_bytes=skips)
+    n, m, costs = len(row.balance), row.n_microbatches, costs_of(row, machine)
     graph = ps.lower(
-        ps.schedule("gpipe", n, m), recompute=row.recompute, step="none", skips=skips,
-        **row.switches,
+        ps.schedule("gpipe", n, m), recompute=row.recompute, step="none",
+        skips=skips_of(costs), **row.switches,
     )  # fmt: skip
-    timeline = ps.simulate(graph, costs)
+    return figures(row, costs, ps.simulate(graph, costs))
+
+
+def figures(row: Row, costs: ps.Costs, timeline: ps.Timeline) -> Figures:
+    """Return the figures of a simulated step."""
+    n, m = len(row.balance), row.n_microbatches
     recomputed = m if row.recompute == "always" else m - 1
     forward, backward = costs.per_stage("forward", n), costs.per_stage("backward", n)
     computed = (forward * (m + recomputed) + backward * m).sum()

@@ -2,7 +2,10 @@
 
 What each row of the ablation does (torchgpipe's benchmarks/unet-timeline/main.py):
 
-- without dependencies, autograd runs every recompute of a stage before its first backward;
+- without dependencies, the order of the backward is that of autograd's threads, a race on GPUs
+  (`pipesim.autograd_orders`). Taken here is the slowest, with every recompute of a stage before its
+  first backward: a model, not a fact. On a CPU the engine does so in the last stage alone. For the
+  model speaks the published memory, which is near what this order holds, and far from others';
 - without streams, copies are on the default streams of both GPUs, which both wait for a copy to
   begin and to end: no overlap, and rendezvous. The copy of a gradient is issued before the
   recompute, which so waits for it;

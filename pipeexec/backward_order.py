@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +39,8 @@ from torch.autograd.function import once_differentiable
 
 from pipesim.autograd_engine import engine_order
 from pipesim.errors import ExecutionError
-from pipesim.ops import Op
+from pipesim.ops import Action, Op, Overlapped
+from pipesim.schedule import Schedule
 
 __all__ = ["Backward", "Task", "in_cycles", "in_order", "joined", "link", "undirected"]
 
@@ -90,14 +91,23 @@ def in_order(backward: Backward, tasks: Sequence[Task], phony: Tensor) -> Tensor
     return phony
 
 
-def undirected(n_partitions: int, recomputed: Sequence[bool], seed: int | None) -> list[Task]:
+def undirected(
+    n_partitions: int,
+    recomputed: Sequence[bool],
+    seed: int | None = None,
+    schedule: Schedule | None = None,
+) -> list[Task]:
     """Return the tasks of a backward that nothing orders, in the order of the engine on a CPU.
 
-    With a ``seed`` the micro-batches of each partition are shuffled instead: first all its R, then
-    all its B, from the last partition to the first.
+    With a ``schedule`` those of each partition are in its order instead. With a ``seed`` the
+    micro-batches of each partition are shuffled: first all its R, then all its B. Both are from the
+    last partition to the first.
     """
+    if schedule is not None:
+        orders = schedule.orders[::-1]
+        return [task for order in orders for task in _listed(order, recomputed)]
     if seed is None:
-        order = engine_order(n_partitions, recomputed)
+        order = engine_order(n_partitions, len(recomputed), sum(recomputed))
         return [(each.op, each.microbatch or 0, each.stage) for each in order]
     draws = random.Random(seed)
     tasks: list[Task] = []
@@ -107,6 +117,19 @@ def undirected(n_partitions: int, recomputed: Sequence[bool], seed: int | None) 
         tasks += [(Op.B, i, j) for i in microbatches]
         tasks += [(Op.R, i, j) for i in microbatches if recomputed[i]]
     return tasks[::-1]
+
+
+def _listed(order: Iterable[Action | Overlapped], recomputed: Sequence[bool]) -> Iterator[Task]:
+    """Yield R and B of a partition; an R that is not listed comes right before its B."""
+    left = {i for i, again in enumerate(recomputed) if again}
+    for action in order:
+        assert isinstance(action, Action)
+        i = action.microbatch or 0
+        if action.op in (Op.R, Op.B) and i in left:
+            left.remove(i)
+            yield Op.R, i, action.stage
+        if action.op == Op.B:
+            yield Op.B, i, action.stage
 
 
 def link(

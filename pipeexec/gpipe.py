@@ -20,9 +20,11 @@ from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices import make_devices
 from pipeexec.gpipe_arguments import (
     Place,
+    check_microbatches,
     check_module,
     checked_balance,
     checked_input,
+    checked_order,
     chosen,
 )
 from pipeexec.gpipe_call import CALLER, COMPUTE, WORTH_A_THREAD, Call
@@ -44,6 +46,7 @@ from pipesim.errors import (
 )
 from pipesim.graph import TaskGraph
 from pipesim.lower import RECOMPUTE, Recompute
+from pipesim.schedule import Schedule
 from pipesim.timeline import Timeline
 
 __all__ = ["GPipe"]
@@ -89,6 +92,9 @@ class GPipe(nn.Module):
     backward_seed
         Where nothing orders the backward, draw the order at random; None for the order that
         autograd takes of torchgpipe's graph on CPUs (`pipesim.schedule`, ``"autograd"``).
+    backward_order
+        Where nothing orders the backward, a schedule whose R and B of each stage to follow, such as
+        one of `pipesim.autograd_orders`. Of as many micro-batches as there are.
     threads
         Whether partitions on CPUs compute in threads of their own, or all in the caller's. By
         default in threads on devices of `workers`, and where forwards take more than 0.3 ms: with
@@ -129,6 +135,7 @@ class GPipe(nn.Module):
         portals: bool = True,
         recompute_waits: bool = False,
         backward_seed: int | None = None,
+        backward_order: Schedule | None = None,
         threads: bool | None = None,
     ) -> None:
         super().__init__()
@@ -153,6 +160,11 @@ class GPipe(nn.Module):
             check_flag("threads", threads)
         if backward_seed is not None:
             check_count("backward_seed", backward_seed, 0)
+        if backward_order is not None and (dependencies or backward_seed is not None):
+            raise ArgumentError(
+                "backward_order is for a backward that nothing else orders; give "
+                "dependencies=False with it, and no backward_seed"
+            )
         check_module(module)
         verify_skippables(module)
         if deferred_batch_norm:
@@ -169,6 +181,7 @@ class GPipe(nn.Module):
         self._dependencies, self._copy_streams = dependencies, copy_streams
         self._portals, self._backward_seed = portals, backward_seed
         self._recompute_waits = recompute_waits
+        self._backward_order = checked_order(backward_order, len(self.balance))
         self.threads = threads
         self._others_draw = False  # from the process's generator, while this runs
         self._machine: Machine | None = None
@@ -244,6 +257,7 @@ class GPipe(nn.Module):
         assert machine is not None
         chunks = check_count("chunks", self.chunks)
         microbatches = list(zip(*(x.detach().chunk(chunks) for x in inputs), strict=True))
+        check_microbatches(self._backward_order, len(microbatches))
         recomputed, tracked = self._recomputed(len(microbatches)), self._tracked(inputs)
         for norm in self._batch_norms if self.training else ():
             norm.begin(len(microbatches))
@@ -339,6 +353,7 @@ class GPipe(nn.Module):
             self._copy_streams,
             self._backward_seed,
             self._recompute_waits,
+            self._backward_order,
         )
 
     # What it is to the simulator
@@ -353,7 +368,10 @@ class GPipe(nn.Module):
             raise ArgumentError(f"batch_size must be below 2**63, got {batch_size}")
         m = len(torch.empty(batch_size, 0).chunk(self.chunks))
         recomputed, n = self._recomputed(m), len(self.balance)
-        tasks = [] if self._dependencies else undirected(n, recomputed, self._backward_seed)
+        if self._dependencies:
+            return self._graph(recomputed, [])
+        check_microbatches(self._backward_order, m)
+        tasks = undirected(n, recomputed, self._backward_seed, self._backward_order)
         return self._graph(recomputed, tasks)
 
     def _graph(self, recomputed: list[bool], tasks: Iterable[Task]) -> TaskGraph:

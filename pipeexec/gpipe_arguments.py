@@ -9,9 +9,27 @@ from torch import Tensor, nn
 
 from pipeexec.batches import check_dense
 from pipeexec.devices import CpuDevice, CudaDevice, parse
-from pipesim.errors import ArgumentError, ArgumentTypeError, TooFewDevicesError, check_list
+from pipesim.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    TooFewDevicesError,
+    check_list,
+    check_type,
+)
+from pipesim.ops import Op
+from pipesim.placement import linear
+from pipesim.schedule import Schedule
+from pipesim.verify import verify
 
-__all__ = ["Place", "check_module", "checked_balance", "checked_input", "chosen"]
+__all__ = [
+    "Place",
+    "check_microbatches",
+    "check_module",
+    "checked_balance",
+    "checked_input",
+    "checked_order",
+    "chosen",
+]
 
 _Made = CpuDevice | CudaDevice
 Place = torch.device | int | str | _Made
@@ -42,6 +60,42 @@ def check_module(module: object) -> None:
     if len(list(module.parameters())) != n_of_children:
         raise ArgumentError(
             "module with duplicate parameters in distinct children is not supported"
+        )
+
+
+def checked_order(order: Schedule | None, n_partitions: int) -> Schedule | None:
+    """Return a schedule whose backwards partitions can follow.
+
+    Raises
+    ------
+    ArgumentError
+        For a schedule of other stages, or with split or overlapped backwards.
+    ScheduleError
+        For one that cannot run.
+    """
+    if order is None:
+        return None
+    check_type("backward_order", order, Schedule)
+    if order.placement != linear(n_partitions):
+        raise ArgumentError(
+            f"backward_order is a schedule of {order.n_stages} stages on {order.n_devices} "
+            f"devices, but there are {n_partitions} partitions; give one of a stage a partition"
+        )
+    if order.overlapped is not None or set(order.op.tolist()) & {Op.I, Op.W}:
+        raise ArgumentError(
+            f"backward_order is schedule {order.name!r}, whose backwards are split or overlap "
+            "forwards; give one of F, B and R, such as 'gpipe'"
+        )
+    verify(order)
+    return order
+
+
+def check_microbatches(order: Schedule | None, n_microbatches: int) -> None:
+    """Raise `ArgumentError` if an order is of another number of micro-batches."""
+    if order is not None and order.n_microbatches != n_microbatches:
+        raise ArgumentError(
+            f"backward_order is of {order.n_microbatches} micro-batches, but the mini-batch makes "
+            f"{n_microbatches}; give a schedule of as many, or a mini-batch of more samples"
         )
 
 

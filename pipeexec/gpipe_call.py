@@ -132,7 +132,7 @@ class Call:
             cycles = clock_cycles(len(recomputed), len(machine.stages))
             kept = [[cell for cell in cycle if cell[1] in tracked] for cycle in cycles]
             return link(self, inputs, partial(in_cycles, self, kept, recomputed))
-        tasks = undirected(len(machine.stages), recomputed, machine.seed)
+        tasks = undirected(len(machine.stages), recomputed, machine.seed, machine.schedule)
         kept_tasks = [task for task in tasks if task[2] in tracked]
         return link(self, inputs, partial(in_order, self, kept_tasks))
 

@@ -25,6 +25,7 @@ from pipeexec.stage import Stage
 from pipeexec.streams import Stream
 from pipeexec.thread_settings import thread_settings
 from pipesim.ops import Op
+from pipesim.schedule import Schedule
 
 __all__ = ["Done", "Machine", "Tensors", "Work"]
 
@@ -56,6 +57,8 @@ class Machine(NamedTuple):
         Of the order of the backward, where there are no dependencies; None for autograd's own.
     recompute_waits
         Whether a gradient is received before the R of its micro-batch.
+    schedule
+        The order of the backward, where there are no dependencies; None for autograd's own.
     """
 
     stages: Sequence[Stage]
@@ -69,6 +72,7 @@ class Machine(NamedTuple):
     copy_streams: bool = True
     seed: int | None = None
     recompute_waits: bool = False
+    schedule: Schedule | None = None
 
     def draws(self, unknown: bool) -> bool:
         """Return whether a forward draws random numbers; ``unknown`` where nothing is known."""

@@ -11,19 +11,21 @@ ready so comes before any backward.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipesim.capacity import check_memory
 from pipesim.ops import Action, Op
 
 __all__ = ["engine_order"]
 
 #: The thread that made a node; of two nodes, that of the caller's thread has the larger number.
 _WORKER, _CALLER = range(2)
+#: Of the nodes of a stage and micro-batch, at most.
+_BYTES_PER_CELL = 2000
 
 
 def engine_order(
-    n_stages: int, recomputed: Sequence[bool], *, dependencies: bool = False
+    n_stages: int, n_microbatches: int, n_recomputed: int, *, dependencies: bool = False
 ) -> list[Action]:
     """Return the order of R and B in the backward of torchgpipe 0.0.7 on CPUs.
 
@@ -34,10 +36,10 @@ def engine_order(
 
     Parameters
     ----------
-    n_stages
+    n_stages, n_microbatches
         One or more.
-    recomputed
-        Whether each micro-batch is recomputed, of the first one first.
+    n_recomputed
+        How many micro-batches are recomputed: the first ones.
     dependencies
         Whether torchgpipe's fork and join put the micro-batches in order (arXiv 2004.09910,
         section 3.2.1).
@@ -47,8 +49,18 @@ def engine_order(
     list
         All R and B, in the order in which the engine runs them: that of every step but the first of
         a process, where the caller's thread may have made fewer nodes than the worker.
+
+    Raises
+    ------
+    CapacityError
+        If the nodes would not fit in memory.
     """
-    graph = _forward(n_stages, recomputed, dependencies)
+    check_memory(
+        f"autograd's graph of {n_stages} stages and {n_microbatches} micro-batches",
+        n_stages * n_microbatches * _BYTES_PER_CELL,
+        "take fewer",
+    )
+    graph = _forward(n_stages, n_microbatches, n_recomputed, dependencies)
     waits = [0] * len(graph)
     for node in graph:
         for other in node.inputs:
@@ -100,9 +112,8 @@ class _Graph(list[_Node]):
         return len(self) - 1
 
 
-def _forward(n: int, recomputed: Sequence[bool], dependencies: bool) -> _Graph:
+def _forward(n: int, m: int, n_recomputed: int, dependencies: bool) -> _Graph:
     """Make the nodes of torchgpipe's forward (its ``pipeline.py``), a clock cycle at a time."""
-    m = len(recomputed)
     graph = _Graph(m)
     for cycle in range(m + n - 1):
         cells = [(cycle - j, j) for j in range(max(1 + cycle - m, 0), min(1 + cycle, n))]
@@ -119,7 +130,7 @@ def _forward(n: int, recomputed: Sequence[bool], dependencies: bool) -> _Graph:
         for i, j in cells:
             if j < n - 1:
                 graph.extend_lane(i)  # the next copy waits for compute
-            if recomputed[i]:
+            if i < n_recomputed:
                 fork = graph.extend_lane(i)
                 graph.append(_Node(_CALLER, (fork,), Action(j, Op.R, i)))
                 graph.extend_lane(i, also=(len(graph) - 1,))  # the join

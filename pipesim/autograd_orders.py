@@ -43,12 +43,12 @@ class AutogradOrders:
     timelines
         One a schedule.
     n_possible
-        Number of orders that there are.
+        Number of orders that there are: exact up to 2 ** 43, infinity above 1e308.
     """
 
     schedules: tuple[Schedule, ...]
     timelines: tuple[Timeline, ...]
-    n_possible: int
+    n_possible: float
 
     @property
     def is_exhaustive(self) -> bool:
@@ -178,11 +178,11 @@ def autograd_orders(
         raise ArgumentError("autograd_orders says when R runs; leave recompute_first out")
     n_recomputed = {"always": m, "except_last": m - 1, "never": 0}[recompute]
     races = n if recompute_thread == "caller" else n - 1
-    n_possible = (_catalan(m) if n_recomputed else 1) ** races
-    last = (_first(m, n_recomputed),) * (n - races)
     different = dict.fromkeys([_by_cpu(n, m, n_recomputed)])
+    n_possible = _n_possible(m if n_recomputed else 0, races)
+    last = (_first(m, n_recomputed),) * (n - races)
     for orders in _chosen(m, n_recomputed, races, n_possible <= n_orders, generator):
-        if len(different) == min(n_orders, n_possible):
+        if len(different) >= min(n_orders, n_possible):
             break
         different.setdefault((*orders, *last))
     schedules = tuple(_schedule(orders, m, n_recomputed) for orders in different)
@@ -203,8 +203,12 @@ def _chosen(
         yield tuple(_drawn(m, n_recomputed, generator) for _ in range(races))
 
 
-def _catalan(m: int) -> int:
-    return math.comb(2 * m, m) // (m + 1)
+def _n_possible(m: int, races: int) -> float:
+    """Return a power of Catalan's number."""
+    log = races * (math.lgamma(2 * m + 1) - 2 * math.lgamma(m + 1) - math.log(m + 1))
+    if log < 30:
+        return int((math.comb(2 * m, m) // (m + 1)) ** races)
+    return math.exp(log) if log < 709 else math.inf
 
 
 def _steps(m: int, n_recomputed: int) -> Iterator[_Steps]:
@@ -249,7 +253,7 @@ def _first(m: int, n_recomputed: int) -> _Steps:
 
 def _by_cpu(n: int, m: int, n_recomputed: int) -> tuple[_Steps, ...]:
     """Return the orders that the engine takes on a CPU."""
-    order = engine_order(n, [i < n_recomputed for i in range(m)])
+    order = engine_order(n, m, n_recomputed)
     return tuple(tuple(a.op == Op.R for a in order if a.stage == stage) for stage in range(n))
 
 

@@ -130,7 +130,7 @@ def _of_kinds(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
         for name in ("activation_bytes", "weight_grad_bytes")
     )
     inputs = np.concatenate([[0.0], costs.per_stage("output_bytes", graph.n_stages)[:-1]])
-    inputs += input_bytes(graph.n_stages, graph.skips, graph.portals, costs.skip_sizes)
+    inputs += input_bytes(graph.n_stages, graph.skips, costs.skip_sizes)
     kept_input = np.minimum(inputs[kinds.stage], activation)
     zero = np.zeros(len(kinds))
 

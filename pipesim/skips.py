@@ -223,13 +223,13 @@ def message_bytes(
 
 
 def input_bytes(
-    n_stages: int, skips: tuple[Skip, ...], portals: bool, skip_bytes: SkipBytes | None
+    n_stages: int, skips: tuple[Skip, ...], skip_bytes: SkipBytes | None
 ) -> NDArray[np.float64]:
     """Return what skips add to the input of each stage; shape ``(n_stages,)``.
 
-    Without portals, what a stage passes on is among it.
+    Without portals, what a stage passes on is not among it: no recompute needs it.
     """
     sizes, nbytes = _sizes(skip_bytes, skips), np.zeros(n_stages)
-    for (_, target), members in carried(skips, portals).items():
-        nbytes[target] += sizes[members].sum()
+    for (_, target), size in zip(skips, sizes, strict=True):
+        nbytes[target] += size
     return nbytes

@@ -30,10 +30,9 @@ def name(case: dict[str, Any]) -> str:
     return f"{case['m']}x{case['n']}-{case['checkpoint']}{dependencies}"
 
 
-def recomputed(case: dict[str, Any]) -> list[bool]:
-    m = case["m"]
-    n_recomputed = {"always": m, "except_last": m - 1, "never": 0}[case["checkpoint"]]
-    return [i < n_recomputed for i in range(m)]
+def n_recomputed(case: dict[str, Any]) -> int:
+    m: int = case["m"]
+    return {"always": m, "except_last": m - 1, "never": 0}[case["checkpoint"]]
 
 
 def of_stages(order: str, n: int) -> list[list[str]]:
@@ -55,7 +54,9 @@ def after_forwards(graph: ps.TaskGraph) -> list[list[str]]:
 @pytest.mark.parametrize("case", ORDERS, ids=name)
 def test_the_model_of_the_engine_is_what_torch_does(case: dict[str, Any]) -> None:
     """Every R and B of all stages, in one order."""
-    order = engine_order(case["n"], recomputed(case), dependencies=case["dependencies"])
+    order = engine_order(
+        case["n"], case["m"], n_recomputed(case), dependencies=case["dependencies"]
+    )
     assert " ".join(map(str, order)) == case["order"]
 
 
@@ -219,3 +220,33 @@ def test_a_recompute_may_wait_for_its_gradient(dependencies: bool) -> None:
             assert timeline.end[received] <= timeline.start[again]
     with pytest.raises(ArgumentError, match="recompute_waits=True, but messages have copy streams"):
         px.GPipe(nn.Sequential(*layers), [3], devices=["cpu"], recompute_waits=True)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_module_runs_any_of_the_orders(checkpoint: Any) -> None:
+    """The fastest and the slowest; what a graph lists is what is run."""
+    orders = ps.autograd_orders(3, 4, COSTS, recompute=checkpoint, recompute_thread="caller")
+    for wanted in (orders.best, orders.worst):
+        schedule = orders.schedules[orders.timelines.index(wanted)]
+        layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+        model = px.GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=checkpoint,
+                         dependencies=False, backward_order=schedule, threads=False)  # fmt: skip
+        model(torch.ones(4, 1)).sum().backward()
+        for graph in (model.graph(4), model.timeline().graph):
+            assert after_forwards(graph) == after_forwards(wanted.graph)
+        with pytest.raises(ArgumentError, match="of 4 micro-batches, but the mini-batch makes 3"):
+            model(torch.ones(3, 1))
+
+
+def test_orders_that_no_module_follows() -> None:
+    def refused(schedule: ps.Schedule, words: str, **options: Any) -> None:
+        with pytest.raises(ArgumentError, match=words):
+            px.GPipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"],
+                     backward_order=schedule, **{"dependencies": False, **options})  # fmt: skip
+
+    one = ps.schedule("gpipe", 1, 2)
+    refused(ps.schedule("gpipe", 2, 2), "of 2 stages on 2 devices, but there are 1 partitions")
+    refused(ps.schedule("zb_h1", 1, 2), "whose backwards are split or overlap")
+    refused(one, "that nothing else orders", dependencies=True)
+    refused(one, "that nothing else orders", backward_seed=1)
+    refused("gpipe", "backward_order must be a pipesim.Schedule")  # type: ignore[arg-type]

@@ -228,9 +228,12 @@ def test_skips_cost_nothing_without_bytes(name: str, latency: int) -> None:
 
 
 def test_recomputed_forwards_keep_what_skips_bring() -> None:
-    """Rule 10: the input of stage 2 is 2 bytes of output and 3 of the skip; 5 are kept."""
-    price = costs(activation_bytes=10, output_bytes=(2, 2, 2))
-    for portals, kept in ((True, [0, 2, 5]), (False, [0, 5, 5])):
+    """Rule 10: the input of stage 2 is 2 bytes of output and 3 of the skip; 5 are kept.
+
+    Stage 1 passes the skip on, where it is not a portal's, and keeps nothing of it.
+    """
+    price, kept = costs(activation_bytes=10, output_bytes=(2, 2, 2)), [0, 2, 5]
+    for portals in (True, False):
         timeline = ps.simulate(unet(1 + 2, 1, recompute="always", portals=portals), price)
         memory = timeline.memory()
         assert [memory[memory["device"] == d]["nbytes"].iloc[1] for d in range(3)] == kept

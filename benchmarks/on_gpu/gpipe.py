@@ -22,9 +22,11 @@ from pipeexec.validation import Row, Validation
 TARGET = 0.05
 #: Between slices: slow enough to show.
 LINK = ps.Network(latency=20e-6, bandwidth=5e9)
+#: As torchgpipe's baseline: messages on the streams that compute, and R behind its gradient.
+_ONE_STREAM = {"copy_streams": False, "recompute_waits": True, "portals": False}
 ROWS: dict[str, dict[str, Any]] = {
-    "none": {"dependencies": False, "copy_streams": False, "portals": False},
-    "+ dependency": {"copy_streams": False, "portals": False},
+    "none": {"dependencies": False, **_ONE_STREAM},
+    "+ dependency": _ONE_STREAM,
     "+ streams": {"portals": False},
     "+ portals": {},
 }

@@ -87,7 +87,7 @@ def _by_autograd(n_devices: int, n_microbatches: int) -> Schedule:
     """Build the order that torch's engine takes, with R of each micro-batch."""
     forward = np.arange(n_microbatches)
     listed: list[list[tuple[int, int]]] = [[] for _ in range(n_devices)]
-    for action in engine_order(n_devices, [True] * n_microbatches):
+    for action in engine_order(n_devices, n_microbatches, n_microbatches):
         listed[action.stage].append((action.op, action.microbatch or 0))
     backward = [np.array(actions).T for actions in listed]
     return Schedule.from_columns(

@@ -209,6 +209,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Transformer.step_flops": lambda _: {"self": model()},
     "ps.balanced_split": lambda _: {"seconds": [1.0, 2.0, 3.0], "n_stages": 2},
     "ps.bidirectional": lambda _: {"n_devices": 2},
+    "ps.autograd_orders": lambda _: {"n_devices": 2, "n_microbatches": 2, "costs": costs()},
     "ps.compare": lambda _: {"timelines": {"x": timeline()}},
     "ps.hta.save": lambda to: {"directory": to / "hta", "timeline": timeline()},
     "ps.linear": lambda _: {"n_devices": 2},

@@ -11,6 +11,7 @@ _GROUP = "part of the protocol between processes, which all call alike; the pipe
 
 UNATTACKED: dict[str, str] = {
     "ps.Action": "a named tuple; what takes an order checks its actions",
+    "ps.AutogradOrders": _PLAIN,
     "ps.ClosedForm": "register checks it",
     "ps.ClosedForm.of": "NaN is its documented answer where a formula fails",
     "ps.CostTable": _PLAIN,
