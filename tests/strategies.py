@@ -101,15 +101,20 @@ def needs(action: Action, halves: set[tuple[int, int]], n_stages: int) -> list[A
         return [Action(stage - 1, Op.F, microbatch)] if stage else []
     if op == Op.W:
         return [Action(stage, Op.I, microbatch)]
+    if op == Op.R:
+        return [Action(stage, Op.F, microbatch)]
     after = [gradient(stage + 1)] if stage + 1 < n_stages else []
     return [Action(stage, Op.F, microbatch), *after]
 
 
 @st.composite
-def custom_schedules(draw: st.DrawFn, max_microbatches: int = 3) -> ps.Schedule:
+def custom_schedules(
+    draw: st.DrawFn, max_microbatches: int = 3, recomputes: bool = False
+) -> ps.Schedule:
     """Draw orders that can run: one order of everything that breaks no rule, dealt to the devices.
 
-    Each stage and micro-batch has its own choice of a whole backward (B) or a split one (I, W).
+    Each stage and micro-batch has its own choice of a whole backward (B) or a split one (I, W), and
+    with ``recomputes`` of an R.
     """
     placement = draw(placements())
     n_microbatches = draw(st.integers(placement.n_paths, max_microbatches))
@@ -119,13 +124,16 @@ def custom_schedules(draw: st.DrawFn, max_microbatches: int = 3) -> ps.Schedule:
     halves = set(cells if split == "all" else [])
     if split == "some":
         halves = {cell for cell in cells if draw(st.booleans())}
+    again = {cell for cell in cells if draw(st.booleans())} if recomputes else set()
     everything = [
         Action(s, op, m)
         for s, m in cells
         for op in ((Op.F, Op.I, Op.W) if (s, m) in halves else (Op.F, Op.B))
-    ]
+    ] + [Action(s, Op.R, m) for s, m in sorted(again)]
     rank = {action: k for k, action in enumerate(draw(st.permutations(everything)))}
     waiting = {a: set(needs(a, halves, placement.n_stages)) for a in everything}
+    for s, m in again:
+        waiting[Action(s, Op.I if (s, m) in halves else Op.B, m)].add(Action(s, Op.R, m))
     ready = [(rank[a], a) for a in everything if not waiting[a]]
     heapq.heapify(ready)
     orders: list[list[Action]] = [[] for _ in range(placement.n_devices)]
@@ -168,9 +176,10 @@ def overlaps(draw: st.DrawFn, order: list[Action]) -> list[Action | ps.Overlappe
     return joined
 
 
-def schedules() -> st.SearchStrategy[ps.Schedule]:
-    """Named and custom schedules."""
-    return st.one_of(named_schedules(), custom_schedules())
+def schedules(recomputes: bool = False) -> st.SearchStrategy[ps.Schedule]:
+    """Named and custom schedules; with ``recomputes`` some list R."""
+    others = [custom_schedules(recomputes=True)] if recomputes else []
+    return st.one_of(named_schedules(), custom_schedules(), *others)
 
 
 @st.composite
@@ -178,7 +187,7 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     """Every mode of `pipesim.lower`, but for rendezvous on compute streams, which may deadlock."""
     overlap = draw(st.booleans())
     return {
-        "recompute": draw(st.sampled_from(["never", "always", "except_last"])),
+        "recompute": draw(st.sampled_from(["listed", "never", "always", "except_last"])),
         "overlap": overlap,
         "streams": draw(st.sampled_from(["per_peer", "single"])),
         "rendezvous": overlap and draw(st.booleans()),
@@ -214,7 +223,7 @@ Lowering = tuple[ps.Schedule, dict[str, Any]]
 @st.composite
 def lowerings(draw: st.DrawFn) -> Lowering:
     """Draw a schedule, and options of `pipesim.lower` that suit it."""
-    schedule = draw(schedules())
+    schedule = draw(schedules(recomputes=True))
     return schedule, draw(lower_options(schedule))
 
 
