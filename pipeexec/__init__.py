@@ -4,6 +4,7 @@ from pipeexec.accumulation import GradientAccumulation
 from pipeexec.embedding_stage import EmbeddingStage
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
+from pipeexec.learning_rate import scaled_learning_rate
 from pipeexec.meeting import join
 from pipeexec.processes import Processes
 from pipeexec.profile import Profile, measure, profile
@@ -34,6 +35,7 @@ __all__ = [
     "load_run",
     "measure",
     "profile",
+    "scaled_learning_rate",
     "slices",
     "to_torch",
     "torch_schedule_order",

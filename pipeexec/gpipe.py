@@ -14,6 +14,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
+from pipeexec.batch_norms import BatchNormCheck
 from pipeexec.batches import Batch
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices import make_devices
@@ -147,6 +148,10 @@ class GPipe(nn.Module):
             converted = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
             assert isinstance(converted, nn.Sequential)
             module = converted
+        self._check_batch_norms = BatchNormCheck(
+            module.named_modules(),
+            "deferred_batch_norm=True makes the running statistics alone those of the mini-batch.",
+        )
         self.balance = checked_balance(balance, len(module))
         self._places = chosen(devices, len(self.balance))
         self.devices = [x if isinstance(x, torch.device) else x.torch_device for x in self._places]
@@ -232,6 +237,7 @@ class GPipe(nn.Module):
         chunks = check_count("chunks", self.chunks)
         microbatches = list(zip(*(x.detach().chunk(chunks) for x in inputs), strict=True))
         recomputed, tracked = self._recomputed(len(microbatches)), self._tracked(inputs)
+        self._check_batch_norms(len(microbatches), stacklevel=6)
         for norm in self._batch_norms if self.training else ():
             norm.begin(len(microbatches))
         several = len(microbatches) > 1

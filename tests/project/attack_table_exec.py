@@ -120,6 +120,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.GradientAccumulation.backward": lambda _: {
         "self": in_block(), "loss": nn.Linear(2, 1)(torch.ones(2)).sum()},
     "px.GradientAccumulation.flush": lambda _: {"self": accumulation()},
+    "px.GradientAccumulation.load_state_dict": lambda _: {
+        "self": (made := accumulation()), "state_dict": made.state_dict()},
+    "px.GradientAccumulation.state_dict": lambda _: {"self": accumulation()},
     "px.GradientAccumulation.microbatch": lambda _: {"self": accumulation()},
     "px.Pipeline": lambda _: {
         "stages": stages(), "graph": graph(), "devices": ["cpu"] * 2, "loss_fn": mse,
@@ -166,6 +169,12 @@ GOOD: dict[str, Callable[[Path], Good]] = {
 #: Whose good call needs what a test lacks: attacked alone, and every call must be refused.
 REFUSED: dict[str, Callable[[Path], Good]] = {
     "px.join": lambda _: {"timeout": 0.1},
+    "px.scaled_learning_rate": lambda _: {
+        "learning_rate": 0.1,
+        "batch_size": 512,
+        "reference_batch_size": 256,
+        "rule": "sqrt",
+    },
     "px.slices": lambda _: {"device": "cuda:0", "n": 2},
     "px.to_torch": lambda _: {"schedule": schedule(), "stages": [], "loss_fn": mse},
 }
