@@ -129,9 +129,9 @@ class GradientAccumulation:
                 accumulation.backward(reconstruction(model(images)))
                 accumulation.backward(classification(model(texts)))
 
-        Replicas of DDP add up gradients within the last `backward` of a batch. With several losses,
-        or DDP's ``find_unused_parameters``, they do so right after it, without overlap: parameters
-        that the last loss does not use may have gradients of others.
+        Replicas of DDP add up gradients within the last `backward` of a batch; with several losses
+        right after it, without overlap, as parameters that the last loss does not use may have
+        gradients of others.
 
         Parameters
         ----------
@@ -175,8 +175,12 @@ class GradientAccumulation:
 
     @property
     def _is_watched(self) -> bool:
-        """Whether DDP watches the backward of the micro-batch under way, and adds up gradients."""
-        return self.is_last and self._replicas.overlap(self.n_steps, self._n_losses)
+        """Whether DDP adds up gradients within the backward of the micro-batch under way.
+
+        It watches one backward alone, which has to reach every parameter that has a gradient of
+        this micro-batch.
+        """
+        return self.is_last and self._n_losses == 1
 
     def _refuse_end(self) -> NoReturn:
         """Raise at the end of a block that had too few backwards."""

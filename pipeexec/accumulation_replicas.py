@@ -54,16 +54,6 @@ class Replicas:
         if self.ddp is not None:
             self.ddp.require_forward_param_sync = value
 
-    def overlap(self, n_steps: int, n_losses: int) -> bool:
-        """Whether the last backward of a batch can add up gradients while it makes them.
-
-        DDP watches one backward. Parameters that it does not reach may have gradients of other
-        losses, or of earlier micro-batches.
-        """
-        if n_losses > 1:
-            return False
-        return n_steps == 1 or self.ddp is None or not self.ddp.find_unused_parameters
-
     def microbatch(self, *, watched: bool) -> AbstractContextManager[None]:
         """Return the context of a forward and its backward, in which DDP adds up or does not."""
         return nullcontext() if self.ddp is None or watched else self.ddp.no_sync()
