@@ -11,9 +11,11 @@ from pipeexec.profile import Profile, measure, profile
 from pipeexec.recomputing import is_checkpointing, is_recomputing
 from pipeexec.sharded_embedding import ShardedEmbedding
 from pipeexec.slices import Slice, slices
+from pipeexec.sync_trace import sync_report
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
 from pipeexec.validation import Validation, load_run
+from pipeexec.watch_sync import watch_sync
 from pipeexec.workers import Worker, workers
 
 __all__ = [
@@ -37,8 +39,10 @@ __all__ = [
     "profile",
     "scaled_learning_rate",
     "slices",
+    "sync_report",
     "to_torch",
     "torch_schedule_order",
     "validate",
+    "watch_sync",
     "workers",
 ]
