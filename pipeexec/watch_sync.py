@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,10 +24,9 @@ from pipesim.errors import ArgumentError, ArgumentTypeError, check_type
 __all__ = ["SyncWatch", "watch_sync"]
 
 
-@contextmanager
 def watch_sync(
     model: nn.Module | None = None, *, group: dist.ProcessGroup | None = None
-) -> Iterator[SyncWatch]:
+) -> AbstractContextManager[SyncWatch]:
     """Watch a training loop, and report all-reduces of gradients that are of no use, or missing.
 
     ::
@@ -70,10 +69,10 @@ def watch_sync(
     group
         To watch calls of this process group alone.
 
-    Yields
-    ------
-    SyncWatch
-        Its ``report()`` may be called in the block, and after it.
+    Returns
+    -------
+    AbstractContextManager[SyncWatch]
+        ``report()`` of what it gives may be called in the block, and after it.
 
     Raises
     ------
@@ -88,6 +87,13 @@ def watch_sync(
         check_type("model", model, nn.Module, "give the DistributedDataParallel, or leave it out")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ArgumentTypeError(f"group must be a torch.distributed group, got {group!r:.60}")
+    if model is not None and not any(x.requires_grad for x in model.parameters()):
+        raise ArgumentError("the model has no parameter that requires a gradient, so none to watch")
+    return _watching(model, group)
+
+
+@contextmanager
+def _watching(model: nn.Module | None, group: dist.ProcessGroup | None) -> Iterator[SyncWatch]:
     watch = SyncWatch(None if group is None else str(group.group_name))
     with ExitStack() as stack:
         stack.enter_context(noticed(watch._begin))
@@ -149,8 +155,6 @@ class SyncWatch:
     def _add(self, model: nn.Module) -> Watched:
         assert self._stack is not None
         parameters = [x for x in model.parameters() if x.requires_grad]
-        if not parameters:
-            raise ArgumentError("the model has no parameter that requires a gradient to watch")
         ddp = model if isinstance(model, DistributedDataParallel) else None
         kind = type(model if ddp is None else ddp.module).__name__
         self._names[kind] += 1

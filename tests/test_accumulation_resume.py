@@ -267,18 +267,28 @@ def test_two_forwards_of_gpipe_go_back_by_themselves() -> None:
 # What accumulation is not
 
 
-def test_dividing_batch_and_loss_takes_smaller_steps() -> None:
-    """A batch of N cut into K parts needs loss / K; K batches of N / K samples, too, not twice."""
+@pytest.mark.parametrize(
+    ("reduction", "factor", "times"),
+    [("mean", 1.0, 1.0), ("mean", 1 / 4, 4.0), ("sum", 1.0, 4.0), ("sum", 4.0, 1.0)],
+)
+def test_dividing_both_data_and_loss_is_wrong(reduction: str, factor: float, times: float) -> None:
+    """Gradients are K times too small where a loss is divided that cutting the data has divided.
+
+    `backward` divides by K = 4. That is right for means over micro-batches; not if the loop does so
+    too, nor for sums over micro-batches, which are smaller already.
+    """
     model, parts = dense(2), _parts(2, 2, 2, 2)
     whole = copy.deepcopy(model)
     inputs, targets = (torch.cat(x) for x in zip(*parts, strict=True))
-    mse(whole(inputs), targets).backward()
+    nn.functional.mse_loss(whole(inputs), targets, reduction=reduction).backward()
     accumulation = px.GradientAccumulation(model, _sgd(model), 4)
     for x, y in parts:
         with accumulation.microbatch():
-            accumulation.backward(mse(model(x), y) / 4)  # which backward has divided already
+            loss = nn.functional.mse_loss(model(x), y, reduction=reduction)
+            accumulation.backward(loss * factor)
     for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(4 * mine.grad, other.grad)
+        assert mine.grad is not None
+        torch.testing.assert_close(times * mine.grad, other.grad)
 
 
 def _with_norm() -> nn.Sequential:
