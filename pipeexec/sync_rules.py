@@ -72,7 +72,7 @@ _MEANINGS = {
     "never_stepped": "no optimizer has stepped with the result when watching ends; step with what "
     "is left at the end of an epoch, or leave these micro-batches out",
     "forward_inside_no_sync": "no_sync() is around the forward alone: DDP's reducer is not ready, "
-    "and the backward outside reduces nothing; put both outside",
+    "and the backward outside reduces nothing; put both outside it",
     "unsynchronized_step": "the optimizer steps with gradients of these micro-steps that no "
     "all-reduce has added up: weights of the replicas diverge; run the last micro-step of each "
     "batch, forward and backward, outside no_sync()",
@@ -230,10 +230,10 @@ def _at_step(pending: Sequence[MicroStep]) -> Iterator[tuple[str, MicroStep]]:
     for k, step in enumerate(pending):
         if step.calls and k < last:
             yield "forward_outside_no_sync" if step.backward_in_no_sync else "added_to", step
-        if not step.calls and step.forward_in_no_sync and step.backward_in_no_sync is False:
-            yield "forward_inside_no_sync", step
         if k > last:
             yield "unsynchronized_step", step
+            if step.forward_in_no_sync and step.backward_in_no_sync is False:
+                yield "forward_inside_no_sync", step
 
 
 def _length(spans: Iterable[Span]) -> float:

@@ -54,7 +54,8 @@ def sync_report(source: str | Path | Timeline) -> SyncReport:
     Raises
     ------
     TimelineError
-        For a file that is no trace, or has no forward of DDP; and a graph without backwards.
+        For a file that is no trace, or has no forward of DDP; and a timeline that is partial, or
+        has no backwards.
     ArgumentError
         For a path that cannot be read, or something else than these.
     """
@@ -203,6 +204,7 @@ def _outermost(calls: Iterable[Span]) -> Iterator[Span]:
 
 def _of_timeline(timeline: Timeline) -> SyncReport:
     graph = timeline.graph
+    timeline.check_complete("sync_report needs")
     if not graph.is_op(frozenset((Op.B, Op.W))).any():
         raise TimelineError(f"timeline {timeline.name!r} has no backward; its graph is {graph!r}")
     has_steps = bool((graph.op == Op.STEP).any())
@@ -225,21 +227,26 @@ def _history(
 ) -> list[MicroStep | Literal["step", "clear"]]:
     """Return what happened to the gradients of one stage, in order of the ends of its tasks."""
     graph = timeline.graph
+    size = graph.n_microbatches // graph.n_batches
     ordered = tasks[np.lexsort((tasks, timeline.end[tasks]))].tolist()
     history: list[MicroStep | Literal["step", "clear"]] = []
     steps: dict[int, MicroStep] = {}
+    last: dict[int, MicroStep] = {}  # of each mini-batch
     for task in ordered:
         op, microbatch = Op(graph.op[task]), int(graph.microbatch[task])
         if op in (Op.B, Op.W):
-            steps[microbatch] = MicroStep(microbatch)
+            steps[microbatch] = last[microbatch // size] = MicroStep(microbatch)
             history.append(steps[microbatch])
-        elif op == Op.REDUCE_GRAD and steps:
-            of = steps.get(microbatch, list(steps.values())[-1])
-            span = float(timeline.start[task]), float(timeline.end[task])
-            exposed = tuple(_without(span, computes[graph.device[task]]))
-            of.calls.append(Call(float(timeline.nbytes[task]), span, exposed))
         elif op == Op.STEP:
             history += [STEP, CLEAR]
+    sums = [task for task in ordered if graph.op[task] == Op.REDUCE_GRAD]
+    each = len({int(graph.microbatch[task]) for task in sums}) > graph.n_batches
+    for task in sums:  # a bucket may end before the last backward
+        microbatch = int(graph.microbatch[task]) % graph.n_microbatches  # -1: of the last
+        span = float(timeline.start[task]), float(timeline.end[task])
+        exposed = tuple(_without(span, computes[graph.device[task]]))
+        call = Call(float(timeline.nbytes[task]), span, exposed)
+        (steps[microbatch] if each else last[microbatch // size]).calls.append(call)
     if STEP not in history:
         history.append(STEP)
     return history

@@ -316,6 +316,14 @@ def test_a_timeline_with_a_sum_a_micro_batch(step: float | None) -> None:
         assert (finding.n_calls, finding.nbytes) == (3, 30.0)
         assert finding.seconds == pytest.approx(7.5)
         assert finding.saved == 0.0
+    two_batches = ps.schedule("1f1b", 2, 8).with_updates(2, "stashed")
+    for schedule in (ps.schedule("gpipe", 2, 4), two_batches):  # of gpipe, micro-batch 0 is last
+        for options in ({"grad_sync": "last"}, {"grad_sync": "bucketed", "n_buckets": 3}):
+            graph = ps.lower(schedule, n_replicas=2, **options)  # type: ignore[arg-type]
+            assert px.sync_report(ps.simulate(graph, costs)).findings == ()
+    every = ps.lower(two_batches, n_replicas=2, grad_sync="every")
+    found = px.sync_report(ps.simulate(every, costs)).findings
+    assert {x.micro_steps for x in found} == {(0, 1, 2, 4, 5, 6)}
     serial = ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync="every", overlap=False)
     report = px.sync_report(ps.simulate(serial, costs))
     for finding in report.findings:
