@@ -1,4 +1,8 @@
-"""`GradientAccumulation`: one optimizer step for several backwards, without a pipeline."""
+"""`GradientAccumulation`: one optimizer step for several backwards, without a pipeline.
+
+The file is longer than most: it is one class, half of it docstrings. Replicas and checkpoints are
+in files of their own.
+"""
 
 from __future__ import annotations
 
