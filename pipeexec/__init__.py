@@ -4,15 +4,18 @@ from pipeexec.accumulation import GradientAccumulation
 from pipeexec.embedding_stage import EmbeddingStage
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
+from pipeexec.learning_rate import scaled_learning_rate
 from pipeexec.meeting import join
 from pipeexec.processes import Processes
 from pipeexec.profile import Profile, measure, profile
 from pipeexec.recomputing import is_checkpointing, is_recomputing
 from pipeexec.sharded_embedding import ShardedEmbedding
 from pipeexec.slices import Slice, slices
+from pipeexec.sync_trace import sync_report
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
 from pipeexec.validation import Validation, load_run
+from pipeexec.watch_sync import watch_sync
 from pipeexec.workers import Worker, workers
 
 __all__ = [
@@ -34,9 +37,12 @@ __all__ = [
     "load_run",
     "measure",
     "profile",
+    "scaled_learning_rate",
     "slices",
+    "sync_report",
     "to_torch",
     "torch_schedule_order",
     "validate",
+    "watch_sync",
     "workers",
 ]

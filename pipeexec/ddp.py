@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesim.errors import ArgumentError
 
-__all__ = ["ddp_of", "synchronize"]
+__all__ = ["ddp_of", "is_synchronizing", "synchronize"]
 
 
 def ddp_of(module: nn.Module, name: str) -> DistributedDataParallel | None:
@@ -59,6 +59,12 @@ def synchronize(ddp: DistributedDataParallel) -> None:
         end: Tensor = _Nothing.apply(*parameters)  # type: ignore[no-untyped-call]
     ddp.reducer.prepare_for_backward([end])
     end.backward()
+
+
+def is_synchronizing(tensors: object) -> bool:
+    """Whether a backward from a tensor is that of `synchronize`, which makes no gradients."""
+    node = getattr(tensors, "grad_fn", None)
+    return isinstance(node, _Nothing._backward_cls)
 
 
 class _Nothing(torch.autograd.Function):

@@ -28,6 +28,7 @@ from pipeexec.agreement import (
 )
 from pipeexec.allocated import Allocated, sampled
 from pipeexec.away import expected_messages
+from pipeexec.batch_norms import BatchNormCheck
 from pipeexec.batches import Batch, check_batch
 from pipeexec.capture import Captured
 from pipeexec.channels import Expected
@@ -213,6 +214,15 @@ class Pipeline:
                     module.to(self.devices[device].torch_device)
             self.optimizers = make_optimizers(optimizer, self.modules, graph.n_stages)
             self.zero_grad = optimizer is not None
+            self._check_batch_norms = BatchNormCheck(
+                (
+                    (f"{name} of stage {stage}".strip(), module)
+                    for stage, whole in enumerate(self.modules[: graph.n_stages])
+                    for name, module in whole.named_modules()
+                ),
+                "pipeexec.deferred_batch_norm.DeferredBatchNorm makes the running statistics alone "
+                "those of the mini-batch.",
+            )
             self.n_steps = 0
             #: Of the pipelines that share the devices, made by `with_graph`.
             self._all_captured: WeakSet[Captured] = WeakSet()
@@ -395,6 +405,7 @@ class Pipeline:
             or where gradients are switched off.
         """
         with self._held("step"):
+            self._check_batch_norms(self.graph.n_microbatches // self.graph.n_batches)
             captured = self._captured
             if captured is None or inputs is None:  # a captured step is of one process
                 run = self._step(inputs, targets, Run.walk)

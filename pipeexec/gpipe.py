@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.backward_order import Task, undirected
+from pipeexec.batch_norms import BatchNormCheck
 from pipeexec.batches import Batch
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices import make_devices
@@ -171,6 +172,10 @@ class GPipe(nn.Module):
             converted = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
             assert isinstance(converted, nn.Sequential)
             module = converted
+        self._check_batch_norms = BatchNormCheck(
+            module.named_modules(),
+            "deferred_batch_norm=True makes the running statistics alone those of the mini-batch.",
+        )
         self.balance = checked_balance(balance, len(module))
         self._places = chosen(devices, len(self.balance))
         self.devices = [x if isinstance(x, torch.device) else x.torch_device for x in self._places]
@@ -259,6 +264,7 @@ class GPipe(nn.Module):
         microbatches = list(zip(*(x.detach().chunk(chunks) for x in inputs), strict=True))
         check_microbatches(self._backward_order, len(microbatches))
         recomputed, tracked = self._recomputed(len(microbatches)), self._tracked(inputs)
+        self._check_batch_norms(len(microbatches), stacklevel=6)
         for norm in self._batch_norms if self.training else ():
             norm.begin(len(microbatches))
         several = len(microbatches) > 1

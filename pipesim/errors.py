@@ -128,6 +128,10 @@ class NanLossWarning(PipeWarning):
     """The loss of a micro-batch is not a number."""
 
 
+class BatchNormWarning(PipeWarning):
+    """Batch norms see micro-batches: gradients are not those of the whole batch."""
+
+
 class RandomnessWarning(PipeWarning):
     """A stage drew random numbers in a way that is not repeatable across schedules."""
 

@@ -102,9 +102,11 @@ class _Recorder:
         return dist.all_reduce(flat, async_op=True).get_future().then(lambda x: x.value()[0])
 
 
-def _replica(model: nn.Module) -> tuple[DistributedDataParallel, torch.optim.SGD, list[str]]:
+def _replica(
+    model: nn.Module, **options: Any
+) -> tuple[DistributedDataParallel, torch.optim.SGD, list[str]]:
     """Return DDP with one bucket, its optimizer, and the list of what is called."""
-    ddp, optimizer = DistributedDataParallel(model), _sgd(model)
+    ddp, optimizer = DistributedDataParallel(model, **options), _sgd(model)
     return ddp, optimizer, _Recorder(ddp, optimizer).events
 
 

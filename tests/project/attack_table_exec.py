@@ -120,6 +120,9 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.GradientAccumulation.backward": lambda _: {
         "self": in_block(), "loss": nn.Linear(2, 1)(torch.ones(2)).sum()},
     "px.GradientAccumulation.flush": lambda _: {"self": accumulation()},
+    "px.GradientAccumulation.load_state_dict": lambda _: {
+        "self": (made := accumulation()), "state_dict": made.state_dict()},
+    "px.GradientAccumulation.state_dict": lambda _: {"self": accumulation()},
     "px.GradientAccumulation.microbatch": lambda _: {"self": accumulation()},
     "px.Pipeline": lambda _: {
         "stages": stages(), "graph": graph(), "devices": ["cpu"] * 2, "loss_fn": mse,
@@ -161,6 +164,11 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "pipeline": pipeline(), **batch(), "n_steps": 1, "warm_up": 0},
     "px.torch_schedule_order": lambda _: {"name": "1F1B", "n_devices": 2, "n_microbatches": 2},
     "px.validate": lambda _: short(),
+    "px.watch_sync": lambda _: {"model": nn.Linear(2, 2), "group": None},
+    "px.scaled_learning_rate": lambda _: {
+        "learning_rate": 0.1, "batch_size": 512, "reference_batch_size": 256, "rule": "sqrt"},
+    "px.sync_report": lambda _: {
+        "source": ps.simulate(graph(), ps.Costs(forward=1.0, backward=2.0))},
     "px.workers": lambda _: {"n": 2, "link": ps.Network(1e-6, 1e9)},
 }  # fmt: skip
 #: Whose good call needs what a test lacks: attacked alone, and every call must be refused.

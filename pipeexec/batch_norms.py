@@ -1,0 +1,65 @@
+"""Batch norms that make training on micro-batches differ from training on the whole batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipesim.errors import BatchNormWarning
+
+__all__ = ["BatchNormCheck"]
+
+#: Names that a message lists; of more it gives the number.
+_LISTED = 5
+
+
+class BatchNormCheck:
+    """Warns, once, of the batch norms of a model that normalize each micro-batch by itself.
+
+    A batch norm normalizes by the mean and variance of its input where it is in training mode, or
+    where it keeps no running statistics, in either mode. One in evaluation mode with running
+    statistics is the same function of each sample, whatever the batch: it causes no warning, nor
+    does a `pipeexec.deferred_batch_norm.DeferredBatchNorm`, which was chosen for micro-batches.
+
+    Parameters
+    ----------
+    modules
+        Names and modules of the model.
+    advice
+        What is specific to the caller: a sentence at the end of the message.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], advice: str) -> None:
+        self._norms = [
+            (name, module)
+            for name, module in modules
+            if isinstance(module, _BatchNorm) and not getattr(module, "is_deferred", False)
+        ]
+        self._advice = advice
+
+    def __call__(self, n_microbatches: int, stacklevel: int = 3) -> None:
+        """Warn if a batch of so many micro-batches would be normalized in parts."""
+        if n_microbatches < 2 or not self._norms:
+            return
+        names = [name or "the model itself" for name, norm in self._norms if _uses_batch(norm)]
+        if not names:
+            return
+        self._norms = []
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        warnings.warn(
+            f"batch norms {', '.join(map(repr, names[:_LISTED]))}{more} normalize each of "
+            f"{n_microbatches} micro-batches by its own mean and variance: loss and gradients are "
+            "not those of the whole batch at once, and running statistics are updated "
+            f"{n_microbatches} times a batch. For equal gradients use GroupNorm or LayerNorm, or "
+            "freeze the batch norms with their eval(). SyncBatchNorm shares statistics between "
+            f"replicas, not between micro-batches. {self._advice}",
+            BatchNormWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def _uses_batch(norm: _BatchNorm) -> bool:
+    return norm.training or (norm.running_mean is None and norm.running_var is None)

@@ -1,0 +1,88 @@
+"""Learning rates of batches that accumulation or replicas made larger."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pipesim.errors import ArgumentError, check_count, check_name, number
+
+__all__ = ["scaled_learning_rate"]
+
+#: Exponent of the ratio of batch sizes.
+_EXPONENTS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
+
+
+def scaled_learning_rate(
+    learning_rate: float,
+    batch_size: int,
+    reference_batch_size: int,
+    *,
+    rule: Literal["linear", "sqrt", "none"],
+) -> float:
+    r"""Return the learning rate for a batch of another size than the one that it was tuned for.
+
+    Nothing scales learning rates by itself: give what this returns to the optimizer. With
+    accumulation and replicas a batch has ``microbatch_size * n_steps * n_replicas`` samples. With
+    :math:`k` = ``batch_size / reference_batch_size``:
+
+    ============ ================ ==================================================================
+    rule         factor           for
+    ============ ================ ==================================================================
+    ``"linear"`` :math:`k`        SGD, with warm-up: raise the rate from ``learning_rate`` to this
+                                  one over the first epochs [1]_
+    ``"sqrt"``   :math:`\sqrt k`  SGD, to keep the variance of the steps [2]_; Adam and RMSProp,
+                                  whose betas and epsilon are scaled too [3]_
+    ``"none"``   1                losses that are sums over samples, whose gradients grow with the
+                                  batch, and rates that are tuned for this batch
+    ============ ================ ==================================================================
+
+    Parameters
+    ----------
+    learning_rate
+        Tuned for ``reference_batch_size``, at least 0.
+    batch_size, reference_batch_size
+        Samples of an optimizer step.
+    rule
+        See the table.
+
+    Raises
+    ------
+    ArgumentError
+        For a rate that is negative or not finite, a size below 1, or an unknown rule.
+
+    References
+    ----------
+    .. [1] Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1. arXiv:1706.02677
+    .. [2] Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
+       section 5. arXiv:1404.5997
+    .. [3] Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", 2022,
+       section 4. arXiv:2205.10330
+
+    Examples
+    --------
+    >>> scaled_learning_rate(0.1, 4096, 256, rule="linear")
+    1.6
+    >>> scaled_learning_rate(1e-3, 4096, 256, rule="sqrt")
+    0.004
+    """
+    rate = number(learning_rate)
+    if rate is None or not 0 <= rate < math.inf:
+        raise ArgumentError(
+            f"learning_rate must be a finite number of at least 0, got {learning_rate!r:.60}"
+        )
+    sizes = (
+        check_count("batch_size", batch_size),
+        check_count("reference_batch_size", reference_batch_size),
+    )
+    check_name("rule", rule, _EXPONENTS)
+    try:
+        scaled = rate * math.pow(sizes[0] / sizes[1], _EXPONENTS[rule])
+    except OverflowError:
+        scaled = math.inf
+    if math.isinf(scaled):
+        raise ArgumentError(
+            f"learning_rate={rate} cannot be scaled from reference_batch_size to batch_size: the "
+            "result is no finite number"
+        )
+    return scaled

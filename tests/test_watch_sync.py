@@ -1,0 +1,334 @@
+"""The linter of gradient synchronization: loops that are watched, traces, and timelines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from executing import dense, mse
+from ranks import Ranks
+from test_accumulation import _parts, _replica, _sgd
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.sync_rules import CLEAR, STEP, Call, MicroStep, SyncReport, judge
+from pipesim.errors import ArgumentError, ExecutionError, TimelineError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from _no_sync_variants import VARIANTS
+
+K = 4
+#: Bytes of the gradients of `dense(2)`, which are one bucket.
+NBYTES = 4 * sum(x.numel() for x in dense(2).parameters())
+
+Found = dict[str, tuple[list[int], int, float]]
+
+
+def _found(report: SyncReport) -> Found:
+    """Return micro-steps, calls and bytes by kind of finding; check what is true of all."""
+    for x in report.findings:
+        assert 0 <= x.saved <= x.seconds <= report.seconds
+        assert (x.seconds > 0) == (x.n_calls > 0)
+        assert f"{x.kind} ({x.model})" in str(report)
+    return {x.kind: (list(x.micro_steps), x.n_calls, x.nbytes) for x in report.findings}
+
+
+def _calls(micro_steps: list[int]) -> tuple[list[int], int, float]:
+    """Return a finding of an all-reduce of a bucket in each of some micro-steps."""
+    return micro_steps, len(micro_steps), len(micro_steps) * NBYTES
+
+
+#: What each of the published loops is told, in 11 batches of which K are accumulated.
+PUBLISHED: dict[str, tuple[int, Found]] = {
+    "baseline": (
+        11,
+        {"added_to": _calls([1, 2, 3, 5, 6, 7]), "never_stepped": _calls([9, 10])},
+    ),
+    "no_sync_improper": (
+        11,
+        {"forward_outside_no_sync": _calls([1, 2, 3, 5, 6, 7]), "never_stepped": _calls([9, 10])},
+    ),
+    "no_sync": (3, {}),
+    "accumulate": (3, {}),
+    "listing": (2, {"not_cleared": ([4, 8], 0, 0.0)}),
+}
+
+Loop = Callable[[DistributedDataParallel, torch.optim.Optimizer, list[tuple[Tensor, Tensor]]], None]
+
+
+def _forward_inside(ddp: Any, optimizer: Any, parts: Any) -> None:
+    for inputs, targets in parts[:2]:
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            loss = mse(ddp(inputs), targets)
+        loss.backward()
+        optimizer.step()
+
+
+def _cleared_late(ddp: Any, optimizer: Any, parts: Any) -> None:
+    """Accumulate, but clear gradients right before each step's own backward."""
+    for inputs, targets in parts[:2]:
+        mse(ddp(inputs), targets).backward()
+        for parameter in ddp.parameters():
+            parameter.grad = None
+        mse(ddp(inputs), targets).backward()
+        optimizer.step()
+        ddp.zero_grad()
+
+
+def _each_is_stepped(ddp: Any, optimizer: Any, parts: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for inputs, targets in parts[:3]:
+        optimizer.zero_grad()
+        scaler.scale(mse(ddp(inputs), targets)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def _several_losses(ddp: Any, optimizer: Any, parts: Any) -> None:
+    accumulation = px.GradientAccumulation(ddp, optimizer, 2)
+    for inputs, targets in parts[:2]:
+        with accumulation.microbatch(len(inputs), n_losses=2):
+            accumulation.backward(mse(ddp(inputs), targets))
+            accumulation.backward(ddp(inputs).square().mean())
+
+
+#: Other loops: all-reduces, and what they are told.
+OTHERS: dict[str, tuple[Loop, int, Found]] = {
+    "forward inside": (
+        _forward_inside,
+        0,
+        {
+            "forward_inside_no_sync": ([0, 1], 0, 0.0),
+            "unsynchronized_step": ([0, 1], 0, 0.0),
+        },
+    ),
+    "cleared late": (_cleared_late, 4, {"overwritten": _calls([0, 2])}),
+    "each is stepped": (_each_is_stepped, 3, {}),
+    "several losses": (_several_losses, 1, {}),
+}
+
+
+def _judged(loop: Loop, given: bool = False, hooked: bool = False) -> tuple[int, Found]:
+    """Return the number of all-reduces of a loop, and what it is told."""
+    if hooked:  # by a hook in Python
+        ddp, optimizer, _ = _replica(dense(2))
+    else:
+        ddp = DistributedDataParallel(dense(2))
+        optimizer = _sgd(ddp)
+    with px.watch_sync(ddp if given else None) as sync:
+        loop(ddp, optimizer, _parts(*[2] * 11))
+    report = sync.report()
+    assert (report.nbytes, report.n_calls) == (NBYTES * report.n_calls, report.n_calls)
+    assert 0 <= report.exposed <= report.seconds
+    return report.n_calls, _found(report)
+
+
+def _published(name: str) -> Loop:
+    return lambda ddp, optimizer, parts: VARIANTS[name](ddp, optimizer, parts, K)
+
+
+def _by_hand(processes: px.Processes) -> Found:
+    """Reduce gradients without DDP, but for those of the last micro-step."""
+    model = dense(2)
+    optimizer = _sgd(model)
+    with px.watch_sync(model) as sync:
+        for _ in range(2):
+            for inputs, targets in _parts(2, 2, seed=processes.rank):
+                mse(model(inputs), targets).backward()
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            dist.all_reduce(torch.ones(3))  # a metric
+            optimizer.step()
+            optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+    return _found(sync.report())
+
+
+def _all_cases(processes: px.Processes) -> dict[str, Any]:
+    before = _patched()
+    found: dict[str, Any] = {name: _judged(_published(name)) for name in PUBLISHED}
+    found |= {name: _judged(loop) for name, (loop, _, _) in OTHERS.items()}
+    found["given, with a hook"] = _judged(_published("baseline"), given=True, hooked=True)
+    found["by hand"] = _by_hand(processes)
+    assert _patched() == before
+    return found
+
+
+def _patched() -> list[object]:
+    """Return what a watch replaces."""
+    return [
+        vars(DistributedDataParallel)["forward"], vars(torch.optim.Optimizer)["zero_grad"],
+        vars(nn.Module)["zero_grad"], vars(torch.amp.GradScaler)["step"], torch.autograd.backward,
+        torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Autograd"),
+    ]  # fmt: skip
+
+
+def test_published_and_other_loops(two_ranks: Ranks) -> None:
+    """The five loops of the no_sync guide, and what else can go wrong."""
+    expected: dict[str, Any] = {**PUBLISHED, **{name: row[1:] for name, row in OTHERS.items()}}
+    expected["given, with a hook"] = PUBLISHED["baseline"]
+    n_tensors = len(list(dense(2).parameters()))
+    expected["by hand"] = {
+        "added_to": ([0, 2], 2 * n_tensors, 2.0 * NBYTES),
+        "unsynchronized_step": ([4], 0, 0.0),
+    }
+    for found in two_ranks.run(_all_cases):
+        assert found == expected
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Be a process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_trace_tells_the_same(tmp_path: Path) -> None:
+    """In a process alone, too."""
+    ddp = DistributedDataParallel(dense(2))
+    optimizer, path = _sgd(ddp), str(tmp_path / "trace.json")
+    parts = _parts(*[2] * 11)
+    VARIANTS["no_sync"](ddp, optimizer, parts[:1], K)
+    for name in ("baseline", "accumulate", "listing"):
+        n_calls, expected = PUBLISHED[name]
+        optimizer.zero_grad()
+        with px.watch_sync() as sync, profile() as profiled:
+            VARIANTS[name](ddp, optimizer, parts, K)
+        profiled.export_chrome_trace(path)
+        watched, traced = sync.report(), px.sync_report(path)
+        assert _found(watched) == expected
+        found = {kind: row[:2] for kind, row in _found(traced).items()}
+        assert found == {kind: row[:2] for kind, row in expected.items()}
+        assert traced.n_calls == n_calls
+        assert (traced.n_micro_steps, traced.n_steps) == (watched.n_micro_steps, watched.n_steps)
+        assert "a trace does not tell where no_sync() was" in str(traced)
+
+
+@pytest.mark.usefixtures("alone")
+def test_watches_end_where_a_loop_raises_and_do_not_nest() -> None:
+    before = _patched()
+    ddp = DistributedDataParallel(dense(2))
+    watch = px.watch_sync()
+    with px.watch_sync(), pytest.raises(ExecutionError, match="watched already"):
+        watch.__enter__()
+    with pytest.raises(OSError, match="disk"), px.watch_sync(ddp):
+        raise OSError("a flaky disk")
+    assert _patched() == before
+    assert not any(x._post_accumulate_grad_hooks for x in ddp.parameters())
+    with px.watch_sync() as sync:
+        pass
+    assert "no backward of a watched model was seen" in str(sync.report())
+    with pytest.raises(ArgumentError, match="no parameter"), px.watch_sync(nn.ReLU()):
+        pass
+    ((inputs, targets),) = _parts(2)
+    for group, n_calls in ((dist.new_group([0]), 0), (dist.group.WORLD, 1)):
+        with px.watch_sync(group=group) as sync:
+            mse(ddp(inputs), targets).backward()
+        assert sync.report().n_calls == n_calls
+
+
+def _call(start: float, end: float, exposed: float) -> Call:
+    return Call(8.0, (start, end), ((end - exposed, end),))
+
+
+def test_seconds_are_those_in_which_nothing_was_computed() -> None:
+    """Two calls at one time count once, and those of the last micro-step are of use."""
+    first = MicroStep(0, calls=[_call(0.0, 4.0, 1.0), _call(2.0, 5.0, 2.0)])
+    second = MicroStep(1, calls=[_call(10.0, 12.0, 2.0)])
+    report = judge({"model": [first, second, STEP, CLEAR]})
+    (finding,) = report.findings
+    assert (finding.kind, finding.n_calls, finding.nbytes) == ("added_to", 2, 16.0)
+    assert (finding.seconds, finding.saved, report.saved) == (5.0, 2.0, 2.0)
+    assert (report.seconds, report.exposed) == (7.0, 4.0)
+    said = "added_to (model), 1 micro-step 0: 2 all-reduces of 1.6e-05 MB in all took 5e+03 ms; "
+    assert f"{said}no_sync would save 2e+03 ms" in str(report)
+    assert judge({"model": [second, STEP, CLEAR]}).findings == ()
+
+
+def test_kernels_of_a_gpu_say_what_overlaps(tmp_path: Path) -> None:
+    """Two micro-steps over NCCL, written by hand: half of the first all-reduce is overlapped."""
+    events: list[dict[str, Any]] = []
+
+    def add(name: str, start: float, end: float, cat: str = "cpu_op", **args: Any) -> None:
+        events.append({"ph": "X", "name": name, "cat": cat, "pid": 1, "tid": 1, "ts": start,
+                       "dur": end - start, "args": args})  # fmt: skip
+
+    node = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+    for at in (0.0, 100.0):
+        add("DistributedDataParallel.forward", at, at + 5, "user_annotation")
+        add(node, at + 10, at + 14)
+        add("torch::autograd::AccumulateGrad", at + 10, at + 11)
+        add("c10d::allreduce_", at + 12, at + 13)
+        add("record_param_comms", at + 12, at + 13, **{
+            "Collective name": "allreduce", "In msg nelems": 100, "dtype": "Half"})  # fmt: skip
+        add("ncclDevKernel_AllReduce_Sum_f16_RING_LL", at + 20, at + 60, "kernel")
+        add("gemm", at + 15, at + 40, "kernel")
+    add("c10d::allreduce_", 170, 171)  # of a metric, which no backward calls
+    add("record_param_comms", 170, 171, **{
+        "Collective name": "allreduce", "In msg nelems": 1, "dtype": "Float"})  # fmt: skip
+    add("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 171, 172, "kernel")
+    add("Optimizer.step#SGD.step", 180, 190, "user_annotation")
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    report = px.sync_report(path)
+    (finding,) = report.findings
+    assert (finding.kind, finding.micro_steps, finding.nbytes) == ("added_to", (0,), 200.0)
+    assert finding.seconds == pytest.approx(40e-6)
+    assert finding.saved == pytest.approx(20e-6)
+    assert (report.n_calls, report.nbytes) == (2, 400.0)
+    events = [x for x in events if x["name"] != "DistributedDataParallel.forward"]
+    path.write_text(json.dumps({"traceEvents": events}))
+    with pytest.raises(TimelineError, match=r"has no range 'DistributedDataParallel.forward'"):
+        px.sync_report(path)
+
+
+@pytest.mark.parametrize("step", [None, 0.5])
+def test_a_timeline_with_a_sum_a_micro_batch(step: float | None) -> None:
+    """``every`` sums K times, of which one is of use; beside a backward they cost nothing."""
+    costs = ps.Costs(forward=1.0, backward=2.0, reduce_grad=2.5, gradient_bytes=10.0,
+                     **({} if step is None else {"optimizer_step": step}))  # fmt: skip
+    graphs = {
+        mode: ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync=mode)
+        for mode in ("every", "last")
+    }
+    reports = {mode: px.sync_report(ps.simulate(graph, costs)) for mode, graph in graphs.items()}
+    assert reports["last"].findings == ()
+    assert [x.model for x in reports["every"].findings] == [
+        f"stage 0 of replica {replica}" for replica in range(2)
+    ]
+    for finding in reports["every"].findings:
+        assert (finding.kind, finding.micro_steps) == ("added_to", (0, 1, 2))
+        assert (finding.n_calls, finding.nbytes) == (3, 30.0)
+        assert finding.seconds == pytest.approx(7.5)
+        assert finding.saved == 0.0
+    two_batches = ps.schedule("1f1b", 2, 8).with_updates(2, "stashed")
+    for schedule in (ps.schedule("gpipe", 2, 4), two_batches):  # of gpipe, micro-batch 0 is last
+        for options in ({"grad_sync": "last"}, {"grad_sync": "bucketed", "n_buckets": 3}):
+            graph = ps.lower(schedule, n_replicas=2, **options)  # type: ignore[arg-type]
+            assert px.sync_report(ps.simulate(graph, costs)).findings == ()
+    every = ps.lower(two_batches, n_replicas=2, grad_sync="every")
+    found = px.sync_report(ps.simulate(every, costs)).findings
+    assert {x.micro_steps for x in found} == {(0, 1, 2, 4, 5, 6)}
+    serial = ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync="every", overlap=False)
+    report = px.sync_report(ps.simulate(serial, costs))
+    for finding in report.findings:
+        assert finding.saved == pytest.approx(7.5)
+    assert math.isclose(report.findings[0].saved, report.saved / 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "added_to" in str(report)
