@@ -31,6 +31,12 @@ MODES: list[dict[str, Any]] = [
     {"grad_sync": "every"},
     {"grad_sync": "bucketed", "n_buckets": 2},
 ]
+#: Of two stages and four micro-batches: every two of them, and stages that differ.
+MIXED: list[dict[str, Any]] = [
+    {"grad_sync": 2},
+    {"grad_sync": ["every", "last"]},
+    {"grad_sync": {0: 2, 1: "bucketed"}, "n_buckets": 2},
+]
 RATE = 0.5
 K = 3
 
@@ -81,6 +87,30 @@ def test_replicas_in_one_process(
             own = [p.detach() for module in copies for p in module.parameters()]
             torch.testing.assert_close(own, weights)
     torch.testing.assert_close([p.detach() for s in stages for p in s.parameters()], weights)
+
+
+@pytest.mark.parametrize("mode", MIXED, ids=lambda mode: str(mode["grad_sync"]))
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "mixed"])
+def test_stages_that_reduce_after_micro_batches_of_their_own(
+    schedule: str, mode: dict[str, Any]
+) -> None:
+    """Also where the backwards of two groups take turns: each has gradients of its own."""
+    x, y = data(18)
+    losses, weights = unsplit(x, y, 2)
+    if schedule == "mixed":
+        order = "F0 F1 F2 F3 B1 B3 B0 B2"
+        orders = [[f"{stage}{action}" for action in order.split()] for stage in range(2)]
+        made = ps.Schedule.from_orders(orders)
+    else:
+        made = ps.schedule(schedule, 2, 4)
+    graph = ps.lower(made, n_replicas=2, **mode)
+    stages = layers(2)
+    with px.Pipeline(stages, graph, ["cpu"] * 4, mse, sgd) as pipeline:
+        found = [float(pipeline.step(x, y).loss) for _ in range(2)]
+        copies = [p.detach() for module in pipeline.modules[2:] for p in module.parameters()]
+    assert found == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close([p.detach() for s in stages for p in s.parameters()], weights)
+    torch.testing.assert_close(copies, weights)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["grad_sync"])
