@@ -1,8 +1,8 @@
 """When replicas sum their gradients: once, after every k micro-batches, or in buckets that overlap.
 
 *Every k*: the backwards of k micro-batches add to gradients of their own, so that those of the next
-k may add while these are summed; the sums are the gradients from STEP on. *Buckets*: a backward marks when it has made the gradients of a
-bucket, which are then summed while it goes on.
+k may add while these are summed; the sums are the gradients from STEP on. *Buckets*: a backward
+marks when it has made the gradients of a bucket, which are then summed while it goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "group_of",
     "handing_over",
     "marking",
-    "parts_of",
+    "parameters_of",
     "reduce_gradients",
     "settle",
 ]
@@ -127,13 +127,6 @@ def _hand_over(work: Work, group: int, run: Run, task: Planned) -> None:
         parameter.grad = None
 
 
-def parts_of(run: Run, task: Planned, slot: int) -> list[Tensor | None]:
-    """Return the gradients of a local copy that a REDUCE_GRAD is for."""
-    if run.graph.reduction_groups[task.stage.index]:
-        return run.handed[slot, task.microbatch]
-    return [parameter.grad for parameter in _parameters(run, slot, task)]
-
-
 @torch.no_grad()
 def reduce_gradients(run: Run, task: Planned) -> None:
     """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, here and elsewhere.
@@ -141,10 +134,11 @@ def reduce_gradients(run: Run, task: Planned) -> None:
     The sums take the memory of the gradients.
     """
     each = bool(run.graph.reduction_groups[task.stage.index])
-    lists = [_parameters(run, slot, task) for slot in task.copies]
-    gradients = [parts_of(run, task, slot) for slot in task.copies]
-    for slot in task.copies if each else ():
-        del run.handed[slot, task.microbatch]
+    lists = [parameters_of(run, slot, task) for slot in task.copies]
+    gradients = [
+        run.handed.pop((slot, task.microbatch)) if each else [p.grad for p in parameters]
+        for slot, parameters in zip(task.copies, lists, strict=True)
+    ]
     for gradient in (x for row in gradients for x in row if x is not None):
         task.device.adopt(gradient, task.stream)  # made on another stream
     _note_bytes(run, task, gradients)
@@ -167,8 +161,11 @@ def _copied(
     """Return copies of sums for another replica, in the memory of its gradients where they fit."""
     copies: list[Tensor | None] = []
     for total, gradient, parameter in zip(sums, gradients, parameters, strict=True):
-        if total is None or gradient is None or gradient.layout != torch.strided or (
-            total.layout != torch.strided
+        if (
+            total is None
+            or gradient is None
+            or gradient.layout != torch.strided
+            or (total.layout != torch.strided)
         ):
             copies.append(None if total is None else total.to(parameter.device, copy=True))
         else:
@@ -192,7 +189,8 @@ def _size(gradient: Tensor) -> int:
     return gradient.nbytes
 
 
-def _parameters(run: Run, slot: int, task: Planned) -> list[nn.Parameter]:
+def parameters_of(run: Run, slot: int, task: Planned) -> list[nn.Parameter]:
+    """Return the parameters whose gradients a REDUCE_GRAD sums, of one local copy."""
     if task.part < 0:
         return list(run.modules[slot].parameters())
     return _buckets(run, slot, task.n_parts)[task.part]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-__all__ = ["changes", "over_time", "peak_memory", "static", "weight_versions"]
+__all__ = ["changes", "in_order_of_time", "over_time", "peak_memory", "static", "weight_versions"]
 
 
 def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
@@ -209,9 +209,11 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
         time = np.concatenate([np.zeros(graph.n_devices), events.time])
         nbytes = np.concatenate([held, held[events.device] + events.balance])
         order = np.argsort(device, kind="stable")
-        return pd.DataFrame({"device": device, "time": time, "nbytes": nbytes}).iloc[
-            order
-        ].reset_index(drop=True)
+        return (
+            pd.DataFrame({"device": device, "time": time, "nbytes": nbytes})
+            .iloc[order]
+            .reset_index(drop=True)
+        )
     computes = graph.kinds.is_op(COMPUTE)
     tasks = (count(graph.kind, len(graph.kinds)) * computes).astype(np.float64)
     counts = 1 + 2 * bincount(graph.kinds.device, tasks, graph.n_devices).astype(np.int64)
@@ -242,29 +244,37 @@ class _Events(NamedTuple):
 
 
 def _events(timeline: Timeline, costs: Costs) -> _Events:
-    """Return the starts and ends of tasks that compute, or that give back bytes.
-
-    Of several at one moment, ends come first, but for tasks that take no time.
-    """
+    """Return the starts and ends of tasks that compute, or that give back bytes."""
     graph = timeline.graph
     takes, gives = changes(graph, costs)
     computes = graph.is_op(COMPUTE)
-    starts = np.flatnonzero(computes & ~np.isnan(timeline.start))
-    ends = np.flatnonzero((computes | (gives > 0)) & ~np.isnan(timeline.end))
-    lasts = timeline.end[ends] > timeline.start[ends]
-    task = np.concatenate([starts, ends])
-    time = np.concatenate([timeline.start[starts], timeline.end[ends]])
-    later = np.concatenate([np.ones(len(starts), dtype=bool), ~lasts])
-    change = np.concatenate([takes[starts], -gives[ends]])
-    is_end = np.repeat([False, True], [len(starts), len(ends)])
+    task, is_end = in_order_of_time(timeline, computes, computes | (gives > 0))
     device = graph.device[task]
-    order = np.lexsort((is_end, task, later, time, device))
-    device, change = device[order], change[order]
+    change = np.where(is_end, -gives[task], takes[task])
     balance = np.empty_like(change)
     for number in range(graph.n_devices):
         of_device = slice(*np.searchsorted(device, [number, number + 1]))
         balance[of_device] = np.cumsum(change[of_device])
-    return _Events(device, time[order], balance)
+    time = np.where(is_end, timeline.end[task], timeline.start[task])
+    return _Events(device, time, balance)
+
+
+def in_order_of_time(
+    timeline: Timeline, starts: NDArray[np.bool_], ends: NDArray[np.bool_]
+) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return the tasks of starts and ends, by device and in order of time, and which are ends.
+
+    Of several at one moment ends come first, but for tasks that take no time, which start and end
+    in order of their ids. ``starts`` and ``ends`` mark the tasks that count, where they have run.
+    """
+    start = np.flatnonzero(starts & ~np.isnan(timeline.start))
+    end = np.flatnonzero(ends & ~np.isnan(timeline.end))
+    task = np.concatenate([start, end])
+    time = np.concatenate([timeline.start[start], timeline.end[end]])
+    is_end = np.repeat([False, True], [len(start), len(end)])
+    later = ~is_end | (timeline.end[task] <= timeline.start[task])
+    order = np.lexsort((is_end, task, later, time, timeline.graph.device[task]))
+    return task[order], is_end[order]
 
 
 class _Walked(NamedTuple):

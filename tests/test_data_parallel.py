@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec import work
 from pipeexec.cli import main
+from pipeexec.gradient_sync import reduce_gradients
 from pipeexec.models import build_model
 from pipeexec.replica_batches import replica_batches, replicas_of
+from pipeexec.run import Planned, Run
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -297,6 +302,58 @@ def test_four_processes(four_ranks: Ranks, mode: dict[str, Any], n_calls: int) -
 # What stages hold
 
 
+def stage_bytes(stage: nn.Module) -> int:
+    return sum(p.nbytes for p in stage.parameters())
+
+
+def gradients_by_rule(timeline: ps.Timeline, stages: list[nn.Module]) -> list[float]:
+    """Return the most bytes of gradients of each device, by rule 10 and the times of a step."""
+    costs = ps.Costs(1, 2, gradient_bytes=[stage_bytes(stage) for stage in stages])
+    return replace(timeline, costs=costs).peak_memory.tolist()
+
+
+@pytest.mark.parametrize(
+    ("grad_sync", "overlap", "slow", "n_gradients"),
+    [
+        ("last", True, False, 1),
+        ("bucketed", True, False, 1),
+        ("every", True, True, 4),  # all backwards are done before the first is reduced
+        (2, True, True, 2),
+        ("every", False, False, 2),  # each waits for its own: the sum so far, and one more
+        (2, False, False, 2),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_gradients_that_wait_are_counted_as_they_are_predicted(
+    schedule: str, grad_sync: str | int, overlap: bool, slow: bool, n_gradients: int
+) -> None:
+    """K = 4: of each replica as many as the simulator says; and sums need no memory of their own."""
+    x, y = data(16)
+    order = ps.schedule(schedule, 1, 4)
+    graph = ps.lower(order, n_replicas=2, grad_sync=grad_sync, n_buckets=2, overlap=overlap)
+    stages = layers(1)
+    n_groups = 4 if grad_sync == "every" else 2
+
+    def reduce(run: Run, task: Planned) -> None:
+        if task.microbatch == 4 // n_groups - 1:  # the first
+            while len(run.handed) < 2 * n_groups:
+                time.sleep(1e-3)
+        reduce_gradients(run, task)
+
+    with (
+        px.Pipeline(stages, graph, ["cpu"] * 2, mse, sgd) as pipeline,
+        mock.patch.object(work, "reduce_gradients", reduce if slow else reduce_gradients),
+    ):
+        memory = pipeline.memory(x, y)
+    size = stage_bytes(stages[0])
+    costs = ps.Costs(1, 2, input_grad=1, weight_grad=1, gradient_bytes=size)
+    predicted = ps.simulate(graph, replace(costs, reduce_grad=100 if slow else 1)).peak_memory
+    assert memory.peak_gradients.tolist() == predicted.tolist() == [n_gradients * size] * 2
+    assert memory.peak_gradients.tolist() == gradients_by_rule(memory.timeline, stages)
+    assert memory.peak_buffers.tolist() == [0, 0]
+    assert memory.frame["gradients"].iloc[-1] == size
+
+
 def _held(pipeline: px.Pipeline, x: Tensor, y: Tensor) -> list[list[int]]:
     return [held(x, y) for held in
             (pipeline.held_bytes, pipeline.device_bytes, pipeline.left_bytes)]  # fmt: skip
@@ -308,6 +365,17 @@ def _held_in_a_rank(processes: px.Processes) -> dict[str, Any]:
     stages = layers(2)
     with px.Pipeline(stages, graph, ["cpu"] * 2, mse, sgd, processes=processes) as pipeline:
         found = {"held": _held(pipeline, x, y), "n_steps": pipeline.n_steps}
+        every = lowered("1f1b", 2, 2, hosts="per_device", grad_sync=("every", "last"))
+        memory = pipeline.with_graph(every).memory(x, y)
+    found["by_rule"] = gradients_by_rule(memory.timeline, layers(2))
+    found["gradients"], found["buffers"] = (
+        peak.tolist() for peak in (memory.peak_gradients, memory.peak_buffers)
+    )
+    alone = ps.lower(
+        ps.schedule("1f1b", 1, 4), n_replicas=2, hosts="per_device", grad_sync=1, overlap=False
+    )
+    with px.Pipeline(layers(1), alone, ["cpu"], mse, processes=processes) as pipeline:
+        found["alone"] = pipeline.memory(x, y).peak_gradients.tolist()
     weights = [p for stage in stages for p in stage.parameters()]
     return {**found, "weights": [p.detach() for p in weights], "grads": [p.grad for p in weights]}
 
@@ -326,6 +394,12 @@ def test_what_replicas_hold(two_ranks: Ranks) -> None:
     before = [p.detach() for stage in layers(2) for p in stage.parameters()]
     for rank in two_ranks.run(_held_in_a_rank):
         assert rank["held"] == twice
+        assert rank["gradients"] == rank["by_rule"]
+        size = stage_bytes(layers(2)[0])
+        # A message of all gradients of a stage, and the one in which processes agree.
+        assert all(size <= nbytes < 1.1 * size for nbytes in rank["buffers"])
+        # Without overlap each waits for its own reduction: the sum so far, and one more.
+        assert rank["alone"] == [2 * stage_bytes(layers(1)[0])] * 2
         assert rank["n_steps"] == 0
         torch.testing.assert_close(rank["weights"], before, rtol=0, atol=0)
         assert set(rank["grads"]) == {None}
@@ -390,7 +464,14 @@ def test_every_command_runs_with_replicas(two_ranks: Ranks, tmp_path: Path) -> N
     for row in modes.rows.values():
         assert row.measured.complete
     table = modes.table
-    assert table["memory_predicted"].tolist() == table["memory_measured"].tolist()
+    for name in ("gpipe", "1f1b"):
+        every, last, bucketed = (
+            table.loc[f"{name} never {mode}", ["memory_predicted", "memory_measured"]].tolist()
+            for mode in ("every", "last", "bucketed")
+        )
+        assert last == bucketed == [last[0]] * 2
+        # How many gradients wait for their reduction depends on times.
+        assert all(last[0] <= nbytes < 4 * last[0] for nbytes in every)
     costs = ps.Costs.load(tmp_path / "costs/costs.json")
     assert costs.reduce_grad[0] > 0
     assert len(costs.buckets[0]) == 2
