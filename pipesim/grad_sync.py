@@ -57,7 +57,7 @@ def checked_grad_sync(given: GradSyncArgument, n_stages: int, batch_size: int) -
         given = from_text(given)
     if isinstance(given, Mapping):
         given = [given.get(stage, "last") for stage in _checked_stages(given, n_stages)]
-    elif isinstance(given, (list, tuple, np.ndarray)):
+    elif isinstance(given, (list, tuple)):
         if len(given) != n_stages:
             raise ArgumentError(
                 f"grad_sync has {len(given)} values, and there are {n_stages} stages; give one "
@@ -73,7 +73,9 @@ def checked_grad_sync(given: GradSyncArgument, n_stages: int, batch_size: int) -
 
 
 def _checked_stages(given: Mapping[int, str | int], n_stages: int) -> range:
-    """Return all stages, if a mapping names no others."""
+    """Return all stages, if a mapping names one of them or several, and no others."""
+    if not given:
+        raise ArgumentError("grad_sync is a mapping that names no stage; give such as {0: 'every'}")
     for stage in given:
         if check_count("grad_sync: a stage", stage, 0) >= n_stages:
             raise ArgumentError(

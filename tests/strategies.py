@@ -216,7 +216,7 @@ def grad_syncs(schedule: ps.Schedule) -> st.SearchStrategy[Any]:
     one = st.sampled_from([*modes, *every_k])
     stages = st.integers(0, schedule.n_stages - 1)
     some = st.lists(one, min_size=schedule.n_stages, max_size=schedule.n_stages)
-    return st.one_of(st.sampled_from(modes), one, some, st.dictionaries(stages, one, max_size=2))
+    return st.one_of(st.sampled_from(modes), one, some, st.dictionaries(stages, one, min_size=1))
 
 
 #: A schedule, and how it is lowered.
