@@ -174,12 +174,15 @@ class Counted:
         members = graph.collectives[int(graph.group[task.id])].tolist()
         slot_of = {int(graph.replica[t]) * graph.n_stages + int(graph.stage[t]): t for t in members}
         ids = [slot_of[slot] for slot in task.copies]
-        allocated = _Allocated()
-        with self._counting(run, task, task.copies, ids), allocated:
+        if not ids:
             work(run, task)
-        if ids:
-            buffers = allocated.peak - allocated.alive()
-            self.buffers.taken[ids[0]] = self.buffers.given[ids[0]] = buffers
+            return
+        with self._counting(run, task, task.copies, ids):
+            allocated = _Allocated(x for slot in task.copies for x in _gradients(run, task, slot))
+            with allocated:
+                work(run, task)
+            buffers = allocated.peak - max(allocated.before, allocated.alive())
+        self.buffers.taken[ids[0]] = self.buffers.given[ids[0]] = buffers
 
     @contextmanager
     def _counting(
@@ -204,12 +207,12 @@ _COUNTS: dict[Op, Callable[..., None]] = {
 
 
 class _Allocated(TorchDispatchMode):
-    """Counts the storages that are allocated in a block, until they are freed."""
+    """Counts storages in a block: those of some tensors, and what is allocated, until freed."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0
-        self._seen: _Storages = {}
+        self._seen = _storages(tensors)
+        self.before = self.peak = self.alive()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = _storages(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
