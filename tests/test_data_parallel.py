@@ -291,6 +291,15 @@ def test_two_processes(two_ranks: Ranks, mode: dict[str, Any], n_calls: int) -> 
     _check(two_ranks.run(_steps, schedule="1f1b", **options), [11], 0, 2)
 
 
+def test_stages_that_differ_in_two_processes(two_ranks: Ranks) -> None:
+    """Stage 0 sums K = 3 times and stage 1 once: 2 x 2 in all."""
+    options = {"grad_sync": ("every", "last")}
+    found = two_ranks.run(
+        _steps, schedule="1f1b", n_stages=2, n_replicas=2, sizes=[7, 4], options=options
+    )
+    _check(found, [7, 4], 2, 2)
+
+
 @pytest.mark.parametrize(("mode", "n_calls"), list(zip(MODES, [1, K, 2], strict=True)))
 def test_four_processes(four_ranks: Ranks, mode: dict[str, Any], n_calls: int) -> None:
     """2 replicas x 2 stages, a process each; replicas of unlike batches."""
@@ -327,7 +336,7 @@ def gradients_by_rule(timeline: ps.Timeline, stages: list[nn.Module]) -> list[fl
 def test_gradients_that_wait_are_counted_as_they_are_predicted(
     schedule: str, grad_sync: str | int, overlap: bool, slow: bool, n_gradients: int
 ) -> None:
-    """K = 4: of each replica as many as the simulator says; and sums need no memory of their own."""
+    """K = 4: as many of each replica as the simulator says. Sums need no memory of their own."""
     x, y = data(16)
     order = ps.schedule(schedule, 1, 4)
     graph = ps.lower(order, n_replicas=2, grad_sync=grad_sync, n_buckets=2, overlap=overlap)
@@ -450,7 +459,7 @@ def test_batches_of_replicas(n_ranks: int, n_replicas: int, expected: list[list[
 def test_every_command_runs_with_replicas(two_ranks: Ranks, tmp_path: Path) -> None:
     """Replicas have batches of their own, the same in one process and in two."""
     assert two_ranks.run(command_line, folder=str(tmp_path)) == [[0, 0, 0]] * 2
-    assert main(arguments("run", "alone", str(tmp_path), "--grad-sync every")) == 0
+    assert main(arguments("run", "alone", str(tmp_path), "--grad-sync 2")) == 0
     together, alone = (
         json.loads((tmp_path / name / "run.json").read_text()) for name in ("run", "alone")
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec import reduction
 from pipeexec.reduction import summed
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
@@ -68,7 +69,11 @@ class _Calls:
 
 
 def _sum_case(
-    processes: Any, n: int, parameters: list[list[str]], kinds: list[list[list[str]]]
+    processes: Any,
+    n: int,
+    parameters: list[list[str]],
+    kinds: list[list[list[str]]],
+    message: int = reduction.MESSAGE,
 ) -> dict[str, int]:
     """Sum gradients of ``kinds`` (process, copy, parameter) over ``n`` of the ranks."""
     group = _group(n)
@@ -86,6 +91,7 @@ def _sum_case(
     own = [[None if x is None else x.clone() for x in copy] for copy in own]
     with pytest.MonkeyPatch.context() as patch:
         calls = _Calls(patch)
+        patch.setattr(reduction, "MESSAGE", message)
         found = summed(own, like, group)
     for p, (got, parameter) in enumerate(zip(found, like, strict=True)):
         _check_sum(got, [x for at, x in there.items() if at[2] == p and x is not None], parameter)
@@ -135,7 +141,7 @@ def _sums(draw: st.DrawFn) -> dict[str, Any]:
     }
     one = st.tuples(*(st.sampled_from(kinds[shape]) for shape, _ in parameters))
     copies = st.lists(one, min_size=n_copies, max_size=n_copies)
-    return {"n": n, "parameters": parameters,
+    return {"n": n, "parameters": parameters, "message": draw(st.sampled_from([1, 100, 2**20])),
             "kinds": draw(st.lists(copies, min_size=n, max_size=n))}  # fmt: skip
 
 
@@ -175,6 +181,15 @@ def test_takes_few_messages(
         kinds=[[of_rank] for of_rank in kinds],
     ):
         assert calls == {name: n for name, n in wanted.items() if n}
+
+
+def test_many_gradients_go_in_several_messages(two_ranks: Ranks) -> None:
+    """Of three of 48 bytes, two in one message of at most 100."""
+    kinds = [[["dense"] * 3]] * 2
+    calls = two_ranks.run(
+        _sum_case, n=2, parameters=[["table", "float32"]] * 3, kinds=kinds, message=100
+    )
+    assert calls == [{"all_reduce": 3}] * 2
 
 
 def test_sums_in_one_process_without_a_group() -> None:
