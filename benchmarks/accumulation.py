@@ -109,9 +109,7 @@ def gradients(processes: px.Processes | None) -> list[str]:
                 hosts="one" if processes is None else "per_device",
             )
             devices = ["cpu"] * (N_REPLICAS if processes is None else 1)
-            with px.Pipeline(
-                [layers], graph, devices, loss, SGD, processes=processes
-            ) as pipeline:
+            with px.Pipeline([layers], graph, devices, loss, SGD, processes=processes) as pipeline:
                 memory = pipeline.memory(inputs, targets)
             values = [
                 memory.peak_gradients.max(),
