@@ -48,7 +48,7 @@ def linear(processes: px.Processes, n_steps: int, repeat: int) -> px.Validation:
             x, y = torch.randn(2, K * SAMPLES, WIDTH, generator=generator)
             yield x, y
 
-    schedule = ps.schedule("gpipe", 1, K)
+    schedule = ps.schedule("1f1b", 1, K)  # the order of accumulation, F0 B0 F1 B1
     graphs = {
         mode: ps.lower(
             schedule,

@@ -57,6 +57,7 @@ from pipeexec.recorder import ENDED, GRAPH
 from pipeexec.run import Planned, Run
 from pipeexec.shares import Shares
 from pipeexec.stage import Held, Stage, metered
+from pipeexec.step_memory import Bytes, Counted, StepMemory
 from pipeexec.step_result import StepResult, kept_losses, unread_result
 from pipeexec.thread_settings import autocast
 from pipeexec.versions import Versions
@@ -745,14 +746,48 @@ class Pipeline:
         meters = self._metered(inputs, targets, devices)
         return list(map(int, self.total([meter.peak for meter in meters])))
 
-    def _metered(self, inputs: Batch, targets: Any, place: Sequence[int]) -> list[Meter]:
-        """Run a step that leaves no trace, and count what stages hold, together by their place."""
+    def memory(self, inputs: Batch, targets: Any) -> StepMemory:
+        """Return the bytes of activations and gradients over a step, counted task by task.
+
+        Beside the simulator's ``timeline.memory()``. Counting slows the host down, so this is a
+        step of its own, which leaves no trace. All processes must call this.
+        """
+        graph, meters = self.graph, self._meters(inputs, targets, self.graph.n_devices)
+        counted = Counted(len(graph), meters)
+        tasks = [counted.wrap(task) for task in self._plan]
+        with (
+            self._held("memory"),
+            self.preserved(),
+            metered(self.stages, [meters[at] for at in graph.homes.ravel().tolist()]),
+        ):
+            run = self._step(inputs, targets, lambda run, _: run.walk(tasks))
+            result = self._result(run)
+        one = [
+            float(sum(p.nbytes for p in stage.module.parameters() if p.requires_grad))
+            for stage in self.stages
+        ]
+        values = np.array(self.total([*counted.columns.ravel().tolist(), *one]))
+        columns = values[: counted.columns.size].reshape(6, len(graph))
+        return StepMemory(
+            self.gather(result).timeline,
+            Bytes(*columns[:2]),
+            Bytes(*columns[2:4]),
+            Bytes(*columns[4:]),
+            values[counted.columns.size :].reshape(graph.homes.shape),
+        )
+
+    def _meters(self, inputs: Batch, targets: Any, n: int) -> list[Meter]:
+        """Return meters that leave out what a step does not make: weights and the batch."""
         check_batch(inputs, targets)
         modules = [stage.module for stage in self.stages]
         weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
         given = [x if isinstance(x, tuple) else (x,) for x in (inputs, targets)]
         batch = [x for values in given for x in values if isinstance(x, Tensor)]
-        meters = [Meter(weights, batch) for _ in range(max(place) + 1)]
+        return [Meter(weights, batch) for _ in range(n)]
+
+    def _metered(self, inputs: Batch, targets: Any, place: Sequence[int]) -> list[Meter]:
+        """Run a step that leaves no trace, and count what stages hold, together by their place."""
+        meters = self._meters(inputs, targets, max(place) + 1)
         with (
             self._held("held_bytes, left_bytes or device_bytes"),
             self.preserved(),

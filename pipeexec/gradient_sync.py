@@ -1,8 +1,8 @@
-"""When replicas sum their gradients: once, after every micro-batch, or in buckets that overlap.
+"""When replicas sum their gradients: once, after every k micro-batches, or in buckets that overlap.
 
-*Every*: a backward hands over what it added, so that the next one may add while that is summed; the
-sums are the gradients from STEP on. *Buckets*: a backward marks when it has made the gradients of a
-bucket, which are then summed while it goes on.
+*Every k*: the backwards of k micro-batches add to gradients of their own, so that those of the next
+k may add while these are summed; the sums are the gradients from STEP on. *Buckets*: a backward
+marks when it has made the gradients of a bucket, which are then summed while it goes on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from pipesim.errors import ExecutionError
 __all__ = [
     "Work",
     "buckets",
+    "group_of",
     "handing_over",
     "marking",
+    "parameters_of",
     "reduce_gradients",
     "settle",
 ]
@@ -103,51 +105,72 @@ def _watched(
             reach[number]()
 
 
-def handing_over(work: Work) -> Work:
-    """Return a backward that then hands over the gradients that are there."""
-    return partial(_hand_over, work)
+def handing_over(work: Work, group: int) -> Work:
+    """Return a backward that adds to the gradients of its ``group`` of micro-batches alone."""
+    return partial(_hand_over, work, group)
 
 
-def _hand_over(work: Work, run: Run, task: Planned) -> None:
-    work(run, task)
+def group_of(microbatch: int, group: int) -> int:
+    """Return the number of the REDUCE_GRAD of a micro-batch: the last micro-batch of its group."""
+    return (microbatch // group + 1) * group - 1
+
+
+def _hand_over(work: Work, group: int, run: Run, task: Planned) -> None:
+    key = task.slot, group_of(task.microbatch, group)
     parameters = list(task.stage.module.parameters())
-    run.handed[task.slot, task.microbatch] = [parameter.grad for parameter in parameters]
+    # Without an optimizer, gradients of earlier steps are there, for the first group to take.
+    for parameter, gradient in zip(parameters, run.handed.pop(key, ()), strict=False):
+        parameter.grad = gradient
+    work(run, task)
+    run.handed[key] = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
 
 
-def _gradients(
-    run: Run, task: Planned
-) -> tuple[list[list[nn.Parameter]], list[list[Tensor | None]]]:
-    """Return parameters and gradients of the local copies that a REDUCE_GRAD is for."""
-    lists = [_parameters(run, slot, task) for slot in task.copies]
-    if run.graph.grad_sync == "every":
-        return lists, [run.handed[slot, task.microbatch] for slot in task.copies]
-    return lists, [[parameter.grad for parameter in parameters] for parameters in lists]
-
-
 @torch.no_grad()
 def reduce_gradients(run: Run, task: Planned) -> None:
-    """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, here and elsewhere."""
-    each = run.graph.grad_sync == "every"
-    lists, gradients = _gradients(run, task)
-    for slot in task.copies if each else ():
-        del run.handed[slot, task.microbatch]
+    """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, here and elsewhere.
+
+    The sums take the memory of the gradients.
+    """
+    each = bool(run.graph.reduction_groups[task.stage.index])
+    lists = [parameters_of(run, slot, task) for slot in task.copies]
+    gradients = [
+        run.handed.pop((slot, task.microbatch)) if each else [p.grad for p in parameters]
+        for slot, parameters in zip(task.copies, lists, strict=True)
+    ]
     for gradient in (x for row in gradients for x in row if x is not None):
         task.device.adopt(gradient, task.stream)  # made on another stream
     _note_bytes(run, task, gradients)
     sums = summed(gradients, lists[0], task.members)
     for number, (slot, parameters) in enumerate(zip(task.copies, lists, strict=True)):
-        totals = [
-            None if x is None else x.to(p.device, copy=number > 0)
-            for x, p in zip(sums, parameters, strict=True)
-        ]
+        totals = sums if number == 0 else _copied(sums, gradients[number], parameters)
         if each:
             before = run.reduced.get(slot)
             run.reduced[slot] = totals if before is None else added(before, totals)
             continue
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total
+
+
+def _copied(
+    sums: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[nn.Parameter],
+) -> list[Tensor | None]:
+    """Return copies of sums for another replica, in the memory of its gradients where they fit."""
+    copies: list[Tensor | None] = []
+    for total, gradient, parameter in zip(sums, gradients, parameters, strict=True):
+        if (
+            total is None
+            or gradient is None
+            or gradient.layout != torch.strided
+            or (total.layout != torch.strided)
+        ):
+            copies.append(None if total is None else total.to(parameter.device, copy=True))
+        else:
+            copies.append(gradient.copy_(total))
+    return copies
 
 
 def _note_bytes(run: Run, task: Planned, gradients: list[list[Tensor | None]]) -> None:
@@ -166,7 +189,8 @@ def _size(gradient: Tensor) -> int:
     return gradient.nbytes
 
 
-def _parameters(run: Run, slot: int, task: Planned) -> list[nn.Parameter]:
+def parameters_of(run: Run, slot: int, task: Planned) -> list[nn.Parameter]:
+    """Return the parameters whose gradients a REDUCE_GRAD sums, of one local copy."""
     if task.part < 0:
         return list(run.modules[slot].parameters())
     return _buckets(run, slot, task.n_parts)[task.part]

@@ -29,12 +29,15 @@ class Meter:
         Bytes held, and the most that ever were.
     left
         The most bytes held at the end of an I.
+    high
+        The most bytes held since it was last set to ``now``.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = (), batch: Iterable[Tensor] = ()) -> None:
         self.now = 0
         self.peak = 0
         self.left = 0
+        self.high = 0
         self._ignored = _storages(ignored)
         self._batch = _storages(batch)
         self._weights: dict[int, set[int]] = {}
@@ -55,7 +58,7 @@ class Meter:
         self._holders[key] += 1
         if self._holders[key] == 1:
             self.now += nbytes
-            self.peak = max(self.peak, self.now)
+            self.peak, self.high = max(self.peak, self.now), max(self.high, self.now)
         return key, nbytes
 
     def give(self, receipt: tuple[int, int]) -> None:

@@ -71,7 +71,8 @@ def plan(
     here = np.array([not isinstance(x, RemoteDevice) for x in devices])[graph.device]
     during = {t: int(graph.during[t]) for t in np.flatnonzero(graph.during >= 0).tolist()}
     marks = {backward: int(graph.part[t]) + 1 for t, backward in during.items()}  # the last counts
-    reduced = frozenset(np.unique(graph.stage[graph.op == Op.REDUCE_GRAD]).tolist())
+    reduces = np.isin(np.arange(graph.n_stages), graph.stage[graph.op == Op.REDUCE_GRAD])
+    groups = (graph.reduction_groups * reduces).tolist()
     planned = []
     for index in np.flatnonzero(here).tolist():
         task = graph.task(index)
@@ -85,8 +86,7 @@ def plan(
         planned.append(
             Planned(
                 id=index,
-                work=_work(task, marks.get(index, 0),
-                           hands_over=graph.grad_sync == "every" and task.stage in reduced),
+                work=_work(task, marks.get(index, 0), groups[task.stage]),
                 stream=devices[task.device].stream(task.stream, blocks=group >= 0),
                 device=devices[task.device],
                 stage=stages[slot],
@@ -110,12 +110,12 @@ def plan(
     return planned if processes is None else connected(graph, planned, devices, processes)
 
 
-def _work(task: Task, marks: int, hands_over: bool) -> Work:
+def _work(task: Task, marks: int, group: int) -> Work:
     """Return what a task does; a backward, also what the reduction of its gradients needs."""
     work = WORK[task.op]
     if marks:
         return marking(work)
-    return handing_over(work) if hands_over and task.op in (Op.B, Op.W) else work
+    return handing_over(work, group) if group and task.op in (Op.B, Op.I, Op.W) else work
 
 
 def _source(graph: TaskGraph, index: int) -> int:

@@ -2,9 +2,11 @@
 
 Processes first agree on which gradients there are, dense or sparse, in one small message: a sparse
 gradient would not fit into the message of a dense one, and a process that has none cannot know.
-Then all dense gradients of a type travel in one all-reduce. Sparse ones, those of
-``nn.Embedding(sparse=True)``, stay sparse: their rows are gathered, as many as the process with
-the most has, since neither gloo nor NCCL gathers different lengths.
+Then all dense gradients of a type travel in one all-reduce, or in several of at most `MESSAGE`
+bytes, each through a buffer of its size; a gradient that is a message alone needs no buffer. Sums
+take the memory of the gradients. Sparse gradients, those of ``nn.Embedding(sparse=True)``, stay
+sparse: their rows are gathered, as many as the process with the most has, since neither gloo nor
+NCCL gathers different lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-__all__ = ["summed"]
+__all__ = ["MESSAGE", "summed"]
+
+#: Bytes of several gradients in one all-reduce: 25 MiB, as in torch's DistributedDataParallel.
+MESSAGE = 25 * 2**20
 
 #: A gradient's place among the parameters, and what this process adds to it.
 Mine = tuple[int, Tensor]
@@ -35,8 +40,8 @@ def summed(
     Parameters
     ----------
     gradients
-        Those of each local copy, one a parameter; None where a parameter has none. They stay as
-        they are.
+        Those of each local copy, one a parameter; None where a parameter has none. Dense ones of
+        the first copy are overwritten.
     like
         The parameters: sums have their types, layouts and devices.
     group
@@ -47,7 +52,8 @@ def summed(
     -------
     list
         One sum a parameter: None where nobody has a gradient, sparse and coalesced where all that
-        there are are sparse. Of a single dense gradient, the gradient itself.
+        there are are sparse. Dense sums are in the memory of the first copy's gradients, where
+        those have the type and the layout of the parameters.
     """
     local = [
         _local_sum([copy[index] for copy in gradients], parameter)
@@ -58,8 +64,9 @@ def summed(
     found: list[Tensor | None] = [None] * len(like)
     dense, sparse = _agreed(local, like, group)
     for of_dtype in _by_dtype(dense):
-        for index, total in _reduced(of_dtype, group):
-            found[index] = _laid_out(total, like[index])
+        for message in _messages(of_dtype):
+            for index, total in _reduced(message, group):
+                found[index] = _laid_out(total, like[index])
     for index, total in _gathered(sparse, group):
         found[index] = total
     return found
@@ -74,7 +81,8 @@ def _local_sum(copies: Sequence[Tensor | None], parameter: nn.Parameter) -> Tens
         n_sparse = max(x.sparse_dim() for x in there)
         alike = [_in_coordinates(x, parameter, n_sparse) for x in there]
         return _joined([x._indices() for x in alike], [x._values() for x in alike], parameter.shape)
-    return functools.reduce(torch.add, (x.to_dense() if x.is_sparse else x for x in there))
+    total, *others = (x.to_dense() if x.is_sparse else x for x in there)
+    return functools.reduce(Tensor.add_, others, total)
 
 
 def _joined(indices: Sequence[Tensor], values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
@@ -134,17 +142,44 @@ def _by_dtype(tensors: Sequence[Mine]) -> Iterator[list[Mine]]:
         yield [(index, x) for index, x in tensors if x.dtype == dtype]
 
 
+def _messages(tensors: Sequence[Mine]) -> Iterator[list[Mine]]:
+    """Yield tensors of one type in messages of at most `MESSAGE` bytes; larger ones alone."""
+    message: list[Mine] = []
+    nbytes = 0
+    for index, x in tensors:
+        if message and nbytes + x.nbytes > MESSAGE:
+            yield message
+            message, nbytes = [], 0
+        message.append((index, x))
+        nbytes += x.nbytes
+    yield message
+
+
 def _reduced(tensors: Sequence[Mine], group: ProcessGroup) -> Iterator[Mine]:
-    """Yield the sums of dense tensors of one type, in one all-reduce."""
-    device = tensors[0][1].device
-    flat = torch.cat([x.reshape(-1).to(device) for _, x in tensors])
-    dist.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, group=group)
+    """Yield the sums of dense tensors of one type, in one all-reduce; they overwrite the tensors.
+
+    All are copied to one buffer, and back, but for a tensor alone.
+    """
+    _, first = tensors[0]
+    if len(tensors) == 1 and first.is_contiguous() and not first.is_conj():
+        _all_reduce(first, group)
+        yield tensors[0]
+        return
+    flat = torch.cat([x.reshape(-1).to(first.device) for _, x in tensors])
+    _all_reduce(flat, group)
     parts = flat.split([x.numel() for _, x in tensors])
-    return ((index, part.view(x.shape)) for (index, x), part in zip(tensors, parts, strict=True))
+    for (index, x), part in zip(tensors, parts, strict=True):
+        yield index, x.copy_(part.view(x.shape))
+
+
+def _all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
+    dist.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, group=group)
 
 
 def _laid_out(total: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return a copy with the parameter's layout, which does not hold all others' memory."""
+    """Return a sum with the parameter's layout; a copy if it has another."""
+    if total.stride() == parameter.stride() and not total.is_conj():
+        return total
     return torch.empty_like(parameter).copy_(total)
 
 

@@ -13,9 +13,10 @@ from itertools import chain
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
-from pipeexec.accuracy import Repeat, op_errors, parts_of_steps
+from pipeexec.accuracy import Repeat, Step, op_errors, parts_of_steps
 from pipeexec.batches import Batch
 from pipeexec.devices import DeviceLike
 from pipeexec.executor import Pipeline, StepResult
@@ -193,17 +194,15 @@ def validate(
             say = _prefixed(progress, f"repeat {number + 1} of {repeat}, " if repeat > 1 else "")
             repeats.append(_measured(pipeline, pipelines, source, n_steps, warm_up, costs, say))
         inputs, targets = repeats[-1].batch
-        held = [each.device_bytes(inputs, targets) for each in pipelines]
+        counted = [each.memory(inputs, targets) for each in pipelines]
         real = with_stage_bytes(repeats[-1].costs, pipeline)
         clocks, notes = pipeline.clocks(), pipeline.notes
-    rows = {
-        name: _row(
-            name,
-            [Repeat(simulate(graph, each.costs), each.results[row]) for each in repeats],
-            (static(graph, real) + np.array(held[row])).tolist(),
-        )
-        for row, (name, graph) in enumerate(graphs.items())
-    }
+    rows = {}
+    for row, (name, graph) in enumerate(graphs.items()):
+        found = [Repeat(simulate(graph, each.costs), each.results[row]) for each in repeats]
+        middle = _middle(found)
+        held = static(graph, real) + counted[row].at(middle.timeline).peak
+        rows[name] = _row(name, found, middle, held)
     if costs is not None:
         _warn_of_other_sizes(costs, rows)
     return Validation(rows, repeats[-1].costs, repeats[-1].profile, clocks, notes)
@@ -269,7 +268,7 @@ def _validated(
             for one, measured in zip(said, results, strict=True)
         ]
         held = static(graph, real) + np.array(each.held_bytes(*batch))
-        rows[name] = _row(name, repeats, held.tolist())
+        rows[name] = _row(name, repeats, _middle(repeats), held)
     notes = dict.fromkeys(note for model in models.values() for note in model.notes)
     return Validation(rows, said[-1], notes=tuple(notes))
 
@@ -389,18 +388,27 @@ def _taken(batches: Iterable[tuple[Batch, Any]], n_batches: int) -> Iterator[tup
             ) from None
 
 
-def _row(name: str, repeats: Sequence[Repeat], peak_memory: Sequence[float]) -> Row:
+def _middle(repeats: Sequence[Repeat]) -> Step:
+    """Return the step whose makespan is the median."""
+    results = [result for repeat in repeats for result in repeat.results]
+    return sorted(results, key=lambda result: result.timeline.makespan)[len(results) // 2]
+
+
+def _row(
+    name: str,
+    repeats: Sequence[Repeat],
+    middle: Step,
+    peak_memory: NDArray[np.float64],
+) -> Row:
     """Put the steps of a graph beside its predictions."""
     results = [result for repeat in repeats for result in repeat.results]
-    makespans = [result.timeline.makespan for result in results]
-    middle = int(np.argsort(makespans)[len(makespans) // 2])
     said = tuple(repeat.predicted.makespan for repeat in repeats)
     return Row(
         predicted=repeats[-1].predicted.with_name(name),
-        measured=results[middle].timeline.with_name(name),
-        makespans=tuple(makespans),
+        measured=middle.timeline.with_name(name),
+        makespans=tuple(result.timeline.makespan for result in results),
         replayed=tuple(replay(result.timeline).makespan for result in results),
-        peak_memory=tuple(peak_memory),
+        peak_memory=tuple(peak_memory.tolist()),
         losses=tuple(float(result.loss) for result in results),
         predictions=said if len(said) > 1 else (),
         host_seconds=tuple(filter(None, (result.host_seconds for result in results))),

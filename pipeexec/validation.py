@@ -53,8 +53,9 @@ class Row:
     makespans, replayed
         Of every step, measured, and replayed from its own durations; seconds. Repeat after repeat.
     peak_memory
-        Bytes that each device really held at most: parameters, gradients and optimizer state, and
-        activations, counted in a step of their own.
+        Bytes that each device really held at most: parameters, gradients and optimizer state;
+        activations, and gradients that wait for their reduction, counted task by task in a step of
+        their own, at the times of ``measured``.
     losses
         Of every step.
     predictions

@@ -87,7 +87,8 @@ def add_workload(
     add("--replicas", type=integer, default=1, help="data-parallel replicas of the pipeline, each "
         "on devices of its own (default: 1)")  # fmt: skip
     add("--grad-sync", type=words, default=["last"], help="when replicas sum their gradients "
-        "(default: last; of last,every,bucketed)")  # fmt: skip
+        "(default: last; of last,every,bucketed, or a number of micro-batches; every/2/last: "
+        "one a stage)")  # fmt: skip
     add("--n-buckets", type=integer, default=4, help="of a stage, with bucketed (default: 4)")
     add("--schedules", type=words, default=list(schedules), help="names or files, all with the "
         f"same stages on the same devices (default: {','.join(schedules)})")  # fmt: skip
@@ -217,7 +218,7 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
     """Return the rows: every schedule under every recompute mode."""
     import pipesim
     from pipesim.errors import check_count, check_name
-    from pipesim.graph import GRAD_SYNC
+    from pipesim.grad_sync import GRAD_SYNC, from_text, of_stages
     from pipesim.schedule_names import info_of
 
     if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:
@@ -230,8 +231,10 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
             f"{several} devices cannot be shared by {n_replicas} replicas; give a multiple of "
             f"{n_replicas}"
         )
-    for name in arguments.grad_sync:
-        check_name("grad_sync", name, GRAD_SYNC)
+    for text in arguments.grad_sync:
+        for value in of_stages(from_text(text), 1):
+            if isinstance(value, str):
+                check_name("grad_sync", value, GRAD_SYNC)
     syncs = arguments.grad_sync if n_replicas > 1 else arguments.grad_sync[:1]
     n_devices = _count(
         arguments, "stages", "devices", lambda: several // n_replicas or _balanced(arguments, infos)

@@ -95,7 +95,12 @@ _FLAGS = (
     ("--microbatches", "N", "number of micro-batches of a step"),
     ("--replicas", "N", "data-parallel replicas of the pipeline"),
     ("--layout", "ORDER", "replica_major or stage_major: whose devices are numbered in a row"),
-    ("--grad-sync", "MODE", "replicas reduce gradients last, after every micro-batch, or bucketed"),
+    (
+        "--grad-sync",
+        "MODE",
+        "replicas reduce gradients last, after every micro-batch or every so "
+        "many, or bucketed; every/2/last: one a stage",
+    ),
     ("--n-buckets", "N", "buckets of a stage's gradients"),
     ("--sharded", "STAGES", "embeddings that are spread over the replicas, such as 0"),
     ("--recompute", "MODE", "never, always or except_last"),

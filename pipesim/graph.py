@@ -29,6 +29,14 @@ from pipesim.errors import (
     check_name,
     check_text,
 )
+from pipesim.grad_sync import (
+    GRAD_SYNC,
+    GradSync,
+    GradSyncArgument,
+    GradSyncs,
+    checked_grad_sync,
+    group_sizes,
+)
 from pipesim.levels import levels, stable_topological_order
 from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.schedule import VERSIONS, Versions
@@ -46,9 +54,6 @@ __all__ = [
     "task_twice",
     "wired",
 ]
-
-GradSync = Literal["last", "every", "bucketed"]
-GRAD_SYNC: tuple[GradSync, ...] = ("last", "every", "bucketed")
 
 
 class Through(NamedTuple):
@@ -162,8 +167,9 @@ class TaskGraph:
     n_batches
         Number of mini-batches, each with an optimizer step of its own.
     grad_sync
-        When gradients are reduced, as `pipesim.lower` says: a REDUCE_GRAD of a micro-batch needs
-        its backward alone if ``"every"``, else all of the mini-batch.
+        When gradients are reduced, as `pipesim.lower` says: one value, or one a stage where they
+        differ. A REDUCE_GRAD needs the backward of its micro-batch alone for ``"every"``, of the k
+        micro-batches up to its own for a number k, else of the whole mini-batch.
     weight_versions
         Which weights F sees, as `pipesim.Schedule` says.
     skips
@@ -192,7 +198,7 @@ class TaskGraph:
     recompute: str = "never"
     overlap: bool = True
     n_batches: int = 1
-    grad_sync: GradSync = "last"
+    grad_sync: GradSyncs = "last"
     weight_versions: Versions = "one"
     skips: tuple[tuple[int, int], ...] = ()
     portals: bool = True
@@ -209,7 +215,7 @@ class TaskGraph:
         recompute: str = "never",
         overlap: bool = True,
         n_batches: int = 1,
-        grad_sync: GradSync = "last",
+        grad_sync: GradSyncArgument = "last",
         weight_versions: Versions = "one",
         skips: Iterable[tuple[int, int]] = (),
         portals: bool = True,
@@ -287,14 +293,13 @@ class TaskGraph:
         hosts: str = "one",
         name: str = "custom",
         n_batches: int = 1,
-        grad_sync: GradSync = "last",
+        grad_sync: GradSyncArgument = "last",
         skips: Iterable[tuple[int, int]] = (),
         portals: bool = True,
         **labels: Any,
     ) -> TaskGraph:
         """Do what `wire` does, given the kind of each task."""
         check_name("hosts", hosts, ("one", "per_device"))
-        check_name("grad_sync", grad_sync, GRAD_SYNC)
         check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK)
         n_devices = int(kinds.device.max(initial=0)) + 1
         n_microbatches = int(microbatch.max(initial=-1)) + 1
@@ -303,21 +308,22 @@ class TaskGraph:
                 f"{n_microbatches} micro-batches cannot be shared evenly by n_batches={n_batches}"
             )
         skips = skips_of(kinds, skips, portals)
+        n_stages, batch_size = int(kinds.stage.max(initial=0)) + 1, n_microbatches // n_batches
+        grad_sync = checked_grad_sync(grad_sync, n_stages, batch_size)
         n_codes = 2 * n_devices + 3
         lowest = StreamKind.COLLECTIVE
         unique, stream = np.unique(
             kinds.device * n_codes + kinds.stream - lowest, return_inverse=True
         )
-        data, pair = wired(
-            kinds, kind, microbatch, n_microbatches // n_batches, stream, each=grad_sync == "every"
-        )
+        groups = group_sizes(grad_sync, n_stages)
+        data, pair = wired(kinds, kind, microbatch, batch_size, stream, groups)
         dependencies = _with_ends(data, kinds, kind, stream)
         if group is None:
             group = _groups(kinds, kind, microbatch)
         return cls(
             name=name,
             n_devices=n_devices,
-            n_stages=int(kinds.stage.max(initial=0)) + 1,
+            n_stages=n_stages,
             n_microbatches=n_microbatches,
             n_replicas=int(kinds.replica.max(initial=0)) + 1,
             kinds=kinds,
@@ -524,6 +530,14 @@ class TaskGraph:
         return tuple(np.unique(stages).tolist())
 
     @cached_property
+    def reduction_groups(self) -> Ints:
+        """After how many micro-batches each stage reduces its gradients; shape ``(n_stages,)``.
+
+        0 where it does so once a mini-batch.
+        """
+        return group_sizes(self.grad_sync, self.n_stages)
+
+    @cached_property
     def optimizer_shares(self) -> Ints:
         """Number of replicas that share each stage's optimizer, and gather what each has stepped.
 
@@ -620,10 +634,12 @@ def _rules_of(kinds: Kinds) -> list[Rule]:
     return found
 
 
-def _kind_rules(kinds: Kinds, width: int, each: bool) -> tuple[KindRules, int]:
+def _kind_rules(
+    kinds: Kinds, width: int, batch_size: int, groups: Ints | None
+) -> tuple[KindRules, int]:
     """Turn `RULES` into tables of bases, ``width`` cells a kind; return them and how many cells.
 
-    With ``each``, micro-batches have reductions of their own.
+    ``groups`` are as `TaskGraph.reduction_groups`; None for 0.
     """
     n_stages, n_replicas = (int(x.max(initial=0)) + 1 for x in (kinds.stage, kinds.replica))
     part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
@@ -655,10 +671,12 @@ def _kind_rules(kinds: Kinds, width: int, each: bool) -> tuple[KindRules, int]:
         [cells[op, replica, stage + away, p] for op, away, p in (hops[:3], hops[3:])], axis=1
     )
     needs = cells[np.stack([first_op, second_op]), replica, stage + offset, needs_part].T
-    # 2: what is gone through is of each micro-batch too.
-    every = np.array(
-        [rule.every * (1 + each) * (not each or Op.STEP in rule.ops) for rule in rules]
-    )[which]
+    every = np.array([int(rule.every) for rule in rules])[which]
+    reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule in rules])[which]
+    group = np.zeros_like(of) if groups is None else groups[kinds.stage[of]]
+    # 2: what is gone through is of each group of micro-batches too.
+    every[(every > 0) & ~reduces & (group > 0)] = 2
+    span = np.where(reduces & (group > 0), group, batch_size)
     applies = np.flatnonzero((needs.max(axis=1) >= 0) | (through.max(axis=1) >= 0))
     of_kind = CSR.group(of[applies], len(kinds))
     pair = np.full(len(kinds), -1, dtype=np.int64)
@@ -669,8 +687,10 @@ def _kind_rules(kinds: Kinds, width: int, each: bool) -> tuple[KindRules, int]:
             to, back = np.where(peer < 0, [stage + step, peer], [peer, stage])
             pair[of] = cells[other, kinds.replica[of], to + 1, back]
     order = applies[of_kind.values]
-    tables = (*map(np.ascontiguousarray, (through[order], needs[order])), every[order])
-    return KindRules(cells[place], pair, of_kind.ptr, *tables), int(cells.max(initial=-1)) + width
+    through, needs = map(np.ascontiguousarray, (through[order], needs[order]))
+    counts = every[order], span[order], group[order]
+    n_cells = int(cells.max(initial=-1)) + width
+    return KindRules(cells[place], pair, of_kind.ptr, through, needs, *counts), n_cells
 
 
 def _during(kinds: Kinds, kind: Ints, needs: CSR) -> Ints:
@@ -691,21 +711,21 @@ def wired(
     microbatch: Ints,
     batch_size: int,
     stream_of_kind: Ints,
-    each: bool = False,
+    groups: Ints,
 ) -> tuple[CSR, Ints]:
     """Apply `RULES`; return what each task needs before it can start, and pairs.
 
-    An overlapped F needs what its B needs.
+    An overlapped F needs what its B needs. ``groups`` are as `TaskGraph.reduction_groups`.
     """
     n_microbatches = int(microbatch.max(initial=-1)) + 1
-    rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches, each)
+    rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches, batch_size, groups)
     most = (rules.needs >= 0).sum(axis=1) * np.where(rules.every, n_microbatches, 1)
     goes = (rules.through >= 0).any(axis=1) * np.where(rules.every == 2, n_microbatches, 1)
     most = np.maximum(most, goes) * np.repeat(counts, np.diff(rules.ptr))
     dtype = ids_dtype(max(len(kind), int(most.sum())))
     ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
     values = np.empty(int(most.sum()), dtype=dtype)
-    total = wire(kind, microbatch, index, n_microbatches, batch_size, *rules[1:], ptr, values, pair)
+    total = wire(kind, microbatch, index, n_microbatches, *rules[1:], ptr, values, pair)
     needs = CSR(ptr, values[:total])
     if kinds.overlapped.any():
         forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
@@ -762,10 +782,11 @@ def _indexed(
     kind: NDArray[np.int32],
     microbatch: NDArray[np.int32],
     n_microbatches: int,
-    each: bool = False,
+    batch_size: int = 1,
+    groups: Ints | None = None,
 ) -> tuple[KindRules, Ints, Ints, int]:
     """Return the rules of kinds, each cell's task, tasks of each kind, and a task seen twice."""
-    rules, n_cells = _kind_rules(kinds, n_microbatches + 1, each)
+    rules, n_cells = _kind_rules(kinds, n_microbatches + 1, batch_size, groups)
     index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
     counts = np.zeros(len(kinds), dtype=np.int64)
     return rules, index, counts, index_tasks(kind, microbatch, rules.base, index, counts)

@@ -58,7 +58,7 @@ def issue(
     partners: Partners,
     overlap: bool,
     n_replicas: int,
-    each: bool = False,
+    groups: Ints,
 ) -> Issued:
     """Return one replica's tasks in issue order: cycle by cycle, and in a cycle by device.
 
@@ -66,7 +66,8 @@ def issue(
     SEND followed by its RECV: one order of messages for all devices, in which none can wait for
     another in a circle. Likewise the members of a collective are issued together. Otherwise a SEND
     follows its producer, and a RECV comes right before its consumer, or before that of a message
-    which its sender sends later. With ``each``, gradients are reduced after each micro-batch.
+    which its sender sends later. Stages reduce gradients after as many micro-batches as ``groups``
+    has, 0 for those of a mini-batch.
     """
     counts = count(compute.kind, len(partners.adds_to))
     sent = np.zeros(len(partners.send), dtype=np.int64)  # how often each message is sent
@@ -76,11 +77,13 @@ def issue(
     adds = partners.adds_to >= 0
     gradients = np.zeros(len(partners.reduce), dtype=np.int64)
     np.add.at(gradients, partners.adds_to[adds], counts[adds])
-    if each:
-        n_batches, size = compute.n_microbatches, 1
-    # Gradients are of a (mini-)batch; steps are shared where there is one of them.
-    rounds = np.where(np.arange(len(gradients)) < compute.n_stages, n_batches, 1)
-    left = np.repeat((gradients // rounds)[:, None], n_batches, axis=1)
+    # Gradients are of a group or a mini-batch; steps are shared where there is one mini-batch.
+    row_size = np.full(len(gradients), compute.n_microbatches)
+    row_size[: compute.n_stages] = np.where(groups > 0, groups, size)[: len(gradients)]
+    numbered = np.zeros(len(gradients), dtype=bool)
+    numbered[: compute.n_stages] = (groups > 0)[: len(gradients)] | (n_batches > 1)
+    rounds = compute.n_microbatches // row_size
+    left = np.repeat((gradients // rounds)[:, None], rounds.max(initial=1), axis=1)
     sizes = (partners.reduce >= 0).sum(axis=(1, 2))
     n_reductions = int((rounds * sizes)[gradients > 0].sum())
     n_exchanges = sum(
@@ -120,8 +123,8 @@ def issue(
         partners.adds_to,
         partners.reduce,
         left,
-        size,
-        each or n_batches > 1,
+        row_size,
+        numbered,
         begins.copy(),
         begins.copy(),
         np.empty((of_order, 2), np.int32),
@@ -176,8 +179,8 @@ def _issue_tasks(
     adds_to: Ints,
     reduce: Ints,
     left: Ints,
-    batch_size: int,
-    numbered: bool,
+    row_size: Ints,
+    numbered: NDArray[np.bool_],
     sent: Ints,
     received: Ints,
     messages: Ints,
@@ -243,14 +246,16 @@ def _issue_tasks(
             of = adds_to[kind[turns[k]]]
             if of < 0:
                 continue
-            batch = microbatch[turns[k]] // batch_size
+            batch = max(microbatch[turns[k]], 0) // row_size[of]
             left[of, batch] -= 1
             for bucket in range(reduce.shape[1]) if left[of, batch] == 0 else range(0):
                 if reduce[of, bucket, 0] < 0:
                     continue
                 for path in range(reduce.shape[2]):
                     issued_kind[n] = reduce[of, bucket, path]
-                    issued_microbatch[n] = (batch + 1) * batch_size - 1 if numbered else -1
+                    issued_microbatch[n] = -1
+                    if numbered[of]:
+                        issued_microbatch[n] = (batch + 1) * row_size[of] - 1
                     n += 1
                 joined[n_joined] = n
                 n_joined += 1

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from pipesim.capacity import check_tasks
 from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name
+from pipesim.grad_sync import GradSyncArgument, checked_grad_sync, group_sizes, of_stages, to_text
 from pipesim.gradients_first import gradients_first
-from pipesim.graph import GRAD_SYNC, GradSync, TaskGraph
+from pipesim.graph import TaskGraph
 from pipesim.issue import issue, replicated
 from pipesim.ops import Op
 from pipesim.partners import Collectives, add_partners
@@ -48,7 +49,7 @@ def lower(
     step: Literal["flush", "none"] = "flush",
     n_replicas: int = 1,
     layout: Layout = "replica_major",
-    grad_sync: GradSync = "last",
+    grad_sync: GradSyncArgument = "last",
     n_buckets: int = 4,
     shard_optimizer: bool = False,
     sharded: Iterable[int] | int = (),
@@ -94,8 +95,12 @@ def lower(
     grad_sync
         When gradients are reduced: once a mini-batch, after the ``"last"`` backward, as in the
         ``no_sync`` of torch's DistributedDataParallel (PyTorch Distributed, arXiv 2006.15704,
-        section 3.2.4); after ``"every"`` micro-batch, as it does without; or once in ``"bucketed"``
+        section 3.2.4); after ``"every"`` micro-batch, as it does without; after every k
+        micro-batches, for a number k that divides those of a mini-batch; or once in ``"bucketed"``
         parts, each as soon as the last backward has made its gradients (section 3.2.2 there).
+        Stages may differ, such as embeddings and dense layers: give a sequence of one value a
+        stage, the same as text, ``"every/2/last"``, or a mapping from stages, whose other stages
+        have ``"last"``. Gradients that wait for a reduction are memory; see rule 10.
     n_buckets
         Of a stage, where gradients are bucketed; the first has those of the last layers.
     shard_optimizer
@@ -153,7 +158,6 @@ def lower(
     flags |= {"recompute_first": recompute_first, "recompute_waits": recompute_waits}
     flags |= {"shard_optimizer": shard_optimizer}
     check_name("layout", layout, LAYOUTS)
-    check_name("grad_sync", grad_sync, GRAD_SYNC)
     for name, flag in flags.items():
         check_flag(name, flag)
     if recompute_waits and overlap:
@@ -171,13 +175,18 @@ def lower(
     n_buckets = check_count("n_buckets", n_buckets)
     if n_buckets > _MOST_BUCKETS:
         raise ArgumentError(f"n_buckets must be at most {_MOST_BUCKETS}, got {n_buckets}")
+    n_stages = schedule.n_stages
+    grad_sync = checked_grad_sync(
+        grad_sync, n_stages, schedule.n_microbatches // schedule.n_batches
+    )
+    syncs = of_stages(grad_sync, n_stages) if reduces else ()
     collectives = Collectives(
-        buckets=reduces * (n_buckets if grad_sync == "bucketed" else 1),
-        each=grad_sync == "every",
+        buckets=[n_buckets if sync == "bucketed" else 1 for sync in syncs],
+        groups=group_sizes(grad_sync, n_stages).tolist(),
         sharded=_checked_sharded(sharded, schedule),
         unshards=shard_optimizer and n_replicas > 1,
     )
-    _check_collectives(schedule, collectives)
+    _check_collectives(schedule, collectives, to_text(grad_sync))
     schedule = with_chosen(schedule, recompute, collectives.sharded)
     kinds, kind, microbatch = _with_recompute_and_steps(
         schedule, recompute, step, recompute_first, collectives.sharded
@@ -191,7 +200,8 @@ def lower(
         cycles = _with_late_steps(compute, cycles)
     borders = list(carried(pairs, portals))
     kinds, partners = add_partners(compute, overlap, streams, collectives, borders)
-    issued = issue(compute, cycles, partners, overlap, n_replicas, collectives.each)
+    groups = np.array(collectives.groups)
+    issued = issue(compute, cycles, partners, overlap, n_replicas, groups)
     del compute, cycles, kind, microbatch
     if n_replicas > 1:
         issued = replicated(issued, n_replicas, len(kinds))
@@ -248,10 +258,11 @@ def _checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[
     return stages
 
 
-def _check_collectives(schedule: Schedule, collectives: Collectives) -> None:
+def _check_collectives(schedule: Schedule, collectives: Collectives, grad_sync: str) -> None:
     """Raise for collectives that mean nothing for a schedule."""
-    if schedule.placement.n_paths > 1 and (collectives.each or collectives.sharded):
-        what = 'grad_sync="every"' if collectives.each else f"sharded={list(collectives.sharded)}"
+    each = any(collectives.groups)
+    if schedule.placement.n_paths > 1 and (each or collectives.sharded):
+        what = f'grad_sync="{grad_sync}"' if each else f"sharded={list(collectives.sharded)}"
         raise ArgumentError(
             f"{what}, but schedule {schedule.name!r} has {schedule.placement.n_paths} paths, of "
             "which each has other micro-batches; take a schedule of one path"

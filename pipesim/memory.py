@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pipesim.costs import Costs
 from pipesim.csr import Ints, bincount, count
 from pipesim.errors import CostsError, TimelineError
+from pipesim.gradient_memory import waiting_gradients
 from pipesim.graph import TaskGraph
 from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, Op
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-__all__ = ["changes", "over_time", "peak_memory", "static", "weight_versions"]
+__all__ = ["changes", "in_order_of_time", "over_time", "peak_memory", "static", "weight_versions"]
 
 
 def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
     """Return bytes that each device holds throughout: parameters, gradients, optimizer state.
 
     Parameters count once for each version of them that a stage holds; see `weight_versions`. Of a
-    sharded optimizer, a replica has its share; gradients it holds whole, as in ZeRO-1.
+    sharded optimizer, a replica has its share; gradients it holds whole, as in ZeRO-1. One gradient
+    a parameter is held throughout: others, that wait for a reduction, are among the `changes`.
 
     Raises
     ------
@@ -113,13 +115,18 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
     F takes its activations, or only its input where R takes the rest. B gives all back; I keeps
     ``weight_grad_bytes`` for W to give back, and where that is more than the activations, takes
     the rest. The input of stage 0 is the caller's and counts as 0; what skips bring is input too.
+    Gradients that wait for a reduction are taken by the first B or W that adds to them, and given
+    back by their REDUCE_GRAD; see `pipesim.gradient_memory`.
     """
     taken, kept, given = _of_kinds(graph, costs)
-    dropped = _dropped(graph)
-    if not len(dropped):
-        return taken[graph.kind], given[graph.kind]
-    cell = dropped[graph.replica, graph.stage, np.maximum(graph.microbatch, 0)]
-    return np.where(cell, kept[graph.kind], taken[graph.kind]), given[graph.kind]
+    dropped, waiting = _dropped(graph), waiting_gradients(graph, costs)
+    takes, gives = taken[graph.kind], given[graph.kind]
+    if len(dropped):
+        cell = dropped[graph.replica, graph.stage, np.maximum(graph.microbatch, 0)]
+        takes = np.where(cell, kept[graph.kind], takes)
+    takes[waiting.takes] += waiting.nbytes
+    gives[waiting.gives] += waiting.nbytes
+    return takes, gives
 
 
 def _of_kinds(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
@@ -167,12 +174,18 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
     graph, costs = timeline.graph, _costs(timeline)
     held, peak = np.zeros(graph.n_devices), np.zeros(graph.n_devices)
     with np.errstate(over="ignore", invalid="ignore"):
+        if len(waiting_gradients(graph, costs).gives):
+            events = _events(timeline, costs)
+            np.maximum.at(peak, events.device, events.balance)
+            return _finite(static(graph, costs) + peak)
         _peaks(*_walked(timeline), held, peak)
         return _finite(static(graph, costs) + peak)
 
 
 def over_time(timeline: Timeline) -> pd.DataFrame:
     """Return bytes held at each start and end of a device's compute tasks.
+
+    And at the end of reductions that give back gradients which have waited for them.
 
     Returns
     -------
@@ -187,7 +200,20 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
     """
     import pandas as pd
 
-    graph, held = timeline.graph, static(timeline.graph, _costs(timeline))
+    graph, costs = timeline.graph, _costs(timeline)
+    held = static(graph, costs)
+    if len(waiting_gradients(graph, costs).gives):
+        peak_memory(timeline)
+        events = _events(timeline, costs)
+        device = np.concatenate([np.arange(graph.n_devices), events.device])
+        time = np.concatenate([np.zeros(graph.n_devices), events.time])
+        nbytes = np.concatenate([held, held[events.device] + events.balance])
+        order = np.argsort(device, kind="stable")
+        return (
+            pd.DataFrame({"device": device, "time": time, "nbytes": nbytes})
+            .iloc[order]
+            .reset_index(drop=True)
+        )
     computes = graph.kinds.is_op(COMPUTE)
     tasks = (count(graph.kind, len(graph.kinds)) * computes).astype(np.float64)
     counts = 1 + 2 * bincount(graph.kinds.device, tasks, graph.n_devices).astype(np.int64)
@@ -204,6 +230,51 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
         return frame
     kept = np.arange(len(device)) - np.repeat(first, counts) < np.repeat(written, counts)
     return frame[kept].reset_index(drop=True)
+
+
+class _Events(NamedTuple):
+    """Starts and ends of tasks, by device and in order of time, and bytes beyond the static ones.
+
+    As many in each as there are starts and ends; ``balance`` is what is held from then on.
+    """
+
+    device: Ints
+    time: Floats
+    balance: Floats
+
+
+def _events(timeline: Timeline, costs: Costs) -> _Events:
+    """Return the starts and ends of tasks that compute, or that give back bytes."""
+    graph = timeline.graph
+    takes, gives = changes(graph, costs)
+    computes = graph.is_op(COMPUTE)
+    task, is_end = in_order_of_time(timeline, computes, computes | (gives > 0))
+    device = graph.device[task]
+    change = np.where(is_end, -gives[task], takes[task])
+    balance = np.empty_like(change)
+    for number in range(graph.n_devices):
+        of_device = slice(*np.searchsorted(device, [number, number + 1]))
+        balance[of_device] = np.cumsum(change[of_device])
+    time = np.where(is_end, timeline.end[task], timeline.start[task])
+    return _Events(device, time, balance)
+
+
+def in_order_of_time(
+    timeline: Timeline, starts: NDArray[np.bool_], ends: NDArray[np.bool_]
+) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return the tasks of starts and ends, by device and in order of time, and which are ends.
+
+    Of several at one moment ends come first, but for tasks that take no time, which start and end
+    in order of their ids. ``starts`` and ``ends`` mark the tasks that count, where they have run.
+    """
+    start = np.flatnonzero(starts & ~np.isnan(timeline.start))
+    end = np.flatnonzero(ends & ~np.isnan(timeline.end))
+    task = np.concatenate([start, end])
+    time = np.concatenate([timeline.start[start], timeline.end[end]])
+    is_end = np.repeat([False, True], [len(start), len(end)])
+    later = ~is_end | (timeline.end[task] <= timeline.start[task])
+    order = np.lexsort((is_end, task, later, time, timeline.graph.device[task]))
+    return task[order], is_end[order]
 
 
 class _Walked(NamedTuple):

@@ -41,17 +41,17 @@ class Collectives(NamedTuple):
     Attributes
     ----------
     buckets
-        Number of REDUCE_GRADs that the gradients of a stage are reduced in; 0 for none.
-    each
-        Whether each micro-batch has a REDUCE_GRAD, rather than each mini-batch.
+        Number of REDUCE_GRADs that the gradients of each stage are reduced in; empty for none.
+    groups
+        After how many micro-batches each stage reduces; 0 for once a mini-batch.
     sharded
         Stages whose rows are spread over the replicas: they exchange, and reduce nothing.
     unshards
         Whether replicas gather the parameters that each of them has stepped.
     """
 
-    buckets: int = 0
-    each: bool = False
+    buckets: Sequence[int] = ()
+    groups: Sequence[int] = ()
     sharded: tuple[int, ...] = ()
     unshards: bool = False
 
@@ -96,10 +96,11 @@ def add_partners(
         )
     adds_to: Ints = np.full(n_kinds, -1, dtype=np.int32)
     stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
-    n_buckets = collectives.buckets
-    shape = (homes.shape[1], n_buckets, len(homes)) if n_buckets else (0, 0, len(homes))
-    reduce = len(kinds) + np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
-    if n_buckets:
+    n_buckets = np.array(collectives.buckets, dtype=np.int64)
+    reduce = np.full((len(n_buckets), n_buckets.max(initial=0), len(homes)), -1, dtype=np.int32)
+    there = np.arange(reduce.shape[1]) < n_buckets[:, None]
+    reduce[there] = len(kinds) + np.arange(there.sum() * len(homes)).reshape(-1, len(homes))
+    if len(n_buckets):
         of = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.W})))
         of = of[~np.isin(kinds.stage[of], collectives.sharded)]
         adds_to[of] = kinds.stage[of]
@@ -111,7 +112,8 @@ def add_partners(
         of = np.flatnonzero(compute.kinds.op == Op.STEP)
         of = of[~np.isin(kinds.stage[of], collectives.sharded)]
         adds_to[of] = homes.shape[1] + kinds.stage[of]
-        kinds = kinds.joined(_reductions(homes, stream, 1, Op.UNSHARD))
+        one = np.ones_like(n_buckets)
+        kinds = kinds.joined(_reductions(homes, stream, one, Op.UNSHARD))
     before, after, kinds = _exchanges(compute, kinds, stream, collectives)
     send_kind, recv_kind, channel = (np.concatenate(column) for column in zip(*ends, strict=True))
     made, needed = _rows(out, n_kinds), _rows(into, n_kinds)
@@ -186,10 +188,14 @@ def _messages(
     return _Messages(makes, made, needs, needed, replica, stage, to, is_skip)
 
 
-def _reductions(homes: Ints, stream: int, n_buckets: int, collective: Op = Op.REDUCE_GRAD) -> Kinds:
+def _reductions(
+    homes: Ints, stream: int, n_buckets: Ints, collective: Op = Op.REDUCE_GRAD
+) -> Kinds:
     """Return the kinds that sum the gradients of each stage, bucket by bucket, over all paths."""
-    shape = homes.shape[1], n_buckets, len(homes)
+    shape = homes.shape[1], int(n_buckets.max()), len(homes)
     stage, bucket, replica = (x.ravel() for x in np.indices(shape))
+    there = bucket < n_buckets[stage]
+    stage, bucket, replica = stage[there], bucket[there], replica[there]
     op, code = np.full_like(stage, collective), np.full_like(stage, stream)
-    part = bucket if n_buckets > 1 else np.full_like(stage, -1)
+    part = np.where(n_buckets[stage] > 1, bucket, -1)
     return Kinds(op, homes[replica, stage], stage, replica, code, part=part)

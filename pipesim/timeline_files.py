@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from pipesim.costs import Costs
 from pipesim.errors import PipeError, TimelineError, check_count, check_name, suggestion
 from pipesim.files import check_path, read_text, write_text
-from pipesim.graph import GRAD_SYNC, TaskGraph
+from pipesim.grad_sync import from_text, to_text
+from pipesim.graph import TaskGraph
 from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.schedule import VERSIONS
 from pipesim.skips import skip_from_text, skip_text
@@ -30,7 +31,6 @@ __all__ = ["load", "save"]
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "rendezvous": ("False", "True"),
     "hosts": ("one", "per_device"),
-    "grad_sync": GRAD_SYNC,
     "weight_versions": VERSIONS,
     "portals": ("True", "False"),
 }
@@ -45,13 +45,14 @@ def save(timeline: Timeline, path: Path | str) -> None:
     settings = {
         "rendezvous": str(graph.rendezvous),
         "hosts": "one" if len(np.unique(graph.host)) == 1 else "per_device",
-        "grad_sync": graph.grad_sync,
         "weight_versions": graph.weight_versions,
         "portals": str(graph.portals),
     }
     for name, value in settings.items():
         if value != _SETTINGS[name][0]:
             rows[name] = value
+    if graph.grad_sync != "last":
+        rows["grad_sync"] = to_text(graph.grad_sync)
     if graph.n_batches > 1:
         rows["n_batches"] = graph.n_batches
     if graph.skips:
@@ -184,7 +185,7 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
 def _settings(rows: pd.DataFrame) -> dict[str, Any]:
     """Return what a graph was lowered with, as far as its tasks do not show it."""
     found: dict[str, Any] = {}
-    for name in (*_SETTINGS, "n_batches", "skips"):
+    for name in (*_SETTINGS, "grad_sync", "n_batches", "skips"):
         if name in rows:
             found[name] = rows[name].iloc[0]
             _check_rows(rows, rows[name] == found[name], f"has another {name} than the first")
@@ -192,6 +193,7 @@ def _settings(rows: pd.DataFrame) -> dict[str, Any]:
         check_name(name, found.setdefault(name, values[0]), values)
     found["n_batches"] = int(_read(rows[:1], "n_batches", whole)[0]) if "n_batches" in found else 1
     check_count("n_batches", found["n_batches"])
+    found["grad_sync"] = from_text(found.get("grad_sync", "last"))  # checked with the graph
     found["skips"] = [skip_from_text(text) for text in found.get("skips", "").split()]
     return found | {name: found[name] == "True" for name in ("rendezvous", "portals")}
 

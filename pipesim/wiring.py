@@ -31,8 +31,13 @@ class KindRules(NamedTuple):
     needs
         Of what is needed; shape ``(n_rules, 2)``.
     every
-        Whether what is needed is of every micro-batch of the task's mini-batch: 0 if not, 1 if so,
-        2 if what stands in for it is too; shape ``(n_rules,)``.
+        Whether what is needed is of several micro-batches, up to the task's: 0 if not, 1 if so, 2
+        if what stands in for it is of several too, one of each ``group``; shape ``(n_rules,)``.
+    span
+        How many micro-batches: those of a mini-batch, or of a reduction; shape ``(n_rules,)``.
+    group
+        Micro-batches of a reduction of the task's stage, 0 for all of a mini-batch; shape
+        ``(n_rules,)``.
     """
 
     base: Ints
@@ -41,6 +46,8 @@ class KindRules(NamedTuple):
     through: Ints
     needs: Ints
     every: Ints
+    span: Ints
+    group: Ints
 
 
 @kernel()
@@ -64,12 +71,13 @@ def wire(
     microbatch: Ints,
     index: Ints,
     n_microbatches: int,
-    batch_size: int,
     pair_base: Ints,
     rules_ptr: Ints,
     through: Ints,
     needs: Ints,
     every: Ints,
+    span: Ints,
+    group: Ints,
     ptr: Ints,
     values: Ints,
     pair: Ints,
@@ -86,7 +94,7 @@ def wire(
             last, first = column + 1, column
             if every[rule]:
                 last = 1 + (n_microbatches if column == 0 else column)
-                first = 1 if column == 0 else max(1, column - batch_size + 1)
+                first = 1 if column == 0 else max(1, column - span[rule] + 1)
             before = total
             for choice in range(2) if every[rule] < 2 else range(0):
                 if through[rule, choice] >= 0 and total == before:
@@ -97,14 +105,17 @@ def wire(
             if total > before:
                 continue
             instead = through[rule, 0] if every[rule] == 2 else -1
-            for cell in range(first, last) if instead >= 0 else range(0):
+            size = max(1, group[rule])
+            # Reductions have the number of the last micro-batch of their group.
+            for cell in range(first + size - 1, last, size) if instead >= 0 else range(0):
                 if index[instead + cell] >= 0:
                     values[total] = index[instead + cell]
                     total += 1
             for choice in range(2):
                 base = needs[rule, choice]
                 for cell in range(first, last) if base >= 0 else range(0):
-                    if instead >= 0 and index[instead + cell] >= 0:
+                    ends = cell + (first - cell - 1) % size  # its group
+                    if instead >= 0 and ends < last and index[instead + ends] >= 0:
                         continue
                     if index[base + cell] >= 0:
                         values[total] = index[base + cell]

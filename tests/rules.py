@@ -81,10 +81,12 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
             needed = of_batch(Op.REDUCE_GRAD) or of_batch(Op.B, Op.W)
             if (graph.part[list(needed)] >= 0).any():  # buckets need a part of the backward
                 needed = needed | of_batch(Op.B, Op.W)
-        elif op == Op.REDUCE_GRAD and graph.grad_sync == "every":
-            needed = any_of(stage, Op.B, Op.W)
         elif op == Op.REDUCE_GRAD:
+            of = graph.grad_sync[stage] if isinstance(graph.grad_sync, tuple) else graph.grad_sync
+            k = {"every": 1, "last": size, "bucketed": size}.get(of, of)
             needed = of_batch(Op.B, Op.W)
+            if m is not None:
+                needed = {task for task in needed if m - k < graph.microbatch[task] <= m}
         elif op == Op.UNSHARD:
             needed = any_of(stage, Op.STEP)
         else:

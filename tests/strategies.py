@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import PipeError
-from pipesim.graph import GRAD_SYNC
+from pipesim.grad_sync import GRAD_SYNC
 from pipesim.ops import SENDS, TRANSFERS, Action, Op
 from pipesim.placement import LAYOUTS, Placement
 from pipesim.registry import schedule_info
@@ -201,9 +201,8 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
 def replicated(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     """Number of replicas, and every way in which they work together that suits the schedule."""
     n_replicas, one_path = draw(replica_counts), schedule.placement.n_paths == 1
-    syncs = [sync for sync in GRAD_SYNC if one_path or sync != "every"]
-    options = {"n_replicas": n_replicas, "grad_sync": draw(st.sampled_from(syncs))}
-    if options["grad_sync"] == "bucketed":
+    options = {"n_replicas": n_replicas, "grad_sync": draw(grad_syncs(schedule))}
+    if "bucketed" in str(options["grad_sync"]):
         options["n_buckets"] = draw(st.integers(1, 3))
     if n_replicas == 1:
         return options
@@ -214,6 +213,19 @@ def replicated(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
         stages = st.integers(0, schedule.n_stages - 2)
         options["sharded"] = sorted(draw(st.sets(stages, max_size=2)))
     return options
+
+
+def grad_syncs(schedule: ps.Schedule) -> st.SearchStrategy[Any]:
+    """When gradients are reduced: alike in all stages, or not, in each form that `lower` takes."""
+    size = schedule.n_microbatches // schedule.n_batches
+    every_k = [k for k in range(1, size + 1) if size % k == 0]
+    if schedule.placement.n_paths > 1:
+        every_k = [size]
+    modes = [sync for sync in GRAD_SYNC if schedule.placement.n_paths == 1 or sync != "every"]
+    one = st.sampled_from([*modes, *every_k])
+    stages = st.integers(0, schedule.n_stages - 1)
+    some = st.lists(one, min_size=schedule.n_stages, max_size=schedule.n_stages)
+    return st.one_of(st.sampled_from(modes), one, some, st.dictionaries(stages, one, min_size=1))
 
 
 #: A schedule, and how it is lowered.

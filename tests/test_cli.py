@@ -21,7 +21,7 @@ import pipesim.plot
 import pipesim.settings
 from pipesim.cli import EPILOG, main
 from pipesim.costs import VALUE_FIELDS
-from pipesim.graph import GRAD_SYNC
+from pipesim.grad_sync import GRAD_SYNC
 
 SHAPE = ["--devices", "4", "--microbatches", "8"]
 BASE = [*SHAPE, "--forward", "1e-3", "--backward", "2e-3"]
@@ -164,6 +164,12 @@ def test_how_replicas_work_together(capsys: pytest.CaptureFixture[str], tmp_path
         "grad_sync=last,every,bucketed",
     )  # fmt: skip
     assert [word for row in rows(out) for word in row if word in GRAD_SYNC] == list(GRAD_SYNC)
+    stages = ("every", 2, "last", "bucketed")
+    graph = ps.lower(ps.schedule("gpipe", 4, 8), n_replicas=2, grad_sync=stages)
+    makespan = ps.simulate(graph, replace(costs, buckets=None)).makespan
+    flag = ("--grad-sync", "every/2/last/bucketed")
+    assert f"{makespan * 1e3:.4g}" in succeed(capsys, "compare", "gpipe", *both, *flag,
+                                              "--replicas", 2)  # fmt: skip
     assert "unknown grad_sync 'lst'; did you mean 'last'" in fail(
         capsys, "simulate", "gpipe", *BASE, "--grad-sync", "lst"
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec import work
 from pipeexec.cli import main
+from pipeexec.gradient_sync import reduce_gradients
 from pipeexec.models import build_model
 from pipeexec.replica_batches import replica_batches, replicas_of
+from pipeexec.run import Planned, Run
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -30,6 +35,12 @@ MODES: list[dict[str, Any]] = [
     {"grad_sync": "last"},
     {"grad_sync": "every"},
     {"grad_sync": "bucketed", "n_buckets": 2},
+]
+#: Of two stages and four micro-batches: every two of them, and stages that differ.
+MIXED: list[dict[str, Any]] = [
+    {"grad_sync": 2},
+    {"grad_sync": ["every", "last"]},
+    {"grad_sync": {0: 2, 1: "bucketed"}, "n_buckets": 2},
 ]
 RATE = 0.5
 K = 3
@@ -81,6 +92,30 @@ def test_replicas_in_one_process(
             own = [p.detach() for module in copies for p in module.parameters()]
             torch.testing.assert_close(own, weights)
     torch.testing.assert_close([p.detach() for s in stages for p in s.parameters()], weights)
+
+
+@pytest.mark.parametrize("mode", MIXED, ids=lambda mode: str(mode["grad_sync"]))
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "mixed"])
+def test_stages_that_reduce_after_micro_batches_of_their_own(
+    schedule: str, mode: dict[str, Any]
+) -> None:
+    """Also where the backwards of two groups take turns: each has gradients of its own."""
+    x, y = data(18)
+    losses, weights = unsplit(x, y, 2)
+    if schedule == "mixed":
+        order = "F0 F1 F2 F3 B1 B3 B0 B2"
+        orders = [[f"{stage}{action}" for action in order.split()] for stage in range(2)]
+        made = ps.Schedule.from_orders(orders)
+    else:
+        made = ps.schedule(schedule, 2, 4)
+    graph = ps.lower(made, n_replicas=2, **mode)
+    stages = layers(2)
+    with px.Pipeline(stages, graph, ["cpu"] * 4, mse, sgd) as pipeline:
+        found = [float(pipeline.step(x, y).loss) for _ in range(2)]
+        copies = [p.detach() for module in pipeline.modules[2:] for p in module.parameters()]
+    assert found == pytest.approx(losses, rel=1e-5)
+    torch.testing.assert_close([p.detach() for s in stages for p in s.parameters()], weights)
+    torch.testing.assert_close(copies, weights)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["grad_sync"])
@@ -256,6 +291,15 @@ def test_two_processes(two_ranks: Ranks, mode: dict[str, Any], n_calls: int) -> 
     _check(two_ranks.run(_steps, schedule="1f1b", **options), [11], 0, 2)
 
 
+def test_stages_that_differ_in_two_processes(two_ranks: Ranks) -> None:
+    """Stage 0 sums K = 3 times and stage 1 once: 2 x 2 in all."""
+    options = {"grad_sync": ("every", "last")}
+    found = two_ranks.run(
+        _steps, schedule="1f1b", n_stages=2, n_replicas=2, sizes=[7, 4], options=options
+    )
+    _check(found, [7, 4], 2, 2)
+
+
 @pytest.mark.parametrize(("mode", "n_calls"), list(zip(MODES, [1, K, 2], strict=True)))
 def test_four_processes(four_ranks: Ranks, mode: dict[str, Any], n_calls: int) -> None:
     """2 replicas x 2 stages, a process each; replicas of unlike batches."""
@@ -265,6 +309,58 @@ def test_four_processes(four_ranks: Ranks, mode: dict[str, Any], n_calls: int) -
 
 
 # What stages hold
+
+
+def stage_bytes(stage: nn.Module) -> int:
+    return sum(p.nbytes for p in stage.parameters())
+
+
+def gradients_by_rule(timeline: ps.Timeline, stages: list[nn.Module]) -> list[float]:
+    """Return the most bytes of gradients of each device, by rule 10 and the times of a step."""
+    costs = ps.Costs(1, 2, gradient_bytes=[stage_bytes(stage) for stage in stages])
+    return replace(timeline, costs=costs).peak_memory.tolist()
+
+
+@pytest.mark.parametrize(
+    ("grad_sync", "overlap", "slow", "n_gradients"),
+    [
+        ("last", True, False, 1),
+        ("bucketed", True, False, 1),
+        ("every", True, True, 4),  # all backwards are done before the first is reduced
+        (2, True, True, 2),
+        ("every", False, False, 2),  # each waits for its own: the sum so far, and one more
+        (2, False, False, 2),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_gradients_that_wait_are_counted_as_they_are_predicted(
+    schedule: str, grad_sync: str | int, overlap: bool, slow: bool, n_gradients: int
+) -> None:
+    """K = 4: as many of each replica as the simulator says. Sums need no memory of their own."""
+    x, y = data(16)
+    order = ps.schedule(schedule, 1, 4)
+    graph = ps.lower(order, n_replicas=2, grad_sync=grad_sync, n_buckets=2, overlap=overlap)
+    stages = layers(1)
+    n_groups = 4 if grad_sync == "every" else 2
+
+    def reduce(run: Run, task: Planned) -> None:
+        if task.microbatch == 4 // n_groups - 1:  # the first
+            while len(run.handed) < 2 * n_groups:
+                time.sleep(1e-3)
+        reduce_gradients(run, task)
+
+    with (
+        px.Pipeline(stages, graph, ["cpu"] * 2, mse, sgd) as pipeline,
+        mock.patch.object(work, "reduce_gradients", reduce if slow else reduce_gradients),
+    ):
+        memory = pipeline.memory(x, y)
+    size = stage_bytes(stages[0])
+    costs = ps.Costs(1, 2, input_grad=1, weight_grad=1, gradient_bytes=size)
+    predicted = ps.simulate(graph, replace(costs, reduce_grad=100 if slow else 1)).peak_memory
+    assert memory.peak_gradients.tolist() == predicted.tolist() == [n_gradients * size] * 2
+    assert memory.peak_gradients.tolist() == gradients_by_rule(memory.timeline, stages)
+    assert memory.peak_buffers.tolist() == [0, 0]
+    assert memory.frame["gradients"].iloc[-1] == size
 
 
 def _held(pipeline: px.Pipeline, x: Tensor, y: Tensor) -> list[list[int]]:
@@ -278,6 +374,17 @@ def _held_in_a_rank(processes: px.Processes) -> dict[str, Any]:
     stages = layers(2)
     with px.Pipeline(stages, graph, ["cpu"] * 2, mse, sgd, processes=processes) as pipeline:
         found = {"held": _held(pipeline, x, y), "n_steps": pipeline.n_steps}
+        every = lowered("1f1b", 2, 2, hosts="per_device", grad_sync=("every", "last"))
+        memory = pipeline.with_graph(every).memory(x, y)
+    found["by_rule"] = gradients_by_rule(memory.timeline, layers(2))
+    found["gradients"], found["buffers"] = (
+        peak.tolist() for peak in (memory.peak_gradients, memory.peak_buffers)
+    )
+    alone = ps.lower(
+        ps.schedule("1f1b", 1, 4), n_replicas=2, hosts="per_device", grad_sync=1, overlap=False
+    )
+    with px.Pipeline(layers(1), alone, ["cpu"], mse, processes=processes) as pipeline:
+        found["alone"] = pipeline.memory(x, y).peak_gradients.tolist()
     weights = [p for stage in stages for p in stage.parameters()]
     return {**found, "weights": [p.detach() for p in weights], "grads": [p.grad for p in weights]}
 
@@ -296,6 +403,12 @@ def test_what_replicas_hold(two_ranks: Ranks) -> None:
     before = [p.detach() for stage in layers(2) for p in stage.parameters()]
     for rank in two_ranks.run(_held_in_a_rank):
         assert rank["held"] == twice
+        assert rank["gradients"] == rank["by_rule"]
+        size = stage_bytes(layers(2)[0])
+        # A message of all gradients of a stage, and the one in which processes agree.
+        assert all(size <= nbytes < 1.1 * size for nbytes in rank["buffers"])
+        # Without overlap each waits for its own reduction: the sum so far, and one more.
+        assert rank["alone"] == [2 * stage_bytes(layers(1)[0])] * 2
         assert rank["n_steps"] == 0
         torch.testing.assert_close(rank["weights"], before, rtol=0, atol=0)
         assert set(rank["grads"]) == {None}
@@ -346,7 +459,7 @@ def test_batches_of_replicas(n_ranks: int, n_replicas: int, expected: list[list[
 def test_every_command_runs_with_replicas(two_ranks: Ranks, tmp_path: Path) -> None:
     """Replicas have batches of their own, the same in one process and in two."""
     assert two_ranks.run(command_line, folder=str(tmp_path)) == [[0, 0, 0]] * 2
-    assert main(arguments("run", "alone", str(tmp_path), "--grad-sync every")) == 0
+    assert main(arguments("run", "alone", str(tmp_path), "--grad-sync 2")) == 0
     together, alone = (
         json.loads((tmp_path / name / "run.json").read_text()) for name in ("run", "alone")
     )
@@ -360,7 +473,14 @@ def test_every_command_runs_with_replicas(two_ranks: Ranks, tmp_path: Path) -> N
     for row in modes.rows.values():
         assert row.measured.complete
     table = modes.table
-    assert table["memory_predicted"].tolist() == table["memory_measured"].tolist()
+    for name in ("gpipe", "1f1b"):
+        every, last, bucketed = (
+            table.loc[f"{name} never {mode}", ["memory_predicted", "memory_measured"]].tolist()
+            for mode in ("every", "last", "bucketed")
+        )
+        assert last == bucketed == [last[0]] * 2
+        # How many gradients wait for their reduction depends on times.
+        assert all(last[0] <= nbytes < 4 * last[0] for nbytes in every)
     costs = ps.Costs.load(tmp_path / "costs/costs.json")
     assert costs.reduce_grad[0] > 0
     assert len(costs.buckets[0]) == 2

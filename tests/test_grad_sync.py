@@ -7,6 +7,7 @@ of them is drawn.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.errors import CostsError, GraphError
+from pipesim.errors import ArgumentError, CostsError, GraphError
 from pipesim.ops import Op
 from pipesim.simulate import ENGINES
 
@@ -64,6 +65,88 @@ def test_reduced_after_every_backward() -> None:
         0            | F0 F1 B1 B1 B1 B1 B0 B0 B0 B0 .. .. .. .. ST
         0 collective | .. .. .. .. .. .. RG RG RG RG RG RG RG RG ..
     """)
+
+
+def test_reduced_after_every_second_backward() -> None:
+    """Two of four micro-batches together; each reduction has the number of the last of them."""
+    costs = replace(COSTS, backward=1)
+    assert drawn(simulate(1, 4, costs, grad_sync=2)) == grid("""
+        0            | F0 F1 F2 F3 B3 B2 B1 B0 .. .. .. .. .. .. ST
+        0 collective | .. .. .. .. .. .. RG RG RG RG RG RG RG RG ..
+    """)
+    graph = ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync=2)
+    needs = {
+        str(graph.task(task).action): [
+            str(graph.task(k).action) for k in sorted(graph.dependencies[task].tolist())
+        ]
+        for task in np.flatnonzero(graph.replica == 0).tolist()
+    }
+    assert needs["0REDUCE_GRAD1"] == ["0B0", "0B1"]
+    assert needs["0REDUCE_GRAD3"] == ["0B2", "0B3"]
+    assert needs["0STEP"] == ["0REDUCE_GRAD1", "0REDUCE_GRAD3"]
+
+
+def test_each_stage_reduces_as_it_was_told() -> None:
+    """Stage 0 after each backward, stage 1 in two buckets during its last one."""
+    costs = replace(COSTS, backward=2)
+    timeline = simulate(2, 2, costs, grad_sync=("every", "bucketed"), n_buckets=2)
+    assert drawn(timeline, "01") == grid("""
+        0            | F0 F1 .. .. .. B1 B1 B0 B0 .. .. .. .. .. .. ST
+        0 collective | .. .. .. .. .. .. .. RG RG RG RG RG RG RG RG ..
+        1            | .. F0 F1 B1 B1 B0 B0 .. .. .. ST .. .. .. .. ..
+        1 collective | .. .. .. .. .. .. R0 R0 R1 R1 .. .. .. .. .. ..
+    """)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (1, "every"),
+        (4, "last"),
+        ("2", 2),
+        ("every/2", ("every", 2)),
+        ([4, "last"], "last"),
+        ({1: 2}, ("last", 2)),
+        (("bucketed", 1), ("bucketed", "every")),
+    ],
+)
+def test_forms_of_grad_sync(given: Any, kept: Any, tmp_path: Path) -> None:
+    """One value where all stages have the same; and a saved timeline has it."""
+    graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync=given, n_buckets=2)
+    assert graph.grad_sync == kept
+    timeline = ps.simulate(graph, COSTS)
+    timeline.save(tmp_path / "timeline.csv")
+    loaded = ps.Timeline.load(tmp_path / "timeline.csv").graph
+    assert loaded.grad_sync == kept
+    assert loaded.dependencies.values.tolist() == graph.dependencies.values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            3,
+            "every 3 micro-batches, which do not divide the 4 of a mini-batch; give one of 1, 2, 4",
+        ),
+        (0, "grad_sync must be at least 1, got 0"),
+        (2.0, r"grad_sync must be 'last', .* or a whole number k.*got 2\.0 \(float\)"),
+        (["every"], "grad_sync has 1 values, and there are 2 stages"),
+        ({2: "every"}, r"grad_sync names stage 2; there are 2 stages, 0\.\.1"),
+        ({}, "names no stage"),
+        ("every/lst", "unknown grad_sync of stage 1 'lst'; did you mean 'last'"),
+    ],
+)
+def test_no_such_grad_sync(given: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync=given)
+
+
+def test_paths_reduce_once() -> None:
+    """A bidirectional pipeline has other micro-batches on each path, in whatever stage."""
+    schedule = ps.schedule("chimera", 2, 4)
+    with pytest.raises(ArgumentError, match=r'grad_sync="last/2", but schedule .* has 2 paths'):
+        ps.lower(schedule, grad_sync={1: 2})
+    assert ps.lower(schedule, grad_sync={1: "bucketed"}).grad_sync == ("last", "bucketed")
 
 
 def test_reduced_in_buckets_during_the_last_backward() -> None:

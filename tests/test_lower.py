@@ -146,11 +146,19 @@ def test_counts(case: Lowering) -> None:
     whole = schedule.n_stages - sharded
     n_recomputes = n_listed if recomputed is None else recomputed * whole
     assert counted[Op.R] == replicas * n_recomputes
-    a_stage = replicas * n_paths * schedule.n_stages * schedule.n_batches
-    assert counted[Op.STEP] == (a_stage if options["step"] == "flush" else 0)
-    reductions = {"last": schedule.n_batches, "every": m}.get(options["grad_sync"])
-    reductions = reductions or schedule.n_batches * options["n_buckets"]
-    assert counted[Op.REDUCE_GRAD] == (reductions * copies * whole if copies > 1 else 0)
+    n_steps = replicas * n_paths * schedule.n_stages * schedule.n_batches
+    assert counted[Op.STEP] == (n_steps if options["step"] == "flush" else 0)
+    syncs, n_batches = options["grad_sync"], schedule.n_batches
+    if isinstance(syncs, dict):
+        syncs = [syncs.get(stage, "last") for stage in range(schedule.n_stages)]
+    syncs = syncs if isinstance(syncs, list) else [syncs] * schedule.n_stages
+    a_stage = {"last": n_batches, "every": m, "bucketed": n_batches * options.get("n_buckets", 0)}
+    reductions = sum(
+        a_stage[sync] if sync in a_stage else m // sync
+        for stage, sync in enumerate(syncs)
+        if stage not in options.get("sharded", ())
+    )
+    assert counted[Op.REDUCE_GRAD] == (reductions * copies if copies > 1 else 0)
     assert counted[Op.ALL_TO_ALL] == 4 * m * replicas * sharded
     gathers = options.get("shard_optimizer") and options["step"] == "flush"
     assert counted[Op.UNSHARD] == (whole * copies if gathers else 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from strategies import cases
 import pipesim as ps
 from pipesim.errors import TimelineError
 from pipesim.memory import changes, static
-from pipesim.ops import COMPUTE
+from pipesim.ops import COMPUTE, Op
 
 
 def simulated(orders: list[list[str]], costs: ps.Costs, recompute: str = "never") -> ps.Timeline:
@@ -113,6 +115,8 @@ def test_everything_taken_is_given_back(case: tuple[ps.TaskGraph, ps.Costs]) -> 
     assert (taken >= 0).all()
     assert (given_back >= 0).all()
     assert (taken[~graph.is_op(COMPUTE)] == 0).all()
+    assert (given_back[~graph.is_op(COMPUTE | {Op.REDUCE_GRAD})] == 0).all()
+    assert taken.sum() == given_back.sum()
     for device in range(graph.n_devices):
         mine = frame[frame["device"] == device]
         assert mine["nbytes"].iloc[0] == mine["nbytes"].iloc[-1] == held[device]
@@ -123,17 +127,85 @@ def test_everything_taken_is_given_back(case: tuple[ps.TaskGraph, ps.Costs]) -> 
 
 @given(cases())
 def test_peak_is_what_an_order_of_events_shows(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
-    """The same from the two columns of `changes`, walked task by task."""
+    """The same from the two columns of `changes`, walked task by task.
+
+    Whenever a task takes bytes, each earlier one holds its own until it ends: on its stream those
+    before it have ended, on others those whose end is not later than its start. Of those that take
+    no time at that moment, those with smaller ids.
+    """
     graph, costs = case
     timeline = ps.simulate(graph, costs)
     taken, given_back = changes(graph, costs)
     for device in range(graph.n_devices):
+        own = graph.device == device
+        others = np.flatnonzero(own & ~graph.on_compute & (given_back > 0))
         now = peak = 0.0
-        for task in np.flatnonzero((graph.device == device) & graph.on_compute):
+        for task in np.flatnonzero(own & graph.on_compute):
             now += taken[task]
-            peak = max(peak, now)
+            at, start, end = timeline.start[task], timeline.start[others], timeline.end[others]
+            ended = (end < at) | (end == at) & ((start < end) | (others < task))
+            peak = max(peak, now - given_back[others[ended]].sum())
             now -= given_back[task]
         assert timeline.peak_memory[device] == static(graph, costs)[device] + peak
+
+
+WAITING = ps.Costs(
+    forward=1, backward=2, reduce_grad=5, activation_bytes=1, parameter_bytes=10, gradient_bytes=100
+)
+
+
+def test_gradients_wait_for_reductions_that_are_slower_than_backwards() -> None:
+    """One stage, K = 4: F0 B0 F1 B1 F2 B2 F3 B3 on compute, R0 R1 R2 R3 from 3, 8, 13 and 18 on.
+
+    B0's gradient is the one that the others are added to. Those of B1 to B3 wait until 13, 18, 23.
+    """
+    graph = ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync="every", step="none")
+    timeline = ps.simulate(graph, WAITING)
+    assert timeline.frame.query("op == 'REDUCE_GRAD' and device == 0")["end"].tolist() == [
+        8, 13, 18, 23
+    ]  # fmt: skip
+    assert balance(timeline, 0) == [
+        (0, 110), (0, 111), (3, 110), (3, 111), (4, 211), (6, 210), (6, 211), (7, 311), (9, 310),
+        (9, 311), (10, 411), (12, 410), (13, 310), (18, 210), (23, 110),
+    ]  # fmt: skip
+    assert timeline.peak_memory.tolist() == [411, 411]
+
+
+@pytest.mark.parametrize(
+    ("grad_sync", "reduce_grad", "peaks"),
+    [
+        ("last", 5, [111, 111]),
+        ("bucketed", 5, [111, 111]),
+        ("every", 5, [411, 411]),
+        ("every", 1, [211, 211]),  # each is reduced before the next backward begins
+        ("every", 2, [311, 311]),  # the third backward begins before B1's is reduced
+        ("every", 3, [311, 311]),
+        ("every", 4, [411, 411]),
+        (2, 5, [211, 211]),
+        (2, 1, [211, 211]),
+    ],
+)
+def test_how_many_gradients_wait(
+    grad_sync: str | int, reduce_grad: float, peaks: list[float]
+) -> None:
+    """By how long a reduction takes: 3 s pass from one backward to the next."""
+    schedule = ps.schedule("1f1b", 1, 4)
+    graph = ps.lower(schedule, n_replicas=2, grad_sync=grad_sync, step="none")
+    timeline = ps.simulate(graph, replace(WAITING, reduce_grad=reduce_grad))
+    assert timeline.peak_memory.tolist() == peaks
+    alone = ps.lower(schedule, grad_sync=grad_sync, step="none")  # nothing to wait for
+    assert ps.simulate(alone, WAITING).peak_memory.tolist() == [111]
+
+
+def test_each_stage_waits_by_itself() -> None:
+    """Stage 0 reduces after each micro-batch, stage 1 after the last; and in each mini-batch."""
+    costs = replace(WAITING, activation_bytes=0, reduce_grad=100, input_grad=1, weight_grad=1)
+    graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync=("every", "last"))
+    assert ps.simulate(graph, costs).peak_memory.tolist() == [410, 110] * 2
+    schedule = ps.schedule("zb_h1", 1, 4).with_updates(2, "stashed")
+    graph = ps.lower(schedule, n_replicas=2, grad_sync="every")
+    held = ps.simulate(graph, costs)  # of each two micro-batches the second one waits
+    assert (held.peak_memory - static(graph, costs)).tolist() == [100, 100]
 
 
 def test_partial_timeline() -> None:

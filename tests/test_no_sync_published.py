@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import pipesim as ps
-from pipesim.graph import GradSync
+from pipesim.grad_sync import GradSync
 
 PUBLISHED = json.loads(
     (Path(__file__).parent / "published" / "accelerate_no_sync.json").read_text()
@@ -35,7 +35,7 @@ def seconds_a_step(compute: float, reduce: float, grad_sync: GradSync) -> float:
     costs = ps.Costs(forward=compute / 3, backward=2 * compute / 3, reduce_grad=reduce)
     first, other = (
         ps.simulate(
-            ps.lower(ps.schedule("gpipe", 1, k), n_replicas=2, grad_sync=grad_sync, overlap=False),
+            ps.lower(ps.schedule("1f1b", 1, k), n_replicas=2, grad_sync=grad_sync, overlap=False),
             costs,
         ).makespan
         for k in (1, ACCUMULATED)

@@ -135,6 +135,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.Pipeline.gather": lambda _: {"self": pipeline(), "result": result()},
     "px.Pipeline.held_bytes": lambda _: {"self": pipeline(), **batch()},
     "px.Pipeline.left_bytes": lambda _: {"self": pipeline(), **batch()},
+    "px.Pipeline.memory": lambda _: {"self": pipeline(), **batch()},
     "px.Pipeline.preserved": lambda _: {"self": pipeline()},
     "px.Pipeline.step": lambda _: {"self": pipeline(), **batch()},
     "px.Pipeline.total": lambda _: {"self": pipeline(), "values": [1.0]},

@@ -1,0 +1,258 @@
+"""Activations, gradients and buffers of a step, counted task by task, on any device.
+
+Each task's bytes are put at the time at which it ran: what it took at its start, what it gave back
+at its end, as in rule 10 of docs/time.md. Activations are counted by `pipeexec.meter`. A gradient
+counts until its storage is freed, whatever holds it. Buffers are all else that a REDUCE_GRAD
+allocates, such as that of a message with several gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeexec.gradient_sync import group_of, parameters_of
+from pipeexec.meter import Meter
+from pipeexec.run import Planned, Run
+from pipesim.memory import in_order_of_time
+from pipesim.ops import Op
+from pipesim.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Bytes", "Counted", "StepMemory"]
+
+Floats = NDArray[np.float64]
+#: Storages that were seen, and their bytes.
+_Storages = dict[StorageWeakRef, int]
+
+
+class Bytes(NamedTuple):
+    """Bytes that each task takes at its start and gives back at its end; shape ``(n_tasks,)``."""
+
+    taken: Floats
+    given: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class StepMemory:
+    """Bytes that each device held over one step, counted tensor by tensor.
+
+    Attributes
+    ----------
+    timeline
+        Of the step; its times are those of a host that counts.
+    activations, gradients, buffers
+        What each task took and gave back.
+    one_gradient
+        Bytes of one gradient a parameter, of each replica's stages; shape
+        ``(n_replicas, n_stages)``.
+    """
+
+    timeline: Timeline
+    activations: Bytes
+    gradients: Bytes
+    buffers: Bytes
+    one_gradient: Floats
+
+    def at(self, timeline: Timeline) -> StepMemory:
+        """Return the same bytes at the times of another step of the same graph."""
+        return replace(self, timeline=timeline)
+
+    @property
+    def peak_activations(self) -> Floats:
+        """Most bytes of activations that each device held; shape ``(n_devices,)``."""
+        return self._peaks("activations")
+
+    @property
+    def peak_gradients(self) -> Floats:
+        """Most bytes of gradients that each device held; shape ``(n_devices,)``."""
+        return self._peaks("gradients")
+
+    @property
+    def peak_buffers(self) -> Floats:
+        """Most bytes of buffers that each device held within reductions; ``(n_devices,)``."""
+        return self._peaks("buffers")
+
+    @property
+    def peak(self) -> Floats:
+        """Most bytes of activations, and of gradients beyond one a parameter, of each device.
+
+        What the simulator adds to the bytes that are held throughout. Shape ``(n_devices,)``.
+        """
+        return self._peaks("total")
+
+    def _peaks(self, column: str) -> Floats:
+        most = np.zeros(self.timeline.n_devices)
+        frame = self.frame
+        np.maximum.at(most, frame["device"].to_numpy(), frame[column].to_numpy())
+        return most
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """Bytes held after each start and end of a task that changed any.
+
+        ``device``, ``time`` (s), ``activations``, ``gradients``, ``buffers``, and ``total``:
+        activations, and gradients beyond one a parameter. By device, then in order of time.
+        """
+        import pandas as pd
+
+        graph, kinds = self.timeline.graph, (self.activations, self.gradients, self.buffers)
+        changed = np.any([x != 0 for kind in kinds for x in kind], axis=0)
+        task, is_end = in_order_of_time(self.timeline, changed, changed)
+        place = graph.replica * graph.n_stages + graph.stage
+        held = np.zeros((3, graph.n_devices))
+        gradients = np.zeros(self.one_gradient.size)
+        one, homes = self.one_gradient.ravel(), graph.homes.ravel()
+        rows = []
+        for number, ends in zip(task.tolist(), is_end.tolist(), strict=True):
+            device = int(graph.device[number])
+            change = [-kind.given[number] if ends else kind.taken[number] for kind in kinds]
+            held[:, device] += change
+            gradients[place[number]] += change[1]
+            beyond = np.maximum(0.0, gradients - one)[homes == device].sum()
+            time = (self.timeline.end if ends else self.timeline.start)[number]
+            rows.append((device, time, *held[:, device], held[0, device] + beyond))
+        names = ["device", "time", "activations", "gradients", "buffers", "total"]
+        return pd.DataFrame(rows, columns=names)
+
+
+class Counted:
+    """Counts what each task takes and gives back, while a step runs.
+
+    Parameters
+    ----------
+    n_tasks
+        In the graph.
+    meters
+        Of the devices' activations; set in the stages.
+    """
+
+    def __init__(self, n_tasks: int, meters: Sequence[Meter]) -> None:
+        self.meters = meters
+        self.columns = np.zeros((6, n_tasks))
+        self.activations, self.gradients, self.buffers = (
+            Bytes(*pair) for pair in self.columns.reshape(3, 2, n_tasks)
+        )
+
+    def wrap(self, task: Planned) -> Planned:
+        """Return a task that counts what it takes and gives back."""
+
+        def work(run: Run, planned: Planned) -> None:
+            op = Op(run.graph.op[planned.id])
+            counts = _COUNTS.get(op)
+            if counts is None:
+                task.work(run, planned)
+            else:
+                counts(self, run, planned, task.work)
+
+        return task._replace(work=work)
+
+    def _compute(self, run: Run, task: Planned, work: Callable[[Run, Planned], None]) -> None:
+        """Count a task on a compute stream, where a device's activations change."""
+        meter = self.meters[int(run.graph.device[task.id])]
+        before = meter.high = meter.now
+        with self._counting(run, task, [task.slot], [task.id]):
+            work(run, task)
+        self.activations.taken[task.id] = meter.high - before
+        self.activations.given[task.id] = meter.high - meter.now
+
+    def _reduce(self, run: Run, task: Planned, work: Callable[[Run, Planned], None]) -> None:
+        """Count the reduction of all local copies of a stage."""
+        graph = run.graph
+        members = graph.collectives[int(graph.group[task.id])].tolist()
+        slot_of = {int(graph.replica[t]) * graph.n_stages + int(graph.stage[t]): t for t in members}
+        ids = [slot_of[slot] for slot in task.copies]
+        if not ids:
+            work(run, task)
+            return
+        with self._counting(run, task, task.copies, ids):
+            allocated = _Allocated(x for slot in task.copies for x in _gradients(run, task, slot))
+            with allocated:
+                work(run, task)
+            buffers = allocated.peak - max(allocated.before, allocated.alive())
+        self.buffers.taken[ids[0]] = self.buffers.given[ids[0]] = buffers
+
+    @contextmanager
+    def _counting(
+        self, run: Run, task: Planned, slots: Sequence[int], ids: Sequence[int]
+    ) -> Iterator[None]:
+        """Note by how much the gradients of local copies change in a block."""
+        before = [_storages(_gradients(run, task, slot)) for slot in slots]
+        nbytes = [sum(storages.values()) for storages in before]
+        yield
+        for number, slot, storages, were in zip(ids, slots, before, nbytes, strict=True):
+            storages.update(_storages(_gradients(run, task, slot)))
+            change = _alive(storages) - were
+            self.gradients.taken[number] = max(0, change)
+            self.gradients.given[number] = max(0, -change)
+
+
+#: How the tasks of an operation are counted; others change nothing.
+_COUNTS: dict[Op, Callable[..., None]] = {
+    **dict.fromkeys((Op.F, Op.B, Op.I, Op.W, Op.R, Op.STEP), Counted._compute),
+    Op.REDUCE_GRAD: Counted._reduce,
+}
+
+
+class _Allocated(TorchDispatchMode):
+    """Counts storages in a block: those of some tensors, and what is allocated, until freed."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = _storages(tensors)
+        self.before = self.peak = self.alive()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _storages(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        found = func(*args, **(kwargs or {}))
+        made = _storages(x for x in tree_leaves(found) if isinstance(x, Tensor))
+        self._seen.update({ref: n for ref, n in made.items() if ref not in given})
+        self.peak = max(self.peak, self.alive())
+        return found
+
+    def alive(self) -> int:
+        """Return the bytes that have not been freed."""
+        return _alive(self._seen)
+
+
+def _gradients(run: Run, task: Planned, slot: int) -> Iterator[Tensor]:
+    """Yield the gradients of a local copy that a task may change, wherever they are held."""
+    group = int(run.graph.reduction_groups[task.stage.index])
+    if run.graph.op[task.id] == Op.REDUCE_GRAD:
+        held = run.handed.get((slot, task.microbatch), [])
+        parameters = [] if group else parameters_of(run, slot, task)
+    else:
+        key = slot, group_of(task.microbatch, group) if group and task.microbatch >= 0 else -1
+        held = run.handed.get(key, [])
+        parameters = list(task.stage.module.parameters())
+    held = [*held, *(p.grad for p in parameters)]
+    if run.graph.op[task.id] in (Op.REDUCE_GRAD, Op.STEP):
+        held += run.reduced.get(slot, [])
+    return (x for x in held if x is not None)
+
+
+def _storages(tensors: Iterable[Tensor]) -> _Storages:
+    """Return the storages of tensors, each once; they may be freed nevertheless."""
+    found: _Storages = {}
+    for tensor in tensors:
+        sparse = tensor.layout == torch.sparse_coo
+        for part in (tensor._indices(), tensor._values()) if sparse else (tensor,):
+            storage = part.untyped_storage()
+            found[StorageWeakRef(storage)] = storage.nbytes()
+    return found
+
+
+def _alive(storages: _Storages) -> int:
+    return sum(nbytes for ref, nbytes in storages.items() if not ref.expired())
