@@ -4,6 +4,7 @@ from pipesim import hta, trace
 from pipesim.compare import Comparison, compare
 from pipesim.costs import Costs
 from pipesim.graph import TaskGraph
+from pipesim.keys import Keys
 from pipesim.layers import Layers
 from pipesim.links import Link, Nodes
 from pipesim.lower import lower
@@ -39,6 +40,7 @@ __all__ = [
     "Counts",
     "Empirical",
     "Failures",
+    "Keys",
     "Layers",
     "Link",
     "LogNormal",

@@ -84,7 +84,7 @@ class Rule(NamedTuple):
     needs_part: int = -1
 
 
-_COUNTS, _KEYS, _VECTORS, _GRADIENTS = range(len(EXCHANGES))
+_COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))
 #: Rule 3 of docs/time.md.
 RULES = (
     Rule((Op.F,), (Op.F,), -1, (Through(Op.RECV_F), Through(Op.ALL_TO_ALL, -1, _VECTORS))),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs import (
     DURATION_OF,
+    MEASURED_COLLECTIVES,
     OTHER_FIELDS,
     VALUE_FIELDS,
     Costs,
@@ -34,7 +35,7 @@ from pipesim.errors import (
 from pipesim.graph import TaskGraph
 from pipesim.measured_collectives import measured_collectives
 from pipesim.network import Network
-from pipesim.ops import SENDS, Op
+from pipesim.ops import EXCHANGES, SENDS, Op
 from pipesim.simulate import hand_over, replay_costs, simulate
 from pipesim.skips import SkipBytes, carried, skip_text
 from pipesim.task_costs import message_bytes
@@ -64,7 +65,7 @@ def costs_from_timeline(
     timeline.check_complete("take costs from")
     values: dict[str, Any] = {}
     if timeline.costs is not None:  # what a timeline does not show
-        values = {name: getattr(timeline.costs, name) for name in (*_BYTES, "all_reduce")}
+        values = {name: getattr(timeline.costs, name) for name in (*_BYTES, *_KEPT)}
         if network is None:
             values["output_seconds"] = timeline.costs.output_seconds
     values["output_bytes"] = tuple(output_bytes(timeline).tolist())
@@ -128,10 +129,12 @@ _SECONDS_OF_BYTES = {
     "parameter_bytes": ("reduce_grad", "unshard", "buckets"),
     "gradient_bytes": ("reduce_grad", "buckets"),
     "key_bytes": ("exchange_counts", "exchange_keys"),
-    "vector_bytes": ("exchange_vectors", "exchange_gradients"),
+    "vector_bytes": ("exchange_vectors", "exchange_gradients", "exchange_accumulated"),
+    "exchange_bytes": tuple(MEASURED_COLLECTIVES[name] for name in EXCHANGES),
 }
 #: What a timeline does not show.
 _BYTES = tuple(name for name in VALUE_FIELDS if name.endswith("bytes"))
+_KEPT = ("all_reduce", "exchange_bytes")
 
 
 def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]:

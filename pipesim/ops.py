@@ -62,8 +62,9 @@ TRANSFERS = SENDS | RECVS
 COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD})
 #: What may be on a whole stage, without a micro-batch.
 OF_STAGES = COLLECTIVES | {Op.STEP}
-#: What an ALL_TO_ALL of a sharded embedding exchanges, by its `part`: in this order.
-EXCHANGES = ("counts", "keys", "vectors", "gradients")
+#: What an ALL_TO_ALL of a sharded embedding exchanges, by its `part`: in this order, of each
+#: micro-batch. Or once a mini-batch, in place of "gradients", those of all its micro-batches.
+EXCHANGES = ("counts", "keys", "vectors", "gradients", "accumulated")
 
 _ACTION = re.compile(
     r"\s*([0-9]+)([A-Z](?:[A-Z_]*[A-Z])?)([0-9]*)(?:([<>])([0-9]+)|\.([0-9]+|[a-z]+))?\s*"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import pipesim as ps
 from pipesim.errors import PipeError
 from pipesim.graph import GRAD_SYNC
-from pipesim.ops import SENDS, TRANSFERS, Action, Op
+from pipesim.ops import EXCHANGES, SENDS, TRANSFERS, Action, Op
 from pipesim.placement import LAYOUTS, Placement
 from pipesim.registry import schedule_info
 from pipesim.schedule import VERSIONS
@@ -49,7 +49,8 @@ device_counts = st.sampled_from([2, 3, 4, 2, 3, 4, 1])
 replica_counts = st.sampled_from([1, 1, 1, 2, 3])
 launches = st.sampled_from([0.0, 0.25, 1.0])
 #: Fields of `Costs` that replace what the network says of collectives.
-COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "exchange_counts", "exchange_vectors")
+COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "exchange_counts", "exchange_vectors",
+                      "exchange_accumulated")  # fmt: skip
 sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
 
 
@@ -299,12 +300,25 @@ def cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs]:
     """Return a graph, and costs that suit it; some options of `pipesim.lower` may be ``fixed``."""
     graph = draw(graphs(**fixed))
     drawn = draw(costs(graph.n_stages, graph.n_devices))
+    if graph.sharded and draw(st.booleans()):
+        drawn = replace(drawn, exchange_bytes=draw(uneven_bytes(graph)))
     n_buckets = int(graph.part[graph.op == Op.REDUCE_GRAD].max(initial=-1)) + 1
     if not n_buckets or draw(st.booleans()):
         return graph, drawn
     shares = st.sampled_from([0.0, 0.25, 0.3, 1.0])
     of_stage = [(1 / n_buckets, draw(shares)) for _ in range(n_buckets)]
     return graph, replace(drawn, buckets=[of_stage] * graph.n_stages)
+
+
+@st.composite
+def uneven_bytes(draw: st.DrawFn, graph: ps.TaskGraph) -> dict[int, dict[str, np.ndarray]]:
+    """Bytes from replica to replica of some exchanges of the sharded stages."""
+    n = graph.n_replicas
+    matrices = st.lists(sizes, min_size=n * n, max_size=n * n).map(
+        lambda values: np.reshape(values, (n, n))
+    )
+    names = st.sets(st.sampled_from(EXCHANGES))
+    return {s: {name: draw(matrices) for name in draw(names)} for s in graph.sharded}
 
 
 @st.composite

@@ -129,7 +129,7 @@ OPTIONAL = {
     *("backward", "input_grad", "weight_grad", "overlapped", "recompute", "vector_bytes"),
     *("gradient_bytes",),
     *("reduce_grad", "unshard", "exchange_counts", "exchange_keys"),
-    *("exchange_vectors", "exchange_gradients"),
+    *("exchange_vectors", "exchange_gradients", "exchange_accumulated"),
 }
 REQUIRED = sorted(set(VALUE_FIELDS) - OPTIONAL)
 
