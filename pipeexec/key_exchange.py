@@ -50,6 +50,8 @@ class Terms(NamedTuple):
         By which gradients are multiplied.
     sparse
         Whether gradients of rows are sparse.
+    unique
+        Whether each key is sent once, or as often as it occurs.
     """
 
     layout: Layout
@@ -57,6 +59,7 @@ class Terms(NamedTuple):
     padding_key: int | None
     scale: float
     sparse: bool
+    unique: bool = True
 
     @property
     def bags(self) -> bool:
@@ -115,7 +118,7 @@ class Exchange:
             self._group()
 
     def _group(self) -> None:
-        """Group keys by owner, each once; nothing here waits for the device."""
+        """Group keys by owner, each once if unique; nothing here waits for the device."""
         terms, keys = self._terms, self._keys
         layout = terms.layout
         addresses = layout.addresses(keys, bags=terms.bags)
@@ -129,6 +132,8 @@ class Exchange:
         self._addresses, self._order = addresses.reshape(-1).sort(stable=True)
         self._is_first = torch.ones_like(self._addresses, dtype=torch.bool)
         torch.ne(self._addresses[1:], self._addresses[:-1], out=self._is_first[1:])
+        if not terms.unique:  # all of padding stays one key
+            self._is_first[1:] |= self._addresses[1:] != layout.beyond
         n_before = functional.pad(self._is_first.cumsum(0), (1, 0))
         # Where each vector comes back to.
         self._slots = torch.empty_like(self._order).scatter_(0, self._order, n_before[1:] - 1)
@@ -234,7 +239,7 @@ class Exchange:
 
     @torch.no_grad()
     def gradients(self, grad_output: Tensor) -> None:
-        """Sum the gradients of each key, and send them to its owner.
+        """Sum the gradients of each key that was sent, and send them to its owner.
 
         Parameters
         ----------

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -24,6 +26,9 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
+from pipesim.key_tables import tables_of
+from pipesim.keys import Keys
+from pipesim.row_placement import PLACEMENTS
 
 __all__ = ["ShardedEmbedding"]
 
@@ -34,16 +39,16 @@ class ShardedEmbedding(nn.Module):
     """An embedding whose rows are spread over processes that each have a part of the batch.
 
     Keys go to the processes that own their rows, vectors come back, and gradients go the same way;
-    each key of a process is sent once, however often it occurs there. After the sparse operation
-    kit of HugeCTR: data parallel before and after, model parallel within. Every process of the
-    group must make the module, call it (with no keys if it has none), and call ``backward`` of what
-    it returned, in the same order.
+    each key of a process is sent once, however often it occurs there, unless ``unique=False``.
+    After the sparse operation kit of HugeCTR: data parallel before and after, model parallel
+    within. Every process of the group must make the module, call it (with no keys if it has none),
+    and call ``backward`` of what it returned, in the same order.
 
     Parameters
     ----------
     n_rows
         Rows of the table; or a sequence of the rows of each of several tables, whose keys go in one
-        exchange. Row ``key`` is on rank ``key % n``, where it is number ``key // n`` of the table.
+        exchange.
     dim
         Length of a vector.
     process_group
@@ -59,6 +64,16 @@ class ShardedEmbedding(nn.Module):
         by their number, as DistributedDataParallel does with those of the rest of a model.
     sparse
         Whether the gradient is sparse, of the rows that occur alone, as ``SparseAdam`` needs it.
+    placement
+        Which rank has a row: ``"modulo"``, rank ``key % n``, where it is number ``key // n`` of the
+        table; ``"hash"``, by a fixed mixing of the key; ``"frequency"``, dealt by ``counts`` such
+        that ranks are asked for about as many rows. `pipesim.row_placement` has the formulas.
+    unique
+        Whether a process sends each of its keys once, with the sum of its gradients; or as often as
+        it occurs. Results are the same.
+    counts
+        For ``"frequency"``: how often each row is sent, an array or a list of one a table; or
+        `pipesim.Keys`, whose `loads` are taken. The same in every process.
     dtype, device
         Of the rows.
 
@@ -98,6 +113,9 @@ class ShardedEmbedding(nn.Module):
         padding_key: int | None = None,
         gradients: str = "sum",
         sparse: bool = False,
+        placement: str = "modulo",
+        unique: bool = True,
+        counts: Keys | ArrayLike | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -110,7 +128,10 @@ class ShardedEmbedding(nn.Module):
             _check_modes(combiner, padding_key, gradients, dtype)
             check_flag("sparse", sparse)
             _check_device(device)
-            layout = Layout(rows, peers.n, several=several)
+            check_flag("unique", unique)
+            check_name("placement", placement, PLACEMENTS)
+            loads = _loads(counts, rows, placement, bool(unique))
+            layout = Layout(rows, peers.n, several=several, placement=placement, loads=loads)
             check_tensors(
                 f"the share of a process of n_rows={n_rows}, dim={dim}",
                 layout.rows_per_rank * dim * dtype.itemsize,
@@ -124,11 +145,12 @@ class ShardedEmbedding(nn.Module):
             "n_rows": rows if several else rows[0], "dim": dim,
             "combiner": combiner, "padding_key": padding_key, "gradients": gradients,
             "sparse": bool(sparse), "dtype": str(dtype),
+            "placement": placement, "unique": bool(unique), "placement by counts": layout.digest,
         })  # fmt: skip
         self._peers, self.dim = peers, dim
         self.gradients = gradients
         scale = 1 / peers.n if gradients == "mean" else 1.0
-        self._terms = Terms(layout, combiner, padding_key, scale, bool(sparse))
+        self._terms = Terms(layout, combiner, padding_key, scale, bool(sparse), bool(unique))
         self.weight = nn.Parameter(
             torch.empty(layout.rows_per_rank, dim, dtype=dtype, device=device)
         )
@@ -153,6 +175,16 @@ class ShardedEmbedding(nn.Module):
     def combiner(self) -> str | None:
         """How the vectors of a bag are combined; None where each key has its own."""
         return self._terms.combiner
+
+    @property
+    def placement(self) -> str:
+        """Which rank has a row: ``"modulo"``, ``"hash"`` or ``"frequency"``."""
+        return self._terms.layout.placement
+
+    @property
+    def unique(self) -> bool:
+        """Whether a process sends each of its keys once."""
+        return self._terms.unique
 
     @classmethod
     def from_full(
@@ -188,7 +220,9 @@ class ShardedEmbedding(nn.Module):
         sizes = [len(table) for table in tables]
         made = cls(sizes if several else sizes[0], first.shape[1], process_group, **options)
         for table, place, keys in made._terms.layout.shards(made._peers.rank):
-            made.weight.detach()[place] = tables[table][keys.start :: keys.step].to(made.weight)
+            made.weight.detach()[place] = tables[table][keys.to(tables[table].device)].to(
+                made.weight
+            )
         return made
 
     def full_weight(self) -> Tensor | list[Tensor]:
@@ -204,7 +238,7 @@ class ShardedEmbedding(nn.Module):
         tables = [found[0].new_empty(rows, self.dim) for rows in layout.n_rows]
         for rank, rows in enumerate(found):
             for table, place, keys in layout.shards(rank):
-                tables[table][keys.start :: keys.step] = rows[place]
+                tables[table][keys.to(rows.device)] = rows[place]
         return tables if layout.several else tables[0]
 
     def check(self, keys: Tensor) -> None:
@@ -253,17 +287,23 @@ class ShardedEmbedding(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return which rows these are."""
-        return torch.tensor([self._peers.rank, self._peers.n, *self.n_rows])
+        layout = self._terms.layout
+        code = {"modulo": [], "hash": [-1], "frequency": [-2, layout.digest]}[layout.placement]
+        return torch.tensor([self._peers.rank, self._peers.n, *self.n_rows, *code])
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise unless a state is of the rows that this process has."""
         check_type("state", state, Tensor)
         if state.tolist() != self.get_extra_state().tolist():
             rank, n, *rows = state.tolist()
+            coded = next((i for i, x in enumerate(rows) if x < 0), len(rows))
+            placed = {0: "modulo", -1: "hash", -2: "frequency"}.get(sum(rows[coded:][:1]), "?")
             raise ArgumentError(
-                f"a state of rank {rank} of {n}, tables of {rows} rows, cannot be loaded into rank "
-                f"{self._peers.rank} of {self._peers.n}, tables of {list(self.n_rows)} rows; keep "
-                "full_weight() instead, and load it by from_full"
+                f"a state of rank {rank} of {n}, tables of {rows[:coded]} rows"
+                f"{f' placed by {placed}' if rows[coded:] or self.placement != 'modulo' else ''}, "
+                f"cannot be loaded into rank {self._peers.rank} of {self._peers.n}, tables of "
+                f"{list(self.n_rows)} rows placed by {self.placement}; keep full_weight() instead, "
+                "and load it by from_full"
             )
 
     def extra_repr(self) -> str:
@@ -298,6 +338,30 @@ def _checked_rows(n_rows: int | Sequence[int]) -> list[int]:
             raise ArgumentError("n_rows is empty; give the rows of at least one table")
         return [check_count(f"n_rows[{i}]", rows) for i, rows in enumerate(n_rows)]
     return [check_count("n_rows", n_rows)]
+
+
+def _loads(
+    counts: Keys | ArrayLike | None, n_rows: list[int], placement: str, unique: bool
+) -> list[NDArray[np.float64]] | None:
+    """Return how often each row is sent, which rows are dealt by; None for other placements."""
+    if placement != "frequency":
+        if counts is not None:
+            raise ArgumentError(
+                f'counts are for placement="frequency", but placement is {placement!r}; leave them '
+                "out, or change it"
+            )
+        return None
+    if counts is None:
+        raise ArgumentError(
+            'placement="frequency" needs counts: how often each row is asked for, or pipesim.Keys'
+        )
+    loads = counts.loads(unique=unique) if isinstance(counts, Keys) else tables_of("counts", counts)
+    if list(map(len, loads)) != n_rows:
+        raise ArgumentError(
+            f"counts are of tables of {list(map(len, loads))} rows, but n_rows is {n_rows}; give a "
+            "count a row"
+        )
+    return loads
 
 
 def _check_modes(
