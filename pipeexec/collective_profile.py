@@ -13,7 +13,7 @@ from pipesim.graph import TaskGraph
 from pipesim.lower import lower
 from pipesim.measured_collectives import measured_collectives
 from pipesim.network import Network
-from pipesim.ops import Op
+from pipesim.ops import EXCHANGES, Op
 from pipesim.placement import Placement, replica_devices
 from pipesim.schedule import Schedule
 from pipesim.timeline import Timeline
@@ -35,7 +35,7 @@ def lowered_like(graph: TaskGraph, schedule: Schedule, shares: Shares, **options
     Of a bidirectional pipeline, for the first path of the first replica alone.
     """
     if shares.n == 1:
-        return lower(schedule, sharded=graph.sharded, **options)
+        return lower(schedule, **_exchanges(graph), **options)
     major = replica_devices(shares.n, schedule.n_devices, "replica_major")
     first = np.array(schedule.placement.device_of)
     is_major = (major[:, first] == graph.homes[:: shares.n_paths]).all()
@@ -43,9 +43,21 @@ def lowered_like(graph: TaskGraph, schedule: Schedule, shares: Shares, **options
         schedule,
         n_replicas=shares.n,
         layout="replica_major" if is_major else "stage_major",
-        sharded=graph.sharded,
+        **_exchanges(graph),
         **options,
     )
+
+
+def _exchanges(graph: TaskGraph) -> dict[str, Any]:
+    """Return how a graph's sharded stages exchange, as options of `lower`."""
+    works = bool((graph.op == Op.DISPATCH).any())
+    parts = graph.part[graph.op == Op.ALL_TO_ALL]
+    once = EXCHANGES.index("accumulated") in parts
+    return {
+        "sharded": graph.sharded,
+        "exchange_work": "compute" if works else "collective",
+        "exchange_gradients": "last" if once else "every",
+    }
 
 
 def collective_seconds(timelines: Sequence[Timeline]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_li
 from pipesim.files import check_path
 from pipesim.graph import TaskGraph
 from pipesim.measured import output_bytes, stage_seconds
-from pipesim.ops import Op
+from pipesim.ops import EXCHANGES, Op
 from pipesim.placement import Placement
 from pipesim.schedule import Schedule
 
@@ -64,7 +64,12 @@ __all__ = ["Calibration", "Profile", "breadth_first", "measure", "profile", "wit
 SHORTEST = 1e-3
 #: Standard deviation of a step's mean duration over itself beyond which the machine is too busy.
 UNSTEADY = 0.2
-_MEASURED = {op: DURATION_OF[op] for op in (Op.F, Op.B, Op.R, Op.STEP, Op.I, Op.W)}
+#: The field of `Costs` of an operation, and where it has several, of its part.
+_MEASURED: dict[tuple[Op, int | None], str] = {
+    **{(op, None): DURATION_OF[op] for op in (Op.F, Op.B, Op.R, Op.STEP, Op.I, Op.W, Op.DISPATCH)},
+    (Op.REORDER, EXCHANGES.index("vectors")): "reorder",
+    (Op.REORDER, EXCHANGES.index("gradients")): "reorder_gradients",
+}
 
 
 def profile(
@@ -302,11 +307,15 @@ class Calibration:
         fitted = fits(transfers)
         rows: list[dict[str, Any]] = []
         values: dict[str, Any] = {}
-        for op, name in _MEASURED.items():
+        for (op, part), name in _MEASURED.items():
             if op in (Op.I, Op.W) and not self.splits:
                 continue
+            if op in (Op.DISPATCH, Op.REORDER) and not (graph.op == op).any():
+                continue
             loaded, isolated = (
-                np.array([np.nan_to_num(stage_seconds(run.timeline, op)) for run in runs])
+                np.array(
+                    [np.nan_to_num(stage_seconds(run.timeline, op, part=part)) for run in runs]
+                )
                 for runs in (self.steps, self.alone)
             )
             values[name] = tuple(loaded.mean(axis=0).tolist())
@@ -314,7 +323,7 @@ class Calibration:
                 seconds, alone = values[name][stage], float(isolated[:, stage].mean())
                 rows.append(
                     {
-                        "op": op.name,
+                        "op": op.name if part is None else f"{op}.{EXCHANGES[part]}",
                         "stage": stage,
                         "loaded": seconds,
                         "spread": float(loaded[:, stage].std() / seconds) if seconds else 0.0,

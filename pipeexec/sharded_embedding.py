@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pipeexec.accumulated_gradients import AccumulatedGradients
 from pipeexec.embedding_peers import Peers
 from pipeexec.embedding_rows import Layout
 from pipeexec.host_memory import check_tensors
@@ -248,7 +249,7 @@ class ShardedEmbedding(nn.Module):
         """
         self._terms.check(check_type("keys", keys, Tensor))
 
-    def dispatch(self, keys: Tensor) -> Exchange:
+    def dispatch(self, keys: Tensor, *, keeps_keys: bool = False) -> Exchange:
         """Return an exchange of keys, whose phases are to be called one by one, without autograd.
 
         Parameters
@@ -256,8 +257,14 @@ class ShardedEmbedding(nn.Module):
         keys
             As for `forward`. What is wrong with them is raised by ``counts``, once the other
             processes know.
+        keeps_keys
+            Whether its gradients go to `accumulated_gradients`.
         """
-        return Exchange(keys, self.weight, self._terms, self._peers)
+        return Exchange(keys, self.weight, self._terms, self._peers, keeps_keys=keeps_keys)
+
+    def accumulated_gradients(self) -> AccumulatedGradients:
+        """Return what gradients of several exchanges are added to, and exchanged by, together."""
+        return AccumulatedGradients(self.weight, self._terms, self._peers)
 
     def forward(self, keys: Tensor) -> Tensor:
         """Return the vectors of keys.

@@ -50,7 +50,8 @@ A TOML file (--config) holds the same settings; arguments override it:
   devices = 4
   microbatches = 8
   recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine,
-                            # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded
+                            # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded,
+                            # exchange_work, prefetch_keys, exchange_gradients
   per = "device"            # costs are of all that a device holds, however many stages
 
   [costs]                   # the fields of pipesim.Costs: one value, or one a stage

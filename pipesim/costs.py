@@ -19,7 +19,7 @@ from pipesim.exchange_bytes import ExchangeBytes, as_mapping, checked_exchange_b
 from pipesim.files import check_path, read_json, write_text
 from pipesim.graph import TaskGraph
 from pipesim.network import ALL_REDUCE, Network
-from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
+from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.placement import Placement
 from pipesim.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.skips import message_bytes as bytes_of_skips
@@ -50,7 +50,7 @@ MEASURED_COLLECTIVES = {
 _OF_EACH_STAGE = ("launch", "output_bytes", "output_seconds")
 _OPTIONAL = (
     *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
-    *("gradient_bytes", "vector_bytes", *MEASURED_COLLECTIVES.values()),
+    *("gradient_bytes", "vector_bytes", "reorder_gradients", *MEASURED_COLLECTIVES.values()),
 )
 
 
@@ -72,6 +72,10 @@ class Costs:
     optimizer_step, launch
         Seconds of STEP, and of the host to issue one task of the stage. A STEP takes its share of
         them where the optimizer is sharded.
+    dispatch, reorder, reorder_gradients
+        Seconds in which a sharded stage groups the keys of a micro-batch by owner (DISPATCH), puts
+        its vectors in order, and sums the gradients of each key (REORDER), where these are tasks of
+        their own. ``reorder_gradients`` defaults to ``reorder``.
     reduce_grad, unshard
         Seconds of collectives as they were measured, in place of those that follow from ``network``
         and bytes: of REDUCE_GRAD of all gradients of a stage, and of UNSHARD.
@@ -134,6 +138,9 @@ class Costs:
     overlapped: PerStage | None = None
     recompute: PerStage | None = None
     optimizer_step: PerStage = 0.0
+    dispatch: PerStage = 0.0
+    reorder: PerStage = 0.0
+    reorder_gradients: PerStage | None = None
     launch: PerStage = 0.0
     output_bytes: PerStage = 0.0
     output_seconds: PerStage = 0.0
@@ -191,6 +198,8 @@ class Costs:
             return self.per_stage("forward", n_stages)
         if value is None and name == "gradient_bytes":
             return self.per_stage("parameter_bytes", n_stages)
+        if value is None and name == "reorder_gradients":
+            return self.per_stage("reorder", n_stages)
         if value is None and name == "vector_bytes":
             return self.per_stage("output_bytes", n_stages)
         if value is None and name == "overlapped":
@@ -251,6 +260,8 @@ class Costs:
             of_op = kinds.op == op
             if of_op.any():
                 duration[of_op] = self.per_stage(name, graph.n_stages)[kinds.stage[of_op]]
+        sums = (kinds.op == Op.REORDER) & (kinds.part == EXCHANGES.index("gradients"))
+        duration[sums] = self.per_stage("reorder_gradients", graph.n_stages)[kinds.stage[sums]]
         if self.overlapped is not None and kinds.overlapped.any():
             self._price_overlaps(graph, duration)
         nbytes = message_bytes(kinds, self.per_stage("output_bytes", graph.n_stages))
@@ -591,6 +602,8 @@ DURATION_OF = {
     Op.W: "weight_grad",
     Op.R: "recompute",
     Op.STEP: "optimizer_step",
+    Op.DISPATCH: "dispatch",
+    Op.REORDER: "reorder",
 }
 
 

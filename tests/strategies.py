@@ -62,7 +62,8 @@ def actions() -> st.SearchStrategy[Action]:
         st.builds(Action, stages, st.sampled_from(Op), microbatches, none, none),
         st.builds(Action, stages, st.sampled_from(sorted(TRANSFERS)), microbatches, stages, none),
         st.builds(Action, stages, reduce, microbatches, none, st.integers(0, 99)),
-        st.builds(Action, stages, exchange, microbatches, none, st.integers(0, 3)),
+        st.builds(Action, stages, exchange, microbatches, none, st.integers(0, 4)),
+        st.builds(Action, stages, st.just(Op.REORDER), microbatches, none, st.integers(2, 3)),
     )
 
 
@@ -205,6 +206,10 @@ def replicated(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     if schedule.n_batches == 1 and one_path and schedule.n_stages > 1 and draw(st.booleans()):
         stages = st.integers(0, schedule.n_stages - 2)
         options["sharded"] = sorted(draw(st.sets(stages, max_size=2)))
+        if options["sharded"]:
+            options["exchange_work"] = draw(st.sampled_from(["collective", "compute"]))
+            options["exchange_gradients"] = draw(st.sampled_from(["every", "last"]))
+            options["prefetch_keys"] = 0 in options["sharded"] and draw(st.booleans())
     return options
 
 
@@ -273,7 +278,7 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
         return tuple(draw(one) for _ in range(n_stages))
 
     times = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute",
-             "optimizer_step")  # fmt: skip
+             "optimizer_step", "dispatch", "reorder", "reorder_gradients")  # fmt: skip
     nbytes = (
         "output_bytes",
         "activation_bytes",

@@ -146,7 +146,11 @@ def test_counts(case: Lowering) -> None:
     reductions = {"last": schedule.n_batches, "every": m}.get(options["grad_sync"])
     reductions = reductions or schedule.n_batches * options["n_buckets"]
     assert counted[Op.REDUCE_GRAD] == (reductions * copies * whole if copies > 1 else 0)
-    assert counted[Op.ALL_TO_ALL] == 4 * m * replicas * sharded
+    once = options.get("exchange_gradients") == "last"
+    exchanges = 3 * m + 1 if once else 4 * m
+    assert counted[Op.ALL_TO_ALL] == exchanges * replicas * sharded
+    own = m * replicas * sharded * (options.get("exchange_work") == "compute")
+    assert (counted[Op.DISPATCH], counted[Op.REORDER]) == (own, 2 * own)
     gathers = options.get("shard_optimizer") and options["step"] == "flush"
     assert counted[Op.UNSHARD] == (whole * copies if gathers else 0)
     assert [counted[op] for op in sorted(TRANSFERS)] == [crossings] * 4
