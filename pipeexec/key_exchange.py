@@ -170,6 +170,11 @@ class Exchange:
         self._n_kept = ends[-1:]
         self._counts = n_before[ends].diff()
 
+    @property
+    def n_received(self) -> int:
+        """Number of keys that this process was asked for, by itself too; known after `counts`."""
+        return sum(self._wanted)
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that it holds between two phases."""
         return (value for value in vars(self).values() if isinstance(value, Tensor))

@@ -12,11 +12,32 @@ from numpy.typing import NDArray
 from pipesim.capacity import check_memory
 from pipesim.errors import ArgumentError, check_count
 
-__all__ = ["bounded", "per_table", "row_counts", "tables_of", "without_replacement"]
+__all__ = [
+    "bounded",
+    "expected_maximum",
+    "per_table",
+    "row_counts",
+    "tables_of",
+    "without_replacement",
+]
 
 Floats = NDArray[np.float64]
 #: The largest count: larger ones are not exact as floats.
 _MOST = 1 << 53
+
+
+def expected_maximum(mean: Floats, deviation: Floats) -> float:
+    """Return the mean of the largest of independent normal values.
+
+    The integral of one minus the product of their distribution functions, over six deviations.
+    """
+    low, high = (mean - 6 * deviation).max(), (mean + 6 * deviation).max()
+    if high <= low:
+        return float(high)
+    x = np.linspace(low, high, 1001)
+    z = (x - mean[:, None]) / np.maximum(deviation, 1e-12 * high)[:, None] / math.sqrt(2)
+    erf = np.frompyfunc(math.erf, 1, 1)(z).astype(np.float64)
+    return float(high - np.trapezoid((0.5 + 0.5 * erf).prod(axis=0), x))
 
 
 def without_replacement(counts: Floats, n: int) -> Floats:

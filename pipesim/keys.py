@@ -18,7 +18,14 @@ from pipesim.errors import (
     check_name,
     number,
 )
-from pipesim.key_tables import bounded, per_table, row_counts, tables_of, without_replacement
+from pipesim.key_tables import (
+    bounded,
+    expected_maximum,
+    per_table,
+    row_counts,
+    tables_of,
+    without_replacement,
+)
 from pipesim.row_placement import PLACEMENTS, row_owners
 
 __all__ = ["Keys"]
@@ -287,19 +294,34 @@ class Keys:
         """
         owners = self.owners(n_ranks, placement, unique=unique)
         loads = self.loads(unique=unique, n_microbatches=n_microbatches)
-        of_owner = sum(
-            np.bincount(owner, load, minlength=n_ranks)
-            for owner, load in zip(owners, loads, strict=True)
-        )
-        return np.tile(of_owner, (n_ranks, 1))
+        return np.tile(_of_owners(owners, loads, n_ranks), (n_ranks, 1))
 
     def load(self, n_ranks: int, placement: str = "modulo", *, unique: bool = True) -> float:
         """Return the keys that the busiest owner receives on average, over the mean of all owners.
 
-        Those of one batch vary around the average, so that the largest of a batch is a little more.
+        Those of one micro-batch vary around the average: `busiest` is a little more.
         """
         received = self.sent(n_ranks, placement, unique=unique).sum(axis=0)
         return float(received.max() / received.mean())
+
+    def busiest(self, n_ranks: int, placement: str = "modulo", *, unique: bool = True) -> float:
+        """Return the most keys that an owner receives, over the mean of all owners.
+
+        The average over micro-batches, in each of which another owner may be the busiest, as `load`
+        is not: received keys are taken for normal and independent, with the variance of draws
+        (Poisson's of duplicates, ``p * (1 - p)`` of a row that is sent with probability p).
+
+        Parameters
+        ----------
+        n_ranks, placement, unique
+            As for `owners`.
+        """
+        owners = self.owners(n_ranks, placement, unique=unique)
+        loads = self.loads(unique=unique)
+        mean = n_ranks * _of_owners(owners, loads, n_ranks)
+        spread = [load * (1 - load) for load in loads] if unique else loads
+        deviation = np.sqrt(n_ranks * _of_owners(owners, spread, n_ranks))
+        return expected_maximum(mean, deviation) / float(mean.mean())
 
     def exchange_bytes(
         self,
@@ -339,10 +361,7 @@ class Keys:
         sent = self.sent(n_ranks, placement, unique=unique)
         owners = self.owners(n_ranks, placement, unique=unique)
         loads = self.loads(n_microbatches=n_microbatches)
-        union = sum(
-            np.bincount(owner, load, minlength=n_ranks)
-            for owner, load in zip(owners, loads, strict=True)
-        )
+        union = _of_owners(owners, loads, n_ranks)
         return {
             "counts": np.full((n_ranks, n_ranks), float(_COUNT)),
             "keys": key * sent,
@@ -369,3 +388,11 @@ class Keys:
                 counted = np.repeat(np.arange(len(share)), self._counts[table].astype(np.int64))
                 found.append(generator.permutation(counted)[:n])
         return found
+
+
+def _of_owners(owners: list[Ints], values: list[Floats], n_ranks: int) -> Floats:
+    """Return the sum of the values of the rows that each rank owns."""
+    total = np.zeros(n_ranks)
+    for owner, value in zip(owners, values, strict=True):
+        total += np.bincount(owner, value, minlength=n_ranks)
+    return total

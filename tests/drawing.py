@@ -56,6 +56,8 @@ def _cell(task: ps.Task, several: bool) -> str:
         return "RG" if task.part < 0 else f"R{task.part}"
     if letter == "ALL_TO_ALL":
         return f"{EXCHANGES[task.part][0]}{'' if task.microbatch is None else task.microbatch}"
+    if letter == "DISPATCH":
+        return f"D{task.microbatch}"
     if letter == "REORDER":
         return f"{EXCHANGES[task.part][0].upper()}{task.microbatch}"
     if letter == "UNSHARD":

@@ -51,6 +51,8 @@ launches = st.sampled_from([0.0, 0.25, 1.0])
 #: Fields of `Costs` that replace what the network says of collectives.
 COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "exchange_counts", "exchange_vectors",
                       "exchange_accumulated")  # fmt: skip
+#: Options of `pipesim.lower` that are for sharded stages.
+EXCHANGE_OPTIONS = ("exchange_work", "exchange_gradients", "prefetch_keys")
 sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
 
 
@@ -228,7 +230,14 @@ def lowerings(draw: st.DrawFn) -> Lowering:
 def graphs(draw: st.DrawFn, **fixed: Any) -> ps.TaskGraph:
     """Lowered schedules; some options may be ``fixed``."""
     schedule, options = draw(lowerings())
-    return ps.lower(schedule, **{**options, **fixed})
+    return ps.lower(schedule, **fixed_options(options, fixed))
+
+
+def fixed_options(options: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+    """Return options with some of them fixed; without sharded stages nothing says how."""
+    options = {**options, **fixed}
+    how = () if options.get("sharded") else EXCHANGE_OPTIONS
+    return {name: value for name, value in options.items() if name not in how or name in fixed}
 
 
 @st.composite
@@ -335,7 +344,7 @@ def skipping_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Cost
     some = st.lists(st.sampled_from(pairs), unique=True, max_size=4) if pairs else st.just([])
     skips = draw(some)
     portals = draw(st.booleans())
-    options = {**draw(lower_options(schedule)), **fixed}
+    options = fixed_options(draw(lower_options(schedule)), fixed)
     graph = ps.lower(schedule, skips=skips, portals=portals, **options)
     nbytes = draw(st.one_of(sizes, st.fixed_dictionaries(dict.fromkeys(skips, sizes))))
     return graph, replace(draw(costs(n, graph.n_devices)), skip_bytes=nbytes)

@@ -341,11 +341,25 @@ def test_a_step_is_predicted_from_measured_exchanges(once: bool, two_ranks: Rank
         assert rank["parameters"][0] == rank["rows"]
 
 
-def test_one_process_alone_has_all_rows() -> None:
-    """The graph's exchanges are then with nobody."""
+@pytest.mark.parametrize("unique", [True, False])
+@pytest.mark.parametrize(
+    ("placement", "lowering"),
+    [
+        ("modulo", {}),
+        ("hash", {"exchange_gradients": "last"}),
+        ("frequency", {"exchange_work": "compute", "prefetch_keys": True}),
+    ],
+)
+def test_one_process_alone_has_all_rows(
+    placement: str, lowering: dict[str, Any], unique: bool
+) -> None:
+    """The graph's exchanges are then with nobody; every way to exchange gives the same."""
     weights, bottom, top = model()
-    graph = ps.lower(ps.schedule("1f1b", 2, K), sharded=[0])
-    embedding = px.ShardedEmbedding.from_full(weights)
+    graph = ps.lower(ps.schedule("1f1b", 2, K), sharded=[0], **lowering)
+    counts = ps.Keys.zipf(ROWS, 9) if placement == "frequency" else None
+    embedding = px.ShardedEmbedding.from_full(
+        weights, placement=placement, unique=unique, counts=counts
+    )
     stages = [px.EmbeddingStage(embedding), Rest(bottom, top)]
     dense, keys, y = batch(sum(SIZES), 0)
     sgd = lambda parameters: torch.optim.SGD(parameters, RATE)  # noqa: E731

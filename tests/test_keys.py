@@ -71,6 +71,28 @@ def test_expected_keys_are_those_of_draws(placement: str, unique: bool, counted:
     )
 
 
+@pytest.mark.parametrize("unique", [True, False])
+def test_the_busiest_owner_of_drawn_micro_batches(unique: bool) -> None:
+    """The mean of 200 maxima, of four ranks' draws; of even loads the largest is above the mean."""
+    keys = ps.Keys.zipf([2000, 50], [300, 200], exponent=1.1)
+    for placement in ("modulo", "frequency"):
+        owners = keys.owners(4, placement, unique=unique)
+        ratios = []
+        for batch in range(200):
+            received = np.zeros(4)
+            for rank in range(4):
+                for owner, drawn in zip(owners, keys.draw(4 * batch + rank), strict=True):
+                    sent = np.unique(drawn) if unique else drawn
+                    received += np.bincount(owner[sent], minlength=4)
+            ratios.append(received.max() / received.mean())
+        found = keys.busiest(4, placement, unique=unique)
+        assert found == pytest.approx(np.mean(ratios), rel=0.006)
+        assert found >= keys.load(4, placement, unique=unique)
+    assert found > 1.005  # though the rows are dealt evenly
+    always = ps.Keys.from_counts([1, 1, 1, 1])
+    assert always.busiest(2) == always.load(2) == 1
+
+
 # Placements
 
 

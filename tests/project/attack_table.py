@@ -127,6 +127,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Empirical": lambda _: {"samples": [1.0, 2.0]},
     "ps.Failures": lambda _: {"every": 10.0, "pause": 1.0},
     "ps.Keys": lambda _: {"frequencies": [1.0, 2.0], "n_keys": 3},
+    "ps.Keys.busiest": lambda _: {"self": ps.Keys([1.0], 3), "n_ranks": 2},
     "ps.Keys.counted": lambda _: {"keys": np.array([0, 1]), "n_rows": 2},
     "ps.Keys.draw": lambda _: {"self": ps.Keys([1.0], 3), "seed": 0},
     "ps.Keys.exchange_bytes": lambda _: {"self": ps.Keys([1.0], 3), "n_ranks": 2, "dim": 4},
