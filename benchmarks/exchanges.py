@@ -11,8 +11,8 @@ with every duplicate sent:
 - lookup: largest difference of vectors, and of rows after a step of SGD, to one `nn.Embedding` a
   table with the keys of all processes.
 - pipeline: of rows after two steps of K = 4 micro-batches of a pipeline of two stages to the same
-  model in one process, over the rows' largest change. Work around the exchanges are tasks of their own, keys are exchanged early,
-  and gradients of all micro-batches once.
+  model in one process, over the rows' largest change. Work around the exchanges are tasks of their
+  own, keys are exchanged early, and gradients of all micro-batches once.
 
 Then seconds of a step, simulated for four GPUs in four nodes, by the way in which it exchanges.
 Four processes that share the cores of one machine say nothing of such seconds: none are measured.
