@@ -60,9 +60,13 @@ class AccumulatedGradients:
         self._parts.clear()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that it holds."""
+        """Yield the tensors that it holds, and the rows' gradient, which it adds to."""
         for part in self._parts:
             yield from (part.addresses, part.gradients, part.rows)
+        gradient = self._weight.grad
+        if gradient is not None:
+            is_sparse = gradient.is_sparse
+            yield from (gradient._indices(), gradient._values()) if is_sparse else (gradient,)
 
     @torch.no_grad()
     def exchange(self) -> None:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeexec.accumulated_gradients import AccumulatedGradients
+from pipeexec.embedding_arguments import (
+    Whole,
+    check_device,
+    check_modes,
+    checked_loads,
+    checked_rows,
+    rows_of,
+)
 from pipeexec.embedding_peers import Peers
 from pipeexec.embedding_rows import Layout
 from pipeexec.host_memory import check_tensors
@@ -20,20 +27,16 @@ from pipeexec.key_exchange import Exchange, Terms
 from pipeexec.processes import Processes
 from pipesim.errors import (
     ArgumentError,
-    ArgumentTypeError,
     PipeError,
     check_count,
     check_flag,
     check_name,
     check_type,
 )
-from pipesim.key_tables import tables_of
 from pipesim.keys import Keys
 from pipesim.row_placement import PLACEMENTS
 
 __all__ = ["ShardedEmbedding"]
-
-Whole = Tensor | nn.Embedding | nn.EmbeddingBag
 
 
 class ShardedEmbedding(nn.Module):
@@ -124,14 +127,14 @@ class ShardedEmbedding(nn.Module):
         peers, several = Peers(process_group), isinstance(n_rows, Sequence)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         try:
-            rows = _checked_rows(n_rows)
+            rows = checked_rows(n_rows)
             dim = check_count("dim", dim)
-            _check_modes(combiner, padding_key, gradients, dtype)
+            check_modes(combiner, padding_key, gradients, dtype)
             check_flag("sparse", sparse)
-            _check_device(device)
+            check_device(device)
             check_flag("unique", unique)
             check_name("placement", placement, PLACEMENTS)
-            loads = _loads(counts, rows, placement, bool(unique))
+            loads = checked_loads(counts, rows, placement, bool(unique))
             layout = Layout(rows, peers.n, several=several, placement=placement, loads=loads)
             check_tensors(
                 f"the share of a process of n_rows={n_rows}, dim={dim}",
@@ -212,7 +215,7 @@ class ShardedEmbedding(nn.Module):
         several = isinstance(weights, Sequence)
         if several and not weights:
             raise ArgumentError("weights is empty; give the rows of at least one table")
-        tables = list(map(_rows_of, weights if isinstance(weights, Sequence) else [weights]))
+        tables = list(map(rows_of, weights if isinstance(weights, Sequence) else [weights]))
         if len({table.shape[1] for table in tables}) != 1:
             shapes = [tuple(table.shape) for table in tables]
             raise ArgumentError(f"tables must have rows of one length, got shapes {shapes}")
@@ -260,6 +263,7 @@ class ShardedEmbedding(nn.Module):
         keeps_keys
             Whether its gradients go to `accumulated_gradients`.
         """
+        check_flag("keeps_keys", keeps_keys)
         return Exchange(keys, self.weight, self._terms, self._peers, keeps_keys=keeps_keys)
 
     def accumulated_gradients(self) -> AccumulatedGradients:
@@ -336,73 +340,3 @@ class _Looked(torch.autograd.Function):
         """Return the gradient of this process's rows."""
         ctx.exchange.gradients(grad_output)
         return ctx.exchange.gradient(), None
-
-
-def _checked_rows(n_rows: int | Sequence[int]) -> list[int]:
-    """Return the rows of each table."""
-    if isinstance(n_rows, Sequence) and not isinstance(n_rows, (str, bytes)):
-        if not n_rows:
-            raise ArgumentError("n_rows is empty; give the rows of at least one table")
-        return [check_count(f"n_rows[{i}]", rows) for i, rows in enumerate(n_rows)]
-    return [check_count("n_rows", n_rows)]
-
-
-def _loads(
-    counts: Keys | ArrayLike | None, n_rows: list[int], placement: str, unique: bool
-) -> list[NDArray[np.float64]] | None:
-    """Return how often each row is sent, which rows are dealt by; None for other placements."""
-    if placement != "frequency":
-        if counts is not None:
-            raise ArgumentError(
-                f'counts are for placement="frequency", but placement is {placement!r}; leave them '
-                "out, or change it"
-            )
-        return None
-    if counts is None:
-        raise ArgumentError(
-            'placement="frequency" needs counts: how often each row is asked for, or pipesim.Keys'
-        )
-    loads = counts.loads(unique=unique) if isinstance(counts, Keys) else tables_of("counts", counts)
-    if list(map(len, loads)) != n_rows:
-        raise ArgumentError(
-            f"counts are of tables of {list(map(len, loads))} rows, but n_rows is {n_rows}; give a "
-            "count a row"
-        )
-    return loads
-
-
-def _check_modes(
-    combiner: str | None, padding_key: int | None, gradients: str, dtype: torch.dtype
-) -> None:
-    """Raise for a combiner, padding or dtype that there is not."""
-    if combiner is not None:
-        check_name("combiner", combiner, ["sum", "mean"])
-    check_name("gradients", gradients, ["sum", "mean"])
-    if padding_key is not None and type(padding_key) is not int:
-        raise ArgumentTypeError(f"padding_key must be an int or None, got {padding_key!r}")
-    if not check_type("dtype", dtype, torch.dtype).is_floating_point:
-        raise ArgumentTypeError(f"dtype must be a floating-point type, got {dtype}")
-
-
-def _check_device(device: object) -> None:
-    """Raise for what is no device to torch."""
-    try:
-        torch.empty(0, device=device)  # type: ignore[call-overload]  # raises for other types
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise ArgumentError(
-            f"device {device!r:.60} cannot hold the rows: {str(error).splitlines()[0]}; give such "
-            "as 'cpu'"
-        ) from error
-
-
-def _rows_of(table: Whole) -> Tensor:
-    """Return the rows of a table."""
-    rows = table if isinstance(table, Tensor) else getattr(table, "weight", None)
-    if not isinstance(rows, Tensor):
-        raise ArgumentTypeError(
-            "weights must be a tensor of all rows, or a module that has them as its weight, got "
-            f"{table!r:.60} ({type(table).__name__})"
-        )
-    if rows.dim() != 2:
-        raise ArgumentError(f"a table must have shape (rows, dim), got {tuple(rows.shape)}")
-    return rows.detach()

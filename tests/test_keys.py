@@ -54,12 +54,12 @@ def test_counted_keys_are_drawn_once_each() -> None:
 @pytest.mark.parametrize("unique", [True, False])
 @pytest.mark.parametrize("counted", [True, False])
 def test_expected_keys_are_those_of_draws(placement: str, unique: bool, counted: bool) -> None:
-    """Means of 400 drawn micro-batches, owner by owner, within five standard errors."""
+    """Means of 200 drawn micro-batches, owner by owner, within five standard errors."""
     keys: Any = ps.Keys.zipf([60, 7], [80, 20], exponent=1.2)
     if counted:
         keys = ps.Keys.from_counts([np.round(x * 500) for x in keys.frequencies], [80, 20])
     owners = keys.owners(3, placement, unique=unique)
-    found = np.zeros((400, 3))
+    found = np.zeros((200, 3))
     for seed, row in enumerate(found):
         for owner, drawn in zip(owners, keys.draw(seed), strict=True):
             row += np.bincount(owner[np.unique(drawn) if unique else drawn], minlength=3)
@@ -73,12 +73,12 @@ def test_expected_keys_are_those_of_draws(placement: str, unique: bool, counted:
 
 @pytest.mark.parametrize("unique", [True, False])
 def test_the_busiest_owner_of_drawn_micro_batches(unique: bool) -> None:
-    """The mean of 200 maxima, of four ranks' draws; of even loads the largest is above the mean."""
+    """The mean of 100 maxima, of four ranks' draws; of even loads the largest is above the mean."""
     keys = ps.Keys.zipf([2000, 50], [300, 200], exponent=1.1)
     for placement in ("modulo", "frequency"):
         owners = keys.owners(4, placement, unique=unique)
         ratios = []
-        for batch in range(200):
+        for batch in range(100):
             received = np.zeros(4)
             for rank in range(4):
                 for owner, drawn in zip(owners, keys.draw(4 * batch + rank), strict=True):
@@ -86,7 +86,7 @@ def test_the_busiest_owner_of_drawn_micro_batches(unique: bool) -> None:
                     received += np.bincount(owner[sent], minlength=4)
             ratios.append(received.max() / received.mean())
         found = keys.busiest(4, placement, unique=unique)
-        assert found == pytest.approx(np.mean(ratios), rel=0.006)
+        assert found == pytest.approx(np.mean(ratios), rel=0.01)
         assert found >= keys.load(4, placement, unique=unique)
     assert found > 1.005  # though the rows are dealt evenly
     always = ps.Keys.from_counts([1, 1, 1, 1])
@@ -131,11 +131,11 @@ def test_dealing_by_hand() -> None:
 
 def test_frequent_rows_are_spread_evenly() -> None:
     """By what is sent: with duplicates the frequent rows count for more."""
-    keys = ps.Keys.zipf(3000, 2000, exponent=1.1)
+    keys = ps.Keys.zipf(800, 600, exponent=1.1)
     for unique in (True, False):
-        assert keys.load(4, "frequency", unique=unique) == pytest.approx(1, abs=0.01)
+        assert keys.load(4, "frequency", unique=unique) == pytest.approx(1, abs=0.02)
         counts = np.bincount(keys.owners(4, "frequency", unique=unique)[0])
-        assert counts.tolist() == [750] * 4
+        assert counts.tolist() == [200] * 4
     assert keys.load(4, "modulo", unique=False) > 1.1
 
 
