@@ -44,7 +44,7 @@ ROWS, N_KEYS, EXPONENT = [20_000, 3_000, 200], 1024, 1.05
 KEYS = ps.Keys.zipf(ROWS, N_KEYS, exponent=EXPONENT)
 CASES = [(placement, unique) for placement in PLACEMENTS for unique in (True, False)]
 LOWERING: dict[str, Any] = {
-    "exchange_work": "compute", "prefetch_keys": True, "exchange_gradients": "last"
+    "exchange_work": "compute", "prefetch_keys": True, "sparse_grad_sync": "last"
 }  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def simulated() -> list[list[str]]:
     ways: list[tuple[str, dict[str, Any]]] = [
         ("as lowered by default", {}),
         ("keys exchanged early", {"prefetch_keys": True}),
-        ("gradients exchanged once", {"exchange_gradients": "last"}),
+        ("gradients exchanged once", {"sparse_grad_sync": "last"}),
         ("work as tasks", {"exchange_work": "compute"}),
         ("all three", LOWERING),
     ]

@@ -56,7 +56,7 @@ def _exchanges(graph: TaskGraph) -> dict[str, Any]:
     return {
         "sharded": graph.sharded,
         "exchange_work": "compute" if works else "collective",
-        "exchange_gradients": "last" if once else "every",
+        "sparse_grad_sync": "last" if once else "every",
     }
 
 

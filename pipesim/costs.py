@@ -303,6 +303,13 @@ class Costs:
 
     def _collectives(self, n_stages: int) -> CollectiveCosts:
         """Return what collectives cost."""
+        exchange_bytes = as_mapping(checked_exchange_bytes(self.exchange_bytes))
+        for stage in exchange_bytes:
+            if stage >= n_stages:
+                raise CostsError(
+                    f"exchange_bytes are of stage {stage}, but the graph has {n_stages} stages, "
+                    f"0..{n_stages - 1}; give those of its sharded stages"
+                )
         bytes_of = {
             field: self.per_stage(name, n_stages)
             for field, name in (
@@ -322,7 +329,7 @@ class Costs:
             self.all_reduce,
             measured=measured,
             buckets=self.buckets,
-            exchange_bytes=as_mapping(checked_exchange_bytes(self.exchange_bytes)),
+            exchange_bytes=exchange_bytes,
             **bytes_of,
         )
 

@@ -10,9 +10,9 @@ Of micro-batch 3 of a sharded stage 0, in order::
     0REORDER3.vectors         vectors in the order of the input         exchange_work="compute"
     ...
     0REORDER3.gradients       sum the gradients of each key             exchange_work="compute"
-    0ALL_TO_ALL3.gradients                                              exchange_gradients="every"
+    0ALL_TO_ALL3.gradients                                              sparse_grad_sync="every"
     0B3
-    0ALL_TO_ALL.accumulated   once, after the last backward             exchange_gradients="last"
+    0ALL_TO_ALL.accumulated   once, after the last backward             sparse_grad_sync="last"
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from pipesim.ops import EXCHANGES, Op
 from pipesim.tasks import Kinds, StreamKind
 
 __all__ = [
-    "ExchangeGradients",
     "ExchangeWork",
     "Exchanges",
+    "SparseGradSync",
     "checked_exchanges",
     "exchange_kinds",
     "ordered_exchanges",
 ]
 
-ExchangeGradients = Literal["every", "last"]
+SparseGradSync = Literal["every", "last"]
 ExchangeWork = Literal["collective", "compute"]
 _COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))
 
@@ -68,7 +68,7 @@ def checked_exchanges(
     sharded: tuple[int, ...],
     exchange_work: object,
     prefetch_keys: object,
-    exchange_gradients: object,
+    sparse_grad_sync: object,
 ) -> Exchanges:
     """Return the options of `pipesim.lower` that say how sharded stages exchange.
 
@@ -78,11 +78,11 @@ def checked_exchanges(
         For options of another type, and those of exchanges that there are not.
     """
     check_name("exchange_work", exchange_work, ("collective", "compute"))
-    check_name("exchange_gradients", exchange_gradients, ("every", "last"))
+    check_name("sparse_grad_sync", sparse_grad_sync, ("every", "last"))
     check_flag("prefetch_keys", prefetch_keys)
     given = {
         'exchange_work="compute"': exchange_work == "compute",
-        'exchange_gradients="last"': exchange_gradients == "last",
+        'sparse_grad_sync="last"': sparse_grad_sync == "last",
     }
     for text in [text for text, is_given in given.items() if is_given and not sharded]:
         raise ArgumentError(
@@ -96,7 +96,7 @@ def checked_exchanges(
             "0, or leave prefetch_keys out"
         )
     return Exchanges(sharded, *given.values())._replace(
-        prefetches=bool(prefetch_keys), accumulates=exchange_gradients == "last"
+        prefetches=bool(prefetch_keys), accumulates=sparse_grad_sync == "last"
     )
 
 

@@ -13,8 +13,8 @@ from pipesim.capacity import check_tasks
 from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name
 from pipesim.exchanges import (
-    ExchangeGradients,
     ExchangeWork,
+    SparseGradSync,
     checked_exchanges,
     ordered_exchanges,
 )
@@ -54,7 +54,7 @@ def lower(
     sharded: Iterable[int] | int = (),
     exchange_work: ExchangeWork = "collective",
     prefetch_keys: bool = False,
-    exchange_gradients: ExchangeGradients = "every",
+    sparse_grad_sync: SparseGradSync = "every",
     skips: Iterable[tuple[int, int]] | str = (),
     portals: bool = True,
     recompute_first: bool = False,
@@ -118,7 +118,7 @@ def lower(
         Whether a sharded stage 0 exchanges counts and keys of a micro-batch before the F of the one
         before, so that they overlap with its compute. The keys of the whole batch are there when
         a step begins. Later sharded stages get theirs from the stage before, as always.
-    exchange_gradients
+    sparse_grad_sync
         After ``"every"`` micro-batch, before its B; or once, after the ``"last"`` backward of a
         sharded stage (``ALL_TO_ALL.accumulated``): gradients of all micro-batches, with the sum of
         each row that a replica has asked for. Both ends know the rows from the exchanges of keys.
@@ -190,7 +190,7 @@ def lower(
         buckets=reduces * (n_buckets if grad_sync == "bucketed" else 1),
         each=grad_sync == "every",
         exchanges=checked_exchanges(
-            _checked_sharded(sharded, schedule), exchange_work, prefetch_keys, exchange_gradients
+            _checked_sharded(sharded, schedule), exchange_work, prefetch_keys, sparse_grad_sync
         ),
         unshards=shard_optimizer and n_replicas > 1,
     )

@@ -52,7 +52,7 @@ launches = st.sampled_from([0.0, 0.25, 1.0])
 COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "exchange_counts", "exchange_vectors",
                       "exchange_accumulated")  # fmt: skip
 #: Options of `pipesim.lower` that are for sharded stages.
-EXCHANGE_OPTIONS = ("exchange_work", "exchange_gradients", "prefetch_keys")
+EXCHANGE_OPTIONS = ("exchange_work", "sparse_grad_sync", "prefetch_keys")
 sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
 
 
@@ -210,7 +210,7 @@ def replicated(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
         options["sharded"] = sorted(draw(st.sets(stages, max_size=2)))
         if options["sharded"]:
             options["exchange_work"] = draw(st.sampled_from(["collective", "compute"]))
-            options["exchange_gradients"] = draw(st.sampled_from(["every", "last"]))
+            options["sparse_grad_sync"] = draw(st.sampled_from(["every", "last"]))
             options["prefetch_keys"] = 0 in options["sharded"] and draw(st.booleans())
     return options
 

@@ -218,9 +218,9 @@ MODES: list[dict[str, Any]] = [
     {"recompute": "always"},
     {"overlap": False, "rendezvous": True},
     {"exchange_work": "compute"},
-    {"exchange_gradients": "last", "grad_sync": "every"},
-    {"exchange_work": "compute", "exchange_gradients": "last", "prefetch_keys": True},
-    {"exchange_work": "compute", "exchange_gradients": "last", "overlap": False},
+    {"sparse_grad_sync": "last", "grad_sync": "every"},
+    {"exchange_work": "compute", "sparse_grad_sync": "last", "prefetch_keys": True},
+    {"exchange_work": "compute", "sparse_grad_sync": "last", "overlap": False},
 ]
 
 
@@ -241,12 +241,12 @@ def test_two_replicas_of_two_processes(schedule: str, four_ranks: Ranks) -> None
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("work", ["collective", "compute"])
 def test_in_the_midst_of_a_pipeline(schedule: str, work: str, two_ranks: Ranks) -> None:
-    once = {} if work == "collective" else {"exchange_gradients": "last"}
+    once = {} if work == "collective" else {"sparse_grad_sync": "last"}
     check(two_ranks, schedule, 3, 3, {"exchange_work": work, **once})
 
 
 def test_split_backwards_without_tasks_of_their_own(two_ranks: Ranks) -> None:
-    check(two_ranks, "zb_h1", 3, 3, {"exchange_gradients": "last"}, placement="hash", unique=False)
+    check(two_ranks, "zb_h1", 3, 3, {"sparse_grad_sync": "last"}, placement="hash", unique=False)
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
@@ -256,7 +256,7 @@ def test_bags_with_padding(combiner: str, two_ranks: Ranks) -> None:
 
 def test_sparse_gradients_of_rows(two_ranks: Ranks) -> None:
     check(two_ranks, "looped_bfs", 1, 2, {}, sparse=True)
-    check(two_ranks, "looped_bfs", 1, 2, {"exchange_gradients": "last"}, sparse=True)
+    check(two_ranks, "looped_bfs", 1, 2, {"sparse_grad_sync": "last"}, sparse=True)
 
 
 def test_bytes_of_exchanges(two_ranks: Ranks) -> None:
@@ -279,7 +279,7 @@ def test_bytes_of_exchanges(two_ranks: Ranks) -> None:
 
 def test_bytes_of_accumulated_gradients(two_ranks: Ranks) -> None:
     """Each row of a replica's micro-batches once, whatever placement, and duplicates of keys."""
-    lowering = {"exchange_gradients": "last"}
+    lowering = {"sparse_grad_sync": "last"}
     found = check(two_ranks, "looped_bfs", 1, 2, lowering, unique=False)
     _, all_keys, _ = batch(sum(SIZES), 0)
     for nbytes in (rank["nbytes"] for rank in found):
@@ -295,7 +295,7 @@ def test_bytes_of_accumulated_gradients(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize(("n_steps", "once"), [(1, "every"), (2, "every"), (2, "last")])
 def test_gradients_add_up_without_an_optimizer(n_steps: int, once: str, two_ranks: Ranks) -> None:
     """Of every process's rows alike."""
-    lowering = {"step": "none", "exchange_gradients": once}
+    lowering = {"step": "none", "sparse_grad_sync": once}
     options = {"n_devices": 1, "n_stages": 2, "lowering": lowering, "optimizer": False}
     found = two_ranks.run(steps, schedule="looped_bfs", n_steps=n_steps, **options)
     wanted = unsplit(1, 0, None)
@@ -328,7 +328,7 @@ def validated(processes: px.Processes, lowering: dict[str, Any]) -> dict[str, An
 @pytest.mark.parametrize("once", [False, True])
 def test_a_step_is_predicted_from_measured_exchanges(once: bool, two_ranks: Ranks) -> None:
     """Parameters are those that a process holds; tasks of their own have seconds too."""
-    lowering = {"exchange_work": "compute", "exchange_gradients": "last"} if once else {}
+    lowering = {"exchange_work": "compute", "sparse_grad_sync": "last"} if once else {}
     for rank in two_ranks.run(validated, lowering=lowering):
         assert rank["complete"]
         *of_each, gradients, accumulated = rank["exchanges"]
@@ -346,7 +346,7 @@ def test_a_step_is_predicted_from_measured_exchanges(once: bool, two_ranks: Rank
     ("placement", "lowering"),
     [
         ("modulo", {}),
-        ("hash", {"exchange_gradients": "last"}),
+        ("hash", {"sparse_grad_sync": "last"}),
         ("frequency", {"exchange_work": "compute", "prefetch_keys": True}),
     ],
 )

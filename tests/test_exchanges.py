@@ -86,12 +86,12 @@ def test_work_around_exchanges_competes_with_compute() -> None:
 
 def test_gradients_of_all_micro_batches_are_exchanged_once() -> None:
     """After the last backward, and the step waits for them; without more, twice the bytes."""
-    timeline = simulate("gpipe", 2, 2, exchange_gradients="last")
+    timeline = simulate("gpipe", 2, 2, sparse_grad_sync="last")
     assert drawn(timeline) == grid("""
         0            | .. .. .. F0 .. .. .. .. .. F1 .. .. .. .. B1 B0 .. .. .. .. ST
         0 collective | c0 k0 k0 .. v0 v0 c1 k1 k1 .. v1 v1 .. .. .. .. a  a  a  a  ..
     """)
-    whole = simulate("gpipe", 2, 2, exchange_gradients="last", step="none", grad_sync="every")
+    whole = simulate("gpipe", 2, 2, sparse_grad_sync="last", step="none", grad_sync="every")
     assert drawn(whole) == grid("""
         0            | .. .. .. F0 .. .. .. .. .. F1 .. .. .. .. B1 B0 .. .. .. ..
         0 collective | c0 k0 k0 .. v0 v0 c1 k1 k1 .. v1 v1 .. .. .. .. a  a  a  a
@@ -110,7 +110,7 @@ def test_rows_that_occur_in_several_micro_batches_are_sent_once() -> None:
     sizes = keys.exchange_bytes(2, 16, n_microbatches=8)
     costs = replace(COSTS, exchange_bytes={0: sizes})
     each = simulate("gpipe", 2, 8, costs=costs)
-    once = simulate("gpipe", 2, 8, costs=costs, exchange_gradients="last")
+    once = simulate("gpipe", 2, 8, costs=costs, sparse_grad_sync="last")
     sent = [
         timeline.nbytes[timeline.graph.part == EXCHANGES.index(name)].sum()
         for timeline, name in ((each, "gradients"), (once, "accumulated"))
@@ -128,10 +128,10 @@ def test_rows_that_occur_in_several_micro_batches_are_sent_once() -> None:
     ("options", "text"),
     [
         ({"exchange_work": "computer"}, "unknown exchange_work 'computer'; did you mean 'compute'"),
-        ({"exchange_gradients": "once"}, "unknown exchange_gradients 'once'"),
+        ({"sparse_grad_sync": "once"}, "unknown sparse_grad_sync 'once'"),
         ({"prefetch_keys": 1}, "prefetch_keys must be True or False, got 1"),
         ({"sharded": [], "exchange_work": "compute"}, "exchange_work=.*no stage is sharded"),
-        ({"sharded": [], "exchange_gradients": "last"}, "exchange_gradients=.*no stage is sharded"),
+        ({"sharded": [], "sparse_grad_sync": "last"}, "sparse_grad_sync=.*no stage is sharded"),
         ({"sharded": [1], "prefetch_keys": True}, r"stage 0 is not among sharded=\[1\]"),
     ],
 )

@@ -208,6 +208,8 @@ def test_bytes_of_other_replicas_are_refused() -> None:
     costs = ps.Costs(1, 2, exchange_bytes={0: {"keys": np.ones((3, 3))}})
     with pytest.raises(CostsError, match="keys of stage 0 are of 3 replicas, but the graph has 2"):
         simulated(costs)
+    with pytest.raises(CostsError, match="are of stage 2, but the graph has 2 stages"):
+        simulated(ps.Costs(1, 2, exchange_bytes={2: {}}))
 
 
 @pytest.mark.parametrize(

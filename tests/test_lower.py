@@ -146,7 +146,7 @@ def test_counts(case: Lowering) -> None:
     reductions = {"last": schedule.n_batches, "every": m}.get(options["grad_sync"])
     reductions = reductions or schedule.n_batches * options["n_buckets"]
     assert counted[Op.REDUCE_GRAD] == (reductions * copies * whole if copies > 1 else 0)
-    once = options.get("exchange_gradients") == "last"
+    once = options.get("sparse_grad_sync") == "last"
     exchanges = 3 * m + 1 if once else 4 * m
     assert counted[Op.ALL_TO_ALL] == exchanges * replicas * sharded
     own = m * replicas * sharded * (options.get("exchange_work") == "compute")

@@ -133,8 +133,8 @@ class _Summed(nn.Module):
     [
         {},
         {"exchange_work": "compute", "prefetch_keys": True},
-        {"exchange_gradients": "last"},
-        {"exchange_work": "compute", "exchange_gradients": "last"},
+        {"sparse_grad_sync": "last"},
+        {"exchange_work": "compute", "sparse_grad_sync": "last"},
     ],
 )
 def test_a_sharded_embedding_of_one_process(
