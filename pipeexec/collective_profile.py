@@ -9,6 +9,7 @@ import numpy as np
 
 from pipeexec.shares import Shares
 from pipesim.collective_costs import Buckets
+from pipesim.errors import ArgumentError
 from pipesim.graph import TaskGraph
 from pipesim.lower import lower
 from pipesim.measured_collectives import measured_collectives
@@ -21,7 +22,14 @@ from pipesim.timeline import Timeline
 if TYPE_CHECKING:
     from pipeexec.executor import Pipeline, StepResult
 
-__all__ = ["base_placement", "collective_seconds", "lowered_like", "measured_buckets", "n_buckets"]
+__all__ = [
+    "base_placement",
+    "check_exchanges",
+    "collective_seconds",
+    "lowered_like",
+    "measured_buckets",
+    "n_buckets",
+]
 
 
 def base_placement(graph: TaskGraph) -> Placement:
@@ -46,6 +54,22 @@ def lowered_like(graph: TaskGraph, schedule: Schedule, shares: Shares, **options
         **_exchanges(graph),
         **options,
     )
+
+
+def check_exchanges(graph: TaskGraph, others: Iterable[TaskGraph]) -> None:
+    """Raise `ArgumentError` for graphs whose exchanges do other work than a graph's.
+
+    Their seconds are not those that its exchanges take.
+    """
+    own = _exchanges(graph)
+    for other in others:
+        for name, value in _exchanges(other).items() if graph.sharded and other.sharded else ():
+            if value != own[name]:
+                raise ArgumentError(
+                    f"graph {other.name!r} was lowered with {name}={value!r}, that of the pipeline "
+                    f"with {own[name]!r}: their exchanges take different seconds, which one Costs "
+                    "cannot have; measure each with a pipeline of its own"
+                )
 
 
 def _exchanges(graph: TaskGraph) -> dict[str, Any]:

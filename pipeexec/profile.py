@@ -24,6 +24,7 @@ from torch import Tensor
 from pipeexec.batches import Batch, split_batches
 from pipeexec.collective_profile import (
     base_placement,
+    check_exchanges,
     collective_seconds,
     lowered_like,
     measured_buckets,
@@ -213,6 +214,7 @@ class Calibration:
                 )
         self.pipeline = pipeline
         graphs = _checked_graphs(graphs) or [graph]
+        check_exchanges(graph, graphs)
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
         n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.here)

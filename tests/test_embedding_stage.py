@@ -373,6 +373,23 @@ def test_one_process_alone_has_all_rows(
         torch.testing.assert_close([p.detach() for p in stage.parameters()], wanted[name])
 
 
+def test_graphs_that_exchange_in_other_ways_are_not_measured_together() -> None:
+    """Exchanges that group keys take longer than those that do not."""
+    weights, bottom, top = model()
+    schedule = ps.schedule("1f1b", 2, K)
+    graph, *others = (
+        ps.lower(schedule, sharded=[0], **options)
+        for options in ({}, {"exchange_work": "compute"}, {"sparse_grad_sync": "last"})
+    )
+    stages = [px.EmbeddingStage(px.ShardedEmbedding.from_full(weights)), Rest(bottom, top)]
+    dense, keys, y = batch(sum(SIZES), 0)
+    with px.Pipeline(stages, graph, ["cpu"] * 2, mse) as pipeline:
+        texts = ["exchange_work='compute'", "sparse_grad_sync='last'"]
+        for other, text in zip(others, texts, strict=True):
+            with pytest.raises(ArgumentError, match=f"lowered with {text}, that of the pipeline"):
+                px.measure(pipeline, (dense, keys), y, graphs=[graph, other])
+
+
 def test_gradients_of_the_mean_over_processes_are_refused() -> None:
     """Losses of a pipeline are weighted over the whole batch, so that its gradients are sums."""
     weights, bottom, top = model()
