@@ -13,6 +13,8 @@ with every duplicate sent:
 - pipeline: of rows after two steps of K = 4 micro-batches of a pipeline of two stages to the same
   model in one process, over the rows' largest change. Work around the exchanges are tasks of their
   own, keys are exchanged early, and gradients of all micro-batches once.
+- sums: gradients that a process sends to others in such a step, each row once, in kB; measured and
+  predicted.
 
 Then seconds of a step, simulated for four GPUs in four nodes, by the way in which it exchanges.
 Four processes that share the cores of one machine say nothing of such seconds: none are measured.
@@ -32,11 +34,14 @@ from typing import Any
 
 import _machine as machine
 import _ranks
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipesim.ops import EXCHANGES
 from pipesim.row_placement import PLACEMENTS
 
 N_RANKS, DIM, K, RATE = 4, 16, 4, 0.1
@@ -93,7 +98,7 @@ def top() -> Top:
 
 def batch_of(rank: int) -> tuple[Tensor, Tensor]:
     """Return K micro-batches of keys of a rank, and targets."""
-    keys = torch.cat([drawn(rank, 1000 + m)[: N_KEYS // 4] for m in range(K)])
+    keys = torch.cat([drawn(rank, 1000 + m)[: N_KEYS // K] for m in range(K)])
     targets = torch.randn(len(keys), 1, generator=torch.Generator().manual_seed(rank))
     return keys, targets.double()
 
@@ -134,10 +139,11 @@ def lookup_error(module: px.ShardedEmbedding, rank: int) -> float:
     return max(float(error.detach().abs().max()) for error in errors)
 
 
-def pipeline_error(processes: px.Processes, placement: str, unique: bool) -> float:
-    """Return the largest difference of rows after two steps of a pipeline to the unsplit model.
+def pipelined(processes: px.Processes, placement: str, unique: bool) -> dict[str, float]:
+    """Compare two steps of a pipeline with the unsplit model.
 
-    As a part of their largest change.
+    Return the largest difference of rows, as a part of their largest change, and the bytes of
+    gradients that this rank has sent in a step.
     """
     module = embedding(processes, placement, unique)
     schedule = ps.schedule("looped_bfs", 1, K, n_chunks=2)
@@ -147,7 +153,9 @@ def pipeline_error(processes: px.Processes, placement: str, unique: bool) -> flo
         [px.EmbeddingStage(module), top()], graph, ["cpu"], loss_fn, sgd, processes=processes
     ) as pipeline:
         for _ in range(2):
-            pipeline.step(*batch_of(processes.rank))
+            result = pipeline.step(*batch_of(processes.rank))
+    last = (graph.part == EXCHANGES.index("accumulated")) & (graph.replica == processes.rank)
+    sent = float(result.timeline.nbytes[last].sum())
     whole, dense = [nn.Embedding.from_pretrained(rows, freeze=False) for rows in tables()], top()
     optimizer = sgd([*dense.parameters(), *(m.weight for m in whole)])
     keys, targets = (torch.cat(x) for x in zip(*map(batch_of, range(N_RANKS)), strict=True))
@@ -161,7 +169,7 @@ def pipeline_error(processes: px.Processes, placement: str, unique: bool) -> flo
         max(float((a - b).abs().max()) for a, b in zip(others, rows, strict=True))
         for others in (module.full_weight(), tables())
     )
-    return error / change
+    return {"pipeline": error / change, "sums": sent}
 
 
 def run_rank(n_batches: int, directory: str) -> None:
@@ -173,8 +181,7 @@ def run_rank(n_batches: int, directory: str) -> None:
             module = embedding(processes, placement, unique)
             case: dict[str, Any] = dict(loads(module, processes.rank, n_batches))
             case["lookup"] = lookup_error(module, processes.rank)
-            case["pipeline"] = pipeline_error(processes, placement, unique)
-            found.append(case)
+            found.append(case | pipelined(processes, placement, unique))
         Path(directory, f"{processes.rank}.json").write_text(json.dumps(found))
         processes.barrier()
 
@@ -188,16 +195,25 @@ def measured(directory: Path) -> list[list[str]]:
         load = sum(max(x) / (sum(x) / N_RANKS) for x in received) / len(received)
         sent = sum(sum(found["sent"]) for found in each) / N_RANKS / len(received)
         predicted = KEYS.busiest(N_RANKS, placement, unique=unique)
-        matrix = KEYS.sent(N_RANKS, placement, unique=unique)
-        others = float(matrix.sum() - matrix.trace()) / N_RANKS
+        others = to_others(KEYS.sent(N_RANKS, placement, unique=unique))
+        sums = sum(found["sums"] for found in each) / N_RANKS
+        of_step = ps.Keys(list(KEYS.frequencies), N_KEYS // K).exchange_bytes(
+            N_RANKS, DIM, placement=placement, unique=unique, n_microbatches=K, itemsize=8
+        )
         lines.append([
             placement, "once" if unique else "all", f"{load:.3f}", f"{predicted:.3f}",
             f"{predicted / load - 1:+.1%}", f"{KEYS.busiest(64, placement, unique=unique):.2f}",
             f"{sent:.0f}", f"{others:.0f}",
             f"{max(found['lookup'] for found in each):.0e}",
             f"{max(found['pipeline'] for found in each):.0e}",
+            f"{sums / 1e3:.1f}", f"{to_others(of_step['accumulated']) / 1e3:.1f}",
         ])  # fmt: skip
     return lines
+
+
+def to_others(matrix: NDArray[np.float64]) -> float:
+    """Return what a rank sends to other ranks, on average over all ranks."""
+    return float(matrix.sum() - matrix.trace()) / len(matrix)
 
 
 def simulated() -> list[list[str]]:
@@ -241,7 +257,7 @@ def main() -> None:
         _ranks.spawn(run_rank, N_RANKS, options.batches, directory)
         rows = measured(Path(directory))
     columns = ["placement", "keys", "load", "predicted", "error", "of 64", "keys sent",
-               "predicted", "lookup", "pipeline"]  # fmt: skip
+               "predicted", "lookup", "pipeline", "sums kB", "predicted"]  # fmt: skip
     head, *ways = simulated()
     lines = [
         *machine.header(["torch", "numpy"]),
