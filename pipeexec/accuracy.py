@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -13,7 +14,7 @@ from pipesim.compare import Comparison
 from pipesim.error_parts import PARTS
 from pipesim.intervals import Interval, mean_interval
 from pipesim.measured import stage_seconds
-from pipesim.ops import COMPUTE, Op
+from pipesim.ops import COMPUTE, EXCHANGES, REORDERED, Op
 from pipesim.simulate import hand_over
 from pipesim.timeline import Timeline
 
@@ -118,16 +119,18 @@ def op_seconds(timeline: Timeline) -> Mapping[Key, float]:
 
     Messages are listed as the SEND of the stage that they leave, with the seconds from its start
     to a consumer that waited for them. Halves of overlapped actions are listed apart, as in
-    ``"F overlapped"``.
+    ``"F overlapped"``, and so are the parts of REORDER, as in ``"REORDER.vectors"``.
     """
     graph = timeline.graph
     found: dict[Key, float] = {}
-    for op in Op:
-        for overlapped in (False, True):
-            if op in COMPUTE:
-                seconds = stage_seconds(timeline, op, overlapped=overlapped)
-                name = f"{op.name} overlapped" if overlapped else op.name
-                found |= {(name, s): float(x) for s, x in enumerate(seconds) if not np.isnan(x)}
+    for op in sorted(COMPUTE):
+        parts = REORDERED if op == Op.REORDER else (None,)
+        for overlapped, part in itertools.product((False, True), parts):
+            number = None if part is None else EXCHANGES.index(part)
+            seconds = stage_seconds(timeline, op, overlapped=overlapped, part=number)
+            name = op.name if part is None else f"{op.name}.{part}"
+            name = f"{name} overlapped" if overlapped else name
+            found |= {(name, s): float(x) for s, x in enumerate(seconds) if not np.isnan(x)}
     waited = hand_over(timeline, waited_only=True)
     recvs = np.flatnonzero(~np.isnan(waited))
     sends = graph.pair[recvs]

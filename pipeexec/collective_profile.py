@@ -9,11 +9,12 @@ import numpy as np
 
 from pipeexec.shares import Shares
 from pipesim.collective_costs import Buckets
+from pipesim.errors import ArgumentError
 from pipesim.graph import TaskGraph
 from pipesim.lower import lower
 from pipesim.measured_collectives import measured_collectives
 from pipesim.network import Network
-from pipesim.ops import Op
+from pipesim.ops import EXCHANGES, Op
 from pipesim.placement import Placement, replica_devices
 from pipesim.schedule import Schedule
 from pipesim.timeline import Timeline
@@ -21,7 +22,14 @@ from pipesim.timeline import Timeline
 if TYPE_CHECKING:
     from pipeexec.executor import Pipeline, StepResult
 
-__all__ = ["base_placement", "collective_seconds", "lowered_like", "measured_buckets", "n_buckets"]
+__all__ = [
+    "base_placement",
+    "check_exchanges",
+    "collective_seconds",
+    "lowered_like",
+    "measured_buckets",
+    "n_buckets",
+]
 
 
 def base_placement(graph: TaskGraph) -> Placement:
@@ -35,7 +43,7 @@ def lowered_like(graph: TaskGraph, schedule: Schedule, shares: Shares, **options
     Of a bidirectional pipeline, for the first path of the first replica alone.
     """
     if shares.n == 1:
-        return lower(schedule, sharded=graph.sharded, **options)
+        return lower(schedule, **_exchanges(graph), **options)
     major = replica_devices(shares.n, schedule.n_devices, "replica_major")
     first = np.array(schedule.placement.device_of)
     is_major = (major[:, first] == graph.homes[:: shares.n_paths]).all()
@@ -43,9 +51,37 @@ def lowered_like(graph: TaskGraph, schedule: Schedule, shares: Shares, **options
         schedule,
         n_replicas=shares.n,
         layout="replica_major" if is_major else "stage_major",
-        sharded=graph.sharded,
+        **_exchanges(graph),
         **options,
     )
+
+
+def check_exchanges(graph: TaskGraph, others: Iterable[TaskGraph]) -> None:
+    """Raise `ArgumentError` for graphs whose exchanges do other work than a graph's.
+
+    Their seconds are not those that its exchanges take.
+    """
+    own = _exchanges(graph)
+    for other in others:
+        for name, value in _exchanges(other).items() if graph.sharded and other.sharded else ():
+            if value != own[name]:
+                raise ArgumentError(
+                    f"graph {other.name!r} was lowered with {name}={value!r}, that of the pipeline "
+                    f"with {own[name]!r}: their exchanges take different seconds, which one Costs "
+                    "cannot have; measure each with a pipeline of its own"
+                )
+
+
+def _exchanges(graph: TaskGraph) -> dict[str, Any]:
+    """Return how a graph's sharded stages exchange, as options of `lower`."""
+    works = bool((graph.op == Op.DISPATCH).any())
+    parts = graph.part[graph.op == Op.ALL_TO_ALL]
+    once = EXCHANGES.index("accumulated") in parts
+    return {
+        "sharded": graph.sharded,
+        "exchange_work": "compute" if works else "collective",
+        "sparse_grad_sync": "last" if once else "every",
+    }
 
 
 def collective_seconds(timelines: Sequence[Timeline]) -> dict[str, Any]:

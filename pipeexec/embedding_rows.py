@@ -1,9 +1,9 @@
 """Where the rows of sharded tables lie, and what they hold at first.
 
-Row ``key`` of a table belongs to rank ``key % n``, which has it at ``key // n`` of its shard of
-that table. A rank's shards lie one behind the other, and those of a table are equally long on all
-ranks, though the last row of some may be nobody's. So a key has one number, its address, that says
-all: ``owner * rows_per_rank + row``::
+A rank has as many places for the rows of a table as any other; `pipesim.row_placement` says which
+row is at which place of which rank. A rank's places of one table come behind those of the one
+before, and some may be nobody's. So a key has one number, its address, that says all:
+``owner * rows_per_rank + row``. By modulo::
 
     n = 2, tables of 5 and 2 rows      rank 0            rank 1
                                        0: key 0 of 0     4: key 1 of 0
@@ -14,18 +14,22 @@ all: ``owner * rows_per_rank + row``::
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipesim.errors import ArgumentError, ArgumentTypeError
+from pipesim.row_placement import dealt, multiplied, row_hash
 
 __all__ = ["Layout"]
 
-#: Elements that are drawn at once.
+#: Elements that are drawn at once, and rows that are copied at once.
 _DRAWN = 1 << 20
 
 
@@ -40,6 +44,10 @@ class Layout:
         Over how many ranks they are spread.
     several
         Whether keys have a dimension of tables.
+    placement
+        ``"modulo"``, ``"hash"`` or ``"frequency"``.
+    loads
+        Of each table, how often its rows are sent, which ``"frequency"`` deals them by.
 
     Attributes
     ----------
@@ -51,20 +59,66 @@ class Layout:
         Of addresses: int32 where they fit.
     """
 
-    def __init__(self, n_rows: Sequence[int], n_ranks: int, *, several: bool) -> None:
+    def __init__(
+        self,
+        n_rows: Sequence[int],
+        n_ranks: int,
+        *,
+        several: bool,
+        placement: str = "modulo",
+        loads: Sequence[NDArray[np.float64]] | None = None,
+    ) -> None:
         self.n_rows, self.n_ranks, self.several = tuple(n_rows), n_ranks, several
-        *self._starts, self.rows_per_rank = accumulate(
-            (-(-rows // n_ranks) for rows in self.n_rows), initial=0
-        )
+        self.placement = placement
+        self._places = [-(-rows // n_ranks) for rows in self.n_rows]
+        *self._starts, self.rows_per_rank = accumulate(self._places, initial=0)
         self.beyond = n_ranks * self.rows_per_rank
         self.dtype = torch.int32 if self.beyond <= torch.iinfo(torch.int32).max else torch.int64
-        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._on: dict[torch.device, tuple[Tensor, ...]] = {}
+        self._hashes = [
+            row_hash(table, rows, n_ranks) for table, rows in enumerate(self.n_rows)
+        ] if placement == "hash" else []  # fmt: skip
+        self._table = torch.empty(0, dtype=self.dtype)
+        if placement == "frequency":
+            assert loads is not None
+            found = zip(*dealt(loads, n_ranks), self._starts, strict=True)
+            addresses = [
+                owner * self.rows_per_rank + start + place for owner, place, start in found
+            ]
+            self._table = torch.from_numpy(np.concatenate(addresses)).to(self.dtype)
 
-    def shards(self, rank: int) -> Iterator[tuple[int, slice, range]]:
-        """Return each table's number, its part of a rank's rows, and the keys of that part."""
+    @property
+    def digest(self) -> int:
+        """A number that tells dealt rows apart; 0 where no table says where they are."""
+        if not len(self._table):
+            return 0
+        return int(hashlib.sha256(self._table.numpy().tobytes()).hexdigest()[:15], 16)
+
+    def shards(self, rank: int) -> Iterator[tuple[int, slice | Tensor, Tensor]]:
+        """Yield the rows of a rank in parts: a table, rows of the rank, and the keys of these.
+
+        No part has more than a million rows.
+        """
         for table, (start, rows) in enumerate(zip(self._starts, self.n_rows, strict=True)):
-            keys = range(rank, rows, self.n_ranks)
-            yield table, slice(start, start + len(keys)), keys
+            places = self._places[table]
+            first_key = sum(self.n_rows[:table])
+            size = rows if self.placement == "frequency" else places
+            for begin in range(0, size, _DRAWN):
+                part = torch.arange(begin, min(begin + _DRAWN, size))
+                if self.placement == "modulo":
+                    keys = part * self.n_ranks + rank
+                    keys = keys[keys < rows]
+                    yield table, slice(start + begin, start + begin + len(keys)), keys
+                elif self.placement == "hash":
+                    terms = self._hashes[table]
+                    hashed = (part + rank * places - terms.offset) % terms.size
+                    keys = multiplied(hashed, terms.inverse, terms.size)
+                    here = keys < rows
+                    yield table, start + part[here], keys[here]
+                else:
+                    of = self._table[first_key + begin : first_key + begin + len(part)].long()
+                    here = of // self.rows_per_rank == rank
+                    yield table, of[here] - rank * self.rows_per_rank, part[here]
 
     def check_form(self, keys: object, device: torch.device, *, bags: bool) -> None:
         """Raise unless keys are integers, on this device, in a shape that the tables allow."""
@@ -87,18 +141,29 @@ class Layout:
 
     def outside(self, keys: Tensor, *, bags: bool) -> Tensor:
         """Return where keys are no rows of their tables."""
-        _, rows = self._by_key(keys.device, bags=bags)
+        rows, *_ = self._by_key(keys.device, bags=bags)
         return (keys < 0) | (keys >= rows)
 
     def addresses(self, keys: Tensor, *, bags: bool) -> Tensor:
         """Return the address of each key; that of one outside its table means nothing."""
-        starts, _ = self._by_key(keys.device, bags=bags)
-        numbers = keys.to(self.dtype)
-        if self.several:
-            numbers = numbers + starts.to(self.dtype)
-        row = numbers.div(self.n_ranks, rounding_mode="floor")
-        owner = torch.add(numbers, row, alpha=-self.n_ranks)
-        return torch.add(row, owner, alpha=self.rows_per_rank)
+        if self.placement == "modulo":
+            _, starts = self._by_key(keys.device, bags=bags)
+            numbers = keys.to(self.dtype)
+            if self.several:
+                numbers = numbers + starts.to(self.dtype)
+            row = numbers.div(self.n_ranks, rounding_mode="floor")
+            owner = torch.add(numbers, row, alpha=-self.n_ranks)
+            return torch.add(row, owner, alpha=self.rows_per_rank)
+        if self.placement == "frequency":
+            rows, first, table = self._by_key(keys.device, bags=bags)
+            known = torch.minimum(keys.long().clamp(min=0), rows - 1)
+            return table[known + first]
+        _, starts, places, factor, offset, size = self._by_key(keys.device, bags=bags)
+        hashed = (multiplied(keys.long(), factor, size) + offset) % size
+        owner = hashed.div(places, rounding_mode="floor")
+        # An owner's places of a table begin at starts, where it has the hashes from owner * places.
+        address: Tensor = owner * (self.rows_per_rank - places) + hashed + starts
+        return address.to(self.dtype)
 
     def explain(self, keys: Tensor, bad: Tensor, *, bags: bool) -> ArgumentError:
         """Return the error that names the first bad key."""
@@ -109,31 +174,46 @@ class Layout:
             f"whose keys are 0 to {self.n_rows[table] - 1}; no key was sent"
         )
 
-    def _by_key(self, device: torch.device, *, bags: bool) -> tuple[Tensor, Tensor]:
-        """Return what keys of each table are counted from, and how many there are."""
+    def _by_key(self, device: torch.device, *, bags: bool) -> tuple[Tensor, ...]:
+        """Return the rows of each key's table, and what its address follows from.
+
+        By modulo the number of the first key, by frequency that and the table of all addresses, by
+        hash the first row, the places of a rank, and the terms of the hash.
+        """
         if device not in self._on:
-            starts = [self.n_ranks * start for start in self._starts]
-            self._on[device] = (
-                torch.tensor(starts, device=device), torch.tensor(self.n_rows, device=device)
-            )  # fmt: skip
-        starts_of, rows_of = self._on[device]
+            columns: list[Sequence[int]]
+            if self.placement == "modulo":
+                columns = [[self.n_ranks * start for start in self._starts]]
+            elif self.placement == "frequency":
+                columns = [list(accumulate(self.n_rows, initial=0))[:-1]]
+            else:
+                terms = [list(column) for column in zip(*self._hashes, strict=True)]
+                columns = [self._starts, self._places, *terms[:3]]
+            self._on[device] = tuple(
+                torch.tensor(column, device=device) for column in (self.n_rows, *columns)
+            )
+        found = self._on[device]
         if bags and self.several:
-            return starts_of[:, None], rows_of[:, None]
-        return starts_of, rows_of
+            found = tuple(column[:, None] for column in found)
+        if self.placement == "frequency":
+            if self._table.device != device:
+                self._table = self._table.to(device)
+            return *found, self._table
+        return found
 
     def draw(self, weight: Tensor, rank: int, seed: int) -> None:
         """Fill a rank's rows with normal values, which do not depend on the number of ranks."""
         weight.zero_()
         at_once = max(1, _DRAWN // weight.shape[1])
         for table, place, keys in self.shards(rank):
-            rows = weight[place]
+            columns = torch.arange(weight.shape[1], device=weight.device)
+            origin = _mixed(torch.tensor(seed * 65_521 + table, device=weight.device))
             for start in range(0, len(keys), at_once):
-                part = keys[start : start + at_once]
-                numbers = torch.arange(part.start, part.stop, part.step, device=weight.device)
-                columns = torch.arange(weight.shape[1], device=weight.device)
+                numbers = keys[start : start + at_once].to(weight.device)
                 counters = numbers[:, None] * weight.shape[1] + columns
-                origin = _mixed(torch.tensor(seed * 65_521 + table, device=weight.device))
-                rows[start : start + at_once] = _normal(_mixed(counters + origin))
+                rows = place if isinstance(place, Tensor) else torch.arange(place.start, place.stop)
+                rows = rows[start : start + at_once].to(weight.device)
+                weight[rows] = _normal(_mixed(counters + origin)).to(weight.dtype)
 
 
 def _mixed(x: Tensor) -> Tensor:

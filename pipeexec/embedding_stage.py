@@ -12,8 +12,10 @@ from pipeexec.sharded_embedding import ShardedEmbedding
 from pipeexec.signatures import Entry, Signature
 from pipeexec.stage import Held, Seed, Stage, Values
 from pipesim.errors import ArgumentError, ExecutionError, check_type
+from pipesim.graph import TaskGraph
+from pipesim.ops import EXCHANGES, Op
 
-__all__ = ["EmbeddingStage", "ShardedStage", "check_embedding", "check_keys"]
+__all__ = ["EmbeddingStage", "ShardedStage", "check_embedding", "check_keys", "exchange_options"]
 
 
 class EmbeddingStage(nn.Module):
@@ -96,47 +98,102 @@ def check_keys(modules: Iterable[nn.Module], microbatches: Sequence[Values]) -> 
                 raise ArgumentError(f"stage 0, micro-batch {microbatch}: {error}") from error
 
 
+def exchange_options(graph: TaskGraph) -> dict[str, bool]:
+    """Return the options of `ShardedStage` that a graph was lowered for."""
+    exchanges = graph.op == Op.ALL_TO_ALL
+    return {
+        "reorders": bool((graph.op == Op.DISPATCH).any()),
+        "accumulates": bool((graph.part[exchanges] == EXCHANGES.index("accumulated")).any()),
+    }
+
+
 class ShardedStage(Stage):
     """The stage of an `EmbeddingStage`: what it holds for a micro-batch is its exchange of keys.
 
     What passes by the lookup goes from task to task beside it.
+
+    Parameters
+    ----------
+    module, index, device, held
+        As for `Stage`.
+    reorders
+        Whether keys are grouped, and vectors and gradients put in order, by tasks of their own.
+    accumulates
+        Whether gradients of all micro-batches are exchanged together.
     """
 
     def __init__(
-        self, module: EmbeddingStage, index: int, device: torch.device, held: Held
+        self,
+        module: EmbeddingStage,
+        index: int,
+        device: torch.device,
+        held: Held,
+        *,
+        reorders: bool = False,
+        accumulates: bool = False,
     ) -> None:
         super().__init__(module, index, device, held)
-        self.embedding = module.embedding
+        self.embedding, self._reorders = module.embedding, reorders
         self._exchanges: dict[int, Exchange] = {}
+        self._accumulated = module.embedding.accumulated_gradients() if accumulates else None
         self.sent = 0  # bytes of the latest exchange
 
+    def dispatch(self, microbatch: int, values: Values) -> Values:
+        """Group the keys, the last of the values, by owner; return the others."""
+        *others, keys = values
+        assert keys is not None
+        keeps_keys = self._accumulated is not None
+        self._exchanges[microbatch] = self.embedding.dispatch(keys, keeps_keys=keeps_keys)
+        return tuple(others)
+
     def exchange(self, name: str, microbatch: int, values: Values) -> Values:
-        """Run one of `pipesim.ops.EXCHANGES`; return what passes by, and the vectors."""
-        given: Values = ()
-        if name == "counts":
-            *others, keys = values
-            assert keys is not None
-            self._exchanges[microbatch] = self.embedding.dispatch(keys)
-            values = tuple(others)
+        """Run one of `pipesim.ops.EXCHANGES`; return what passes by.
+
+        Unless they have tasks of their own, `dispatch` comes before the first, and `reorder` after
+        vectors have come and before gradients go.
+        """
+        if name == "accumulated":
+            assert self._accumulated is not None
+            self._accumulated.exchange()
+            self.sent = self._accumulated.sent
+            return ()
+        if name == "counts" and not self._reorders:
+            values = self.dispatch(microbatch, values)
         exchange = self._exchanges[microbatch]
         if name == "vectors":
-            given = (exchange.vectors(),)
+            exchange.receive()
+            if not self._reorders:
+                values = self.reorder(name, microbatch, values)
         elif name == "gradients":
-            *others, gradient = values
-            if gradient is None:
-                raise ExecutionError(
-                    f"nothing depends on the vectors of stage {self.index}, so that its rows get "
-                    "no gradient; let the loss depend on them"
-                )
-            exchange.gradients(gradient)
-            values = tuple(others)
+            if not self._reorders:
+                values = self.reorder(name, microbatch, values)
+            exchange.send_gradients()
         else:
             getattr(exchange, name)()
         self.sent = exchange.sent[name]
-        return (*values, *given)
+        return values
+
+    def reorder(self, name: str, microbatch: int, values: Values) -> Values:
+        """Put vectors in the order of the keys, behind the values; or sum gradients of each key."""
+        exchange = self._exchanges[microbatch]
+        if name == "vectors":
+            return (*values, exchange.combine())
+        *others, gradient = values
+        if gradient is None:
+            raise ExecutionError(
+                f"nothing depends on the vectors of stage {self.index}, so that its rows get "
+                "no gradient; let the loss depend on them"
+            )
+        exchange.sum_gradients(gradient)
+        return tuple(others)
 
     def held_tensors(self, microbatch: int) -> list[Tensor]:
-        """Return the tensors that the exchange of a micro-batch holds; none before its first."""
+        """Return the tensors that the exchange of a micro-batch holds; none before its first.
+
+        Those of accumulated gradients, of no micro-batch, have number -1.
+        """
+        if microbatch < 0 and self._accumulated is not None:
+            return list(self._accumulated.tensors())
         exchange = self._exchanges.get(microbatch)
         return [] if exchange is None else list(exchange.tensors())
 
@@ -156,19 +213,28 @@ class ShardedStage(Stage):
 
     def backward(self, microbatch: int, gradients: Values) -> Values:
         """Run B: add up the gradients of this process's rows; keys have none."""
+        passed = self.input_grad(microbatch, gradients)
         self.weight_grad(microbatch)
-        return self.input_grad(microbatch, gradients)
+        return passed
 
     def input_grad(self, microbatch: int, gradients: Values) -> Values:
         """Run I: pass back the gradients of what has passed by."""
+        if self._accumulated is not None and not self._reorders:
+            gradients = self.reorder("gradients", microbatch, gradients)
         return (*gradients, None)
 
     def weight_grad(self, microbatch: int) -> None:
-        """Run W."""
-        self._exchanges.pop(microbatch).accumulate()
+        """Run W: add up the gradients of rows, or keep them until those of all are exchanged."""
+        exchange = self._exchanges.pop(microbatch)
+        if self._accumulated is None:
+            exchange.accumulate()
+        else:
+            self._accumulated.add(exchange.summed())
         self.held.give()
 
     def reset(self) -> None:
         """Forget the micro-batches in flight, after a failure."""
         super().reset()
         self._exchanges.clear()
+        if self._accumulated is not None:
+            self._accumulated.clear()

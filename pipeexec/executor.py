@@ -41,6 +41,7 @@ from pipeexec.embedding_stage import (
     ShardedStage,
     check_embedding,
     check_keys,
+    exchange_options,
 )
 from pipeexec.failures import last_of, raise_failure
 from pipeexec.finish import Finish
@@ -253,7 +254,13 @@ class Pipeline:
         size = graph.n_microbatches // graph.n_batches
         delayed = graph.weight_versions == "double_buffered"
         self.stages = [
-            ShardedStage(module, index % n, self.devices[device].torch_device, self.held[device])
+            ShardedStage(
+                module,
+                index % n,
+                self.devices[device].torch_device,
+                self.held[device],
+                **exchange_options(graph),
+            )
             if index % n in graph.sharded and isinstance(module, EmbeddingStage)
             else Stage(
                 module,

@@ -21,19 +21,23 @@ from pipesim.tasks import Task
 
 __all__ = ["plan"]
 
-_OF_GRADIENT = ((Op.ALL_TO_ALL, 0), (Op.B, 1), (Op.I, 1), (Op.RECV_B, 0))
+_OF_GRADIENT = ((Op.ALL_TO_ALL, 0), (Op.REORDER, 0), (Op.B, 1), (Op.I, 1), (Op.RECV_B, 0))
+_OF_OUTPUT = ((Op.REORDER, -1), (Op.ALL_TO_ALL, -1), (Op.F, -1), (Op.RECV_F, 0))
 #: Whose result a task of the key, an operation and for exchanges a part, takes, and how many stages
 #: on that is: the first that it needs. A RECV takes its SEND's.
 _SOURCES: Mapping[tuple[Op, int], Sequence[tuple[Op, int]]] = {
-    (Op.F, -1): ((Op.ALL_TO_ALL, 0), (Op.ALL_TO_ALL, -1), (Op.F, -1), (Op.RECV_F, 0)),
+    (Op.F, -1): ((Op.ALL_TO_ALL, 0), *_OF_OUTPUT),
     (Op.B, -1): _OF_GRADIENT,
     (Op.I, -1): _OF_GRADIENT,
-    (Op.SEND_F, -1): ((Op.ALL_TO_ALL, 0), (Op.F, 0)),
+    (Op.SEND_F, -1): ((Op.REORDER, 0), (Op.ALL_TO_ALL, 0), (Op.F, 0)),
     (Op.SEND_B, -1): ((Op.B, 0), (Op.I, 0)),
-    (Op.ALL_TO_ALL, 0): ((Op.ALL_TO_ALL, -1), (Op.F, -1), (Op.RECV_F, 0)),  # counts
+    (Op.DISPATCH, -1): _OF_OUTPUT,
+    (Op.ALL_TO_ALL, 0): ((Op.DISPATCH, 0), *_OF_OUTPUT),  # counts
     (Op.ALL_TO_ALL, 1): ((Op.ALL_TO_ALL, 0),),  # keys
     (Op.ALL_TO_ALL, 2): ((Op.F, 0),),  # vectors
-    (Op.ALL_TO_ALL, 3): _OF_GRADIENT[1:],  # gradients
+    (Op.REORDER, 2): ((Op.ALL_TO_ALL, 0),),  # vectors
+    (Op.REORDER, 3): _OF_GRADIENT[2:],  # gradients
+    (Op.ALL_TO_ALL, 3): _OF_GRADIENT[1:],
 }
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from pipeexec.batches import Batch, split_batches
 from pipeexec.collective_profile import (
     base_placement,
+    check_exchanges,
     collective_seconds,
     lowered_like,
     measured_buckets,
@@ -50,7 +51,7 @@ from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_li
 from pipesim.files import check_path
 from pipesim.graph import TaskGraph
 from pipesim.measured import output_bytes, stage_seconds
-from pipesim.ops import Op
+from pipesim.ops import EXCHANGES, Op
 from pipesim.placement import Placement
 from pipesim.schedule import Schedule
 
@@ -64,7 +65,12 @@ __all__ = ["Calibration", "Profile", "breadth_first", "measure", "profile", "wit
 SHORTEST = 1e-3
 #: Standard deviation of a step's mean duration over itself beyond which the machine is too busy.
 UNSTEADY = 0.2
-_MEASURED = {op: DURATION_OF[op] for op in (Op.F, Op.B, Op.R, Op.STEP, Op.I, Op.W)}
+#: The field of `Costs` of an operation, and where it has several, of its part.
+_MEASURED: dict[tuple[Op, int | None], str] = {
+    **{(op, None): DURATION_OF[op] for op in (Op.F, Op.B, Op.R, Op.STEP, Op.I, Op.W, Op.DISPATCH)},
+    (Op.REORDER, EXCHANGES.index("vectors")): "reorder",
+    (Op.REORDER, EXCHANGES.index("gradients")): "reorder_gradients",
+}
 
 
 def profile(
@@ -208,6 +214,7 @@ class Calibration:
                 )
         self.pipeline = pipeline
         graphs = _checked_graphs(graphs) or [graph]
+        check_exchanges(graph, graphs)
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
         n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.here)
@@ -302,11 +309,15 @@ class Calibration:
         fitted = fits(transfers)
         rows: list[dict[str, Any]] = []
         values: dict[str, Any] = {}
-        for op, name in _MEASURED.items():
+        for (op, part), name in _MEASURED.items():
             if op in (Op.I, Op.W) and not self.splits:
                 continue
+            if op in (Op.DISPATCH, Op.REORDER) and not (graph.op == op).any():
+                continue
             loaded, isolated = (
-                np.array([np.nan_to_num(stage_seconds(run.timeline, op)) for run in runs])
+                np.array(
+                    [np.nan_to_num(stage_seconds(run.timeline, op, part=part)) for run in runs]
+                )
                 for runs in (self.steps, self.alone)
             )
             values[name] = tuple(loaded.mean(axis=0).tolist())
@@ -314,7 +325,7 @@ class Calibration:
                 seconds, alone = values[name][stage], float(isolated[:, stage].mean())
                 rows.append(
                     {
-                        "op": op.name,
+                        "op": op.name if part is None else f"{op}.{EXCHANGES[part]}",
                         "stage": stage,
                         "loaded": seconds,
                         "spread": float(loaded[:, stage].std() / seconds) if seconds else 0.0,

@@ -7,9 +7,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pipeexec.accumulated_gradients import AccumulatedGradients
+from pipeexec.embedding_arguments import (
+    Whole,
+    check_device,
+    check_modes,
+    checked_loads,
+    checked_rows,
+    rows_of,
+)
 from pipeexec.embedding_peers import Peers
 from pipeexec.embedding_rows import Layout
 from pipeexec.host_memory import check_tensors
@@ -17,33 +27,32 @@ from pipeexec.key_exchange import Exchange, Terms
 from pipeexec.processes import Processes
 from pipesim.errors import (
     ArgumentError,
-    ArgumentTypeError,
     PipeError,
     check_count,
     check_flag,
     check_name,
     check_type,
 )
+from pipesim.keys import Keys
+from pipesim.row_placement import PLACEMENTS
 
 __all__ = ["ShardedEmbedding"]
-
-Whole = Tensor | nn.Embedding | nn.EmbeddingBag
 
 
 class ShardedEmbedding(nn.Module):
     """An embedding whose rows are spread over processes that each have a part of the batch.
 
     Keys go to the processes that own their rows, vectors come back, and gradients go the same way;
-    each key of a process is sent once, however often it occurs there. After the sparse operation
-    kit of HugeCTR: data parallel before and after, model parallel within. Every process of the
-    group must make the module, call it (with no keys if it has none), and call ``backward`` of what
-    it returned, in the same order.
+    each key of a process is sent once, however often it occurs there, unless ``unique=False``.
+    After the sparse operation kit of HugeCTR: data parallel before and after, model parallel
+    within. Every process of the group must make the module, call it (with no keys if it has none),
+    and call ``backward`` of what it returned, in the same order.
 
     Parameters
     ----------
     n_rows
         Rows of the table; or a sequence of the rows of each of several tables, whose keys go in one
-        exchange. Row ``key`` is on rank ``key % n``, where it is number ``key // n`` of the table.
+        exchange.
     dim
         Length of a vector.
     process_group
@@ -59,6 +68,16 @@ class ShardedEmbedding(nn.Module):
         by their number, as DistributedDataParallel does with those of the rest of a model.
     sparse
         Whether the gradient is sparse, of the rows that occur alone, as ``SparseAdam`` needs it.
+    placement
+        Which rank has a row: ``"modulo"``, rank ``key % n``, where it is number ``key // n`` of the
+        table; ``"hash"``, by a fixed mixing of the key; ``"frequency"``, dealt by ``counts`` such
+        that ranks are asked for about as many rows. `pipesim.row_placement` has the formulas.
+    unique
+        Whether a process sends each of its keys once, with the sum of its gradients; or as often as
+        it occurs. Results are the same.
+    counts
+        For ``"frequency"``: how often each row is sent, an array or a list of one a table; or
+        `pipesim.Keys`, whose `loads` are taken. The same in every process.
     dtype, device
         Of the rows.
 
@@ -98,6 +117,9 @@ class ShardedEmbedding(nn.Module):
         padding_key: int | None = None,
         gradients: str = "sum",
         sparse: bool = False,
+        placement: str = "modulo",
+        unique: bool = True,
+        counts: Keys | ArrayLike | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -105,12 +127,15 @@ class ShardedEmbedding(nn.Module):
         peers, several = Peers(process_group), isinstance(n_rows, Sequence)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         try:
-            rows = _checked_rows(n_rows)
+            rows = checked_rows(n_rows)
             dim = check_count("dim", dim)
-            _check_modes(combiner, padding_key, gradients, dtype)
+            check_modes(combiner, padding_key, gradients, dtype)
             check_flag("sparse", sparse)
-            _check_device(device)
-            layout = Layout(rows, peers.n, several=several)
+            check_device(device)
+            check_flag("unique", unique)
+            check_name("placement", placement, PLACEMENTS)
+            loads = checked_loads(counts, rows, placement, bool(unique))
+            layout = Layout(rows, peers.n, several=several, placement=placement, loads=loads)
             check_tensors(
                 f"the share of a process of n_rows={n_rows}, dim={dim}",
                 layout.rows_per_rank * dim * dtype.itemsize,
@@ -124,11 +149,12 @@ class ShardedEmbedding(nn.Module):
             "n_rows": rows if several else rows[0], "dim": dim,
             "combiner": combiner, "padding_key": padding_key, "gradients": gradients,
             "sparse": bool(sparse), "dtype": str(dtype),
+            "placement": placement, "unique": bool(unique), "placement by counts": layout.digest,
         })  # fmt: skip
         self._peers, self.dim = peers, dim
         self.gradients = gradients
         scale = 1 / peers.n if gradients == "mean" else 1.0
-        self._terms = Terms(layout, combiner, padding_key, scale, bool(sparse))
+        self._terms = Terms(layout, combiner, padding_key, scale, bool(sparse), bool(unique))
         self.weight = nn.Parameter(
             torch.empty(layout.rows_per_rank, dim, dtype=dtype, device=device)
         )
@@ -153,6 +179,16 @@ class ShardedEmbedding(nn.Module):
     def combiner(self) -> str | None:
         """How the vectors of a bag are combined; None where each key has its own."""
         return self._terms.combiner
+
+    @property
+    def placement(self) -> str:
+        """Which rank has a row: ``"modulo"``, ``"hash"`` or ``"frequency"``."""
+        return self._terms.layout.placement
+
+    @property
+    def unique(self) -> bool:
+        """Whether a process sends each of its keys once."""
+        return self._terms.unique
 
     @classmethod
     def from_full(
@@ -179,7 +215,7 @@ class ShardedEmbedding(nn.Module):
         several = isinstance(weights, Sequence)
         if several and not weights:
             raise ArgumentError("weights is empty; give the rows of at least one table")
-        tables = list(map(_rows_of, weights if isinstance(weights, Sequence) else [weights]))
+        tables = list(map(rows_of, weights if isinstance(weights, Sequence) else [weights]))
         if len({table.shape[1] for table in tables}) != 1:
             shapes = [tuple(table.shape) for table in tables]
             raise ArgumentError(f"tables must have rows of one length, got shapes {shapes}")
@@ -188,7 +224,9 @@ class ShardedEmbedding(nn.Module):
         sizes = [len(table) for table in tables]
         made = cls(sizes if several else sizes[0], first.shape[1], process_group, **options)
         for table, place, keys in made._terms.layout.shards(made._peers.rank):
-            made.weight.detach()[place] = tables[table][keys.start :: keys.step].to(made.weight)
+            made.weight.detach()[place] = tables[table][keys.to(tables[table].device)].to(
+                made.weight
+            )
         return made
 
     def full_weight(self) -> Tensor | list[Tensor]:
@@ -204,7 +242,7 @@ class ShardedEmbedding(nn.Module):
         tables = [found[0].new_empty(rows, self.dim) for rows in layout.n_rows]
         for rank, rows in enumerate(found):
             for table, place, keys in layout.shards(rank):
-                tables[table][keys.start :: keys.step] = rows[place]
+                tables[table][keys.to(rows.device)] = rows[place]
         return tables if layout.several else tables[0]
 
     def check(self, keys: Tensor) -> None:
@@ -214,7 +252,7 @@ class ShardedEmbedding(nn.Module):
         """
         self._terms.check(check_type("keys", keys, Tensor))
 
-    def dispatch(self, keys: Tensor) -> Exchange:
+    def dispatch(self, keys: Tensor, *, keeps_keys: bool = False) -> Exchange:
         """Return an exchange of keys, whose phases are to be called one by one, without autograd.
 
         Parameters
@@ -222,8 +260,15 @@ class ShardedEmbedding(nn.Module):
         keys
             As for `forward`. What is wrong with them is raised by ``counts``, once the other
             processes know.
+        keeps_keys
+            Whether its gradients go to `accumulated_gradients`.
         """
-        return Exchange(keys, self.weight, self._terms, self._peers)
+        check_flag("keeps_keys", keeps_keys)
+        return Exchange(keys, self.weight, self._terms, self._peers, keeps_keys=keeps_keys)
+
+    def accumulated_gradients(self) -> AccumulatedGradients:
+        """Return what gradients of several exchanges are added to, and exchanged by, together."""
+        return AccumulatedGradients(self.weight, self._terms, self._peers)
 
     def forward(self, keys: Tensor) -> Tensor:
         """Return the vectors of keys.
@@ -253,17 +298,23 @@ class ShardedEmbedding(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return which rows these are."""
-        return torch.tensor([self._peers.rank, self._peers.n, *self.n_rows])
+        layout = self._terms.layout
+        code = {"modulo": [], "hash": [-1], "frequency": [-2, layout.digest]}[layout.placement]
+        return torch.tensor([self._peers.rank, self._peers.n, *self.n_rows, *code])
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise unless a state is of the rows that this process has."""
         check_type("state", state, Tensor)
         if state.tolist() != self.get_extra_state().tolist():
             rank, n, *rows = state.tolist()
+            coded = next((i for i, x in enumerate(rows) if x < 0), len(rows))
+            placed = {0: "modulo", -1: "hash", -2: "frequency"}.get(sum(rows[coded:][:1]), "?")
             raise ArgumentError(
-                f"a state of rank {rank} of {n}, tables of {rows} rows, cannot be loaded into rank "
-                f"{self._peers.rank} of {self._peers.n}, tables of {list(self.n_rows)} rows; keep "
-                "full_weight() instead, and load it by from_full"
+                f"a state of rank {rank} of {n}, tables of {rows[:coded]} rows"
+                f"{f' placed by {placed}' if rows[coded:] or self.placement != 'modulo' else ''}, "
+                f"cannot be loaded into rank {self._peers.rank} of {self._peers.n}, tables of "
+                f"{list(self.n_rows)} rows placed by {self.placement}; keep full_weight() instead, "
+                "and load it by from_full"
             )
 
     def extra_repr(self) -> str:
@@ -289,49 +340,3 @@ class _Looked(torch.autograd.Function):
         """Return the gradient of this process's rows."""
         ctx.exchange.gradients(grad_output)
         return ctx.exchange.gradient(), None
-
-
-def _checked_rows(n_rows: int | Sequence[int]) -> list[int]:
-    """Return the rows of each table."""
-    if isinstance(n_rows, Sequence) and not isinstance(n_rows, (str, bytes)):
-        if not n_rows:
-            raise ArgumentError("n_rows is empty; give the rows of at least one table")
-        return [check_count(f"n_rows[{i}]", rows) for i, rows in enumerate(n_rows)]
-    return [check_count("n_rows", n_rows)]
-
-
-def _check_modes(
-    combiner: str | None, padding_key: int | None, gradients: str, dtype: torch.dtype
-) -> None:
-    """Raise for a combiner, padding or dtype that there is not."""
-    if combiner is not None:
-        check_name("combiner", combiner, ["sum", "mean"])
-    check_name("gradients", gradients, ["sum", "mean"])
-    if padding_key is not None and type(padding_key) is not int:
-        raise ArgumentTypeError(f"padding_key must be an int or None, got {padding_key!r}")
-    if not check_type("dtype", dtype, torch.dtype).is_floating_point:
-        raise ArgumentTypeError(f"dtype must be a floating-point type, got {dtype}")
-
-
-def _check_device(device: object) -> None:
-    """Raise for what is no device to torch."""
-    try:
-        torch.empty(0, device=device)  # type: ignore[call-overload]  # raises for other types
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise ArgumentError(
-            f"device {device!r:.60} cannot hold the rows: {str(error).splitlines()[0]}; give such "
-            "as 'cpu'"
-        ) from error
-
-
-def _rows_of(table: Whole) -> Tensor:
-    """Return the rows of a table."""
-    rows = table if isinstance(table, Tensor) else getattr(table, "weight", None)
-    if not isinstance(rows, Tensor):
-        raise ArgumentTypeError(
-            "weights must be a tensor of all rows, or a module that has them as its weight, got "
-            f"{table!r:.60} ({type(table).__name__})"
-        )
-    if rows.dim() != 2:
-        raise ArgumentError(f"a table must have shape (rows, dim), got {tuple(rows.shape)}")
-    return rows.detach()

@@ -95,12 +95,24 @@ def _lost(group: ProcessGroup | None, error: Exception) -> Lost:
 def _exchange(run: Run, task: Planned) -> None:
     stage = task.stage
     assert isinstance(stage, ShardedStage)
-    values, name = _given(run, task), EXCHANGES[task.part]
+    name = EXCHANGES[task.part]
+    values = () if name == "accumulated" else _given(run, task)
     _share(task, (*values, *stage.held_tensors(task.microbatch)))
     with _among(task.members):
         made = run.values[task.id] = stage.exchange(name, task.microbatch, values)
     _share(task, (*made, *stage.held_tensors(task.microbatch)))
     run.nbytes[task.id] = stage.sent
+
+
+def _dispatch(run: Run, task: Planned) -> None:
+    assert isinstance(task.stage, ShardedStage)
+    run.values[task.id] = task.stage.dispatch(task.microbatch, _given(run, task))
+
+
+def _reorder(run: Run, task: Planned) -> None:
+    assert isinstance(task.stage, ShardedStage)
+    values, name = run.take(task.source), EXCHANGES[task.part]
+    run.values[task.id] = task.stage.reorder(name, task.microbatch, values)
 
 
 def _share(task: Planned, values: Values) -> None:
@@ -136,5 +148,7 @@ WORK: Mapping[Op, Callable[[Run, Planned], None]] = {
     Op.RECV_B: _receive,
     Op.REDUCE_GRAD: _reduce,
     Op.ALL_TO_ALL: _exchange,
+    Op.DISPATCH: _dispatch,
+    Op.REORDER: _reorder,
     Op.STEP: _step,
 }

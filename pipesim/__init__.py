@@ -5,6 +5,7 @@ from pipesim.autograd_orders import AutogradOrders, autograd_orders
 from pipesim.compare import Comparison, compare
 from pipesim.costs import Costs
 from pipesim.graph import TaskGraph
+from pipesim.keys import Keys
 from pipesim.layers import Layers
 from pipesim.links import Link, Nodes
 from pipesim.lower import lower
@@ -41,6 +42,7 @@ __all__ = [
     "Counts",
     "Empirical",
     "Failures",
+    "Keys",
     "Layers",
     "Link",
     "LogNormal",

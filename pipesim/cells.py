@@ -234,7 +234,7 @@ def _numbers(graph: TaskGraph, members: Indices) -> list[str]:
     for k in np.flatnonzero(graph.part[members] >= 0).tolist():
         task = graph.task(int(members[k]))
         of = "" if task.microbatch is None else str(task.microbatch)
-        shown[k] = of + (EXCHANGES[task.part][0] if task.op == Op.ALL_TO_ALL else f".{task.part}")
+        shown[k] = of + (f".{task.part}" if task.op == Op.REDUCE_GRAD else EXCHANGES[task.part][0])
     return shown
 
 

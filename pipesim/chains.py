@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipesim.csr import Ints
 from pipesim.jit import kernel
-from pipesim.ops import COLLECTIVES, COMPUTE, RECVS, SENDS, TRANSFERS, Op
+from pipesim.ops import COLLECTIVES, COMPUTE, EXCHANGES, RECVS, SENDS, TRANSFERS, Op
 from pipesim.timeline import Timeline
 from pipesim.waits import collective_latency, held_links, issued_together, let_go, message_latency
 
@@ -192,9 +192,13 @@ def _durations(timeline: Timeline) -> _Durations:
 
 
 def _rows(timeline: Timeline) -> Ints:
-    """Return each task's row of `_usual`: halves of overlapped actions are apart."""
+    """Return each task's row of `_usual`: halves of overlapped actions are apart.
+
+    So are the two parts of REORDER, which are never such halves.
+    """
     kinds = timeline.graph.kinds
-    rows: Ints = (2 * kinds.op + kinds.overlapped)[timeline.graph.kind]
+    sums = (kinds.op == Op.REORDER) & (kinds.part == EXCHANGES.index("gradients"))
+    rows: Ints = (2 * kinds.op + (kinds.overlapped | sums))[timeline.graph.kind]
     return rows
 
 

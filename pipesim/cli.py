@@ -50,7 +50,8 @@ A TOML file (--config) holds the same settings; arguments override it:
   devices = 4
   microbatches = 8
   recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine,
-                            # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded
+                            # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded,
+                            # exchange_work, prefetch_keys, sparse_grad_sync
   per = "device"            # costs are of all that a device holds, however many stages
 
   [costs]                   # the fields of pipesim.Costs: one value, or one a stage
@@ -103,6 +104,12 @@ _FLAGS = (
     ),
     ("--n-buckets", "N", "buckets of a stage's gradients"),
     ("--sharded", "STAGES", "embeddings that are spread over the replicas, such as 0"),
+    ("--exchange-work", "STREAM", "collective or compute: stream of the work around exchanges"),
+    (
+        "--sparse-grad-sync",
+        "MODE",
+        "sharded stages exchange gradients of every micro-batch, or of all after the last",
+    ),
     ("--recompute", "MODE", "never, always or except_last"),
     ("--skips", "PAIRS", "skip connections between stages, such as 0-3,1-2"),
     ("--streams", "KIND", "per_peer copy streams, or a single one a device"),
@@ -112,6 +119,7 @@ _FLAGS = (
     ("--per", "stage|device", "what costs are of: a stage, or all stages of a device together"),
 )
 _SWITCHES = (
+    ("--prefetch-keys", "stage 0, sharded, exchanges keys before the F of the micro-batch before"),
     ("--overlap", "transfers run beside compute"),
     ("--rendezvous", "a SEND waits until its RECV is reached"),
     ("--portals", "a skip goes straight to its target, not from stage to stage"),

@@ -49,6 +49,8 @@ class CollectiveCosts(NamedTuple):
         Seconds of REDUCE_GRAD, UNSHARD and of each exchange by name, where they were measured.
     buckets
         How gradients are shared by buckets; None for evenly.
+    exchange_bytes
+        Bytes from replica to replica of the exchanges of a stage, by name, where they are uneven.
     """
 
     network: Network
@@ -59,6 +61,7 @@ class CollectiveCosts(NamedTuple):
     vector_bytes: Floats
     measured: Mapping[str, Floats]
     buckets: Buckets | None
+    exchange_bytes: Mapping[int, Mapping[str, Floats]]
 
     def price(self, graph: TaskGraph, priced: Priced) -> Priced:
         """Fill the rows of collectives; return them, with links as wide as they need."""
@@ -71,12 +74,12 @@ class CollectiveCosts(NamedTuple):
             if done[members].all():
                 continue
             devices = np.unique(kinds.device[members])
-            nbytes = 0.0
+            moves = False
             for stage in np.unique(kinds.stage[members]).tolist():
                 of = members[kinds.stage[members] == stage]
                 op, part = Op(kinds.op[of[0]]), int(kinds.part[of[0]])
                 if op == Op.ALL_TO_ALL:
-                    seconds, nbytes = self._exchange(stage, part, devices)
+                    seconds, nbytes = self._exchange(graph, stage, part, of)
                 else:
                     share, whole = 1.0, 1.0
                     if part >= 0:
@@ -87,7 +90,8 @@ class CollectiveCosts(NamedTuple):
                     seconds, nbytes = self._reduction(op, stage, share, devices, halves)
                     nbytes /= whole  # shares of measured seconds may sum to more than 1
                 priced.duration[of], priced.nbytes[of] = seconds, nbytes
-            if nbytes > 0:
+                moves = bool(np.any(priced.nbytes[of] > 0))
+            if moves:
                 name = "all_to_all" if (kinds.op[members] == Op.ALL_TO_ALL).any() else (
                     "ring" if np.isin(kinds.stage[members], unsharded).any() else self.all_reduce
                 )  # fmt: skip
@@ -119,15 +123,40 @@ class CollectiveCosts(NamedTuple):
             return min(whole, least) + part * max(0.0, whole - least), nbytes
         return seconds / (2 if halves else 1), nbytes
 
-    def _exchange(self, stage: int, part: int, devices: NDArray[Any]) -> tuple[float, float]:
-        """Return seconds and bytes of one of a sharded stage's exchanges."""
-        name, n = EXCHANGES[part], len(devices)
-        sizes = {"counts": _COUNT * n, "keys": self.key_bytes[stage]}
-        nbytes = float(sizes.get(name, self.vector_bytes[stage]))
+    def _exchange(
+        self, graph: TaskGraph, stage: int, part: int, of: NDArray[Any]
+    ) -> tuple[float, float | Floats]:
+        """Return seconds, and bytes of each member, of one of a sharded stage's exchanges.
+
+        ``of`` are the kinds of its members.
+        """
+        kinds = graph.kinds
+        name, n = EXCHANGES[part], len(of)
+        nbytes: float | Floats
+        if name in (given := self.exchange_bytes.get(stage, {})):
+            matrix = given[name]
+            if len(matrix) != n:
+                raise CostsError(
+                    f"exchange_bytes of {name} of stage {stage} are of {len(matrix)} replicas, but "
+                    f"the graph has {n}; give a matrix of shape ({n}, {n})"
+                )
+            order = np.argsort(kinds.replica[of], kind="stable")
+            devices = kinds.device[of[order]]
+            nbytes = np.empty(n)
+            nbytes[order] = matrix.sum(axis=1)
+            moved: float | Floats = matrix
+        else:
+            sizes = {
+                "counts": _COUNT * n,
+                "keys": self.key_bytes[stage],
+                "accumulated": graph.n_microbatches * self.vector_bytes[stage],
+            }
+            devices = np.unique(kinds.device[of])
+            nbytes = moved = float(sizes.get(name, self.vector_bytes[stage]))
         known = self.measured.get(name)
         if known is not None:
             return float(known[stage]), nbytes
-        return self.network.all_to_all(nbytes, devices), nbytes
+        return self.network.all_to_all(moved, devices), nbytes
 
     def _buckets(self, stage: int, n: int) -> Sequence[tuple[float, float]]:
         """Return the share of the bytes, and of the backward, of each of a stage's buckets."""

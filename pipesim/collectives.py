@@ -5,7 +5,8 @@ For n members with b bytes each; latency and bandwidth are those of the slowest 
 =================  ==============================================================================
 ring all-reduce    ``2(n-1)/n * b / bandwidth + 2(n-1) * latency``
 tree all-reduce    ``2 * b / bandwidth + 2 * ceil(log2 n) * latency``
-all-to-all         ``max over links of (messages * b/n / bandwidth) + latency``
+all-to-all         ``max over links of (messages * b/n / bandwidth) + latency``; of uneven messages
+                   ``max over links of (sum of their bytes / bandwidth) + latency``
 =================  ==============================================================================
 
 Ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
@@ -35,6 +36,7 @@ __all__ = [
     "ring_links",
     "tree_all_reduce",
     "tree_links",
+    "uneven_all_to_all",
 ]
 
 Devices = NDArray[np.int64]
@@ -72,8 +74,43 @@ def all_to_all(router: Router, nbytes: float, devices: Devices) -> float:
     and a link that `Network.links` names those of its pairs, which hold no port and no NIC. The
     busiest of them, and the largest latency, say how long it lasts.
     """
+    return _even(router, nbytes / len(devices), devices)
+
+
+def uneven_all_to_all(router: Router, nbytes: NDArray[np.float64], devices: Devices) -> float:
+    """Return the seconds in which member ``i`` sends ``nbytes[i, j]`` to member ``j``.
+
+    As `all_to_all`: each end of a member, each NIC and each link in `Network.links` carries its
+    messages one after another, and the busiest says how long it lasts. The diagonal counts nothing.
+    Where all messages are alike the answer is that of `all_to_all`, to the last bit.
+    """
     n = len(devices)
-    share = nbytes / n
+    between = ~np.eye(n, dtype=bool)
+    sent = np.where(between, nbytes, 0.0)
+    if (nbytes[between] == nbytes[0, 1]).all():
+        return _even(router, float(nbytes[0, 1]), devices)
+    i, j, link = _named_pairs(router, devices)
+    named = sent[i, j] / router.link_bandwidth[link]
+    busy = [np.bincount(link, weights=named, minlength=1).max()]
+    others = sent.copy()  # of pairs that no link names
+    others[i, j] = 0.0
+    port = router.bandwidth if router.nodes is None else router.nodes.port_bandwidth
+    for end, axis in ((i, 1), (j, 0)):
+        own = others.sum(axis=axis) / port + np.bincount(end, named, minlength=n)
+        busy.append(own.max())
+    if router.nodes is not None:
+        node = router.nodes.node_of(devices)
+        _, nic = np.unique(router.nodes.nic_of(devices), return_inverse=True)
+        across = np.where(node[:, None] != node, others, 0.0)
+        for axis in (1, 0):
+            carried = np.bincount(nic, weights=across.sum(axis=axis))
+            busy.append(carried.max() / router.nodes.nic_bandwidth)
+    return float(max(busy)) + _even(router, 0.0, devices)
+
+
+def _even(router: Router, share: float, devices: Devices) -> float:
+    """Return the seconds in which each member sends ``share`` bytes to each other."""
+    n = len(devices)
     i, j, link = _named_pairs(router, devices)
     named = share / router.link_bandwidth[link]  # seconds of each named message
     port = router.bandwidth if router.nodes is None else router.nodes.port_bandwidth

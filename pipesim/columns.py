@@ -10,7 +10,7 @@ import numpy as np
 from pipesim.capacity import check_memory
 from pipesim.csr import Ints
 from pipesim.errors import GraphError
-from pipesim.ops import EXCHANGES, OF_STAGES, Op
+from pipesim.ops import EXCHANGES, OF_STAGES, REORDERED, Op
 from pipesim.tasks import StreamKind, Tasks
 
 __all__ = ["checked_tasks"]
@@ -142,15 +142,16 @@ def _check_peers(tasks: Tasks) -> None:
 def _check_parts(tasks: Tasks) -> None:
     """Raise for parts of tasks that have none, and exchanges that there are not."""
     part = np.full(len(tasks), -1) if tasks.part is None else tasks.part
-    exchange = tasks.op == Op.ALL_TO_ALL
-    wrong = np.where(exchange, part >= len(EXCHANGES), part >= 0)
-    wrong &= tasks.op != Op.REDUCE_GRAD
+    numbers = [EXCHANGES.index(name) for name in REORDERED]
+    wrong = part >= np.where(tasks.op == Op.ALL_TO_ALL, len(EXCHANGES), 0)
+    wrong &= (tasks.op != Op.REDUCE_GRAD) & ~((tasks.op == Op.REORDER) & np.isin(part, numbers))
     for row in np.flatnonzero(wrong)[:1].tolist():
         names = ", ".join(f"{number} {name}" for number, name in enumerate(EXCHANGES))
         raise GraphError(
             f"tasks: row {row}: {Op(tasks.op[row])} of stage {tasks.stage[row]} has part "
-            f"{part[row]}; those of ALL_TO_ALL are {names}, buckets of REDUCE_GRAD count from 0, "
-            "and any other task has -1"
+            f"{part[row]}; those of ALL_TO_ALL are {names}, those of REORDER are "
+            f"{' and '.join(map(str, numbers))} of them, buckets of REDUCE_GRAD count from 0, and "
+            "any other task has -1"
         )
 
 

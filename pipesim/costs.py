@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from pipesim.capacity import check_stages
 from pipesim.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
 from pipesim.errors import CostsError, check_count, check_name, check_type, number
+from pipesim.exchange_bytes import ExchangeBytes, as_mapping, checked_exchange_bytes
 from pipesim.files import check_path, read_json, write_text
 from pipesim.graph import TaskGraph
 from pipesim.network import ALL_REDUCE, Network
-from pipesim.ops import COLLECTIVES, RECVS, SENDS, Op
+from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.placement import Placement
 from pipesim.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.skips import message_bytes as bytes_of_skips
@@ -43,12 +44,13 @@ MEASURED_COLLECTIVES = {
     "keys": "exchange_keys",
     "vectors": "exchange_vectors",
     "gradients": "exchange_gradients",
+    "accumulated": "exchange_accumulated",
 }
 #: Fields that are no share of what a device has.
 _OF_EACH_STAGE = ("launch", "output_bytes", "output_seconds")
 _OPTIONAL = (
     *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
-    *("gradient_bytes", "vector_bytes", *MEASURED_COLLECTIVES.values()),
+    *("gradient_bytes", "vector_bytes", "reorder_gradients", *MEASURED_COLLECTIVES.values()),
 )
 
 
@@ -70,9 +72,15 @@ class Costs:
     optimizer_step, launch
         Seconds of STEP, and of the host to issue one task of the stage. A STEP takes its share of
         them where the optimizer is sharded.
-    reduce_grad, unshard, exchange_counts, exchange_keys, exchange_vectors, exchange_gradients
+    dispatch, reorder, reorder_gradients
+        Seconds in which a sharded stage groups the keys of a micro-batch by owner (DISPATCH), puts
+        its vectors in order, and sums the gradients of each key (REORDER), where these are tasks of
+        their own. ``reorder_gradients`` defaults to ``reorder``.
+    reduce_grad, unshard
         Seconds of collectives as they were measured, in place of those that follow from ``network``
-        and bytes: of REDUCE_GRAD of all gradients of a stage, of UNSHARD, and of each ALL_TO_ALL.
+        and bytes: of REDUCE_GRAD of all gradients of a stage, and of UNSHARD.
+    exchange_counts, exchange_keys, exchange_vectors, exchange_gradients, exchange_accumulated
+        Likewise of each ALL_TO_ALL of a sharded stage.
     output_bytes
         Bytes of a stage's output for one micro-batch: the message to the next stage, and its
         gradient on the way back.
@@ -94,7 +102,14 @@ class Costs:
         in 16.
     key_bytes, vector_bytes
         Bytes that a sharded stage of one replica asks for in one micro-batch: of keys, and of their
-        vectors (``output_bytes``, if not given), which gradients are as many of.
+        vectors (``output_bytes``, if not given), which gradients are as many of. Each replica sends
+        an equal part of them to each. Gradients of all micro-batches in one exchange are as many as
+        those of each, as if no two of them shared a row; ``exchange_bytes`` may say better.
+    exchange_bytes
+        Bytes of uneven exchanges, which go before ``key_bytes`` and ``vector_bytes``: a mapping
+        from stage to a mapping from exchange (`pipesim.ops.EXCHANGES`) to a matrix of shape
+        ``(n_replicas, n_replicas)``, whose row ``i`` is sent by replica ``i``, such as
+        ``{0: keys.exchange_bytes(4, dim=64)}`` of `pipesim.Keys`; kept as tuples. None for none.
     buckets
         Of each stage, its buckets of gradients as pairs: the share of the bytes, or of the seconds
         of ``reduce_grad`` as measured beside a backward, which may sum to more than 1; and the
@@ -123,6 +138,9 @@ class Costs:
     overlapped: PerStage | None = None
     recompute: PerStage | None = None
     optimizer_step: PerStage = 0.0
+    dispatch: PerStage = 0.0
+    reorder: PerStage = 0.0
+    reorder_gradients: PerStage | None = None
     launch: PerStage = 0.0
     output_bytes: PerStage = 0.0
     output_seconds: PerStage = 0.0
@@ -137,9 +155,11 @@ class Costs:
     exchange_keys: PerStage | None = None
     exchange_vectors: PerStage | None = None
     exchange_gradients: PerStage | None = None
+    exchange_accumulated: PerStage | None = None
     key_bytes: PerStage = 0.0
     vector_bytes: PerStage | None = None
     buckets: Buckets | None = None
+    exchange_bytes: Mapping[int, Mapping[str, Any]] | ExchangeBytes | None = None
     skip_bytes: Mapping[tuple[int, int], float] | SkipBytes | None = None
     network: Network = field(default_factory=Network)
     all_reduce: str = "ring"
@@ -154,6 +174,7 @@ class Costs:
                 object.__setattr__(self, name, _checked(name, value))
         object.__setattr__(self, "skip_bytes", checked_skip_bytes(self.skip_bytes))
         object.__setattr__(self, "buckets", checked_buckets(self.buckets))
+        object.__setattr__(self, "exchange_bytes", checked_exchange_bytes(self.exchange_bytes))
         if self.forward is None:
             raise CostsError("forward is missing; give the seconds of F, one or one a stage")
 
@@ -177,6 +198,8 @@ class Costs:
             return self.per_stage("forward", n_stages)
         if value is None and name == "gradient_bytes":
             return self.per_stage("parameter_bytes", n_stages)
+        if value is None and name == "reorder_gradients":
+            return self.per_stage("reorder", n_stages)
         if value is None and name == "vector_bytes":
             return self.per_stage("output_bytes", n_stages)
         if value is None and name == "overlapped":
@@ -237,6 +260,8 @@ class Costs:
             of_op = kinds.op == op
             if of_op.any():
                 duration[of_op] = self.per_stage(name, graph.n_stages)[kinds.stage[of_op]]
+        sums = (kinds.op == Op.REORDER) & (kinds.part == EXCHANGES.index("gradients"))
+        duration[sums] = self.per_stage("reorder_gradients", graph.n_stages)[kinds.stage[sums]]
         if self.overlapped is not None and kinds.overlapped.any():
             self._price_overlaps(graph, duration)
         nbytes = message_bytes(kinds, self.per_stage("output_bytes", graph.n_stages))
@@ -278,6 +303,13 @@ class Costs:
 
     def _collectives(self, n_stages: int) -> CollectiveCosts:
         """Return what collectives cost."""
+        exchange_bytes = as_mapping(checked_exchange_bytes(self.exchange_bytes))
+        for stage in exchange_bytes:
+            if stage >= n_stages:
+                raise CostsError(
+                    f"exchange_bytes are of stage {stage}, but the graph has {n_stages} stages, "
+                    f"0..{n_stages - 1}; give those of its sharded stages"
+                )
         bytes_of = {
             field: self.per_stage(name, n_stages)
             for field, name in (
@@ -293,7 +325,12 @@ class Costs:
             if getattr(self, field) is not None
         }
         return CollectiveCosts(
-            self.network, self.all_reduce, measured=measured, buckets=self.buckets, **bytes_of
+            self.network,
+            self.all_reduce,
+            measured=measured,
+            buckets=self.buckets,
+            exchange_bytes=exchange_bytes,
+            **bytes_of,
         )
 
     def in_chunks(self, placement: Placement) -> Costs:
@@ -343,7 +380,13 @@ class Costs:
             "network": self.network.to_dict(),
             "all_reduce": self.all_reduce,
             **({} if self.buckets is None else {"buckets": self.buckets}),
+            **({} if self.exchange_bytes is None else {"exchange_bytes": self._exchange_values()}),
         }
+
+    def _exchange_values(self) -> dict[str, dict[str, Any]]:
+        """Return ``exchange_bytes`` as they stand in files."""
+        kept = checked_exchange_bytes(self.exchange_bytes)
+        return {str(stage): dict(matrices) for stage, matrices in kept or ()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
@@ -554,7 +597,7 @@ class Costs:
 
 
 #: Fields of `Costs` that are plain values, but not of stages.
-OTHER_FIELDS = ("skip_bytes", "all_reduce", "buckets")
+OTHER_FIELDS = ("skip_bytes", "all_reduce", "buckets", "exchange_bytes")
 #: Every field of `Costs` that is a number or one number a stage.
 VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))
 
@@ -566,6 +609,8 @@ DURATION_OF = {
     Op.W: "weight_grad",
     Op.R: "recompute",
     Op.STEP: "optimizer_step",
+    Op.DISPATCH: "dispatch",
+    Op.REORDER: "reorder",
 }
 
 

@@ -89,39 +89,58 @@ class Rule(NamedTuple):
     needs_part: int = -1
 
 
-_COUNTS, _KEYS, _VECTORS, _GRADIENTS = range(len(EXCHANGES))
+_COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))
+#: What brings the output of the stage before.
+_OUTPUT = (
+    Through(Op.RECV_F), Through(Op.REORDER, -1, _VECTORS), Through(Op.ALL_TO_ALL, -1, _VECTORS)
+)  # fmt: skip
 #: Rule 3 of docs/time.md.
 RULES = (
-    Rule((Op.F,), (Op.F,), -1, (Through(Op.RECV_F), Through(Op.ALL_TO_ALL, -1, _VECTORS))),
+    Rule((Op.F, Op.DISPATCH), (Op.F,), -1, _OUTPUT),
     Rule(
         (Op.B, Op.I),
         (Op.B, Op.I),
         +1,
-        (Through(Op.ALL_TO_ALL, 0, _GRADIENTS), Through(Op.RECV_B)),
+        (
+            Through(Op.ALL_TO_ALL, 0, _GRADIENTS),
+            Through(Op.REORDER, 0, _GRADIENTS),
+            Through(Op.RECV_B),
+        ),
     ),
     Rule((Op.F,), (Op.RECV_F,), skips=True),
     Rule((Op.B, Op.I), (Op.RECV_B,), skips=True),
     Rule((Op.B, Op.I, Op.R), (Op.F,)),
     Rule((Op.B, Op.I), (Op.R,)),
     Rule((Op.W,), (Op.I,)),
-    Rule((Op.SEND_F,), (Op.F,), 0, (Through(Op.ALL_TO_ALL, 0, _VECTORS),)),
-    Rule((Op.SEND_B,), (Op.B, Op.I)),
     Rule(
-        (Op.ALL_TO_ALL,),
+        (Op.SEND_F,),
         (Op.F,),
-        -1,
-        (Through(Op.RECV_F), Through(Op.ALL_TO_ALL, -1, _VECTORS)),
-        part=_COUNTS,
+        0,
+        (Through(Op.REORDER, 0, _VECTORS), Through(Op.ALL_TO_ALL, 0, _VECTORS)),
     ),
+    Rule((Op.SEND_B,), (Op.B, Op.I)),
+    Rule((Op.ALL_TO_ALL,), (Op.F,), -1, (Through(Op.DISPATCH), *_OUTPUT), part=_COUNTS),
     Rule((Op.ALL_TO_ALL,), (Op.ALL_TO_ALL,), part=_KEYS, needs_part=_COUNTS),
     Rule((Op.F,), (Op.ALL_TO_ALL,), needs_part=_KEYS),
     Rule((Op.ALL_TO_ALL,), (Op.F,), part=_VECTORS),
-    Rule((Op.ALL_TO_ALL,), (Op.B, Op.I), +1, (Through(Op.RECV_B),), part=_GRADIENTS),
+    Rule((Op.REORDER,), (Op.ALL_TO_ALL,), part=_VECTORS, needs_part=_VECTORS),
+    Rule((Op.REORDER,), (Op.B, Op.I), +1, (Through(Op.RECV_B),), part=_GRADIENTS),
+    Rule(
+        (Op.ALL_TO_ALL,),
+        (Op.B, Op.I),
+        +1,
+        (Through(Op.REORDER, 0, _GRADIENTS), Through(Op.RECV_B)),
+        part=_GRADIENTS,
+    ),
+    Rule((Op.ALL_TO_ALL,), (Op.B, Op.W), every=True, part=_ACCUMULATED),
+    Rule((Op.STEP,), (Op.ALL_TO_ALL,), needs_part=_ACCUMULATED),
     Rule((Op.REDUCE_GRAD,), (Op.B, Op.W), every=True),
     Rule((Op.STEP,), (Op.B, Op.W), 0, (Through(Op.REDUCE_GRAD),), every=True),
     Rule((Op.STEP,), (), 0, (Through(Op.REDUCE_GRAD),), buckets=True),
     Rule((Op.UNSHARD,), (Op.STEP,)),
 )
+#: Operations whose parts have rules of their own.
+_PARTED = frozenset({Op.ALL_TO_ALL, Op.REORDER})
 #: The message that a RECV receives: ``(SEND, stage offset of its sender)``; of skips the sender is
 #: the peer stage.
 PAIRS = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
@@ -651,24 +670,29 @@ def _kind_rules(
     cells[place] = 1
     cells = np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
     rules = _rules_of(kinds)
+    n_through = max(len(rule.through) for rule in rules)
     none = Through(op=-1)  # type: ignore[arg-type]  # the last operation of the cells
     columns = [
         (
             *(*rule.needs, -1, -1)[:2],
             rule.stage,
             rule.needs_part,
-            *(value for x in (*rule.through, none, none)[:2] for value in x),
+            *(value for x in (*rule.through, *[none] * n_through)[:n_through] for value in x),
         )
         for rule in rules
     ]
     ruled = np.zeros((len(rules), len(Op), n_parts + 1), dtype=bool)
     for k, rule in enumerate(rules):
         ruled[k, rule.ops, slice(None) if rule.part is None else rule.part] = True
-    which, of = np.nonzero(ruled[:, kinds.op, np.where(kinds.op == Op.ALL_TO_ALL, part, -1)])
+    which, of = np.nonzero(ruled[:, kinds.op, np.where(kinds.is_op(_PARTED), part, -1)])
     first_op, second_op, offset, needs_part, *hops = np.array(columns)[which].T
     replica, stage = kinds.replica[of], kinds.stage[of] + 1
     through = np.stack(
-        [cells[op, replica, stage + away, p] for op, away, p in (hops[:3], hops[3:])], axis=1
+        [
+            cells[op, replica, stage + away, p]
+            for op, away, p in (hops[k : k + 3] for k in range(0, 3 * n_through, 3))
+        ],
+        axis=1,
     )
     needs = cells[np.stack([first_op, second_op]), replica, stage + offset, needs_part].T
     every = np.array([int(rule.every) for rule in rules])[which]

@@ -12,6 +12,12 @@ from numpy.typing import NDArray
 from pipesim.capacity import check_tasks
 from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name
+from pipesim.exchanges import (
+    ExchangeWork,
+    SparseGradSync,
+    checked_exchanges,
+    ordered_exchanges,
+)
 from pipesim.grad_sync import GradSyncArgument, checked_grad_sync, group_sizes, of_stages, to_text
 from pipesim.gradients_first import gradients_first
 from pipesim.graph import TaskGraph
@@ -53,6 +59,9 @@ def lower(
     n_buckets: int = 4,
     shard_optimizer: bool = False,
     sharded: Iterable[int] | int = (),
+    exchange_work: ExchangeWork = "collective",
+    prefetch_keys: bool = False,
+    sparse_grad_sync: SparseGradSync = "every",
     skips: Iterable[tuple[int, int]] | str = (),
     portals: bool = True,
     recompute_first: bool = False,
@@ -112,6 +121,19 @@ def lower(
         HugeCTR's sparse operation kit. Their F looks up the rows that all replicas ask for, their
         B adds up the gradients of those rows; ALL_TO_ALLs exchange counts, keys and vectors around
         F and gradients before B. They reduce no gradients and are not recomputed.
+    exchange_work
+        Where a sharded stage groups keys by owner, puts vectors in the order of its input and sums
+        the gradients of each key: as part of the exchanges, on the ``"collective"`` stream; or by
+        tasks of their own (DISPATCH, REORDER) on the ``"compute"`` stream of its device, so that
+        they compete with its other tasks, which wait behind them.
+    prefetch_keys
+        Whether a sharded stage 0 exchanges counts and keys of a micro-batch before the F of the one
+        before, so that they overlap with its compute. The keys of the whole batch are there when
+        a step begins. Later sharded stages get theirs from the stage before, as always.
+    sparse_grad_sync
+        After ``"every"`` micro-batch, before its B; or once, after the ``"last"`` backward of a
+        sharded stage (``ALL_TO_ALL.accumulated``): gradients of all micro-batches, with the sum of
+        each row that a replica has asked for. Both ends know the rows from the exchanges of keys.
     skips
         ``(source, target)`` pairs of stages between which tensors go beside the pipeline's
         outputs, such as a U-Net's long connections; each pair once, with source < target. Also as
@@ -183,7 +205,9 @@ def lower(
     collectives = Collectives(
         buckets=[n_buckets if sync == "bucketed" else 1 for sync in syncs],
         groups=group_sizes(grad_sync, n_stages).tolist(),
-        sharded=_checked_sharded(sharded, schedule),
+        exchanges=checked_exchanges(
+            _checked_sharded(sharded, schedule), exchange_work, prefetch_keys, sparse_grad_sync
+        ),
         unshards=shard_optimizer and n_replicas > 1,
     )
     _check_collectives(schedule, collectives, to_text(grad_sync))
@@ -202,6 +226,7 @@ def lower(
     kinds, partners = add_partners(compute, overlap, streams, collectives, borders)
     groups = np.array(collectives.groups)
     issued = issue(compute, cycles, partners, overlap, n_replicas, groups)
+    issued = ordered_exchanges(collectives.exchanges, kinds, issued)
     del compute, cycles, kind, microbatch
     if n_replicas > 1:
         issued = replicated(issued, n_replicas, len(kinds))

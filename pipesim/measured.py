@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs import (
     DURATION_OF,
+    MEASURED_COLLECTIVES,
     OTHER_FIELDS,
     VALUE_FIELDS,
     Costs,
@@ -34,7 +35,7 @@ from pipesim.errors import (
 from pipesim.graph import TaskGraph
 from pipesim.measured_collectives import measured_collectives
 from pipesim.network import Network
-from pipesim.ops import SENDS, Op
+from pipesim.ops import EXCHANGES, SENDS, Op
 from pipesim.simulate import hand_over, replay_costs, simulate
 from pipesim.skips import SkipBytes, carried, skip_text
 from pipesim.task_costs import message_bytes
@@ -64,7 +65,7 @@ def costs_from_timeline(
     timeline.check_complete("take costs from")
     values: dict[str, Any] = {}
     if timeline.costs is not None:  # what a timeline does not show
-        values = {name: getattr(timeline.costs, name) for name in (*_BYTES, "all_reduce")}
+        values = {name: getattr(timeline.costs, name) for name in (*_BYTES, *_KEPT)}
         if network is None:
             values["output_seconds"] = timeline.costs.output_seconds
     values["output_bytes"] = tuple(output_bytes(timeline).tolist())
@@ -128,16 +129,22 @@ _SECONDS_OF_BYTES = {
     "parameter_bytes": ("reduce_grad", "unshard", "buckets"),
     "gradient_bytes": ("reduce_grad", "buckets"),
     "key_bytes": ("exchange_counts", "exchange_keys"),
-    "vector_bytes": ("exchange_vectors", "exchange_gradients"),
+    "vector_bytes": ("exchange_vectors", "exchange_gradients", "exchange_accumulated"),
+    "exchange_bytes": tuple(MEASURED_COLLECTIVES[name] for name in EXCHANGES),
 }
 #: What a timeline does not show.
 _BYTES = tuple(name for name in VALUE_FIELDS if name.endswith("bytes"))
+#: The part whose seconds are those of an operation with parts.
+_PART_OF = {Op.REORDER: EXCHANGES.index("vectors")}
+_KEPT = ("all_reduce", "exchange_bytes")
 
 
 def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]:
     """Return seconds of each operation, for those that every stage has."""
     graph = timeline.graph
-    seconds = {op: stage_seconds(timeline, op, average) for op in DURATION_OF}
+    seconds = {
+        op: stage_seconds(timeline, op, average, part=_PART_OF.get(op)) for op in DURATION_OF
+    }
     if np.isnan(seconds[Op.B]).any():
         halves = seconds[Op.I] + seconds[Op.W]
         seconds[Op.B] = np.where(np.isnan(seconds[Op.B]), halves, seconds[Op.B])
@@ -145,7 +152,12 @@ def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]
     if (graph.op == Op.R).any():
         seconds[Op.R] = np.where(np.isnan(seconds[Op.R]), seconds[Op.F], seconds[Op.R])
     seconds[Op.STEP] = np.nan_to_num(seconds[Op.STEP], nan=0.0) * graph.optimizer_shares
+    for op in (Op.DISPATCH, Op.REORDER):
+        seconds[op] = np.nan_to_num(seconds[op], nan=0.0)
     durations = {DURATION_OF[op]: values for op, values in seconds.items()} | both
+    sums = stage_seconds(timeline, Op.REORDER, average, part=EXCHANGES.index("gradients"))
+    if not np.isnan(sums).all():
+        durations["reorder_gradients"] = np.nan_to_num(sums, nan=0.0)
     return {
         name: tuple(values.tolist())
         for name, values in durations.items()
@@ -172,16 +184,22 @@ def _overlaps(
 
 
 def stage_seconds(
-    timeline: Timeline, op: Op, average: str = "mean", *, overlapped: bool = False
+    timeline: Timeline,
+    op: Op,
+    average: str = "mean",
+    *,
+    overlapped: bool = False,
+    part: int | None = None,
 ) -> NDArray[np.float64]:
     """Return mean or median seconds of an operation in each stage, NaN where there is none.
 
     Shape ``(n_stages,)``. Halves of overlapped actions do not count; with ``overlapped`` they alone
-    do.
+    do. With ``part``, tasks of that part alone.
     """
     graph = timeline.graph
     half = (graph.kinds.overlapped > 0)[graph.kind]
-    tasks = np.flatnonzero((graph.op == op) & (half == overlapped))
+    wanted = (graph.op == op) & (half == overlapped)
+    tasks = np.flatnonzero(wanted if part is None else wanted & (graph.part == part))
     stage, duration = graph.stage[tasks], timeline.duration[tasks]
     means = np.full(graph.n_stages, np.nan)
     for each in np.unique(stage):
@@ -274,7 +292,8 @@ def scaled(
     value = number(factor)
     if value is None or not 0 <= value < math.inf:
         raise CostsError(f"factor must be finite and >= 0, got {factor!r}")
-    times = {name: getattr(costs, name) for name in (*DURATION_OF.values(), "overlapped")}
+    names = (*DURATION_OF.values(), "overlapped", "reorder_gradients")
+    times = {name: getattr(costs, name) for name in names}
     given = {name: x for name, x in times.items() if x is not None}
     n_stages = _common_stages(costs, stage, n_stages)
     changed: dict[str, Any]

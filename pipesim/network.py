@@ -21,6 +21,7 @@ from pipesim.collectives import (
     ring_links,
     tree_all_reduce,
     tree_links,
+    uneven_all_to_all,
 )
 from pipesim.errors import NetworkError, check_count, check_name, number
 from pipesim.files import check_path
@@ -166,27 +167,34 @@ class Network:
         size, members = _collective("all-reduce", nbytes, devices)
         return _finite("all-reduce", seconds, self._router, size, members)
 
-    def all_to_all(self, nbytes: float, devices: Sequence[int] | NDArray[Any]) -> float:
+    def all_to_all(self, nbytes: float | ArrayLike, devices: Sequence[int] | NDArray[Any]) -> float:
         """Return seconds in which each member sends ``nbytes / n`` to each other; 0 for one member.
 
         The largest latency of a pair, and the time of whatever is busiest: a device's ends or
         ports, ``(n-1)/n * nbytes / bandwidth``; a NIC, ``messages / n * nbytes / nic_bandwidth``
         for all messages that its devices exchange with other nodes; a link in ``links``, likewise
-        for its pairs.
+        for its pairs. Of uneven messages likewise, with the sum of their bytes in place of
+        ``messages / n * nbytes``.
 
         Parameters
         ----------
         nbytes
-            Bytes that each member brings, the n-th part that it keeps included.
+            Bytes that each member brings, the n-th part that it keeps included; or the bytes of
+            each message, an array of shape ``(n, n)`` whose row ``i`` is sent by the i-th of
+            ``devices``, and whose diagonal is not sent.
         devices
             The members, each once, in any order.
 
         Raises
         ------
         NetworkError
-            For bytes that are not finite or negative, members that are no devices, and seconds that
-            are not finite.
+            For bytes that are not finite or negative, or have another shape, members that are no
+            devices, and seconds that are not finite.
         """
+        if isinstance(nbytes, (list, tuple)) or np.ndim(nbytes) > 0:
+            _, members = _collective("all-to-all", 0, devices)
+            sizes = _matrix(nbytes, len(members))
+            return _finite("all-to-all", uneven_all_to_all, self._router, sizes, members)
         size, members = _collective("all-to-all", nbytes, devices)
         return _finite("all-to-all", all_to_all, self._router, size, members)
 
@@ -382,9 +390,9 @@ KEYS = ("latency", "bandwidth", "links", "nodes", "preset", *_OF_PRESET)
 
 def _finite(
     what: str,
-    seconds: Callable[[Router, float, NDArray[np.int64]], float],
+    seconds: Callable[[Router, Any, NDArray[np.int64]], float],
     router: Router,
-    nbytes: float,
+    nbytes: float | NDArray[np.float64],
     members: NDArray[np.int64],
 ) -> float:
     """Return the seconds of a collective; 0 for one member."""
@@ -397,10 +405,28 @@ def _finite(
             lasts = math.inf
     if not math.isfinite(lasts):
         raise NetworkError(
-            f"{what} of {nbytes:g} bytes over {len(members)} members would last {lasts} s; check "
-            "bytes, latency (s) and bandwidth (bytes/s)"
+            f"{what} of {np.sum(nbytes):g} bytes over {len(members)} members would last {lasts} s; "
+            "check bytes, latency (s) and bandwidth (bytes/s)"
         )
     return lasts
+
+
+def _matrix(nbytes: ArrayLike, n: int) -> NDArray[np.float64]:
+    """Return the bytes of each pair of n members, checked."""
+    try:
+        sizes = np.asarray(nbytes, dtype=np.float64)
+    except (TypeError, ValueError):
+        sizes = np.empty(0)
+    if sizes.shape != (n, n):
+        raise NetworkError(
+            f"all-to-all: bytes of pairs must be numbers of shape ({n}, {n}), one row a sender, "
+            f"got {nbytes!r:.60}"
+        )
+    for i, j in np.argwhere(~(np.isfinite(sizes) & (sizes >= 0)))[:1].tolist():
+        raise NetworkError(
+            f"all-to-all: bytes must be finite and >= 0, got {sizes[i, j]} from member {i} to {j}"
+        )
+    return sizes
 
 
 def _collective(

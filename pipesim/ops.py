@@ -21,6 +21,7 @@ __all__ = [
     "LISTED",
     "OF_STAGES",
     "RECVS",
+    "REORDERED",
     "SCHEDULED",
     "SENDS",
     "TRANSFERS",
@@ -47,6 +48,8 @@ class Op(IntEnum):
     ALL_TO_ALL = 10
     STEP = 11
     UNSHARD = 12
+    DISPATCH = 13
+    REORDER = 14
 
     def __str__(self) -> str:
         return self.name
@@ -57,7 +60,7 @@ SCHEDULED = frozenset({Op.F, Op.B, Op.I, Op.W})
 #: What a schedule may list; everything else is added by `pipesim.lower`.
 LISTED = SCHEDULED | {Op.R}
 #: What occupies a device's compute stream.
-COMPUTE = LISTED | {Op.STEP}
+COMPUTE = LISTED | {Op.STEP, Op.DISPATCH, Op.REORDER}
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECVS
@@ -65,8 +68,11 @@ TRANSFERS = SENDS | RECVS
 COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD})
 #: What may be on a whole stage, without a micro-batch.
 OF_STAGES = COLLECTIVES | {Op.STEP}
-#: What an ALL_TO_ALL of a sharded embedding exchanges, by its `part`: in this order.
-EXCHANGES = ("counts", "keys", "vectors", "gradients")
+#: What an ALL_TO_ALL of a sharded embedding exchanges, by its `part`: in this order, of each
+#: micro-batch. Or once a mini-batch, in place of "gradients", those of all its micro-batches.
+EXCHANGES = ("counts", "keys", "vectors", "gradients", "accumulated")
+#: The exchanges whose values a REORDER puts in order: its `part`, numbered as they are.
+REORDERED = ("vectors", "gradients")
 
 _ACTION = re.compile(
     r"\s*([0-9]+)([A-Z](?:[A-Z_]*[A-Z])?)([0-9]*)(?:([<>])([0-9]+)|\.([0-9]+|[a-z]+))?\s*"
@@ -79,7 +85,8 @@ class Action(NamedTuple):
 
     ``microbatch`` is None for operations on a whole stage, such as ``STEP``. ``peer_stage`` is the
     stage at the other end of a message of skip connections, -1 for any other action. ``part`` is
-    the bucket of a REDUCE_GRAD that has several, or which of `EXCHANGES` an ALL_TO_ALL is, else -1.
+    the bucket of a REDUCE_GRAD that has several, which of `EXCHANGES` an ALL_TO_ALL is, or of which
+    a REORDER puts values in order, else -1.
 
     >>> str(Action(2, Op.F, 0)), str(Action(0, Op.SEND_F, 3, 2)), str(Action(2, Op.RECV_F, 3, 0))
     ('2F0', '0SEND_F3>2', '2RECV_F3<0')
@@ -98,7 +105,7 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         text = f"{self.stage}{self.op.name}{'' if self.microbatch is None else self.microbatch}"
         if self.part >= 0:
-            exchanges = self.op == Op.ALL_TO_ALL and self.part < len(EXCHANGES)
+            exchanges = self.op in (Op.ALL_TO_ALL, Op.REORDER) and self.part < len(EXCHANGES)
             return f"{text}.{EXCHANGES[self.part] if exchanges else self.part}"
         if self.peer_stage < 0:
             return text
@@ -129,13 +136,13 @@ class Action(NamedTuple):
                 f"{text!r} is not an action: only messages of skip connections name another "
                 "stage, such as '0SEND_F3>2' and '2RECV_F3<0'"
             )
-        names = EXCHANGES if op == Op.ALL_TO_ALL.name else ()
+        names = {Op.ALL_TO_ALL.name: EXCHANGES, Op.REORDER.name: REORDERED}.get(op, ())
         if part and part not in names and (op != Op.REDUCE_GRAD.name or not part.isdigit()):
             raise ArgumentError(
                 f"{text!r} is not an action; only buckets, such as '2REDUCE_GRAD.1', and exchanges "
                 f"({', '.join(EXCHANGES)}), such as '0ALL_TO_ALL3.keys', are parts: write '2F0'"
             )
-        number = part if part is None or part not in names else names.index(part)
+        number = part if part is None or part not in names else EXCHANGES.index(part)
         try:
             numbers = int(microbatch) if microbatch else None, int(peer) if peer else -1
             return cls(int(stage), Op[op], *numbers, -1 if number is None else int(number))

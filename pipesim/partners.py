@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.csr import CSR, Ints
+from pipesim.exchanges import Exchanges, exchange_kinds
 from pipesim.graph import PAIRS, TaskGraph
 from pipesim.issue import Partners
-from pipesim.ops import EXCHANGES, Op
+from pipesim.ops import Op
 from pipesim.skips import Skip
 from pipesim.tasks import Kinds, StreamKind
 
@@ -44,16 +45,21 @@ class Collectives(NamedTuple):
         Number of REDUCE_GRADs that the gradients of each stage are reduced in; empty for none.
     groups
         After how many micro-batches each stage reduces; 0 for once a mini-batch.
-    sharded
-        Stages whose rows are spread over the replicas: they exchange, and reduce nothing.
+    exchanges
+        How sharded stages exchange, whose rows are spread over the replicas: they reduce nothing.
     unshards
         Whether replicas gather the parameters that each of them has stepped.
     """
 
     buckets: Sequence[int] = ()
     groups: Sequence[int] = ()
-    sharded: tuple[int, ...] = ()
+    exchanges: Exchanges = Exchanges()
     unshards: bool = False
+
+    @property
+    def sharded(self) -> tuple[int, ...]:
+        """Stages whose rows are spread over the replicas."""
+        return self.exchanges.sharded
 
 
 def add_partners(
@@ -114,45 +120,12 @@ def add_partners(
         adds_to[of] = homes.shape[1] + kinds.stage[of]
         one = np.ones_like(n_buckets)
         kinds = kinds.joined(_reductions(homes, stream, one, Op.UNSHARD))
-    before, after, kinds = _exchanges(compute, kinds, stream, collectives)
+    before, after, kinds = exchange_kinds(compute, kinds, stream, collectives.exchanges)
     send_kind, recv_kind, channel = (np.concatenate(column) for column in zip(*ends, strict=True))
     made, needed = _rows(out, n_kinds), _rows(into, n_kinds)
     return kinds, Partners(
         send_kind, recv_kind, channel, made, needed, adds_to, reduce, before, after
     )
-
-
-#: Which exchanges come before (-1) and after (1) an operation of a sharded stage.
-_EXCHANGES_OF = {
-    Op.F: ((-1, "counts"), (-1, "keys"), (1, "vectors")),
-    Op.B: ((-1, "gradients"),),
-    Op.I: ((-1, "gradients"),),
-}
-
-
-def _exchanges(
-    compute: TaskGraph, kinds: Kinds, stream: int, collectives: Collectives
-) -> tuple[CSR, CSR, Kinds]:
-    """Add the kinds of exchanges; return which come before each kind of task, and after it.
-
-    Row ``k`` of the first are those before a task of kind ``k``, of the second those after it.
-    """
-    found: dict[int, list[tuple[int, int]]] = {-1: [], 1: []}
-    added: dict[tuple[int, ...], int] = {}  # B and I of a stage share theirs
-    own = compute.kinds
-    for kind in range(len(own)):
-        op, stage = Op(own.op[kind]), int(own.stage[kind])
-        for side, name in _EXCHANGES_OF.get(op, ()) if stage in collectives.sharded else ():
-            place = int(own.device[kind]), stage, int(own.replica[kind])
-            number = added.setdefault((*place, EXCHANGES.index(name)), len(added))
-            found[side].append((kind, len(kinds) + number))
-    rows = [np.array(found[side], dtype=np.int64).reshape(-1, 2).T for side in (-1, 1)]
-    before, after = (CSR.from_pairs(row, value, len(own)) for row, value in rows)
-    if added:
-        device, of_stage, replica, part = np.array(list(added)).T
-        op, code = np.full_like(part, Op.ALL_TO_ALL), np.full_like(part, stream)
-        kinds = kinds.joined(Kinds(op, device, of_stage, replica, code, part=part))
-    return before, after, kinds
 
 
 def _rows(parts: Sequence[tuple[Ints, Ints]], n_rows: int) -> CSR:

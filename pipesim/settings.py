@@ -52,6 +52,7 @@ LOWERING = {
     **{k: k for k in ("recompute", "recompute_first", "overlap", "streams", "rendezvous")},
     **{k: k for k in ("recompute_waits", "hosts", "step", "skips", "portals")},
     **{k: k for k in ("grad_sync", "n_buckets", "shard_optimizer", "sharded", "layout")},
+    **{k: k for k in ("exchange_work", "prefetch_keys", "sparse_grad_sync")},
 }
 _NODES = tuple(field.name for field in fields(Nodes))
 SETTINGS = (*COUNTS, *LOWERING, "engine", "options", "per", "costs")

@@ -51,6 +51,8 @@ PALETTE: Mapping[Op, str] = {
     Op.ALL_TO_ALL: "#882255",
     Op.STEP: "#5F5F5F",
     Op.UNSHARD: "#6A5ACD",
+    Op.DISPATCH: "#999933",
+    Op.REORDER: "#DDCC77",
 }
 #: Drawn with a hatch: the same work as F, done again.
 HATCHED = frozenset({Op.R})
@@ -71,6 +73,8 @@ LABELS: Mapping[Op, str] = {
     Op.ALL_TO_ALL: "all-to-all",
     Op.STEP: "optimizer",
     Op.UNSHARD: "gather parameters",
+    Op.DISPATCH: "group keys",
+    Op.REORDER: "reorder",
 }
 #: How many of a unit make a second.
 TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}

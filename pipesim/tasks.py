@@ -96,7 +96,7 @@ class Tasks:
         pipeline's own messages included; None where there are no skips.
     part
         The bucket of a REDUCE_GRAD that has several, or which of `pipesim.ops.EXCHANGES` an
-        ALL_TO_ALL is, -1 for any other task; None where there are none.
+        ALL_TO_ALL is, or a REORDER is of; -1 for any other task; None where there are none.
     """
 
     op: Ints

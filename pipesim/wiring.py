@@ -27,7 +27,7 @@ class KindRules(NamedTuple):
     ptr
         Kind ``k`` has rules ``ptr[k]`` to ``ptr[k + 1]``.
     through
-        Of what stands in for what is needed, the first that is there; shape ``(n_rules, 2)``.
+        Of what stands in for what is needed, the first that is there; shape ``(n_rules, most)``.
     needs
         Of what is needed; shape ``(n_rules, 2)``.
     every
@@ -96,7 +96,7 @@ def wire(
                 last = 1 + (n_microbatches if column == 0 else column)
                 first = 1 if column == 0 else max(1, column - span[rule] + 1)
             before = total
-            for choice in range(2) if every[rule] < 2 else range(0):
+            for choice in range(through.shape[1]) if every[rule] < 2 else range(0):
                 if through[rule, choice] >= 0 and total == before:
                     found = index[through[rule, choice] + column]
                     if found >= 0:

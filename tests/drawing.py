@@ -55,7 +55,11 @@ def _cell(task: ps.Task, several: bool) -> str:
     if letter == "REDUCE_GRAD":
         return "RG" if task.part < 0 else f"R{task.part}"
     if letter == "ALL_TO_ALL":
-        return f"{EXCHANGES[task.part][0]}{task.microbatch}"
+        return f"{EXCHANGES[task.part][0]}{'' if task.microbatch is None else task.microbatch}"
+    if letter == "DISPATCH":
+        return f"D{task.microbatch}"
+    if letter == "REORDER":
+        return f"{EXCHANGES[task.part][0].upper()}{task.microbatch}"
     if letter == "UNSHARD":
         return "US"
     if letter == "STEP":

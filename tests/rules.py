@@ -52,8 +52,13 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
                 and (t.microbatch is None or t.microbatch in batch)
             }  # fmt: skip
 
-        def output_of(of: int, any_of: Any = any_of, exchange: Any = exchange) -> set[int]:
-            return exchange("vectors", of) or any_of(of, Op.F)
+        def reorder(name: str, of: int = stage, any_of: Any = any_of) -> set[int]:
+            return any_of(of, Op.REORDER, part=EXCHANGES.index(name))
+
+        def output_of(
+            of: int, any_of: Any = any_of, exchange: Any = exchange, reorder: Any = reorder
+        ) -> set[int]:
+            return reorder("vectors", of) or exchange("vectors", of) or any_of(of, Op.F)
 
         arrived = any_of(stage, Op.RECV_F) or output_of(stage - 1)
         gradient = any_of(stage, Op.RECV_B) or any_of(stage + 1, Op.B, Op.I)
@@ -61,13 +66,18 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
             needed = arrived | skipped(Op.RECV_F) | exchange("keys", stage)
         elif op == Op.ALL_TO_ALL:
             needed = {
-                "counts": arrived,
+                "counts": any_of(stage, Op.DISPATCH) or arrived,
                 "keys": exchange("counts", stage),
                 "vectors": any_of(stage, Op.F),
-                "gradients": gradient,
+                "gradients": reorder("gradients") or gradient,
+                "accumulated": of_batch(Op.B, Op.W),
             }[EXCHANGES[part]]
+        elif op == Op.DISPATCH:
+            needed = arrived
+        elif op == Op.REORDER:
+            needed = {"vectors": exchange("vectors", stage), "gradients": gradient}[EXCHANGES[part]]
         elif op in (Op.B, Op.I):
-            after = exchange("gradients", stage) or gradient
+            after = exchange("gradients", stage) or reorder("gradients") or gradient
             needed = after | any_of(stage, Op.F, Op.R) | skipped(Op.RECV_B)
         elif op == Op.R:
             needed = any_of(stage, Op.F)
@@ -81,6 +91,7 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
             needed = of_batch(Op.REDUCE_GRAD) or of_batch(Op.B, Op.W)
             if (graph.part[list(needed)] >= 0).any():  # buckets need a part of the backward
                 needed = needed | of_batch(Op.B, Op.W)
+            needed = needed | exchange("accumulated", stage)
         elif op == Op.REDUCE_GRAD:
             of = graph.grad_sync[stage] if isinstance(graph.grad_sync, tuple) else graph.grad_sync
             k = {"every": 1, "last": size, "bucketed": size}.get(of, of)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import pipesim as ps
 from pipesim.errors import PipeError
 from pipesim.grad_sync import GRAD_SYNC
-from pipesim.ops import SENDS, TRANSFERS, Action, Op
+from pipesim.ops import EXCHANGES, SENDS, TRANSFERS, Action, Op
 from pipesim.placement import LAYOUTS, Placement
 from pipesim.registry import schedule_info
 from pipesim.schedule import VERSIONS
@@ -49,7 +49,10 @@ device_counts = st.sampled_from([2, 3, 4, 2, 3, 4, 1])
 replica_counts = st.sampled_from([1, 1, 1, 2, 3])
 launches = st.sampled_from([0.0, 0.25, 1.0])
 #: Fields of `Costs` that replace what the network says of collectives.
-COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "exchange_counts", "exchange_vectors")
+COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "exchange_counts", "exchange_vectors",
+                      "exchange_accumulated")  # fmt: skip
+#: Options of `pipesim.lower` that are for sharded stages.
+EXCHANGE_OPTIONS = ("exchange_work", "sparse_grad_sync", "prefetch_keys")
 sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
 
 
@@ -61,7 +64,8 @@ def actions() -> st.SearchStrategy[Action]:
         st.builds(Action, stages, st.sampled_from(Op), microbatches, none, none),
         st.builds(Action, stages, st.sampled_from(sorted(TRANSFERS)), microbatches, stages, none),
         st.builds(Action, stages, reduce, microbatches, none, st.integers(0, 99)),
-        st.builds(Action, stages, exchange, microbatches, none, st.integers(0, 3)),
+        st.builds(Action, stages, exchange, microbatches, none, st.integers(0, 4)),
+        st.builds(Action, stages, st.just(Op.REORDER), microbatches, none, st.integers(2, 3)),
     )
 
 
@@ -212,6 +216,10 @@ def replicated(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     if schedule.n_batches == 1 and one_path and schedule.n_stages > 1 and draw(st.booleans()):
         stages = st.integers(0, schedule.n_stages - 2)
         options["sharded"] = sorted(draw(st.sets(stages, max_size=2)))
+        if options["sharded"]:
+            options["exchange_work"] = draw(st.sampled_from(["collective", "compute"]))
+            options["sparse_grad_sync"] = draw(st.sampled_from(["every", "last"]))
+            options["prefetch_keys"] = 0 in options["sharded"] and draw(st.booleans())
     return options
 
 
@@ -243,7 +251,14 @@ def lowerings(draw: st.DrawFn) -> Lowering:
 def graphs(draw: st.DrawFn, **fixed: Any) -> ps.TaskGraph:
     """Lowered schedules; some options may be ``fixed``."""
     schedule, options = draw(lowerings())
-    return ps.lower(schedule, **{**options, **fixed})
+    return ps.lower(schedule, **fixed_options(options, fixed))
+
+
+def fixed_options(options: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+    """Return options with some of them fixed; without sharded stages nothing says how."""
+    options = {**options, **fixed}
+    how = () if options.get("sharded") else EXCHANGE_OPTIONS
+    return {name: value for name, value in options.items() if name not in how or name in fixed}
 
 
 @st.composite
@@ -293,7 +308,7 @@ def costs(draw: st.DrawFn, n_stages: int, n_devices: int) -> ps.Costs:
         return tuple(draw(one) for _ in range(n_stages))
 
     times = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute",
-             "optimizer_step")  # fmt: skip
+             "optimizer_step", "dispatch", "reorder", "reorder_gradients")  # fmt: skip
     nbytes = (
         "output_bytes",
         "activation_bytes",
@@ -320,12 +335,25 @@ def cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Costs]:
     """Return a graph, and costs that suit it; some options of `pipesim.lower` may be ``fixed``."""
     graph = draw(graphs(**fixed))
     drawn = draw(costs(graph.n_stages, graph.n_devices))
+    if graph.sharded and draw(st.booleans()):
+        drawn = replace(drawn, exchange_bytes=draw(uneven_bytes(graph)))
     n_buckets = int(graph.part[graph.op == Op.REDUCE_GRAD].max(initial=-1)) + 1
     if not n_buckets or draw(st.booleans()):
         return graph, drawn
     shares = st.sampled_from([0.0, 0.25, 0.3, 1.0])
     of_stage = [(1 / n_buckets, draw(shares)) for _ in range(n_buckets)]
     return graph, replace(drawn, buckets=[of_stage] * graph.n_stages)
+
+
+@st.composite
+def uneven_bytes(draw: st.DrawFn, graph: ps.TaskGraph) -> dict[int, dict[str, np.ndarray]]:
+    """Bytes from replica to replica of some exchanges of the sharded stages."""
+    n = graph.n_replicas
+    matrices = st.lists(sizes, min_size=n * n, max_size=n * n).map(
+        lambda values: np.reshape(values, (n, n))
+    )
+    names = st.sets(st.sampled_from(EXCHANGES))
+    return {s: {name: draw(matrices) for name in draw(names)} for s in graph.sharded}
 
 
 @st.composite
@@ -337,7 +365,7 @@ def skipping_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Cost
     some = st.lists(st.sampled_from(pairs), unique=True, max_size=4) if pairs else st.just([])
     skips = draw(some)
     portals = draw(st.booleans())
-    options = {**draw(lower_options(schedule)), **fixed}
+    options = fixed_options(draw(lower_options(schedule)), fixed)
     graph = ps.lower(schedule, skips=skips, portals=portals, **options)
     nbytes = draw(st.one_of(sizes, st.fixed_dictionaries(dict.fromkeys(skips, sizes))))
     return graph, replace(draw(costs(n, graph.n_devices)), skip_bytes=nbytes)

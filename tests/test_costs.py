@@ -127,9 +127,9 @@ def test_algorithm_of_reductions(tmp_path: Path) -> None:
 #: None stands for what follows from others, and for what is not measured.
 OPTIONAL = {
     *("backward", "input_grad", "weight_grad", "overlapped", "recompute", "vector_bytes"),
-    *("gradient_bytes",),
+    *("gradient_bytes", "reorder_gradients"),
     *("reduce_grad", "unshard", "exchange_counts", "exchange_keys"),
-    *("exchange_vectors", "exchange_gradients"),
+    *("exchange_vectors", "exchange_gradients", "exchange_accumulated"),
 }
 REQUIRED = sorted(set(VALUE_FIELDS) - OPTIONAL)
 

@@ -217,6 +217,10 @@ MODES: list[dict[str, Any]] = [
     {"grad_sync": "bucketed", "n_buckets": 2},
     {"recompute": "always"},
     {"overlap": False, "rendezvous": True},
+    {"exchange_work": "compute"},
+    {"sparse_grad_sync": "last", "grad_sync": "every"},
+    {"exchange_work": "compute", "sparse_grad_sync": "last", "prefetch_keys": True},
+    {"exchange_work": "compute", "sparse_grad_sync": "last", "overlap": False},
 ]
 
 
@@ -224,6 +228,7 @@ MODES: list[dict[str, Any]] = [
 def test_both_stages_in_one_process_each(mode: dict[str, Any], two_ranks: Ranks) -> None:
     """Before the dense pipeline, and in its midst, where what passes by has gradients too."""
     check(two_ranks, "looped_bfs", 1, 2, mode)
+    mode = {name: value for name, value in mode.items() if name != "prefetch_keys"}
     check(two_ranks, "gpipe", 3, 3, mode, n_steps=1)
 
 
@@ -234,8 +239,14 @@ def test_two_replicas_of_two_processes(schedule: str, four_ranks: Ranks) -> None
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_in_the_midst_of_a_pipeline(schedule: str, two_ranks: Ranks) -> None:
-    check(two_ranks, schedule, 3, 3, {})
+@pytest.mark.parametrize("work", ["collective", "compute"])
+def test_in_the_midst_of_a_pipeline(schedule: str, work: str, two_ranks: Ranks) -> None:
+    once = {} if work == "collective" else {"sparse_grad_sync": "last"}
+    check(two_ranks, schedule, 3, 3, {"exchange_work": work, **once})
+
+
+def test_split_backwards_without_tasks_of_their_own(two_ranks: Ranks) -> None:
+    check(two_ranks, "zb_h1", 3, 3, {"sparse_grad_sync": "last"}, placement="hash", unique=False)
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
@@ -245,6 +256,7 @@ def test_bags_with_padding(combiner: str, two_ranks: Ranks) -> None:
 
 def test_sparse_gradients_of_rows(two_ranks: Ranks) -> None:
     check(two_ranks, "looped_bfs", 1, 2, {}, sparse=True)
+    check(two_ranks, "looped_bfs", 1, 2, {"sparse_grad_sync": "last"}, sparse=True)
 
 
 def test_bytes_of_exchanges(two_ranks: Ranks) -> None:
@@ -265,10 +277,26 @@ def test_bytes_of_exchanges(two_ranks: Ranks) -> None:
             assert nbytes["gradients", replica] == [4 * DIM * n for n in of_keys]
 
 
-@pytest.mark.parametrize("n_steps", [1, 2])
-def test_gradients_add_up_without_an_optimizer(n_steps: int, two_ranks: Ranks) -> None:
+def test_bytes_of_accumulated_gradients(two_ranks: Ranks) -> None:
+    """Each row of a replica's micro-batches once, whatever placement, and duplicates of keys."""
+    lowering = {"sparse_grad_sync": "last"}
+    found = check(two_ranks, "looped_bfs", 1, 2, lowering, unique=False)
+    _, all_keys, _ = batch(sum(SIZES), 0)
+    for nbytes in (rank["nbytes"] for rank in found):
+        for replica, keys in enumerate(all_keys.split(SIZES)):
+            rows = {(t, k) for row in keys.tolist() for t, k in enumerate(row)}
+            asked = sum(k % REPLICAS != replica for _, k in rows)
+            assert nbytes["gradients", replica] == []
+            assert nbytes["accumulated", replica] == [4 * DIM * asked]
+            duplicates = [(part % REPLICAS != replica).sum() for part in keys.tensor_split(K)]
+            assert nbytes["keys", replica] == [4 * int(n) for n in duplicates]
+
+
+@pytest.mark.parametrize(("n_steps", "once"), [(1, "every"), (2, "every"), (2, "last")])
+def test_gradients_add_up_without_an_optimizer(n_steps: int, once: str, two_ranks: Ranks) -> None:
     """Of every process's rows alike."""
-    options = {"n_devices": 1, "n_stages": 2, "lowering": {"step": "none"}, "optimizer": False}
+    lowering = {"step": "none", "sparse_grad_sync": once}
+    options = {"n_devices": 1, "n_stages": 2, "lowering": lowering, "optimizer": False}
     found = two_ranks.run(steps, schedule="looped_bfs", n_steps=n_steps, **options)
     wanted = unsplit(1, 0, None)
     for rank in found:
@@ -276,10 +304,10 @@ def test_gradients_add_up_without_an_optimizer(n_steps: int, two_ranks: Ranks) -
             torch.testing.assert_close(own, n_steps * its)
 
 
-def validated(processes: px.Processes) -> dict[str, Any]:
+def validated(processes: px.Processes, lowering: dict[str, Any]) -> dict[str, Any]:
     """Predict and measure a step."""
     weights, bottom, top = model()
-    graph = lowered("looped_bfs", 1, 2)
+    graph = lowered("looped_bfs", 1, 2, **lowering)
     embedding = px.ShardedEmbedding.from_full(weights, processes)
     stages = [px.EmbeddingStage(embedding), Rest(bottom, top)]
     validation = px.validate(
@@ -290,27 +318,48 @@ def validated(processes: px.Processes) -> dict[str, Any]:
     return {
         "complete": bool(row.measured.complete and row.predicted.complete),
         "exchanges": [getattr(costs, f"exchange_{name}") for name in EXCHANGES],
+        "work": [costs.dispatch, costs.reorder, costs.reorder_gradients],
         "parameters": costs.parameter_bytes,
         "rows": embedding.weight.nbytes,
     }
 
 
 @pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
-def test_a_step_is_predicted_from_measured_exchanges(two_ranks: Ranks) -> None:
-    """Parameters are those that a process holds."""
-    for rank in two_ranks.run(validated):
+@pytest.mark.parametrize("once", [False, True])
+def test_a_step_is_predicted_from_measured_exchanges(once: bool, two_ranks: Ranks) -> None:
+    """Parameters are those that a process holds; tasks of their own have seconds too."""
+    lowering = {"exchange_work": "compute", "sparse_grad_sync": "last"} if once else {}
+    for rank in two_ranks.run(validated, lowering=lowering):
         assert rank["complete"]
-        for seconds in rank["exchanges"]:
+        *of_each, gradients, accumulated = rank["exchanges"]
+        for seconds in (*of_each, accumulated if once else gradients):
             assert seconds[0] > 0
             assert seconds[1] == 0
+        assert (gradients if once else accumulated) is None
+        for seconds in rank["work"]:
+            assert (seconds[0] > 0, seconds[1]) == (True, 0) if once else not seconds
         assert rank["parameters"][0] == rank["rows"]
 
 
-def test_one_process_alone_has_all_rows() -> None:
-    """The graph's exchanges are then with nobody."""
+@pytest.mark.parametrize("unique", [True, False])
+@pytest.mark.parametrize(
+    ("placement", "lowering"),
+    [
+        ("modulo", {}),
+        ("hash", {"sparse_grad_sync": "last"}),
+        ("frequency", {"exchange_work": "compute", "prefetch_keys": True}),
+    ],
+)
+def test_one_process_alone_has_all_rows(
+    placement: str, lowering: dict[str, Any], unique: bool
+) -> None:
+    """The graph's exchanges are then with nobody; every way to exchange gives the same."""
     weights, bottom, top = model()
-    graph = ps.lower(ps.schedule("1f1b", 2, K), sharded=[0])
-    embedding = px.ShardedEmbedding.from_full(weights)
+    graph = ps.lower(ps.schedule("1f1b", 2, K), sharded=[0], **lowering)
+    counts = ps.Keys.zipf(ROWS, 9) if placement == "frequency" else None
+    embedding = px.ShardedEmbedding.from_full(
+        weights, placement=placement, unique=unique, counts=counts
+    )
     stages = [px.EmbeddingStage(embedding), Rest(bottom, top)]
     dense, keys, y = batch(sum(SIZES), 0)
     sgd = lambda parameters: torch.optim.SGD(parameters, RATE)  # noqa: E731
@@ -322,6 +371,23 @@ def test_one_process_alone_has_all_rows() -> None:
     for stage in (bottom, top):
         name = "bottom" if stage is bottom else "top"
         torch.testing.assert_close([p.detach() for p in stage.parameters()], wanted[name])
+
+
+def test_graphs_that_exchange_in_other_ways_are_not_measured_together() -> None:
+    """Exchanges that group keys take longer than those that do not."""
+    weights, bottom, top = model()
+    schedule = ps.schedule("1f1b", 2, K)
+    graph, *others = (
+        ps.lower(schedule, sharded=[0], **options)
+        for options in ({}, {"exchange_work": "compute"}, {"sparse_grad_sync": "last"})
+    )
+    stages = [px.EmbeddingStage(px.ShardedEmbedding.from_full(weights)), Rest(bottom, top)]
+    dense, keys, y = batch(sum(SIZES), 0)
+    with px.Pipeline(stages, graph, ["cpu"] * 2, mse) as pipeline:
+        texts = ["exchange_work='compute'", "sparse_grad_sync='last'"]
+        for other, text in zip(others, texts, strict=True):
+            with pytest.raises(ArgumentError, match=f"lowered with {text}, that of the pipeline"):
+                px.measure(pipeline, (dense, keys), y, graphs=[graph, other])
 
 
 def test_gradients_of_the_mean_over_processes_are_refused() -> None:

@@ -345,6 +345,7 @@ def test_error_of_a_share_is_of_transfers() -> None:
         {"grad_sync": "bucketed", "n_buckets": 3},
         {"grad_sync": "bucketed", "n_buckets": 2, "shard_optimizer": True},
         {"sharded": [0]},
+        {"sharded": [0], "exchange_work": "compute", "sparse_grad_sync": "last"},
     ],
 )
 def test_costs_of_a_run_with_collectives_predict_it(

@@ -237,7 +237,7 @@ def test_what_costs_nothing_is_no_cause(case: tuple[ps.TaskGraph, ps.Costs], cau
     """Nor is anything a straggler where no task differs from the others of its stage."""
     graph, costs = case
     times = ("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute",
-             "optimizer_step")  # fmt: skip
+             "optimizer_step", "dispatch", "reorder", "reorder_gradients")  # fmt: skip
     measured = dict.fromkeys(COLLECTIVE_SECONDS)
     without: dict[str, dict[str, Any]] = {
         "host": {"launch": 0.0},

@@ -159,7 +159,11 @@ def test_counts(case: Lowering) -> None:
         if stage not in options.get("sharded", ())
     )
     assert counted[Op.REDUCE_GRAD] == (reductions * copies if copies > 1 else 0)
-    assert counted[Op.ALL_TO_ALL] == 4 * m * replicas * sharded
+    once = options.get("sparse_grad_sync") == "last"
+    exchanges = 3 * m + 1 if once else 4 * m
+    assert counted[Op.ALL_TO_ALL] == exchanges * replicas * sharded
+    own = m * replicas * sharded * (options.get("exchange_work") == "compute")
+    assert (counted[Op.DISPATCH], counted[Op.REORDER]) == (own, 2 * own)
     gathers = options.get("shard_optimizer") and options["step"] == "flush"
     assert counted[Op.UNSHARD] == (whole * copies if gathers else 0)
     assert [counted[op] for op in sorted(TRANSFERS)] == [crossings] * 4

@@ -393,9 +393,22 @@ def test_collectives_are_not_faster_than_the_wire(
     assert network.all_reduce(2 * nbytes, members, algorithm) >= got
 
 
-@given(clusters(), st.integers(3, 9))
-def test_all_to_all_by_adding_up(network: ps.Network, n: int) -> None:
+@given(clusters(), st.integers(3, 9), st.data())
+def test_all_to_all_by_adding_up(network: ps.Network, n: int, data: st.DataObject) -> None:
     """The closed form is the busiest link's total, where every pair's message is added up."""
+    drawn = data.draw(st.lists(st.integers(0, 5), min_size=n * n, max_size=n * n))
+    sizes = np.array(drawn, dtype=float).reshape(n, n)
+    seconds = _added_up(network, sizes)
+    assert network.all_to_all(sizes, range(n)) == pytest.approx(seconds)
+    order = data.draw(st.permutations(range(n)))
+    assert network.all_to_all(sizes[np.ix_(order, order)], order) == pytest.approx(seconds)
+    even = np.full((n, n), 1 / n)
+    assert network.all_to_all(1, range(n)) == pytest.approx(_added_up(network, even))
+    assert network.all_to_all(even, range(n)) == network.all_to_all(1, range(n))
+
+
+def _added_up(network: ps.Network, sizes: np.ndarray) -> float:
+    n = len(sizes)
     pairs = list(itertools.permutations(range(n), 2))
     nodes, busy = network.nodes, dict[Any, float]()
     assert nodes is not None
@@ -409,9 +422,9 @@ def test_all_to_all_by_adding_up(network: ps.Network, n: int) -> None:
             if a // nodes.devices_per_node != b // nodes.devices_per_node:
                 speeds |= {("nic", k): nodes.nic_bandwidth for k in sorted(held)[-2:]}
         for key, speed in speeds.items():
-            busy[key] = busy.get(key, 0.0) + 1 / n / speed
+            busy[key] = busy.get(key, 0.0) + sizes[a, b] / speed
     latency = max(t for _, t, _ in resolve(network, *pairs, n_devices=n))
-    assert network.all_to_all(1, range(n)) == pytest.approx(max(busy.values()) + latency)
+    return max(busy.values()) + latency
 
 
 @pytest.mark.parametrize(
@@ -438,6 +451,14 @@ def test_bad_collectives(nbytes: Any, devices: Any, message: str) -> None:
     for operation in (ps.Network().all_reduce, ps.Network().all_to_all):
         with pytest.raises(NetworkError, match=message):
             operation(nbytes, devices)
+
+
+@pytest.mark.parametrize("sizes", [[[1]], [[1, 2], [3]], [1, 2], [["a", 1], [1, 1]]])
+def test_bad_bytes_of_pairs(sizes: Any) -> None:
+    with pytest.raises(NetworkError, match=r"bytes of pairs must be numbers of shape \(2, 2\)"):
+        ps.Network().all_to_all(sizes, [0, 1])
+    with pytest.raises(NetworkError, match="got inf from member 1 to 0"):
+        ps.Network().all_to_all([[0, 1], [math.inf, 0]], [0, 1])
 
 
 def test_unknown_algorithm() -> None:

@@ -505,7 +505,8 @@ def test_unknown_operation() -> None:
         UnknownNameError, match=r"unknown compute operation 'STPE'; did you mean 'S"
     ):
         noise_of(task={"STPE": ps.Normal(0.1)})
-    with pytest.raises(UnknownNameError, match=r"'SEND_F'.*\(known: B, F, I, R, STEP, W\)"):
+    known = "B, DISPATCH, F, I, R, REORDER, STEP, W"
+    with pytest.raises(UnknownNameError, match=rf"'SEND_F'.*\(known: {known}\)"):
         noise_of(task={"SEND_F": ps.Normal(0.1)})
 
 

@@ -30,6 +30,10 @@ def test_text_form_parses_back(action: Action) -> None:
         ("2REDUCE_GRAD7.10", Action(2, Op.REDUCE_GRAD, 7, part=10)),
         ("0ALL_TO_ALL3.counts", Action(0, Op.ALL_TO_ALL, 3, part=0)),
         ("0ALL_TO_ALL3.gradients", Action(0, Op.ALL_TO_ALL, 3, part=3)),
+        ("0ALL_TO_ALL.accumulated", Action(0, Op.ALL_TO_ALL, part=4)),
+        ("0DISPATCH3", Action(0, Op.DISPATCH, 3)),
+        ("0REORDER3.vectors", Action(0, Op.REORDER, 3, part=2)),
+        ("0REORDER3.gradients", Action(0, Op.REORDER, 3, part=3)),
     ],
 )
 def test_text_form_is_torchs(text: str, action: Action) -> None:
@@ -47,7 +51,20 @@ def test_every_op_is_in_one_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F0", "2f0", "2F0.5", "0ALL_TO_ALL0.words", "-1F0", "2F-1", "2F0 1B0", None, 3]
+    "text",
+    [
+        "",
+        "F0",
+        "2f0",
+        "2F0.5",
+        "0ALL_TO_ALL0.words",
+        "0REORDER0.keys",
+        "-1F0",
+        "2F-1",
+        "2F0 1B0",
+        None,
+        3,
+    ],
 )
 def test_text_that_is_no_action(text: object) -> None:
     """The text is shown, and an example of what is allowed."""

@@ -128,9 +128,20 @@ class _Summed(nn.Module):
         return self.linear(dense + vectors.flatten(1))
 
 
-def test_a_sharded_embedding_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"exchange_work": "compute", "prefetch_keys": True},
+        {"sparse_grad_sync": "last"},
+        {"exchange_work": "compute", "sparse_grad_sync": "last"},
+    ],
+)
+def test_a_sharded_embedding_of_one_process(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its exchanges are with nobody, on a stream of their own all the same."""
-    graph = ps.lower(ps.schedule("1f1b", 2, 4), sharded=[0])
+    graph = ps.lower(ps.schedule("1f1b", 2, 4), sharded=[0], **options)
     torch.manual_seed(0)
     embedding = px.ShardedEmbedding.from_full([torch.rand(8, 4)])
     dense_part, keys = torch.rand(16, 4), torch.randint(8, (16, 1))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +24,9 @@ from torch.nn import functional
 import pipeexec as px
 from pipeexec import embedding_peers
 from pipeexec.embedding_rows import Layout
+from pipesim import Keys
 from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, PeerError, PipeError
+from pipesim.row_placement import PLACEMENTS, row_owners
 
 DIM = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -67,10 +70,13 @@ def learn(processes: px.Processes, n: int, case: dict[str, Any]) -> dict[str, An
     assert gradient is not None
     gradient = gradient.to_dense() if gradient.is_sparse else gradient.clone()
     optimizer.step()
-    after = module.full_weight()
-    return {
-        "output": output, "gradient": gradient, "weight": after if case["several"] else [after]
-    }  # fmt: skip
+    after: Any = module.full_weight()
+    module.weight.data.copy_(gradient)
+    full_gradient: Any = module.full_weight()
+    found = {"output": output, "gradient": gradient, "weight": after, "full": full_gradient}
+    if not case["several"]:
+        found |= {"weight": [after], "full": [full_gradient]}
+    return found
 
 
 def by_autograd(module: px.ShardedEmbedding, keys: Tensor, factor: Tensor) -> Tensor:
@@ -159,6 +165,8 @@ def cases(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
         dtype = draw(st.sampled_from([torch.int32, torch.int64]))
         keys.append(torch.tensor(rows, dtype=dtype).reshape(size, *shape))
     optimizer = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    placement = draw(st.sampled_from(PLACEMENTS))
+    counts = [draw(st.lists(st.integers(1, 9), min_size=k, max_size=k)) for k in n_rows]
     return n, {
         "n_rows": n_rows,
         "several": several,
@@ -171,6 +179,9 @@ def cases(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
             "padding_key": padding,
             "gradients": draw(st.sampled_from(["sum", "mean"])),
             "sparse": optimizer == "sparse_adam",
+            "placement": placement,
+            "unique": draw(st.booleans()),
+            "counts": counts if placement == "frequency" else None,
         },
     }
 
@@ -199,17 +210,18 @@ def test_learns_what_the_modules_of_torch_learn(four_ranks: Ranks, tmp_path: Pat
 
 
 def check(n: int, case: dict[str, Any], found: list[dict[str, Any]]) -> None:
-    """Compare what ranks found with one process: each has row key // n of its share, key % n."""
+    """Compare what ranks found with one process: by modulo each has row key // n, of key % n."""
     wanted = reference(n, case)
     close = torch.testing.assert_close
     close(torch.cat([x["output"] for x in found]), wanted["output"])
     start = 0
     for table, rows in enumerate(case["n_rows"]):
-        for key in range(rows):
+        for key in range(rows) if case["options"]["placement"] == "modulo" else ():
             own = found[key % n]["gradient"][start + key // n]
             close(own, wanted["gradient"][table][key], msg=f"gradient of {key} of {table}")
         for each in found:
             close(each["weight"][table], wanted["weight"][table])
+            close(each["full"][table], wanted["gradient"][table])
         start += -(-rows // n)
 
 
@@ -250,6 +262,57 @@ def test_example_of_the_article(two_ranks: Ranks) -> None:
     assert second["sent"] == {"counts": 8, "keys": 8, "vectors": 12, "gradients": 8}
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_places_of_rows(placement: str) -> None:
+    """Each row has one, on the rank that `pipesim.row_placement` says, and `shards` knows it."""
+    n_rows, n = [23, 1, 6], 4
+    loads = [np.random.default_rng(rows).random(rows) for rows in n_rows]
+    layout = Layout(n_rows, n, several=True, placement=placement, loads=loads)
+    owners = row_owners(placement, n_rows, n, loads)
+    found: dict[tuple[int, int], int] = {}
+    for rank in range(n):
+        for table, rows, keys in layout.shards(rank):
+            at = torch.arange(layout.rows_per_rank)[rows] + rank * layout.rows_per_rank
+            found |= {(table, key): int(a) for key, a in zip(keys.tolist(), at, strict=True)}
+    assert sorted(found) == [(t, k) for t, rows in enumerate(n_rows) for k in range(rows)]
+    assert len(set(found.values())) == sum(n_rows)
+    for (table, key), address in found.items():
+        asked = torch.zeros(3, dtype=torch.int32)
+        asked[table] = key
+        assert layout.addresses(asked, bags=False)[table] == address
+        assert address // layout.rows_per_rank == owners[table][key]
+
+
+def test_duplicates_that_travel() -> None:
+    """Padding is asked of nobody, and each gradient comes by itself."""
+    module = px.ShardedEmbedding.from_full(
+        torch.eye(3), combiner="sum", padding_key=-1, unique=False
+    )
+    exchange = module.dispatch(torch.tensor([[2, 2, -1], [2, -1, 0]]))
+    exchange.counts()
+    exchange.keys()
+    assert exchange._rows.tolist() == [0, 2, 2, 2]
+    exchange.lookup()
+    assert exchange.vectors().tolist() == [[0, 0, 2], [1, 0, 1]]
+    exchange.gradients(torch.tensor([[1.0, 0, 0], [0, 1, 0]]))
+    assert exchange._grads.tolist() == [[0, 1, 0], [1, 0, 0], [1, 0, 0], [0, 1, 0]]
+
+
+def test_counts_that_rows_are_dealt_by() -> None:
+    """A histogram of keys, or its loads."""
+    keys = Keys.zipf([40, 7], [30, 5])
+    found = [
+        px.ShardedEmbedding([40, 7], 2, placement="frequency", unique=False, counts=counts)
+        for counts in (keys, keys.loads(unique=False), [range(40), [1] * 7])
+    ]
+    states = [module.get_extra_state().tolist() for module in found]
+    assert states[0] == states[1] != states[2]
+    assert states[0][:5] == [0, 1, 40, 7, -2]
+    other = px.ShardedEmbedding([40, 7], 2, placement="hash")
+    with pytest.raises(ArgumentError, match=r"placed by frequency, cannot .* placed by hash; keep"):
+        other.load_state_dict(found[0].state_dict())
+
+
 def test_a_key_that_occurs_often_is_sent_once() -> None:
     module = px.ShardedEmbedding.from_full(torch.eye(3), combiner="sum")
     exchange = module.dispatch(torch.tensor([[2, 2, 0], [2, 0, 2]]))
@@ -274,16 +337,18 @@ def test_addresses_of_more_rows_than_32_bits_count() -> None:
 
 def initial(processes: px.Processes) -> list[Tensor]:
     found = []
-    for n in (1, 2, 3, 4):
+    dealt = {"placement": "frequency", "counts": Keys.zipf([5000, 3], 100)}
+    for n, options in ((1, {}), (2, {}), (3, {"placement": "hash"}), (4, dealt)):
         group = processes.group(range(n), key="initial")
         if processes.rank < n:
             torch.manual_seed(5 + processes.rank)
-            found += px.ShardedEmbedding([5000, 3], 4, group).full_weight()  # type: ignore[arg-type]
+            module = px.ShardedEmbedding([5000, 3], 4, group, **options)  # type: ignore[arg-type]
+            found += module.full_weight()
     return found
 
 
 def test_initial_rows_do_not_depend_on_the_number_of_ranks(four_ranks: Ranks) -> None:
-    """They are normal, and those of rank 0's random state, whatever that of others."""
+    """Nor on their placement. They are normal, and of rank 0's random state, whatever others'."""
     found = [rows for each in four_ranks.run(initial) for rows in each]
     for large, small in zip(found[::2], found[1::2], strict=True):
         assert torch.equal(large, found[0])
@@ -359,6 +424,11 @@ def test_one_process_is_an_embedding_of_its_own() -> None:
         ((3, 4, "world"), {}, "process_group must be a torch.distributed.ProcessGroup, .* got str"),
         ((3, 4), {"combiner": "men"}, "unknown combiner 'men'; did you mean 'mean'"),
         ((3, 4), {"gradients": "max"}, "unknown gradients 'max'"),
+        ((3, 4), {"placement": "hashed"}, "unknown placement 'hashed'; did you mean 'hash'"),
+        ((3, 4), {"placement": "frequency"}, 'placement="frequency" needs counts'),
+        ((3, 4), {"counts": [1, 2, 3]}, 'counts are for placement="frequency", but placement is'),
+        ((3, 4), {"placement": "frequency", "counts": [1, 2]}, r"tables of \[2\] rows, but n_rows"),
+        ((3, 4), {"unique": 1}, "unique must be True or False, got 1"),
         ((3, 4), {"padding_key": 0.5}, "padding_key must be an int or None, got 0.5"),
         ((3, 4), {"dtype": torch.int8}, "dtype must be a floating-point type, got torch.int8"),
     ],
@@ -433,6 +503,7 @@ def disagree(processes: px.Processes) -> list[list[str]]:
         ([9, 5 + rank], 2, None, {}),
         (9, 2 + rank, processes, {}),
         (9, 2, None, {"combiner": ["sum", None, None, None][rank]}),
+        (3, 2, None, {"placement": "frequency", "counts": [1, 2 + 2 * (rank == 1), 3]}),
         ((0 if rank == 1 else 9), 2, None, {}),
         (9, 2, pair if rank == 0 else None, {}),  # the last: they have met unequally often then
     ]
@@ -450,7 +521,8 @@ def disagree(processes: px.Processes) -> list[list[str]]:
 
 def test_processes_that_disagree_are_named(four_ranks: Ranks) -> None:
     found = four_ranks.run(disagree)
-    sizes, lengths, combiners, mistakes, groups = zip(*(x[:5] for x in found), strict=True)
+    sizes, lengths, combiners, dealt, mistakes, groups = zip(*(x[:6] for x in found), strict=True)
+    assert all(text.startswith("placement by counts of rank 1 is ") for _, text in dealt)
     everywhere = "n_rows of rank 1 is [9, 6], that of rank 0 [9, 5]; give every process the same"
     assert {text for _, text in sizes} == {everywhere}
     assert all(text.startswith("dim of rank 1 is 3, that of rank 0 2") for _, text in lengths)
@@ -461,7 +533,7 @@ def test_processes_that_disagree_are_named(four_ranks: Ranks) -> None:
     assert all(error.startswith(text) for _, error in groups)
     assert mistakes[1] == ["ArgumentError", "n_rows must be at least 1, got 0"]
     assert mistakes[0] == ["PeerError", "rank 1 has no embedding: n_rows must be at least 1, got 0"]
-    assert "this process is not in process_group" in found[2][5][1]
+    assert "this process is not in process_group" in found[2][6][1]
     four_ranks.close()
 
 

@@ -144,6 +144,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "px.Profile.plot": lambda _: {"self": measured()},
     "px.Profile.save": lambda to: {"self": measured(), "path": to / "saved"},
     "px.ShardedEmbedding": lambda _: {"n_rows": 4, "dim": 2},
+    "px.ShardedEmbedding.accumulated_gradients": lambda _: {"self": embedding()},
     "px.ShardedEmbedding.check": lambda _: {"self": embedding(), "keys": KEYS},
     "px.ShardedEmbedding.dispatch": lambda _: {"self": embedding(), "keys": KEYS},
     "px.ShardedEmbedding.extra_repr": lambda _: {"self": embedding()},

@@ -1,0 +1,94 @@
+"""Bytes of a sharded stage's exchanges, pair of replicas by pair, as `pipesim.Costs` keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import CostsError, check_name
+from pipesim.ops import EXCHANGES
+
+__all__ = ["ExchangeBytes", "as_mapping", "checked_exchange_bytes"]
+
+Matrix = tuple[tuple[float, ...], ...]
+#: Of each stage, its exchanges by name: row ``i`` is sent by replica ``i``, column ``j`` to ``j``.
+ExchangeBytes = tuple[tuple[int, tuple[tuple[str, Matrix], ...]], ...]
+
+_FORM = (
+    "exchange_bytes must map stages to the bytes of their exchanges, such as {0: "
+    "keys.exchange_bytes(4, dim=64)}"
+)
+
+
+def checked_exchange_bytes(value: object) -> ExchangeBytes | None:
+    """Return bytes of exchanges as tuples, by stage and in the order of `pipesim.ops.EXCHANGES`.
+
+    Parameters
+    ----------
+    value
+        A mapping from stage (or its text, as in files) to a mapping from exchange to a square
+        matrix; what this function returned; or None.
+
+    Raises
+    ------
+    CostsError
+        For another form, and bytes that are negative or not finite.
+    UnknownNameError
+        For an exchange that there is not.
+    """
+    if value is None:
+        return None
+    try:
+        if not isinstance(value, (Mapping, tuple)):
+            raise TypeError
+        given = {_stage(stage): dict(matrices) for stage, matrices in dict(value).items()}
+    except (TypeError, ValueError):
+        raise CostsError(f"{_FORM}, got {value!r:.60}") from None
+    found = []
+    for stage, matrices in sorted(given.items()):
+        for name in matrices:
+            check_name("exchange", name, EXCHANGES)
+        found.append((
+            stage, tuple((name, _matrix(stage, name, matrices[name]))
+                         for name in EXCHANGES if name in matrices),
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def as_mapping(value: ExchangeBytes | None) -> dict[int, dict[str, NDArray[np.float64]]]:
+    """Return the matrices of each stage by exchange."""
+    return {
+        stage: {name: np.array(matrix) for name, matrix in matrices}
+        for stage, matrices in value or ()
+    }
+
+
+def _stage(stage: Any) -> int:
+    """Return the number of a stage, given that or its text."""
+    if isinstance(stage, str) and stage.isdecimal():
+        return int(stage)
+    if isinstance(stage, bool) or not isinstance(stage, (int, np.integer)) or stage < 0:
+        raise ValueError
+    return int(stage)
+
+
+def _matrix(stage: int, name: str, values: object) -> Matrix:
+    """Return a square matrix of bytes as tuples."""
+    try:
+        matrix = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        matrix = np.empty(0)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+        raise CostsError(
+            f"exchange_bytes of {name} of stage {stage} must be a square matrix, one row a sending "
+            f"replica, got {values!r:.60}"
+        )
+    for i, j in np.argwhere(~(np.isfinite(matrix) & (matrix >= 0)))[:1].tolist():
+        raise CostsError(
+            f"exchange_bytes of {name} of stage {stage}, from replica {i} to {j}, must be finite "
+            f"bytes >= 0, got {matrix[i, j]}"
+        )
+    return tuple(map(tuple, matrix.tolist()))

@@ -1,0 +1,201 @@
+"""The tasks around a sharded stage: exchanges, and where keys and vectors are put in order.
+
+Of micro-batch 3 of a sharded stage 0, in order::
+
+    0DISPATCH3                group keys by owner                       exchange_work="compute"
+    0ALL_TO_ALL3.counts
+    0ALL_TO_ALL3.keys         of micro-batch 4 here, before 0F3         prefetch_keys=True
+    0F3                       look up
+    0ALL_TO_ALL3.vectors
+    0REORDER3.vectors         vectors in the order of the input         exchange_work="compute"
+    ...
+    0REORDER3.gradients       sum the gradients of each key             exchange_work="compute"
+    0ALL_TO_ALL3.gradients                                              sparse_grad_sync="every"
+    0B3
+    0ALL_TO_ALL.accumulated   once, after the last backward             sparse_grad_sync="last"
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.csr import CSR, Ints
+from pipesim.errors import ArgumentError, check_flag, check_name
+from pipesim.graph import TaskGraph
+from pipesim.issue import Issued
+from pipesim.ops import EXCHANGES, Op
+from pipesim.tasks import Kinds, StreamKind
+
+__all__ = [
+    "ExchangeWork",
+    "Exchanges",
+    "SparseGradSync",
+    "checked_exchanges",
+    "exchange_kinds",
+    "ordered_exchanges",
+]
+
+SparseGradSync = Literal["every", "last"]
+ExchangeWork = Literal["collective", "compute"]
+_COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))
+
+
+class Exchanges(NamedTuple):
+    """How sharded stages exchange.
+
+    Attributes
+    ----------
+    sharded
+        The stages.
+    dispatches
+        Whether keys are grouped, and vectors put in order, by tasks on the compute stream.
+    prefetches
+        Whether the first stage exchanges the keys of a micro-batch before the F of the one before.
+    accumulates
+        Whether gradients of all micro-batches are exchanged together.
+    """
+
+    sharded: tuple[int, ...] = ()
+    dispatches: bool = False
+    prefetches: bool = False
+    accumulates: bool = False
+
+
+def checked_exchanges(
+    sharded: tuple[int, ...],
+    exchange_work: object,
+    prefetch_keys: object,
+    sparse_grad_sync: object,
+) -> Exchanges:
+    """Return the options of `pipesim.lower` that say how sharded stages exchange.
+
+    Raises
+    ------
+    ArgumentError
+        For options of another type, and those of exchanges that there are not.
+    """
+    check_name("exchange_work", exchange_work, ("collective", "compute"))
+    check_name("sparse_grad_sync", sparse_grad_sync, ("every", "last"))
+    check_flag("prefetch_keys", prefetch_keys)
+    given = {
+        'exchange_work="compute"': exchange_work == "compute",
+        'sparse_grad_sync="last"': sparse_grad_sync == "last",
+    }
+    for text in [text for text, is_given in given.items() if is_given and not sharded]:
+        raise ArgumentError(
+            f"{text}, but no stage is sharded, so that nothing is exchanged; add sharded=, such as "
+            f"sharded=[0], or leave {text.partition('=')[0]} out"
+        )
+    if prefetch_keys and 0 not in sharded:
+        raise ArgumentError(
+            f"prefetch_keys=True, but stage 0 is not among sharded={list(sharded)}: a later stage "
+            "gets its keys from the stage before, so that they are not known earlier; shard stage "
+            "0, or leave prefetch_keys out"
+        )
+    return Exchanges(sharded, *given.values())._replace(
+        prefetches=bool(prefetch_keys), accumulates=sparse_grad_sync == "last"
+    )
+
+
+def exchange_kinds(
+    compute: TaskGraph, kinds: Kinds, stream: int, exchanges: Exchanges
+) -> tuple[CSR, CSR, Kinds]:
+    """Add the kinds of exchanges; return which come before each kind of task, and after it.
+
+    Row ``k`` of the first are those before a task of kind ``k``, of the second those after it, in
+    order. Exchanges of accumulated gradients are in neither: `ordered_exchanges` adds their tasks.
+    """
+    before: list[tuple[int, int]] = []
+    after: list[tuple[int, int]] = []
+    added: dict[tuple[int, ...], int] = {}  # B and I of a stage share theirs
+    own, homes = compute.kinds, compute.homes
+
+    def add(side: list[tuple[int, int]], kind: int, stage: int, op: Op, part: int = -1) -> None:
+        replica = int(own.replica[kind])
+        code = stream if op == Op.ALL_TO_ALL else StreamKind.COMPUTE
+        key = (int(homes[replica, stage]), stage, replica, int(op), code, part)
+        side.append((kind, len(kinds) + added.setdefault(key, len(added))))
+
+    for kind in range(len(own)):
+        op, stage, replica = Op(own.op[kind]), int(own.stage[kind]), int(own.replica[kind])
+        on_one = np.diff(homes[replica]) == 0  # whether a stage is where the next one is
+        is_next = stage > 0 and stage - 1 in exchanges.sharded and on_one[stage - 1]
+        if op == Op.F and exchanges.dispatches and is_next:
+            add(before, kind, stage - 1, Op.REORDER, _VECTORS)
+        if stage not in exchanges.sharded:
+            continue
+        if op == Op.F:
+            if exchanges.dispatches:
+                add(before, kind, stage, Op.DISPATCH)
+            for part in (_COUNTS, _KEYS):
+                add(before, kind, stage, Op.ALL_TO_ALL, part)
+            add(after, kind, stage, Op.ALL_TO_ALL, _VECTORS)
+            if exchanges.dispatches and not on_one[stage]:
+                add(after, kind, stage, Op.REORDER, _VECTORS)
+        elif op in (Op.B, Op.I):
+            if exchanges.dispatches:
+                add(before, kind, stage, Op.REORDER, _GRADIENTS)
+            if not exchanges.accumulates:
+                add(before, kind, stage, Op.ALL_TO_ALL, _GRADIENTS)
+    rows = [np.array(side, dtype=np.int64).reshape(-1, 2).T for side in (before, after)]
+    if exchanges.accumulates:
+        for replica, stage in np.ndindex(homes.shape):
+            key = (int(homes[replica, stage]), stage, replica, Op.ALL_TO_ALL, stream, _ACCUMULATED)
+            if stage in exchanges.sharded:
+                added[key] = len(added)
+    if added:
+        device, of_stage, of_replica, ops, code, part = np.array(list(added)).T
+        kinds = kinds.joined(Kinds(ops, device, of_stage, of_replica, code, part=part))
+    first, second = (CSR.from_pairs(row, value, len(own)) for row, value in rows)
+    return first, second, kinds
+
+
+def ordered_exchanges(exchanges: Exchanges, kinds: Kinds, issued: Issued) -> Issued:
+    """Return one replica's tasks with keys exchanged early, and accumulated gradients at the end.
+
+    What moves, and what is added, is a phase of its own, so that members of all replicas are issued
+    together.
+    """
+    if not (exchanges.prefetches or exchanges.accumulates):
+        return issued
+    kind, microbatch = issued.kind, issued.microbatch
+    phase = np.repeat(np.arange(len(issued.ends)), np.diff(issued.ends, prepend=0))
+    if exchanges.prefetches:
+        order = _prefetched(kinds, kind, microbatch)
+        kind, microbatch, phase = kind[order], microbatch[order], phase[order]
+    gradients = kinds.is_op(frozenset({Op.B, Op.W}))
+    is_exchange = (kinds.op == Op.ALL_TO_ALL) & (kinds.part == _ACCUMULATED)
+    for stage in exchanges.sharded if exchanges.accumulates else ():
+        end = 1 + np.flatnonzero((gradients & (kinds.stage == stage))[kind])[-1]
+        (own,) = np.flatnonzero(is_exchange & (kinds.stage == stage))
+        kind, microbatch = np.insert(kind, end, own), np.insert(microbatch, end, -1)
+        phase = np.insert(phase, end, -1 - stage)
+    ends = 1 + np.flatnonzero(np.append(phase[1:] != phase[:-1], True))
+    return Issued(kind, microbatch, ends)
+
+
+def _prefetched(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints:
+    """Return the order in which keys of the first stage come before the F of one before theirs.
+
+    Its keys are those of the batch, so that nothing keeps their exchange from being earlier.
+    """
+    first = kinds.stage == 0
+    early = first & (
+        (kinds.op == Op.DISPATCH)
+        | ((kinds.op == Op.ALL_TO_ALL) & np.isin(kinds.part, (_COUNTS, _KEYS)))
+    )
+    place = np.arange(len(kind), dtype=np.float64)
+    moved = np.flatnonzero(early[kind])
+    forwards = (first & (kinds.op == Op.F))[kind]
+    turns = microbatch[forwards]
+    ends = np.zeros(int(microbatch.max()) + 1)  # of the keys of each micro-batch
+    np.maximum.at(ends, microbatch[moved], place[moved])
+    earlier = np.full_like(ends, -1)
+    earlier[turns[1:]] = ends[turns[:-1]]
+    goal = earlier[microbatch[moved]]
+    place[moved] = np.where(goal >= 0, goal + 0.5, place[moved])
+    order: Ints = np.argsort(place, kind="stable")
+    return order
