@@ -29,6 +29,7 @@ from pipesim.errors import (
     check_name,
     check_text,
 )
+from pipesim.hosts import Hosts, host_of_devices
 from pipesim.levels import levels, stable_topological_order
 from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.schedule import VERSIONS, Versions
@@ -204,7 +205,7 @@ class TaskGraph:
         *,
         name: str = "custom",
         group: Ints | None = None,
-        hosts: Literal["one", "per_device"] = "one",
+        hosts: Hosts = "one",
         rendezvous: bool = False,
         recompute: str = "never",
         overlap: bool = True,
@@ -284,7 +285,7 @@ class TaskGraph:
         microbatch: NDArray[np.int32],
         *,
         group: Ints | None = None,
-        hosts: str = "one",
+        hosts: Hosts = "one",
         name: str = "custom",
         n_batches: int = 1,
         grad_sync: GradSync = "last",
@@ -293,10 +294,10 @@ class TaskGraph:
         **labels: Any,
     ) -> TaskGraph:
         """Do what `wire` does, given the kind of each task."""
-        check_name("hosts", hosts, ("one", "per_device"))
         check_name("grad_sync", grad_sync, GRAD_SYNC)
         check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK)
         n_devices = int(kinds.device.max(initial=0)) + 1
+        host = host_of_devices(hosts, n_devices)
         n_microbatches = int(microbatch.max(initial=-1)) + 1
         if n_microbatches % check_count("n_batches", n_batches):
             raise GraphError(
@@ -331,7 +332,7 @@ class TaskGraph:
             during=_during(kinds, kind, dependencies),
             pair=pair,
             collectives=_members(group),
-            host=np.zeros(n_devices, np.int64) if hosts == "one" else np.arange(n_devices),
+            host=host,
             n_batches=n_batches,
             grad_sync=grad_sync,
             skips=skips,
@@ -348,14 +349,16 @@ class TaskGraph:
         if (waits.values < waits.rows).all():
             return self
         order = stable_topological_order(waits)
-        if len(order) < len(self):
-            return self
+        return self if len(order) < len(self) else self.reordered(order)
+
+    def reordered(self, order: Ints) -> TaskGraph:
+        """Return the same tasks with ids by their place in ``order``, a topological one."""
         return TaskGraph.of_kinds(
             self.kinds,
             self.kind[order],
             self.microbatch[order],
             group=self.group[order],
-            hosts="one" if len(np.unique(self.host)) == 1 else "per_device",
+            hosts=self.host,
             name=self.name,
             rendezvous=self.rendezvous,
             recompute=self.recompute,

@@ -13,6 +13,7 @@ from pipesim.costs import Costs
 from pipesim.errors import PipeError, TimelineError, check_count, check_name, suggestion
 from pipesim.files import check_path, read_text, write_text
 from pipesim.graph import GRAD_SYNC, TaskGraph
+from pipesim.hosts import HOSTS, hosts_text
 from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.schedule import VERSIONS
 from pipesim.skips import skip_from_text, skip_text
@@ -29,7 +30,7 @@ __all__ = ["load", "save"]
 #: Columns that are the same in every row and left out where they have the first value.
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "rendezvous": ("False", "True"),
-    "hosts": ("one", "per_device"),
+    "hosts": HOSTS,
     "grad_sync": GRAD_SYNC,
     "weight_versions": VERSIONS,
     "portals": ("True", "False"),
@@ -44,7 +45,7 @@ def save(timeline: Timeline, path: Path | str) -> None:
     rows, graph = timeline.all_rows(), timeline.graph
     settings = {
         "rendezvous": str(graph.rendezvous),
-        "hosts": "one" if len(np.unique(graph.host)) == 1 else "per_device",
+        "hosts": hosts_text(graph.host),
         "grad_sync": graph.grad_sync,
         "weight_versions": graph.weight_versions,
         "portals": str(graph.portals),
@@ -189,7 +190,9 @@ def _settings(rows: pd.DataFrame) -> dict[str, Any]:
             found[name] = rows[name].iloc[0]
             _check_rows(rows, rows[name] == found[name], f"has another {name} than the first")
     for name, values in _SETTINGS.items():
-        check_name(name, found.setdefault(name, values[0]), values)
+        found.setdefault(name, values[0])
+        if name != "hosts":  # which may be a list, and are checked with the graph
+            check_name(name, found[name], values)
     found["n_batches"] = int(_read(rows[:1], "n_batches", whole)[0]) if "n_batches" in found else 1
     check_count("n_batches", found["n_batches"])
     found["skips"] = [skip_from_text(text) for text in found.get("skips", "").split()]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import pipesim as ps
 from pipesim.errors import PipeError
 from pipesim.graph import GRAD_SYNC
+from pipesim.issue_order import ISSUE_ORDERS
 from pipesim.ops import SENDS, TRANSFERS, Action, Op
 from pipesim.placement import LAYOUTS, Placement
 from pipesim.registry import schedule_info
@@ -26,6 +27,7 @@ __all__ = [
     "costs",
     "custom_schedules",
     "graphs",
+    "hosts",
     "linked_networks",
     "lower_options",
     "lowerings",
@@ -48,6 +50,7 @@ seconds = st.one_of(
 device_counts = st.sampled_from([2, 3, 4, 2, 3, 4, 1])
 replica_counts = st.sampled_from([1, 1, 1, 2, 3])
 launches = st.sampled_from([0.0, 0.25, 1.0])
+issue_orders = st.sampled_from(["clock_cycle", *ISSUE_ORDERS])
 #: Fields of `Costs` that replace what the network says of collectives.
 COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "exchange_counts", "exchange_vectors")
 sizes = st.one_of(st.just(0.0), st.integers(1, 64).map(float))
@@ -177,15 +180,27 @@ def schedules() -> st.SearchStrategy[ps.Schedule]:
 def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     """Every mode of `pipesim.lower`, but for rendezvous on compute streams, which may deadlock."""
     overlap = draw(st.booleans())
+    options = draw(replicated(schedule))
     return {
         "recompute": draw(st.sampled_from(["never", "always", "except_last"])),
         "overlap": overlap,
         "streams": draw(st.sampled_from(["per_peer", "single"])),
         "rendezvous": overlap and draw(st.booleans()),
-        "hosts": draw(st.sampled_from(["one", "per_device"])),
+        "hosts": draw(hosts(schedule.n_devices * options["n_replicas"])),
+        "issue_order": draw(issue_orders),
         "step": draw(st.sampled_from(["flush", "none"])),
-        **draw(replicated(schedule)),
+        **options,
     }
+
+
+@st.composite
+def hosts(draw: st.DrawFn, n_devices: int) -> str | list[int]:
+    """One host, one a device, and sometimes fewer, in any order."""
+    kind = draw(st.sampled_from(["one", "per_device", "some"]))
+    if kind != "some":
+        return kind
+    drawn = draw(st.lists(st.integers(0, 2), min_size=n_devices, max_size=n_devices))
+    return [sorted(set(drawn)).index(number) for number in drawn]
 
 
 @st.composite
