@@ -146,9 +146,9 @@ def lower(
     Raises
     ------
     ArgumentError
-        For ``hosts`` that are no such numbers, for skips that are no such pairs, for ``recompute_first`` where a forward comes later, for
-        ``recompute_waits`` where transfers overlap, and for collectives that do not suit the
-        schedule.
+        For ``hosts`` that are no such numbers, for skips that are no such pairs, for
+        ``recompute_first`` where a forward comes later, for ``recompute_waits`` where transfers
+        overlap, and for collectives that do not suit the schedule.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
