@@ -120,6 +120,7 @@ class _Streams:
         Seconds that a host takes to issue a task, at least; imposed.
     """
 
+    name: str
     note = ""
     launch = 0.0
     torch_device: torch.device

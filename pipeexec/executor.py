@@ -1,8 +1,8 @@
 """`Pipeline`: walk a task graph's issue order, put each task on its stream, and time it.
 
-The host, or each of several, goes once through its tasks. For each it makes the stream wait for the events of what the
-task needs, records an event, submits the task, and records another. Nothing here knows a schedule
-by name, or what kind of device it talks to.
+The host, or each of several, goes once through its tasks. For each it makes the stream wait for the
+events of what the task needs, records an event, submits the task, and records another. Nothing here
+knows a schedule by name, or what kind of device it talks to.
 """
 
 from __future__ import annotations

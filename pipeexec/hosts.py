@@ -1,4 +1,4 @@
-"""Host threads: several that issue tasks, each for its own devices, or one whose launches take time.
+"""Host threads: several, each of which issues for its own devices, or one with imposed launches.
 
 Each host goes through the tasks of its devices in order of ids. A stream can only wait for an event
 that was recorded, so before it gives a task, a host waits until other hosts have issued what the
@@ -34,20 +34,17 @@ class Hosts:
 
     Parameters
     ----------
+    graph
+        What runs.
     tasks
         Of each host, in order of ids.
     """
 
-    def __init__(self, tasks: Sequence[Sequence[Planned]]) -> None:
+    def __init__(self, graph: TaskGraph, tasks: Sequence[Sequence[Planned]]) -> None:
         self.tasks = tasks
-        host_of = {task.id: number for number, own in enumerate(tasks) for task in own}
-        #: Tasks of other hosts that have to be issued first.
-        self._foreign = {
-            task.id: tuple(t for t in _needed(task) if host_of.get(t, number) != number)
-            for number, own in enumerate(tasks)
-            for task in own
-        }
-        self._awaited = frozenset(t for needed in self._foreign.values() for t in needed)
+        #: Tasks that other hosts have to issue before each.
+        self._first = graph.issued_first if len(tasks) > 1 else None
+        self._awaited = () if self._first is None else np.unique(self._first.values).tolist()
         self._threads = [own[0].device.host() for own in tasks]
 
     def start(self, run: Run) -> list[CpuEvent]:
@@ -69,7 +66,7 @@ class Hosts:
         assert run.took is not None
         due = run.zero
         for task in tasks:
-            for needed in self._foreign[task.id]:
+            for needed in () if self._first is None else self._first[task.id].tolist():
                 if not gates[needed].passed():
                     while not (run.has_stopped or gates[needed].wait(_SLICE)):
                         pass
@@ -86,13 +83,6 @@ class Hosts:
                 gates[task.id].fire()
 
 
-def _needed(task: Planned) -> Iterator[int]:
-    """Yield the tasks whose events a task waits for: all of them, or some within them."""
-    yield from task.waits
-    for backward, _ in task.milestones:
-        yield backward
-
-
 def make_hosts(
     graph: TaskGraph, tasks: Sequence[Planned], processes: Processes | None
 ) -> Hosts | None:
@@ -107,4 +97,4 @@ def make_hosts(
     of: dict[int, list[Planned]] = {}
     for task in tasks:
         of.setdefault(int(number[task.id]), []).append(task)
-    return Hosts([own for _, own in sorted(of.items())])
+    return Hosts(graph, [own for _, own in sorted(of.items())])

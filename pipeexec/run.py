@@ -229,13 +229,13 @@ class Run:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether no more tasks are to be issued: something has failed, or the step was given up."""
+        """Whether no more tasks are to be issued, as something has failed or was given up."""
         return self.failure is not None or self.abandoned
 
     def _wait(self, tasks: Sequence[Planned]) -> None:
         """Wait until all is issued, and every stream has run it, or no longer will."""
-        for event in self._issuing:
-            while not self.abandoned and not event.wait(_SLICE):
+        for issued in self._issuing:
+            while not self.abandoned and not issued.wait(_SLICE):
                 self._look()
         if self.took is not None:
             self.host_seconds = float(np.nansum(self.took))

@@ -101,7 +101,8 @@ _FLAGS = (
     ("--recompute", "MODE", "never, always or except_last"),
     ("--skips", "PAIRS", "skip connections between stages, such as 0-3,1-2"),
     ("--streams", "KIND", "per_peer copy streams, or a single one a device"),
-    ("--hosts", "KIND", "one host that issues for all devices, or one per_device"),
+    ("--hosts", "KIND", "one host that issues for all devices, one per_device, or 0,0,1,1"),
+    ("--issue-order", "ORDER", "hosts issue by clock_cycle, microbatch_major or stage_major"),
     ("--step", "MODE", "flush: end with an optimizer step; none: with the gradients"),
     ("--engine", "NAME", "engine that simulates"),
     ("--per", "stage|device", "what costs are of: a stage, or all stages of a device together"),
@@ -109,6 +110,7 @@ _FLAGS = (
 _SWITCHES = (
     ("--overlap", "transfers run beside compute"),
     ("--rendezvous", "a SEND waits until its RECV is reached"),
+    ("--host-threads", "hosts are threads of one process, which wait for each other"),
     ("--portals", "a skip goes straight to its target, not from stage to stage"),
     ("--shard-optimizer", "each replica steps its share of the parameters, as in ZeRO-1"),
     ("--recompute-first", "every recompute of a stage comes before its first backward"),

@@ -156,6 +156,8 @@ class TaskGraph:
         CSR: the members of each collective (rule 9).
     host
         Which host issues a device's tasks; shape ``(n_devices,)`` (rule 7).
+    host_threads
+        Whether hosts are threads of one process, which wait for each other (rule 7).
     rendezvous
         Whether a SEND waits until its RECV is reached (rule 6).
     recompute, overlap
@@ -197,6 +199,7 @@ class TaskGraph:
     weight_versions: Versions = "one"
     skips: tuple[tuple[int, int], ...] = ()
     portals: bool = True
+    host_threads: bool = False
 
     @classmethod
     def build(
@@ -206,6 +209,7 @@ class TaskGraph:
         name: str = "custom",
         group: Ints | None = None,
         hosts: Hosts = "one",
+        host_threads: bool = False,
         rendezvous: bool = False,
         recompute: str = "never",
         overlap: bool = True,
@@ -231,7 +235,7 @@ class TaskGraph:
         name, hosts, rendezvous, recompute, overlap, n_batches, grad_sync, weight_versions
             As `pipesim.lower` and the attributes say. Of several mini-batches, the operations on
             whole stages have the number of the last micro-batch of theirs.
-        skips, portals
+        host_threads, skips, portals
             Likewise. Skips are by default the pairs of stages that ``peer_stage`` of the tasks
             names; give them for messages that carry several, or for some that need none. Of a
             mapping the keys count.
@@ -253,6 +257,7 @@ class TaskGraph:
             ("rendezvous", rendezvous),
             ("overlap", overlap),
             ("portals", portals),
+            ("host_threads", host_threads),
         ):
             check_flag(option, flag)
         return cls.wire(
@@ -260,6 +265,7 @@ class TaskGraph:
             group=group,
             name=name,
             hosts=hosts,
+            host_threads=host_threads,
             rendezvous=rendezvous,
             recompute=recompute,
             overlap=overlap,
@@ -359,6 +365,7 @@ class TaskGraph:
             self.microbatch[order],
             group=self.group[order],
             hosts=self.host,
+            host_threads=self.host_threads,
             name=self.name,
             rendezvous=self.rendezvous,
             recompute=self.recompute,
@@ -576,6 +583,24 @@ class TaskGraph:
                 rows.append(np.repeat(members, len(needed)))
                 values.append(np.tile(needed, len(members)))
         return CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(self))
+
+    @cached_property
+    def issued_first(self) -> CSR:
+        """The tasks of other hosts that have to be issued before each, by threads (rule 7), as CSR.
+
+        A stream can only wait for an event that was recorded: that of each task of `precedence`,
+        and of a collective's earlier members, of which the first works for all.
+        """
+        waits, members = self.precedence, self.collectives
+        rows, values = [waits.rows], [waits.values]
+        for number in range(len(members)):
+            first = np.full(len(members[number]) - 1, members[number][0], waits.values.dtype)
+            rows.append(members[number][1:])
+            values.append(first)
+        row, value = np.concatenate(rows), np.concatenate(values)
+        host = self.host[self.device]
+        foreign = (host[row] != host[value]) & (value < row)  # ids of files may be in any order
+        return CSR.from_pairs(row[foreign], value[foreign], len(self))
 
     @cached_property
     def levels(self) -> Ints:

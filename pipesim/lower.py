@@ -41,6 +41,7 @@ def lower(
     streams: Literal["per_peer", "single"] = "per_peer",
     rendezvous: bool = False,
     hosts: Hosts = "one",
+    host_threads: bool = False,
     issue_order: IssueOrder = "clock_cycle",
     step: Literal["flush", "none"] = "flush",
     n_replicas: int = 1,
@@ -78,6 +79,10 @@ def lower(
         ``"one"`` host issues for all devices, or one ``"per_device"`` (rule 7), or the number of
         each device's host, such as ``[0, 0, 1, 1]``: of each of ``n_replicas * n_devices`` devices,
         whole numbers from 0 without gaps.
+    host_threads
+        Whether several hosts are threads of one process, as in a `pipeexec.Pipeline` of one
+        process and in torchgpipe: then a host waits until the others have issued what its next
+        task needs. Otherwise they are processes, of which none waits for another (rule 7).
     issue_order
         In which order a host issues tasks. It changes when tasks are issued, never the order of a
         stream. Messages and collectives come right behind what makes them.
@@ -162,7 +167,7 @@ def lower(
     check_name("step", step, ("flush", "none"))
     flags = {"overlap": overlap, "rendezvous": rendezvous, "portals": portals}
     flags |= {"recompute_first": recompute_first, "recompute_waits": recompute_waits}
-    flags |= {"shard_optimizer": shard_optimizer}
+    flags |= {"shard_optimizer": shard_optimizer, "host_threads": host_threads}
     check_name("layout", layout, LAYOUTS)
     check_name("grad_sync", grad_sync, GRAD_SYNC)
     for name, flag in flags.items():
@@ -217,6 +222,7 @@ def lower(
         microbatch,
         name=schedule.name,
         hosts=host,
+        host_threads=host_threads,
         rendezvous=rendezvous,
         recompute=recompute,
         overlap=overlap,

@@ -34,7 +34,9 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "grad_sync": GRAD_SYNC,
     "weight_versions": VERSIONS,
     "portals": ("True", "False"),
+    "host_threads": ("False", "True"),
 }
+_FLAGS = ("rendezvous", "portals", "host_threads")
 #: What columns that may be missing hold then.
 _DEFAULTS = {"replica": "0", "overlapped": "0", "peer_stage": "-1", "part": "-1"}
 
@@ -49,6 +51,7 @@ def save(timeline: Timeline, path: Path | str) -> None:
         "grad_sync": graph.grad_sync,
         "weight_versions": graph.weight_versions,
         "portals": str(graph.portals),
+        "host_threads": str(graph.host_threads),
     }
     for name, value in settings.items():
         if value != _SETTINGS[name][0]:
@@ -196,7 +199,7 @@ def _settings(rows: pd.DataFrame) -> dict[str, Any]:
     found["n_batches"] = int(_read(rows[:1], "n_batches", whole)[0]) if "n_batches" in found else 1
     check_count("n_batches", found["n_batches"])
     found["skips"] = [skip_from_text(text) for text in found.get("skips", "").split()]
-    return found | {name: found[name] == "True" for name in ("rendezvous", "portals")}
+    return found | {name: found[name] == "True" for name in _FLAGS}
 
 
 def _read(rows: pd.DataFrame, column: str, read: Callable[[str], float | None]) -> list[float]:

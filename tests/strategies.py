@@ -187,6 +187,7 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
         "streams": draw(st.sampled_from(["per_peer", "single"])),
         "rendezvous": overlap and draw(st.booleans()),
         "hosts": draw(hosts(schedule.n_devices * options["n_replicas"])),
+        "host_threads": draw(st.booleans()),
         "issue_order": draw(issue_orders),
         "step": draw(st.sampled_from(["flush", "none"])),
         **options,
@@ -237,7 +238,14 @@ def lowerings(draw: st.DrawFn) -> Lowering:
 def graphs(draw: st.DrawFn, **fixed: Any) -> ps.TaskGraph:
     """Lowered schedules; some options may be ``fixed``."""
     schedule, options = draw(lowerings())
-    return ps.lower(schedule, **{**options, **fixed})
+    return ps.lower(schedule, **with_fixed(options, fixed))
+
+
+def with_fixed(options: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+    """Return options with some that are fixed; a list of hosts is for the replicas drawn."""
+    if "n_replicas" in fixed and isinstance(options["hosts"], list):
+        options = {**options, "hosts": "per_device"}
+    return {**options, **fixed}
 
 
 @st.composite
@@ -331,7 +339,7 @@ def skipping_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Cost
     some = st.lists(st.sampled_from(pairs), unique=True, max_size=4) if pairs else st.just([])
     skips = draw(some)
     portals = draw(st.booleans())
-    options = {**draw(lower_options(schedule)), **fixed}
+    options = with_fixed(draw(lower_options(schedule)), fixed)
     graph = ps.lower(schedule, skips=skips, portals=portals, **options)
     nbytes = draw(st.one_of(sizes, st.fixed_dictionaries(dict.fromkeys(skips, sizes))))
     return graph, replace(draw(costs(n, graph.n_devices)), skip_bytes=nbytes)
