@@ -88,8 +88,9 @@ def lower(
         stream. Messages and collectives come right behind what makes them.
 
         - ``"clock_cycle"``: by distance from the first task, counted in compute tasks (torchgpipe,
-          arXiv 2004.09910, section 3.1). The default, as it is never late for one device because
-          it serves another too early: where a launch takes time, the others cost more.
+          arXiv 2004.09910, section 3.1). The default: with one host, or with hosts that are
+          processes, no other order took less time in any schedule that was tried. Where hosts are
+          threads, GPipe may take less by micro-batch (``benchmarks/hosts.py``).
         - ``"microbatch_major"``: the forward of a micro-batch through all stages, then that of the
           next; so for backwards.
         - ``"stage_major"``: all micro-batches of a stage, then the next stage; back from the last.
