@@ -32,8 +32,8 @@ def check_can_capture(graph: TaskGraph, devices: Sequence[Device], optimizers: O
     Raises
     ------
     ArgumentError
-        For devices that are not slices or names of one GPU, several mini-batches, or an optimizer
-        that is not capturable.
+        For devices that are not slices or names of one GPU, several hosts or mini-batches, or an
+        optimizer that is not capturable.
     """
     places = sorted({str(device.torch_device) for device in devices})
     if any(device.torch_device.type != "cuda" for device in devices):
@@ -44,6 +44,11 @@ def check_can_capture(graph: TaskGraph, devices: Sequence[Device], optimizers: O
         raise ArgumentError(
             f"cuda_graph=True runs on one GPU, got {', '.join(places)}: capturing several in one "
             "process may deadlock; use slices of one GPU, or leave it out"
+        )
+    if graph.host.any():
+        raise ArgumentError(
+            f"cuda_graph=True captures what one host issues, the graph has {graph.host.max() + 1}: "
+            "a replay is one call of one host anyway; lower with hosts='one', or leave it out"
         )
     if graph.n_batches > 1:
         raise ArgumentError(

@@ -40,8 +40,11 @@ def base_placement(graph: TaskGraph) -> Placement:
 def lowered_like(graph: TaskGraph, schedule: Schedule, shares: Shares, **options: Any) -> TaskGraph:
     """Lower a schedule for the replicas of a graph, on their devices.
 
-    Of a bidirectional pipeline, for the first path of the first replica alone.
+    Of a bidirectional pipeline, for the first path of the first replica alone. The hosts are those
+    of the graph, where they have the same devices.
     """
+    if shares.n * schedule.n_devices == graph.n_devices:
+        options |= {"hosts": graph.host, "host_threads": graph.host_threads}
     if shares.n == 1:
         return lower(schedule, **_exchanges(graph), **options)
     major = replica_devices(shares.n, schedule.n_devices, "replica_major")

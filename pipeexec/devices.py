@@ -48,6 +48,11 @@ class Device(Protocol):
     closed: bool
     note: str
     step_lock: StepLock
+    launch: float
+
+    def host(self) -> CpuStream:
+        """Return the thread that issues tasks of this device, where the caller does not."""
+        ...
 
     def stream(self, name: str, *, blocks: bool = False) -> Stream:
         """Return the stream called ``name``, made on first use; one whose work may block, or not.
@@ -111,9 +116,13 @@ class _Streams:
         What whoever reads its times should know; empty if nothing.
     step_lock
         Admits one caller at a time.
+    launch
+        Seconds that a host takes to issue a task, at least; imposed.
     """
 
+    name: str
     note = ""
+    launch = 0.0
     torch_device: torch.device
 
     def __init__(self) -> None:
@@ -133,6 +142,22 @@ class _Streams:
                 if key not in self._streams:
                     self._streams[key] = self._make(*key)
         return self._streams[key]
+
+    def host(self) -> CpuStream:
+        """Return the thread that issues tasks of this device, made on first use.
+
+        It ends with the streams, and counts as one of them.
+        """
+        key = "host", True
+        with self._making:
+            if key not in self._streams:
+                self._streams[key] = CpuStream(f"{self.name} host", self._prepare_host)
+            found = self._streams[key]
+        assert isinstance(found, CpuStream)
+        return found
+
+    def _prepare_host(self) -> None:
+        """Prepare the calling thread, which is a host's, to issue tasks."""
 
     def has_thread(self, thread: threading.Thread) -> bool:
         """Return whether a thread runs work of this device's streams."""
@@ -229,6 +254,16 @@ class CudaDevice(_Streams):
     def _make(self, name: str, blocks: bool) -> Stream:
         return CudaStream(torch.cuda.Stream(self.torch_device))
 
+    def _prepare_host(self) -> None:
+        """Make this GPU, and its compute stream, the current ones of the calling thread.
+
+        Both are a thread's own in CUDA. A stream that is given work makes itself the current one
+        meanwhile, which takes less time on the current GPU.
+        """
+        compute = self.stream("compute")
+        assert isinstance(compute, CudaStream)
+        torch.cuda.set_stream(compute.stream)
+
     def mark(self) -> Event:
         """Return an event on an idle compute stream; `pipeexec.clocks` joins those of GPUs.
 
@@ -267,6 +302,7 @@ class RemoteDevice:
     """A device of another process: has a name, and runs nothing here."""
 
     note = ""
+    launch = 0.0
 
     def __init__(self, name: str, rank: int) -> None:
         self.name, self.rank = name, rank
@@ -276,6 +312,10 @@ class RemoteDevice:
 
     def stream(self, name: str, *, blocks: bool = False) -> Stream:
         """Raise: its streams are in another process."""
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def host(self) -> CpuStream:
+        """Raise, as `stream` does."""
         raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
 
     def has_thread(self, thread: threading.Thread) -> bool:

@@ -1,8 +1,8 @@
 """`Pipeline`: walk a task graph's issue order, put each task on its stream, and time it.
 
-The host goes once through the tasks. For each it makes the stream wait for the events of what the
-task needs, records an event, submits the task, and records another. Nothing here knows a schedule
-by name, or what kind of device it talks to.
+The host, or each of several, goes once through its tasks. For each it makes the stream wait for the
+events of what the task needs, records an event, submits the task, and records another. Nothing here
+knows a schedule by name, or what kind of device it talks to.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from pipeexec.embedding_stage import (
 from pipeexec.failures import last_of, raise_failure
 from pipeexec.finish import Finish
 from pipeexec.gradient_sync import settle
+from pipeexec.hosts import make_hosts
 from pipeexec.loss import Loss, LossFunction
 from pipeexec.messages import set_step
 from pipeexec.meter import Meter
@@ -160,6 +161,11 @@ class Pipeline:
 
     A step of several mini-batches begins with the pipeline empty, and ends when it has drained.
     Beside the versions of weights that its schedule needs, each stage has one for the optimizer.
+
+    Where the graph has several hosts (``lower(hosts="per_device")``, or a list), each is a thread
+    that issues the tasks of its devices. It waits until another host has issued what its next task
+    needs. On GPUs stages then run in these threads, which do not see settings of the caller's
+    thread other than autocast. Of several processes each has one host.
 
     With several processes, a stage's shapes are found before the first step (see
     `pipeexec.signatures`) and hold for all steps. Messages carry a header that is checked.
@@ -276,6 +282,7 @@ class Pipeline:
             )
         ]
         self._plan = plan(graph, self.stages, self.devices, self.shares, self.processes)
+        self._hosts = make_hosts(graph, self._plan, self.processes)
         self._captured = self._new_captured()
 
     def _new_captured(self) -> Captured | None:
@@ -565,6 +572,7 @@ class Pipeline:
             number=self.n_steps,
             timeout=self.timeout,
             processes=self.processes,
+            hosts=self._hosts,
         )
         if 0 in sharded:  # others get their keys from the stage before
             check_keys(self.modules[:: self.graph.n_stages], run.inputs)
@@ -816,8 +824,13 @@ class Pipeline:
             If the devices are CPU workers, whose memory torch does not count.
         """
         tasks, samples = sampled(self._plan, self.devices)
+
+        def walk(run: Run, _: Sequence[Planned]) -> None:
+            run.hosts = None  # samples are what tasks changed only if they come one by one
+            run.walk(tasks)
+
         with self._held("allocated"), self.preserved():
-            run = self._step(inputs, targets, lambda run, _: run.walk(tasks))
+            run = self._step(inputs, targets, walk)
         return samples.placed(run.readings().timeline)
 
     @property

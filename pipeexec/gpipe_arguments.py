@@ -135,6 +135,12 @@ def chosen(devices: Iterable[Place] | None, n: int) -> list[torch.device | _Made
         raise TooFewDevicesError(
             f"too few devices to hold given partitions (devices: {len(given)}, partitions: {n})"
         )
+    if any(isinstance(x, (CpuDevice, CudaDevice)) and x.launch for x in given[:n]):
+        raise ArgumentError(
+            "devices of px.workers(launch=...) impose launches on the hosts of a Pipeline; GPipe's "
+            "host is the caller's own thread, whose time is not told apart from that of the "
+            "devices: make the workers without launch"
+        )
     return given[:n]
 
 

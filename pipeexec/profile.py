@@ -351,7 +351,8 @@ class Calibration:
         table = pd.DataFrame(rows).set_index(["op", "stage"])
         _warn_of_poor_accuracy(table)
         processes = self.pipeline.processes
-        share = host_share(self.steps, 1 if processes is None else processes.n_ranks)
+        n_hosts = int(graph.host.max()) + 1 if processes is None else processes.n_ranks
+        share = host_share(self.steps, n_hosts)
         of_all = sum(run.host_seconds for run in self.steps) / len(self.steps) / len(graph)
         return Profile(
             costs,

@@ -59,6 +59,8 @@ class Readings:
         The tasks of this process as they were issued.
     host_seconds
         What the host took to issue all tasks.
+    took
+        What each task took the hosts (s), where they are others than the caller; else None.
     milestones
         Of reductions that wait for a part of a backward.
     is_replay
@@ -79,6 +81,7 @@ class Readings:
     issued: Sequence[float]
     host_seconds: float
     order: Sequence[int]
+    took: NDArray[np.float64] | None = None
     milestones: Sequence[Milestone] = ()
     is_replay: bool = False
     may_be_running: bool = False
@@ -117,8 +120,8 @@ class Readings:
     @property
     def host_times(self) -> NDArray[np.float64] | None:
         """What the host took to issue each task (s); NaN for others, None of a replay."""
-        if self.is_replay:
-            return None
+        if self.is_replay or self.took is not None:
+            return self.took
         found = np.full(len(self.graph), np.nan)
         order = np.array(self.order, dtype=np.int64)
         found[order] = np.diff(np.array(self.issued)[order], append=self.host_seconds)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -71,6 +72,14 @@ class Planned(NamedTuple):
     slate: int = -1  # where to note that it runs, for them to read
 
 
+class Issuer(Protocol):
+    """Hosts other than the thread of the step; see `pipeexec.hosts`."""
+
+    def start(self, run: Run) -> Sequence[CpuEvent]:
+        """Let each host issue its tasks of a step; return an event a host, which passes then."""
+        ...
+
+
 class Run:
     """One step under way: what tasks hand to each other, their events, and the first failure."""
 
@@ -88,6 +97,7 @@ class Run:
         number: int,
         timeout: float | None = None,
         processes: Processes | None = None,
+        hosts: Issuer | None = None,
     ) -> None:
         m = shares.n * shares.n_microbatches
         self.graph, self.devices, self.shares = graph, devices, shares
@@ -147,6 +157,11 @@ class Run:
         self.seed = torch.initial_seed()
         self.host_seconds = 0.0
         self.is_replay = False
+        #: Hosts that issue in the place of the caller; what each task took them; what failed.
+        self.hosts = hosts
+        self.took: NDArray[np.float64] | None = None
+        self.host_error: BaseException | None = None
+        self._issuing: Sequence[CpuEvent] = ()
         #: Messages between processes: as they should be, those that were asked for, and events
         #: that pass when they are gone.
         self.expected: dict[int, Expected] = {}
@@ -162,6 +177,8 @@ class Run:
         try:
             self.issue(tasks)
             self._wait(tasks)
+            if self.host_error is not None:
+                raise self.host_error
             if not self.abandoned:
                 for device in self.devices:
                     device.synchronize()
@@ -173,13 +190,22 @@ class Run:
             raise
 
     def issue(self, tasks: Sequence[Planned]) -> None:
-        """Give every task to its stream; wait for nothing."""
-        began, ended, issued = self.began, self.ended, self.issued
+        """Give every task to its stream, or let hosts do that; wait for nothing."""
         self.clock = clocks.start([self.devices[d] for d in self.numbers])
-        self.zero = start = perf_counter()
+        self.zero = perf_counter()
         if self.processes is not None:
             self.slate[ENDED], self.slate[BEGUN] = self.number, self.number + 1
         self._tasks = tasks
+        if self.hosts is not None:
+            self.took = np.full(len(self.graph), np.nan)
+            self._issuing = self.hosts.start(self)
+            return
+        self.give(tasks)
+        self.host_seconds = perf_counter() - self.zero
+
+    def give(self, tasks: Iterable[Planned]) -> None:
+        """Give tasks to their streams, one after the other; what each waits for was given."""
+        began, ended, issued, start = self.began, self.ended, self.issued, self.zero
         for task in tasks:
             stream = task.stream
             for needed in task.waits:
@@ -200,10 +226,19 @@ class Run:
             ended[task.id] = stream.record()
             if task.after is not None:
                 stream.submit(partial(self._guarded, task, task.after, True))
-        self.host_seconds = perf_counter() - start
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether no more tasks are to be issued, as something has failed or was given up."""
+        return self.failure is not None or self.abandoned
 
     def _wait(self, tasks: Sequence[Planned]) -> None:
-        """Wait until every stream has run all that it was given, or no longer will."""
+        """Wait until all is issued, and every stream has run it, or no longer will."""
+        for issued in self._issuing:
+            while not self.abandoned and not issued.wait(_SLICE):
+                self._look()
+        if self.took is not None:
+            self.host_seconds = float(np.nansum(self.took))
         last = {task.stream: event for task in tasks if (event := self.ended[task.id]) is not None}
         for event in last.values():
             while not self.abandoned and not event.wait(_SLICE):
@@ -324,6 +359,7 @@ class Run:
             nbytes=self.nbytes,
             issued=self.issued,
             host_seconds=self.host_seconds,
+            took=self.took,
             order=[task.id for task in tasks],
             is_replay=self.is_replay,
             milestones=list(self._reached(tasks)) if self.milestones else (),

@@ -1,17 +1,23 @@
-"""CPU workers between which messages take the time of a link.
+"""CPU workers whose messages take the time of a link, and whose tasks that of a launch.
 
 Within one memory a message takes no time, so that nothing shows what streams, portals or another
 order do to messages. Here each is copied and then waits as its link says, on a stream that is a
 thread of its own; see `pipeexec.imposed`.
+
+To give a task to a worker takes the host some 0.01 ms, to launch its kernels on a GPU often more
+than ten times as long. With an imposed launch the host sleeps before each task; see
+`pipeexec.hosts`.
 """
 
 from __future__ import annotations
+
+import math
 
 from pipeexec.devices import CpuDevice, Device, Values, make_devices
 from pipeexec.imposed import Links, Message, SleepWaits, check_links
 from pipeexec.streams import Stream
 from pipesim.capacity import check_memory
-from pipesim.errors import check_count
+from pipesim.errors import ArgumentError, check_count, number
 from pipesim.network import Network
 
 __all__ = ["Worker", "workers"]
@@ -21,38 +27,44 @@ _BYTES_PER_WORKER = 2000
 
 
 class Worker(CpuDevice):
-    """A CPU worker whose messages take the time of an imposed link; `workers` makes them.
+    """A CPU worker of imposed links and launches; `workers` makes them.
 
     Parameters
     ----------
     index, core
         As of `pipeexec.devices.CpuDevice`.
     links
-        Between workers that have the same.
+        Between workers that have the same; None where messages are handed over.
+    launch
+        Seconds that a host takes to issue a task.
     """
 
-    def __init__(self, index: int, core: int | None, links: Links) -> None:
+    def __init__(
+        self, index: int, core: int | None, links: Links | None, launch: float = 0.0
+    ) -> None:
         super().__init__(index, core)
-        self.index, self.links = index, links
-        self.note = f"link times are imposed: {links.waits.says}"
+        self.index, self.links, self.launch = index, links, launch
+        notes = [] if links is None else [f"link times are imposed: {links.waits.says}"]
+        notes += [f"launches are imposed: {launch:g} s of the host a task"] if launch else []
+        self.note = "; ".join(notes)
 
     def _make(self, name: str, blocks: bool) -> Stream:
-        sleeps = name.startswith(("send", "recv", "copy"))
+        sleeps = self.links is not None and name.startswith(("send", "recv", "copy"))
         return super()._make(name, blocks or sleeps)
 
     def carry(self, values: Values, target: Device) -> Values:
         """Return a copy of a message, once its link is done with it."""
-        if not isinstance(target, Worker) or target.links is not self.links:
+        if self.links is None or not isinstance(target, Worker) or target.links is not self.links:
             return super().carry(values, target)
         return self.links.carry(values, self.index, target.index)
 
     def await_link(self, values: Values) -> None:
         """Sleep until the imposed latency of a message is over."""
-        if isinstance(values, Message):
+        if self.links is not None and isinstance(values, Message):
             self.links.arrive(values)
 
 
-def workers(n: int, *, link: Network) -> list[Worker]:
+def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list[Worker]:
     """Return ``n`` CPU workers, one a core if there are as many, linked by a network.
 
     Parameters
@@ -61,12 +73,17 @@ def workers(n: int, *, link: Network) -> list[Worker]:
         How many.
     link
         Messages between workers take the time that they would take on this network, each pair
-        having links of its own, and some 0.1 ms until a thread wakes up.
+        having links of its own, and some 0.1 ms until a thread wakes up. None: messages are handed
+        over by reference, which takes no time.
+    launch
+        Seconds that the host takes to issue each task, messages included; 0: as long as it really
+        takes. The host sleeps before a task until its launches so far are over, so that times by
+        which it wakes up late do not add up. For `Pipeline`; `GPipe` refuses it.
 
     Raises
     ------
     ArgumentError
-        For ``n`` below 1, or a network of shared links.
+        For ``n`` below 1, a network of shared links, or a ``launch`` that is no finite number >= 0.
     CapacityError
         For more than the machine has memory for.
 
@@ -84,11 +101,15 @@ def workers(n: int, *, link: Network) -> list[Worker]:
     """
     n = check_count("n", n)
     check_memory(f"n={n} workers", n * _BYTES_PER_WORKER, "take fewer")
-    check_links(link)
-    links = Links(link, n, SleepWaits())
+    seconds = number(launch)
+    if seconds is None or not 0 <= seconds < math.inf:
+        raise ArgumentError(f"launch must be finite seconds >= 0 a task, got {launch!r}")
+    if link is not None:
+        check_links(link)
+    links = None if link is None else Links(link, n, SleepWaits())
     plain = make_devices(["cpu"] * n)
     return [
-        Worker(index, device.core, links)
+        Worker(index, device.core, links, seconds)
         for index, device in enumerate(plain)
         if isinstance(device, CpuDevice)
     ]

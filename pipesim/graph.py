@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ from pipesim.grad_sync import (
     checked_grad_sync,
     group_sizes,
 )
+from pipesim.hosts import Hosts, host_of_devices
 from pipesim.levels import levels, stable_topological_order
 from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.schedule import VERSIONS, Versions
@@ -179,6 +180,8 @@ class TaskGraph:
         CSR: the members of each collective (rule 9).
     host
         Which host issues a device's tasks; shape ``(n_devices,)`` (rule 7).
+    host_threads
+        Whether hosts are threads of one process, which wait for each other (rule 7).
     rendezvous
         Whether a SEND waits until its RECV is reached (rule 6).
     recompute, overlap
@@ -221,6 +224,7 @@ class TaskGraph:
     weight_versions: Versions = "one"
     skips: tuple[tuple[int, int], ...] = ()
     portals: bool = True
+    host_threads: bool = False
 
     @classmethod
     def build(
@@ -229,7 +233,8 @@ class TaskGraph:
         *,
         name: str = "custom",
         group: Ints | None = None,
-        hosts: Literal["one", "per_device"] = "one",
+        hosts: Hosts = "one",
+        host_threads: bool = False,
         rendezvous: bool = False,
         recompute: str = "never",
         overlap: bool = True,
@@ -255,7 +260,7 @@ class TaskGraph:
         name, hosts, rendezvous, recompute, overlap, n_batches, grad_sync, weight_versions
             As `pipesim.lower` and the attributes say. Of several mini-batches, the operations on
             whole stages have the number of the last micro-batch of theirs.
-        skips, portals
+        host_threads, skips, portals
             Likewise. Skips are by default the pairs of stages that ``peer_stage`` of the tasks
             names; give them for messages that carry several, or for some that need none. Of a
             mapping the keys count.
@@ -277,6 +282,7 @@ class TaskGraph:
             ("rendezvous", rendezvous),
             ("overlap", overlap),
             ("portals", portals),
+            ("host_threads", host_threads),
         ):
             check_flag(option, flag)
         return cls.wire(
@@ -284,6 +290,7 @@ class TaskGraph:
             group=group,
             name=name,
             hosts=hosts,
+            host_threads=host_threads,
             rendezvous=rendezvous,
             recompute=recompute,
             overlap=overlap,
@@ -309,7 +316,7 @@ class TaskGraph:
         microbatch: NDArray[np.int32],
         *,
         group: Ints | None = None,
-        hosts: str = "one",
+        hosts: Hosts = "one",
         name: str = "custom",
         n_batches: int = 1,
         grad_sync: GradSyncArgument = "last",
@@ -318,9 +325,9 @@ class TaskGraph:
         **labels: Any,
     ) -> TaskGraph:
         """Do what `wire` does, given the kind of each task."""
-        check_name("hosts", hosts, ("one", "per_device"))
         check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK)
         n_devices = int(kinds.device.max(initial=0)) + 1
+        host = host_of_devices(hosts, n_devices)
         n_microbatches = int(microbatch.max(initial=-1)) + 1
         if n_microbatches % check_count("n_batches", n_batches):
             raise GraphError(
@@ -356,7 +363,7 @@ class TaskGraph:
             during=_during(kinds, kind, dependencies),
             pair=pair,
             collectives=_members(group),
-            host=np.zeros(n_devices, np.int64) if hosts == "one" else np.arange(n_devices),
+            host=host,
             n_batches=n_batches,
             grad_sync=grad_sync,
             skips=skips,
@@ -373,14 +380,17 @@ class TaskGraph:
         if (waits.values < waits.rows).all():
             return self
         order = stable_topological_order(waits)
-        if len(order) < len(self):
-            return self
+        return self if len(order) < len(self) else self.reordered(order)
+
+    def reordered(self, order: Ints) -> TaskGraph:
+        """Return the same tasks with ids by their place in ``order``, a topological one."""
         return TaskGraph.of_kinds(
             self.kinds,
             self.kind[order],
             self.microbatch[order],
             group=self.group[order],
-            hosts="one" if len(np.unique(self.host)) == 1 else "per_device",
+            hosts=self.host,
+            host_threads=self.host_threads,
             name=self.name,
             rendezvous=self.rendezvous,
             recompute=self.recompute,
@@ -606,6 +616,24 @@ class TaskGraph:
                 rows.append(np.repeat(members, len(needed)))
                 values.append(np.tile(needed, len(members)))
         return CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(self))
+
+    @cached_property
+    def issued_first(self) -> CSR:
+        """The tasks of other hosts that have to be issued before each, by threads (rule 7), as CSR.
+
+        A stream can only wait for an event that was recorded: that of each task of `precedence`,
+        and of a collective's earlier members, of which the first works for all.
+        """
+        waits, members = self.precedence, self.collectives
+        rows, values = [waits.rows], [waits.values]
+        for number in range(len(members)):
+            first = np.full(len(members[number]) - 1, members[number][0], waits.values.dtype)
+            rows.append(members[number][1:])
+            values.append(first)
+        row, value = np.concatenate(rows), np.concatenate(values)
+        host = self.host[self.device]
+        foreign = (host[row] != host[value]) & (value < row)  # ids of files may be in any order
+        return CSR.from_pairs(row[foreign], value[foreign], len(self))
 
     @cached_property
     def levels(self) -> Ints:

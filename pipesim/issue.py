@@ -283,7 +283,29 @@ def issue_times(graph: TaskGraph, launch: NDArray[np.float64]) -> NDArray[np.flo
     """
     issued = np.zeros(len(graph))
     host = graph.host[graph.device]
+    if graph.host_threads and graph.host.any():
+        first = graph.issued_first
+        _issue_in_threads(host, launch, first.ptr, first.values, np.zeros(len(graph.host)), issued)
+        return issued
     tasks_of = CSR.group(host, graph.n_devices)
     for number in np.unique(host):
         issued[tasks_of[number]] = np.cumsum(launch[tasks_of[number]])
     return issued
+
+
+@kernel()
+def _issue_in_threads(
+    host: Ints,
+    launch: NDArray[np.float64],
+    ptr: Ints,
+    first: Ints,
+    clock: NDArray[np.float64],
+    issued: NDArray[np.float64],
+) -> None:
+    """Fill ``issued``, where a host waits for tasks that others have to issue first."""
+    for task in range(len(host)):
+        by = host[task]
+        for k in range(ptr[task], ptr[task + 1]):
+            clock[by] = max(clock[by], issued[first[k]])
+        clock[by] += launch[task]
+        issued[task] = clock[by]

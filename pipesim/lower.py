@@ -21,7 +21,9 @@ from pipesim.exchanges import (
 from pipesim.grad_sync import GradSyncArgument, checked_grad_sync, group_sizes, of_stages, to_text
 from pipesim.gradients_first import gradients_first
 from pipesim.graph import TaskGraph
+from pipesim.hosts import Hosts, host_of_devices
 from pipesim.issue import issue, replicated
+from pipesim.issue_order import ISSUE_ORDERS, IssueOrder, in_issue_order
 from pipesim.ops import Op
 from pipesim.partners import Collectives, add_partners
 from pipesim.placement import LAYOUTS, Layout, replica_devices
@@ -51,7 +53,9 @@ def lower(
     overlap: bool = True,
     streams: Literal["per_peer", "single"] = "per_peer",
     rendezvous: bool = False,
-    hosts: Literal["one", "per_device"] = "one",
+    hosts: Hosts = "one",
+    host_threads: bool = False,
+    issue_order: IssueOrder = "clock_cycle",
     step: Literal["flush", "none"] = "flush",
     n_replicas: int = 1,
     layout: Layout = "replica_major",
@@ -89,7 +93,27 @@ def lower(
     rendezvous
         Whether a SEND waits until its RECV is reached (rule 6).
     hosts
-        ``"one"`` host issues for all devices, or one ``"per_device"`` (rule 7).
+        ``"one"`` host issues for all devices, or one ``"per_device"`` (rule 7), or the number of
+        each device's host, such as ``[0, 0, 1, 1]``: of each of ``n_replicas * n_devices`` devices,
+        whole numbers from 0 without gaps.
+    host_threads
+        Whether several hosts are threads of one process, as in a `pipeexec.Pipeline` of one
+        process and in torchgpipe: then a host waits until the others have issued what its next
+        task needs. Otherwise they are processes, of which none waits for another (rule 7).
+    issue_order
+        In which order a host issues tasks. It changes when tasks are issued, never the order of a
+        stream. Messages and collectives come right behind what makes them.
+
+        - ``"clock_cycle"``: by distance from the first task, counted in compute tasks (torchgpipe,
+          arXiv 2004.09910, section 3.1). The default: with one host, or with hosts that are
+          processes, no other order took less time in any schedule that was tried. Where hosts are
+          threads, GPipe may take less by micro-batch (``benchmarks/hosts.py``).
+        - ``"microbatch_major"``: the forward of a micro-batch through all stages, then that of the
+          next; so for backwards.
+        - ``"stage_major"``: all micro-batches of a stage, then the next stage; back from the last.
+
+        Where the schedule does not let a host go on like that, as in 1F1B, it takes the first of
+        the tasks that it can issue; `pipesim.issue_order.in_issue_order` has the exact order.
     step
         ``"flush"`` ends with one optimizer step a stage, after all its gradients, or after those
         of each mini-batch; ``"none"`` ends with the gradients.
@@ -157,14 +181,15 @@ def lower(
     Returns
     -------
     TaskGraph
-        Issued in clock-cycle order: by distance from the first task, counted in compute tasks.
+        Its ids are the issue order.
 
     Raises
     ------
     ArgumentError
-        For skips that are no such pairs, for ``recompute_first`` where a forward comes later or
-        the schedule lists R, for ``recompute_waits`` where transfers overlap, and for collectives
-        that do not suit the schedule.
+        For ``hosts`` that are no such numbers, for skips that are no such pairs, for
+        ``recompute_first`` where a forward comes later or the schedule lists R, for
+        ``recompute_waits`` where transfers overlap, and for collectives that do not suit the
+        schedule.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
@@ -174,11 +199,11 @@ def lower(
     """
     check_name("recompute mode", recompute, ("listed", *RECOMPUTE))
     check_name("streams", streams, ("per_peer", "single"))
-    check_name("hosts", hosts, ("one", "per_device"))
+    check_name("issue_order", issue_order, ISSUE_ORDERS)
     check_name("step", step, ("flush", "none"))
     flags = {"overlap": overlap, "rendezvous": rendezvous, "portals": portals}
     flags |= {"recompute_first": recompute_first, "recompute_waits": recompute_waits}
-    flags |= {"shard_optimizer": shard_optimizer}
+    flags |= {"shard_optimizer": shard_optimizer, "host_threads": host_threads}
     check_name("layout", layout, LAYOUTS)
     for name, flag in flags.items():
         check_flag(name, flag)
@@ -192,6 +217,7 @@ def lower(
         raise ArgumentError(f"lower takes a Schedule, got {type(schedule).__name__}")
     verify_listing(schedule)
     check_tasks(len(schedule) * n_replicas)
+    host = host_of_devices(hosts, n_replicas * schedule.n_devices)
     pairs = checked_skips(skips, schedule.n_stages)
     reduces = n_replicas * schedule.placement.n_paths > 1
     n_buckets = check_count("n_buckets", n_buckets)
@@ -240,7 +266,8 @@ def lower(
         kind,
         microbatch,
         name=schedule.name,
-        hosts=hosts,
+        hosts=host,
+        host_threads=host_threads,
         rendezvous=rendezvous,
         recompute=recompute_label(schedule, recompute),
         overlap=overlap,
@@ -253,7 +280,7 @@ def lower(
     if not overlap and (rendezvous or recompute_waits):  # may have to be reordered, or deadlock
         graph = graph.in_topological_order()
         verify(graph)
-    return graph.as_verified()
+    return in_issue_order(graph, issue_order).as_verified()
 
 
 def _checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[int, ...]:

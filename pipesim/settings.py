@@ -50,7 +50,8 @@ COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
 LOWERING = {
     "replicas": "n_replicas",
     **{k: k for k in ("recompute", "recompute_first", "overlap", "streams", "rendezvous")},
-    **{k: k for k in ("recompute_waits", "hosts", "step", "skips", "portals")},
+    **{k: k for k in ("recompute_waits", "hosts", "host_threads", "issue_order")},
+    **{k: k for k in ("step", "skips", "portals")},
     **{k: k for k in ("grad_sync", "n_buckets", "shard_optimizer", "sharded", "layout")},
     **{k: k for k in ("exchange_work", "prefetch_keys", "sparse_grad_sync")},
 }

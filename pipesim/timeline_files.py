@@ -14,6 +14,7 @@ from pipesim.errors import PipeError, TimelineError, check_count, check_name, su
 from pipesim.files import check_path, read_text, write_text
 from pipesim.grad_sync import from_text, to_text
 from pipesim.graph import TaskGraph
+from pipesim.hosts import HOSTS, hosts_text
 from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.schedule import VERSIONS
 from pipesim.skips import skip_from_text, skip_text
@@ -30,10 +31,12 @@ __all__ = ["load", "save"]
 #: Columns that are the same in every row and left out where they have the first value.
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "rendezvous": ("False", "True"),
-    "hosts": ("one", "per_device"),
+    "hosts": HOSTS,
     "weight_versions": VERSIONS,
     "portals": ("True", "False"),
+    "host_threads": ("False", "True"),
 }
+_FLAGS = ("rendezvous", "portals", "host_threads")
 #: What columns that may be missing hold then.
 _DEFAULTS = {"replica": "0", "overlapped": "0", "peer_stage": "-1", "part": "-1"}
 
@@ -44,9 +47,10 @@ def save(timeline: Timeline, path: Path | str) -> None:
     rows, graph = timeline.all_rows(), timeline.graph
     settings = {
         "rendezvous": str(graph.rendezvous),
-        "hosts": "one" if len(np.unique(graph.host)) == 1 else "per_device",
+        "hosts": hosts_text(graph.host),
         "weight_versions": graph.weight_versions,
         "portals": str(graph.portals),
+        "host_threads": str(graph.host_threads),
     }
     for name, value in settings.items():
         if value != _SETTINGS[name][0]:
@@ -190,12 +194,14 @@ def _settings(rows: pd.DataFrame) -> dict[str, Any]:
             found[name] = rows[name].iloc[0]
             _check_rows(rows, rows[name] == found[name], f"has another {name} than the first")
     for name, values in _SETTINGS.items():
-        check_name(name, found.setdefault(name, values[0]), values)
+        found.setdefault(name, values[0])
+        if name != "hosts":  # which may be a list, and are checked with the graph
+            check_name(name, found[name], values)
     found["n_batches"] = int(_read(rows[:1], "n_batches", whole)[0]) if "n_batches" in found else 1
     check_count("n_batches", found["n_batches"])
     found["grad_sync"] = from_text(found.get("grad_sync", "last"))  # checked with the graph
     found["skips"] = [skip_from_text(text) for text in found.get("skips", "").split()]
-    return found | {name: found[name] == "True" for name in ("rendezvous", "portals")}
+    return found | {name: found[name] == "True" for name in _FLAGS}
 
 
 def _read(rows: pd.DataFrame, column: str, read: Callable[[str], float | None]) -> list[float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter, sleep
@@ -79,6 +80,14 @@ class Observer(Protocol):
         ...
 
 
+class _OfThread(threading.local):
+    """What CUDA keeps for each thread: its current GPU, and its current stream on each."""
+
+    def __init__(self) -> None:
+        self.gpu = torch.device("cpu")
+        self.streams: dict[torch.device, FakeStream] = {}
+
+
 class FakeCuda:
     """What is under way; ``log`` has every call in order.
 
@@ -104,9 +113,23 @@ class FakeCuda:
         self.capturing: set[int] | None = None  # streams that have joined
         self.open: set[int] = set()  # those of them that have not come back
         self.nodes: list[FakeEvent] = []  # events that note the time in the graph under capture
-        self.gpu = torch.device("cpu")  # the current one
-        self._current: dict[torch.device, FakeStream] = {}
+        self._of_thread = _OfThread()
+        self._defaults: dict[torch.device, FakeStream] = {}
+        self.lock = threading.RLock()  # hosts may be several threads
         self.caller = self.current_stream()
+
+    @property
+    def gpu(self) -> torch.device:
+        """The current GPU of the calling thread."""
+        return self._of_thread.gpu
+
+    @gpu.setter
+    def gpu(self, gpu: torch.device) -> None:
+        self._of_thread.gpu = gpu
+
+    @property
+    def _current(self) -> dict[torch.device, FakeStream]:
+        return self._of_thread.streams
 
     @property
     def current(self) -> FakeStream:
@@ -128,9 +151,10 @@ class FakeCuda:
     def current_stream(self, device: Any = None) -> FakeStream:
         """Return the current stream of a GPU: at first its default stream."""
         gpu = self._gpu(device)
-        if gpu not in self._current:
-            self._current[gpu] = FakeStream(self, gpu)
-        return self._current[gpu]
+        with self.lock:
+            if gpu not in self._defaults:
+                self._defaults[gpu] = FakeStream(self, gpu)
+        return self._current.get(gpu, self._defaults[gpu])
 
     def _gpu(self, device: Any) -> torch.device:
         return self.gpu if device is None else torch.device(device)
@@ -226,10 +250,12 @@ class FakeStream:
     """A stream; its work is done when it is given, though its events may pass later."""
 
     def __init__(self, cuda: FakeCuda, device: torch.device) -> None:
-        self._cuda, self.number, self.device = cuda, len(cuda.streams), device
+        self._cuda, self.device = cuda, device
         self.device_index = device.index or 0
         self._passes_at = 0.0  # when all that was given has passed
-        cuda.streams.append(self)
+        with cuda.lock:
+            self.number = len(cuda.streams)
+            cuda.streams.append(self)
 
     def wait_event(self, event: FakeEvent) -> None:
         assert event.at is not None, "nobody has recorded this event"
@@ -281,8 +307,10 @@ class FakeEvent:
         stream = stream or cuda.current
         assert self.device in (None, stream.device), "an event belongs to the GPU of its first use"
         cuda.touch(stream)
-        cuda.now += 1
-        self.at, self.on, self.device = cuda.now, stream.number, stream.device
+        with cuda.lock:
+            cuda.now += 1
+            self.at = cuda.now
+        self.on, self.device = stream.number, stream.device
         self.captured = cuda.capturing is not None
         # In a capture only external events are nodes of the graph, which have a time; torch makes
         # such a node only while its *current* stream is one that captures.

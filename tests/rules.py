@@ -14,7 +14,7 @@ import numpy as np
 import pipesim as ps
 from pipesim.ops import EXCHANGES, Action, Op
 
-__all__ = ["all_reduced", "assert_rules_hold", "dependencies", "issue_times"]
+__all__ = ["all_reduced", "assert_rules_hold", "dependencies", "issue_times", "waited_for"]
 
 
 def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
@@ -120,12 +120,36 @@ def _with_overlaps(graph: ps.TaskGraph, needs: list[set[int]]) -> list[set[int]]
     ]
 
 
+def waited_for(graph: ps.TaskGraph) -> list[set[int]]:
+    """Return the tasks whose events each task's stream waits for (rule 7)."""
+    found = dependencies(graph)
+    for queue in (graph.queues[k].tolist() for k in range(len(graph.queues))):
+        for task in queue[1:]:
+            found[task].add(queue[queue.index(task) - 1])
+    own = [set(needed) for needed in found]
+    for task in range(len(graph)):
+        if graph.op[task] in (Op.RECV_F, Op.RECV_B):
+            found[task].add(int(graph.pair[task]))
+        if graph.op[task] in (Op.SEND_F, Op.SEND_B) and graph.rendezvous:
+            # A RECV needs no data but its message: that its stream reaches it.
+            found[task] |= own[graph.pair[task]]
+        if graph.group[task] >= 0:
+            members = np.flatnonzero(graph.group == graph.group[task]).tolist()
+            found[task] |= {member for member in members if member < task}
+            found[task] = found[task].union(*(own[member] for member in members))
+    return found
+
+
 def issue_times(graph: ps.TaskGraph, costs: ps.TaskCosts) -> np.ndarray:
     """Return when its host has issued each task (rule 7)."""
     clock = {int(host): 0.0 for host in graph.host}
     issued = np.zeros(len(graph))
+    before = waited_for(graph) if graph.host_threads else []
     for task in range(len(graph)):
         host = int(graph.host[graph.device[task]])
+        for first in before[task] if graph.host_threads else ():
+            if graph.host[graph.device[first]] != host:
+                clock[host] = max(clock[host], issued[first])
         clock[host] += costs.launch[task]
         issued[task] = clock[host]
     return issued

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import pipesim as ps
 from pipesim.errors import PipeError
 from pipesim.grad_sync import GRAD_SYNC
+from pipesim.issue_order import ISSUE_ORDERS
 from pipesim.ops import EXCHANGES, SENDS, TRANSFERS, Action, Op
 from pipesim.placement import LAYOUTS, Placement
 from pipesim.registry import schedule_info
@@ -26,6 +27,7 @@ __all__ = [
     "costs",
     "custom_schedules",
     "graphs",
+    "hosts",
     "linked_networks",
     "lower_options",
     "lowerings",
@@ -48,6 +50,7 @@ seconds = st.one_of(
 device_counts = st.sampled_from([2, 3, 4, 2, 3, 4, 1])
 replica_counts = st.sampled_from([1, 1, 1, 2, 3])
 launches = st.sampled_from([0.0, 0.25, 1.0])
+issue_orders = st.sampled_from(["clock_cycle", *ISSUE_ORDERS])
 #: Fields of `Costs` that replace what the network says of collectives.
 COLLECTIVE_SECONDS = ("reduce_grad", "unshard", "exchange_counts", "exchange_vectors",
                       "exchange_accumulated")  # fmt: skip
@@ -190,15 +193,28 @@ def schedules(recomputes: bool = False) -> st.SearchStrategy[ps.Schedule]:
 def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     """Every mode of `pipesim.lower`, but for rendezvous on compute streams, which may deadlock."""
     overlap = draw(st.booleans())
+    options = draw(replicated(schedule))
     return {
         "recompute": draw(st.sampled_from(["listed", "never", "always", "except_last"])),
         "overlap": overlap,
         "streams": draw(st.sampled_from(["per_peer", "single"])),
         "rendezvous": overlap and draw(st.booleans()),
-        "hosts": draw(st.sampled_from(["one", "per_device"])),
+        "hosts": draw(hosts(schedule.n_devices * options["n_replicas"])),
+        "host_threads": draw(st.booleans()),
+        "issue_order": draw(issue_orders),
         "step": draw(st.sampled_from(["flush", "none"])),
-        **draw(replicated(schedule)),
+        **options,
     }
+
+
+@st.composite
+def hosts(draw: st.DrawFn, n_devices: int) -> str | list[int]:
+    """One host, one a device, and sometimes fewer, in any order."""
+    kind = draw(st.sampled_from(["one", "per_device", "some"]))
+    if kind != "some":
+        return kind
+    drawn = draw(st.lists(st.integers(0, 2), min_size=n_devices, max_size=n_devices))
+    return [sorted(set(drawn)).index(number) for number in drawn]
 
 
 @st.composite
@@ -251,11 +267,17 @@ def lowerings(draw: st.DrawFn) -> Lowering:
 def graphs(draw: st.DrawFn, **fixed: Any) -> ps.TaskGraph:
     """Lowered schedules; some options may be ``fixed``."""
     schedule, options = draw(lowerings())
-    return ps.lower(schedule, **fixed_options(options, fixed))
+    return ps.lower(schedule, **with_fixed(options, fixed))
 
 
-def fixed_options(options: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
-    """Return options with some of them fixed; without sharded stages nothing says how."""
+def with_fixed(options: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+    """Return options with some that are fixed, and without those that then do not apply.
+
+    A list of hosts is for the replicas drawn; without sharded stages nothing says how they
+    exchange.
+    """
+    if "n_replicas" in fixed and isinstance(options["hosts"], list):
+        options = {**options, "hosts": "per_device"}
     options = {**options, **fixed}
     how = () if options.get("sharded") else EXCHANGE_OPTIONS
     return {name: value for name, value in options.items() if name not in how or name in fixed}
@@ -365,7 +387,7 @@ def skipping_cases(draw: st.DrawFn, **fixed: Any) -> tuple[ps.TaskGraph, ps.Cost
     some = st.lists(st.sampled_from(pairs), unique=True, max_size=4) if pairs else st.just([])
     skips = draw(some)
     portals = draw(st.booleans())
-    options = fixed_options(draw(lower_options(schedule)), fixed)
+    options = with_fixed(draw(lower_options(schedule)), fixed)
     graph = ps.lower(schedule, skips=skips, portals=portals, **options)
     nbytes = draw(st.one_of(sizes, st.fixed_dictionaries(dict.fromkeys(skips, sizes))))
     return graph, replace(draw(costs(n, graph.n_devices)), skip_bytes=nbytes)

@@ -18,10 +18,25 @@ Floats = NDArray[np.float64]
 
 
 @kernel()
-def issue(kind: Ints, host: Ints, row: Ints, launch: Floats, clock: Floats, issued: Floats) -> None:
-    """Fill ``issued``: each host issues its tasks in order of ids (rule 7)."""
+def issue(
+    kind: Ints,
+    host: Ints,
+    row: Ints,
+    launch: Floats,
+    first_ptr: Ints,
+    first: Ints,
+    clock: Floats,
+    issued: Floats,
+) -> None:
+    """Fill ``issued``: each host issues its tasks in order of ids (rule 7).
+
+    ``first`` are those that other hosts have to issue before each; none where ``first_ptr`` is
+    empty.
+    """
     for task in range(len(kind)):
         by = host[kind[task]]
+        for k in range(first_ptr[task], first_ptr[task + 1]) if len(first_ptr) else range(0):
+            clock[by] = max(clock[by], issued[first[k]])
         clock[by] += launch[row[task]]
         issued[task] = clock[by]
 

@@ -151,8 +151,11 @@ def planned(graph: TaskGraph, costs: TaskCosts) -> Plan:
         issued = costs.issued
     elif costs.table.launch.any():
         issued = np.empty(len(graph))
-        host = graph.host[graph.kinds.device]
-        issue(graph.kind, host, costs.row, costs.table.launch, np.zeros(host.max() + 1), issued)
+        host, n_hosts = graph.host[graph.kinds.device], int(graph.host.max()) + 1
+        none = CSR(np.empty(0, np.int32), np.empty(0, np.int32))
+        first = graph.issued_first if graph.host_threads and n_hosts > 1 else none
+        launch, clock = costs.table.launch, np.zeros(n_hosts)
+        issue(graph.kind, host, costs.row, launch, first.ptr, first.values, clock, issued)
     ends = graph.dependencies
     share = np.empty(0)
     if len(graph.during):

@@ -110,6 +110,7 @@ class _Step:
             self.buckets.setdefault(self.during[bucket], []).append(bucket)
         self.links = _Links(env)
         self.granted: dict[int, simpy.Event] = {}  # of a collective: it may hold its links
+        self.in_threads = graph.host_threads and bool(graph.host.any())
         self.is_send, self.is_recv = graph.is_op(SENDS), graph.is_op(RECVS)
         if costs.issued is not None:
             self.issued = [env.timeout(moment) for moment in costs.issued.tolist()]
@@ -123,6 +124,8 @@ class _Step:
     def issue(self, tasks: Iterable[int]) -> Process:
         """Be a host: issue tasks in id order, each at its launch cost (rule 7)."""
         for task in tasks:
+            for first in self.graph.issued_first[task].tolist() if self.in_threads else ():
+                yield self.issued[first]
             if self.launch[task] > 0:
                 yield self.env.timeout(self.launch[task])
             self.issued[task].succeed()

@@ -1,0 +1,100 @@
+"""Host threads: several, each of which issues for its own devices, or one with imposed launches.
+
+Each host goes through the tasks of its devices in order of ids. A stream can only wait for an event
+that was recorded, so before it gives a task, a host waits until other hosts have issued what the
+task needs. That cannot block for ever: the ids are a topological order, and so the host that has
+the smallest one of those not issued can go on.
+
+The caller of the step waits meanwhile, and serves signals and timeouts. When something has failed,
+or the step is given up, hosts stop before their next task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from time import perf_counter, sleep
+
+import numpy as np
+
+from pipeexec.processes import Processes
+from pipeexec.run import Planned, Run
+from pipeexec.streams import CpuEvent
+from pipesim.graph import TaskGraph
+
+__all__ = ["Hosts", "make_hosts"]
+
+#: Seconds between two looks at whether the step goes on.
+_SLICE = 0.1
+Gates = Mapping[int, CpuEvent]
+
+
+class Hosts:
+    """The hosts of a graph's tasks in this process.
+
+    Parameters
+    ----------
+    graph
+        What runs.
+    tasks
+        Of each host, in order of ids.
+    """
+
+    def __init__(self, graph: TaskGraph, tasks: Sequence[Sequence[Planned]]) -> None:
+        self.tasks = tasks
+        #: Tasks that other hosts have to issue before each.
+        self._first = graph.issued_first if len(tasks) > 1 else None
+        self._awaited = () if self._first is None else np.unique(self._first.values).tolist()
+        self._threads = [own[0].device.host() for own in tasks]
+
+    def start(self, run: Run) -> list[CpuEvent]:
+        """Let each host issue its tasks of a step; return an event a host, which passes then."""
+        gates = {task: CpuEvent() for task in self._awaited}
+        for number, thread in enumerate(self._threads):
+            thread.submit(partial(self._issue, run, number, gates))
+        return [thread.record() for thread in self._threads]
+
+    def _issue(self, run: Run, number: int, gates: Gates) -> None:
+        try:
+            run.give(self._in_turn(run, self.tasks[number], gates))
+        except BaseException as error:
+            run.host_error = run.host_error or error
+            run.failure = run.failure or (-1, error)
+
+    def _in_turn(self, run: Run, tasks: Sequence[Planned], gates: Gates) -> Iterator[Planned]:
+        """Yield each task when its host may give it to its stream; then note that it was."""
+        assert run.took is not None
+        due = run.zero
+        for task in tasks:
+            for needed in () if self._first is None else self._first[task.id].tolist():
+                if not gates[needed].passed():
+                    while not (run.has_stopped or gates[needed].wait(_SLICE)):
+                        pass
+                    due = max(due, perf_counter())  # a launch begins after the wait
+            if run.has_stopped:
+                return
+            began = perf_counter()
+            due += task.device.launch
+            if due > began:
+                sleep(due - began)
+            yield task
+            run.took[task.id] = perf_counter() - began
+            if task.id in gates:
+                gates[task.id].fire()
+
+
+def make_hosts(
+    graph: TaskGraph, tasks: Sequence[Planned], processes: Processes | None
+) -> Hosts | None:
+    """Return the hosts of a plan; None where the caller is the only one, and launches are its own.
+
+    Of several processes each has one host.
+    """
+    is_one = processes is not None or not graph.host.any()
+    if is_one and not any(task.device.launch for task in tasks):
+        return None
+    number = np.zeros(len(graph), np.int64) if is_one else graph.host[graph.device]
+    of: dict[int, list[Planned]] = {}
+    for task in tasks:
+        of.setdefault(int(number[task.id]), []).append(task)
+    return Hosts(graph, [own for _, own in sorted(of.items())])

@@ -1,0 +1,118 @@
+"""Orders in which a host issues tasks, other than by clock cycle.
+
+The order of each stream is the schedule's, and stays as it is: only the ids of tasks change.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from pipesim.csr import CSR, Ints
+from pipesim.graph import TaskGraph
+from pipesim.jit import kernel
+from pipesim.ops import COMPUTE, Op
+
+__all__ = ["ISSUE_ORDERS", "IssueOrder", "in_issue_order"]
+
+IssueOrder = Literal["clock_cycle", "microbatch_major", "stage_major"]
+ISSUE_ORDERS: tuple[IssueOrder, ...] = ("clock_cycle", "microbatch_major", "stage_major")
+
+
+def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
+    """Return a graph in clock-cycle order with its tasks issued in another order.
+
+    The next task is always one that can be issued: everything that it waits for has been, the task
+    before it on its stream included. Messages and collectives come as soon as they can, so right
+    behind what makes them. Of compute tasks the first comes by
+
+    - ``"microbatch_major"``: pass, then position;
+    - ``"stage_major"``: position.
+
+    A pass is the forward of a micro-batch through all stages, or its backward (R, B, I, W), or the
+    STEPs of a mini-batch. Passes come in the order in which their first F, B or I, or STEP is
+    issued by clock cycle. The position is that on the way forward and back through ``n`` stages:
+    ``s`` for F of stage ``s``, ``2 * n - 1 - s`` for all others. Ties go to the order by clock
+    cycle, in which replicas take turns, task by task.
+
+    It takes O(n log n) for n tasks and what they wait for.
+    """
+    if issue_order == "clock_cycle":
+        return graph
+    is_compute = graph.is_op(COMPUTE)
+    position = np.where(graph.op == Op.F, graph.stage, 2 * graph.n_stages - 1 - graph.stage)
+    keys = [position, _passes(graph)] if issue_order == "microbatch_major" else [position]
+    # The last key counts first, and ties keep the order of ids: all that messages go by.
+    by_rank = np.lexsort([*(np.where(is_compute, key, -1) for key in keys), is_compute])
+    rank = np.empty(len(graph), dtype=np.int64)
+    rank[by_rank] = np.arange(len(graph))
+    return graph.reordered(_topological_order(graph.precedence, rank, by_rank))
+
+
+def _passes(graph: TaskGraph) -> Ints:
+    """Return the first task of the pass that each compute task is of; any number for others."""
+    of = np.where(graph.op == Op.F, 0, np.where(graph.op == Op.STEP, 2, 1))
+    of = of * (graph.n_microbatches + 1) + graph.microbatch + 1
+    first = np.full(3 * (graph.n_microbatches + 1), len(graph))
+    begins = np.flatnonzero(graph.is_op(frozenset({Op.F, Op.B, Op.I, Op.STEP})))
+    np.minimum.at(first, of[begins], begins)
+    found: Ints = first[of]
+    return found
+
+
+def _topological_order(waits: CSR, rank: Ints, by_rank: Ints) -> Ints:
+    """Return a topological order that takes the task of the smallest rank it can."""
+    followers = waits.transposed()
+    order = np.empty(len(rank), dtype=np.int64)
+    heap = np.empty(len(rank), dtype=np.int64)
+    remaining = np.diff(waits.ptr).astype(np.int64)
+    _take_in_turn(remaining, followers.ptr, followers.values, rank, by_rank, heap, order)
+    return order
+
+
+@kernel()
+def _take_in_turn(
+    remaining: Ints,
+    ptr: Ints,
+    followers: Ints,
+    rank: Ints,
+    by_rank: Ints,
+    heap: Ints,
+    order: Ints,
+) -> None:
+    """Fill ``order``; ``heap`` holds the ranks of the tasks that can be issued, as a binary heap.
+
+    Longer than most functions here, as a kernel's helpers would have to be registered one by one.
+    """
+    size, taken = 0, 0
+    for k in range(len(rank)):  # ranks in order are a heap
+        if remaining[by_rank[k]] == 0:
+            heap[size] = k
+            size += 1
+    while size > 0:
+        task = by_rank[heap[0]]
+        order[taken] = task
+        taken += 1
+        size -= 1
+        last, hole = heap[size], 0
+        while 2 * hole + 1 < size:  # the smaller child moves up
+            child = 2 * hole + 1
+            if child + 1 < size and heap[child + 1] < heap[child]:
+                child += 1
+            if heap[child] >= last:
+                break
+            heap[hole] = heap[child]
+            hole = child
+        heap[hole] = last
+        for k in range(ptr[task], ptr[task + 1]):
+            follower = followers[k]
+            remaining[follower] -= 1
+            if remaining[follower] > 0:
+                continue
+            hole = size
+            size += 1
+            while hole > 0 and heap[(hole - 1) // 2] > rank[follower]:
+                heap[hole] = heap[(hole - 1) // 2]
+                hole = (hole - 1) // 2
+            heap[hole] = rank[follower]

@@ -1,0 +1,278 @@
+"""Pipelines whose graphs have several hosts: a thread issues for each; and imposed launches."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from executing import (
+    Faulty,
+    assert_order_respected,
+    assert_same,
+    cut,
+    data,
+    dense,
+    mse,
+    nap_stages,
+    unsplit,
+    within,
+)
+from fake_cuda import FakeCuda, FakeGpu
+from torch import Tensor, nn
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.capturable import check_can_capture
+from pipesim.errors import ArgumentError, ExecutionError, StageError, StallError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning"),
+    pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning"),
+]
+
+HOSTS: list[Any] = ["per_device", [0, 1, 0], [1, 0, 0]]
+SLOW = 0.2  # s that a launch takes, in steps that are stopped
+
+
+@pytest.fixture(params=["workers", "GPUs"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return what makes pipelines, on CPU workers or on the stand-in for CUDA."""
+    subjects: list[px.Pipeline] = []
+
+    def made(stages: Any, graph: ps.TaskGraph, **options: Any) -> px.Pipeline:
+        n = graph.n_devices
+        devices: list[Any] = ["cpu"] * n
+        if request.param == "GPUs":
+            FakeCuda().install(monkeypatch)
+            devices = [FakeGpu(k) for k in range(n)]
+        subjects.append(px.Pipeline(stages, graph, devices, mse, **options))
+        return subjects[-1]
+
+    yield made
+    for subject in subjects:
+        subject.close()
+
+
+def lowered(schedule: str = "1f1b", p: int = 3, m: int = 4, **options: Any) -> ps.TaskGraph:
+    return ps.lower(ps.schedule(schedule, p, m), **options)
+
+
+class Named(nn.Module):
+    """Passes its input on; notes the thread that runs it, after some time."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.seconds, self.threads = seconds, set[str]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        self.threads.add(threading.current_thread().name)
+        return x
+
+
+@pytest.mark.parametrize("order", ["clock_cycle", "stage_major"])
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_a_step_is_that_of_the_unsplit_model(make: Any, hosts: Any, order: Any) -> None:
+    """To the last bit, in the order of the graph; the first stage makes the others wait."""
+    for schedule in ("1f1b", "zb_h1"):
+        graph = lowered(schedule, hosts=hosts, issue_order=order, recompute="except_last")
+        stages, whole = (cut(dense(3), [1, 1, 1]) for _ in range(2))
+        loss = unsplit(whole, graph, *data(8))
+        stages[0].append(Named(2e-3))
+        result = make(stages, graph).step(*data(8))
+        assert torch.equal(result.loss, loss)
+        assert_same([stages[0][:1], *stages[1:]], whole)
+        assert_order_respected(result.timeline)
+
+
+def test_replicas_reduce_their_gradients_over_hosts(make: Any) -> None:
+    """In buckets too, whose reductions wait for events within backwards of other hosts."""
+    for sync in ("last", "bucketed"):
+        graph = lowered(p=2, n_replicas=2, hosts="per_device", grad_sync=sync)
+        stages, whole = (cut(dense(4), [2, 2]) for _ in range(2))
+        inputs, targets = data(8)
+        make(stages, graph).step(inputs, targets)
+        mse(nn.Sequential(*whole)(inputs), targets).backward()
+        for mine, its in zip(stages, whole, strict=True):
+            for parameter, other in zip(mine.parameters(), its.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, other.grad)
+
+
+def test_a_host_is_at_home_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it never has to change the current GPU, which takes time at every task."""
+    FakeCuda().install(monkeypatch)
+    gpus = [FakeGpu(k, memory=k) for k in range(3)]
+    with px.Pipeline(cut(dense(3), [1, 1, 1]), lowered(hosts="per_device"), gpus, mse) as subject:
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: 1 / 0)
+        subject.step(*data(8))
+
+
+def test_each_host_is_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs stages run in the thread that issues them."""
+    FakeCuda().install(monkeypatch)
+    stages = [nn.Sequential(nn.Linear(16, 16), Named()) for _ in range(3)]
+    graph = lowered(hosts=[0, 1, 0])
+    with px.Pipeline(stages, graph, [FakeGpu(k) for k in range(3)], mse) as subject:
+        subject.step(*data(8))
+        subject.with_graph(lowered()).step(*data(8))
+    own = threading.current_thread().name
+    names = [{"cuda:0 host"}, {"cuda:1 host"}, {"cuda:0 host"}]
+    assert [stage[1].threads for stage in stages] == [name | {own} for name in names]
+    assert not any("host" in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("at", [{"forward": 2}, {"backward": 1}])
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_stage_that_raises_stops_all_hosts(make: Any, index: int, at: Any) -> None:
+    fault = Faulty(ValueError("broken"), **at)
+    stages = cut(dense(3), [1, 1, 1])
+    stages[index].append(fault)
+    subject = make(stages, lowered(hosts="per_device"), timeout=20)
+    with pytest.raises(StageError, match=f"device {index}, stage {index}.*ValueError: broken"):
+        within(10, lambda: subject.step(*data(8)))
+    fault.repair()
+    assert np.isfinite(within(10, lambda: subject.step(*data(8))).timeline.makespan)
+
+
+def test_a_host_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a stage that never ends holds its host up, and so the others; not the caller."""
+    FakeCuda().install(monkeypatch)
+    left = threading.Event()
+
+    class Hangs(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            left.wait(30)
+            return super().forward(x)
+
+    stages = [*cut(dense(2), [1, 1]), Hangs(16, 16)]
+    gpus = [FakeGpu(k) for k in range(3)]
+    subject = px.Pipeline(stages, lowered(hosts="per_device"), gpus, mse, timeout=0.3)
+    try:
+        with pytest.raises(StallError, match="2F0"):
+            within(10, lambda: subject.step(*data(8)))
+        with pytest.raises(ExecutionError, match="closed"):
+            subject.step(*data(8))
+    finally:
+        left.set()
+
+
+def slow(hosts: Any, launch: float = SLOW) -> px.Pipeline:
+    """Return a pipeline whose hosts need some time to issue, 5 s and more by default."""
+    graph = lowered(hosts=hosts)
+    return px.Pipeline(cut(dense(3), [1, 1, 1]), graph, px.workers(3, launch=launch), mse)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
+@pytest.mark.parametrize("hosts", ["one", "per_device"])
+def test_an_interrupt_stops_hosts(hosts: Any) -> None:
+    """They issue no more tasks, and the pipeline can be used again."""
+    main = threading.main_thread().ident
+    assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with slow(hosts) as subject:
+        timer = threading.Timer(0.15, signal.pthread_kill, (main, signal.SIGINT))
+        start = time.perf_counter()
+        try:
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                subject.step(*data(8))
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert time.perf_counter() - start < 10 * SLOW
+        for device in subject.devices:
+            device.launch = 0.0
+        assert subject.step(*data(8)).loss > 0
+
+
+def test_closing_stops_hosts() -> None:
+    """From another thread, as for any step."""
+    subject = slow("per_device")
+    timer = threading.Timer(0.15, subject.close)
+    timer.start()
+    with pytest.raises(ExecutionError, match="was closed while a step was running"):
+        within(10 * SLOW, lambda: subject.step(*data(8)))
+    timer.join()
+
+
+def test_an_error_of_a_host_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, and not taken for one of a task."""
+    subject = slow([0, 1, 1], launch=0.0)
+    stream = subject.devices[1].stream("compute")
+    with monkeypatch.context() as patch, subject:
+        patch.setattr(stream, "record", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            within(10, lambda: subject.step(*data(8)))
+        patch.undo()
+        assert within(10, lambda: subject.step(*data(8))).loss > 0
+
+
+def test_an_imposed_launch_is_what_issuing_takes() -> None:
+    """No task is issued before the simulator's time; times of waking up do not add up.
+
+    A host a device: the same, and waits for other hosts are no launches.
+    """
+    launch = 4e-3
+    for hosts in ("one", "per_device"):
+        with slow(hosts, launch) as subject:
+            assert "launches are imposed: 0.004 s of the host a task" in repr(subject)
+            result = subject.step(*data(8))
+        alike = lowered(hosts=hosts, host_threads=True)
+        least = ps.simulate(alike, ps.Costs(0, 0, launch=launch)).issue_times
+        assert (result.timeline.issue_times >= least - 1e-9).all()
+        assert result.host_seconds == pytest.approx(np.sum(result.host_times))
+        of_all = launch * len(alike)
+        assert 0.8 * of_all < result.host_seconds < 1.6 * of_all
+
+
+def test_imposed_launches_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the costs that are measured on such workers: with one host that is late, and with two."""
+    monkeypatch.setattr(sys.modules["pipeexec.profile"], "pairs_of", lambda _: [])  # takes seconds
+    launch, m = 4e-3, 6
+    for hosts in ("one", "per_device"):
+        graph = ps.lower(ps.schedule("gpipe", 2, m), hosts=hosts, host_threads=True, step="none")
+        stages = nap_stages(2, 2e-3, 2e-3)
+        with px.Pipeline(stages, graph, px.workers(2, launch=launch), mse) as subject:
+            batch = data(12, 4)
+            costs = px.profile(subject, *batch, n_steps=1, warm_up=1)
+            measured = subject.step(*batch).timeline.makespan
+        assert 0.8 * launch < costs.launch < 1.6 * launch
+        predicted = ps.simulate(graph, costs).makespan
+        assert 0.6 < predicted / measured < 1.6
+        assert predicted > 0.8 * launch * len(graph) / (1 if hosts == "one" else 2)
+
+
+@pytest.mark.parametrize("launch", [-1e-3, float("inf"), "fast", None])
+def test_launches_that_mean_nothing(launch: Any) -> None:
+    with pytest.raises(ArgumentError, match="launch must be finite seconds >= 0 a task, got"):
+        px.workers(2, launch=launch)
+
+
+def test_gpipe_refuses_imposed_launches() -> None:
+    """Nothing would say that its predictions lack them."""
+    with pytest.raises(ArgumentError, match="GPipe's host is the caller's own thread"):
+        px.GPipe(nn.Sequential(*dense(2)), [1, 1], devices=px.workers(2, launch=1e-3), chunks=2)
+
+
+def test_a_capture_has_one_host() -> None:
+    graph = lowered(p=2, hosts="per_device")
+    check_can_capture(lowered(p=2), gpus := _slices(2), [None, None])
+    with pytest.raises(
+        ArgumentError, match=r"captures what one host issues, the graph has 2.*'one"
+    ):
+        check_can_capture(graph, gpus, [None, None])
+
+
+def _slices(n: int) -> Any:
+    """Return devices of one GPU, as far as that is looked at."""
+
+    class Slice:
+        torch_device = torch.device("cuda", 0)
+
+    return [Slice() for _ in range(n)]
