@@ -85,7 +85,7 @@ def workers(n: int, *, link: Network) -> list[Worker]:
     n = check_count("n", n)
     check_memory(f"n={n} workers", n * _BYTES_PER_WORKER, "take fewer")
     check_links(link)
-    links = Links(link, n, SleepWaits())
+    links = Links(link, n, SleepWaits(), takes_turns=True)
     plain = make_devices(["cpu"] * n)
     return [
         Worker(index, device.core, links)

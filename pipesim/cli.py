@@ -100,7 +100,7 @@ _FLAGS = (
     ("--sharded", "STAGES", "embeddings that are spread over the replicas, such as 0"),
     ("--recompute", "MODE", "never, always or except_last"),
     ("--skips", "PAIRS", "skip connections between stages, such as 0-3,1-2"),
-    ("--streams", "KIND", "per_peer copy streams, or a single one a device"),
+    ("--streams", "KIND", "copy streams per_peer, per_microbatch, or a single one a device"),
     ("--hosts", "KIND", "one host that issues for all devices, or one per_device"),
     ("--step", "MODE", "flush: end with an optimizer step; none: with the gradients"),
     ("--engine", "NAME", "engine that simulates"),

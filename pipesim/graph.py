@@ -303,10 +303,11 @@ class TaskGraph:
                 f"{n_microbatches} micro-batches cannot be shared evenly by n_batches={n_batches}"
             )
         skips = skips_of(kinds, skips, portals)
-        n_codes = 2 * n_devices + 3
-        lowest = StreamKind.COLLECTIVE
+        codes, place = np.unique(kinds.stream, return_inverse=True)
+        n_codes, last = len(codes), int(StreamKind.is_of_microbatch(codes).sum())
+        codes = np.roll(codes, -last)  # streams of micro-batches come last
         unique, stream = np.unique(
-            kinds.device * n_codes + kinds.stream - lowest, return_inverse=True
+            kinds.device * n_codes + (place - last) % n_codes, return_inverse=True
         )
         data, pair = wired(
             kinds, kind, microbatch, n_microbatches // n_batches, stream, each=grad_sync == "every"
@@ -324,7 +325,8 @@ class TaskGraph:
             kind=kind,
             microbatch=microbatch,
             streams=tuple(
-                (key // n_codes, StreamKind.name(key % n_codes + lowest)) for key in unique.tolist()
+                (key // n_codes, StreamKind.name(int(codes[key % n_codes])))
+                for key in unique.tolist()
             ),
             stream_of_kind=stream.astype(np.int32),
             dependencies=dependencies,

@@ -15,6 +15,7 @@ from pipesim.errors import ArgumentError, check_count, check_flag, check_name
 from pipesim.gradients_first import gradients_first
 from pipesim.graph import GRAD_SYNC, GradSync, TaskGraph
 from pipesim.issue import issue, replicated
+from pipesim.microbatch_streams import with_streams_of_microbatches
 from pipesim.ops import Op
 from pipesim.partners import Collectives, add_partners
 from pipesim.placement import LAYOUTS, Layout, replica_devices
@@ -27,6 +28,8 @@ __all__ = ["lower"]
 
 Recompute = Literal["never", "always", "except_last"]
 RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "except_last")
+Streams = Literal["per_peer", "single", "per_microbatch"]
+STREAMS: tuple[Streams, ...] = ("per_peer", "single", "per_microbatch")
 #: Buckets that a stage may have; each is a task.
 _MOST_BUCKETS = 1000
 
@@ -36,7 +39,7 @@ def lower(
     *,
     recompute: Recompute = "never",
     overlap: bool = True,
-    streams: Literal["per_peer", "single"] = "per_peer",
+    streams: Streams = "per_peer",
     rendezvous: bool = False,
     hosts: Literal["one", "per_device"] = "one",
     step: Literal["flush", "none"] = "flush",
@@ -68,7 +71,8 @@ def lower(
         during the latency of its message, so that messages of latency alone block no sender.
     streams
         ``"per_peer"``: a copy stream a peer and direction. ``"single"``: one a device, which shows
-        head-of-line blocking (rule 1).
+        head-of-line blocking (rule 1). ``"per_microbatch"``: one a peer, direction and micro-batch,
+        as torchgpipe has one a device and micro-batch.
     rendezvous
         Whether a SEND waits until its RECV is reached (rule 6).
     hosts
@@ -139,7 +143,7 @@ def lower(
         If the graph and its times would not fit in memory.
     """
     check_name("recompute mode", recompute, RECOMPUTE)
-    check_name("streams", streams, ("per_peer", "single"))
+    check_name("streams", streams, STREAMS)
     check_name("hosts", hosts, ("one", "per_device"))
     check_name("step", step, ("flush", "none"))
     flags = {"overlap": overlap, "rendezvous": rendezvous, "portals": portals}
@@ -189,6 +193,8 @@ def lower(
         issued = replicated(issued, n_replicas, len(kinds))
         kinds = kinds.replicated(replica_devices(n_replicas, schedule.n_devices, layout))
     kind, microbatch = issued.kind, issued.microbatch
+    if overlap and streams == "per_microbatch":
+        kinds, kind = with_streams_of_microbatches(kinds, kind, microbatch)
     if recompute_waits:
         order = gradients_first(kinds, kind, microbatch)
         kind, microbatch = kind[order], microbatch[order]

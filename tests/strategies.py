@@ -180,7 +180,7 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     return {
         "recompute": draw(st.sampled_from(["never", "always", "except_last"])),
         "overlap": overlap,
-        "streams": draw(st.sampled_from(["per_peer", "single"])),
+        "streams": draw(st.sampled_from(["per_peer", "single", "per_microbatch"])),
         "rendezvous": overlap and draw(st.booleans()),
         "hosts": draw(st.sampled_from(["one", "per_device"])),
         "step": draw(st.sampled_from(["flush", "none"])),
