@@ -1,6 +1,7 @@
 """Simulate pipeline-parallel training schedules; pipeexec runs the same task graphs for real."""
 
 from pipesim import hta, trace
+from pipesim.audit import audit
 from pipesim.compare import Comparison, compare
 from pipesim.costs import Costs
 from pipesim.graph import TaskGraph
@@ -59,6 +60,7 @@ __all__ = [
     "Tasks",
     "Timeline",
     "Transformer",
+    "audit",
     "balanced_split",
     "bidirectional",
     "compare",
