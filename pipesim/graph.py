@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ from pipesim.schedule import VERSIONS, Versions
 from pipesim.skips import skips_of
 from pipesim.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.wiring import KindRules, index_tasks, wire
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "GRAD_SYNC",
@@ -484,6 +487,12 @@ class TaskGraph:
         from pipesim.torch_csv import write_torch_csv
 
         write_torch_csv(self, path)
+
+    def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw what the tasks need, in clock cycles; see `pipesim.plot.dependencies`."""
+        from pipesim.plot import dependencies
+
+        return dependencies(self, ax=ax, **options)
 
     def with_name(self, name: str) -> TaskGraph:
         """Return the same graph under another name."""
