@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,6 +18,7 @@ from pipeexec.run import Planned, Run
 from pipeexec.signatures import Signature, check_values
 from pipeexec.stage import Values
 from pipeexec.streams import InlineStream
+from pipesim.errors import ArgumentError
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
 
@@ -31,6 +32,7 @@ def connected(
     own = {d: x for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)}
     ranks = ranks_of(devices, processes.rank)
     routes = _routes(graph, ranks)
+    _check_streams(graph, routes)
     processes.open(routes.values(), graph.n_devices, list(own.values()))
     here = {task.id for task in tasks}
     away = {t: route for send, route in routes.items()
@@ -160,6 +162,19 @@ def _receive(run: Run, task: Planned) -> None:
     values = task.channel.receive(run.expected[task.id], run.asked.pop(task.id))
     run.nbytes[task.id] = transfer.nbytes(values)
     run.values[task.id] = transfer.receive(values, task.device, task.device.stream("compute"))
+
+
+def _check_streams(graph: TaskGraph, sends: Iterable[int]) -> None:
+    """Raise for messages to other processes that have a stream a micro-batch."""
+    for send in sends:
+        stream = graph.task(send).stream
+        if "/" in stream:
+            raise ArgumentError(
+                f"{graph.task(send)} of device {graph.device[send]} is on stream {stream!r}, of "
+                "one micro-batch, and goes to another process: messages between two processes "
+                'arrive in the order in which they are sent; lower with streams="per_peer", or run '
+                "all devices in one process"
+            )
 
 
 def _routes(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, Route]:

@@ -18,8 +18,11 @@ Each pair of slices has its own link in each direction; links that pairs share a
 from __future__ import annotations
 
 import math
+import threading
 import warnings
+from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
 from time import perf_counter, sleep
 from typing import Protocol
 
@@ -166,6 +169,27 @@ def make_waits(device: torch.device) -> Waits:
         return CycleWaits(device)
 
 
+class Turns:
+    """Lets threads use a link one after the other, in the order in which they ask (rule 8)."""
+
+    def __init__(self) -> None:
+        self._lock, self._queue = threading.Lock(), deque[threading.Event]()
+
+    def __enter__(self) -> None:
+        turn = threading.Event()
+        with self._lock:
+            self._queue.append(turn)
+            if len(self._queue) == 1:
+                turn.set()
+        turn.wait()
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._queue.popleft()
+            if self._queue:
+                self._queue[0].set()
+
+
 class Links:
     """The imposed links between all slices of a GPU, or all workers.
 
@@ -177,6 +201,8 @@ class Links:
         How many of them.
     waits
         How they wait.
+    takes_turns
+        Whether streams are threads: messages on several of them then share a link one by one.
 
     Raises
     ------
@@ -184,7 +210,9 @@ class Links:
         If pairs share links.
     """
 
-    def __init__(self, network: Network, n_devices: int, waits: Waits) -> None:
+    def __init__(
+        self, network: Network, n_devices: int, waits: Waits, takes_turns: bool = False
+    ) -> None:
         check_links(network)
         pairs = np.indices((n_devices, n_devices)).reshape(2, -1)
         pairs = pairs[:, pairs[0] != pairs[1]]
@@ -196,16 +224,19 @@ class Links:
             )
         }
         self.waits = waits
+        self._turns = {pair: Turns() for pair in self._of} if takes_turns else {}
 
     def carry(self, values: tuple[Tensor | None, ...], source: int, target: int) -> Message:
         """Return a copy of a message, once its link is done with it; for the stream that sends."""
         latency, bandwidth = self._of[source, target]
-        began = self.waits.note()
-        copied = tuple(None if value is None else value.clone() for value in values)
         nbytes = sum(value.nbytes for value in values if value is not None)
-        if nbytes / bandwidth > 0:
-            self.waits.until(began, nbytes / bandwidth)
-        return Message(copied, self.waits.note(), latency)
+        seconds = nbytes / bandwidth
+        with self._turns.get((source, target), nullcontext()) if seconds > 0 else nullcontext():
+            began = self.waits.note()
+            copied = tuple(None if value is None else value.clone() for value in values)
+            if seconds > 0:
+                self.waits.until(began, seconds)
+            return Message(copied, self.waits.note(), latency)
 
     def arrive(self, message: Message) -> None:
         """Let the stream that receives wait until a message is there."""

@@ -12,6 +12,7 @@ from pipeexec.gradient_sync import Work, handing_over, marking
 from pipeexec.processes import Processes
 from pipeexec.run import Planned
 from pipeexec.shares import Shares
+from pipeexec.slices import Slice
 from pipeexec.stage import Stage
 from pipeexec.work import WORK
 from pipesim.errors import ArgumentError
@@ -68,6 +69,7 @@ def plan(
             f"graph {graph.name!r} has skip connections {list(graph.skips)}, which "
             "pipeexec.Pipeline does not run; pipeexec.GPipe does, or lower without skips"
         )
+    _check_links(graph, devices)
     recomputed, split = (
         {(int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == op)}
         for op in (Op.R, Op.W)
@@ -112,6 +114,18 @@ def plan(
             )
         )  # fmt: skip
     return planned if processes is None else connected(graph, planned, devices, processes)
+
+
+def _check_links(graph: TaskGraph, devices: Sequence[Device]) -> None:
+    """Raise if messages that share an imposed link of a GPU are on several streams."""
+    for device, name in graph.streams:
+        place = devices[device]
+        if "/" in name and isinstance(place, Slice) and place.links is not None:
+            raise ArgumentError(
+                f"stream {name!r} of {place.name} is of one micro-batch, and the links of these "
+                "slices are imposed: on a GPU nothing lets messages on several streams take turns "
+                'on a link; lower with streams="per_peer", or leave out link='
+            )
 
 
 def _work(task: Task, marks: int, group: int) -> Work:

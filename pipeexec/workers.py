@@ -106,7 +106,7 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
         raise ArgumentError(f"launch must be finite seconds >= 0 a task, got {launch!r}")
     if link is not None:
         check_links(link)
-    links = None if link is None else Links(link, n, SleepWaits())
+    links = None if link is None else Links(link, n, SleepWaits(), takes_turns=True)
     plain = make_devices(["cpu"] * n)
     return [
         Worker(index, device.core, links, seconds)

@@ -1,6 +1,7 @@
 """Simulate pipeline-parallel training schedules; pipeexec runs the same task graphs for real."""
 
 from pipesim import hta, trace
+from pipesim.audit import audit
 from pipesim.autograd_orders import AutogradOrders, autograd_orders
 from pipesim.compare import Comparison, compare
 from pipesim.costs import Costs
@@ -63,6 +64,7 @@ __all__ = [
     "Tasks",
     "Timeline",
     "Transformer",
+    "audit",
     "autograd_orders",
     "balanced_split",
     "bidirectional",

@@ -112,7 +112,7 @@ _FLAGS = (
     ),
     ("--recompute", "MODE", "never, always or except_last"),
     ("--skips", "PAIRS", "skip connections between stages, such as 0-3,1-2"),
-    ("--streams", "KIND", "per_peer copy streams, or a single one a device"),
+    ("--streams", "KIND", "copy streams per_peer, per_microbatch, or a single one a device"),
     ("--hosts", "KIND", "one host that issues for all devices, one per_device, or 0,0,1,1"),
     ("--issue-order", "ORDER", "hosts issue by clock_cycle, microbatch_major or stage_major"),
     ("--step", "MODE", "flush: end with an optimizer step; none: with the gradients"),

@@ -62,9 +62,7 @@ def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | No
         if name != "stream":
             _check_range(name, column, *_RANGES[name])
     n_devices = int(columns["device"].max(initial=0)) + 1
-    last = StreamKind.name(2 * n_devices)
-    advice = f"there are {n_devices} devices, the last stream is {last}; StreamKind has the codes"
-    _check_range("stream", columns["stream"], StreamKind.COLLECTIVE, 2 * n_devices, advice)
+    _check_streams(columns["stream"], n_devices)
     columns = {name: column.astype(np.int64, copy=False) for name, column in columns.items()}
     _check_microbatches(columns["op"], columns["stage"], columns["microbatch"])
     collective = columns.pop("group", None)
@@ -105,6 +103,17 @@ def _check_range(name: str, column: Ints, lowest: int, highest: int, advice: str
         raise GraphError(
             f"tasks: row {row}: {name} must be {lowest} to {highest}, got {column[row]}; {advice}"
         )
+
+
+def _check_streams(column: Ints, n_devices: int) -> None:
+    """Raise for a code that is no stream's, or that of a device which is not there."""
+    last = StreamKind.name(2 * n_devices)
+    advice = f"there are {n_devices} devices, the last stream is {last}; StreamKind has the codes"
+    if column.dtype.kind == "i":
+        peer = StreamKind.peer(column)
+        there = StreamKind.is_of_microbatch(column) & (peer >= 0) & (peer < n_devices)
+        column = np.where(there, StreamKind.COMPUTE, column)
+    _check_range("stream", column, StreamKind.COLLECTIVE, 2 * n_devices, advice)
 
 
 def _check_microbatches(op: Ints, stage: Ints, microbatch: Ints) -> None:

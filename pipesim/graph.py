@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,9 @@ from pipesim.schedule import VERSIONS, Versions
 from pipesim.skips import skips_of
 from pipesim.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.wiring import KindRules, index_tasks, wire
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "GRAD_SYNC",
@@ -336,10 +339,11 @@ class TaskGraph:
         skips = skips_of(kinds, skips, portals)
         n_stages, batch_size = int(kinds.stage.max(initial=0)) + 1, n_microbatches // n_batches
         grad_sync = checked_grad_sync(grad_sync, n_stages, batch_size)
-        n_codes = 2 * n_devices + 3
-        lowest = StreamKind.COLLECTIVE
+        codes, place = np.unique(kinds.stream, return_inverse=True)
+        n_codes, last = len(codes), int(StreamKind.is_of_microbatch(codes).sum())
+        codes = np.roll(codes, -last)  # streams of micro-batches come last
         unique, stream = np.unique(
-            kinds.device * n_codes + kinds.stream - lowest, return_inverse=True
+            kinds.device * n_codes + (place - last) % n_codes, return_inverse=True
         )
         groups = group_sizes(grad_sync, n_stages)
         data, pair = wired(kinds, kind, microbatch, batch_size, stream, groups)
@@ -356,7 +360,8 @@ class TaskGraph:
             kind=kind,
             microbatch=microbatch,
             streams=tuple(
-                (key // n_codes, StreamKind.name(key % n_codes + lowest)) for key in unique.tolist()
+                (key // n_codes, StreamKind.name(int(codes[key % n_codes])))
+                for key in unique.tolist()
             ),
             stream_of_kind=stream.astype(np.int32),
             dependencies=dependencies,
@@ -517,6 +522,12 @@ class TaskGraph:
         from pipesim.torch_csv import write_torch_csv
 
         write_torch_csv(self, path)
+
+    def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
+        """Draw what the tasks need, in clock cycles; see `pipesim.plot.dependencies`."""
+        from pipesim.plot import dependencies
+
+        return dependencies(self, ax=ax, **options)
 
     def with_name(self, name: str) -> TaskGraph:
         """Return the same graph under another name."""

@@ -24,6 +24,7 @@ from pipesim.graph import TaskGraph
 from pipesim.hosts import Hosts, host_of_devices
 from pipesim.issue import issue, replicated
 from pipesim.issue_order import ISSUE_ORDERS, IssueOrder, in_issue_order
+from pipesim.microbatch_streams import with_streams_of_microbatches
 from pipesim.ops import Op
 from pipesim.partners import Collectives, add_partners
 from pipesim.placement import LAYOUTS, Layout, replica_devices
@@ -42,6 +43,8 @@ from pipesim.verify import compute_listing, verify, verify_listing
 
 __all__ = ["RECOMPUTE", "Recompute", "lower"]
 
+Streams = Literal["per_peer", "single", "per_microbatch"]
+STREAMS: tuple[Streams, ...] = ("per_peer", "single", "per_microbatch")
 #: Buckets that a stage may have; each is a task.
 _MOST_BUCKETS = 1000
 
@@ -51,7 +54,7 @@ def lower(
     *,
     recompute: Chosen = "listed",
     overlap: bool = True,
-    streams: Literal["per_peer", "single"] = "per_peer",
+    streams: Streams = "per_peer",
     rendezvous: bool = False,
     hosts: Hosts = "one",
     host_threads: bool = False,
@@ -89,7 +92,8 @@ def lower(
         during the latency of its message, so that messages of latency alone block no sender.
     streams
         ``"per_peer"``: a copy stream a peer and direction. ``"single"``: one a device, which shows
-        head-of-line blocking (rule 1).
+        head-of-line blocking (rule 1). ``"per_microbatch"``: one a peer, direction and micro-batch,
+        as torchgpipe has one a device and micro-batch.
     rendezvous
         Whether a SEND waits until its RECV is reached (rule 6).
     hosts
@@ -198,7 +202,7 @@ def lower(
         If the graph and its times would not fit in memory.
     """
     check_name("recompute mode", recompute, ("listed", *RECOMPUTE))
-    check_name("streams", streams, ("per_peer", "single"))
+    check_name("streams", streams, STREAMS)
     check_name("issue_order", issue_order, ISSUE_ORDERS)
     check_name("step", step, ("flush", "none"))
     flags = {"overlap": overlap, "rendezvous": rendezvous, "portals": portals}
@@ -258,6 +262,8 @@ def lower(
         issued = replicated(issued, n_replicas, len(kinds))
         kinds = kinds.replicated(replica_devices(n_replicas, schedule.n_devices, layout))
     kind, microbatch = issued.kind, issued.microbatch
+    if overlap and streams == "per_microbatch":
+        kinds, kind = with_streams_of_microbatches(kinds, kind, microbatch)
     if recompute_waits:
         order = gradients_first(kinds, kind, microbatch)
         kind, microbatch = kind[order], microbatch[order]

@@ -14,6 +14,7 @@ from pipesim.graph import TaskGraph
 from pipesim.ops import Op
 
 __all__ = [
+    "DEVICES",
     "HATCHED",
     "INK",
     "LABELS",
@@ -23,6 +24,7 @@ __all__ = [
     "UNFINISHED",
     "byte_unit",
     "chunks",
+    "device_colours",
     "format_bytes",
     "format_error",
     "format_time",
@@ -54,6 +56,17 @@ PALETTE: Mapping[Op, str] = {
     Op.DISPATCH: "#999933",
     Op.REORDER: "#DDCC77",
 }
+#: One colour a device, in turn: Tol's light scheme, on which dark text reads.
+DEVICES = (
+    "#77AADD",
+    "#EE8866",
+    "#EEDD88",
+    "#44BB99",
+    "#FFAABB",
+    "#BBCC33",
+    "#99DDFF",
+    "#AAAA00",
+)
 #: Drawn with a hatch: the same work as F, done again.
 HATCHED = frozenset({Op.R})
 #: Outlines of pale cells.
@@ -120,6 +133,12 @@ def shades(op: NDArray[Any], chunk: NDArray[Any], tint: float = 0.0) -> Floats:
         table[each] = _rgb(colour)
     kept = ((1 - whiteness(chunk)) * (1 - tint))[:, None]
     colours: Floats = 1 - kept * (1 - table[op])
+    return colours
+
+
+def device_colours(n_devices: int) -> Floats:
+    """Return red, green, blue (0..1) of each device; those of eight are used in turn."""
+    colours: Floats = np.array([_rgb(DEVICES[k % len(DEVICES)]) for k in range(n_devices)])
     return colours
 
 

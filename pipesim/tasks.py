@@ -22,6 +22,9 @@ class StreamKind:
     COPY = -1
     COLLECTIVE = -2
     _NAMES: ClassVar = {COMPUTE: "compute", COPY: "copy", COLLECTIVE: "collective"}
+    #: Codes of streams of one micro-batch are below all others: from the first on, for each code
+    #: of `send` and `recv`, as many as there can be micro-batches.
+    _FIRST, _MICROBATCHES = -(2**63), 2**31
 
     @staticmethod
     def send(peer: Ints) -> Ints:
@@ -34,8 +37,35 @@ class StreamKind:
         return 2 * peer + 2
 
     @staticmethod
+    def of_microbatch(code: Ints, microbatch: Ints) -> Ints:
+        """Return the code of the stream for one micro-batch, of a code of `send` or `recv`.
+
+        Devices and micro-batches are numbered below 2**31 - 1, as all columns of tasks are.
+        """
+        return StreamKind._FIRST + code * StreamKind._MICROBATCHES + microbatch
+
+    @staticmethod
+    def is_of_microbatch(code: Ints) -> Ints:
+        """Mark the codes of `of_microbatch`."""
+        return code < StreamKind.COLLECTIVE
+
+    @staticmethod
+    def peer(code: Ints) -> Ints:
+        """Return the device at the other end of each code's stream, -1 for none."""
+        own = np.asarray(code, dtype=np.int64)
+        of_peer = own // StreamKind._MICROBATCHES + 2**32
+        code = np.where(StreamKind.is_of_microbatch(own), of_peer, own)
+        return np.where(code > 0, (code - 1) // 2, -1)
+
+    @staticmethod
     def name(code: int) -> str:
-        """Return ``compute``, ``copy``, ``collective``, ``send:3`` or ``recv:3``."""
+        """Return ``compute``, ``copy``, ``collective``, ``send:3``, ``recv:3`` or ``send:3/5``.
+
+        The last is the stream to device 3 of micro-batch 5.
+        """
+        if code < StreamKind.COLLECTIVE:
+            of_peer, microbatch = divmod(code - StreamKind._FIRST, StreamKind._MICROBATCHES)
+            return f"{StreamKind.name(of_peer)}/{microbatch}"
         if code <= 0:
             return StreamKind._NAMES[code]
         return f"send:{code // 2}" if code % 2 else f"recv:{code // 2 - 1}"
@@ -43,6 +73,12 @@ class StreamKind:
     @staticmethod
     def code(name: str) -> int:
         """Return the code that `name` prints as ``name``."""
+        whole, _, microbatch = name.partition("/")
+        if microbatch:
+            of_peer, number = StreamKind.code(whole), int(microbatch)
+            if not (0 < of_peer <= 2**32 - 2 and 0 <= number < StreamKind._MICROBATCHES):
+                raise ValueError(f"{name!r} is no stream of a micro-batch")
+            return StreamKind._FIRST + of_peer * StreamKind._MICROBATCHES + number
         kind, _, peer = name.partition(":")
         if peer:
             return 2 * int(peer) + {"send": 1, "recv": 2}[kind]
@@ -122,7 +158,10 @@ class Tasks:
             np.full_like(self.op, -1) if column is None else column
             for column in (self.peer_stage, self.part)
         )
-        columns = (self.device, self.stream, self.op, self.stage, replica, overlapped, peer, part)
+        stream, codes = self.stream, None
+        if StreamKind.is_of_microbatch(stream).any():  # whose codes are far apart
+            codes, stream = np.unique(stream, return_inverse=True)
+        columns = (self.device, stream, self.op, self.stage, replica, overlapped, peer, part)
         lowest = [int(column.min(initial=0)) for column in columns]
         widths = [int(c.max(initial=0)) - low + 1 for c, low in zip(columns, lowest, strict=True)]
         if math.prod(widths) >= 2**63:
@@ -136,6 +175,7 @@ class Tasks:
             key = key * width + (column - low)
         _, first, kind = np.unique(key, return_index=True, return_inverse=True)
         device, stream, op, stage, replica, overlapped, peer, part = (c[first] for c in columns)
+        stream = stream if codes is None else codes[stream]
         kinds = Kinds(op, device, stage, replica, stream, overlapped, peer, part)
         return kinds, kind.astype(np.int32)
 
@@ -194,6 +234,12 @@ class Kinds:
                 for column in fields(self)
             )
         )
+
+    def without_streams(self) -> Ints:
+        """Return a number for each kind, the same for kinds that differ in their stream alone."""
+        columns = [getattr(self, f.name) for f in fields(self) if f.name != "stream"]
+        _, number = np.unique(np.stack(columns), axis=1, return_inverse=True)
+        return number.ravel()
 
     def replicated(self, devices: Ints) -> Kinds:
         """Return copies, each on devices of its own: row ``c`` of ``devices`` has those of copy c.

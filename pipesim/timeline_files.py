@@ -156,14 +156,17 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         in_range = rows["issued"].isna() | (np.isfinite(rows["issued"]) & (rows["issued"] >= 0))
         _check_rows(rows, in_range, "has no valid issued")
     streams = rows["stream"].map(StreamKind.code)  # of any size, until they are checked
-    of_devices = streams <= StreamKind.recv(rows["device"].max())
+    last = StreamKind.recv(rows["device"].max())
+    _check_rows(rows, streams <= last, "names a stream of no device")
+    streams = streams.astype(np.int64)
+    of_devices = StreamKind.peer(streams.to_numpy()) <= rows["device"].max()
     _check_rows(rows, of_devices, "names a stream of no device")
     tasks = Tasks(
         op=np.array([Op[name] for name in rows["op"]], dtype=np.int64),
         device=rows["device"].to_numpy(np.int64),
         stage=rows["stage"].to_numpy(np.int64),
         microbatch=rows["microbatch"].to_numpy(np.int64),
-        stream=streams.to_numpy(np.int64),
+        stream=streams.to_numpy(),
         replica=rows["replica"].to_numpy(np.int64),
         overlapped=rows["overlapped"].to_numpy(np.int64),
         peer_stage=rows["peer_stage"].to_numpy(np.int64),

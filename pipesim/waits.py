@@ -196,8 +196,9 @@ def message_latency(timeline: Timeline) -> NDArray[np.float64]:
         return latency
     shortest = np.full(len(graph.kinds), np.inf)
     took = timeline.start[recv] - timeline.start[graph.pair[recv]]
-    np.minimum.at(shortest, graph.kind[recv], np.fmax(took, 0.0))
-    latency[recv] = shortest[graph.kind[recv]]
+    like = graph.kinds.without_streams()[graph.kind[recv]]
+    np.minimum.at(shortest, like, np.fmax(took, 0.0))
+    latency[recv] = shortest[like]
     return latency
 
 

@@ -197,7 +197,7 @@ def lower_options(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     return {
         "recompute": draw(st.sampled_from(["listed", "never", "always", "except_last"])),
         "overlap": overlap,
-        "streams": draw(st.sampled_from(["per_peer", "single"])),
+        "streams": draw(st.sampled_from(["per_peer", "single", "per_microbatch"])),
         "rendezvous": overlap and draw(st.booleans()),
         "hosts": draw(hosts(schedule.n_devices * options["n_replicas"])),
         "host_threads": draw(st.booleans()),

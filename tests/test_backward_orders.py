@@ -53,7 +53,7 @@ def test_orders_that_are_not_random_have_no_seed() -> None:
     st.integers(0, 2**64),
     st.booleans(),
     st.booleans(),
-    st.sampled_from(["per_peer", "single"]),
+    st.sampled_from(["per_peer", "single", "per_microbatch"]),
 )
 @settings(max_examples=50)
 def test_random_orders_run(

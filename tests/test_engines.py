@@ -349,7 +349,7 @@ def test_rules_hold(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     m=st.integers(2, 5),
     forward=st.tuples(*[st.integers(1, 4)] * 4),
     nbytes=st.tuples(*[st.integers(1, 4)] * 4),
-    streams=st.sampled_from(["per_peer", "single"]),
+    streams=st.sampled_from(["per_peer", "single", "per_microbatch"]),
 )
 def test_rules_hold_where_all_share_one_link(
     name: str, m: int, forward: tuple[int, ...], nbytes: tuple[int, ...], streams: Any

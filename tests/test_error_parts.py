@@ -237,7 +237,7 @@ def test_other_durations_are_nothing_but_durations(
 ) -> None:
     """Where messages are free and all stages slow down alike, all of the error is theirs."""
     of, given_ = case
-    free = replace(given_, network=ps.Network(), launch=0.0)
+    free = replace(given_, network=ps.Network(), launch=0.0, output_seconds=0.0)
     predicted, ran = ps.simulate(of, free), ps.simulate(of, free.scaled(factor))
     found = error_parts(predicted, measured(ran))
     assert found["durations"] == pytest.approx(predicted.makespan - ran.makespan, abs=1e-6)
@@ -247,7 +247,9 @@ def test_other_durations_are_nothing_but_durations(
 @given(st.data())
 def test_a_run_with_one_link_a_pair_leaves_nothing_unexplained(data: st.DataObject) -> None:
     """Durations, messages and the host say it all."""
-    of = data.draw(graphs().filter(lambda g: not len(g.collectives)))
+    # On streams of micro-batches, messages that last wait for the link, which nothing shows.
+    streams = data.draw(st.sampled_from(["per_peer", "single"]))
+    of = data.draw(graphs(streams=streams).filter(lambda g: not len(g.collectives)))
     network = ps.Network(latency=data.draw(st.sampled_from([0.0, 0.5])))
     both = [
         replace(data.draw(costs(of.n_stages, of.n_devices)), network=network, launch=launch)

@@ -384,7 +384,7 @@ def test_a_large_timeline_is_a_few_artists() -> None:
 # Transfers and dependencies.
 
 
-@pytest.mark.parametrize("streams", ["per_peer", "single"])
+@pytest.mark.parametrize("streams", ["per_peer", "single", "per_microbatch"])
 def test_transfers_have_lanes_of_their_own(streams: str) -> None:
     timeline = simulated(streams=streams)
     assert not any("SEND" in gid for gid in drawn(timeline.plot(ax=axes())))

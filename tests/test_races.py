@@ -90,6 +90,7 @@ def test_schedules_on_two_gpus(
         {"recompute": "except_last", "recompute_waits": True, "overlap": False},
         {"recompute": "always", "recompute_first": True},
         {"streams": "single"},
+        {"streams": "per_microbatch"},
         {"rendezvous": True},
         {"step": "none"},
     ],

@@ -1,0 +1,316 @@
+"""What each task reads and writes, and which tasks must not run at once: those that conflict.
+
+Two tasks conflict if both use the same data and one of them writes it. The data of a step are the
+weights of a stage, their gradients, activations, outputs, gradients of outputs, and messages, of
+each replica; where weights have versions, a backward reads those of its own.
+
+A bucket of gradients is made before its backward has ended. Its access is that of a *milestone*: a
+node of its own, between what the backward needs and the backward's end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.csr import Ints
+from pipesim.graph import TaskGraph
+from pipesim.ops import EXCHANGES, Op
+
+__all__ = ["Conflicts", "Milestones", "conflicts"]
+
+#: Data of a stage, and of a micro-batch or not.
+_NAMES = {
+    "weights": "weights of stage {stage}",
+    "gradients": "gradients of the weights of stage {stage}",
+    "total": "reduced gradients of stage {stage}",
+    "activations": "activations of stage {stage}, micro-batch {microbatch}",
+    "input": "input of stage {stage}, micro-batch {microbatch}",
+    "output": "output of stage {stage}, micro-batch {microbatch}",
+    "skip": "skip into stage {stage}, micro-batch {microbatch}",
+    "message": "message",
+    "gradient": "gradient of the output of stage {stage}, micro-batch {microbatch}",
+    "input_gradient": "gradient of the input of stage {stage}, micro-batch {microbatch}",
+    "skip_gradient": "gradient of a skip from stage {stage}, micro-batch {microbatch}",
+    "groups": "groups of keys of stage {stage}, micro-batch {microbatch}",
+    "counts": "counts of keys of stage {stage}, micro-batch {microbatch}",
+    "keys": "keys of stage {stage}, micro-batch {microbatch}",
+    "rows": "rows of stage {stage}, micro-batch {microbatch}",
+    "vectors": "vectors of stage {stage}, micro-batch {microbatch}",
+    "sums": "sums of gradients of keys of stage {stage}, micro-batch {microbatch}",
+    "row_gradients": "gradients of rows of stage {stage}, micro-batch {microbatch}",
+}
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
+
+
+class Milestones(NamedTuple):
+    """Of each milestone, the backward that reaches it, and the bucket that it makes."""
+
+    backward: Ints
+    part: Ints
+
+    @classmethod
+    def of(cls, graph: TaskGraph) -> Milestones:
+        """Return the milestones of a graph; milestone ``k`` is node ``len(graph) + k``."""
+        buckets = np.flatnonzero(graph.during >= 0)
+        pairs = np.stack([graph.during[buckets], graph.part[buckets]])
+        backward, part = np.unique(pairs, axis=1).astype(np.int64)
+        return cls(backward, part)
+
+
+class Conflicts(NamedTuple):
+    """Pairs of nodes that must be ordered, and the data that both use, one writing it.
+
+    If these are ordered, all other pairs are: of the uses of some data these are each write and the
+    one before it, each read and the write before it, and each write and the reads since.
+    """
+
+    first: Ints
+    second: Ints
+    data: Ints
+
+    def text(self, graph: TaskGraph, row: int) -> str:
+        """Return which tasks conflict, and by what."""
+        milestones = Milestones.of(graph)
+        tasks = []
+        for node in (int(self.first[row]), int(self.second[row])):
+            if node >= len(graph):
+                node = int(milestones.backward[node - len(graph)])
+            tasks.append(f"{graph.task(node)}")
+        name, stage, microbatch = self.data[row].tolist()
+        what = list(_NAMES.values())[name].format(stage=stage, microbatch=microbatch)
+        return f"{tasks[0]} and {tasks[1]}: {what}"
+
+
+class _Uses:
+    """Collects which node uses which data."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self.graph = graph
+        self._columns: list[tuple[Ints, ...]] = []
+        shape = graph.n_replicas, graph.n_stages, graph.n_microbatches + 1
+        self.of = {}  # the task of each operation, replica, stage and micro-batch, or -1
+        for op in (Op.F, Op.B, Op.I):
+            tasks = np.flatnonzero(graph.op == op)
+            self.of[op] = np.full(shape, -1, dtype=np.int64)
+            self.of[op][graph.replica[tasks], graph.stage[tasks], graph.microbatch[tasks]] = tasks
+
+    def tasks(self, *ops: Op) -> Ints:
+        return np.flatnonzero(self.graph.is_op(frozenset(ops)))
+
+    def note(
+        self, tasks: Ints, uses: str, *names: str, nodes: Ints | None = None, **other: Ints | int
+    ) -> None:
+        """Note that tasks read (``r``), write (``w``) or do both with (``rw``) some data.
+
+        The data are of each task's replica, stage and micro-batch, unless there is another.
+        """
+        graph = self.graph
+        where = {"replica": graph.replica[tasks], "stage": graph.stage[tasks],
+                 "microbatch": graph.microbatch[tasks], "part": 0, **other}  # fmt: skip
+        of = [np.broadcast_to(column, tasks.shape) for column in where.values()]
+        nodes = tasks if nodes is None else nodes
+        for name in names:
+            data = np.full(len(tasks), _NUMBERS[name])
+            self._columns.append((data, *of, nodes, np.full(len(tasks), "w" in uses)))
+
+    def columns(self) -> Ints:
+        """Return rows: data, replica, stage, micro-batch, part, node, and whether it writes."""
+        columns = zip(*self._columns, strict=True)
+        return np.stack([np.concatenate(column).astype(np.int64) for column in columns])
+
+
+def conflicts(graph: TaskGraph, position: Ints) -> Conflicts:
+    """Return the pairs of tasks and milestones that conflict.
+
+    Parameters
+    ----------
+    graph
+        What is looked at.
+    position
+        Of each task and milestone in a topological order, shape ``(n_tasks + n_milestones,)``.
+    """
+    uses = _Uses(graph)
+    _forwards(uses)
+    _backwards(uses)
+    _messages(uses)
+    _exchanges(uses)
+    _updates(uses)
+    *data, node, writes = uses.columns()
+    key = np.unique(np.stack(data), axis=1, return_inverse=True)[1].ravel()
+    # One entry for each node and data, which writes if any of its uses does.
+    order = np.lexsort((-writes, position[node], key))
+    key, node, writes = key[order], node[order], writes[order]
+    data = [column[order] for column in data]
+    again = np.r_[False, (key[1:] == key[:-1]) & (node[1:] == node[:-1])]
+    kept = np.flatnonzero(~again)
+    pairs = _adjacent(key[kept].tolist(), writes[kept].tolist())
+    first, second = (kept[column] for column in pairs)
+    of = np.stack([data[0][second], data[2][second], data[3][second]], axis=1)
+    return Conflicts(node[first], node[second], of)
+
+
+def _adjacent(key: list[int], writes: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return pairs of uses of one data, in order, which order all others; see `Conflicts`."""
+    first, second = [], []
+    of, write, reads = -1, -1, list[int]()
+    for use in range(len(key)):
+        if key[use] != of:
+            of, write, reads = key[use], -1, []
+        before = [*reads, write] if writes[use] else [write]
+        for other in before:
+            if other >= 0:
+                first.append(other)
+                second.append(use)
+        if writes[use]:
+            write, reads = use, []
+        else:
+            reads.append(use)
+    return np.array(first, dtype=np.int64), np.array(second, dtype=np.int64)
+
+
+def _handed(uses: _Uses, tasks: Ints, step: int) -> tuple[Ints, Ints]:
+    """Return the tasks whose device holds the stage ``step`` on, too, and that stage."""
+    graph = uses.graph
+    stage, replica = graph.stage[tasks].astype(np.int64), graph.replica[tasks]
+    other = (stage + step).clip(0, graph.n_stages - 1)
+    here = (other != stage) & (graph.homes[replica, other] == graph.device[tasks])
+    return tasks[here], other[here]
+
+
+def _forwards(uses: _Uses) -> None:
+    graph = uses.graph
+    forward, recompute = uses.tasks(Op.F), uses.tasks(Op.R)
+    sharded = np.isin(graph.stage[forward], graph.sharded)
+    uses.note(forward, "r", "weights", microbatch=0)
+    uses.note(forward, "r", "input", "keys")
+    uses.note(forward, "w", "activations")
+    uses.note(forward[~sharded], "w", "output")
+    uses.note(forward[sharded], "w", "rows")
+    uses.note(recompute, "r", "input")
+    uses.note(recompute, "rw", "activations")
+    for tasks in (forward, recompute):
+        here, stage = _handed(uses, tasks, -1)
+        uses.note(here, "r", "output", stage=stage)
+    if graph.weight_versions == "one":
+        uses.note(recompute, "r", "weights", microbatch=0)
+
+
+def _backwards(uses: _Uses) -> None:
+    graph = uses.graph
+    backward, weights = uses.tasks(Op.B, Op.I), uses.tasks(Op.W)
+    uses.note(backward, "r", "gradient", "row_gradients")
+    uses.note(backward, "rw", "activations")
+    uses.note(backward, "w", "input_gradient")
+    uses.note(weights, "rw", "activations")
+    here, stage = _handed(uses, backward, +1)
+    uses.note(here, "r", "input_gradient", stage=stage)
+    if graph.weight_versions == "one":
+        uses.note(backward, "r", "weights", microbatch=0)
+
+
+def _messages(uses: _Uses) -> None:
+    graph = uses.graph
+    for made, arrived, skip, sends, recvs, users in (
+        ("output", "input", "skip", Op.SEND_F, Op.RECV_F, (Op.F,)),
+        ("input_gradient", "gradient", "skip_gradient", Op.SEND_B, Op.RECV_B, (Op.B, Op.I)),
+    ):
+        send, recv = uses.tasks(sends), uses.tasks(recvs)
+        uses.note(send, "r", made)
+        uses.note(send, "w", "message", replica=0, stage=0, microbatch=send)
+        uses.note(recv, "r", "message", replica=0, stage=0, microbatch=graph.pair[recv])
+        is_skip = graph.peer_stage[recv] >= 0
+        uses.note(recv[~is_skip], "w", arrived)
+        skipped = recv[is_skip]
+        uses.note(skipped, "w", skip, part=graph.peer_stage[skipped])
+        place = graph.replica[skipped], graph.stage[skipped], graph.microbatch[skipped]
+        user = np.max([uses.of[op][place] for op in users], axis=0)
+        uses.note(user[user >= 0], "r", skip, part=graph.peer_stage[skipped][user >= 0])
+    for source, target in graph.skips if graph.portals else ():
+        same = graph.homes[:, source] == graph.homes[:, target]  # handed over on one device
+        for ops, end, other, made in (
+            ((Op.F,), target, source, "output"),
+            ((Op.B, Op.I), source, target, "input_gradient"),
+        ):
+            user = uses.tasks(*ops)
+            user = user[(graph.stage[user] == end) & same[graph.replica[user]]]
+            uses.note(user, "r", made, stage=other)
+
+
+def _exchanges(uses: _Uses) -> None:
+    graph = uses.graph
+    exchange, dispatch = uses.tasks(Op.ALL_TO_ALL), uses.tasks(Op.DISPATCH)
+    counts, keys, vectors, gradients, accumulated = (
+        exchange[graph.part[exchange] == number] for number in range(len(EXCHANGES))
+    )
+    reorder = uses.tasks(Op.REORDER)
+    puts, sums = (
+        reorder[graph.part[reorder] == EXCHANGES.index(name)] for name in ("vectors", "gradients")
+    )
+    # What groups keys, and what puts vectors in order, is a task of its own or the exchange.
+    for tasks in (dispatch, *((counts, keys) if not len(dispatch) else ())):
+        uses.note(tasks, "r", "input")
+        here, stage = _handed(uses, tasks, -1)
+        uses.note(here, "r", "output", stage=stage)
+    uses.note(dispatch, "w", "groups")
+    for tasks in (counts, keys):
+        uses.note(tasks, "r", "groups")
+    uses.note(counts, "w", "counts")
+    uses.note(keys, "r", "counts")
+    uses.note(keys, "w", "keys")
+    uses.note(vectors, "r", "rows")
+    uses.note(vectors, "w", "vectors" if len(puts) else "output")
+    uses.note(puts, "r", "vectors")
+    uses.note(puts, "w", "output")
+    sends = sums if len(sums) else gradients
+    uses.note(sends, "r", "gradient")
+    here, stage = _handed(uses, sends, +1)
+    uses.note(here, "r", "input_gradient", stage=stage)
+    uses.note(sums, "w", "sums")
+    uses.note(gradients, "r", "sums")
+    uses.note(gradients, "w", "row_gradients")
+    backward = uses.tasks(Op.B, Op.I)
+    uses.note(backward, "r", "sums")
+    for part in _parts(graph):
+        uses.note(accumulated, "rw", "gradients", microbatch=0, part=part)
+
+
+def _parts(graph: TaskGraph) -> list[int]:
+    """Return the buckets of gradients, or -1 where there are none."""
+    return np.unique(graph.part[graph.is_op(frozenset({Op.REDUCE_GRAD}))]).tolist() or [-1]
+
+
+def _updates(uses: _Uses) -> None:
+    """Note uses of gradients and weights, by what accumulates, reduces, steps and gathers."""
+    graph = uses.graph
+    adds, reduces, steps = uses.tasks(Op.B, Op.W), uses.tasks(Op.REDUCE_GRAD), uses.tasks(Op.STEP)
+    groups = graph.reduction_groups
+    apart = np.isin(graph.stage[adds], graph.stage[reduces]) & (groups[graph.stage[adds]] > 0)
+    # Reduced after each group of micro-batches, gradients are each group's own until then.
+    grouped = adds[apart]
+    size = groups[graph.stage[grouped]]
+    of_group = (graph.microbatch[grouped] // np.maximum(size, 1) + 1) * size - 1
+    uses.note(grouped, "rw", "gradients", microbatch=of_group, part=-2)
+    of_groups = reduces[groups[graph.stage[reduces]] > 0]
+    uses.note(of_groups, "rw", "total", microbatch=0)
+    uses.note(steps, "rw", "total", microbatch=0)
+    milestones = Milestones.of(graph)
+    for part in _parts(graph):
+        nodes = adds.copy()
+        at = np.flatnonzero(milestones.part == part)
+        of_backward = np.full(len(graph), -1, dtype=np.int64)
+        of_backward[milestones.backward[at]] = len(graph) + at
+        nodes = np.where(of_backward[adds] >= 0, of_backward[adds], adds)
+        uses.note(adds[~apart], "rw", "gradients", nodes=nodes[~apart], microbatch=0, part=part)
+        uses.note(steps, "rw", "gradients", microbatch=0, part=part)
+    uses.note(steps, "rw", "weights", microbatch=0)
+    for op, name in ((Op.REDUCE_GRAD, "gradients"), (Op.UNSHARD, "weights")):
+        tasks = uses.tasks(op)
+        in_groups = (groups[graph.stage[tasks]] > 0) & (op == Op.REDUCE_GRAD)
+        of_batch = np.where(in_groups, graph.microbatch[tasks], 0)
+        parts = np.where(in_groups, -2, graph.part[tasks] if op == Op.REDUCE_GRAD else 0)
+        uses.note(tasks, "rw", name, microbatch=of_batch, part=parts)
+        for replica in range(graph.n_replicas):
+            uses.note(tasks, "r", name, microbatch=of_batch, part=parts, replica=replica)

@@ -1,0 +1,333 @@
+"""`audit`: what each kind of dependency, wait and stream of a graph costs, brings, and protects."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.accesses import Milestones, conflicts
+from pipesim.ancestors import Bits, Edges, ancestors, before
+from pipesim.costs import Costs
+from pipesim.csr import CSR, Ints
+from pipesim.errors import ArgumentError, DeadlockError
+from pipesim.graph import TaskGraph
+from pipesim.levels import stable_topological_order
+from pipesim.ops import RECVS, SENDS, TRANSFERS
+from pipesim.simulate import checked_costs, simulate
+from pipesim.task_costs import TaskCosts
+from pipesim.tasks import StreamKind
+from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, without
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["MOST_TASKS", "audit"]
+
+#: A bit for each pair of so many tasks takes 50 MB.
+MOST_TASKS = 20_000
+
+
+class _Row(NamedTuple):
+    """What is removed, the number of its edges, and what is left; ``wait`` where edges are."""
+
+    sort: str
+    name: str
+    edges: int
+    graph: TaskGraph
+    costs: TaskCosts
+    wait: Kind | None = None
+
+
+def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
+    """Remove each kind of dependency, wait and stream in turn; return what that changes.
+
+    ============== =============================================================================
+    sort           what is removed
+    ============== =============================================================================
+    graph          nothing: the first row
+    data           the dependencies of a rule (rule 3 of docs/time.md), such as ``B needs R``
+    message        the wait of each RECV for its SEND; the RECV then takes no time
+    queue          the order of two operations on a stream, such as ``B after F on compute``: where
+                   these follow each other, the second and all behind it no longer wait for the
+                   first and all before it, and may run beside them
+    collective     the wait of members for each other (rule 9)
+    rendezvous     the wait of each SEND for its RECV to be reached (rule 6)
+    host           the time that hosts take to issue tasks (rule 7)
+    link           the wait of messages and collectives for links that others hold (rule 8)
+    stream         streams: messages share one stream of a device or peer, or are on the compute
+                   stream (rule 5), as collectives are
+    ============== =============================================================================
+
+    Sorts and rows that the graph does not have are left out.
+
+    A kind of edges is *needed* if without it two tasks that use the same data are not ordered, and
+    one of them writes: a data race. Of each task it is known what it reads and writes: weights,
+    gradients, activations, outputs and messages of its stage, replica and micro-batch. A row that
+    is not needed changes times and memory, and no result.
+
+    Parameters
+    ----------
+    graph
+        From `pipesim.lower`, of at most 20,000 tasks; verified first.
+    costs
+        As for `pipesim.simulate`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Indexed by ``removed``:
+
+        - ``sort``, as above;
+        - ``edges``: number of edges, or of tasks that have what is removed;
+        - ``redundant``: edges that the rest of the graph implies, by a path from one task to the
+          other; of the whole graph, those that others imply, one by one; NA where there are none;
+        - ``makespan`` (s) without it; NaN where tasks would wait for each other for ever;
+        - ``seconds`` and ``share`` of the graph's makespan that it costs; what it brings is below
+          0: a stream that saves time, for example;
+        - ``needed``: whether a data race comes without it;
+        - ``race``: two tasks that race then, and the data, or an empty text.
+
+    Raises
+    ------
+    ArgumentError
+        For a graph of more tasks, or arguments of another type; else as `pipesim.simulate`.
+
+    Examples
+    --------
+    >>> import pipesim as ps
+    >>> graph = ps.lower(ps.schedule("gpipe", 2, 2), recompute="always")
+    >>> table = ps.audit(graph, ps.Costs(forward=1.0, backward=2.0))
+    >>> table.loc["B after R on compute", ["seconds", "needed"]].tolist()
+    [0.0, False]
+    """
+    import pandas as pd
+
+    tasks = checked_costs(graph, costs)
+    if len(graph) > MOST_TASKS:
+        raise ArgumentError(
+            f"audit takes graphs of at most {MOST_TASKS:,} tasks, got {graph!r}: it looks at all "
+            "pairs of tasks; use fewer micro-batches, which have the same kinds of wait"
+        )
+    base = simulate(graph, tasks).makespan
+    races = _Races(graph)
+    rows = [_found(row, base, races) for row in _rows(graph, tasks)]
+    table = pd.DataFrame.from_records(rows, index="removed")
+    return table.astype({"edges": "int64", "redundant": "Int64"})
+
+
+def _found(row: _Row, base: float, races: _Races) -> dict[str, object]:
+    """Return a row of the table."""
+    try:
+        makespan = base if row.sort == "graph" else simulate(row.graph, row.costs).makespan
+    except DeadlockError:
+        makespan = float("nan")
+    redundant, race = races.without(row.wait) if row.wait else (None, "")
+    if row.sort == "graph":
+        redundant = races.n_redundant
+    seconds = base - makespan
+    return {
+        "removed": row.name,
+        "sort": row.sort,
+        "edges": row.edges,
+        "redundant": redundant,
+        "makespan": makespan,
+        "seconds": seconds,
+        "share": seconds / base if base else float("nan"),
+        "needed": bool(race),
+        "race": race,
+    }
+
+
+class _Races:
+    """Which tasks race without a kind of wait.
+
+    Nodes are tasks and `Milestones`, by their place in a topological order. The members of a
+    collective are one node, as all of them start and end together.
+    """
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self.graph, self.kinds = graph, kinds_of_waits(graph)
+        milestones = Milestones.of(graph)
+        keys = np.concatenate([np.arange(len(graph)), milestones.backward - 0.5])
+        self.n = len(keys)
+        self.position = np.empty(self.n, dtype=np.int64)
+        self.position[np.argsort(keys, kind="stable")] = np.arange(self.n)
+        self.conflicts = conflicts(graph, self.position)
+        self._milestones = milestones
+        bits, is_implied = self._closed(None)
+        self.n_redundant = int(is_implied[: sum(len(k.edges.after) for k in self.kinds)].sum())
+        # Of a graph of one's own, some may race all along.
+        self._ordered = self._are_ordered(bits, self._nodes(None))
+
+    def without(self, wait: Kind) -> tuple[int | None, str]:
+        """Return how many of its edges the others imply, and a race that comes without it."""
+        bits, _ = self._closed(wait)
+        nodes = self._nodes(wait)
+        lost = np.flatnonzero(self._ordered & ~self._are_ordered(bits, nodes))
+        race = self.conflicts.text(self.graph, int(lost[0])) if len(lost) else ""
+        if not len(wait.edges.after):
+            return None, race
+        ends = (nodes[column] for column in self._own(wait))
+        return int(before(bits, *ends).sum()), race
+
+    def _nodes(self, wait: Kind | None) -> Ints:
+        """Return the node of each task and milestone."""
+        of = np.arange(self.n)
+        apart = wait is not None and wait.sort == "collective"
+        for number in range(len(self.graph.collectives)):
+            members = self.graph.collectives[number]
+            if not (apart and wait is not None and np.isin(members, wait.tasks).any()):
+                of[members] = members.min()
+        return self.position[of]
+
+    def _own(self, wait: Kind) -> Edges:
+        """Return a kind's edges; buckets wait for a milestone, where they do for their backward."""
+        first, second = wait.edges
+        if not len(self._milestones.backward):
+            return wait.edges
+        first, n = first.copy(), len(self.graph)
+        pairs = np.stack(self._milestones, axis=1).tolist()
+        place = {tuple(pair): n + k for k, pair in enumerate(pairs)}
+        for k in np.flatnonzero(self.graph.during[second] == first).tolist():
+            first[k] = place[int(first[k]), int(self.graph.part[second[k]])]
+        return Edges(first, second)
+
+    def _closed(self, wait: Kind | None) -> tuple[Bits, NDArray[np.bool_]]:
+        """Return the ancestors of all nodes without a kind of wait; see `ancestors`."""
+        kinds = [kind for kind in self.kinds if wait is None or kind.name != wait.name]
+        edges = Edges.joined(*(self._own(kind) for kind in kinds), inside_actions(self.graph))
+        backward, n = self._milestones.backward, len(self.graph)
+        if len(backward):
+            # A milestone comes after what its backward waits for, and before its end.
+            into = CSR.group(edges.after, n)
+            counts = np.diff(into.ptr)[backward]
+            starts = edges.before[into.of(backward)]
+            number = n + np.arange(len(backward))
+            reached = Edges(starts, np.repeat(number, counts))
+            edges = Edges.joined(edges, reached, Edges(number, backward))
+        nodes = self._nodes(wait)
+        return ancestors(Edges(nodes[edges.before], nodes[edges.after]), self.n)
+
+    def _are_ordered(self, bits: Bits, nodes: Ints) -> NDArray[np.bool_]:
+        first, second = nodes[self.conflicts.first], nodes[self.conflicts.second]
+        first, second = np.minimum(first, second), np.maximum(first, second)
+        ordered: NDArray[np.bool_] = (first == second) | before(bits, first, second)
+        return ordered
+
+
+def _rows(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Row]:
+    kinds = kinds_of_waits(graph)
+    yield _Row("graph", "nothing", sum(len(kind.edges.after) for kind in kinds), graph, costs)
+    for kind in kinds:
+        n = len(kind.edges.after) or len(kind.tasks)
+        yield _Row(kind.sort, kind.name, n, without(graph, kind), costs, kind)
+    issued = costs.issued
+    late = np.flatnonzero(costs.launch > 0) if issued is None else np.flatnonzero(issued > 0)
+    if len(late):
+        table = costs.table._replace(launch=np.zeros_like(costs.table.launch))
+        prompt = replace(costs, table=table, issued=None)
+        yield _Row("host", "host issues tasks one by one", len(late), graph, prompt)
+    holds = (costs.links >= 0).any(axis=1) & (costs.duration > 0)
+    if holds.any():
+        table = costs.table._replace(links=np.full_like(costs.table.links, -1))
+        free = replace(costs, table=table)
+        yield _Row("link", "links serve one after the other", int(holds.sum()), graph, free)
+    yield from _streams(graph, costs)
+
+
+def _streams(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Row]:
+    """Return what the streams bring that messages and collectives have for themselves."""
+    sorts = np.array([name.partition(":")[0] for _, name in graph.streams])[graph.stream]
+    copies = np.isin(sorts, ["send", "recv", "copy"])
+    names = [name for _, name in graph.streams]
+    if any("/" in name for name in names):
+        merged = _merged(graph, [name.partition("/")[0] for name in names])
+        yield _Row("stream", "a stream a micro-batch", int(copies.sum()), merged, costs)
+    own = [name.partition(":")[0] if name != "copy" else name for name in names]
+    if any(name in ("send", "recv") for name in own):
+        merged = _merged(graph, ["copy" if name in ("send", "recv") else name for name in own])
+        yield _Row("stream", "a stream a peer and direction", int(copies.sum()), merged, costs)
+    if copies.any():
+        yield _Row("stream", "copy streams", int(copies.sum()), *_on_compute(graph, costs))
+    on_collective = int((sorts == "collective").sum())
+    if on_collective:
+        merged = _merged(graph, ["compute" if name == "collective" else name for name in names])
+        yield _Row("stream", "collective stream", on_collective, merged, costs)
+
+
+def _merged(graph: TaskGraph, names: list[str]) -> TaskGraph:
+    """Return the graph with each stream under a name of these; those of one name are one queue."""
+    places = [(device, name) for (device, _), name in zip(graph.streams, names, strict=True)]
+    streams = tuple(sorted(set(places)))
+    number = np.array([streams.index(place) for place in places], dtype=np.int32)
+    return replace(
+        graph, streams=streams, stream_of_kind=number[graph.stream_of_kind]
+    ).as_verified()
+
+
+def _on_compute(graph: TaskGraph, costs: TaskCosts) -> tuple[TaskGraph, TaskCosts]:
+    """Return the graph with its messages on compute streams, as of ``lower(overlap=False)``.
+
+    A RECV comes right before its consumer, or before that of a message which was sent later.
+    """
+    kinds = graph.kinds
+    on_compute = np.where(kinds.is_op(TRANSFERS), StreamKind.COMPUTE, kinds.stream)
+    copies = ("send", "recv", "copy")
+    names = ["compute" if name[:4] in copies else name for _, name in graph.streams]
+    moved = _merged(replace(graph, kinds=replace(kinds, stream=on_compute)), names)
+    order = _received_late(graph)
+    moved, costs = _reordered(moved, order), _costs_in(costs, order)
+    if graph.rendezvous:
+        order = stable_topological_order(moved.precedence)
+        if len(order) < len(graph):
+            return moved, costs  # which deadlocks
+        moved, costs = _reordered(moved, order), _costs_in(costs, order)
+    return moved.as_verified(), costs
+
+
+def _received_late(graph: TaskGraph) -> Ints:
+    """Return the order of tasks in which each RECV is right before what needs it."""
+    is_recv, pair = graph.is_op(RECVS), graph.pair
+    waiting: dict[tuple[int, int], deque[int]] = {}
+    channel: dict[int, tuple[int, int]] = {}
+    for send in np.flatnonzero(graph.is_op(SENDS)).tolist():
+        recv = int(pair[send])
+        channel[recv] = int(graph.device[send]), int(graph.device[recv])
+        waiting.setdefault(channel[recv], deque()).append(recv)
+    order: list[int] = []
+    for task in np.flatnonzero(~is_recv).tolist():
+        for needed in graph.dependencies[task].tolist():
+            queue = waiting[channel[needed]] if is_recv[needed] else deque[int]()
+            while needed in queue:
+                order.append(queue.popleft())
+        order.append(task)
+    return np.array([*order, *(recv for queue in waiting.values() for recv in queue)])
+
+
+def _reordered(graph: TaskGraph, order: Ints) -> TaskGraph:
+    """Return the same tasks under other ids: ``order[k]`` becomes task ``k``."""
+    rank = np.empty(len(graph) + 1, dtype=np.int64)
+    rank[order] = np.arange(len(graph))
+    rank[-1] = -1  # of no task
+    waits, members = graph.dependencies, graph.collectives
+    by_id = np.lexsort((rank[members.values], members.rows))
+    return replace(
+        graph,
+        kind=graph.kind[order],
+        microbatch=graph.microbatch[order],
+        dependencies=CSR.from_pairs(rank[waits.rows], rank[waits.values], len(graph)),
+        during=rank[graph.during[order]] if len(graph.during) else graph.during,
+        pair=rank[graph.pair[order]].astype(graph.pair.dtype),
+        collectives=CSR(members.ptr, rank[members.values][by_id].astype(members.values.dtype)),
+    )
+
+
+def _costs_in(costs: TaskCosts, order: Ints) -> TaskCosts:
+    """Return the costs of tasks under other ids."""
+    drawn, issued = (None if x is None else x[order] for x in (costs.drawn, costs.issued))
+    return replace(costs, row=costs.row[order], drawn=drawn, issued=issued)

@@ -1,0 +1,239 @@
+"""The waits of a graph by kind, and the same graph without one of them.
+
+A kind of wait has a name such as ``"B needs R"`` (data), ``"B after F on compute"`` (the order of a
+queue) or ``"RECV_F needs its SEND_F"`` (a message). Its edges lead from the task that is waited for
+to the task that waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from pipesim.ancestors import Edges
+from pipesim.csr import CSR, Ints
+from pipesim.errors import check_name
+from pipesim.graph import TaskGraph, overlapped_pairs
+from pipesim.ops import EXCHANGES, RECVS, SENDS, Op
+from pipesim.tasks import Kinds
+
+__all__ = ["Kind", "inside_actions", "kinds_of_waits", "with_queues", "without"]
+
+RENDEZVOUS = "SEND waits until its RECV is reached"
+
+
+class Kind(NamedTuple):
+    """A kind of wait.
+
+    Attributes
+    ----------
+    sort
+        ``"data"``, ``"message"``, ``"queue"``, ``"collective"`` or ``"rendezvous"``.
+    name
+        What tables call it.
+    edges
+        The tasks that are waited for, and those that wait; of a collective none.
+    tasks
+        The tasks that wait; of a collective its members.
+    """
+
+    sort: str
+    name: str
+    edges: Edges
+    tasks: Ints
+
+
+def kinds_of_waits(graph: TaskGraph) -> list[Kind]:
+    """Return the kinds of wait of a graph, each edge in one of them."""
+    found = [*_data(graph), *_messages(graph), *_queues(graph), *_collectives(graph)]
+    if graph.rendezvous:
+        sends = np.flatnonzero(graph.is_op(SENDS))
+        reached = graph.queue_predecessor[graph.pair[sends]].astype(np.int64)
+        edges = Edges(reached[reached >= 0], sends[reached >= 0])
+        found.append(Kind("rendezvous", RENDEZVOUS, edges, sends))
+    return found
+
+
+def inside_actions(graph: TaskGraph) -> Edges:
+    """Return the edges from the F to the B of one action, which no kind has."""
+    halves = overlapped_pairs(graph.kinds, graph.kind, graph.stream_of_kind)
+    return Edges(*(half.astype(np.int64) for half in halves))
+
+
+def without(graph: TaskGraph, kind: Kind | str) -> TaskGraph:
+    """Return the graph without one kind of wait, or the kind of a name, for `pipesim.simulate`.
+
+    A task that no longer waits for the one before it on its stream starts a queue of its own there,
+    in which those behind it follow. A RECV that no longer waits for its SEND takes no time; it has
+    another operation then, and only the simulator takes such a graph.
+
+    Raises
+    ------
+    UnknownNameError
+        If the graph has no such kind.
+    """
+    if isinstance(kind, str):
+        kinds = {each.name: each for each in kinds_of_waits(graph)}
+        kind = kinds[check_name("kind of wait", kind, kinds)]
+    if kind.sort == "data":
+        left = _without_dependencies(graph, kind.edges)
+    elif kind.sort == "message":
+        left = _without_messages(graph, kind.tasks)
+    elif kind.sort == "queue":
+        left = _cut(graph, kind.tasks)
+    elif kind.sort == "collective":
+        left = _apart(graph, kind.tasks)
+    else:
+        left = replace(graph, rendezvous=False)
+    return left.as_verified()
+
+
+def _data(graph: TaskGraph) -> list[Kind]:
+    """Return the dependencies by the operations at both ends, and how their stages lie."""
+    waits, needed = graph.dependencies.rows, graph.dependencies.values.astype(np.int64)
+    away = np.clip(graph.stage[needed].astype(np.int64) - graph.stage[waits], -2, 2)
+    columns = []
+    for tasks in (waits, needed):
+        part = np.where(graph.op[tasks] == Op.ALL_TO_ALL, graph.part[tasks], -1)
+        columns += [graph.op[tasks], part, graph.peer_stage[tasks] >= 0]
+    cells, of = np.unique(np.stack([*columns, away]), axis=1, return_inverse=True)
+    found = []
+    for number, cell in enumerate(cells.T.tolist()):
+        mine = of.ravel() == number
+        name = f"{_operation(*cell[:3])} needs {_operation(*cell[3:6])}{_AWAY[cell[6]]}"
+        edges = Edges(needed[mine], waits[mine])
+        found.append(Kind("data", name, edges, edges.after))
+    return sorted(found, key=lambda kind: int(kind.tasks[0]))
+
+
+_AWAY = {
+    -2: " of an earlier stage",
+    -1: " of the stage before",
+    0: "",
+    1: " of the stage behind",
+    2: " of a later stage",
+}
+
+
+def _operation(op: int, part: int, is_skip: int) -> str:
+    name = Op(op).name if part < 0 else f"{Op(op).name}.{EXCHANGES[part]}"
+    return f"{name} of a skip" if is_skip else name
+
+
+def _messages(graph: TaskGraph) -> list[Kind]:
+    found = []
+    for op in sorted(RECVS):
+        recvs = np.flatnonzero((graph.op == op) & (graph.pair >= 0))
+        if len(recvs):
+            sends = graph.pair[recvs].astype(np.int64)
+            name = f"{op.name} needs its {Op(graph.op[sends[0]]).name}"
+            found.append(Kind("message", name, Edges(sends, recvs), recvs))
+    return found
+
+
+def _queues(graph: TaskGraph) -> list[Kind]:
+    """Return the order of the queues by operations; halves of one action are no two tasks."""
+    queued = np.flatnonzero(graph.queue_predecessor >= 0)
+    queued = queued[~np.isin(queued, inside_actions(graph).after)]
+    earlier = graph.queue_predecessor[queued].astype(np.int64)
+    sorts = [name.partition(":")[0] for _, name in graph.streams]
+    names, sort = np.unique(sorts, return_inverse=True)
+    columns = graph.op[queued], graph.op[earlier], sort[graph.stream[queued]]
+    cells, of = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    found = []
+    for number, (op, behind, on) in enumerate(cells.T.tolist()):
+        mine = of.ravel() == number
+        name = f"{Op(op).name} after {Op(behind).name} on {names[on]}"
+        found.append(Kind("queue", name, Edges(earlier[mine], queued[mine]), queued[mine]))
+    return sorted(found, key=lambda kind: ("compute" not in kind.name, int(kind.tasks[0])))
+
+
+def _collectives(graph: TaskGraph) -> list[Kind]:
+    members = graph.collectives.values
+    none = np.empty(0, dtype=np.int64)
+    return [
+        Kind("collective", f"members of {op.name} meet", Edges(none, none),
+             members[graph.op[members] == op])
+        for op in Op
+        if (graph.op[members] == op).any()
+    ]  # fmt: skip
+
+
+def _without_dependencies(graph: TaskGraph, edges: Edges) -> TaskGraph:
+    waits, n = graph.dependencies, len(graph)
+    gone = np.isin(
+        waits.rows.astype(np.int64) * n + waits.values, edges.after * np.int64(n) + edges.before
+    )
+    left = CSR.from_pairs(waits.rows[~gone], waits.values[~gone], n)
+    during = graph.during
+    if len(during):
+        kept = np.zeros(n, dtype=bool)
+        buckets = np.flatnonzero(during >= 0)
+        pairs = np.stack([edges.after, edges.before], axis=1).tolist()
+        dropped = {tuple(pair) for pair in pairs}
+        kept[buckets] = [(b, int(during[b])) not in dropped for b in buckets.tolist()]
+        during = np.where(kept, during, -1)
+    return replace(graph, dependencies=left, during=during)
+
+
+def _without_messages(graph: TaskGraph, recvs: Ints) -> TaskGraph:
+    """Let RECVs be tasks that take no time and wait for no SEND."""
+    op = graph.kinds.op.copy()
+    op[graph.kind[recvs]] = Op.STEP  # neither a message nor a collective, for engines
+    return replace(graph, kinds=replace(graph.kinds, op=op))
+
+
+def _apart(graph: TaskGraph, members: Ints) -> TaskGraph:
+    """Let members of collectives start without each other."""
+    group = graph.group.astype(np.int64)
+    group[members] = -1
+    tasks = np.flatnonzero(group >= 0)
+    _, number = np.unique(group[tasks], return_inverse=True)
+    n = int(number.max(initial=-1)) + 1
+    left = CSR.from_pairs(number, tasks, n) if n else CSR(np.zeros(1, np.int64), tasks)
+    return replace(graph, collectives=left)
+
+
+def _cut(graph: TaskGraph, tasks: Ints) -> TaskGraph:
+    """Let these tasks, and those behind them on their streams, begin queues of their own."""
+    order = graph.queues.values
+    begins = np.zeros(len(graph), dtype=np.int64)
+    begins[tasks] = 1
+    first = graph.queues.ptr[:-1][graph.queues.rows]
+    cuts = np.cumsum(begins[order])
+    part = np.empty(len(graph), dtype=np.int64)
+    part[order] = cuts - cuts[first] + begins[order][first]
+    return with_queues(graph, graph.stream.astype(np.int64), part)
+
+
+def with_queues(graph: TaskGraph, stream: Ints, part: Ints) -> TaskGraph:
+    """Return the graph with queues of these tasks: one for each stream and part of it.
+
+    Parameters
+    ----------
+    graph
+        Whose other waits stay.
+    stream, part
+        Of each task; part 0 has the stream's name.
+    """
+    queues, queue = np.unique(np.stack([stream, part]), axis=1, return_inverse=True)
+    queue = queue.ravel()
+    width = queues.shape[1]
+    cells, kind = np.unique(graph.kind * np.int64(width) + queue, return_inverse=True)
+    of = cells // width
+    names = tuple(
+        (device, f"{name}#{number}" if number else name)
+        for (device, name), number in (
+            (graph.streams[each], number) for each, number in queues.T.tolist()
+        )
+    )
+    kinds = Kinds(*(getattr(graph.kinds, column.name)[of] for column in fields(Kinds)))
+    return replace(
+        graph,
+        kinds=kinds,
+        kind=kind.astype(np.int32),
+        streams=names,
+        stream_of_kind=(cells % width).astype(np.int32),
+    )

@@ -1,0 +1,232 @@
+"""What each kind of wait costs, brings and protects; the race detector agrees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from executing import data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sanitizing import sanitized
+from strategies import cases, skipping_cases
+from test_races import pipeline
+
+import pipesim as ps
+from pipeexec import executor
+from pipesim.ancestors import Edges
+from pipesim.audit import MOST_TASKS, _Races
+from pipesim.errors import ArgumentError, UnknownNameError
+from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, without
+
+COSTS = ps.Costs(1, 2, output_bytes=1, optimizer_step=1, network=ps.Network(latency=1, bandwidth=1))
+
+
+def lowered(name: str = "gpipe", n: int = 2, m: int = 2, **options: Any) -> ps.TaskGraph:
+    return ps.lower(ps.schedule(name, n, m), **options)
+
+
+# By hand
+
+
+def test_a_table_by_hand() -> None:
+    """GPipe on two devices; a message takes 1 s of bandwidth and 1 s of latency.
+
+    0 | F0 F1 .. .. .. .. .. .. .. B1 B1 B0 B0
+    1 | .. .. .. F0 F1 B1 B1 B0 B0 .. .. .. ..
+
+    The step ends at 13 s. Gradients of B1 leave device 1 at 7 s, and are on device 0 at 9 s.
+    """
+    table = ps.audit(lowered(step="none"), COSTS)
+    assert table.loc["nothing", ["edges", "redundant", "makespan"]].tolist() == [26, 5, 13.0]
+    wanted = {
+        # name: edges, redundant, seconds, needed
+        "F needs RECV_F": (2, 0, 3, True),  # device 1 begins at 0 s
+        "SEND_F needs F": (2, 0, 1, True),  # both messages leave at 0 s and 1 s
+        "B needs RECV_B": (2, 0, 2, True),
+        "B needs F": (4, 4, 0, False),  # the queue says it too
+        "RECV_F needs its SEND_F": (2, 0, 3, True),
+        "F after F on compute": (2, 0, 0, False),  # both end at 1 s, but share a link
+        "B after F on compute": (2, 2, 0, False),
+        "B after B on compute": (2, 0, 1, True),  # B0 runs beside B1, sent behind it
+        "SEND_F after SEND_F on send": (1, 0, 0, False),
+    }
+    columns = ["edges", "redundant", "seconds", "needed"]
+    found = {name: tuple(table.loc[name, columns]) for name in wanted}
+    assert found == wanted
+    assert table.loc["B after B on compute", "race"] == (
+        "0B1 and 0B0: gradients of the weights of stage 0"
+    )
+
+
+def test_what_is_removed_is_what_lower_leaves_out() -> None:
+    """Rows of streams, host and rendezvous are the makespans of graphs lowered without them."""
+    costs = ps.Costs(1, 2, output_bytes=1, launch=0.125, network=ps.Network(1, 2))
+    schedules: dict[str, dict[str, Any]] = {"1f1b": {"recompute": "always"}, "interleaved_1f1b": {}}
+    for name, options in schedules.items():
+        options = {**options, "rendezvous": True}
+        table = ps.audit(lowered(name, 3, 6, **options), costs)["makespan"]
+
+        def makespan(name: str = name, costs: ps.Costs = costs, **options: Any) -> float:
+            return ps.simulate(lowered(name, 3, 6, **options), costs).makespan
+
+        assert table["a stream a peer and direction"] == makespan(**options, streams="single")
+        options["rendezvous"] = False
+        assert table["SEND waits until its RECV is reached"] == makespan(**options)
+        table = ps.audit(lowered(name, 3, 6, **options), costs)["makespan"]
+        assert table["copy streams"] == makespan(**options, overlap=False)
+        prompt = ps.Costs(1, 2, output_bytes=1, network=ps.Network(1, 2))
+        assert table["host issues tasks one by one"] == makespan(**options, costs=prompt)
+        options["streams"] = "per_microbatch"
+        table = ps.audit(lowered(name, 3, 6, **options), costs)["makespan"]
+        assert table["a stream a micro-batch"] == makespan(**{**options, "streams": "per_peer"})
+
+
+def test_collectives_and_shared_links() -> None:
+    """The reduction overlaps a backward; links of two pipelines are one."""
+    link = ps.Link(0, 1, ((0, 1), (2, 3)))
+    costs = ps.Costs(1, 2, output_bytes=1, reduce_grad=2, network=ps.Network(links=(link,)))
+    table = ps.audit(lowered("1f1b", 2, 2, n_replicas=2, grad_sync="every"), costs)
+    assert table.loc["links serve one after the other", "seconds"] > 0
+    assert table.loc["collective stream", "seconds"] < 0
+    meet = table.loc["members of REDUCE_GRAD meet"]
+    assert (meet["edges"], meet["needed"], meet["seconds"]) == (8, True, 0)
+    assert meet["redundant"] is pd.NA
+
+
+def test_orders_that_deadlock_have_no_makespan() -> None:
+    """A rendezvous on the compute stream."""
+    orders = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    graph = ps.lower(ps.Schedule.from_orders(orders), rendezvous=True)
+    assert np.isnan(ps.audit(graph, COSTS).loc["copy streams", "makespan"])
+
+
+# On random graphs
+
+
+@settings(max_examples=40)
+@given(st.one_of(cases(), skipping_cases()))
+def test_graphs_have_no_race(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
+    """What `pipesim.lower` makes orders all tasks that use the same data."""
+    graph, _ = case
+    races = _Races(graph)
+    wrong = np.flatnonzero(~races._ordered)[:3]
+    assert [races.conflicts.text(graph, int(row)) for row in wrong] == []
+
+
+@settings(max_examples=15)
+@given(st.one_of(cases(), skipping_cases()))
+def test_edges_are_implied_where_a_path_leads_beside_them(
+    case: tuple[ps.TaskGraph, ps.Costs],
+) -> None:
+    """Counted once more by walking; what the others imply costs nothing, and protects nothing."""
+    graph, costs = case
+    if len(graph.collectives):  # whose members are one node
+        return
+    kinds = kinds_of_waits(graph)
+    table = ps.audit(graph, costs)
+    fixed = inside_actions(graph)
+    every = set().union(*(pairs(kind.edges) for kind in kinds), pairs(fixed))
+    waits = graph.precedence
+    assert every == pairs(Edges(waits.values, waits.rows))
+    for kind in kinds:
+        others = [fixed, *(each.edges for each in kinds if each.name != kind.name)]
+        after: dict[int, list[int]] = {}
+        for edges in others:
+            for a, b in pairs(edges):
+                after.setdefault(a, []).append(b)
+        ends = zip(*(column.tolist() for column in kind.edges), strict=True)
+        wanted = sum(walks(after, *each) for each in ends)
+        row = table.loc[kind.name]
+        assert row["redundant"] == wanted
+        if wanted == len(kind.edges.after):
+            assert not row["needed"]
+
+
+def pairs(edges: Edges) -> set[tuple[int, int]]:
+    """Return each edge as the two tasks."""
+    return set(zip(*(column.tolist() for column in edges), strict=True))
+
+
+def walks(after: dict[int, list[int]], source: int, target: int) -> bool:
+    """Tell whether a path leads from one task to another."""
+    seen, left = {source}, [source]
+    while left:
+        for other in after.get(left.pop(), ()):
+            if other not in seen and other <= target:
+                seen.add(other)
+                left.append(other)
+    return target in seen
+
+
+# The race detector
+
+
+def races(graph: ps.TaskGraph, kind: Kind) -> list[str]:
+    """Run a step on the stand-in for CUDA without a kind of wait; return its races."""
+    with pytest.MonkeyPatch.context() as patch, sanitized(patch) as watch:
+        if kind.sort == "queue":
+            subject = pipeline(without(graph, kind))
+        else:
+            gone = pairs(kind.edges)
+            inner = executor.plan
+
+            def plan(*args: Any, **options: Any) -> list[Any]:
+                return [
+                    task._replace(
+                        waits=tuple(t for t in task.waits if (t, task.id) not in gone),
+                        milestones=tuple(
+                            each for each in task.milestones if (each[0], task.id) not in gone
+                        ),
+                    )
+                    for task in inner(*args, **options)
+                ]
+
+            patch.setattr(executor, "plan", plan)
+            subject = pipeline(graph)
+        batch = data(16)
+        for stream in list(watch.cuda.streams):
+            watch.synchronized(stream)
+        subject.step(*batch)
+        # What the caller's stream did before the step, compute streams alone wait for.
+        return [race for race in watch.races if " on 0," not in race]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpipe", {"recompute": "always"}),
+        ("zb_h1", {"streams": "per_microbatch"}),
+        ("1f1b", {"n_replicas": 2, "grad_sync": "bucketed", "n_buckets": 2}),
+        ("gpipe", {"n_replicas": 2, "grad_sync": "every"}),
+    ],
+    ids=str,
+)
+def test_the_race_detector_agrees(name: str, options: dict[str, Any]) -> None:
+    """Of each kind of wait, whether a step of the executor without it has a race."""
+    n = 1 if "n_replicas" in options else 2
+    graph = lowered(name, n, 2, **options)
+    table = ps.audit(graph, ps.Costs(1, 2, input_grad=1, weight_grad=1))
+    kinds = [kind for kind in kinds_of_waits(graph) if kind.sort in ("data", "message", "queue")]
+    needed = {kind.name: bool(table.loc[kind.name, "needed"]) for kind in kinds}
+    assert {kind.name: bool(races(graph, kind)) for kind in kinds} == needed
+    assert len(set(needed.values())) == 2
+
+
+# Mistakes
+
+
+def test_large_graphs_are_refused() -> None:
+    graph = lowered("gpipe", 4, 1800)
+    assert len(graph) > MOST_TASKS
+    with pytest.raises(ArgumentError, match="at most 20,000 tasks, got <TaskGraph gpipe: 36004"):
+        ps.audit(graph, COSTS)
+
+
+def test_other_arguments_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="takes a TaskGraph, got Schedule"):
+        ps.audit(ps.schedule("gpipe", 2, 2), COSTS)  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match="unknown kind of wait 'B needs S'; did you mean"):
+        without(lowered(), "B needs S")

@@ -1,0 +1,217 @@
+"""Figures of dependency graphs, by the geometry of their artists."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch
+
+import pipesim as ps
+from pipesim import plot, style
+from pipesim.errors import ArgumentError, UnknownNameError
+from pipesim.numerals import Numbers, points_per_unit
+from pipesim.ops import COMPUTE, Op
+
+
+@pytest.fixture(autouse=True)
+def _in_memory() -> None:
+    mpl.use("Agg")
+
+
+def lowered(name: str = "gpipe", n: int = 3, m: int = 4, **options: Any) -> ps.TaskGraph:
+    return ps.lower(ps.schedule(name, n, m), **options)
+
+
+def drawn(graph: ps.TaskGraph, width: float = plot.TWO_COLUMNS, **options: Any) -> Axes:
+    ax = Figure(figsize=(width, 3.0), layout="constrained").add_subplot()
+    assert graph.plot(ax=ax, **options) is ax
+    return ax
+
+
+def boxes(ax: Axes) -> np.ndarray:
+    """Left, right, low y and high y of each node."""
+    paths = [path.vertices[:4] for artist in ax.collections for path in artist.get_paths()
+             if str(artist.get_gid()).startswith("nodes")]  # fmt: skip
+    corners = np.array(paths)
+    return np.column_stack([corners[..., 0].min(1), corners[..., 0].max(1),
+                            corners[..., 1].min(1), corners[..., 1].max(1)])  # fmt: skip
+
+
+def texts(ax: Axes) -> dict[tuple[float, float], str]:
+    """What stands where: by column and row."""
+    return {
+        (float(x), float(y)): text
+        for artist in ax.artists
+        if isinstance(artist, Numbers)
+        for (x, y), text in zip(artist.centre, artist.texts, strict=True)
+    }
+
+
+def arrows(ax: Axes, graph: ps.TaskGraph, sort: str) -> set[str]:
+    """Both tasks of each arrow of a sort."""
+    found = set()
+    for patch in ax.patches:
+        gid = str(patch.get_gid())
+        if isinstance(patch, FancyArrowPatch) and gid.startswith(f"{sort}:"):
+            tasks = gid.partition(":")[2].split(">")
+            found.add(" ".join(str(graph.task(int(task))) for task in tasks))
+    return found
+
+
+def rows(ax: Axes, n: int) -> list[str]:
+    """Each device's nodes, in columns, as text."""
+    where = texts(ax)
+    last = round(max(x for x, _ in where))
+    return [" ".join(where.get((float(x), float(y)), ".") for x in range(last + 1))
+            for y in range(n)]  # fmt: skip
+
+
+def test_clock_cycles_are_columns_and_devices_are_rows() -> None:
+    """GPipe with recompute: forwards to the left, backwards to the right; R fills the wait."""
+    ax = drawn(lowered(n=2, m=2, recompute="always"))
+    assert rows(ax, 2) == [
+        "F0 F1 R1 . . B1 R0 B0 ST",
+        ". F0 F1 R1 B1 R0 B0 ST .",
+    ]
+    assert ax.get_ylim()[0] > ax.get_ylim()[1]  # device 0 on top
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("Clock cycle", "Device")
+    low, high = ax.get_xlim()
+    assert low < boxes(ax)[:, 0].min()
+    assert boxes(ax)[:, 1].max() < high
+
+
+def test_arrows_are_messages_data_and_order() -> None:
+    graph = lowered(n=2, m=2, step="none")
+    ax = drawn(graph)
+    assert arrows(ax, graph, "message") == {"0F0 1F0", "0F1 1F1", "1B1 0B1", "1B0 0B0"}
+    assert arrows(ax, graph, "order") == {
+        "0F0 0F1", "0F1 0B1", "0B1 0B0", "1F0 1F1", "1B1 1B0"
+    }  # fmt: skip
+    assert arrows(ax, graph, "data") == {"1F1 1B1"}  # other arrows imply the rest
+    ax = drawn(graph, order=False)
+    assert arrows(ax, graph, "order") == set()
+    assert arrows(ax, graph, "data") == {"1F0 1B0", "1F1 1B1"}
+
+
+def test_arrows_lead_from_node_to_node() -> None:
+    """From the border of the first to that of the second, to the right."""
+    graph = lowered("1f1b", 3, 4, recompute="always", skips=[(0, 2)])
+    ax = drawn(graph)
+    edges = boxes(ax)
+    centres = np.column_stack([edges[:, :2].mean(1), edges[:, 2:].mean(1)])
+    for patch in ax.patches:
+        if not isinstance(patch, FancyArrowPatch):
+            continue
+        ends = patch._path_original.vertices[[0, -1]]  # type: ignore[attr-defined]
+        assert ends[0, 0] < ends[1, 0]
+        for x, y in ends:
+            near = (edges[:, 0] - 1e-9 <= x) & (x <= edges[:, 1] + 1e-9)
+            near &= (edges[:, 2] - 1e-9 <= y) & (y <= edges[:, 3] + 1e-9)
+            assert near.sum() == 1
+            on_border = np.isclose([x, x, y, y], edges[near][0]).any()
+            assert on_border
+    assert len(centres) == len(np.unique(centres.round(6), axis=0))
+
+
+@pytest.mark.parametrize("messages", ["arrows", "labels", "nodes"])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        lowered(recompute="always"),
+        lowered("1f1b", 3, 4),
+        lowered(recompute="except_last", skips=[(0, 2)], portals=False),
+        lowered(overlap=False, recompute="always"),
+        lowered("interleaved_1f1b", 2, 2),
+        lowered("1f1b", 2, 2, n_replicas=2, grad_sync="bucketed", n_buckets=3),
+    ],
+    ids=lambda graph: f"{graph.name}-{len(graph)}",
+)
+def test_nodes_do_not_overlap(graph: ps.TaskGraph, messages: str) -> None:
+    ax = drawn(graph, messages=messages)
+    cells = boxes(ax)
+    left, right, low, high = (column[:, None] for column in cells.T)
+    both = (np.minimum(right, right.T) - np.maximum(left, left.T) > 1e-9) & (
+        np.minimum(high, high.T) - np.maximum(low, low.T) > 1e-9
+    )
+    assert int(np.triu(both, 1).sum()) == 0
+    n = len(graph) if messages == "nodes" else int((graph.pair < 0).sum())
+    assert len(cells) == len(texts(ax)) == n
+
+
+def test_messages_as_nodes_are_between_their_tasks() -> None:
+    """SEND right behind what it sends, RECV right before what needs it, towards each other."""
+    ax = drawn(lowered(n=2, m=2, step="none"), messages="nodes")
+    where = texts(ax)
+    beside = {key: text for key, text in where.items() if text[0] in "<>"}
+    assert {(x, round(y)): text for (x, y), text in beside.items()} == {
+        (0.5, 0): ">0", (1.5, 0): ">1", (0.5, 1): "<0", (1.5, 1): "<1",
+        (3.5, 1): ">1", (4.5, 1): ">0", (3.5, 0): "<1", (4.5, 0): "<0",
+    }  # fmt: skip
+    assert all((y > 0 if y < 0.5 else y < 1) for _, y in beside)
+
+
+def test_labels_are_the_microbatches_of_messages() -> None:
+    graph = lowered(n=2, m=3)
+    ax = drawn(graph, messages="labels")
+    labels = [text for text in ax.texts if str(text.get_gid()).startswith("label:")]
+    assert sorted(text.get_text() for text in labels) == ["0", "0", "1", "1", "2", "2"]
+    assert all(0.28 < text.get_position()[1] < 0.72 for text in labels)  # between the rows
+
+
+@pytest.mark.parametrize("width", [plot.ONE_COLUMN, plot.TWO_COLUMNS])
+def test_texts_fit_their_nodes(width: float) -> None:
+    """Four micro-batches on three devices can be read in a column."""
+    for graph in (lowered(recompute="always"), lowered("1f1b", 4, 4)):
+        ax = drawn(graph, width)
+        ax.figure.canvas.draw()
+        (numbers,) = (x for x in ax.artists if isinstance(x, Numbers) and x.texts)
+        fitting, size = numbers.fitting()
+        assert len(fitting) == len(numbers.texts)
+        assert size >= 4.5
+        assert (numbers.width * points_per_unit(ax)[0] > 1.3 * size).all()
+
+
+def test_devices_have_colours_of_their_own() -> None:
+    """Recomputes are paler and hatched."""
+    graph = lowered(n=4, recompute="always")
+    ax = drawn(graph)
+    plain, hatched = (next(c for c in ax.collections if c.get_gid() == gid)
+                      for gid in ("nodes", "nodes:recompute"))  # fmt: skip
+    assert len(np.unique(plain.get_facecolor(), axis=0)) == 4
+    assert hatched.get_hatch()
+    assert plain.get_hatch() is None
+    assert len(hatched.get_paths()) == (graph.op == Op.R).sum()
+    colours = style.device_colours(10)
+    assert (colours[8:] == colours[:2]).all()
+    for one, other in itertools.combinations(colours[:8], 2):
+        assert np.abs(one - other).max() > 0.1
+
+
+def test_the_legend_can_be_left_out() -> None:
+    graph = lowered(recompute="always")
+    names = [text.get_text() for text in drawn(graph).get_legend().get_texts()]
+    assert names == ["recompute", "message", "data on one device", "order of a stream"]
+    assert drawn(graph, legend=False).get_legend() is None
+    assert drawn(graph, title="GPipe").get_title(loc="left") == "GPipe"
+
+
+def test_large_graphs_are_refused() -> None:
+    graph = lowered("gpipe", 4, 38)
+    assert graph.is_op(COMPUTE).sum() == 308
+    with pytest.raises(ArgumentError, match=r"at most 300 tasks .* 'gpipe' has 308; lower fewer"):
+        graph.plot()
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(UnknownNameError, match="unknown messages 'node'; did you mean 'nodes'"):
+        lowered().plot(messages="node")
+    with pytest.raises(ArgumentError, match="cannot draw 3: it is no TaskGraph"):
+        plot.dependencies(3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="ax must be a matplotlib Axes"):
+        lowered().plot(ax=3)  # type: ignore[arg-type]

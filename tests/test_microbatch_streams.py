@@ -1,0 +1,227 @@
+"""Copy streams of one micro-batch: names and codes, head-of-line blocking, and steps on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawing import draw, grid
+from executing import assert_same, cut, data, dense, mse, pipeline, unsplit
+from fake_cuda import FakeCuda, FakeGpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import named_schedules
+
+import pipeexec as px
+import pipesim as ps
+from pipeexec.away import connected
+from pipeexec.imposed import Links, SleepWaits
+from pipeexec.slices import Slice
+from pipesim.errors import ArgumentError, CapacityError, GraphError
+from pipesim.ops import TRANSFERS, Op
+from pipesim.tasks import StreamKind
+from pipesim.waits import message_latency
+
+STREAMS = ("single", "per_peer", "per_microbatch")
+
+
+def lowered(streams: Any, name: str = "gpipe", n: int = 3, m: int = 2, **options: Any) -> Any:
+    return ps.lower(ps.schedule(name, n, m), streams=streams, **options)
+
+
+# Names and codes
+
+
+@given(st.integers(0, 2**31 - 2), st.integers(0, 2**31 - 2), st.sampled_from(["send", "recv"]))
+def test_a_name_and_its_code_are_inverse(peer: int, microbatch: int, way: str) -> None:
+    name = f"{way}:{peer}/{microbatch}"
+    code = StreamKind.code(name)
+    assert StreamKind.name(code) == name
+    assert -(2**63) <= code < StreamKind.COLLECTIVE
+    own = getattr(StreamKind, way)(np.array(peer))
+    assert int(StreamKind.of_microbatch(own, np.array(microbatch))) == code
+    assert StreamKind.peer(np.array([code, own, StreamKind.COPY])).tolist() == [peer, peer, -1]
+
+
+@pytest.mark.parametrize(
+    "name", ["send:3/-1", "compute/3", "copy/0", "send:3/x", f"send:{2**31}/0"]
+)
+def test_no_other_name_is_of_a_microbatch(name: str) -> None:
+    with pytest.raises((KeyError, ValueError)):
+        StreamKind.code(name)
+
+
+def test_there_is_a_stream_for_each_peer_direction_and_microbatch() -> None:
+    graph = lowered("per_microbatch", "1f1b")
+    middle = [name for device, name in graph.streams if device == 1]
+    pairs = [(way, peer, m) for peer in (0, 2) for way in ("send", "recv") for m in range(2)]
+    assert middle == ["compute", *(f"{way}:{peer}/{m}" for way, peer, m in pairs)]
+    assert all(
+        graph.task(t).stream.endswith(f"/{graph.microbatch[t]}")
+        for t in np.flatnonzero(graph.is_op(TRANSFERS))
+    )
+    of_replicas = lowered("per_microbatch", "1f1b", n_replicas=2)
+    assert (4, "send:5/1") in of_replicas.streams  # device 4 is the middle one of replica 1
+    assert len(of_replicas.streams) == 2 * len(graph.streams) + 6  # gradients are reduced, too
+
+
+def test_without_overlap_there_are_none() -> None:
+    graph = lowered("per_microbatch", overlap=False)
+    assert {name for _, name in graph.streams} == {"compute"}
+
+
+def test_columns_name_streams_of_microbatches() -> None:
+    """A graph of one's own may have them, of devices that are there."""
+    send, recv = (StreamKind.code(name) for name in ("send:1/0", "recv:0/0"))
+    tasks = ps.Tasks([0, 5, 6, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0] * 4, [0, send, recv, 0])
+    graph = ps.TaskGraph.build(tasks)
+    assert graph.streams == (
+        (0, "compute"), (0, "send:1/0"), (1, "compute"), (1, "recv:0/0"),
+    )  # fmt: skip
+    wrong = ps.Tasks([0, 5, 6, 0], [0, 0, 1, 1], [0, 0, 1, 1], [0] * 4,
+                     [0, StreamKind.code("send:2/0"), recv, 0])  # fmt: skip
+    with pytest.raises(GraphError, match="row 1: stream must be"):
+        ps.TaskGraph.build(wrong)
+
+
+def test_a_timeline_keeps_them(tmp_path: Path) -> None:
+    graph = lowered("per_microbatch", "interleaved_1f1b", 2, 4, skips=[(0, 3)])
+    timeline = ps.simulate(graph, ps.Costs(1.0, 2.0, network=ps.Network(0.5)))
+    timeline.save(tmp_path / "timeline.csv")
+    loaded = ps.Timeline.load(tmp_path / "timeline.csv")
+    assert loaded.graph.streams == graph.streams
+    assert (loaded.graph.stream == graph.stream).all()
+    assert ps.Comparison(timeline, loaded).makespan_error == 0
+    assert (ps.replay(loaded).end == timeline.end).all()
+    ps.trace.save(tmp_path / "trace.json", timeline)
+    assert '"send:1/3"' in (tmp_path / "trace.json").read_text()
+
+
+def test_the_latency_of_a_kind_is_that_of_all_its_microbatches() -> None:
+    """Without costs, that of the fastest message; each being on its own stream changes nothing."""
+    graph = lowered("per_microbatch", "1f1b", 2, 3)
+    timeline = ps.simulate(graph, ps.Costs(1.0, 2.0, network=ps.Network(0.5)))
+    recvs = np.flatnonzero(graph.op == Op.RECV_F)
+    start, end = timeline.start.copy(), timeline.end.copy()
+    late = np.array([0.25, 0.0, 0.125])
+    start[recvs], end[recvs] = start[recvs] + late, end[recvs] + late
+    measured = ps.Timeline(graph, start, end, np.zeros(len(graph)))
+    assert message_latency(measured)[recvs].tolist() == [0.5] * 3
+
+
+def test_streams_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipesim.capacity.available_memory", lambda: 100_000)
+    lowered("per_peer", "1f1b", 4, 64)
+    with pytest.raises(CapacityError, match='streams="per_microbatch" with 768 messages'):
+        lowered("per_microbatch", "1f1b", 4, 64)
+
+
+# Head-of-line blocking
+
+#: GPipe with forwards and backwards of a second; a message takes 2 s, and with a rendezvous starts
+#: when its receiver's stream has reached it. On a single stream 1SEND_F0 is behind 1RECV_F1, and so
+#: 1 s late. On a stream a peer each message waits for the arrival of the one before.
+BLOCKED = {
+    "single": """
+        0 | F0 F1 .. .. .. .. .. .. .. .. .. .. .. .. .. .. B1 .. .. B0
+        1 | .. .. .. F0 .. F1 .. .. .. .. .. .. .. B1 .. .. B0 .. .. ..
+        2 | .. .. .. .. .. .. .. F0 .. F1 B1 B0 .. .. .. .. .. .. .. ..
+    """,
+    "per_peer": """
+        0 | F0 F1 .. .. .. .. .. .. .. .. .. .. .. .. .. B1 .. B0
+        1 | .. .. .. F0 .. F1 .. .. .. .. .. .. B1 .. B0 .. .. ..
+        2 | .. .. .. .. .. .. F0 .. F1 B1 B0 .. .. .. .. .. .. ..
+    """,
+    "per_microbatch": """
+        0 | F0 F1 .. .. .. .. .. .. .. .. .. .. .. .. B1 B0
+        1 | .. .. .. F0 F1 .. .. .. .. .. .. B1 B0 .. .. ..
+        2 | .. .. .. .. .. .. F0 F1 B1 B0 .. .. .. .. .. ..
+    """,
+}
+
+
+@pytest.mark.parametrize("engine", ["compiled", "simpy"])
+@pytest.mark.parametrize("streams", STREAMS)
+def test_messages_are_blocked_by_those_before_them(streams: str, engine: str) -> None:
+    graph = lowered(streams, rendezvous=True, step="none")
+    timeline = ps.simulate(graph, ps.Costs(1, 1, network=ps.Network(latency=2)), engine=engine)
+    assert draw(timeline, transfers=False) == grid(BLOCKED[streams])
+
+
+@settings(max_examples=25)
+@given(named_schedules(), st.integers(0, 3), st.sampled_from([1.0, 4.0]))
+def test_links_of_pairs_keep_the_senders_order(
+    schedule: ps.Schedule, latency: int, bandwidth: float
+) -> None:
+    """Without a rendezvous, streams of micro-batches change nothing where each pair has a link."""
+    costs = ps.Costs(1, 2, input_grad=1, weight_grad=1, output_bytes=2,
+                     network=ps.Network(latency, bandwidth))  # fmt: skip
+    one, other = (ps.simulate(ps.lower(schedule, streams=s), costs) for s in STREAMS[1:])
+    assert (one.start == other.start).all()
+    assert (one.end == other.end).all()
+
+
+# Steps
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize("gpus", [False, True])
+def test_a_step_is_that_of_the_unsplit_model(
+    monkeypatch: pytest.MonkeyPatch, name: str, gpus: bool
+) -> None:
+    graph = lowered("per_microbatch", name, 2, 4, recompute="except_last")
+    stages, whole = (cut(dense(graph.n_stages), [1] * graph.n_stages) for _ in range(2))
+    inputs, targets = data(16)
+    loss = unsplit(whole, graph, inputs, targets)
+    if gpus:
+        FakeCuda().install(monkeypatch)
+        subject = px.Pipeline(stages, graph, [FakeGpu(0), FakeGpu(1)], mse)
+    else:
+        subject = pipeline(stages, graph)
+    with subject:
+        result = subject.step(inputs, targets)
+        assert torch.equal(result.loss, loss)
+        assert_same(stages, whole)
+        assert result.timeline.complete
+        if gpus:
+            names = {name for device, name in graph.streams if device == 0}
+            own = {subject.devices[0].stream(name).stream.number for name in names}
+            assert len(own) == len(names)
+
+
+def test_messages_take_turns_on_a_link_of_workers() -> None:
+    """Each takes 20 ms; on streams of their own they would be sent at once otherwise."""
+    graph = lowered("per_microbatch", "gpipe", 2, 3, step="none")
+    link = ps.Network(bandwidth=4 * 16 * 4 / 0.02)
+    with px.Pipeline(cut(dense(2), [1, 1]), graph, px.workers(2, link=link), mse) as subject:
+        timeline = subject.step(*data(12)).timeline
+    sends = timeline.frame[timeline.frame["op"] == "SEND_F"].sort_values("end")
+    assert (np.diff(sends["end"]) >= 0.0199).all()
+    assert sends["microbatch"].tolist() == [0, 1, 2]
+
+
+# Refused
+
+
+def test_slices_with_links_are_refused() -> None:
+    links = Links(ps.Network(1e-6), 2, SleepWaits())
+    devices = [Slice(torch.device("cuda", 0), i, 2, None, None, 66, links) for i in range(2)]
+    for device in devices:
+        device.torch_device = torch.device("cpu")
+    with pytest.raises(ArgumentError, match=r"stream 'send:1/0' of cuda:0/0of2 .* take turns"):
+        px.Pipeline(cut(dense(2), [1, 1]), lowered("per_microbatch", n=2), devices, mse)
+
+
+def test_messages_between_processes_are_refused() -> None:
+    from pipeexec.devices import CpuDevice, RemoteDevice
+
+    class Two:
+        rank = 0
+
+    graph = lowered("per_microbatch", n=2)
+    devices = [CpuDevice(0), RemoteDevice("cpu:1", 1)]
+    with pytest.raises(ArgumentError, match=r"0SEND_F0 of device 0 is on stream 'send:1/0'"):
+        connected(graph, [], devices, Two())  # type: ignore[arg-type]
