@@ -240,7 +240,7 @@ def lower(
         ),
         unshards=shard_optimizer and n_replicas > 1,
     )
-    _check_collectives(schedule, collectives, to_text(grad_sync))
+    _check_collectives(schedule, collectives, to_text(grad_sync), step)
     schedule = with_chosen(schedule, recompute, collectives.sharded)
     kinds, kind, microbatch = _with_recompute_and_steps(
         schedule, recompute, step, recompute_first, collectives.sharded
@@ -316,7 +316,9 @@ def _checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[
     return stages
 
 
-def _check_collectives(schedule: Schedule, collectives: Collectives, grad_sync: str) -> None:
+def _check_collectives(
+    schedule: Schedule, collectives: Collectives, grad_sync: str, step: str
+) -> None:
     """Raise for collectives that mean nothing for a schedule."""
     each = any(collectives.groups)
     if schedule.placement.n_paths > 1 and (each or collectives.sharded):
@@ -324,6 +326,12 @@ def _check_collectives(schedule: Schedule, collectives: Collectives, grad_sync: 
         raise ArgumentError(
             f"{what}, but schedule {schedule.name!r} has {schedule.placement.n_paths} paths, of "
             "which each has other micro-batches; take a schedule of one path"
+        )
+    if schedule.n_batches > 1 and step == "none" and collectives.buckets:
+        raise ArgumentError(
+            f'step="none", but schedule {schedule.name!r} has {schedule.n_batches} mini-batches, '
+            "whose gradients are reduced over replicas: without steps between them those of one "
+            "would be added to those of the next; leave step out, or take n_replicas=1"
         )
     if collectives.unshards and schedule.n_batches > 1:
         raise ArgumentError(

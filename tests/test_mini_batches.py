@@ -87,3 +87,12 @@ def test_refused() -> None:
     ps.verify(both)
     with pytest.raises(ScheduleError, match="a bidirectional pipeline takes one at a time"):
         ps.verify(both.with_updates(2, "stashed"))
+
+
+def test_reduced_gradients_of_mini_batches_need_steps() -> None:
+    """Without them a reduction of one would run beside backwards of the next, which add to it."""
+    schedule = ps.schedule("pipedream", 2, 4)
+    assert schedule.n_batches > 1
+    assert len(ps.lower(schedule, n_replicas=2))
+    with pytest.raises(ArgumentError, match="whose gradients are reduced over replicas"):
+        ps.lower(schedule, n_replicas=2, step="none")

@@ -142,7 +142,9 @@ def _find(name: str) -> Any:
         if found is None:  # filled in while torch runs
             return None
         if inspect.ismodule(found) and not hasattr(found, part):
-            importlib.import_module(f"{found.__name__}.{part}")
+            # A module may delete the names of its own modules, as torch.optim does.
+            found = importlib.import_module(f"{found.__name__}.{part}")
+            continue
         base = _BASES.get(f"torch.cuda.{getattr(found, '__name__', '')}")
         is_bare = inspect.isclass(found) and base is not None and not hasattr(found, part)
         found = getattr(_find(base) if is_bare and base else found, part)
@@ -230,7 +232,8 @@ class _Uses(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         function, arguments = node.func, list(node.args)
-        delayed = isinstance(function, ast.Name) and function.id == "partial" and arguments
+        is_partial = isinstance(function, ast.Name) and function.id == "partial"
+        delayed = is_partial and bool(arguments)
         if delayed:
             function = arguments.pop(0)
         name = self.resolve(function)
@@ -243,7 +246,7 @@ class _Uses(ast.NodeVisitor):
         )
         given = [a for a in arguments if not isinstance(a, ast.Starred)]
         keywords = tuple(k.arg for k in node.keywords if k.arg is not None)
-        self.note(node, name, len(given) + ("()" in name), keywords, bool(delayed) or more)
+        self.note(node, name, len(given) + ("()" in name), keywords, delayed or more)
 
     def resolve(self, node: ast.AST | None) -> str | None:
         """Return what an expression is, as in ``names``; None if that is not torch's."""
