@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,11 +15,9 @@ from pipesim.costs import Costs
 from pipesim.csr import CSR, Ints
 from pipesim.errors import ArgumentError, DeadlockError
 from pipesim.graph import TaskGraph
-from pipesim.levels import stable_topological_order
-from pipesim.ops import RECVS, SENDS, TRANSFERS
+from pipesim.moved_messages import merged, on_compute
 from pipesim.simulate import checked_costs, simulate
 from pipesim.task_costs import TaskCosts
-from pipesim.tasks import StreamKind
 from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, without
 
 if TYPE_CHECKING:
@@ -246,88 +243,15 @@ def _streams(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Row]:
     copies = np.isin(sorts, ["send", "recv", "copy"])
     names = [name for _, name in graph.streams]
     if any("/" in name for name in names):
-        merged = _merged(graph, [name.partition("/")[0] for name in names])
-        yield _Row("stream", "a stream a micro-batch", int(copies.sum()), merged, costs)
+        joined = merged(graph, [name.partition("/")[0] for name in names])
+        yield _Row("stream", "a stream a micro-batch", int(copies.sum()), joined, costs)
     own = [name.partition(":")[0] if name != "copy" else name for name in names]
     if any(name in ("send", "recv") for name in own):
-        merged = _merged(graph, ["copy" if name in ("send", "recv") else name for name in own])
-        yield _Row("stream", "a stream a peer and direction", int(copies.sum()), merged, costs)
+        joined = merged(graph, ["copy" if name in ("send", "recv") else name for name in own])
+        yield _Row("stream", "a stream a peer and direction", int(copies.sum()), joined, costs)
     if copies.any():
-        yield _Row("stream", "copy streams", int(copies.sum()), *_on_compute(graph, costs))
+        yield _Row("stream", "copy streams", int(copies.sum()), *on_compute(graph, costs))
     on_collective = int((sorts == "collective").sum())
     if on_collective:
-        merged = _merged(graph, ["compute" if name == "collective" else name for name in names])
-        yield _Row("stream", "collective stream", on_collective, merged, costs)
-
-
-def _merged(graph: TaskGraph, names: list[str]) -> TaskGraph:
-    """Return the graph with each stream under a name of these; those of one name are one queue."""
-    places = [(device, name) for (device, _), name in zip(graph.streams, names, strict=True)]
-    streams = tuple(sorted(set(places)))
-    number = np.array([streams.index(place) for place in places], dtype=np.int32)
-    return replace(
-        graph, streams=streams, stream_of_kind=number[graph.stream_of_kind]
-    ).as_verified()
-
-
-def _on_compute(graph: TaskGraph, costs: TaskCosts) -> tuple[TaskGraph, TaskCosts]:
-    """Return the graph with its messages on compute streams, as of ``lower(overlap=False)``.
-
-    A RECV comes right before its consumer, or before that of a message which was sent later.
-    """
-    kinds = graph.kinds
-    on_compute = np.where(kinds.is_op(TRANSFERS), StreamKind.COMPUTE, kinds.stream)
-    copies = ("send", "recv", "copy")
-    names = ["compute" if name[:4] in copies else name for _, name in graph.streams]
-    moved = _merged(replace(graph, kinds=replace(kinds, stream=on_compute)), names)
-    order = _received_late(graph)
-    moved, costs = _reordered(moved, order), _costs_in(costs, order)
-    if graph.rendezvous:
-        order = stable_topological_order(moved.precedence)
-        if len(order) < len(graph):
-            return moved, costs  # which deadlocks
-        moved, costs = _reordered(moved, order), _costs_in(costs, order)
-    return moved.as_verified(), costs
-
-
-def _received_late(graph: TaskGraph) -> Ints:
-    """Return the order of tasks in which each RECV is right before what needs it."""
-    is_recv, pair = graph.is_op(RECVS), graph.pair
-    waiting: dict[tuple[int, int], deque[int]] = {}
-    channel: dict[int, tuple[int, int]] = {}
-    for send in np.flatnonzero(graph.is_op(SENDS)).tolist():
-        recv = int(pair[send])
-        channel[recv] = int(graph.device[send]), int(graph.device[recv])
-        waiting.setdefault(channel[recv], deque()).append(recv)
-    order: list[int] = []
-    for task in np.flatnonzero(~is_recv).tolist():
-        for needed in graph.dependencies[task].tolist():
-            queue = waiting[channel[needed]] if is_recv[needed] else deque[int]()
-            while needed in queue:
-                order.append(queue.popleft())
-        order.append(task)
-    return np.array([*order, *(recv for queue in waiting.values() for recv in queue)])
-
-
-def _reordered(graph: TaskGraph, order: Ints) -> TaskGraph:
-    """Return the same tasks under other ids: ``order[k]`` becomes task ``k``."""
-    rank = np.empty(len(graph) + 1, dtype=np.int64)
-    rank[order] = np.arange(len(graph))
-    rank[-1] = -1  # of no task
-    waits, members = graph.dependencies, graph.collectives
-    by_id = np.lexsort((rank[members.values], members.rows))
-    return replace(
-        graph,
-        kind=graph.kind[order],
-        microbatch=graph.microbatch[order],
-        dependencies=CSR.from_pairs(rank[waits.rows], rank[waits.values], len(graph)),
-        during=rank[graph.during[order]] if len(graph.during) else graph.during,
-        pair=rank[graph.pair[order]].astype(graph.pair.dtype),
-        collectives=CSR(members.ptr, rank[members.values][by_id].astype(members.values.dtype)),
-    )
-
-
-def _costs_in(costs: TaskCosts, order: Ints) -> TaskCosts:
-    """Return the costs of tasks under other ids."""
-    drawn, issued = (None if x is None else x[order] for x in (costs.drawn, costs.issued))
-    return replace(costs, row=costs.row[order], drawn=drawn, issued=issued)
+        joined = merged(graph, ["compute" if name == "collective" else name for name in names])
+        yield _Row("stream", "collective stream", on_collective, joined, costs)

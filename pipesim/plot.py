@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from pipesim.breakdown import idle
 from pipesim.charts import bars, memory
 from pipesim.compare import Comparison
-from pipesim.errors import ArgumentError, check_flag, check_name, number
-from pipesim.graph import TaskGraph
-from pipesim.graph_layout import layout
+from pipesim.dependency_plot import dependencies
+from pipesim.errors import ArgumentError, number
 from pipesim.html import figure_html, graph_html, note_html, schedule_html, table_html
 from pipesim.lanes import lanes, rows
 from pipesim.ops import Op
@@ -33,7 +32,6 @@ from pipesim.page import (
     save,
     set_title,
     sized,
-    some_of,
 )
 from pipesim.style import (
     INK,
@@ -72,8 +70,6 @@ __all__ = [
 
 #: What a prediction mixes in of white; it is outlined in the full colour.
 TINT = 0.6
-#: Tasks on compute streams of a graph that is drawn.
-MOST_NODES = 300
 #: Rows of a timeline that a row of a comparison takes.
 COMPARED = 1.5
 
@@ -135,76 +131,6 @@ def timeline(
     if legend and drawn:
         cut = len(timeline.frame) > int(timeline.ran.sum())
         height = add_legend(ax, *cells.legend_entries(graph, drawn, unfinished=cut))
-    if title:
-        set_title(ax, title, height=height)
-    return ax
-
-
-def dependencies(
-    graph: TaskGraph,
-    *,
-    ax: Axes | None = None,
-    messages: str = "arrows",
-    order: bool = True,
-    legend: bool = True,
-    title: str | None = None,
-) -> Axes:
-    """Draw what the tasks of a small graph need, as papers do (torchgpipe, arXiv 2004.09910).
-
-    A row is a device, device 0 on top, in its colour. A column is a clock cycle: the distance from
-    the first task, counted in tasks of compute streams. A node says operation and micro-batch,
-    ``F0``, and before them the stage where devices have several. Data on one device has an arrow
-    only where others do not imply it.
-
-    Parameters
-    ----------
-    graph
-        Of at most 300 tasks on compute streams.
-    ax
-        Where to draw; its limits are set.
-    messages
-        ``"arrows"``: an arrow from what makes a message to what needs it. ``"labels"``: with the
-        number of its micro-batch on it. ``"nodes"``: SEND (``>0``) and RECV (``<0``) are nodes.
-    order
-        Whether to draw the order of compute streams, dashed.
-    legend
-        Whether to have one.
-    title
-        None by default.
-
-    Raises
-    ------
-    ArgumentError
-        For a larger graph, or if ``graph`` or ``ax`` is something else.
-    UnknownNameError
-        For another way to draw messages.
-    """
-    graph = checked(graph, TaskGraph)
-    check_name("messages", messages, ("arrows", "labels", "nodes"))
-    check_flag("order", order)
-    check_flag("legend", legend)
-    n_tasks = int(graph.on_compute.sum())
-    if n_tasks > MOST_NODES:
-        raise ArgumentError(
-            f"a figure of dependencies has at most {MOST_NODES} tasks on compute streams, graph "
-            f"{graph.name!r} has {n_tasks}; lower fewer micro-batches or devices, or draw when "
-            "tasks run: ps.simulate(graph, costs).plot(dependencies=True)"
-        )
-    from pipesim import graph_figure
-
-    where = layout(graph, messages=messages == "nodes", order=order)
-    per_device = 1.7 if messages != "nodes" else max(2.0, 0.6 + 0.55 * where.most_in_a_gap)
-    ax = axes_or_new(ax, per_device * graph.n_devices)
-    rows_of_devices(ax, graph.n_devices, 1.0, "")
-    ax.set_xlim(-0.6, max(where.n_columns, 1) - 0.4)
-    ax.set_xticks(some_of(where.n_columns, 20))
-    ax.set_xlabel("Clock cycle")
-    graph_figure.draw_arrows(ax, graph, where, labels=messages == "labels")
-    graph_figure.draw_nodes(ax, graph, where)
-    height = 0.0
-    handles = graph_figure.entries(graph, where, messages == "labels")
-    if legend and handles:
-        height = add_legend(ax, list(handles.values()), list(handles))
     if title:
         set_title(ax, title, height=height)
     return ax

@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 def kinds_of_waits(graph: TaskGraph) -> list[Kind]:
     """Return the kinds of wait of a graph, each edge in one of them."""
     found = [*_data(graph), *_messages(graph), *_queues(graph), *_collectives(graph)]
-    if graph.rendezvous:
+    if graph.rendezvous and (graph.pair >= 0).any():
         sends = np.flatnonzero(graph.is_op(SENDS))
         reached = graph.queue_predecessor[graph.pair[sends]].astype(np.int64)
         edges = Edges(reached[reached >= 0], sends[reached >= 0])

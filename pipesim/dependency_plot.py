@@ -1,0 +1,88 @@
+"""What the tasks of a small graph need, as a figure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipesim.errors import ArgumentError, check_flag, check_name
+from pipesim.graph import TaskGraph
+from pipesim.graph_layout import layout
+from pipesim.page import add_legend, axes_or_new, checked, rows_of_devices, set_title, some_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["dependencies"]
+
+#: Tasks on compute streams of a graph that is drawn.
+MOST_NODES = 300
+
+
+def dependencies(
+    graph: TaskGraph,
+    *,
+    ax: Axes | None = None,
+    messages: str = "arrows",
+    order: bool = True,
+    legend: bool = True,
+    title: str | None = None,
+) -> Axes:
+    """Draw what the tasks of a small graph need, as papers do (torchgpipe, arXiv 2004.09910).
+
+    A row is a device, device 0 on top, in its colour. A column is a clock cycle: the distance from
+    the first task, counted in tasks of compute streams. A node says operation and micro-batch,
+    ``F0``, and before them the stage where devices have several. Data on one device has an arrow
+    only where others do not imply it.
+
+    Parameters
+    ----------
+    graph
+        Of at most 300 tasks on compute streams.
+    ax
+        Where to draw; its limits are set.
+    messages
+        ``"arrows"``: an arrow from what makes a message to what needs it. ``"labels"``: with the
+        number of its micro-batch on it. ``"nodes"``: SEND (``>0``) and RECV (``<0``) are nodes.
+    order
+        Whether to draw the order of compute streams, dashed.
+    legend
+        Whether to have one.
+    title
+        None by default.
+
+    Raises
+    ------
+    ArgumentError
+        For a larger graph, or if ``graph`` or ``ax`` is something else.
+    UnknownNameError
+        For another way to draw messages.
+    """
+    graph = checked(graph, TaskGraph)
+    check_name("messages", messages, ("arrows", "labels", "nodes"))
+    check_flag("order", order)
+    check_flag("legend", legend)
+    n_tasks = int(graph.on_compute.sum())
+    if n_tasks > MOST_NODES:
+        raise ArgumentError(
+            f"a figure of dependencies has at most {MOST_NODES} tasks on compute streams, graph "
+            f"{graph.name!r} has {n_tasks}; lower fewer micro-batches or devices, or draw when "
+            "tasks run: ps.simulate(graph, costs).plot(dependencies=True)"
+        )
+    from pipesim import graph_figure
+
+    where = layout(graph, messages=messages == "nodes", order=order)
+    per_device = 1.7 if messages != "nodes" else max(2.0, 0.6 + 0.55 * where.most_in_a_gap)
+    ax = axes_or_new(ax, per_device * graph.n_devices)
+    rows_of_devices(ax, graph.n_devices, 1.0, "")
+    ax.set_xlim(-0.6, max(where.n_columns, 1) - 0.4)
+    ax.set_xticks(some_of(where.n_columns, 20))
+    ax.set_xlabel("Clock cycle")
+    graph_figure.draw_arrows(ax, graph, where, labels=messages == "labels")
+    graph_figure.draw_nodes(ax, graph, where)
+    height = 0.0
+    handles = graph_figure.entries(graph, where, messages == "labels")
+    if legend and handles:
+        height = add_legend(ax, list(handles.values()), list(handles))
+    if title:
+        set_title(ax, title, height=height)
+    return ax
