@@ -161,7 +161,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "pipeline": pipeline(), **batch(), "n_steps": 1, "warm_up": 0},
     "px.torch_schedule_order": lambda _: {"name": "1F1B", "n_devices": 2, "n_microbatches": 2},
     "px.validate": lambda _: short(),
-    "px.workers": lambda _: {"n": 2, "link": ps.Network(1e-6, 1e9)},
+    "px.workers": lambda _: {
+        "n": 2, "link": ps.Network(1e-6, 1e9), "launch": 1e-3},
 }  # fmt: skip
 #: Whose good call needs what a test lacks: attacked alone, and every call must be refused.
 REFUSED: dict[str, Callable[[Path], Good]] = {
