@@ -55,6 +55,7 @@ __all__ = [
     "Rule",
     "TaskGraph",
     "overlapped_pairs",
+    "reordered",
     "task_twice",
     "wired",
 ]
@@ -385,27 +386,7 @@ class TaskGraph:
         if (waits.values < waits.rows).all():
             return self
         order = stable_topological_order(waits)
-        return self if len(order) < len(self) else self.reordered(order)
-
-    def reordered(self, order: Ints) -> TaskGraph:
-        """Return the same tasks with ids by their place in ``order``, a topological one."""
-        return TaskGraph.of_kinds(
-            self.kinds,
-            self.kind[order],
-            self.microbatch[order],
-            group=self.group[order],
-            hosts=self.host,
-            host_threads=self.host_threads,
-            name=self.name,
-            rendezvous=self.rendezvous,
-            recompute=self.recompute,
-            overlap=self.overlap,
-            n_batches=self.n_batches,
-            grad_sync=self.grad_sync,
-            weight_versions=self.weight_versions,
-            skips=self.skips,
-            portals=self.portals,
-        )
+        return self if len(order) < len(self) else reordered(self, order)
 
     @property
     def verified(self) -> bool:
@@ -667,6 +648,27 @@ class TaskGraph:
             level,
         )
         return level
+
+
+def reordered(graph: TaskGraph, order: Ints) -> TaskGraph:
+    """Return the same tasks with ids by their place in ``order``, a topological one."""
+    return TaskGraph.of_kinds(
+        graph.kinds,
+        graph.kind[order],
+        graph.microbatch[order],
+        group=graph.group[order],
+        hosts=graph.host,
+        host_threads=graph.host_threads,
+        name=graph.name,
+        rendezvous=graph.rendezvous,
+        recompute=graph.recompute,
+        overlap=graph.overlap,
+        n_batches=graph.n_batches,
+        grad_sync=graph.grad_sync,
+        weight_versions=graph.weight_versions,
+        skips=graph.skips,
+        portals=graph.portals,
+    )
 
 
 def _rules_of(kinds: Kinds) -> list[Rule]:

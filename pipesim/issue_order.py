@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from pipesim.csr import CSR, Ints
-from pipesim.graph import TaskGraph
+from pipesim.graph import TaskGraph, reordered
 from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, Op
 
@@ -47,7 +47,7 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
     by_rank = np.lexsort([*(np.where(is_compute, key, -1) for key in keys), is_compute])
     rank = np.empty(len(graph), dtype=np.int64)
     rank[by_rank] = np.arange(len(graph))
-    return graph.reordered(_topological_order(graph.precedence, rank, by_rank))
+    return reordered(graph, _topological_order(graph.precedence, rank, by_rank))
 
 
 def _passes(graph: TaskGraph) -> Ints:

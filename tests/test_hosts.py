@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.capturable import check_can_capture
+from pipeexec.profile import Calibration
 from pipesim.errors import ArgumentError, ExecutionError, StageError, StallError
 
 pytestmark = [
@@ -206,7 +207,7 @@ def test_an_error_of_a_host_itself_is_raised(monkeypatch: pytest.MonkeyPatch) ->
     subject = slow([0, 1, 1], launch=0.0)
     stream = subject.devices[1].stream("compute")
     with monkeypatch.context() as patch, subject:
-        patch.setattr(stream, "record", lambda: 1 / 0)
+        patch.setattr(stream, "wait_event", lambda event: 1 / 0)  # of hosts alone
         with pytest.raises(ZeroDivisionError):
             within(10, lambda: subject.step(*data(8)))
         patch.undo()
@@ -242,6 +243,8 @@ def test_imposed_launches_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None
             batch = data(12, 4)
             costs = px.profile(subject, *batch, n_steps=1, warm_up=1)
             measured = subject.step(*batch).timeline.makespan
+            calibrated = Calibration(subject, *batch).loaded.graph
+            assert calibrated.host.tolist() == graph.host.tolist()
         assert 0.8 * launch < costs.launch < 1.6 * launch
         predicted = ps.simulate(graph, costs).makespan
         assert 0.6 < predicted / measured < 1.6

@@ -171,7 +171,8 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "learning_rate": 0.1, "batch_size": 512, "reference_batch_size": 256, "rule": "sqrt"},
     "px.sync_report": lambda _: {
         "source": ps.simulate(graph(), ps.Costs(forward=1.0, backward=2.0))},
-    "px.workers": lambda _: {"n": 2, "link": ps.Network(1e-6, 1e9)},
+    "px.workers": lambda _: {
+        "n": 2, "link": ps.Network(1e-6, 1e9), "launch": 1e-3},
 }  # fmt: skip
 #: Whose good call needs what a test lacks: attacked alone, and every call must be refused.
 REFUSED: dict[str, Callable[[Path], Good]] = {

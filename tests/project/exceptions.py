@@ -57,8 +57,8 @@ UNATTACKED: dict[str, str] = {
         "guard", "next_number", "open", "publish", "published", "share", "spread", "total")},
     "px.Profile": _PLAIN,
     **{f"px.{device}.{name}": _WORKER for device in ("Slice", "Worker") for name in (
-        "abandon", "adopt", "await_link", "carry", "close", "has_thread", "mark", "rejoin",
-        "stream", "synchronize", "wait_for_host")},
+        "abandon", "adopt", "await_link", "carry", "close", "has_thread", "host", "mark",
+        "rejoin", "stream", "synchronize", "wait_for_host")},
     "px.Slice": "slices makes it",
     "px.StepResult": _PLAIN,
     "px.Validation": _PLAIN,
