@@ -614,14 +614,14 @@ class TaskGraph:
         """The tasks of other hosts that have to be issued before each, by threads (rule 7), as CSR.
 
         A stream can only wait for an event that was recorded: that of each task of `precedence`,
-        and of a collective's earlier members, of which the first works for all.
+        and of a collective's earlier members.
         """
         waits, members = self.precedence, self.collectives
         rows, values = [waits.rows], [waits.values]
         for number in range(len(members)):
-            first = np.full(len(members[number]) - 1, members[number][0], waits.values.dtype)
-            rows.append(members[number][1:])
-            values.append(first)
+            later, earlier = np.tril_indices(len(members[number]), -1)
+            rows.append(members[number][later])
+            values.append(members[number][earlier].astype(waits.values.dtype))
         row, value = np.concatenate(rows), np.concatenate(values)
         host = self.host[self.device]
         foreign = (host[row] != host[value]) & (value < row)  # ids of files may be in any order

@@ -224,3 +224,10 @@ def test_threads_wait_for_each_other() -> None:
     assert issued[True, "simpy"] == list(zip(names, [3, 5, 6, 7], strict=True))
     assert issued[True, "simpy"] == issued[True, "compiled"]
     assert issued[False, "simpy"] == issued[False, "compiled"]
+
+
+def test_threads_wait_for_every_earlier_member_of_a_collective() -> None:
+    """The last of three replicas waits for the other two: the first one works for all."""
+    graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=3, hosts="per_device")
+    first, second, third = np.flatnonzero(graph.op == Op.REDUCE_GRAD).tolist()
+    assert {first, second} <= set(graph.issued_first[third].tolist())
