@@ -775,7 +775,7 @@ class Pipeline:
             self.preserved(),
             metered(self.stages, [meters[at] for at in graph.homes.ravel().tolist()]),
         ):
-            run = self._step(inputs, targets, lambda run, _: run.walk(tasks))
+            run = self._step(inputs, targets, partial(_walk_alone, tasks))
             result = self._result(run)
         one = [
             float(sum(p.nbytes for p in stage.module.parameters() if p.requires_grad))
@@ -824,13 +824,8 @@ class Pipeline:
             If the devices are CPU workers, whose memory torch does not count.
         """
         tasks, samples = sampled(self._plan, self.devices)
-
-        def walk(run: Run, _: Sequence[Planned]) -> None:
-            run.hosts = None  # samples are what tasks changed only if they come one by one
-            run.walk(tasks)
-
         with self._held("allocated"), self.preserved():
-            run = self._step(inputs, targets, walk)
+            run = self._step(inputs, targets, partial(_walk_alone, tasks))
         return samples.placed(run.readings().timeline)
 
     @property
@@ -882,6 +877,12 @@ class Pipeline:
 
 def _listed(homes: list[list[int]]) -> str:
     return " and ".join(map(str, homes))
+
+
+def _walk_alone(tasks: Sequence[Planned], run: Run, _: Sequence[Planned]) -> None:
+    """Issue tasks that count or sample, from this thread: other hosts have those of the plan."""
+    run.hosts = None
+    run.walk(tasks)
 
 
 def _make_devices(

@@ -95,7 +95,7 @@ class GPipe(nn.Module):
         autograd takes of torchgpipe's graph on CPUs (`pipesim.schedule`, ``"autograd"``).
     backward_order
         Where nothing orders the backward, a schedule whose R and B of each stage to follow, such as
-        one of `pipesim.autograd_orders`. Of as many micro-batches as there are.
+        one of `pipesim.autograd_orders`. Of as many micro-batches as a mini-batch makes.
     threads
         Whether partitions on CPUs compute in threads of their own, or all in the caller's. By
         default in threads on devices of `workers`, and where forwards take more than 0.3 ms: with
@@ -262,8 +262,9 @@ class GPipe(nn.Module):
         assert machine is not None
         chunks = check_count("chunks", self.chunks)
         microbatches = list(zip(*(x.detach().chunk(chunks) for x in inputs), strict=True))
-        check_microbatches(self._backward_order, len(microbatches))
         recomputed, tracked = self._recomputed(len(microbatches)), self._tracked(inputs)
+        if tracked:
+            check_microbatches(self._backward_order, len(microbatches))
         self._check_batch_norms(len(microbatches), stacklevel=6)
         for norm in self._batch_norms if self.training else ():
             norm.begin(len(microbatches))

@@ -11,6 +11,7 @@ or the step is given up, hosts stop before their next task.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter, sleep
@@ -20,6 +21,7 @@ import numpy as np
 from pipeexec.processes import Processes
 from pipeexec.run import Planned, Run
 from pipeexec.streams import CpuEvent
+from pipesim.errors import AccuracyWarning
 from pipesim.graph import TaskGraph
 
 __all__ = ["Hosts", "make_hosts"]
@@ -89,8 +91,21 @@ def make_hosts(
     """Return the hosts of a plan; None where the caller is the only one, and launches are its own.
 
     Of several processes each has one host.
+
+    Warns
+    -----
+    AccuracyWarning
+        If a graph is simulated with hosts that are processes, which are threads here.
     """
     is_one = processes is not None or not graph.host.any()
+    if not is_one and not graph.host_threads:
+        warnings.warn(
+            f"the {len(np.unique(graph.host))} hosts of graph {graph.name!r} are threads of this "
+            "process, which wait for each other; it is simulated with hosts that do not, and comes "
+            "out too short: lower it with host_threads=True",
+            AccuracyWarning,
+            stacklevel=3,
+        )
     if is_one and not any(task.device.launch for task in tasks):
         return None
     number = np.zeros(len(graph), np.int64) if is_one else graph.host[graph.device]

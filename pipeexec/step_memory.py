@@ -125,7 +125,7 @@ class StepMemory:
             time = (self.timeline.end if ends else self.timeline.start)[number]
             rows.append((device, time, *held[:, device], held[0, device] + beyond))
         names = ["device", "time", "activations", "gradients", "buffers", "total"]
-        return pd.DataFrame(rows, columns=names)
+        return pd.DataFrame(rows, columns=names).astype({"device": "int64"})
 
 
 class Counted:

@@ -39,7 +39,8 @@ class AutogradOrders:
     Attributes
     ----------
     schedules
-        Of each order that was simulated; the first is the one that a CPU's engine takes.
+        Of each order that was simulated; the first is the one that a CPU's engine takes. If not all
+        were, the next two have each R right before its B, and all R first.
     timelines
         One a schedule.
     n_possible
@@ -77,8 +78,9 @@ class AutogradOrders:
 
     @property
     def spread(self) -> float:
-        """By which share of the fastest makespan the slowest is longer."""
-        return float(self.makespans.max() / self.makespans.min() - 1)
+        """Slowest over fastest makespan, less 1; NaN if nothing takes time."""
+        fastest, slowest = float(self.makespans.min()), float(self.makespans.max())
+        return slowest / fastest - 1 if fastest else math.nan
 
     @property
     def table(self) -> pd.DataFrame:
@@ -98,7 +100,7 @@ class AutogradOrders:
         return pd.DataFrame(chosen, index=list(rows))
 
     def __repr__(self) -> str:
-        of = "all" if self.is_exhaustive else f"of {self.n_possible:.3g}"
+        of = "all" if self.is_exhaustive else f"of {self.n_possible:,.8g}"
         return (
             f"<AutogradOrders: {len(self.schedules)} orders ({of}), makespan "
             f"{self.makespans.min():.6g} to {self.makespans.max():.6g} s>"

@@ -110,7 +110,7 @@ _FLAGS = (
         "MODE",
         "sharded stages exchange gradients of every micro-batch, or of all after the last",
     ),
-    ("--recompute", "MODE", "never, always or except_last"),
+    ("--recompute", "MODE", "listed (by the schedule), never, always or except_last"),
     ("--skips", "PAIRS", "skip connections between stages, such as 0-3,1-2"),
     ("--streams", "KIND", "copy streams per_peer, per_microbatch, or a single one a device"),
     ("--hosts", "KIND", "one host that issues for all devices, one per_device, or 0,0,1,1"),
@@ -127,6 +127,7 @@ _SWITCHES = (
     ("--portals", "a skip goes straight to its target, not from stage to stage"),
     ("--shard-optimizer", "each replica steps its share of the parameters, as in ZeRO-1"),
     ("--recompute-first", "every recompute of a stage comes before its first backward"),
+    ("--recompute-waits", "without overlap, a gradient is received before its recompute"),
 )
 _CLOSED_FORMS = ("bubble", "activations", "parameters")
 _FIGURES = (".pdf", ".png", ".svg")

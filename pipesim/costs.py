@@ -280,7 +280,7 @@ class Costs:
         share = np.ones(len(kinds))
         if kinds.is_op(COLLECTIVES).any():
             priced = Priced(duration, nbytes, links, share)
-            duration, nbytes, links, share = self._collectives(graph.n_stages).price(graph, priced)
+            duration, nbytes, links, share = self._collectives(graph).price(graph, priced)
         table = CostTable(duration, latency, launch, nbytes, links, share)
         return TaskCosts(table, graph.kind, None, self)
 
@@ -301,14 +301,20 @@ class Costs:
         whole = both[graph.kinds.stage[halves]]
         duration[halves] = np.where(graph.kinds.op[halves] == Op.F, first, whole - first)
 
-    def _collectives(self, n_stages: int) -> CollectiveCosts:
+    def _collectives(self, graph: TaskGraph) -> CollectiveCosts:
         """Return what collectives cost."""
+        n_stages = graph.n_stages
         exchange_bytes = as_mapping(checked_exchange_bytes(self.exchange_bytes))
         for stage in exchange_bytes:
             if stage >= n_stages:
                 raise CostsError(
                     f"exchange_bytes are of stage {stage}, but the graph has {n_stages} stages, "
                     f"0..{n_stages - 1}; give those of its sharded stages"
+                )
+            if graph.sharded and stage not in graph.sharded:
+                raise CostsError(
+                    f"exchange_bytes are of stage {stage}, but the graph was lowered with "
+                    f"sharded={list(graph.sharded)}: no other stage exchanges; give theirs"
                 )
         bytes_of = {
             field: self.per_stage(name, n_stages)

@@ -15,7 +15,7 @@ __all__ = ["HOSTS", "Hosts", "host_of_devices", "hosts_text"]
 #: One host, a host a device, or the number of each device's host.
 Hosts = Literal["one", "per_device"] | Sequence[int] | NDArray[np.integer[Any]]
 HOSTS = ("one", "per_device")
-_EXAMPLE = "give the number of each device's host, such as [0, 0, 1, 1] for two hosts of two"
+_ADVICE = "give the number of each device's host"
 
 
 def host_of_devices(hosts: object, n_devices: int) -> NDArray[np.int64]:
@@ -36,24 +36,24 @@ def host_of_devices(hosts: object, n_devices: int) -> NDArray[np.int64]:
     ArgumentError
         For a list of another length, and for numbers that are not whole, below 0, or have gaps.
     """
-    numbers = _numbers(hosts)
+    numbers, example = _numbers(hosts), [device // 2 for device in range(min(n_devices, 4))]
     if numbers is None:
         try:
             is_one = check_name("hosts", hosts, HOSTS) == "one"
         except UnknownNameError as error:
-            raise UnknownNameError(f"{error}; or {_EXAMPLE}") from None
+            raise UnknownNameError(f"{error}; or {_ADVICE}, such as {example}") from None
         return np.zeros(n_devices, np.int64) if is_one else np.arange(n_devices)
     if len(numbers) != n_devices:
         raise ArgumentError(
             f"hosts has {len(numbers)} numbers, for a graph of {n_devices} devices (of all "
-            f"replicas); {_EXAMPLE}"
+            f"replicas); {_ADVICE}, such as {example}"
         )
     for device, value in enumerate(numbers):
         is_whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not is_whole or not 0 <= value < n_devices:
             raise ArgumentError(
                 f"hosts: device {device} has host {value!r:.40}; hosts have whole numbers from 0 "
-                f"to {n_devices - 1} at most: {_EXAMPLE}"
+                f"to {n_devices - 1} at most: {_ADVICE}, such as {example}"
             )
     missing = set(range(max(numbers))).difference(numbers)
     if missing:

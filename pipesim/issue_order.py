@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.csr import CSR, Ints
 from pipesim.graph import TaskGraph, reordered
 from pipesim.jit import kernel
-from pipesim.ops import COMPUTE, Op
+from pipesim.ops import COMPUTE, EXCHANGES, Op
 
 __all__ = ["ISSUE_ORDERS", "IssueOrder", "in_issue_order"]
 
@@ -30,18 +31,19 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
     - ``"microbatch_major"``: pass, then position;
     - ``"stage_major"``: position.
 
-    A pass is the forward of a micro-batch through all stages, or its backward (R, B, I, W), or the
-    STEPs of a mini-batch. Passes come in the order in which their first F, B or I, or STEP is
-    issued by clock cycle. The position is that on the way forward and back through ``n`` stages:
-    ``s`` for F of stage ``s``, ``2 * n - 1 - s`` for all others. Ties go to the order by clock
-    cycle, in which replicas take turns, task by task.
+    A pass is the forward of a micro-batch through all stages (F, DISPATCH, REORDER of vectors), or
+    its backward (R, B, I, W, REORDER of gradients), or the STEPs of a mini-batch. Passes come in
+    the order in which their first F, B or I, or STEP is issued by clock cycle. The position is that
+    on the way forward and back through ``n`` stages: ``s`` for the forward of stage ``s``,
+    ``2 * n - 1 - s`` for all others. Ties go to the order by clock cycle, in which replicas take
+    turns, task by task.
 
     It takes O(n log n) for n tasks and what they wait for.
     """
     if issue_order == "clock_cycle":
         return graph
     is_compute = graph.is_op(COMPUTE)
-    position = np.where(graph.op == Op.F, graph.stage, 2 * graph.n_stages - 1 - graph.stage)
+    position = np.where(_is_forward(graph), graph.stage, 2 * graph.n_stages - 1 - graph.stage)
     keys = [position, _passes(graph)] if issue_order == "microbatch_major" else [position]
     # The last key counts first, and ties keep the order of ids: all that messages go by.
     by_rank = np.lexsort([*(np.where(is_compute, key, -1) for key in keys), is_compute])
@@ -50,9 +52,16 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
     return reordered(graph, _topological_order(graph.precedence, rank, by_rank))
 
 
+def _is_forward(graph: TaskGraph) -> NDArray[np.bool_]:
+    """Mark F, and what a sharded stage does with keys before it and with vectors after it."""
+    puts_vectors = (graph.op == Op.REORDER) & (graph.part == EXCHANGES.index("vectors"))
+    marked: NDArray[np.bool_] = graph.is_op(frozenset({Op.F, Op.DISPATCH})) | puts_vectors
+    return marked
+
+
 def _passes(graph: TaskGraph) -> Ints:
     """Return the first task of the pass that each compute task is of; any number for others."""
-    of = np.where(graph.op == Op.F, 0, np.where(graph.op == Op.STEP, 2, 1))
+    of = np.where(_is_forward(graph), 0, np.where(graph.op == Op.STEP, 2, 1))
     of = of * (graph.n_microbatches + 1) + graph.microbatch + 1
     first = np.full(3 * (graph.n_microbatches + 1), len(graph))
     begins = np.flatnonzero(graph.is_op(frozenset({Op.F, Op.B, Op.I, Op.STEP})))

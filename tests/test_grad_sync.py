@@ -539,3 +539,13 @@ def test_a_transformers_gradients_in_32_bits_are_not_sharded() -> None:
     graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=4, shard_optimizer=True)
     static = ps.simulate(graph, costs).memory().groupby("device")["nbytes"].first()
     assert static.tolist() == [(2 + 4 + 12 / 4) * model.n_parameters] * 4
+
+
+def test_a_sharded_stage_has_no_grad_sync() -> None:
+    """It reduces no gradients; the error names the option for its exchanges."""
+    schedule = ps.schedule("gpipe", 2, 4)
+    with pytest.raises(ArgumentError, match=r"stage 0, which is sharded.*sparse_grad_sync"):
+        ps.lower(schedule, n_replicas=2, sharded=[0], grad_sync={0: "every"})
+    costs = ps.Costs(1, 2, exchange_bytes={1: {"keys": [[1.0, 1.0], [1.0, 1.0]]}})
+    with pytest.raises(CostsError, match=r"of stage 1, but .* sharded=\[0\]"):
+        ps.simulate(ps.lower(schedule, n_replicas=2, sharded=[0]), costs)

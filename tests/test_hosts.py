@@ -31,7 +31,13 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.capturable import check_can_capture
 from pipeexec.profile import Calibration
-from pipesim.errors import ArgumentError, ExecutionError, StageError, StallError
+from pipesim.errors import (
+    AccuracyWarning,
+    ArgumentError,
+    ExecutionError,
+    StageError,
+    StallError,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning"),
@@ -279,3 +285,28 @@ def _slices(n: int) -> Any:
         torch_device = torch.device("cuda", 0)
 
     return [Slice() for _ in range(n)]
+
+
+def test_memory_and_validation_with_hosts() -> None:
+    """What a step that counts its tasks returns does not depend on who issues them."""
+    schedule, counted = ps.schedule("gpipe", 2, 2), []
+    batch = torch.randn(4, 3), torch.randn(4, 3)
+    for devices, options in (
+        (["cpu"] * 2, {}),
+        (["cpu"] * 2, {"hosts": "per_device", "host_threads": True}),
+        (px.workers(2, launch=1e-4), {}),
+    ):
+        stages = [nn.Linear(3, 3), nn.Linear(3, 3)]
+        graph = ps.lower(schedule, **options)
+        with px.Pipeline(stages, graph, devices, nn.functional.mse_loss) as pipeline:
+            counted.append(pipeline.memory(*batch).peak.tolist())
+    assert counted[0] == counted[1] == counted[2]
+    assert min(counted[0]) > 0
+
+
+def test_processes_are_not_threads() -> None:
+    """Hosts that a graph takes for processes are threads in a pipeline of one process."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2), hosts="per_device")
+    stages = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    with pytest.warns(AccuracyWarning, match="lower it with host_threads=True"):
+        px.Pipeline(stages, graph, ["cpu"] * 2, nn.functional.mse_loss).close()

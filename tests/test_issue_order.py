@@ -231,3 +231,14 @@ def test_threads_wait_for_every_earlier_member_of_a_collective() -> None:
     graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=3, hosts="per_device")
     first, second, third = np.flatnonzero(graph.op == Op.REDUCE_GRAD).tolist()
     assert {first, second} <= set(graph.issued_first[third].tolist())
+
+
+def test_exchanges_are_of_the_forward() -> None:
+    """By stage, all micro-batches of a sharded stage come before the next stage's forward."""
+    graph = ps.lower(
+        ps.schedule("gpipe", 4, 3), n_replicas=2, sharded=[0], exchange_work="compute",
+        issue_order="stage_major",
+    )  # fmt: skip
+    forward = [str(graph.task(k)) for k in range(len(graph)) if graph.op[k] in (Op.F, Op.DISPATCH)]
+    last = max(k for k, task in enumerate(forward) if task.startswith("0"))
+    assert all(task.startswith("0") for task in forward[: last + 1])

@@ -244,6 +244,7 @@ def test_replicas_are_alike(case: Lowering) -> None:
     """Each is the graph of one pipeline, but for what only several do together."""
     schedule, options = case
     options["hosts"] = "one"  # a list has a number for each device of each replica
+    options["issue_order"] = "clock_cycle"  # in others, replicas take turns by what they wait for
     many = ps.lower(schedule, **{**options, "n_replicas": 3})
     alone = ps.lower(schedule, **{**options, "n_replicas": 1})
     n_paths = schedule.placement.n_paths

@@ -392,7 +392,7 @@ def test_file_keeps_what_the_graph_is(tmp_path: Path, name: str) -> None:
 
 def test_mini_batches_without_steps(tmp_path: Path) -> None:
     """How many there are is saved where no STEP shows it."""
-    graph = ps.lower(ps.schedule("pipedream", 1, 2), n_replicas=2, step="none")
+    graph = ps.lower(ps.schedule("pipedream", 1, 2), step="none")
     timeline = ps.simulate(graph, ps.Costs(1, 2))
     timeline.save(tmp_path / "t.csv")
     assert same(timeline, ps.Timeline.load(tmp_path / "t.csv"))
