@@ -233,6 +233,9 @@ def replicated(draw: st.DrawFn, schedule: ps.Schedule) -> dict[str, Any]:
     if schedule.n_batches == 1 and one_path and schedule.n_stages > 1 and draw(st.booleans()):
         stages = st.integers(0, schedule.n_stages - 2)
         options["sharded"] = sorted(draw(st.sets(stages, max_size=2)))
+        if isinstance(options["grad_sync"], dict):  # what is sharded has none
+            named = {k: v for k, v in options["grad_sync"].items() if k not in options["sharded"]}
+            options["grad_sync"] = named or "last"
         if options["sharded"]:
             options["exchange_work"] = draw(st.sampled_from(["collective", "compute"]))
             options["sparse_grad_sync"] = draw(st.sampled_from(["every", "last"]))
