@@ -2,13 +2,13 @@
 
 A history is what happened to the gradients of one model, in order: micro-steps (each a backward,
 with the all-reduces that followed it), `STEP` of the optimizer, and `CLEAR` by ``zero_grad()``.
-Where it comes from, a loop or a trace, is no matter here.
+The same rules judge the histories of loops, traces and timelines.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -61,7 +61,7 @@ STEP: Literal["step"] = "step"
 CLEAR: Literal["clear"] = "clear"
 History = Sequence[MicroStep | Literal["step", "clear"]]
 
-#: By kind of finding, what it means and what to do.
+#: By kind of finding, its cause and the advice.
 _MEANINGS = {
     "added_to": "a later backward adds to the result, which is reduced again before the optimizer "
     "steps; run forward and backward of these micro-steps within no_sync()",
@@ -80,6 +80,15 @@ _MEANINGS = {
     "missing after the step before",
 }
 
+#: The same for the stages of a graph, where they differ.
+_MEANINGS_OF_GRAPHS = {
+    "added_to": "a later backward adds to the result, which is reduced again before the optimizer "
+    'steps; lower with grad_sync="last", or with a larger k, for this stage',
+    "unsynchronized_step": "the optimizer steps with gradients of these micro-batches that no "
+    "REDUCE_GRAD has added up: weights of the replicas diverge; lower with "
+    'grad_sync="last", or with a k that divides the micro-batches of a mini-batch',
+}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -92,13 +101,17 @@ class Finding:
         all-reduces that are of no use; ``"unsynchronized_step"``, ``"forward_inside_no_sync"``: of
         those that are missing; ``"not_cleared"``.
     model
-        Name of the model.
+        Name of the model; of a timeline, the stage and its replicas.
     micro_steps
         Their numbers.
     n_calls, nbytes, seconds
-        All-reduces, their bytes, and the measured seconds in which at least one was under way.
+        All-reduces, their bytes, and the seconds in which at least one was under way. For a stage
+        of several replicas, the values of one replica, equal in all of them.
     saved
-        Seconds that ``no_sync()`` would save: those of ``seconds`` in which nothing was computed.
+        Seconds saved without these all-reduces: those of ``seconds`` in which nothing was computed.
+    is_of_graph
+        Whether the model is a stage of a task graph, where the remedy is ``grad_sync`` of
+        `pipesim.lower`. Otherwise it is a DistributedDataParallel, where it is ``no_sync()``.
     """
 
     kind: str
@@ -108,21 +121,24 @@ class Finding:
     nbytes: float = 0.0
     seconds: float = 0.0
     saved: float = 0.0
+    is_of_graph: bool = False
 
     @property
     def meaning(self) -> str:
-        """What is wrong, and what to do."""
-        return _MEANINGS[self.kind]
+        """Cause and advice."""
+        meaning = _MEANINGS[self.kind]
+        return _MEANINGS_OF_GRAPHS.get(self.kind, meaning) if self.is_of_graph else meaning
 
     def __str__(self) -> str:
-        cost = ""
+        cost, unit = "", "micro-batch" if self.is_of_graph else "micro-step"
         if self.n_calls:
+            remedy = "leaving them out" if self.is_of_graph else "no_sync"
             cost = (
                 f": {_count(self.n_calls, 'all-reduce')} of {_bytes(self.nbytes)} in all took "
-                f"{_ms(self.seconds)}; no_sync would save {_ms(self.saved)}"
+                f"{_ms(self.seconds)}; {remedy} would save {_ms(self.saved)}"
             )
         return (
-            f"{self.kind} ({self.model}), {_count(len(self.micro_steps), 'micro-step')} "
+            f"{self.kind} ({self.model}), {_count(len(self.micro_steps), unit)} "
             f"{_ranges(self.micro_steps)}{cost}\n    {self.meaning}"
         )
 
@@ -139,9 +155,9 @@ class SyncReport:
         All-reduces of gradients, their bytes, the seconds in which at least one was under way, and
         those of them in which nothing was computed.
     findings
-        What breaks a rule; empty where each all-reduce was of use, and none was missing.
+        Broken rules; empty where each all-reduce was of use, and none was missing.
     notes
-        What could not be seen.
+        Limits of the observation, and models that need no synchronization.
     """
 
     n_micro_steps: int
@@ -165,15 +181,31 @@ class SyncReport:
             f"{_count(self.n_calls, 'all-reduce')} of gradients: {_bytes(self.nbytes)} in "
             f"{_ms(self.seconds)}, {_ms(self.exposed)} of them not overlapped"
         )
-        found = list(map(str, self.findings)) or ["nothing found: every all-reduce was of use"]
-        return "\n".join([head, *found, *(f"note: {note}" for note in self.notes)])
+        findings = list(map(str, self.findings))
+        if self.n_micro_steps and not findings:
+            result = "every all-reduce was of use" if self.n_calls else "no all-reduce was missing"
+            findings = [f"nothing found: {result}"]
+        return "\n".join([head, *findings, *(f"note: {note}" for note in self.notes)])
 
 
-def judge(histories: Mapping[str, History], notes: Iterable[str] = ()) -> SyncReport:
-    """Return the report on the histories of models, by name."""
+def judge(
+    histories: Mapping[str, History],
+    notes: Iterable[str] = (),
+    *,
+    without_replicas: Collection[str] = (),
+) -> SyncReport:
+    """Return the report on the histories of models, by name.
+
+    Models in ``without_replicas`` have no other copy, so no all-reduce of theirs can be missing.
+    """
     steps = [x for of in histories.values() for x in of if isinstance(x, MicroStep)]
     calls = [call for step in steps for call in step.calls]
-    found = [x for name, history in histories.items() for x in _findings(name, history)]
+    findings = [
+        finding
+        for name, history in histories.items()
+        for finding in _findings(name, history)
+        if name not in without_replicas or finding.kind != "unsynchronized_step"
+    ]
     return SyncReport(
         n_micro_steps=len(steps),
         n_steps=sum(x == STEP for of in histories.values() for x in of),
@@ -181,7 +213,7 @@ def judge(histories: Mapping[str, History], notes: Iterable[str] = ()) -> SyncRe
         nbytes=math.fsum(call.nbytes for call in calls),
         seconds=_length(call.span for call in calls),
         exposed=_length(span for call in calls for span in call.exposed),
-        findings=tuple(found),
+        findings=tuple(findings),
         notes=tuple(notes),
     )
 
@@ -225,7 +257,7 @@ def _broken(history: History) -> Iterator[tuple[str, MicroStep]]:
 
 
 def _at_step(pending: Sequence[MicroStep]) -> Iterator[tuple[str, MicroStep]]:
-    """Yield what is wrong with the micro-steps that an optimizer steps with."""
+    """Yield the broken rules among the micro-steps whose gradients an optimizer uses."""
     last = max((k for k, step in enumerate(pending) if step.calls), default=-1)
     for k, step in enumerate(pending):
         if step.calls and k < last:
@@ -258,7 +290,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
+    return f"{n} {what}{'' if n == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def _bytes(n: float) -> str:

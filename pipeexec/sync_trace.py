@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from pipeexec.sync_rules import CLEAR, STEP, Call, MicroStep, SyncReport, judge
+from pipeexec.sync_rules import CLEAR, STEP, Call, Finding, MicroStep, SyncReport, judge
 from pipesim.chrome import load, seconds
 from pipesim.errors import ArgumentTypeError, TimelineError, number
 from pipesim.files import check_path
@@ -33,7 +35,7 @@ _BYTES = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Int": 4, "Long": 8
 
 
 def sync_report(source: str | Path | Timeline) -> SyncReport:
-    """Return the report of `pipeexec.watch_sync` on what was recorded without it.
+    """Return the report of `pipeexec.watch_sync` on a recorded trace or a timeline.
 
     Parameters
     ----------
@@ -44,20 +46,25 @@ def sync_report(source: str | Path | Timeline) -> SyncReport:
     Returns
     -------
     SyncReport
-        Of a trace, a micro-step is what goes back between two forwards of DDP. Whether
-        ``no_sync()`` was around a call is not in it: of findings ``"forward_outside_no_sync"`` are
-        ``"added_to"``, and ``"forward_inside_no_sync"`` are ``"unsynchronized_step"``. Bytes are
-        there with NCCL alone. What the loop reduces by itself is not judged. Of a timeline, each
-        stage of each replica is a model, and a micro-step a micro-batch; a graph without STEP
-        counts as stepped at its end.
+        In a trace, a micro-step is the backward between two forwards of DDP. A trace does not
+        record ``no_sync()``: ``"forward_outside_no_sync"`` is reported as ``"added_to"``, and
+        ``"forward_inside_no_sync"`` as ``"unsynchronized_step"``. It records bytes with NCCL alone.
+        All-reduces outside DDP are not judged. In a timeline, each stage of each replica is a
+        model, and a micro-step is a micro-batch. Replicas with equal findings share one. A graph
+        without STEP counts as stepped at its end. A stage without another replica, or sharded
+        (``graph.sharded``), has nothing to synchronize; a note names it.
 
     Raises
     ------
     TimelineError
-        For a file that is no trace, or has no forward of DDP; and a timeline that is partial, or
-        has no backwards.
+        For a file that cannot be read, is no trace, or has no forward of DDP; and for a timeline
+        that is partial, or has no backward.
     ArgumentError
-        For a path that cannot be read, or something else than these.
+        For text that cannot be a path.
+    ArgumentTypeError
+        For a source that is neither a path nor a timeline.
+    CapacityError
+        For a file that is too large for memory.
     """
     if isinstance(source, Timeline):
         return _of_timeline(source)
@@ -65,8 +72,7 @@ def sync_report(source: str | Path | Timeline) -> SyncReport:
         raise ArgumentTypeError(
             f"source must be the path of a trace, or a pipesim.Timeline, got {source!r:.60}"
         )
-    path = check_path("source", source)
-    return _of_trace(path)
+    return _of_trace(check_path("source", source))
 
 
 # Of a trace
@@ -76,7 +82,7 @@ def _of_trace(path: Path) -> SyncReport:
     events = _Events(path)
     history: list[MicroStep | Literal["step", "clear"]] = []
     step: MicroStep | None = None
-    computed = -math.inf  # when the last gradient of each micro-step was there
+    computed = -math.inf  # end of the last gradient of each micro-step
     ends: dict[int, float] = {}
     calls: list[tuple[MicroStep, int]] = []
     n_steps = 0
@@ -102,7 +108,7 @@ def _of_trace(path: Path) -> SyncReport:
 
 
 class _Events:
-    """What a trace has of the synchronization of gradients, in seconds."""
+    """Events of a trace that concern the synchronization of gradients; times in seconds."""
 
     def __init__(self, path: Path) -> None:
         self.found: dict[str, list[Span]] = {
@@ -151,7 +157,7 @@ class _Events:
             self.found[kind].append(seconds(path, event, index))
 
     def _count(self, args: object) -> None:
-        """Note the bytes of a call, where it says so."""
+        """Note the bytes of a call, if the event records them."""
         if isinstance(args, dict) and "allreduce" in str(args.get("Collective name")).lower():
             n = number(args.get("In msg nelems"))
             self._nbytes.append(
@@ -161,7 +167,7 @@ class _Events:
     def in_order(self) -> Iterator[tuple[str, int, Span]]:
         """Yield kinds, places among their kind, and spans, in order of time.
 
-        Steps and calls count from their beginning, gradients from when they are there.
+        Steps and calls are ordered by their start, gradients by their end.
         """
         rows = [
             (span[kind == _ACCUMULATE], kind, index, span)
@@ -191,7 +197,7 @@ class _Events:
 
 
 def _outermost(calls: Iterable[Span]) -> Iterator[Span]:
-    """Yield the calls that are not within another, as the dispatcher's to itself; in order."""
+    """Yield the calls that are not within another, such as the dispatcher's, in order."""
     end = -math.inf
     for call in calls:
         if call[1] > end:
@@ -213,13 +219,34 @@ def _of_timeline(timeline: Timeline) -> SyncReport:
         for device in range(graph.n_devices)
     ]
     histories = {}
-    for replica, stage in sorted(
-        set(zip(graph.replica.tolist(), graph.stage.tolist(), strict=True))
-    ):
+    stages: dict[str, int] = {}
+    for stage, replica in np.unique(np.stack([graph.stage, graph.replica], 1), axis=0).tolist():
         tasks = np.flatnonzero((graph.replica == replica) & (graph.stage == stage))
-        histories[f"stage {stage} of replica {replica}"] = _history(timeline, tasks, computes)
+        name = f"stage {stage} of replica {replica}"
+        histories[name], stages[name] = _history(timeline, tasks, computes), stage
     notes = [] if has_steps else ["the graph has no STEP: the optimizer steps at its end"]
-    return judge(histories, notes)
+    if graph.n_replicas == 1:
+        notes.append("the graph has one replica: nothing to synchronize")
+    notes += [
+        f"stage {stage} is sharded: each row has one owner, and ALL_TO_ALL exchanges its gradients"
+        for stage in graph.sharded
+        if graph.n_replicas > 1
+    ]
+    n_replicas = Counter(stages.values())
+    alone = [name for name, x in stages.items() if n_replicas[x] == 1 or x in graph.sharded]
+    report = judge(histories, notes, without_replicas=alone)
+    return replace(report, findings=tuple(_joined(report.findings, stages)))
+
+
+def _joined(findings: Iterable[Finding], stages: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield the findings on stages, one for all replicas of a stage for which they are equal."""
+    models: dict[tuple[int, Finding], list[str]] = {}
+    for finding in findings:
+        key = stages[finding.model], replace(finding, model="", is_of_graph=True)
+        models.setdefault(key, []).append(finding.model)
+    for (stage, finding), names in models.items():
+        several = f"stage {stage} of {len(names)} replicas"
+        yield replace(finding, model=names[0] if len(names) == 1 else several)
 
 
 def _history(

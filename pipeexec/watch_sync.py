@@ -1,4 +1,4 @@
-"""`watch_sync`: a linter of gradient synchronization for training loops that others wrote."""
+"""`watch_sync`: a linter of gradient synchronization for existing training loops."""
 
 from __future__ import annotations
 
@@ -42,21 +42,23 @@ def watch_sync(
     - a result that ``zero_grad()`` clears before, or that no optimizer has used at the end;
     - ``no_sync()`` around the backward and not the forward, where it has no effect, and the
       reverse, where nothing is reduced;
-    - an optimizer step with gradients that were not reduced: replicas diverge;
+    - an optimizer step with gradients that were not reduced: replicas diverge, unless the process
+      group has one process, which a note tells;
     - gradients that were stepped with and not cleared.
 
     Each has the numbers of its micro-steps, calls, bytes, measured seconds, and the seconds that
     ``no_sync()`` would save. **Model of these:** a call that is left out saves the time in which it
-    was under way and nothing was computed. Within a backward that is after its last gradient, up to
-    its end; elsewhere, all of it. Calls at one time count once. Copies to and from DDP's buckets,
-    and what a reduction slows computation that overlaps with it, are not counted. Waiting for a
-    slower replica is: it would be waited for at the next all-reduce instead.
+    was under way and nothing was computed. Within a backward that is the time from its last
+    gradient to its end; elsewhere, all of it. Concurrent calls count once. Copies to and from DDP's
+    buckets are not counted. Nor is the slowdown of computation that overlaps with a reduction.
+    Waiting for a slower replica is counted, although it would move to the next all-reduce.
 
     Every DistributedDataParallel that runs forward in the block is watched, at the backwards of
-    ``Tensor.backward`` and ``torch.autograd.backward``, one at a time. Everything is as it was at
-    the end of the block. In it, each all-reduce costs about 0.1 ms more, and each gradient 10 us.
+    ``Tensor.backward`` and ``torch.autograd.backward``, one at a time. The end of the
+    block removes all hooks. In the block, each all-reduce takes about 0.1 ms more, and each
+    gradient 10 us.
 
-    **What cannot be seen:** replays of CUDA graphs, whose calls do not come by; all-reduces of
+    **What cannot be seen:** replays of CUDA graphs, which make no calls; all-reduces of
     copies of gradients, such as flat buffers, that do not hold all of them; collectives other than
     all-reduces, as of FSDP and ZeRO; and optimizers that are not `torch.optim.Optimizer`.
     Over NCCL, times are those of CUDA events; this was not measured on GPUs.
@@ -64,20 +66,20 @@ def watch_sync(
     Parameters
     ----------
     model
-        To watch this alone. It need not be DDP: gradients that the loop reduces itself, by
+        The only model to watch. It need not be DDP: gradients that the loop reduces itself, by
         `torch.distributed.all_reduce` of each ``.grad`` or of a flat copy of all, are judged alike.
     group
-        To watch calls of this process group alone.
+        The only process group whose calls are watched.
 
     Returns
     -------
     AbstractContextManager[SyncWatch]
-        ``report()`` of what it gives may be called in the block, and after it.
+        Its value is a `SyncWatch`, whose ``report()`` may be called in the block and after it.
 
     Raises
     ------
     ArgumentTypeError
-        For a model or group that is none.
+        For a model that is no module, or a group that is no process group.
     ArgumentError
         For a model without parameters that require gradients.
     ExecutionError
@@ -94,7 +96,7 @@ def watch_sync(
 
 @contextmanager
 def _watching(model: nn.Module | None, group: dist.ProcessGroup | None) -> Iterator[SyncWatch]:
-    watch = SyncWatch(None if group is None else str(group.group_name))
+    watch = SyncWatch(group)
     with ExitStack() as stack:
         stack.enter_context(noticed(watch._begin))
         watch._install(stack)
@@ -105,41 +107,44 @@ def _watching(model: nn.Module | None, group: dist.ProcessGroup | None) -> Itera
 
 
 class SyncWatch:
-    """What `watch_sync` has seen so far; `report` judges it."""
+    """Observations of `watch_sync` so far; `report` judges them."""
 
-    def __init__(self, group: str | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = None if group is None else str(group.group_name)
+        self._process_group = group
         self._watched: dict[int, Watched] = {}
         self._names: Counter[str] = Counter()
         self._is_closed = False  # whether no more models are watched
         self._stack: ExitStack | None = None
         self._backward: Backward | None = None  # under way
-        self._last: Watched | None = None  # of which a gradient came last
+        self._last: Watched | None = None  # the model of the latest gradient
 
     def report(self) -> SyncReport:
         """Return the report on what has happened so far; see `pipeexec.sync_rules.SyncReport`."""
-        histories = {}
-        for of in self._watched.values():
-            histories[of.name] = of.with_calls()
+        histories = {x.name: x.with_calls() for x in self._watched.values()}
+        alone = [x.name for x in self._watched.values() if x.n_processes == 1 and x.history]
         notes = []
         if not any(histories.values()):
             notes.append(
                 "no backward of a watched model was seen; DistributedDataParallel is found at its "
                 "forward, other models are given: watch_sync(model)"
             )
-        return judge(histories, notes)
+        for name in alone:
+            model = f"{name}: " if len(self._watched) > 1 else ""
+            notes.append(f"{model}one process: nothing to synchronize")
+        return judge(histories, notes, without_replicas=alone)
 
-    # What is watched
+    # Hooks and models
 
     def _install(self, stack: ExitStack) -> None:
-        """Put hooks where all models and optimizers pass; the stack takes them away."""
+        """Install hooks on all models and optimizers; the stack removes them when it closes."""
         self._stack = stack
         stack.callback(register_optimizer_step_post_hook(lambda x, *_: self._stepped(x)).remove)
         for owner, name, before, after in (
             (DistributedDataParallel, "forward", self._forward, None),
             (torch.optim.Optimizer, "zero_grad", None, self._cleared),
             (nn.Module, "zero_grad", None, self._cleared),
-            (torch.amp.GradScaler, "step", None, lambda _, optimizer: self._stepped(optimizer)),
+            (torch.amp.GradScaler, "step", None, lambda _, x, *__, **___: self._stepped(x)),
         ):
             _wrap(stack, owner, name, before, after)
         backward = torch.autograd.backward
@@ -176,7 +181,7 @@ class SyncWatch:
             ids = {id(x) for group in owner.param_groups for x in group["params"]}
         return [watched for watched in self._watched.values() if not ids.isdisjoint(watched.ids)]
 
-    # What happens
+    # Events
 
     def _forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
         if not torch.is_grad_enabled():
@@ -208,7 +213,7 @@ class SyncWatch:
         """Note that a parameter has its gradient."""
         self._last = watched
         backward = self._backward
-        # One that was called past `torch.autograd.backward` is known by its number.
+        # A backward that bypasses `torch.autograd.backward` is identified by its number.
         key = torch._C._current_graph_task_id() if backward is None else backward
         if backward is None or backward.makes_gradients:
             watched.accumulated(key)
@@ -216,7 +221,7 @@ class SyncWatch:
             backward.computed = watched.now()
 
     def _begin(self, call: AllReduce) -> Callable[[], object] | None:
-        """Note an all-reduce of gradients; return what notes its end."""
+        """Note an all-reduce of gradients; return a function that notes its end."""
         watched = self._reduced(call)
         if watched is None or watched.latest is None:
             return None
@@ -234,7 +239,7 @@ class SyncWatch:
         if call.is_batch_norm or self._group not in (None, call.group):
             return None
         if not all(x.is_floating_point() or x.is_complex() for x in call.tensors):
-            return None  # which parameters were used, under find_unused_parameters
+            return None  # the map of used parameters, under find_unused_parameters
         if self._backward is not None or torch._C._current_graph_task_id() != -1:
             if self._is_reducers(call, self._last):
                 return self._last
@@ -263,7 +268,7 @@ class SyncWatch:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         for watched in self._of(optimizer):
-            watched.stepped()
+            watched.stepped(self._process_group)
 
     def _cleared(self, owner: torch.optim.Optimizer | nn.Module, *_: Any, **__: Any) -> None:
         for watched in self._of(owner):
@@ -277,7 +282,7 @@ def _wrap(
     before: Callable[..., object] | None,
     after: Callable[..., object] | None,
 ) -> None:
-    """Call functions before and after a method of a class, until the stack ends."""
+    """Call functions before and after a method of a class, until the stack closes."""
     method = vars(owner)[name]
 
     @functools.wraps(method)

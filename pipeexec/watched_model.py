@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,7 +35,7 @@ class Timed:
     end: Moment = None
 
     def call(self, seconds: Callable[[Moment], float]) -> Call:
-        """Return it with times as ``seconds`` has them; one that has not ended lasts till then."""
+        """Return its times in seconds; without an end, the end of the backward counts."""
         start = seconds(self.start)
         around = self.backward
         closes = [x for x in (self.end, around and around.ended) if x is not None]
@@ -48,7 +49,7 @@ class Timed:
 
 @dataclass(eq=False)
 class Watched:
-    """A model, and what happened to its gradients; calls are finished when it is reported."""
+    """A model and the history of its gradients; `with_calls` adds the times of all-reduces."""
 
     name: str
     ddp: DistributedDataParallel | None
@@ -60,8 +61,10 @@ class Watched:
     #: Whether no_sync was around each forward since the last backward.
     forwards: list[bool] = field(default_factory=list)
     latest: MicroStep | None = None  # since the last step and zero_grad
-    backward: object = None  # in which the latest was made
+    backward: object = None  # of the latest micro-step
     n_micro_steps: int = 0
+    #: Processes over which the model is replicated, as seen at steps of an optimizer.
+    n_processes: int = 0
 
     def __post_init__(self) -> None:
         self.ids = {id(parameter) for parameter in self.parameters}
@@ -78,7 +81,7 @@ class Watched:
         return not self.history or self.history[-1] == CLEAR
 
     def accumulated(self, key: object) -> None:
-        """Note a gradient of the backward ``key``, of which the first begins a micro-step."""
+        """Note a gradient of the backward ``key``; the first one begins a micro-step."""
         if self.latest is not None and self.backward == key:
             return
         inside = None if self.ddp is None else not self.ddp.require_backward_grad_sync
@@ -89,9 +92,17 @@ class Watched:
         self.n_micro_steps += 1
         self.forwards.clear()
 
-    def stepped(self) -> None:
-        """Note a step of an optimizer, if there was a backward before."""
+    def stepped(self, group: dist.ProcessGroup | None) -> None:
+        """Note a step of an optimizer, if there was a backward before.
+
+        A model without DDP is replicated over ``group``, or over all processes if it is None.
+        """
         if self.latest is not None:
+            if self.ddp is not None:
+                group = self.ddp.process_group
+            has_group = dist.is_available() and dist.is_initialized()
+            size = dist.get_world_size(group) if has_group else 1
+            self.n_processes = max(self.n_processes, size)
             self.history.append(STEP)
             self.latest = None
 

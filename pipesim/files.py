@@ -6,6 +6,7 @@ end, and writing over either would put a file in its place.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import gzip
 import io
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pipesim.capacity import available_memory
-from pipesim.errors import ArgumentError, ArgumentTypeError, CapacityError, PipeError, suggestion
+from pipesim.errors import ArgumentError, ArgumentTypeError, CapacityError, PipeError
 from pipesim.texts import parse_json
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def read_bytes(path: Path, what: str, error: type[PipeError], *, first: int | No
             _check_regular(os.fstat(handle))
             return _bounded(file, path, what) if first is None else file.read(first)
     except OSError as cause:
-        near = _near(path) if isinstance(cause, FileNotFoundError) else ""
+        near = _near(path) or "; check the path" if isinstance(cause, FileNotFoundError) else ""
         raise error(f"cannot read {what} {path}: {cause.strerror or cause}{near}") from cause
 
 
@@ -170,7 +171,10 @@ def _check_regular(state: os.stat_result) -> None:
 def _near(path: Path) -> str:
     """Return the name in the folder that a missing file may have been meant to have."""
     with suppress(OSError):
-        return suggestion(path.name, [file.name for file in islice(path.parent.iterdir(), _NAMES)])
+        # Stems are compared: a common suffix alone makes names alike.
+        names = {file.stem: file.name for file in islice(path.parent.iterdir(), _NAMES)}
+        nearest = difflib.get_close_matches(path.stem, names, n=1, cutoff=0.6)
+        return f"; did you mean {names[nearest[0]]!r}?" if nearest else ""
     return ""
 
 

@@ -7,6 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,12 @@ def _cleared_late(ddp: Any, optimizer: Any, parts: Any) -> None:
 
 
 def _each_is_stepped(ddp: Any, optimizer: Any, parts: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    for inputs, targets in parts[:3]:
+    enabled, disabled = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    for (inputs, targets), scaler in zip(parts, (enabled, enabled, disabled), strict=False):
         optimizer.zero_grad()
         scaler.scale(mse(ddp(inputs), targets)).backward()
-        scaler.step(optimizer)
+        closures = [] if scaler is enabled else [lambda: 0.0]
+        scaler.step(optimizer, *closures)
         scaler.update()
 
 
@@ -233,6 +235,7 @@ def test_watches_end_where_a_loop_raises_and_do_not_nest() -> None:
     with px.watch_sync() as sync:
         pass
     assert "no backward of a watched model was seen" in str(sync.report())
+    assert "nothing found" not in str(sync.report())
     with pytest.raises(ArgumentError, match="no parameter"), px.watch_sync(nn.ReLU()):
         pass
     ((inputs, targets),) = _parts(2)
@@ -240,6 +243,7 @@ def test_watches_end_where_a_loop_raises_and_do_not_nest() -> None:
         with px.watch_sync(group=group) as sync:
             mse(ddp(inputs), targets).backward()
         assert sync.report().n_calls == n_calls
+        assert "one process" not in str(sync.report())  # without a step it does not matter
 
 
 def _call(start: float, end: float, exposed: float) -> Call:
@@ -255,8 +259,8 @@ def test_seconds_are_those_in_which_nothing_was_computed() -> None:
     assert (finding.kind, finding.n_calls, finding.nbytes) == ("added_to", 2, 16.0)
     assert (finding.seconds, finding.saved, report.saved) == (5.0, 2.0, 2.0)
     assert (report.seconds, report.exposed) == (7.0, 4.0)
-    said = "added_to (model), 1 micro-step 0: 2 all-reduces of 1.6e-05 MB in all took 5e+03 ms; "
-    assert f"{said}no_sync would save 2e+03 ms" in str(report)
+    text = "added_to (model), 1 micro-step 0: 2 all-reduces of 1.6e-05 MB in all took 5e+03 ms; "
+    assert f"{text}no_sync would save 2e+03 ms" in str(report)
     assert judge({"model": [second, STEP, CLEAR]}).findings == ()
 
 
@@ -308,9 +312,11 @@ def test_a_timeline_with_a_sum_a_micro_batch(step: float | None) -> None:
     }
     reports = {mode: px.sync_report(ps.simulate(graph, costs)) for mode, graph in graphs.items()}
     assert reports["last"].findings == ()
-    assert [x.model for x in reports["every"].findings] == [
-        f"stage 0 of replica {replica}" for replica in range(2)
-    ]
+    assert [x.model for x in reports["every"].findings] == ["stage 0 of 2 replicas"]
+    text = str(reports["every"])
+    assert "3 micro-batches 0-2: " in text
+    assert 'lower with grad_sync="last"' in text
+    assert "no_sync" not in text
     for finding in reports["every"].findings:
         assert (finding.kind, finding.micro_steps) == ("added_to", (0, 1, 2))
         assert (finding.n_calls, finding.nbytes) == (3, 30.0)
@@ -328,7 +334,56 @@ def test_a_timeline_with_a_sum_a_micro_batch(step: float | None) -> None:
     report = px.sync_report(ps.simulate(serial, costs))
     for finding in report.findings:
         assert finding.saved == pytest.approx(7.5)
-    assert math.isclose(report.findings[0].saved, report.saved / 2)
+    assert math.isclose(report.findings[0].saved, report.saved)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert "added_to" in str(report)
+
+
+def test_a_timeline_of_replicas_that_differ_or_are_sharded_or_alone() -> None:
+    costs = ps.Costs(forward=1.0, backward=2.0, reduce_grad=2.5, gradient_bytes=10.0)
+    gpipe = ps.schedule("gpipe", 2, 4)
+    notes = {
+        "the graph has one replica: nothing to synchronize": ps.lower(gpipe),
+        "stage 0 is sharded: each row has one owner": ps.lower(gpipe, n_replicas=2, sharded=[0]),
+    }
+    for note, graph in notes.items():
+        report = px.sync_report(ps.simulate(graph, costs))
+        assert report.findings == ()
+        assert f"note: {note}" in str(report)
+    every = ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync="every")
+    timeline = ps.simulate(every, costs)
+    end = timeline.end.copy()
+    end[(every.op == ps.Op.REDUCE_GRAD) & (every.replica == 1) & (every.microbatch == 0)] += 0.5
+    findings = px.sync_report(replace(timeline, end=end)).findings
+    assert [x.model for x in findings] == [f"stage 0 of replica {k}" for k in range(2)]
+
+
+def _one_step(model: nn.Module) -> SyncReport:
+    """Step once, without an all-reduce for a model that is not DDP."""
+    optimizer = _sgd(model)
+    ((inputs, targets),) = _parts(2)
+    with px.watch_sync(model) as sync:
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+    return sync.report()
+
+
+def test_one_process_has_nothing_to_synchronize(request: pytest.FixtureRequest) -> None:
+    """Without a process group, and in a group of one process."""
+    for _ in range(2):
+        report = _one_step(dense(2))
+        assert (report.n_steps, report.findings) == (1, ())
+        assert "note: one process: nothing to synchronize" in str(report)
+        assert "every all-reduce was of use" not in str(report)
+        if not dist.is_initialized():
+            request.getfixturevalue("alone")
+
+
+def test_a_trace_that_is_missing(tmp_path: Path) -> None:
+    """A file is suggested for its name, and not for its suffix alone."""
+    (tmp_path / "container_info.json").touch()
+    with pytest.raises(TimelineError, match=r"No such file or directory; check the path$"):
+        px.sync_report(tmp_path / "nope.json")
+    with pytest.raises(TimelineError, match=r"did you mean 'container_info.json'"):
+        px.sync_report(tmp_path / "container-info.json")
