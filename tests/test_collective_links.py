@@ -29,7 +29,7 @@ from pipesim.ops import Op
 from pipesim.tasks import StreamKind, Tasks
 from pipesim.waits import held_links
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
 ENGINES = ("compiled", "simpy")
 #: Nodes of four devices behind one NIC each way: device 0 to 3, 4 to 7, and so on.
 NICS = ps.Network(nodes=ps.Nodes(4, nic_bandwidth=1, n_nics=1))

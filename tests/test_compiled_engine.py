@@ -30,7 +30,7 @@ from pipesim.ops import COLLECTIVES, SENDS, Op
 from pipesim.tasks import StreamKind, Tasks
 
 #: Graphs of each of the three largest comparisons.
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "120"))
 ENGINES = ("compiled", "simpy")
 
 
