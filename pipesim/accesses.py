@@ -292,10 +292,10 @@ def _read(
     uses: _Uses, tasks: Ints, step: int, arrived: str, made: str, replica: int | None = None
 ) -> None:
     """Note reads of what comes from the stage ``step`` on: by a message, or on one device."""
-    of: dict[str, Ints | int] = {} if replica is None else {"replica": replica}
-    uses.note(tasks, "r", arrived, **of)
+    of = uses.graph.replica if replica is None else np.full(len(uses.graph), replica)
+    uses.note(tasks, "r", arrived, replica=of[tasks])
     here, stage = _handed(uses, tasks, step, replica)
-    uses.note(here, "r", made, stage=stage, **of)
+    uses.note(here, "r", made, stage=stage, replica=of[here])
 
 
 def _parts(graph: TaskGraph) -> list[int]:
