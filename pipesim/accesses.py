@@ -10,6 +10,7 @@ node of its own, between what the backward needs and the backward's end.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -171,12 +172,18 @@ def _adjacent(key: list[int], writes: list[int]) -> tuple[NDArray[np.int64], NDA
     return np.array(first, dtype=np.int64), np.array(second, dtype=np.int64)
 
 
-def _handed(uses: _Uses, tasks: Ints, step: int) -> tuple[Ints, Ints]:
-    """Return the tasks whose device holds the stage ``step`` on, too, and that stage."""
+def _handed(uses: _Uses, tasks: Ints, step: int, replica: int | None = None) -> tuple[Ints, Ints]:
+    """Return the tasks whose stage shares a device with the stage ``step`` on, and that stage.
+
+    The device is that of each task's replica, unless there is another.
+    """
     graph = uses.graph
-    stage, replica = graph.stage[tasks].astype(np.int64), graph.replica[tasks]
+    stage = graph.stage[tasks].astype(np.int64)
+    homes = graph.homes[graph.replica[tasks] if replica is None else replica]
+    homes = np.broadcast_to(homes, (len(tasks), graph.n_stages))
     other = (stage + step).clip(0, graph.n_stages - 1)
-    here = (other != stage) & (graph.homes[replica, other] == graph.device[tasks])
+    rows = np.arange(len(tasks))
+    here = (other != stage) & (homes[rows, other] == homes[rows, stage])
     return tasks[here], other[here]
 
 
@@ -240,7 +247,9 @@ def _messages(uses: _Uses) -> None:
 
 
 def _exchanges(uses: _Uses) -> None:
+    """Note uses of exchanges: a member reads what every replica contributes (rule 9)."""
     graph = uses.graph
+    replicas = range(graph.n_replicas)
     exchange, dispatch = uses.tasks(Op.ALL_TO_ALL), uses.tasks(Op.DISPATCH)
     counts, keys, vectors, gradients, accumulated = (
         exchange[graph.part[exchange] == number] for number in range(len(EXCHANGES))
@@ -250,31 +259,43 @@ def _exchanges(uses: _Uses) -> None:
         reorder[graph.part[reorder] == EXCHANGES.index(name)] for name in ("vectors", "gradients")
     )
     # What groups keys, and what puts vectors in order, is a task of its own or the exchange.
-    for tasks in (dispatch, *((counts, keys) if not len(dispatch) else ())):
-        uses.note(tasks, "r", "input")
-        here, stage = _handed(uses, tasks, -1)
-        uses.note(here, "r", "output", stage=stage)
+    _read(uses, dispatch, -1, "input", "output")
     uses.note(dispatch, "w", "groups")
-    for tasks in (counts, keys):
-        uses.note(tasks, "r", "groups")
+    for tasks, replica in itertools.product((counts, keys), replicas):
+        uses.note(tasks, "r", "groups", replica=replica)
+        if not len(dispatch):
+            _read(uses, tasks, -1, "input", "output", replica)
     uses.note(counts, "w", "counts")
     uses.note(keys, "r", "counts")
     uses.note(keys, "w", "keys")
-    uses.note(vectors, "r", "rows")
+    for replica in replicas:
+        uses.note(vectors, "r", "rows", replica=replica)
     uses.note(vectors, "w", "vectors" if len(puts) else "output")
     uses.note(puts, "r", "vectors")
     uses.note(puts, "w", "output")
-    sends = sums if len(sums) else gradients
-    uses.note(sends, "r", "gradient")
-    here, stage = _handed(uses, sends, +1)
-    uses.note(here, "r", "input_gradient", stage=stage)
+    _read(uses, sums, +1, "gradient", "input_gradient")
     uses.note(sums, "w", "sums")
-    uses.note(gradients, "r", "sums")
+    for replica in replicas:
+        uses.note(gradients, "r", "sums", replica=replica)
+        if not len(sums):
+            _read(uses, gradients, +1, "gradient", "input_gradient", replica)
     uses.note(gradients, "w", "row_gradients")
     backward = uses.tasks(Op.B, Op.I)
     uses.note(backward, "r", "sums")
     for part in _parts(graph):
         uses.note(accumulated, "rw", "gradients", microbatch=0, part=part)
+        for replica in replicas:
+            uses.note(accumulated, "r", "gradients", microbatch=0, part=part, replica=replica)
+
+
+def _read(
+    uses: _Uses, tasks: Ints, step: int, arrived: str, made: str, replica: int | None = None
+) -> None:
+    """Note reads of what comes from the stage ``step`` on: by a message, or on one device."""
+    of = uses.graph.replica if replica is None else np.full(len(uses.graph), replica)
+    uses.note(tasks, "r", arrived, replica=of[tasks])
+    here, stage = _handed(uses, tasks, step, replica)
+    uses.note(here, "r", made, stage=stage, replica=of[here])
 
 
 def _parts(graph: TaskGraph) -> list[int]:

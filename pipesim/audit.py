@@ -18,7 +18,7 @@ from pipesim.graph import TaskGraph
 from pipesim.moved_messages import merged, on_compute
 from pipesim.simulate import checked_costs, simulate
 from pipesim.task_costs import TaskCosts
-from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, without
+from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, remaining, without
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +51,8 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
     message        the wait of each RECV for its SEND; the RECV then takes no time
     queue          the order of two operations on a stream, such as ``B after F on compute``: where
                    these follow each other, the second and all behind it no longer wait for the
-                   first and all before it, and may run beside them
+                   first and all before it, and may run beside them; the SEND of a RECV that is
+                   the second no longer waits for the first by a rendezvous
     collective     the wait of members for each other (rule 9)
     rendezvous     the wait of each SEND for its RECV to be reached (rule 6)
     host           the time that hosts take to issue tasks (rule 7)
@@ -104,6 +105,11 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
     """
     import pandas as pd
 
+    if not isinstance(graph, TaskGraph):
+        raise ArgumentError(
+            f"audit takes a TaskGraph, got {type(graph).__name__}; lower the schedule first: "
+            "ps.audit(ps.lower(schedule), costs)"
+        )
     tasks = checked_costs(graph, costs)
     if len(graph) > MOST_TASKS:
         raise ArgumentError(
@@ -157,7 +163,7 @@ class _Races:
         self.conflicts = conflicts(graph, self.position)
         self._milestones = milestones
         bits, is_implied = self._closed(None)
-        self.n_redundant = int(is_implied[: sum(len(k.edges.after) for k in self.kinds)].sum())
+        self.n_redundant = self._count_implied(bits, is_implied)
         # Of a graph of one's own, some may race all along.
         self._ordered = self._are_ordered(bits, self._nodes(None))
 
@@ -196,7 +202,7 @@ class _Races:
 
     def _closed(self, wait: Kind | None) -> tuple[Bits, NDArray[np.bool_]]:
         """Return the ancestors of all nodes without a kind of wait; see `ancestors`."""
-        kinds = [kind for kind in self.kinds if wait is None or kind.name != wait.name]
+        kinds = self.kinds if wait is None else remaining(self.graph, self.kinds, wait)
         edges = Edges.joined(*(self._own(kind) for kind in kinds), inside_actions(self.graph))
         backward, n = self._milestones.backward, len(self.graph)
         if len(backward):
@@ -209,6 +215,29 @@ class _Races:
             edges = Edges.joined(edges, reached, Edges(number, backward))
         nodes = self._nodes(wait)
         return ancestors(Edges(nodes[edges.before], nodes[edges.after]), self.n)
+
+    def _count_implied(self, bits: Bits, is_implied: NDArray[np.bool_]) -> int:
+        """Return how many edges of the graph the others imply, one by one.
+
+        An edge of a queue to a RECV is not implied by the rendezvous that is derived from it.
+        """
+        own = Edges.joined(*(self._own(kind) for kind in self.kinds))
+        is_implied = is_implied[: len(own.after)].copy()
+        sorts = np.repeat([k.sort for k in self.kinds], [len(k.edges.after) for k in self.kinds])
+        nodes, into = self._nodes(None), CSR.group(own.after, self.n)
+        for derived in np.flatnonzero(sorts == "rendezvous").tolist():
+            first, send = int(own.before[derived]), int(own.after[derived])
+            edges = into[int(self.graph.pair[send])]
+            queued = edges[(sorts[edges] == "queue") & (own.before[edges] == first)]
+            # Other ways to the RECV: by the SEND, but for the derived edge, and by what else it
+            # needs.
+            others = own.before[edges[~np.isin(edges, queued)]]
+            others = nodes[others[others != send]]
+            is_implied[queued] = is_implied[derived] or bool(
+                (others == nodes[first]).any()
+                or before(bits, np.full_like(others, nodes[first]), others).any()
+            )
+        return int(is_implied.sum())
 
     def _are_ordered(self, bits: Bits, nodes: Ints) -> NDArray[np.bool_]:
         first, second = nodes[self.conflicts.first], nodes[self.conflicts.second]

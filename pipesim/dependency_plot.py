@@ -34,6 +34,29 @@ def dependencies(
     ``F0``, and before them the stage where devices have several. Data on one device has an arrow
     only where others do not imply it.
 
+    ====== ============================= ==================================================
+    text   operation                     node
+    ====== ============================= ==================================================
+    F0     F                             forward of micro-batch 0
+    B0     B                             backward
+    I0 W0  I, W                          backward for the input; for the weights
+    R0     R                             recompute
+    >0 <0  SEND_F, SEND_B; RECV_F,       a message is sent; received (``messages="nodes"``)
+           RECV_B
+    D0     DISPATCH                      keys are grouped by owner
+    c0 k0  ALL_TO_ALL.counts, .keys      counts of keys, and keys, are exchanged
+    v0 g0  ALL_TO_ALL.vectors,           vectors, and gradients of keys, are exchanged
+           .gradients
+    a      ALL_TO_ALL.accumulated        gradients of all micro-batches are exchanged
+    V0     REORDER.vectors               vectors are put in the order of the input
+    G0     REORDER.gradients             gradients of each key are summed
+    RG r1  REDUCE_GRAD                   gradients are reduced; of bucket 1
+    ST     STEP                          optimizer step
+    US     UNSHARD                       weights are gathered
+    ====== ============================= ==================================================
+
+    Small nodes that have no room for the number of the micro-batch have the rest alone.
+
     Parameters
     ----------
     graph
@@ -56,6 +79,11 @@ def dependencies(
         For a larger graph, or if ``graph`` or ``ax`` is something else.
     UnknownNameError
         For another way to draw messages.
+
+    Warns
+    -----
+    LegibilityWarning
+        When drawn, if nodes have no room for their texts.
     """
     graph = checked(graph, TaskGraph)
     check_name("messages", messages, ("arrows", "labels", "nodes"))
@@ -74,7 +102,11 @@ def dependencies(
     per_device = 1.7 if messages != "nodes" else max(2.0, 0.6 + 0.55 * where.most_in_a_gap)
     ax = axes_or_new(ax, per_device * graph.n_devices)
     rows_of_devices(ax, graph.n_devices, 1.0, "")
-    ax.set_xlim(-0.6, max(where.n_columns, 1) - 0.4)
+    dx = where.width / 2 + 0.1
+    ax.set_xlim(
+        min(-0.6, float((where.x - dx).min(initial=0.0))),
+        max(where.n_columns - 0.4, 0.6, float((where.x + dx).max(initial=0.0))),
+    )
     ax.set_xticks(some_of(where.n_columns, 20))
     ax.set_xlabel("Clock cycle")
     graph_figure.draw_arrows(ax, graph, where, labels=messages == "labels")

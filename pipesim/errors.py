@@ -116,6 +116,10 @@ class CostsWarning(PipeWarning):
     """Costs may say something else than they are used for."""
 
 
+class LegibilityWarning(PipeWarning):
+    """A figure is too small for texts that it should have."""
+
+
 class EngineWarning(PipeWarning):
     """Another engine serves than the one asked for."""
 

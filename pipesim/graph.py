@@ -505,7 +505,7 @@ class TaskGraph:
         write_torch_csv(self, path)
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
-        """Draw what the tasks need, in clock cycles; see `pipesim.plot.dependencies`."""
+        """Draw what the tasks need; `pipesim.plot.dependencies` has a table of the texts."""
         from pipesim.plot import dependencies
 
         return dependencies(self, ax=ax, **options)

@@ -17,9 +17,9 @@ from matplotlib.path import Path
 from numpy.typing import NDArray
 
 from pipesim.graph import TaskGraph
-from pipesim.graph_layout import Arrow, Layout
-from pipesim.numerals import Numbers
-from pipesim.ops import TRANSFERS, Op
+from pipesim.graph_layout import CODES, Arrow, Layout
+from pipesim.node_texts import NodeTexts
+from pipesim.ops import COMPUTE, EXCHANGES, TRANSFERS, Op
 from pipesim.page import SMALL
 from pipesim.style import INK, device_colours, text_colours
 
@@ -64,10 +64,11 @@ def draw_nodes(ax: Axes, graph: TaskGraph, where: Layout) -> None:
                                     linewidths=0.5, zorder=2.1)  # fmt: skip
             ax.add_collection(frames, autolim=False)
     for name, mask in (("texts", where.is_main), ("texts:beside", ~where.is_main)):
-        mine = np.flatnonzero(mask)
-        says = [where.texts[k] for k in mine.tolist()]
-        texts = Numbers(x[mine], y[mine], where.width[mine], where.height[mine], says,
-                        text_colours(colours[mine]), np.zeros(len(mine), np.int8))  # fmt: skip
+        nodes = np.flatnonzero(mask)
+        labels = [where.texts[k] for k in nodes.tolist()]
+        codes = labels if name == "texts" else [where.codes[k] for k in nodes.tolist()]
+        texts = NodeTexts(x[nodes], y[nodes], where.width[nodes], where.height[nodes], labels,
+                          text_colours(colours[nodes]), codes)  # fmt: skip
         texts.set_gid(name)
         ax.add_artist(texts)
 
@@ -163,6 +164,14 @@ def entries(graph: TaskGraph, where: Layout, labels: bool) -> dict[str, Any]:
         found["recompute"] = Patch(fc="#DDDDDD", ec="white", hatch="////", lw=0)
     if (graph.is_op(TRANSFERS)[where.tasks]).any():
         found["> sends, < receives"] = Patch(fc="#F0F0F0", ec=INK, lw=0.5)
+    shown = set(zip(graph.op[where.tasks].tolist(), graph.part[where.tasks].tolist(), strict=True))
+    for (op, part), code in CODES.items():
+        if op not in TRANSFERS and (op, part) in shown:
+            name = op.name if part < 0 else f"{op.name}.{EXCHANGES[part]}"
+            colour = "#DDDDDD" if op in COMPUTE else "#F0F0F0"
+            found[f"{code} {name}"] = Patch(fc=colour, ec=INK, lw=0.5)
+    if any(op == Op.REDUCE_GRAD and part >= 0 for op, part in shown):
+        found["r REDUCE_GRAD of a bucket"] = Patch(fc="#F0F0F0", ec=INK, lw=0.5)
     names = {
         "message": "message, with its micro-batch" if labels else "message",
         "data": "data on one device",

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from pipesim.ancestors import Edges, ancestors
 from pipesim.csr import Ints
 from pipesim.graph import TaskGraph
-from pipesim.ops import COMPUTE, EXCHANGES, RECVS, SENDS, TRANSFERS, Op
+from pipesim.ops import COMPUTE, EXCHANGES, OF_STAGES, RECVS, REORDERED, SENDS, TRANSFERS, Op
 from pipesim.tasks import Task
 
-__all__ = ["Arrow", "Layout", "layout"]
+__all__ = ["CODES", "Arrow", "Layout", "layout"]
 
 Floats = NDArray[np.float64]
 
@@ -26,6 +26,17 @@ Floats = NDArray[np.float64]
 #: the most of those; in columns and rows.
 WIDTH, HEIGHT, NARROW = 0.64, 0.56, 0.54
 SMALL_WIDTH, SMALL_HEIGHT = 0.3, 0.28
+#: What nodes call operations, by operation and part; others have the operation's own letter.
+CODES: dict[tuple[Op, int], str] = {
+    **{(op, -1): ">" for op in SENDS},
+    **{(op, -1): "<" for op in RECVS},
+    (Op.DISPATCH, -1): "D",
+    **{(Op.ALL_TO_ALL, part): name[0] for part, name in enumerate(EXCHANGES)},
+    **{(Op.REORDER, EXCHANGES.index(name)): name[0].upper() for name in REORDERED},
+    (Op.REDUCE_GRAD, -1): "RG",
+    (Op.STEP, -1): "ST",
+    (Op.UNSHARD, -1): "US",
+}
 #: Rows that the nodes in a gap share.
 ROOM = 0.92
 
@@ -54,7 +65,9 @@ class Layout:
     is_main
         Whether it is on a compute stream, in a column of its own.
     texts
-        What the node says.
+        Of each node, as `pipesim.plot.dependencies` lists them.
+    codes
+        The texts without the number of the micro-batch, for small nodes.
     arrows
         All arrows.
     n_columns
@@ -68,6 +81,7 @@ class Layout:
     height: Floats
     is_main: NDArray[np.bool_]
     texts: list[str]
+    codes: list[str]
     arrows: list[Arrow]
     n_columns: int
 
@@ -110,6 +124,7 @@ def layout(graph: TaskGraph, *, messages: bool, order: bool) -> Layout:
         height=height[tasks],
         is_main=main[tasks],
         texts=[_text(graph.task(task), several) for task in tasks.tolist()],
+        codes=[_code(graph.task(task)) for task in tasks.tolist()],
         arrows=_arrows(graph, shown, main, order),
         n_columns=int(column[main].max(initial=-1)) + 1,
     )
@@ -153,8 +168,8 @@ def _stack(graph: TaskGraph, beside: Ints, x: Floats, y: Floats, height: Floats)
         size = ROOM / len(tasks)
         alone = len(tasks) == 1
         for place, task in enumerate(tasks):
-            away = np.sign(peer[task] - device) * ROOM / 4
-            y[task] = device + (away if alone else size * (place + 0.5) - ROOM / 2)
+            offset = np.sign(peer[task] - device) * ROOM / 4
+            y[task] = device + (offset if alone else size * (place + 0.5) - ROOM / 2)
             height[task] = min(SMALL_HEIGHT, 0.86 * size)
 
 
@@ -202,17 +217,21 @@ def _shown_before(queue: Ints, shown: NDArray[np.bool_], task: int) -> int:
 
 
 def _text(task: Task, several: bool) -> str:
-    """Return what a node says: operation and micro-batch; before them the stage, of several.
+    """Return a node's text: code and micro-batch; before them the stage, of several.
 
-    A message is ``>0`` where it is sent, and ``<0`` where it is received.
+    Messages and exchanges have no stage, which their neighbours have.
     """
     number = "" if task.microbatch is None else str(task.microbatch)
+    if task.op in TRANSFERS or task.op == Op.ALL_TO_ALL:
+        return f"{_code(task)}{number}"
     stage = str(task.stage) if several else ""
-    if task.op in TRANSFERS:
-        return f"{'>' if task.op in SENDS else '<'}{number}"
-    if task.op == Op.ALL_TO_ALL:
-        return f"{EXCHANGES[task.part][0]}{number}"
+    # Of a reduction after each group of micro-batches, the number is not in the text.
+    return f"{stage}{_code(task)}{'' if task.op in OF_STAGES else number}"
+
+
+def _code(task: Task) -> str:
+    """Return what a node calls an operation; a bucket has its number."""
     if task.op == Op.REDUCE_GRAD and task.part >= 0:
-        return f"{stage}r{task.part}"
-    whole = {Op.STEP: "ST", Op.REDUCE_GRAD: "RG", Op.UNSHARD: "US"}
-    return f"{stage}{whole[task.op]}" if task.op in whole else f"{stage}{task.op}{number}"
+        return f"r{task.part}"
+    part = task.part if task.op in (Op.ALL_TO_ALL, Op.REORDER) else -1
+    return CODES.get((task.op, part), task.op.name)

@@ -19,7 +19,7 @@ from pipesim.graph import TaskGraph, overlapped_pairs
 from pipesim.ops import EXCHANGES, RECVS, SENDS, Op
 from pipesim.tasks import Kinds
 
-__all__ = ["Kind", "inside_actions", "kinds_of_waits", "with_queues", "without"]
+__all__ = ["Kind", "inside_actions", "kinds_of_waits", "remaining", "with_queues", "without"]
 
 RENDEZVOUS = "SEND waits until its RECV is reached"
 
@@ -62,6 +62,22 @@ def inside_actions(graph: TaskGraph) -> Edges:
     return Edges(*(half.astype(np.int64) for half in halves))
 
 
+def remaining(graph: TaskGraph, kinds: list[Kind], kind: Kind) -> list[Kind]:
+    """Return the kinds of wait of a graph without one of them.
+
+    A rendezvous is derived from the order of the RECV's queue: where that is removed, so is it.
+    """
+    left = [each for each in kinds if each.name != kind.name]
+    if kind.sort != "queue":
+        return left
+    return [
+        each._replace(edges=each.edges.kept(~np.isin(graph.pair[each.edges.after], kind.tasks)))
+        if each.sort == "rendezvous"
+        else each
+        for each in left
+    ]
+
+
 def without(graph: TaskGraph, kind: Kind | str) -> TaskGraph:
     """Return the graph without one kind of wait, or the kind of a name, for `pipesim.simulate`.
 
@@ -93,22 +109,22 @@ def without(graph: TaskGraph, kind: Kind | str) -> TaskGraph:
 def _data(graph: TaskGraph) -> list[Kind]:
     """Return the dependencies by the operations at both ends, and how their stages lie."""
     waits, needed = graph.dependencies.rows, graph.dependencies.values.astype(np.int64)
-    away = np.clip(graph.stage[needed].astype(np.int64) - graph.stage[waits], -2, 2)
+    offset = np.clip(graph.stage[needed].astype(np.int64) - graph.stage[waits], -2, 2)
     columns = []
     for tasks in (waits, needed):
-        part = np.where(graph.op[tasks] == Op.ALL_TO_ALL, graph.part[tasks], -1)
-        columns += [graph.op[tasks], part, graph.peer_stage[tasks] >= 0]
-    cells, of = np.unique(np.stack([*columns, away]), axis=1, return_inverse=True)
+        columns += [graph.op[tasks], _parts(graph, tasks), graph.peer_stage[tasks] >= 0]
+    cells, of = np.unique(np.stack([*columns, offset]), axis=1, return_inverse=True)
     found = []
     for number, cell in enumerate(cells.T.tolist()):
-        mine = of.ravel() == number
-        name = f"{_operation(*cell[:3])} needs {_operation(*cell[3:6])}{_AWAY[cell[6]]}"
-        edges = Edges(needed[mine], waits[mine])
+        selected = of.ravel() == number
+        name = f"{_operation(*cell[:3])} needs {_operation(*cell[3:6])}{_OFFSETS[cell[6]]}"
+        edges = Edges(needed[selected], waits[selected])
         found.append(Kind("data", name, edges, edges.after))
     return sorted(found, key=lambda kind: int(kind.tasks[0]))
 
 
-_AWAY = {
+#: The text of each difference between the stages of two tasks.
+_OFFSETS = {
     -2: " of an earlier stage",
     -1: " of the stage before",
     0: "",
@@ -117,7 +133,13 @@ _AWAY = {
 }
 
 
-def _operation(op: int, part: int, is_skip: int) -> str:
+def _parts(graph: TaskGraph, tasks: Ints) -> Ints:
+    """Return which of `EXCHANGES` each task is, or puts in order, or -1."""
+    of_exchange = graph.is_op(frozenset({Op.ALL_TO_ALL, Op.REORDER}))[tasks]
+    return np.where(of_exchange, graph.part[tasks], -1).astype(np.int64)
+
+
+def _operation(op: int, part: int, is_skip: int = False) -> str:
     name = Op(op).name if part < 0 else f"{Op(op).name}.{EXCHANGES[part]}"
     return f"{name} of a skip" if is_skip else name
 
@@ -140,13 +162,15 @@ def _queues(graph: TaskGraph) -> list[Kind]:
     earlier = graph.queue_predecessor[queued].astype(np.int64)
     sorts = [name.partition(":")[0] for _, name in graph.streams]
     names, sort = np.unique(sorts, return_inverse=True)
-    columns = graph.op[queued], graph.op[earlier], sort[graph.stream[queued]]
+    ends = [column for t in (queued, earlier) for column in (graph.op[t], _parts(graph, t))]
+    columns = *ends, sort[graph.stream[queued]]
     cells, of = np.unique(np.stack(columns), axis=1, return_inverse=True)
     found = []
-    for number, (op, behind, on) in enumerate(cells.T.tolist()):
-        mine = of.ravel() == number
-        name = f"{Op(op).name} after {Op(behind).name} on {names[on]}"
-        found.append(Kind("queue", name, Edges(earlier[mine], queued[mine]), queued[mine]))
+    for number, cell in enumerate(cells.T.tolist()):
+        selected = of.ravel() == number
+        name = f"{_operation(*cell[:2])} after {_operation(*cell[2:4])} on {names[cell[4]]}"
+        edges = Edges(earlier[selected], queued[selected])
+        found.append(Kind("queue", name, edges, edges.after))
     return sorted(found, key=lambda kind: ("compute" not in kind.name, int(kind.tasks[0])))
 
 

@@ -20,7 +20,8 @@ from pipeexec import executor
 from pipesim.ancestors import Edges
 from pipesim.audit import MOST_TASKS, _Races
 from pipesim.errors import ArgumentError, UnknownNameError
-from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, without
+from pipesim.ops import EXCHANGES, RECVS, Op
+from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, remaining, without
 
 COSTS = ps.Costs(1, 2, output_bytes=1, optimizer_step=1, network=ps.Network(latency=1, bandwidth=1))
 
@@ -97,6 +98,61 @@ def test_collectives_and_shared_links() -> None:
     assert meet["redundant"] is pd.NA
 
 
+@pytest.mark.parametrize("work", ["collective", "compute"])
+@pytest.mark.parametrize("part", EXCHANGES)
+def test_members_of_each_exchange_meet(work: str, part: str) -> None:
+    """A member takes what each other replica has written before."""
+    sync = "last" if part == "accumulated" else "every"
+    options = {"exchange_work": work, "sparse_grad_sync": sync}
+    graph = lowered("1f1b", 3, 2, n_replicas=2, sharded=[1], **options)
+    members = (graph.op == Op.ALL_TO_ALL) & (graph.part == EXCHANGES.index(part))
+    first, second, _ = _Races(graph).conflicts
+    of_tasks = np.maximum(first, second) < len(graph)
+    first, second = first[of_tasks], second[of_tasks]
+    crosses = (graph.replica[first] != graph.replica[second]) & members[second]
+    assert set(second[crosses].tolist()) == set(np.flatnonzero(members).tolist())
+    graph = lowered("1f1b", n_replicas=2, sharded=[0], **options)
+    assert ps.audit(graph, COSTS).loc["members of ALL_TO_ALL meet", "needed"]
+
+
+def test_rows_name_what_is_exchanged_and_put_in_order() -> None:
+    graph = lowered("1f1b", n_replicas=2, sharded=[0], exchange_work="compute")
+    names = {kind.name for kind in kinds_of_waits(graph)}
+    assert {
+        "REORDER.vectors needs ALL_TO_ALL.vectors",
+        "ALL_TO_ALL.gradients needs REORDER.gradients",
+        "REORDER.vectors after F on compute",
+        "B after REORDER.gradients on compute",
+        "ALL_TO_ALL.keys after ALL_TO_ALL.counts on collective",
+    } <= names
+    rows = [name for name in names if "meet" not in name]
+    assert not {"REORDER", "ALL_TO_ALL"} & {word for name in rows for word in name.split()}
+
+
+def test_a_rendezvous_does_not_imply_the_queue_it_is_derived_from() -> None:
+    """Of one queue: a RECV is reached when what is before it on its stream has ended."""
+    graph = lowered("gpipe", 3, 4, rendezvous=True, overlap=False)
+    table = ps.audit(graph, ps.Costs(1, 2, output_bytes=1, network=ps.Network(0.5, 1)))
+    row = table.loc["RECV_F after SEND_F on compute"]
+    assert row["seconds"] > 0
+    assert (row["edges"], row["redundant"]) == (3, 0)
+    # One by one; of equal edges the first is not implied by those that follow.
+    edges = [
+        (kind.sort == "rendezvous", a, b)
+        for kind in kinds_of_waits(graph)
+        for a, b in zip(*(column.tolist() for column in kind.edges), strict=True)
+    ]
+    implied = 0
+    for k, (_, a, b) in enumerate(edges):
+        gone = {edge for edge in [(True, a, int(graph.pair[b]))] if graph.op[b] in RECVS}
+        after: dict[int, list[int]] = {}
+        for n, (of_rendezvous, *ends) in enumerate(edges):
+            if (of_rendezvous, *ends) not in gone and (n < k or ends != [a, b]):
+                after.setdefault(ends[0], []).append(ends[1])
+        implied += walks(after, a, b)
+    assert table.loc["nothing", "redundant"] == implied
+
+
 def test_orders_that_deadlock_have_no_makespan() -> None:
     """A rendezvous on the compute stream."""
     orders = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -149,7 +205,7 @@ def test_edges_are_implied_where_a_path_leads_beside_them(
     waits = graph.precedence
     assert every == pairs(Edges(waits.values, waits.rows))
     for kind in kinds:
-        others = [fixed, *(each.edges for each in kinds if each.name != kind.name)]
+        others = [fixed, *(each.edges for each in remaining(graph, kinds, kind))]
         after: dict[int, list[int]] = {}
         for edges in others:
             for a, b in pairs(edges):
@@ -246,7 +302,9 @@ def test_large_graphs_are_refused() -> None:
 
 
 def test_other_arguments_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="takes a TaskGraph, got Schedule"):
+    with pytest.raises(ArgumentError, match=r"audit takes a TaskGraph, got Schedule.*ps\.audit"):
         ps.audit(ps.schedule("gpipe", 2, 2), COSTS)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="audit takes a TaskGraph, got int"):
+        ps.audit(3, COSTS)  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="unknown kind of wait 'B needs S'; did you mean"):
         without(lowered(), "B needs S")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 import pipesim as ps
 from pipesim import plot, style
-from pipesim.errors import ArgumentError, UnknownNameError
+from pipesim.errors import ArgumentError, LegibilityWarning, UnknownNameError
+from pipesim.graph_layout import CODES
 from pipesim.numerals import Numbers, points_per_unit
 from pipesim.ops import COMPUTE, Op
 
@@ -177,6 +180,59 @@ def test_texts_fit_their_nodes(width: float) -> None:
         assert (numbers.width * points_per_unit(ax)[0] > 1.3 * size).all()
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"exchange_work": "compute"}, "D0 c0 k0 F0 v0 V0 G0 g0 B0 RG ST"),
+        ({"sparse_grad_sync": "last"}, "c0 k0 F0 v0 B0 a RG ST"),
+    ],
+    ids=str,
+)
+def test_nodes_of_exchanges_are_told_apart(options: dict[str, Any], wanted: str) -> None:
+    """All have a text, within the axes, and the legend and the docstring name each."""
+    graph = lowered("1f1b", 2, 3, n_replicas=2, sharded=[0], **options)
+    ax = graph.plot()
+    ax.figure.canvas.draw()
+    for artist in ax.artists:
+        if isinstance(artist, Numbers):
+            assert len(artist.fitting()[0]) == len(artist.texts)
+    shown = set(texts(ax).values())
+    assert set(wanted.split()) <= shown
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    for code in {text.rstrip("0123456789") for text in shown} - {"F", "B"}:
+        assert len([entry for entry in legend if entry.startswith(f"{code} ")]) == 1
+    cells, (low, high) = boxes(ax), ax.get_xlim()
+    assert low < cells[:, 0].min()
+    assert cells[:, 1].max() < high
+
+
+def test_the_docstring_lists_all_codes() -> None:
+    words = str(plot.dependencies.__doc__).replace(",", " ").split()
+    assert {f"{code}0" for code in CODES.values()} - set(words) == {"a0", "RG0", "ST0", "US0"}
+    assert {"a", "RG", "ST", "US"} <= set(words)
+
+
+def test_small_nodes_have_a_sign_alone() -> None:
+    ax = lowered("1f1b", 4, 8).plot(messages="nodes")
+    ax.figure.canvas.draw()
+    (small,) = (artist for artist in ax.artists if artist.get_gid() == "texts:beside")
+    assert isinstance(small, Numbers)
+    assert len(small.fitting()[0]) == len(small.texts)
+    assert set(small.texts) == {">", "<"}
+
+
+def test_nodes_without_room_for_texts_are_warned_of() -> None:
+    """With the size that has room."""
+    graph = lowered("gpipe", 2, 35)
+    ax = drawn(graph)
+    with pytest.warns(LegibilityWarning, match="142 of 142 nodes .* figure of about") as caught:
+        FigureCanvasAgg(ax.figure.figure).draw()
+    width, height = re.findall(r"([0-9.]+) by ([0-9.]+) inches", str(caught[0].message))[0]
+    larger = Figure(figsize=(float(width), float(height)), layout="constrained")
+    graph.plot(ax=larger.add_subplot())
+    FigureCanvasAgg(larger).draw()  # warnings are errors
+
+
 def test_devices_have_colours_of_their_own() -> None:
     """Recomputes are paler and hatched."""
     graph = lowered(n=4, recompute="always")
@@ -196,7 +252,9 @@ def test_devices_have_colours_of_their_own() -> None:
 def test_the_legend_can_be_left_out() -> None:
     graph = lowered(recompute="always")
     names = [text.get_text() for text in drawn(graph).get_legend().get_texts()]
-    assert names == ["recompute", "message", "data on one device", "order of a stream"]
+    assert names == [
+        "recompute", "ST STEP", "message", "data on one device", "order of a stream"
+    ]  # fmt: skip
     assert drawn(graph, legend=False).get_legend() is None
     assert drawn(graph, title="GPipe").get_title(loc="left") == "GPipe"
 
