@@ -179,7 +179,7 @@ def test_the_page_of_gpipe_shows_a_true_table() -> None:
 # On random graphs
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.one_of(cases(), skipping_cases()))
 def test_graphs_have_no_race(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """What `pipesim.lower` makes orders all tasks that use the same data."""
@@ -189,7 +189,7 @@ def test_graphs_have_no_race(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert [races.conflicts.text(graph, int(row)) for row in wrong] == []
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.one_of(cases(), skipping_cases()))
 def test_edges_are_implied_where_a_path_leads_beside_them(
     case: tuple[ps.TaskGraph, ps.Costs],
