@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -31,6 +34,39 @@ settings.load_profile("project")
 # test that interrupts one would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_NOTEBOOKS = pytest.StashKey[tuple[subprocess.Popen[bytes], Path]]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the notebooks that tests ask for: they run beside the tests before theirs."""
+    asked = [
+        str(item.callspec.params["notebook"])
+        for item in session.items
+        if isinstance(item, pytest.Function) and "notebooks" in item.fixturenames
+    ]
+    if not asked or session.config.option.collectonly:
+        return
+    outcomes = Path(tempfile.mkdtemp())
+    script = Path(__file__).parent / "run_notebooks.py"
+    process = subprocess.Popen([sys.executable, str(script), str(outcomes), *asked])
+    session.config.stash[_NOTEBOOKS] = process, outcomes
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End notebooks that nobody waits for."""
+    if _NOTEBOOKS in session.config.stash:
+        process, outcomes = session.config.stash[_NOTEBOOKS]
+        process.terminate()
+        process.wait()
+        shutil.rmtree(outcomes, ignore_errors=True)
+
+
+@pytest.fixture
+def notebooks(pytestconfig: pytest.Config) -> tuple[subprocess.Popen[bytes], Path]:
+    """The process that runs the notebooks, and the folder of their outcomes."""
+    return pytestconfig.stash[_NOTEBOOKS]
 
 
 @pytest.fixture(scope="module", params=sorted(ENGINES))
