@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +194,15 @@ def test_a_step_is_that_of_the_unsplit_model(
 
 
 def test_messages_take_turns_on_a_link_of_workers() -> None:
-    """Each takes 20 ms; on streams of their own they would be sent at once otherwise."""
+    """Each takes 20 ms; on streams of their own they would be sent at once otherwise.
+
+    Forwards are 10 ms apart, more than a thread takes to wake up: the first comes first.
+    """
     graph = lowered("per_microbatch", "gpipe", 2, 3, step="none")
     link = ps.Network(bandwidth=4 * 16 * 4 / 0.02)
-    with px.Pipeline(cut(dense(2), [1, 1]), graph, px.workers(2, link=link), mse) as subject:
+    stages = cut(dense(2), [1, 1])
+    stages[0].register_forward_hook(lambda *_: time.sleep(0.01))
+    with px.Pipeline(stages, graph, px.workers(2, link=link), mse) as subject:
         timeline = subject.step(*data(12)).timeline
     sends = timeline.frame[timeline.frame["op"] == "SEND_F"].sort_values("end")
     assert (np.diff(sends["end"]) >= 0.0199).all()
