@@ -61,10 +61,9 @@ def recompute_label(schedule: Schedule, recompute: Chosen) -> str:
         return recompute
     forward, listed = schedule.op == Op.F, schedule.op == Op.R
     for mode in RECOMPUTE:
-        if (
-            np.count_nonzero(forward & _is_recomputed(schedule, mode)) == np.count_nonzero(listed)
-            and not (listed & ~_is_recomputed(schedule, mode)).any()
-        ):
+        wanted = _is_recomputed(schedule, mode)
+        n_wanted = np.count_nonzero(forward & wanted)
+        if n_wanted == np.count_nonzero(listed) and wanted[listed].all():
             return mode
     return "some"
 
