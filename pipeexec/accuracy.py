@@ -15,7 +15,7 @@ from pipesim.error_parts import PARTS
 from pipesim.intervals import Interval, mean_interval
 from pipesim.measured import stage_seconds
 from pipesim.ops import COMPUTE, EXCHANGES, REORDERED, Op
-from pipesim.simulate import hand_over
+from pipesim.replay import hand_over
 from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:

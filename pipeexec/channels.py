@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeexec.devices import Values
 from pipeexec.messages import are_there, check, marked
 from pipeexec.signatures import Signature
-from pipeexec.stage import Values
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipesim.links import Link
 from pipesim.network import Network
 from pipesim.ops import RECVS
-from pipesim.simulate import hand_over
+from pipesim.replay import hand_over
 from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeexec.devices import Values
 from pipeexec.signatures import Signature
-from pipeexec.stage import Values
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeexec.channels import Asked, Channel, Expected, Lost, Route, Sent, real
+from pipeexec.devices import Values
 from pipeexec.messages import marked
-from pipeexec.stage import Values
 
 __all__ = ["NcclChannel"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipeexec.devices import Device
-from pipeexec.stage import Values
+from pipeexec.devices import Device, Values
 from pipeexec.streams import Stream
 
 __all__ = ["nbytes", "receive", "send"]

@@ -48,7 +48,8 @@ from pipesim.errors import (
 from pipesim.graph import TaskGraph
 from pipesim.measured import output_bytes
 from pipesim.memory import static
-from pipesim.simulate import replay, simulate
+from pipesim.replay import replay
+from pipesim.simulate import simulate
 
 __all__ = ["validate"]
 

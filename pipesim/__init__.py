@@ -17,11 +17,12 @@ from pipesim.ops import Action, Op, Overlapped
 from pipesim.ordering import order_by
 from pipesim.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.registry import ClosedForm, Counts, register, schedule
+from pipesim.replay import replay
 from pipesim.routes import Routes
 from pipesim.scenarios import Scenarios, simulate_many
 from pipesim.schedule import Schedule
 from pipesim.shard import Shard
-from pipesim.simulate import replay, simulate
+from pipesim.simulate import simulate
 from pipesim.split import balanced_split
 from pipesim.sweep import sweep
 from pipesim.task_costs import CostTable, TaskCosts

@@ -1,0 +1,132 @@
+"""`replay`: simulate a timeline from its own durations."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.errors import ArgumentError
+from pipesim.ops import RECVS
+from pipesim.simulate import simulate
+from pipesim.task_costs import CostTable, TaskCosts
+from pipesim.timeline import Timeline
+from pipesim.waits import exact_seconds, held_links, issued_together, measured_shares
+
+__all__ = ["hand_over", "replay", "replay_costs"]
+
+
+def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
+    """Simulate a timeline from its own durations: a check of the graph, no prediction.
+
+    Each task takes as long as it did, and is issued when it was. Each message takes from the start
+    of its SEND to that of the task that waited for it, which includes waking up a waiting device,
+    or else to its arrival. Buckets of gradients need as much of their backward as had passed when
+    they started. Links are shared as the timeline's costs say, if it has any.
+
+    A timeline from `simulate` is replayed to itself: every start and end is the same, up to
+    rounding. A measured one comes out shorter by what the graph does not explain, such as the
+    seconds between the end of what a task needed and its start.
+
+    When tasks were issued is `Timeline.issue_times`: as the executor recorded it, or as the
+    ``launch`` of the timeline's costs has it, but no later than the task started. A timeline with
+    neither, such as one read from another framework's trace, is replayed as if all its tasks were
+    issued before the step: what its host was late for is then left out.
+
+    Raises
+    ------
+    ArgumentError
+        For an unknown engine, or something that is no timeline.
+    TimelineError
+        If tasks of the timeline did not run.
+    """
+    if not isinstance(timeline, Timeline):
+        raise ArgumentError(
+            f"replay takes a Timeline, got {type(timeline).__name__}; give what was measured or "
+            "loaded, such as ps.Timeline.load(path)"
+        )
+    timeline.check_complete("replay")
+    again = simulate(timeline.graph, replay_costs(timeline), engine=engine)
+    return again.with_name(f"{timeline.name} replayed")
+
+
+def replay_costs(timeline: Timeline) -> TaskCosts:
+    """Return the costs of each task of a whole timeline; `replay` says which."""
+    graph = timeline.graph
+    own = np.arange(len(graph))[:, None]
+    links = own if timeline.costs is None else timeline.costs.of(graph).links
+    seconds = exact_seconds(timeline.start, timeline.end)
+    table = CostTable(
+        duration=np.where(graph.is_op(RECVS), 0.0, seconds),
+        latency=_latencies(timeline),
+        launch=np.zeros(len(graph)),
+        nbytes=timeline.nbytes,
+        links=links,
+        share=measured_shares(timeline),
+    )
+    issued = np.minimum(timeline.issue_times, timeline.start)  # clocks may differ by a little
+    return TaskCosts.of_tasks(table, timeline.costs, np.maximum(issued, 0.0))
+
+
+def _latencies(timeline: Timeline) -> NDArray[np.float64]:
+    """Return the latency of each transfer, 0 for other tasks; seconds.
+
+    A SEND holds its stream and links as long as it did; the rest is latency. Where one latency
+    gives both the start and the end of a RECV, bit by bit, it is that one.
+    """
+    graph, start, end = timeline.graph, timeline.start, timeline.end
+    latency = np.zeros(len(graph))
+    recvs = np.flatnonzero(graph.is_op(RECVS))
+    sends = graph.pair[recvs]
+    arrived = _of_use(timeline)[recvs]
+    by_end = exact_seconds(end[sends], arrived)
+    by_start = exact_seconds(start[sends], start[recvs])
+    # The two are one number, each with the rounding of another sum; it is in both intervals.
+    margin, margin_by_end = np.spacing(start[recvs]) / 2, np.spacing(arrived) / 2
+    least = np.maximum(by_start - margin, by_end - margin_by_end)
+    most = np.minimum(by_start + margin, by_end + margin_by_end)
+    best = by_end
+    for either in (least / 2 + most / 2, by_start):
+        right = (start[sends] + either == start[recvs]) & (end[sends] + either == arrived)
+        best = np.where(right, either, best)
+    latency[recvs] = np.maximum(0.0, best)
+    latency[sends] = latency[recvs]
+    return latency
+
+
+def hand_over(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
+    """Return the seconds that each message took to be of use; NaN for tasks that are no RECV.
+
+    From the start of its SEND to that of its consumer, where the consumer's stream waited for it;
+    else to its arrival, or NaN if ``waited_only``.
+    """
+    graph = timeline.graph
+    seconds = np.full(len(graph), np.nan)
+    recvs = np.flatnonzero(graph.is_op(RECVS))
+    seconds[recvs] = _of_use(timeline, waited_only=waited_only)[recvs]
+    seconds[recvs] -= timeline.start[graph.pair[recvs]]
+    return seconds
+
+
+def _of_use(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
+    """Return when each RECV's message was of use; NaN for other tasks.
+
+    At the start of its consumer, where that waited for nothing else that is known: no other task,
+    host or link. Else at its arrival, or NaN if ``waited_only``.
+    """
+    graph, start, end = timeline.graph, timeline.start, timeline.end
+    consumers = graph.dependencies.transposed()
+    held = held_links(timeline)
+    free = np.maximum(
+        issued_together(graph, timeline.issue_times), np.where(held >= 0, end[held], 0.0)
+    )
+    free[free <= 0] = -np.inf  # nothing was waited for
+    moments = np.full(len(graph), np.nan)
+    for recv in np.flatnonzero(graph.is_op(RECVS)).tolist():
+        if not waited_only:
+            moments[recv] = end[recv]
+        for consumer in consumers[recv].tolist():
+            others = graph.precedence[consumer]
+            others = others[others != recv]
+            if max(end[others].max(initial=-np.inf), free[consumer]) < end[recv]:
+                moments[recv] = start[consumer]
+    return moments
