@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from pipesim.capacity import check_memory
 from pipesim.graph import TaskGraph
+from pipesim.utils.host_memory import check_memory
 
 __all__ = ["check_results", "check_tensors"]
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from pipeexec.host_memory import check_tensors
 from pipesim.errors import ArgumentError, check_count, check_name, number
-from pipesim.files import check_path, read_bytes
+from pipesim.utils.atomic_write import check_path, read_bytes
 
 __all__ = [
     "MODELS", "ModelSpec", "Workload", "batches", "build_model", "convnet", "cross_entropy", "gpt",

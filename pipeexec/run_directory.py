@@ -20,8 +20,8 @@ import torch
 
 from pipeexec.run_lock import run_lock
 from pipesim.errors import ArgumentError, RunDirectoryError
-from pipesim.files import check_path, read_bytes, read_text
-from pipesim.texts import CHECKSUM, checksum, parse_json
+from pipesim.utils.atomic_write import check_path, read_bytes, read_text
+from pipesim.utils.texts import CHECKSUM, checksum, parse_json
 
 __all__ = [
     "RECORD",

@@ -15,9 +15,9 @@ import numpy as np
 from pipeexec.sync_rules import CLEAR, STEP, Call, Finding, MicroStep, SyncReport, judge
 from pipesim.chrome import load, seconds
 from pipesim.errors import ArgumentTypeError, TimelineError, number
-from pipesim.files import check_path
 from pipesim.ops import COMPUTE, Op
 from pipesim.timeline import Timeline
+from pipesim.utils.atomic_write import check_path
 
 __all__ = ["sync_report"]
 

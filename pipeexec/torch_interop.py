@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from pipesim.capacity import check_schedule
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
 from pipesim.graph import TaskGraph
 from pipesim.schedule import Schedule
 from pipesim.schedule_files import schedule_from_texts
 from pipesim.torch_csv import torch_orders
+from pipesim.utils.host_memory import check_schedule
 from pipesim.verify import verify
 
 if TYPE_CHECKING:

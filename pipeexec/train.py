@@ -17,9 +17,9 @@ from pipeexec.run_directory import command, write_directory
 from pipesim.compare import Comparison
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, check_count
-from pipesim.files import check_path
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
+from pipesim.utils.atomic_write import check_path
 
 __all__ = ["Training", "train"]
 

@@ -29,9 +29,9 @@ from pipesim.compare import Comparison
 from pipesim.costs import Costs
 from pipesim.error_parts import PARTS
 from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
-from pipesim.files import check_path
 from pipesim.intervals import Interval
 from pipesim.timeline import Timeline
+from pipesim.utils.atomic_write import check_path
 
 if TYPE_CHECKING:
     import pandas as pd

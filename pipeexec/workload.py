@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError
-from pipesim.texts import real, whole
+from pipesim.utils.texts import real, whole
 
 if TYPE_CHECKING:
     import torch

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
 from pipesim.graph import TaskGraph
 from pipesim.ops import EXCHANGES, Op
+from pipesim.utils.csr import Ints
 
 __all__ = ["Conflicts", "Milestones", "conflicts"]
 

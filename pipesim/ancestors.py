@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import CSR, Ints
-from pipesim.jit import kernel
+from pipesim.utils.csr import CSR, Ints
+from pipesim.utils.jit import kernel
 
 __all__ = ["Bits", "Edges", "ancestors", "before"]
 

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from pipesim.accesses import Milestones, conflicts
 from pipesim.ancestors import Bits, Edges, ancestors, before
 from pipesim.costs import Costs
-from pipesim.csr import CSR, Ints
 from pipesim.errors import ArgumentError, DeadlockError
 from pipesim.graph import TaskGraph
 from pipesim.moved_messages import merged, on_compute
 from pipesim.simulate import checked_costs, simulate
 from pipesim.task_costs import TaskCosts
+from pipesim.utils.csr import CSR, Ints
 from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, remaining, without
 
 if TYPE_CHECKING:

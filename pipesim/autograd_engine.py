@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from pipesim.capacity import check_memory
 from pipesim.ops import Action, Op
+from pipesim.utils.host_memory import check_memory
 
 __all__ = ["engine_order"]
 

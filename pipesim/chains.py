@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
-from pipesim.jit import kernel
 from pipesim.ops import COLLECTIVES, COMPUTE, EXCHANGES, RECVS, SENDS, TRANSFERS, Op
 from pipesim.timeline import Timeline
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
 from pipesim.waits import collective_latency, held_links, issued_together, let_go, message_latency
 
 __all__ = ["Cause", "seconds_of_causes"]

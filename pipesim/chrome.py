@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipesim.errors import TimelineError, number
-from pipesim.files import gunzip, read_bytes
-from pipesim.texts import changed, checksum, parse_json, unique
+from pipesim.utils.atomic_write import gunzip, read_bytes
+from pipesim.utils.texts import changed, checksum, parse_json, unique
 
 __all__ = ["SIGNATURE", "head", "load", "seconds"]
 

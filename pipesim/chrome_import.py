@@ -24,7 +24,6 @@ from pipesim.errors import (
     check_count,
     check_name,
 )
-from pipesim.files import check_path, is_folder
 from pipesim.graph import TaskGraph
 from pipesim.halves import halved, with_halves
 from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
@@ -35,6 +34,7 @@ from pipesim.task_costs import message_bytes
 from pipesim.tasks import Tasks
 from pipesim.timeline import Timeline
 from pipesim.transfers import Placed, add_transfers, charge_gaps, messages
+from pipesim.utils.atomic_write import check_path, is_folder
 from pipesim.verify import verify
 
 __all__ = ["Imported", "load"]

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipesim.compare import table_of
 from pipesim.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, PipeError, suggestion
-from pipesim.files import check_path, check_target, write_whole, writing
 from pipesim.grid import grid_rows, version
 from pipesim.idle import CAUSES, Cause, idle_shares
 from pipesim.metrics import device_table
@@ -35,8 +34,9 @@ from pipesim.settings import (
     run,
 )
 from pipesim.sweep import RESULTS, run_rows
-from pipesim.texts import real, whole
 from pipesim.timeline import Timeline
+from pipesim.utils.atomic_write import check_path, check_target, write_whole, writing
+from pipesim.utils.texts import real, whole
 
 if TYPE_CHECKING:
     import pandas as pd

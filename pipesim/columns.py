@@ -7,11 +7,11 @@ from dataclasses import fields
 
 import numpy as np
 
-from pipesim.capacity import check_memory
-from pipesim.csr import Ints
 from pipesim.errors import GraphError
 from pipesim.ops import EXCHANGES, OF_STAGES, REORDERED, Op
 from pipesim.tasks import StreamKind, Tasks
+from pipesim.utils.csr import Ints
+from pipesim.utils.host_memory import check_memory
 
 __all__ = ["checked_tasks"]
 

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim import draws
 from pipesim.errors import ArgumentError, PipeError, number
+from pipesim.utils import random_draws
 
 __all__ = [
     "Distribution",
@@ -185,7 +185,7 @@ def tabulated(distribution: Distribution, slowest_of: int) -> Floats:
             )
         return got
 
-    table = draws.quantile_table(quantile, slowest_of)
+    table = random_draws.quantile_table(quantile, slowest_of)
     bad = table[~(np.isfinite(table) & (table >= 0))]
     if len(bad):
         raise ArgumentError(f"factors must be finite and >= 0, but {distribution!r} has {bad[0]}")

@@ -22,12 +22,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import CSR, Ints
 from pipesim.errors import ArgumentError, check_flag, check_name
 from pipesim.graph import TaskGraph
 from pipesim.issue import Issued
 from pipesim.ops import EXCHANGES, Op
 from pipesim.tasks import Kinds, StreamKind
+from pipesim.utils.csr import CSR, Ints
 
 __all__ = [
     "ExchangeWork",

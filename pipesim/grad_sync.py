@@ -7,9 +7,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, check_count, check_name
-from pipesim.texts import whole
+from pipesim.utils.csr import Ints
+from pipesim.utils.texts import whole
 
 __all__ = [
     "GRAD_SYNC",

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
-from pipesim.csr import Ints
 from pipesim.graph import TaskGraph
 from pipesim.ops import Op
+from pipesim.utils.csr import Ints
 
 __all__ = ["Waiting", "waiting_gradients"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
 from pipesim.graph import PAIRS
 from pipesim.ops import RECVS, Op
 from pipesim.tasks import Kinds
+from pipesim.utils.csr import Ints
 
 __all__ = ["gradients_first"]
 

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import BYTES_PER_TASK, check_memory
 from pipesim.columns import checked_tasks
-from pipesim.csr import CSR, Ints, ids_dtype
 from pipesim.errors import (
     ArgumentError,
     GraphError,
@@ -43,6 +41,8 @@ from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.schedule import VERSIONS, Versions
 from pipesim.skips import skips_of
 from pipesim.tasks import Kinds, StreamKind, Task, Tasks
+from pipesim.utils.csr import CSR, Ints, ids_dtype
+from pipesim.utils.host_memory import BYTES_PER_TASK, check_memory
 from pipesim.wiring import KindRules, index_tasks, wire
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.ancestors import Edges, ancestors
-from pipesim.csr import Ints
 from pipesim.graph import TaskGraph
 from pipesim.ops import COMPUTE, EXCHANGES, OF_STAGES, RECVS, REORDERED, SENDS, TRANSFERS, Op
 from pipesim.tasks import Task
+from pipesim.utils.csr import Ints
 
 __all__ = ["CODES", "Arrow", "Layout", "layout"]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from pipesim.capacity import check_rows
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.errors import number as real_number
@@ -35,6 +34,7 @@ from pipesim.settings import (
     nested,
     path_of,
 )
+from pipesim.utils.host_memory import check_rows
 
 __all__ = ["Row", "cell", "grid_rows", "rows", "version"]
 

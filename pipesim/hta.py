@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from pipesim.errors import ArgumentError
-from pipesim.files import check_path
 from pipesim.ops import COLLECTIVES, TRANSFERS, Op
 from pipesim.timeline import Timeline
 from pipesim.trace import NEVER, Event, lanes, names, nanoseconds, slice_event, write
+from pipesim.utils.atomic_write import check_path
 
 __all__ = ["save"]
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_graph
-from pipesim.csr import CSR, Ints, count
 from pipesim.graph import TaskGraph, overlapped_pairs
-from pipesim.jit import kernel
+from pipesim.utils.csr import CSR, Ints, count
+from pipesim.utils.host_memory import check_graph
+from pipesim.utils.jit import kernel
 
 __all__ = ["Issued", "Partners", "issue", "issue_times", "replicated"]
 

@@ -10,10 +10,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import CSR, Ints
 from pipesim.graph import TaskGraph, reordered
-from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, EXCHANGES, Op
+from pipesim.utils.csr import CSR, Ints
+from pipesim.utils.jit import kernel
 
 __all__ = ["ISSUE_ORDERS", "IssueOrder", "in_issue_order"]
 

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from pipesim.errors import ArgumentError
-from pipesim.files import check_path, check_target, writing
-from pipesim.texts import CHECKSUM, checksum, parse_json
+from pipesim.utils.atomic_write import check_path, check_target, writing
+from pipesim.utils.texts import CHECKSUM, checksum, parse_json
 
 __all__ = ["Journal"]
 

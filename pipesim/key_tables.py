@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_memory
 from pipesim.errors import ArgumentError, check_count
+from pipesim.utils.host_memory import check_memory
 
 __all__ = [
     "bounded",

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.capacity import check_memory
-from pipesim.csr import Ints
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -27,6 +25,8 @@ from pipesim.key_tables import (
     without_replacement,
 )
 from pipesim.row_placement import PLACEMENTS, row_owners
+from pipesim.utils.csr import Ints
+from pipesim.utils.host_memory import check_memory
 
 __all__ = ["Keys"]
 

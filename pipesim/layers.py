@@ -26,10 +26,10 @@ from pipesim.errors import (
     number,
     suggestion,
 )
-from pipesim.files import check_path, read_text
 from pipesim.network import Network
 from pipesim.split import Partition, Split, balanced_split, check_partition, checked_split
-from pipesim.texts import csv_rows, real
+from pipesim.utils.atomic_write import check_path, read_text
+from pipesim.utils.texts import csv_rows, real
 
 if TYPE_CHECKING:
     import pandas as pd

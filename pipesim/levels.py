@@ -6,8 +6,8 @@ import heapq
 
 import numpy as np
 
-from pipesim.csr import CSR, Ints
-from pipesim.jit import kernel
+from pipesim.utils.csr import CSR, Ints
+from pipesim.utils.jit import kernel
 
 __all__ = ["levels", "stable_topological_order"]
 

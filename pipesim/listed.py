@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pipesim.capacity import check_memory
 from pipesim.errors import ArgumentError, ScheduleError
 from pipesim.ops import LISTED, Action, Op, Overlapped, parse_action
+from pipesim.utils.host_memory import check_memory
 
 __all__ = ["listed_actions"]
 

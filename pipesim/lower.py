@@ -9,8 +9,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_tasks
-from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name
 from pipesim.exchanges import (
     ExchangeWork,
@@ -39,6 +37,8 @@ from pipesim.recomputes import (
 from pipesim.schedule import Schedule
 from pipesim.skips import carried, checked_skips
 from pipesim.tasks import Kinds, StreamKind
+from pipesim.utils.csr import Ints
+from pipesim.utils.host_memory import check_tasks
 from pipesim.verify import compute_listing, verify, verify_listing
 
 __all__ = ["RECOMPUTE", "Recompute", "lower"]

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipesim.errors import NetworkError, number
-from pipesim.files import read_text
 from pipesim.links import MAX_DEVICE, Link
-from pipesim.texts import csv_rows, real, reals
+from pipesim.utils.atomic_write import read_text
+from pipesim.utils.texts import csv_rows, real, reals
 
 __all__ = ["matrix_links", "read_links"]
 

@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
-from pipesim.csr import Ints, bincount, count
 from pipesim.errors import CostsError, TimelineError
 from pipesim.gradient_memory import waiting_gradients
 from pipesim.graph import TaskGraph
-from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, Op
 from pipesim.skips import input_bytes
 from pipesim.timeline import Timeline
+from pipesim.utils.csr import Ints, bincount, count
+from pipesim.utils.jit import kernel
 
 if TYPE_CHECKING:
     import pandas as pd

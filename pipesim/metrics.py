@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
 from pipesim.errors import TimelineError
 from pipesim.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
 from pipesim.timeline import Timeline
+from pipesim.utils.csr import Ints
 from pipesim.waits import held_links, issued_together, let_go
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.capacity import check_memory
 from pipesim.collectives import (
     all_to_all,
     all_to_all_links,
@@ -24,11 +23,12 @@ from pipesim.collectives import (
     uneven_all_to_all,
 )
 from pipesim.errors import NetworkError, check_count, check_name, number
-from pipesim.files import check_path
 from pipesim.links import MAX_DEVICE, Link, Nodes, check_keys, checked_speed, endless, finite
 from pipesim.machines import machine
 from pipesim.matrix import matrix_links, read_links
 from pipesim.routes import Router, Routes
+from pipesim.utils.atomic_write import check_path
+from pipesim.utils.host_memory import check_memory
 
 __all__ = ["Link", "Network", "Nodes", "Routes"]
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim import draws
 from pipesim.distributions import (
     Distribution,
     Empirical,
@@ -30,6 +29,7 @@ from pipesim.errors import (
 from pipesim.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
 from pipesim.task_costs import TaskCosts, message_ends
+from pipesim.utils import random_draws
 
 __all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]
 
@@ -220,7 +220,7 @@ class Noise:
                 which[members] = len(tables)
                 tables.append(tabulated(distribution, gpus))
         return Draws(
-            np.array(tables, dtype=np.float64).reshape(-1, 3, draws.BINS),
+            np.array(tables, dtype=np.float64).reshape(-1, 3, random_draws.BINS),
             which,
             kinds.is_op(COMPUTE),
             kinds.device,
@@ -234,13 +234,13 @@ class Noise:
             return np.ones((len(scenarios), n_devices))
         table = tabulated(self.device, self.gpus_per_device)
         index = np.arange(n_devices, dtype=np.uint64)
-        keys = self.keys(scenarios)[:, draws.OF_DEVICES, None]
-        return draws.factors(table, draws.mixed(keys, index[None, :]))
+        keys = self.keys(scenarios)[:, random_draws.OF_DEVICES, None]
+        return random_draws.factors(table, random_draws.mixed(keys, index[None, :]))
 
     def keys(self, scenarios: Sequence[int]) -> NDArray[np.uint64]:
         """Return the keys of draws for tasks, devices and failures; shape ``(n, 3)``."""
         assert self.seed is not None
-        return draws.keys(int(self.seed), scenarios)
+        return random_draws.keys(int(self.seed), scenarios)
 
     def applied(self, graph: TaskGraph, costs: TaskCosts, scenario: int = 0) -> TaskCosts:
         """Return the costs of one scenario: what its tasks take, one by one.
@@ -267,10 +267,13 @@ class Noise:
         drawn: Floats = costs.duration * np.where(computes, of_device[graph.device], 1.0)
         for row, table in enumerate(prepared.tables):
             mine = np.flatnonzero((prepared.which == row)[graph.kind])
-            drawn[mine] *= draws.factors(table, draws.mixed(keys[draws.OF_TASKS], index[mine]))
+            drawn[mine] *= random_draws.factors(
+                table, random_draws.mixed(keys[random_draws.OF_TASKS], index[mine])
+            )
         if prepared.hit_every > 0:
             hit = (
-                draws.shares(draws.mixed(keys[draws.OF_FAILURES], index)) * prepared.hit_every
+                random_draws.shares(random_draws.mixed(keys[random_draws.OF_FAILURES], index))
+                * prepared.hit_every
                 < drawn
             )
             drawn += np.where(computes & hit, prepared.pause, 0.0)

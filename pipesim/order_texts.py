@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 from pipesim.errors import ScheduleError
-from pipesim.texts import changed, checksum
+from pipesim.utils.texts import changed, checksum
 
 __all__ = ["check_signature", "signed_grid", "signed_rows", "unsigned"]
 

@@ -12,7 +12,6 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_memory
 from pipesim.costs import Costs
 from pipesim.errors import (
     ArgumentError,
@@ -31,6 +30,7 @@ from pipesim.ops import Action, Op
 from pipesim.placement import Placement
 from pipesim.priorities import PRIORITIES
 from pipesim.schedule import Schedule
+from pipesim.utils.host_memory import check_memory
 
 __all__ = [
     "Priority",

@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_microbatches, check_stages
 from pipesim.errors import ArgumentError, check_count
+from pipesim.utils.host_memory import check_microbatches, check_stages
 
 __all__ = [
     "LAYOUTS",

@@ -8,11 +8,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
 from pipesim.errors import ArgumentError
 from pipesim.ops import Op
 from pipesim.schedule import Schedule
 from pipesim.tasks import Kinds, StreamKind
+from pipesim.utils.csr import Ints
 
 __all__ = ["RECOMPUTE", "Chosen", "Recompute", "recompute_label", "with_chosen", "with_recomputes"]
 

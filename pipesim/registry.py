@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipesim.capacity import check_schedule
 from pipesim.closed_forms import ClosedForm, Counts, called, check_counts, check_form
 from pipesim.errors import (
     ArgumentError,
@@ -28,6 +27,7 @@ from pipesim.registering import (
     of_user,
 )
 from pipesim.schedule import Schedule
+from pipesim.utils.host_memory import check_schedule
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
 from pipesim.errors import ArgumentError
-from pipesim.jit import kernel
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
 
 __all__ = ["MOST_HASHED", "PLACEMENTS", "RowHash", "dealt", "multiplied", "row_hash", "row_owners"]
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim import jit
-from pipesim.capacity import check_memory
 from pipesim.costs import Costs
 from pipesim.engines import compiled, simpy_engine
 from pipesim.errors import ArgumentError, check_count, check_flag, number
@@ -23,6 +21,8 @@ from pipesim.ops import COMPUTE
 from pipesim.simulate import checked_costs, checked_noise, simulate
 from pipesim.task_costs import TaskCosts
 from pipesim.timeline import LONGEST, Timeline
+from pipesim.utils import jit
+from pipesim.utils.host_memory import check_memory
 
 if TYPE_CHECKING:
     import pandas as pd

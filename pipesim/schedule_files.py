@@ -15,13 +15,13 @@ from typing import NoReturn
 import numpy as np
 
 from pipesim.errors import ArgumentError, ScheduleError
-from pipesim.files import check_path, read_bytes, write_text
 from pipesim.messages import Cell, check_messages, place, refuse
 from pipesim.ops import LISTED, TRANSFERS, Action, Op, Overlapped, parse_action
 from pipesim.order_texts import check_signature, signed_grid, signed_rows, unsigned
 from pipesim.placement import Placement
 from pipesim.schedule import Schedule
-from pipesim.texts import csv_rows
+from pipesim.utils.atomic_write import check_path, read_bytes, write_text
+from pipesim.utils.texts import csv_rows
 
 __all__ = ["read_schedule", "schedule_from_texts", "write_schedule"]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from pipesim.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
-from pipesim.files import read_text
 from pipesim.links import Nodes
 from pipesim.lower import lower
 from pipesim.network import KEYS
@@ -24,6 +23,7 @@ from pipesim.schedule import Schedule
 from pipesim.schedule_names import counts_of_file, info_of, is_file
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
+from pipesim.utils.atomic_write import read_text
 
 __all__ = [
     "COUNTS",

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim import jit
 from pipesim.costs import Costs
 from pipesim.engines import compiled, simpy_engine
 from pipesim.errors import (
@@ -23,6 +22,7 @@ from pipesim.issue import issue_times
 from pipesim.noise import Noise
 from pipesim.task_costs import TaskCosts
 from pipesim.timeline import LONGEST, Timeline
+from pipesim.utils import jit
 from pipesim.verify import verify
 
 __all__ = ["simulate"]

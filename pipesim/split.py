@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_stages
 from pipesim.errors import ArgumentError, CostsError, check_count, check_name, number
+from pipesim.utils.host_memory import check_stages
 
 __all__ = [
     "Partition",

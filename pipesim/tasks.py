@@ -8,9 +8,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from pipesim.csr import Ints
 from pipesim.errors import GraphError
 from pipesim.ops import Action, Op
+from pipesim.utils.csr import Ints
 
 __all__ = ["Kinds", "StreamKind", "Task", "Tasks"]
 

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
-from pipesim.csr import Ints, bincount, count
 from pipesim.errors import TimelineError, check_text, check_type
 from pipesim.graph import TaskGraph
 from pipesim.issue import issue_times
-from pipesim.jit import kernel
 from pipesim.ops import COMPUTE, Op
+from pipesim.utils.csr import Ints, bincount, count
+from pipesim.utils.jit import kernel
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from pipesim.costs import Costs
 from pipesim.errors import PipeError, TimelineError, check_count, check_name, suggestion
-from pipesim.files import check_path, read_text, write_text
 from pipesim.grad_sync import from_text, to_text
 from pipesim.graph import TaskGraph
 from pipesim.hosts import HOSTS, hosts_text
@@ -19,8 +18,9 @@ from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.schedule import VERSIONS
 from pipesim.skips import skip_from_text, skip_text
 from pipesim.tasks import StreamKind, Tasks
-from pipesim.texts import CHECKSUM, changed, checksum, csv_rows, real, whole
 from pipesim.timeline import COLUMNS, Timeline
+from pipesim.utils.atomic_write import check_path, read_text, write_text
+from pipesim.utils.texts import CHECKSUM, changed, checksum, csv_rows, real, whole
 from pipesim.verify import verify
 
 if TYPE_CHECKING:

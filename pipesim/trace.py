@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.chrome import SIGNATURE
-from pipesim.csr import CSR
 from pipesim.errors import ArgumentError
-from pipesim.files import check_path, write_whole
 from pipesim.memory import over_time
 from pipesim.ops import SENDS, Action, Op
-from pipesim.texts import checksum
 from pipesim.timeline import Timeline
+from pipesim.utils.atomic_write import check_path, write_whole
+from pipesim.utils.csr import CSR
+from pipesim.utils.texts import checksum
 
 __all__ = ["NEVER", "Event", "lanes", "names", "nanoseconds", "save", "slice_event", "write"]
 

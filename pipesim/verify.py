@@ -11,13 +11,13 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
 from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
 from pipesim.graph import TaskGraph, overlapped_pairs, task_twice
-from pipesim.jit import kernel
 from pipesim.ops import COLLECTIVES, COMPUTE, LISTED, RECVS, SCHEDULED, SENDS, Action, Op
 from pipesim.schedule import Schedule
 from pipesim.tasks import Kinds, StreamKind
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
 
 __all__ = ["compute_graph", "compute_listing", "verify", "verify_listing"]
 

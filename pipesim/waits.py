@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import MEASURED_COLLECTIVES
-from pipesim.csr import Ints
 from pipesim.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
 from pipesim.timeline import Timeline
+from pipesim.utils.csr import Ints
 
 __all__ = [
     "bucket_shares",

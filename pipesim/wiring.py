@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pipesim.csr import Ints
-from pipesim.jit import kernel
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
 
 __all__ = ["KindRules", "index_tasks", "wire"]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pipesim  # noqa: F401  # its modules are looked through
-from pipesim.jit import Kernel
+from pipesim.utils.jit import Kernel
 
 __all__ = ["as_python", "compiled", "every_kernel"]
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 import pipesim as ps
-from pipesim import capacity
 from pipesim.engines import compiled
 from pipesim.errors import CapacityError, PipeError
 from pipesim.graph import TaskGraph
+from pipesim.utils import host_memory
 
 
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 24 GB left."""
-    monkeypatch.setattr(capacity, "available_memory", lambda: 24 * 10**9)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 24 * 10**9)
 
 
 @pytest.mark.usefixtures("_small")
@@ -39,9 +39,9 @@ def test_schedule_of_very_many_actions(name: str) -> None:
 @pytest.mark.usefixtures("_small")
 def test_schedule_that_just_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """24 bytes an action while it is built."""
-    monkeypatch.setattr(capacity, "available_memory", lambda: 24 * 2 * 4 * 8)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 24 * 2 * 4 * 8)
     assert len(ps.schedule("1f1b", 4, 8)) == 64
-    monkeypatch.setattr(capacity, "available_memory", lambda: 24 * 2 * 4 * 8 - 1)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 24 * 2 * 4 * 8 - 1)
     with pytest.raises(CapacityError, match=r"of 64 actions needs .* its graph of 192 tasks"):
         ps.schedule("1f1b", 4, 8)
 
@@ -63,7 +63,7 @@ def test_graph_of_very_many_replicas() -> None:
 def test_graph_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its dependencies are made."""
     graph = ps.lower(ps.schedule("gpipe", 2, 4))
-    monkeypatch.setattr(capacity, "available_memory", lambda: 100)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 100)
     with pytest.raises(CapacityError, match="a graph of 34 tasks needs "):
         TaskGraph.of_kinds(graph.kinds, graph.kind, graph.microbatch)
 
@@ -73,9 +73,9 @@ def test_scenarios_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, costs, noise = ps.lower(ps.schedule("gpipe", 8, 16)), ps.Costs(1, 2), ps.Noise(seed=0)
     options: dict[str, Any] = {"n": 4, "progress": False}
     needed = compiled.Many(graph, costs.of(graph), noise).nbytes(1)
-    monkeypatch.setattr(capacity, "available_memory", lambda: 4 * needed)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 4 * needed)
     ps.simulate_many(graph, costs, noise, n_jobs=4, **options)
-    monkeypatch.setattr(capacity, "available_memory", lambda: 4 * needed - 1)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 4 * needed - 1)
     with pytest.raises(CapacityError, match="running 4 x 1 scenarios of 712 tasks at once needs "):
         ps.simulate_many(graph, costs, noise, n_jobs=4, **options)
 
@@ -98,7 +98,7 @@ def test_numbers_of_replicas(wrong: Any) -> None:
 
 def test_available_memory() -> None:
     """More than a megabyte, less than an exabyte."""
-    assert 2**20 < capacity.available_memory() < 2**60
+    assert 2**20 < host_memory.available_memory() < 2**60
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_orders_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         ps.lower(schedule, skips=itertools.repeat((0, 1)))
     with pytest.raises(PipeError, match="sharded names stage 1"):
         ps.lower(schedule, sharded=itertools.count())
-    monkeypatch.setattr(capacity, "available_memory", lambda: 10**7)
+    monkeypatch.setattr(host_memory, "available_memory", lambda: 10**7)
     with pytest.raises(CapacityError, match=r"an order of more than 65,535 actions \(device 0\)"):
         ps.Schedule.from_orders([itertools.repeat("0F0")])  # type: ignore[list-item]
 

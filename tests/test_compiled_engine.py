@@ -359,7 +359,7 @@ if {block!r}:
     sys.modules["numba"] = None  # makes `import numba` fail
 import numpy as np
 import pipesim as ps
-from pipesim import jit
+from pipesim.utils import jit
 
 answers = []
 with warnings.catch_warnings(record=True) as caught:

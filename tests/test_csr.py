@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels import as_python, compiled
 
-from pipesim.csr import CSR, bincount, ids_dtype
+from pipesim.utils.csr import CSR, bincount, ids_dtype
 
 #: A number of rows, and the row of each value.
 rows_of_values = st.integers(1, 6).flatmap(

@@ -17,7 +17,6 @@ from rules import all_reduced, assert_rules_hold
 from strategies import cases
 
 import pipesim as ps
-from pipesim.csr import CSR
 from pipesim.engines.compiled import shared_links
 from pipesim.errors import (
     ArgumentError,
@@ -30,6 +29,7 @@ from pipesim.errors import (
 from pipesim.graph import TaskGraph
 from pipesim.ops import COMPUTE, RECVS, SENDS, Op
 from pipesim.tasks import Tasks
+from pipesim.utils.csr import CSR
 
 pytestmark = pytest.mark.usefixtures("each_engine")
 

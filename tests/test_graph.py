@@ -14,11 +14,11 @@ from rules import dependencies
 from strategies import graphs
 
 import pipesim as ps
-from pipesim.csr import CSR
 from pipesim.errors import ArgumentError, CapacityError, GraphError, UnknownNameError
 from pipesim.graph import PAIRS, RULES, TaskGraph
 from pipesim.ops import RECVS, SENDS, Action, Op
 from pipesim.tasks import StreamKind
+from pipesim.utils.csr import CSR
 
 
 @given(graphs())
@@ -262,7 +262,7 @@ def test_bad_columns(column: dict[str, Any], message: str) -> None:
 
 def test_numbers_far_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 32 bits each, but together beyond memory, or beyond what can be told apart."""
-    monkeypatch.setattr("pipesim.capacity.available_memory", lambda: 10**10)
+    monkeypatch.setattr("pipesim.utils.host_memory.available_memory", lambda: 10**10)
     with pytest.raises(CapacityError, match=r"stages to 2147483646 and .*from 0, without gaps"):
         TaskGraph.build(ps.Tasks(**{**COLUMNS, **changed("stage", 4, 2**31 - 2)}))
     far = {"device": [0, 10**6] * 2, "stage": [0, 10**6] * 2, "stream": [0, 2 * 10**6] * 2}

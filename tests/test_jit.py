@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import pipesim as ps
-from pipesim import jit
 from pipesim.engines.side_by_side import pass_many
 from pipesim.errors import EngineWarning
-from pipesim.jit import PLAIN_ELEMENTS_UNCACHED, Kernel, kernel
+from pipesim.utils import jit
+from pipesim.utils.jit import PLAIN_ELEMENTS_UNCACHED, Kernel, kernel
 
 
 def _twice(x: float) -> float:

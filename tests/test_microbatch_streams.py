@@ -114,7 +114,7 @@ def test_the_latency_of_a_kind_is_that_of_all_its_microbatches() -> None:
 
 
 def test_streams_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipesim.capacity.available_memory", lambda: 100_000)
+    monkeypatch.setattr("pipesim.utils.host_memory.available_memory", lambda: 100_000)
     lowered("per_peer", "1f1b", 4, 64)
     with pytest.raises(CapacityError, match='streams="per_microbatch" with 768 messages'):
         lowered("per_microbatch", "1f1b", 4, 64)

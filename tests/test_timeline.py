@@ -16,8 +16,8 @@ from strategies import cases
 
 import pipesim as ps
 from pipesim.errors import PipeError, TimelineError
-from pipesim.files import write_whole
 from pipesim.timeline import COLUMNS
+from pipesim.utils.atomic_write import write_whole
 
 
 @pytest.fixture

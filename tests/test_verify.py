@@ -13,11 +13,11 @@ from rules import all_reduced
 from strategies import graphs, schedules
 
 import pipesim as ps
-from pipesim.csr import CSR
 from pipesim.errors import DeadlockError, GraphError, PipeError, ScheduleError
 from pipesim.graph import TaskGraph
 from pipesim.ops import SCHEDULED, Action, Op
 from pipesim.tasks import StreamKind, Tasks
+from pipesim.utils.csr import CSR
 
 
 def refusal(what: Any) -> str:

@@ -18,7 +18,7 @@ from pipeexec.green import find_driver
 from pipeexec.imposed import Waits, make_waits
 from pipeexec.slices import Slice
 from pipeexec.streams import Event, Stream
-from pipesim import jit
+from pipesim.utils import jit
 
 _BLOCKS = 4096
 #: About 2 ms.

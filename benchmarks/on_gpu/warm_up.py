@@ -11,7 +11,7 @@ from on_gpu.bench import Bench
 from on_gpu.prediction import predicted, sheet_of
 from on_gpu.report import Report
 from on_gpu.sources import digest
-from pipesim import jit
+from pipesim.utils import jit
 
 #: Tasks of a micro-batch on eight devices: F and B of each, and messages to and from seven.
 _TASKS = 8 * 2 + 7 * 4

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
 from pipesim.engines import RECV, SEND
 from pipesim.engines.by_ids import made
-from pipesim.jit import kernel
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
 
 __all__ = ["events"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
 from pipesim.engines import RECV, SEND
-from pipesim.jit import kernel
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
 
 __all__ = ["issue", "made", "one_pass"]
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import CSR, Ints
 from pipesim.engines import RECV, SEND
 from pipesim.engines.by_events import events
 from pipesim.engines.by_ids import issue, one_pass
@@ -24,6 +23,7 @@ from pipesim.graph import TaskGraph
 from pipesim.noise import Noise
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
 from pipesim.task_costs import TaskCosts
+from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["Many", "run"]
 

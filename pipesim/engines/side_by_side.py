@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.csr import Ints
-from pipesim.draws import OF_FAILURES, OF_TASKS, look_up, mixed, shares
 from pipesim.engines import RECV, SEND
-from pipesim.jit import kernel
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
+from pipesim.utils.random_draws import OF_FAILURES, OF_TASKS, look_up, mixed, shares
 
 __all__ = ["pass_many", "prune"]
 

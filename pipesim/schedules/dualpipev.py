@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pipesim.capacity import check_schedule
 from pipesim.placement import v_shaped
 from pipesim.registry import ClosedForm, Counts, register
 from pipesim.schedule import Schedule
 from pipesim.schedules.phases import Phase, order_of
+from pipesim.utils.host_memory import check_schedule
 
 
 @register(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.capacity import check_schedule
 from pipesim.errors import check_count
-from pipesim.jit import kernel
 from pipesim.ops import Op
 from pipesim.placement import waves
 from pipesim.registry import ClosedForm, register
 from pipesim.schedule import Schedule
+from pipesim.utils.host_memory import check_schedule
+from pipesim.utils.jit import kernel
 
 Ints = NDArray[np.int32]
 #: Plain numbers, since compiled code knows no enumerations.

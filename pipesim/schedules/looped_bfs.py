@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipesim.capacity import check_schedule
 from pipesim.errors import check_count
 from pipesim.ops import Op
 from pipesim.placement import looped
 from pipesim.registry import ClosedForm, register
 from pipesim.schedule import Schedule
 from pipesim.schedules.interleaved import LOOPED_BUBBLE
+from pipesim.utils.host_memory import check_schedule
 
 
 @register(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipesim.capacity import check_schedule
 from pipesim.placement import v_shaped
 from pipesim.registry import ClosedForm, register
 from pipesim.schedule import DeviceOrder, Schedule
 from pipesim.schedules.phases import Phase, order_of
+from pipesim.utils.host_memory import check_schedule
 
 
 def _bubble(p: int, m: int) -> float:

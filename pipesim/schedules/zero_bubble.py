@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipesim.capacity import check_schedule
 from pipesim.placement import linear
 from pipesim.registry import ClosedForm, register
 from pipesim.schedule import DeviceOrder, Schedule
 from pipesim.schedules.turns import in_turns
+from pipesim.utils.host_memory import check_schedule
 
 
 def _h1_bubble(p: int, m: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.jit import kernel
+from pipesim.utils.jit import kernel
 
 __all__ = ["CSR", "Ints", "bincount", "count", "ids_dtype"]
 

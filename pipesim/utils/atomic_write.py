@@ -20,9 +20,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from pipesim.capacity import available_memory
 from pipesim.errors import ArgumentError, ArgumentTypeError, CapacityError, PipeError
-from pipesim.texts import parse_json
+from pipesim.utils.host_memory import available_memory
+from pipesim.utils.texts import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

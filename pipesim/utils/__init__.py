@@ -1,0 +1,1 @@
+"""Arrays, compiled loops, texts and files: what knows nothing of pipelines."""
