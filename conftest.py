@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipesim.registry import _REGISTRY
+from pipesim.scheduling.registry import _REGISTRY
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,9 +14,9 @@ takes the phony of the one before, and so the engine must turn the cycles around
 which goes against the arrows. Each R is right before its B.
 
 Without dependencies just the data tie tasks together, and the engine takes the newest node of those
-that are ready. `pipesim.autograd_engine` says which order that is for torchgpipe's graph on a CPU.
-Here a chain of nodes, each of one task, gives the tasks that order, on GPUs too, where torchgpipe's
-is a race (`pipesim.autograd_orders`).
+that are ready. `pipesim.scheduling.autograd_engine` says which order that is for torchgpipe's graph
+on a CPU. Here a chain of nodes, each of one task, gives the tasks that order, on GPUs too, where
+torchgpipe's is a race (`pipesim.autograd_orders`).
 
 A node may be run while another one is being run. On a GPU, a B calls the engine and waits for the
 GPU's thread of the engine; meanwhile the engine runs other nodes in the thread that waits, all that
@@ -37,10 +37,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pipesim.autograd_engine import engine_order
 from pipesim.errors import ExecutionError
 from pipesim.ops import Action, Op, Overlapped
-from pipesim.schedule import Schedule
+from pipesim.scheduling.autograd_engine import engine_order
+from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["Backward", "Task", "in_cycles", "in_order", "joined", "link", "undirected"]
 

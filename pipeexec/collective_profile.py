@@ -15,8 +15,8 @@ from pipesim.lower import lower
 from pipesim.measured_collectives import measured_collectives
 from pipesim.network import Network
 from pipesim.ops import EXCHANGES, Op
-from pipesim.placement import Placement, replica_devices
-from pipesim.schedule import Schedule
+from pipesim.scheduling.placement import Placement, replica_devices
+from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ from pipesim.errors import (
 )
 from pipesim.graph import TaskGraph
 from pipesim.lower import RECOMPUTE, Recompute
-from pipesim.schedule import Schedule
+from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline import Timeline
 
 __all__ = ["GPipe"]

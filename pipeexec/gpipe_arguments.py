@@ -17,8 +17,8 @@ from pipesim.errors import (
     check_type,
 )
 from pipesim.ops import Op
-from pipesim.placement import linear
-from pipesim.schedule import Schedule
+from pipesim.scheduling.placement import linear
+from pipesim.scheduling.schedule import Schedule
 from pipesim.verify import verify
 
 __all__ = [

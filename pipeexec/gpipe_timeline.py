@@ -10,8 +10,8 @@ from pipeexec.gpipe_call import Call
 from pipesim.graph import TaskGraph
 from pipesim.lower import lower
 from pipesim.ops import Action, Op
-from pipesim.placement import linear
-from pipesim.schedule import Schedule
+from pipesim.scheduling.placement import linear
+from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline import Timeline
 
 __all__ = ["graph_of", "of_partitions", "timeline_of"]

@@ -25,7 +25,7 @@ from pipeexec.stage import Stage
 from pipeexec.streams import Stream
 from pipeexec.thread_settings import thread_settings
 from pipesim.ops import Op
-from pipesim.schedule import Schedule
+from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["Done", "Machine", "Tensors", "Work"]
 

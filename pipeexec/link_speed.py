@@ -20,8 +20,8 @@ from pipeexec.link_fit import STATES, Pair
 from pipesim.graph import TaskGraph
 from pipesim.lower import lower
 from pipesim.ops import SENDS, Op
-from pipesim.placement import Placement
-from pipesim.schedule import Schedule
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.schedule import Schedule
 
 if TYPE_CHECKING:
     import pandas as pd

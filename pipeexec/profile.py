@@ -51,8 +51,8 @@ from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_li
 from pipesim.graph import TaskGraph
 from pipesim.measured import output_bytes, stage_seconds
 from pipesim.ops import EXCHANGES, Op
-from pipesim.placement import Placement
-from pipesim.schedule import Schedule
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.atomic_write import check_path
 
 if TYPE_CHECKING:

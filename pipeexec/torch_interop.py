@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
 from pipesim.graph import TaskGraph
-from pipesim.schedule import Schedule
-from pipesim.schedule_files import schedule_from_texts
+from pipesim.scheduling.files import schedule_from_texts
+from pipesim.scheduling.schedule import Schedule
 from pipesim.torch_csv import torch_orders
 from pipesim.utils.host_memory import check_schedule
 from pipesim.verify import verify

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeexec.loss import Loss
     from pipeexec.processes import Processes
     from pipesim.graph import TaskGraph
-    from pipesim.registry import ScheduleInfo
+    from pipesim.scheduling.registry import ScheduleInfo
 
 __all__ = ["Workload", "add_workload", "workload"]
 

@@ -15,12 +15,12 @@ from pipesim.network import Network
 from pipesim.noise import Empirical, Failures, LogNormal, Noise, Normal
 from pipesim.ops import Action, Op, Overlapped
 from pipesim.ordering import order_by
-from pipesim.placement import Placement, bidirectional, linear, looped, v_shaped, waves
-from pipesim.registry import ClosedForm, Counts, register, schedule
 from pipesim.replay import replay
 from pipesim.routes import Routes
 from pipesim.scenarios import Scenarios, simulate_many
-from pipesim.schedule import Schedule
+from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
+from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule
+from pipesim.scheduling.schedule import Schedule
 from pipesim.shard import Shard
 from pipesim.simulate import simulate
 from pipesim.split import balanced_split
@@ -32,7 +32,7 @@ from pipesim.transformer import Transformer
 from pipesim.verify import verify
 
 import pipesim.schedules  # noqa: F401  # isort: skip  # registers them
-from pipesim.registry import schedules  # isort: skip  # the listing takes the package's name
+from pipesim.scheduling.registry import schedules  # isort: skip  # the listing takes the package's name
 
 __all__ = [
     "Action",

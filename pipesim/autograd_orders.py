@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.autograd_engine import engine_order
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.lower import RECOMPUTE, Recompute, lower
 from pipesim.ops import Action, Op
-from pipesim.placement import linear
-from pipesim.schedule import Schedule
+from pipesim.scheduling.autograd_engine import engine_order
+from pipesim.scheduling.placement import linear
+from pipesim.scheduling.schedule import Schedule
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
 

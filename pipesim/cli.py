@@ -21,7 +21,7 @@ from pipesim.errors import ArgumentError, PipeError, suggestion
 from pipesim.grid import grid_rows, version
 from pipesim.idle import CAUSES, Cause, idle_shares
 from pipesim.metrics import device_table
-from pipesim.registry import schedules
+from pipesim.scheduling.registry import schedules
 from pipesim.settings import (
     COUNTS,
     FLAT,

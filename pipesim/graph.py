@@ -38,7 +38,7 @@ from pipesim.grad_sync import (
 from pipesim.hosts import Hosts, host_of_devices
 from pipesim.levels import levels, stable_topological_order
 from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
-from pipesim.schedule import VERSIONS, Versions
+from pipesim.scheduling.schedule import VERSIONS, Versions
 from pipesim.skips import skips_of
 from pipesim.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.utils.csr import CSR, Ints, ids_dtype

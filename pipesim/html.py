@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipesim.errors import PipeError
 from pipesim.graph import TaskGraph
 from pipesim.ops import Op
-from pipesim.schedule import Schedule
+from pipesim.scheduling.schedule import Schedule
 from pipesim.style import LABELS, chunks, shades, text_colours
 from pipesim.verify import compute_graph, verify
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipesim.admission import Admission
-from pipesim.placement import Placement
+from pipesim.scheduling.placement import Placement
 
 __all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Choice", "Key", "Work", "list_orders"]
 

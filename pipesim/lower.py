@@ -25,7 +25,6 @@ from pipesim.issue_order import ISSUE_ORDERS, IssueOrder, in_issue_order
 from pipesim.microbatch_streams import with_streams_of_microbatches
 from pipesim.ops import Op
 from pipesim.partners import Collectives, add_partners
-from pipesim.placement import LAYOUTS, Layout, replica_devices
 from pipesim.recomputes import (
     RECOMPUTE,
     Chosen,
@@ -34,7 +33,8 @@ from pipesim.recomputes import (
     with_chosen,
     with_recomputes,
 )
-from pipesim.schedule import Schedule
+from pipesim.scheduling.placement import LAYOUTS, Layout, replica_devices
+from pipesim.scheduling.schedule import Schedule
 from pipesim.skips import carried, checked_skips
 from pipesim.tasks import Kinds, StreamKind
 from pipesim.utils.csr import Ints
@@ -129,7 +129,7 @@ def lower(
         The paths of a bidirectional placement are replicas too, on the same devices.
     layout
         Which devices have consecutive numbers: those of a replica (``"replica_major"``), or the
-        replicas of a stage (``"stage_major"``); see `pipesim.placement.replica_devices`.
+        replicas of a stage (``"stage_major"``); see `pipesim.scheduling.placement.replica_devices`.
     grad_sync
         When gradients are reduced: once a mini-batch, after the ``"last"`` backward, as in the
         ``no_sync`` of torch's DistributedDataParallel (PyTorch Distributed, arXiv 2006.15704,

@@ -27,9 +27,9 @@ from pipesim.errors import (
 )
 from pipesim.list_scheduler import Key, Work, list_orders
 from pipesim.ops import Action, Op
-from pipesim.placement import Placement
 from pipesim.priorities import PRIORITIES
-from pipesim.schedule import Schedule
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.host_memory import check_memory
 
 __all__ = [

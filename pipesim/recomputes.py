@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError
 from pipesim.ops import Op
-from pipesim.schedule import Schedule
+from pipesim.scheduling.schedule import Schedule
 from pipesim.tasks import Kinds, StreamKind
 from pipesim.utils.csr import Ints
 

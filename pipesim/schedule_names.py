@@ -6,8 +6,8 @@ import hashlib
 from functools import lru_cache
 from pathlib import Path
 
-from pipesim.registry import Counts, ScheduleInfo, options_of_schedules, schedule_info
-from pipesim.schedule import Schedule
+from pipesim.scheduling.registry import Counts, ScheduleInfo, options_of_schedules, schedule_info
+from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["counts_of_file", "digest_of_file", "info_of", "is_file"]
 

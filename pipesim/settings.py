@@ -18,9 +18,9 @@ from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggesti
 from pipesim.links import Nodes
 from pipesim.lower import lower
 from pipesim.network import KEYS
-from pipesim.registry import ScheduleInfo, options_of_schedules
-from pipesim.schedule import Schedule
 from pipesim.schedule_names import counts_of_file, info_of, is_file
+from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
+from pipesim.scheduling.schedule import Schedule
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
 from pipesim.utils.atomic_write import read_text

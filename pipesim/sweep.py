@@ -15,8 +15,8 @@ from pipesim.compare import summary, warn_of_other_models
 from pipesim.errors import ArgumentError, PipeError, check_count, check_flag, check_text, number
 from pipesim.grid import Row, cell, rows, version
 from pipesim.journal import Journal
-from pipesim.registry import ScheduleInfo
 from pipesim.schedule_names import info_of
+from pipesim.scheduling.registry import ScheduleInfo
 from pipesim.settings import Settings, run
 from pipesim.workers import Lost, spread
 

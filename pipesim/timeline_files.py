@@ -15,7 +15,7 @@ from pipesim.grad_sync import from_text, to_text
 from pipesim.graph import TaskGraph
 from pipesim.hosts import HOSTS, hosts_text
 from pipesim.ops import OF_STAGES, Action, Op
-from pipesim.schedule import VERSIONS
+from pipesim.scheduling.schedule import VERSIONS
 from pipesim.skips import skip_from_text, skip_text
 from pipesim.tasks import StreamKind, Tasks
 from pipesim.timeline import COLUMNS, Timeline

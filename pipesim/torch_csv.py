@@ -10,7 +10,7 @@ import numpy as np
 from pipesim.errors import ArgumentError
 from pipesim.graph import TaskGraph, overlapped_pairs
 from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped
-from pipesim.order_texts import signed_rows
+from pipesim.scheduling.file_checksums import signed_rows
 from pipesim.utils.atomic_write import check_path, write_text
 
 __all__ = ["torch_orders", "write_torch_csv"]

@@ -22,7 +22,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.thread_settings import one_thread
 from pipesim.ops import Op
-from pipesim.placement import Placement
+from pipesim.scheduling.placement import Placement
 
 __all__ = [
     "Faulty",

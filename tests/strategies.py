@@ -15,9 +15,9 @@ from pipesim.errors import PipeError
 from pipesim.grad_sync import GRAD_SYNC
 from pipesim.issue_order import ISSUE_ORDERS
 from pipesim.ops import EXCHANGES, SENDS, TRANSFERS, Action, Op
-from pipesim.placement import LAYOUTS, Placement
-from pipesim.registry import schedule_info
-from pipesim.schedule import VERSIONS
+from pipesim.scheduling.placement import LAYOUTS, Placement
+from pipesim.scheduling.registry import schedule_info
+from pipesim.scheduling.schedule import VERSIONS
 
 __all__ = [
     "Lowering",

@@ -14,9 +14,9 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
-from pipesim.autograd_engine import engine_order
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
 from pipesim.ops import Op
+from pipesim.scheduling.autograd_engine import engine_order
 
 #: Of torchgpipe 0.0.7 on CPUs; `torchgpipe_orders.py` records them.
 RECORDED = json.loads((Path(__file__).parent / "data" / "torchgpipe_orders.json").read_text())

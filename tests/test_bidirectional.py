@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import pipesim as ps
 from pipesim.errors import ArgumentError
 from pipesim.ops import Op, Overlapped
-from pipesim.registry import schedule_info
+from pipesim.scheduling.registry import schedule_info
 
 pytestmark = pytest.mark.usefixtures("each_engine")
 

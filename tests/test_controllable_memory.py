@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import CostsError
-from pipesim.registry import schedule_info
+from pipesim.scheduling.registry import schedule_info
 
 PUBLISHED = json.loads(
     (Path(__file__).parent / "published" / "controllable_memory.json").read_text()

@@ -42,7 +42,7 @@ from pipeexec.randomness import OwnGenerator, task_seed
 from pipeexec.work import WORK
 from pipesim.errors import ArgumentError, OversubscriptionWarning, RandomnessWarning
 from pipesim.ops import Op
-from pipesim.registry import schedule_info
+from pipesim.scheduling.registry import schedule_info
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 

@@ -23,7 +23,7 @@ from pipesim.errors import (
     UnknownNameError,
 )
 from pipesim.ops import Action, Op, Overlapped
-from pipesim.registry import _REGISTRY, schedule_info
+from pipesim.scheduling.registry import _REGISTRY, schedule_info
 
 
 @pytest.fixture(autouse=True)

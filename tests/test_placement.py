@@ -8,7 +8,7 @@ from strategies import placements
 
 import pipesim as ps
 from pipesim.errors import ArgumentError
-from pipesim.placement import Placement
+from pipesim.scheduling.placement import Placement
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import pipesim as ps
 from pipesim.errors import ArgumentError, CapacityError, UnknownNameError
 from pipesim.ops import SCHEDULED
-from pipesim.registry import _REGISTRY, schedule_info
+from pipesim.scheduling.registry import _REGISTRY, schedule_info
 
 PUBLISHED = Path(__file__).parent / "published"
 NAMES = sorted(_REGISTRY)

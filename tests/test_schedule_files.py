@@ -16,8 +16,8 @@ from strategies import schedules
 import pipesim as ps
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, ScheduleError
-from pipesim.order_texts import unsigned
-from pipesim.placement import Placement
+from pipesim.scheduling.file_checksums import unsigned
+from pipesim.scheduling.placement import Placement
 
 ONE_F_ONE_B = """\
 0F0,0F1,0B0,0F2,0B1,0B2

@@ -25,7 +25,7 @@ import pipesim as ps
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, UnknownNameError
 from pipesim.journal import Journal
-from pipesim.registry import _REGISTRY
+from pipesim.scheduling.registry import _REGISTRY
 from pipesim.settings import FLAT
 
 BASE = {"n_devices": 2, "forward": 1e-3, "backward": 2e-3, "activation_bytes": 1e6}

@@ -23,7 +23,7 @@ import pipesim as ps
 from pipeexec.torch_interop import _RESERVED
 from pipeexec.torch_private import make_runtime, options_of_runtime
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
-from pipesim.placement import Placement
+from pipesim.scheduling.placement import Placement
 
 #: Drawn by hand; V: device 0 holds the first stage and the last.
 SCHEDULES = {

@@ -19,8 +19,8 @@ import pipesim as ps
 from pipeexec.torch_interop import TORCH_SCHEDULES
 from pipeexec.torch_private import make_runtime
 from pipesim.errors import ArgumentError, ScheduleError
-from pipesim.order_texts import unsigned
-from pipesim.registry import schedule_info
+from pipesim.scheduling.file_checksums import unsigned
+from pipesim.scheduling.registry import schedule_info
 
 #: Name of ours, options beside n_chunks, of each class of torch's. Names that are not registered
 #: are left out until they are.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, CostsWarning
 from pipesim.ops import SCHEDULED
-from pipesim.registry import schedule_info
+from pipesim.scheduling.registry import schedule_info
 
 TABLE_5 = json.loads(
     (Path(__file__).parent / "published" / "zb_table5_bubble_rates.json").read_text()

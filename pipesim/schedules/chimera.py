@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipesim.ops import Op
-from pipesim.placement import bidirectional
-from pipesim.registry import ClosedForm, Counts, register
-from pipesim.schedule import DeviceOrder, Schedule
+from pipesim.scheduling.placement import bidirectional
+from pipesim.scheduling.registry import ClosedForm, Counts, register
+from pipesim.scheduling.schedule import DeviceOrder, Schedule
 
 
 def _bubble(p: int, m: int) -> float:

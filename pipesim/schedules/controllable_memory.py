@@ -18,10 +18,10 @@ from typing import NamedTuple
 from pipesim.costs import Costs
 from pipesim.ops import Action, Op
 from pipesim.ordering import checked_costs, ordered
-from pipesim.placement import v_shaped
-from pipesim.registry import ClosedForm, register
-from pipesim.schedule import Schedule
 from pipesim.schedules.shortest import shortest
+from pipesim.scheduling.placement import v_shaped
+from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["v_half", "v_min"]
 

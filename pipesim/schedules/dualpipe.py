@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.ops import Op
-from pipesim.placement import bidirectional
-from pipesim.registry import ClosedForm, Counts, register
-from pipesim.schedule import DeviceOrder, Schedule
+from pipesim.scheduling.placement import bidirectional
+from pipesim.scheduling.registry import ClosedForm, Counts, register
+from pipesim.scheduling.schedule import DeviceOrder, Schedule
 
 #: ``(op, direction, overlapped with the next)``; direction 0 comes from the nearer end.
 _Step = tuple[int, int, bool]

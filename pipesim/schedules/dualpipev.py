@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipesim.placement import v_shaped
-from pipesim.registry import ClosedForm, Counts, register
-from pipesim.schedule import Schedule
 from pipesim.schedules.phases import Phase, order_of
+from pipesim.scheduling.placement import v_shaped
+from pipesim.scheduling.registry import ClosedForm, Counts, register
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.host_memory import check_schedule
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipesim.placement import linear
-from pipesim.registry import ClosedForm, register
-from pipesim.schedule import DeviceOrder, Schedule
 from pipesim.schedules.turns import in_turns
+from pipesim.scheduling.placement import linear
+from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.schedule import DeviceOrder, Schedule
 
 
 @register(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipesim.autograd_engine import engine_order
 from pipesim.errors import check_count, check_name
 from pipesim.ops import Op
-from pipesim.placement import linear
-from pipesim.registry import ClosedForm, register
-from pipesim.schedule import Schedule
+from pipesim.scheduling.autograd_engine import engine_order
+from pipesim.scheduling.placement import linear
+from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.schedule import Schedule
 
 
 @register(

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from pipesim.errors import check_count
 from pipesim.ops import Op
-from pipesim.placement import waves
-from pipesim.registry import ClosedForm, register
-from pipesim.schedule import Schedule
+from pipesim.scheduling.placement import waves
+from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.host_memory import check_schedule
 from pipesim.utils.jit import kernel
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from pipesim.errors import check_count
 from pipesim.ops import Op
-from pipesim.placement import looped
-from pipesim.registry import ClosedForm, Counts, register
-from pipesim.schedule import DeviceOrder, Schedule
 from pipesim.schedules.turns import in_turns, numbered
+from pipesim.scheduling.placement import looped
+from pipesim.scheduling.registry import ClosedForm, Counts, register
+from pipesim.scheduling.schedule import DeviceOrder, Schedule
 from pipesim.utils.host_memory import check_schedule
 
 __all__ = ["LOOPED_BUBBLE", "interleaved_1f1b", "interleaved_zb"]

@@ -6,10 +6,10 @@ import numpy as np
 
 from pipesim.errors import check_count
 from pipesim.ops import Op
-from pipesim.placement import looped
-from pipesim.registry import ClosedForm, register
-from pipesim.schedule import Schedule
 from pipesim.schedules.interleaved import LOOPED_BUBBLE
+from pipesim.scheduling.placement import looped
+from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.host_memory import check_schedule
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipesim.placement import linear
-from pipesim.registry import ClosedForm, register
-from pipesim.schedule import Schedule
 from pipesim.schedules.turns import in_turns
+from pipesim.scheduling.placement import linear
+from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.schedule import Schedule
 
 
 @register(

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipesim.ops import Op
-from pipesim.placement import linear
-from pipesim.registry import ClosedForm, register
-from pipesim.schedule import DeviceOrder, Schedule
+from pipesim.scheduling.placement import linear
+from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.schedule import DeviceOrder, Schedule
 
 
 @register(

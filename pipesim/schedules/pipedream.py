@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pipesim.errors import check_count
-from pipesim.registry import ClosedForm, Counts, register
-from pipesim.schedule import Schedule
 from pipesim.schedules.one_f_one_b import one_f_one_b
+from pipesim.scheduling.registry import ClosedForm, Counts, register
+from pipesim.scheduling.schedule import Schedule
 
 _BUBBLE = ClosedForm(
     "(p-1)/(m+p-1)",

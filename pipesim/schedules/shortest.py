@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipesim.costs import Costs
 from pipesim.lower import lower
-from pipesim.schedule import Schedule
+from pipesim.scheduling.schedule import Schedule
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipesim.placement import v_shaped
-from pipesim.registry import ClosedForm, register
-from pipesim.schedule import DeviceOrder, Schedule
 from pipesim.schedules.phases import Phase, order_of
+from pipesim.scheduling.placement import v_shaped
+from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.schedule import DeviceOrder, Schedule
 from pipesim.utils.host_memory import check_schedule
 
 

@@ -22,10 +22,10 @@ import numpy as np
 from pipesim.costs import Costs
 from pipesim.ops import SCHEDULED
 from pipesim.ordering import check_weight_bytes, checked_costs, checked_limits, ordered
-from pipesim.placement import linear
-from pipesim.registry import ClosedForm, register
-from pipesim.schedule import Schedule
 from pipesim.schedules.shortest import shortest, simulated
+from pipesim.scheduling.placement import linear
+from pipesim.scheduling.registry import ClosedForm, register
+from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["zb_1p", "zb_2p"]
 

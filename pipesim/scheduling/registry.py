@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipesim.closed_forms import ClosedForm, Counts, called, check_counts, check_form
 from pipesim.errors import (
     ArgumentError,
     PipeError,
@@ -18,7 +17,8 @@ from pipesim.errors import (
     check_text,
     suggestion,
 )
-from pipesim.registering import (
+from pipesim.scheduling.closed_forms import ClosedForm, Counts, called, check_counts, check_form
+from pipesim.scheduling.registration_checks import (
     Build,
     builder,
     check_built,
@@ -26,7 +26,7 @@ from pipesim.registering import (
     checked_name,
     of_user,
 )
-from pipesim.schedule import Schedule
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.host_memory import check_schedule
 
 if TYPE_CHECKING:

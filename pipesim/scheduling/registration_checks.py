@@ -10,7 +10,7 @@ from typing import Any
 
 from pipesim.errors import ArgumentError, CapacityError, PipeError, ScheduleError
 from pipesim.ops import Action, Overlapped
-from pipesim.schedule import Schedule
+from pipesim.scheduling.schedule import Schedule
 
 __all__ = [
     "Build",

@@ -15,11 +15,11 @@ from typing import NoReturn
 import numpy as np
 
 from pipesim.errors import ArgumentError, ScheduleError
-from pipesim.messages import Cell, check_messages, place, refuse
 from pipesim.ops import LISTED, TRANSFERS, Action, Op, Overlapped, parse_action
-from pipesim.order_texts import check_signature, signed_grid, signed_rows, unsigned
-from pipesim.placement import Placement
-from pipesim.schedule import Schedule
+from pipesim.scheduling.csv_message_checks import Cell, check_messages, place, refuse
+from pipesim.scheduling.file_checksums import check_signature, signed_grid, signed_rows, unsigned
+from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.atomic_write import check_path, read_bytes, write_text
 from pipesim.utils.texts import csv_rows
 

@@ -20,9 +20,9 @@ from pipesim.errors import (
     check_text,
     check_type,
 )
-from pipesim.listed import listed_actions
 from pipesim.ops import Action, Op, Overlapped
-from pipesim.placement import Placement
+from pipesim.scheduling.parse_orders import listed_actions
+from pipesim.scheduling.placement import Placement
 
 __all__ = ["VERSIONS", "DeviceOrder", "Schedule", "Versions"]
 
@@ -184,7 +184,7 @@ class Schedule:
         CapacityError
             For a file that is too large for memory.
         """
-        from pipesim.schedule_files import read_schedule
+        from pipesim.scheduling.files import read_schedule
 
         if name is not None:
             check_text("name", name)
@@ -205,7 +205,7 @@ class Schedule:
             If there are several mini-batches or weight versions: the forms have no place for them;
             nor has torch's CSV for recomputes, which a grid has.
         """
-        from pipesim.schedule_files import write_schedule
+        from pipesim.scheduling.files import write_schedule
 
         write_schedule(self, path)
 
