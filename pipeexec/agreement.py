@@ -17,8 +17,8 @@ from pipeexec.processes import Processes
 from pipeexec.signatures import Signature, from_json, output_signature, signature, to_json
 from pipeexec.stage import Values
 from pipesim.errors import ArgumentError
-from pipesim.graph import TaskGraph
-from pipesim.verify import verify
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.verify import verify
 
 __all__ = ["agree_on_graph", "agree_on_shapes", "agree_on_weights"]
 

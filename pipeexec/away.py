@@ -19,7 +19,7 @@ from pipeexec.signatures import Signature, check_values
 from pipeexec.stage import Values
 from pipeexec.streams import InlineStream
 from pipesim.errors import ArgumentError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
 
 __all__ = ["connected", "expected_messages"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeexec.devices import Device
 from pipeexec.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 
 __all__ = [
     "Imprint",

@@ -39,7 +39,7 @@ from pipeexec.devices import Device
 from pipeexec.run import Planned, Run
 from pipeexec.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 
 __all__ = ["Captured", "Recorder"]
 

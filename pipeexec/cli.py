@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeexec.processes import Processes
     from pipeexec.workload import Workload
     from pipesim.costs import Costs
-    from pipesim.graph import TaskGraph
+    from pipesim.graph.graph import TaskGraph
     from pipesim.timeline import Timeline
 
 __all__ = ["main"]

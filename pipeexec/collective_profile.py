@@ -10,7 +10,7 @@ import numpy as np
 from pipeexec.shares import Shares
 from pipesim.collective_costs import Buckets
 from pipesim.errors import ArgumentError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.lower import lower
 from pipesim.measured_collectives import measured_collectives
 from pipesim.network import Network

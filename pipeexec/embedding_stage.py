@@ -12,7 +12,7 @@ from pipeexec.sharded_embedding import ShardedEmbedding
 from pipeexec.signatures import Entry, Signature
 from pipeexec.stage import Held, Seed, Stage, Values
 from pipesim.errors import ArgumentError, ExecutionError, check_type
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import EXCHANGES, Op
 
 __all__ = ["EmbeddingStage", "ShardedStage", "check_embedding", "check_keys", "exchange_options"]

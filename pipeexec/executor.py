@@ -77,10 +77,10 @@ from pipesim.errors import (
     check_type,
     number,
 )
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.verify import verify
 from pipesim.ops import Op
 from pipesim.timeline import Timeline
-from pipesim.verify import verify
 
 __all__ = ["Pipeline", "StepResult"]
 

@@ -14,7 +14,7 @@ from pipeexec.processes import Processes
 from pipeexec.run import Run, place
 from pipeexec.watch import Failure, Status
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
 __all__ = ["last_of", "raise_failure"]

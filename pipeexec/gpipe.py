@@ -45,7 +45,7 @@ from pipesim.errors import (
     check_flag,
     check_name,
 )
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.lower import RECOMPUTE, Recompute
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline import Timeline

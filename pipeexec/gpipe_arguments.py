@@ -16,10 +16,10 @@ from pipesim.errors import (
     check_list,
     check_type,
 )
+from pipesim.graph.verify import verify
 from pipesim.ops import Op
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
-from pipesim.verify import verify
 
 __all__ = [
     "Place",

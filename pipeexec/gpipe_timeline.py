@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pipeexec.gpipe_call import Call
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.lower import lower
 from pipesim.ops import Action, Op
 from pipesim.scheduling.placement import linear

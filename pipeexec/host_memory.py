@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.utils.host_memory import check_memory
 
 __all__ = ["check_results", "check_tensors"]

@@ -22,7 +22,7 @@ from pipeexec.processes import Processes
 from pipeexec.run import Planned, Run
 from pipeexec.streams import CpuEvent
 from pipesim.errors import AccuracyWarning
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 
 __all__ = ["Hosts", "make_hosts"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeexec.devices import RemoteDevice
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.link_fit import STATES, Pair
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.lower import lower
 from pipesim.ops import SENDS, Op
 from pipesim.scheduling.placement import Placement

@@ -16,9 +16,9 @@ from pipeexec.slices import Slice
 from pipeexec.stage import Stage
 from pipeexec.work import WORK
 from pipesim.errors import ArgumentError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Task
 from pipesim.ops import RECVS, Op
-from pipesim.tasks import Task
 
 __all__ = ["plan"]
 

@@ -48,7 +48,7 @@ from pipeexec.run_directory import checked_record, command, read_record, write_d
 from pipesim.collective_costs import Buckets
 from pipesim.costs import DURATION_OF, Costs
 from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_list, check_type
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.measured import output_bytes, stage_seconds
 from pipesim.ops import EXCHANGES, Op
 from pipesim.scheduling.placement import Placement

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pipeexec.streams import Event
 from pipeexec.watch import Failure, Head, Status, stalled
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
 
 __all__ = ["Progress", "StepHeads"]

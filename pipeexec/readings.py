@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipeexec.clocks import Clocks
 from pipeexec.parts import known, together
 from pipeexec.streams import Event
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.timeline import Timeline
 
 __all__ = ["Milestone", "Readings"]

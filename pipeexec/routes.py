@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pipeexec.skip import Key
-from pipesim.skips import carried
+from pipesim.graph.skips import carried
 
 __all__ = ["Route", "Ways", "routes", "ways"]
 

@@ -30,7 +30,7 @@ from pipeexec.stage import Stage, Values
 from pipeexec.streams import CpuEvent, Event, Stream
 from pipeexec.watch import Failure, Status
 from pipesim.errors import ExecutionError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 
 __all__ = ["Planned", "Run", "place"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from pipeexec.devices import Device, RemoteDevice
 from pipeexec.processes import Processes
 from pipesim.errors import ArgumentError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
 __all__ = ["Shares"]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.torch_csv import torch_orders
+from pipesim.graph.verify import verify
 from pipesim.scheduling.files import schedule_from_texts
 from pipesim.scheduling.schedule import Schedule
-from pipesim.torch_csv import torch_orders
 from pipesim.utils.host_memory import check_schedule
-from pipesim.verify import verify
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

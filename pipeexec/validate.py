@@ -45,7 +45,7 @@ from pipesim.errors import (
     check_function,
     check_type,
 )
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.measured import output_bytes
 from pipesim.memory import static
 from pipesim.replay import replay

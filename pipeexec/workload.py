@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipeexec.devices import DeviceLike
     from pipeexec.loss import Loss
     from pipeexec.processes import Processes
-    from pipesim.graph import TaskGraph
+    from pipesim.graph.graph import TaskGraph
     from pipesim.scheduling.registry import ScheduleInfo
 
 __all__ = ["Workload", "add_workload", "workload"]
@@ -218,7 +218,7 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
     """Return the rows: every schedule under every recompute mode."""
     import pipesim
     from pipesim.errors import check_count, check_name
-    from pipesim.grad_sync import GRAD_SYNC, from_text, of_stages
+    from pipesim.graph.grad_sync import GRAD_SYNC, from_text, of_stages
     from pipesim.schedule_names import info_of
 
     if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:

@@ -5,7 +5,9 @@ from pipesim.audit import audit
 from pipesim.autograd_orders import AutogradOrders, autograd_orders
 from pipesim.compare import Comparison, compare
 from pipesim.costs import Costs
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Task, Tasks
+from pipesim.graph.verify import verify
 from pipesim.keys import Keys
 from pipesim.layers import Layers
 from pipesim.links import Link, Nodes
@@ -26,10 +28,8 @@ from pipesim.simulate import simulate
 from pipesim.split import balanced_split
 from pipesim.sweep import sweep
 from pipesim.task_costs import CostTable, TaskCosts
-from pipesim.tasks import Task, Tasks
 from pipesim.timeline import Timeline
 from pipesim.transformer import Transformer
-from pipesim.verify import verify
 
 import pipesim.schedules  # noqa: F401  # isort: skip  # registers them
 from pipesim.scheduling.registry import schedules  # isort: skip  # the listing takes the package's name

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.accesses import Milestones, conflicts
-from pipesim.ancestors import Bits, Edges, ancestors, before
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, DeadlockError
-from pipesim.graph import TaskGraph
+from pipesim.graph.ancestors import Bits, Edges, ancestors, before
+from pipesim.graph.graph import TaskGraph
 from pipesim.moved_messages import merged, on_compute
 from pipesim.simulate import checked_costs, simulate
 from pipesim.task_costs import TaskCosts

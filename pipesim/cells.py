@@ -16,7 +16,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.lanes import Lanes
 from pipesim.numerals import Numbers, points_per_unit
 from pipesim.ops import COMPUTE, EXCHANGES, SENDS, Op

@@ -24,18 +24,18 @@ from pipesim.errors import (
     check_count,
     check_name,
 )
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Tasks
+from pipesim.graph.verify import verify
 from pipesim.halves import halved, with_halves
 from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
 from pipesim.processes import check_threads, read_traces
 from pipesim.profiled import Range, Span, Trace
 from pipesim.range_names import PATTERNS, action_of, checked_pattern
 from pipesim.task_costs import message_bytes
-from pipesim.tasks import Tasks
 from pipesim.timeline import Timeline
 from pipesim.transfers import Placed, add_transfers, charge_gaps, messages
 from pipesim.utils.atomic_write import check_path, is_folder
-from pipesim.verify import verify
 
 __all__ = ["Imported", "load"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import CostsError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.network import Network
 from pipesim.ops import COLLECTIVES, EXCHANGES, Op
 

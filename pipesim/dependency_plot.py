@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipesim.errors import ArgumentError, check_flag, check_name
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.graph_layout import layout
 from pipesim.page import add_legend, axes_or_new, checked, rows_of_devices, set_title, some_of
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, number
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.issue import issue_times
 from pipesim.ops import COMPUTE, RECVS
 from pipesim.simulate import simulate

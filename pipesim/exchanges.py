@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_flag, check_name
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.issue import Issued
 from pipesim.ops import EXCHANGES, Op
-from pipesim.tasks import Kinds, StreamKind
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = [

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import Costs
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.utils.csr import Ints
 

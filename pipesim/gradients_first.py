@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.graph import PAIRS
+from pipesim.graph.graph import PAIRS
+from pipesim.graph.tasks import Kinds
 from pipesim.ops import RECVS, Op
-from pipesim.tasks import Kinds
 from pipesim.utils.csr import Ints
 
 __all__ = ["gradients_first"]

@@ -16,7 +16,7 @@ from matplotlib.patches import FancyArrowPatch, Patch
 from matplotlib.path import Path
 from numpy.typing import NDArray
 
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.graph_layout import CODES, Arrow, Layout
 from pipesim.node_texts import NodeTexts
 from pipesim.ops import COMPUTE, EXCHANGES, TRANSFERS, Op

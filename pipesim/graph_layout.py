@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.ancestors import Edges, ancestors
-from pipesim.graph import TaskGraph
+from pipesim.graph.ancestors import Edges, ancestors
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Task
 from pipesim.ops import COMPUTE, EXCHANGES, OF_STAGES, RECVS, REORDERED, SENDS, TRANSFERS, Op
-from pipesim.tasks import Task
 from pipesim.utils.csr import Ints
 
 __all__ = ["CODES", "Arrow", "Layout", "layout"]

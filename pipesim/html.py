@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import PipeError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.verify import compute_graph, verify
 from pipesim.ops import Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.style import LABELS, chunks, shades, text_colours
-from pipesim.verify import compute_graph, verify
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.graph import TaskGraph, overlapped_pairs
+from pipesim.graph.graph import TaskGraph, overlapped_pairs
 from pipesim.utils.csr import CSR, Ints, count
 from pipesim.utils.host_memory import check_graph
 from pipesim.utils.jit import kernel

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.graph import TaskGraph, reordered
+from pipesim.graph.graph import TaskGraph, reordered
 from pipesim.ops import COMPUTE, EXCHANGES, Op
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel

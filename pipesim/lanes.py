@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 
 __all__ = ["Lanes", "lanes", "rows"]
 

@@ -16,10 +16,19 @@ from pipesim.exchanges import (
     checked_exchanges,
     ordered_exchanges,
 )
-from pipesim.grad_sync import GradSyncArgument, checked_grad_sync, group_sizes, of_stages, to_text
 from pipesim.gradients_first import gradients_first
-from pipesim.graph import TaskGraph
-from pipesim.hosts import Hosts, host_of_devices
+from pipesim.graph.grad_sync import (
+    GradSyncArgument,
+    checked_grad_sync,
+    group_sizes,
+    of_stages,
+    to_text,
+)
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.hosts import Hosts, host_of_devices
+from pipesim.graph.skips import carried, checked_skips
+from pipesim.graph.tasks import Kinds, StreamKind
+from pipesim.graph.verify import compute_listing, verify, verify_listing
 from pipesim.issue import issue, replicated
 from pipesim.issue_order import ISSUE_ORDERS, IssueOrder, in_issue_order
 from pipesim.microbatch_streams import with_streams_of_microbatches
@@ -35,11 +44,8 @@ from pipesim.recomputes import (
 )
 from pipesim.scheduling.placement import LAYOUTS, Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule
-from pipesim.skips import carried, checked_skips
-from pipesim.tasks import Kinds, StreamKind
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_tasks
-from pipesim.verify import compute_listing, verify, verify_listing
 
 __all__ = ["RECOMPUTE", "Recompute", "lower"]
 

@@ -32,13 +32,13 @@ from pipesim.errors import (
     check_name,
     number,
 )
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.skips import SkipBytes, carried, skip_text
 from pipesim.measured_collectives import measured_collectives
 from pipesim.network import Network
 from pipesim.ops import EXCHANGES, SENDS, Op
 from pipesim.replay import hand_over, replay_costs
 from pipesim.simulate import simulate
-from pipesim.skips import SkipBytes, carried, skip_text
 from pipesim.task_costs import message_bytes
 from pipesim.timeline import Timeline
 

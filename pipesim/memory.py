@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from pipesim.costs import Costs
 from pipesim.errors import CostsError, TimelineError
 from pipesim.gradient_memory import waiting_gradients
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.skips import input_bytes
 from pipesim.ops import COMPUTE, Op
-from pipesim.skips import input_bytes
 from pipesim.timeline import Timeline
 from pipesim.utils.csr import Ints, bincount, count
 from pipesim.utils.jit import kernel

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import TimelineError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
 from pipesim.timeline import Timeline
 from pipesim.utils.csr import Ints

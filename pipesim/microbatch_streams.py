@@ -16,8 +16,8 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.ops import TRANSFERS
-from pipesim.tasks import Kinds, StreamKind
 from pipesim.utils.host_memory import check_memory
 
 __all__ = ["with_streams_of_microbatches"]

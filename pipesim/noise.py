@@ -26,7 +26,7 @@ from pipesim.errors import (
     check_name,
     number,
 )
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
 from pipesim.task_costs import TaskCosts, message_ends
 from pipesim.utils import random_draws

@@ -13,7 +13,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from pipesim.graph import TaskGraph, overlapped_pairs
+from pipesim.graph.graph import TaskGraph, overlapped_pairs
 from pipesim.style import INK
 from pipesim.timeline import Timeline
 

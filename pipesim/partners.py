@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.exchanges import Exchanges, exchange_kinds
-from pipesim.graph import PAIRS, TaskGraph
+from pipesim.graph.graph import PAIRS, TaskGraph
+from pipesim.graph.skips import Skip
+from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.issue import Partners
 from pipesim.ops import Op
-from pipesim.skips import Skip
-from pipesim.tasks import Kinds, StreamKind
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["Collectives", "add_partners"]

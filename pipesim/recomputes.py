@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError
+from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.ops import Op
 from pipesim.scheduling.schedule import Schedule
-from pipesim.tasks import Kinds, StreamKind
 from pipesim.utils.csr import Ints
 
 __all__ = ["RECOMPUTE", "Chosen", "Recompute", "recompute_label", "with_chosen", "with_recomputes"]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pipesim.costs import Costs
 from pipesim.engines import compiled, simpy_engine
 from pipesim.errors import ArgumentError, check_count, check_flag, number
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.noise import Noise
 from pipesim.ops import COMPUTE
 from pipesim.simulate import checked_costs, checked_noise, simulate

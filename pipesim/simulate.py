@@ -17,13 +17,13 @@ from pipesim.errors import (
     check_count,
     check_name,
 )
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.verify import verify
 from pipesim.issue import issue_times
 from pipesim.noise import Noise
 from pipesim.task_costs import TaskCosts
 from pipesim.timeline import LONGEST, Timeline
 from pipesim.utils import jit
-from pipesim.verify import verify
 
 __all__ = ["simulate"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import check_name
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
 __all__ = [

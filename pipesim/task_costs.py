@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_type
-from pipesim.graph import PAIRS
+from pipesim.graph.graph import PAIRS
+from pipesim.graph.tasks import Kinds
 from pipesim.ops import Op
-from pipesim.tasks import Kinds
 
 if TYPE_CHECKING:
     from pipesim.costs import Costs

@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 
 from pipesim.costs import Costs
 from pipesim.errors import PipeError, TimelineError, check_count, check_name, suggestion
-from pipesim.grad_sync import from_text, to_text
-from pipesim.graph import TaskGraph
-from pipesim.hosts import HOSTS, hosts_text
+from pipesim.graph.grad_sync import from_text, to_text
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.hosts import HOSTS, hosts_text
+from pipesim.graph.skips import skip_from_text, skip_text
+from pipesim.graph.tasks import StreamKind, Tasks
+from pipesim.graph.verify import verify
 from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.scheduling.schedule import VERSIONS
-from pipesim.skips import skip_from_text, skip_text
-from pipesim.tasks import StreamKind, Tasks
 from pipesim.timeline import COLUMNS, Timeline
 from pipesim.utils.atomic_write import check_path, read_text, write_text
 from pipesim.utils.texts import CHECKSUM, changed, checksum, csv_rows, real, whole
-from pipesim.verify import verify
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipesim.clocks import Message
+from pipesim.graph.tasks import StreamKind
 from pipesim.ops import COLLECTIVES, COMPUTE, TRANSFERS, Action, Op
-from pipesim.tasks import StreamKind
 
 __all__ = ["Placed", "add_transfers", "charge_gaps", "messages"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import MEASURED_COLLECTIVES
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
 from pipesim.timeline import Timeline
 from pipesim.utils.csr import Ints

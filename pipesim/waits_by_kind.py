@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipesim.ancestors import Edges
 from pipesim.errors import check_name
-from pipesim.graph import TaskGraph, overlapped_pairs
+from pipesim.graph.ancestors import Edges
+from pipesim.graph.graph import TaskGraph, overlapped_pairs
+from pipesim.graph.tasks import Kinds
 from pipesim.ops import EXCHANGES, RECVS, SENDS, Op
-from pipesim.tasks import Kinds
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["Kind", "inside_actions", "kinds_of_waits", "remaining", "with_queues", "without"]

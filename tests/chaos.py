@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from faults import Fault, Outcome, complaints, graph_of, inject, report, wrongs
 
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import SENDS, Op
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

@@ -17,9 +17,9 @@ from test_races import pipeline
 
 import pipesim as ps
 from pipeexec import executor
-from pipesim.ancestors import Edges
 from pipesim.audit import MOST_TASKS, _Races
 from pipesim.errors import ArgumentError, UnknownNameError
+from pipesim.graph.ancestors import Edges
 from pipesim.ops import EXCHANGES, RECVS, Op
 from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, remaining, without
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, UnknownNameError
+from pipesim.graph.verify import verify
 from pipesim.ops import Op
-from pipesim.verify import verify
 
 
 def gpipe(p: int, m: int, **options: Any) -> ps.Schedule:

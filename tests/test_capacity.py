@@ -12,7 +12,7 @@ import pytest
 import pipesim as ps
 from pipesim.engines import compiled
 from pipesim.errors import CapacityError, PipeError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.utils import host_memory
 
 

@@ -15,7 +15,7 @@ from tracing import Event, event, ranges, traced, write
 import pipesim as ps
 from pipesim.chrome_import import load
 from pipesim.errors import TimelineError
-from pipesim.graph import overlapped_pairs
+from pipesim.graph.graph import overlapped_pairs
 
 PAIR = "PP:(1F1;1B0)OVERLAP_F_B"
 #: Two micro-batches on two devices; the second device overlaps from 20 to 50 us.

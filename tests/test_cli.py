@@ -21,7 +21,7 @@ import pipesim.plot
 import pipesim.settings
 from pipesim.cli import EPILOG, main
 from pipesim.costs import VALUE_FIELDS
-from pipesim.grad_sync import GRAD_SYNC
+from pipesim.graph.grad_sync import GRAD_SYNC
 
 SHAPE = ["--devices", "4", "--microbatches", "8"]
 BASE = [*SHAPE, "--forward", "1e-3", "--backward", "2e-3"]

@@ -24,9 +24,9 @@ import pipesim as ps
 from pipesim.engines import compiled as engine
 from pipesim.engines import simpy_engine
 from pipesim.errors import NetworkError, UnknownNameError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.ops import Op
-from pipesim.tasks import StreamKind, Tasks
 from pipesim.waits import held_links
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))

@@ -25,9 +25,9 @@ from strategies import Lowering, cases, costs, lowerings, noises
 import pipesim as ps
 from pipesim.engines import compiled as engine
 from pipesim.engines import simpy_engine
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.ops import COLLECTIVES, SENDS, Op
-from pipesim.tasks import StreamKind, Tasks
 
 #: Graphs of each of the three largest comparisons.
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "120"))

@@ -26,9 +26,9 @@ from pipesim.errors import (
     TimelineError,
     UnknownNameError,
 )
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Tasks
 from pipesim.ops import COMPUTE, RECVS, SENDS, Op
-from pipesim.tasks import Tasks
 from pipesim.utils.csr import CSR
 
 pytestmark = pytest.mark.usefixtures("each_engine")

@@ -15,9 +15,9 @@ from strategies import graphs
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CapacityError, GraphError, UnknownNameError
-from pipesim.graph import PAIRS, RULES, TaskGraph
+from pipesim.graph.graph import PAIRS, RULES, TaskGraph
+from pipesim.graph.tasks import StreamKind
 from pipesim.ops import RECVS, SENDS, Action, Op
-from pipesim.tasks import StreamKind
 from pipesim.utils.csr import CSR
 
 

@@ -12,8 +12,8 @@ from strategies import Lowering, graphs, lowerings, schedules
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, UnknownNameError
+from pipesim.graph.verify import compute_graph
 from pipesim.ops import COLLECTIVES, COMPUTE, LISTED, RECVS, SCHEDULED, SENDS, TRANSFERS, Op
-from pipesim.verify import compute_graph
 
 
 def queue(graph: ps.TaskGraph, device: int, stream: str = "compute") -> str:

@@ -22,8 +22,8 @@ from pipeexec.away import connected
 from pipeexec.imposed import Links, SleepWaits
 from pipeexec.slices import Slice
 from pipesim.errors import ArgumentError, CapacityError, GraphError
+from pipesim.graph.tasks import StreamKind
 from pipesim.ops import TRANSFERS, Op
-from pipesim.tasks import StreamKind
 from pipesim.waits import message_latency
 
 STREAMS = ("single", "per_peer", "per_microbatch")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import pipesim as ps
-from pipesim.grad_sync import GradSync
+from pipesim.graph.grad_sync import GradSync
 
 PUBLISHED = json.loads(
     (Path(__file__).parent / "published" / "accelerate_no_sync.json").read_text()

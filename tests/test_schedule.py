@@ -19,9 +19,9 @@ from strategies import custom_schedules, schedules
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
+from pipesim.graph.verify import compute_graph
 from pipesim.ops import COMPUTE, Action, Op
 from pipesim.scheduling.registry import _REGISTRY, ClosedForm, register
-from pipesim.verify import compute_graph
 
 pytestmark = pytest.mark.usefixtures("each_engine")
 

@@ -21,9 +21,9 @@ from strategies import noises, skipping_cases
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, GraphError, ScheduleError, TimelineError
+from pipesim.graph.tasks import StreamKind
+from pipesim.graph.verify import verify
 from pipesim.ops import COMPUTE, SENDS, TRANSFERS
-from pipesim.tasks import StreamKind
-from pipesim.verify import verify
 
 mpl.use("agg")
 

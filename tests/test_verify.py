@@ -14,9 +14,9 @@ from strategies import graphs, schedules
 
 import pipesim as ps
 from pipesim.errors import DeadlockError, GraphError, PipeError, ScheduleError
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.ops import SCHEDULED, Action, Op
-from pipesim.tasks import StreamKind, Tasks
 from pipesim.utils.csr import CSR
 
 

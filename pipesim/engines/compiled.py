@@ -19,7 +19,7 @@ from pipesim.engines import RECV, SEND
 from pipesim.engines.by_events import events
 from pipesim.engines.by_ids import issue, one_pass
 from pipesim.engines.side_by_side import pass_many, prune
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.noise import Noise
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
 from pipesim.task_costs import TaskCosts

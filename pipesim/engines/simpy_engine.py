@@ -16,7 +16,7 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
-from pipesim.graph import TaskGraph
+from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
 from pipesim.task_costs import TaskCosts
 

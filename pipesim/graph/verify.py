@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
-from pipesim.graph import TaskGraph, overlapped_pairs, task_twice
+from pipesim.graph.graph import TaskGraph, overlapped_pairs, task_twice
+from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.ops import COLLECTIVES, COMPUTE, LISTED, RECVS, SCHEDULED, SENDS, Action, Op
 from pipesim.scheduling.schedule import Schedule
-from pipesim.tasks import Kinds, StreamKind
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 

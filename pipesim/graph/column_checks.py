@@ -8,8 +8,8 @@ from dataclasses import fields
 import numpy as np
 
 from pipesim.errors import GraphError
+from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.ops import EXCHANGES, OF_STAGES, REORDERED, Op
-from pipesim.tasks import StreamKind, Tasks
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 

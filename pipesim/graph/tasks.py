@@ -111,7 +111,7 @@ class Task(NamedTuple):
 class Tasks:
     """Columns of tasks before they are wired into a graph; one entry a task.
 
-    They are checked when they are wired: `pipesim.columns.checked_tasks` says for what.
+    They are checked when they are wired: `pipesim.graph.column_checks.checked_tasks` says for what.
 
     Attributes
     ----------

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.columns import checked_tasks
 from pipesim.errors import (
     ArgumentError,
     GraphError,
@@ -27,7 +26,8 @@ from pipesim.errors import (
     check_name,
     check_text,
 )
-from pipesim.grad_sync import (
+from pipesim.graph.column_checks import checked_tasks
+from pipesim.graph.grad_sync import (
     GRAD_SYNC,
     GradSync,
     GradSyncArgument,
@@ -35,15 +35,15 @@ from pipesim.grad_sync import (
     checked_grad_sync,
     group_sizes,
 )
-from pipesim.hosts import Hosts, host_of_devices
-from pipesim.levels import levels, stable_topological_order
+from pipesim.graph.hosts import Hosts, host_of_devices
+from pipesim.graph.skips import skips_of
+from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks
+from pipesim.graph.topological_order import levels, stable_topological_order
+from pipesim.graph.wiring import KindRules, index_tasks, wire
 from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.scheduling.schedule import VERSIONS, Versions
-from pipesim.skips import skips_of
-from pipesim.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.host_memory import BYTES_PER_TASK, check_memory
-from pipesim.wiring import KindRules, index_tasks, wire
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -500,7 +500,7 @@ class TaskGraph:
             If the graph recomputes, has skips, copies of its stages or several mini-batches, for
             which torch has no form, or the file cannot be written.
         """
-        from pipesim.torch_csv import write_torch_csv
+        from pipesim.graph.torch_csv import write_torch_csv
 
         write_torch_csv(self, path)
 

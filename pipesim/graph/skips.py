@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, CostsError, GraphError, number
-from pipesim.tasks import Kinds
+from pipesim.graph.tasks import Kinds
 
 __all__ = [
     "Skip",

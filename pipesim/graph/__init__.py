@@ -1,0 +1,7 @@
+"""Task graphs: tasks, the dependency rules, the order of streams, and their verification."""
+
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Task, Tasks
+from pipesim.graph.verify import verify
+
+__all__ = ["Task", "TaskGraph", "Tasks", "verify"]
