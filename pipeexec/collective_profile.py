@@ -13,7 +13,7 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lower import lower
 from pipesim.measured_collectives import measured_collectives
-from pipesim.network import Network
+from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, Op
 from pipesim.scheduling.placement import Placement, replica_devices
 from pipesim.scheduling.schedule import Schedule

@@ -17,7 +17,7 @@ from pipeexec.loss import Loss, combined
 from pipeexec.preserved import preserved
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError
-from pipesim.network import Network
+from pipesim.network.network import Network
 from pipesim.timeline import Timeline
 
 __all__ = ["GPipeStep", "GPipeSteps", "check_backward", "check_models", "mean_costs"]

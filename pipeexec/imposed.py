@@ -32,7 +32,7 @@ from torch import Tensor
 
 from pipeexec.gpu_kernels import load_kernels
 from pipesim.errors import AccuracyWarning, ArgumentError
-from pipesim.network import Network
+from pipesim.network.network import Network
 
 __all__ = ["CycleWaits", "Links", "Message", "TimerWaits", "Waits", "make_waits"]
 

@@ -20,7 +20,7 @@ from pipeexec.one_by_one import CutShelf, ends, one_by_one
 from pipeexec.skip import Key, Skippable
 from pipesim.costs import Costs
 from pipesim.layers import Layers
-from pipesim.network import Network
+from pipesim.network.network import Network
 from pipesim.split import checked_split
 
 __all__ = ["LayerCost", "LayerCosts", "LayerSkip", "layer_costs"]

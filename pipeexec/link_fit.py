@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.links import Link
-from pipesim.network import Network
+from pipesim.network.links import Link
+from pipesim.network.network import Network
 from pipesim.ops import RECVS
 from pipesim.replay import hand_over
 from pipesim.timeline import Timeline

@@ -38,7 +38,7 @@ from pipeexec.processes import Processes
 from pipeexec.sharded_embedding import ShardedEmbedding
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, check_count
-from pipesim.network import Network
+from pipesim.network.network import Network
 
 __all__ = ["DLRM", "KAGGLE", "TERABYTE", "DenseStage", "UnsplitDLRM"]
 

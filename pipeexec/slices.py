@@ -33,7 +33,7 @@ from pipeexec.green import (
 from pipeexec.imposed import Links, Message, check_links, make_waits
 from pipeexec.streams import Stream
 from pipesim.errors import ArgumentError, SharedSlicesWarning, check_count
-from pipesim.network import Network
+from pipesim.network.network import Network
 
 __all__ = ["Slice", "slices"]
 

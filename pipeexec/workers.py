@@ -17,7 +17,7 @@ from pipeexec.devices import CpuDevice, Device, Values, make_devices
 from pipeexec.imposed import Links, Message, SleepWaits, check_links
 from pipeexec.streams import Stream
 from pipesim.errors import ArgumentError, check_count, number
-from pipesim.network import Network
+from pipesim.network.network import Network
 from pipesim.utils.host_memory import check_memory
 
 __all__ = ["Worker", "workers"]

@@ -10,15 +10,15 @@ from pipesim.graph.tasks import Task, Tasks
 from pipesim.graph.verify import verify
 from pipesim.keys import Keys
 from pipesim.layers import Layers
-from pipesim.links import Link, Nodes
 from pipesim.lower import lower
-from pipesim.machines import machines
-from pipesim.network import Network
+from pipesim.network.links import Link, Nodes
+from pipesim.network.network import Network
+from pipesim.network.presets import machines
+from pipesim.network.routes import Routes
 from pipesim.noise import Empirical, Failures, LogNormal, Noise, Normal
 from pipesim.ops import Action, Op, Overlapped
 from pipesim.ordering import order_by
 from pipesim.replay import replay
-from pipesim.routes import Routes
 from pipesim.scenarios import Scenarios, simulate_many
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
-from pipesim.network import Network
+from pipesim.network.network import Network
 from pipesim.ops import COLLECTIVES, EXCHANGES, Op
 
 __all__ = ["Buckets", "CollectiveCosts", "Priced", "checked_buckets", "with_links"]

@@ -18,7 +18,7 @@ from pipesim.exchange_bytes import ExchangeBytes, as_mapping, checked_exchange_b
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.graph.skips import message_bytes as bytes_of_skips
-from pipesim.network import ALL_REDUCE, Network
+from pipesim.network.network import ALL_REDUCE, Network
 from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.split import Partition, Split

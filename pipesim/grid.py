@@ -18,7 +18,7 @@ import numpy as np
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.errors import number as real_number
-from pipesim.network import Network
+from pipesim.network.network import Network
 from pipesim.schedule_names import counts_of_file, digest_of_file, info_of, is_file
 from pipesim.scheduling.registry import options_of_schedules
 from pipesim.settings import (

@@ -26,7 +26,7 @@ from pipesim.errors import (
     number,
     suggestion,
 )
-from pipesim.network import Network
+from pipesim.network.network import Network
 from pipesim.split import Partition, Split, balanced_split, check_partition, checked_split
 from pipesim.utils.atomic_write import check_path, read_text
 from pipesim.utils.texts import csv_rows, real

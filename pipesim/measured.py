@@ -35,7 +35,7 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, carried, skip_text
 from pipesim.measured_collectives import measured_collectives
-from pipesim.network import Network
+from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, SENDS, Op
 from pipesim.replay import hand_over, replay_costs
 from pipesim.simulate import simulate

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs import MEASURED_COLLECTIVES
-from pipesim.network import Network
+from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, Op
 from pipesim.timeline import Timeline
 from pipesim.waits import measured_shares

@@ -15,9 +15,9 @@ from typing import Any
 
 from pipesim.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
-from pipesim.links import Nodes
 from pipesim.lower import lower
-from pipesim.network import KEYS
+from pipesim.network.links import Nodes
+from pipesim.network.network import KEYS
 from pipesim.schedule_names import counts_of_file, info_of, is_file
 from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
 from pipesim.scheduling.schedule import Schedule

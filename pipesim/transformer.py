@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipesim.costs import Costs, PerStage
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, number
-from pipesim.network import Network
+from pipesim.network.network import Network
 from pipesim.split import Partition, Split, checked_counts
 
 if TYPE_CHECKING:

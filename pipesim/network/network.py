@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.collectives import (
+from pipesim.errors import NetworkError, check_count, check_name, number
+from pipesim.network.collectives import (
     all_to_all,
     all_to_all_links,
     ring_all_reduce,
@@ -22,11 +23,18 @@ from pipesim.collectives import (
     tree_links,
     uneven_all_to_all,
 )
-from pipesim.errors import NetworkError, check_count, check_name, number
-from pipesim.links import MAX_DEVICE, Link, Nodes, check_keys, checked_speed, endless, finite
-from pipesim.machines import machine
-from pipesim.matrix import matrix_links, read_links
-from pipesim.routes import Router, Routes
+from pipesim.network.link_tables import matrix_links, read_links
+from pipesim.network.links import (
+    MAX_DEVICE,
+    Link,
+    Nodes,
+    check_keys,
+    checked_speed,
+    endless,
+    finite,
+)
+from pipesim.network.presets import machine
+from pipesim.network.routes import Router, Routes
 from pipesim.utils.atomic_write import check_path
 from pipesim.utils.host_memory import check_memory
 
@@ -144,7 +152,7 @@ class Network:
         Ring: ``2(n-1)/n * nbytes / bandwidth + 2(n-1) * latency``. Double binary tree:
         ``2 * nbytes / bandwidth + 2 * ceil(log2 n) * latency``. Both take the slowest latency and
         bandwidth of their hops, and hops that hold one link share its bandwidth; see
-        `pipesim.collectives` for the sources.
+        `pipesim.network.collectives` for the sources.
 
         Parameters
         ----------

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipesim.errors import check_name
-from pipesim.links import Nodes
+from pipesim.network.links import Nodes
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -26,8 +26,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.links import Nodes
-from pipesim.routes import Paths, Router
+from pipesim.network.links import Nodes
+from pipesim.network.routes import Paths, Router
 
 __all__ = [
     "all_to_all",

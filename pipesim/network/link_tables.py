@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pipesim.errors import NetworkError, number
-from pipesim.links import MAX_DEVICE, Link
+from pipesim.network.links import MAX_DEVICE, Link
 from pipesim.utils.atomic_write import read_text
 from pipesim.utils.texts import csv_rows, real, reals
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import NetworkError
-from pipesim.links import Link, Nodes
+from pipesim.network.links import Link, Nodes
 
 __all__ = ["Paths", "Router", "Routes"]
 

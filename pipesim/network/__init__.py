@@ -1,0 +1,8 @@
+"""Networks: links, nodes, routes, collectives, and presets of machines."""
+
+from pipesim.network.links import Link, Nodes
+from pipesim.network.network import Network
+from pipesim.network.presets import machines
+from pipesim.network.routes import Routes
+
+__all__ = ["Link", "Network", "Nodes", "Routes", "machines"]
