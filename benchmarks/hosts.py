@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipesim.errors import PipeWarning
-from pipesim.issue_order import ISSUE_ORDERS
+from pipesim.lowering.issue_order import ISSUE_ORDERS
 from pipesim.ops import Op
 
 OUT = ROOT / "results" / "benchmarks" / "hosts.txt"

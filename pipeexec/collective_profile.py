@@ -11,7 +11,7 @@ from pipeexec.shares import Shares
 from pipesim.collective_costs import Buckets
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
-from pipesim.lower import lower
+from pipesim.lowering.lower import lower
 from pipesim.measured_collectives import measured_collectives
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, Op

@@ -46,7 +46,7 @@ from pipesim.errors import (
     check_name,
 )
 from pipesim.graph.graph import TaskGraph
-from pipesim.lower import RECOMPUTE, Recompute
+from pipesim.lowering.lower import RECOMPUTE, Recompute
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline import Timeline
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeexec.gpipe_call import Call
 from pipesim.graph.graph import TaskGraph
-from pipesim.lower import lower
+from pipesim.lowering.lower import lower
 from pipesim.ops import Action, Op
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule

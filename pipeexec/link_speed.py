@@ -18,7 +18,7 @@ from pipeexec.devices import RemoteDevice
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.link_fit import STATES, Pair
 from pipesim.graph.graph import TaskGraph
-from pipesim.lower import lower
+from pipesim.lowering.lower import lower
 from pipesim.ops import SENDS, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule

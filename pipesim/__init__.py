@@ -10,7 +10,7 @@ from pipesim.graph.tasks import Task, Tasks
 from pipesim.graph.verify import verify
 from pipesim.keys import Keys
 from pipesim.layers import Layers
-from pipesim.lower import lower
+from pipesim.lowering.lower import lower
 from pipesim.network.links import Link, Nodes
 from pipesim.network.network import Network
 from pipesim.network.presets import machines

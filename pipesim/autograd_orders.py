@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs import Costs
 from pipesim.errors import ArgumentError, check_count, check_name
-from pipesim.lower import RECOMPUTE, Recompute, lower
+from pipesim.lowering.lower import RECOMPUTE, Recompute, lower
 from pipesim.ops import Action, Op
 from pipesim.scheduling.autograd_engine import engine_order
 from pipesim.scheduling.placement import linear

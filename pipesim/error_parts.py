@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, number
 from pipesim.graph.graph import TaskGraph
-from pipesim.issue import issue_times
+from pipesim.lowering.clock_cycles import issue_times
 from pipesim.ops import COMPUTE, RECVS
 from pipesim.simulate import simulate
 from pipesim.task_costs import CostTable, TaskCosts

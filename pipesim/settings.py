@@ -15,7 +15,7 @@ from typing import Any
 
 from pipesim.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
-from pipesim.lower import lower
+from pipesim.lowering.lower import lower
 from pipesim.network.links import Nodes
 from pipesim.network.network import KEYS
 from pipesim.schedule_names import counts_of_file, info_of, is_file

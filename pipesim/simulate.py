@@ -19,7 +19,7 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
-from pipesim.issue import issue_times
+from pipesim.lowering.clock_cycles import issue_times
 from pipesim.noise import Noise
 from pipesim.task_costs import TaskCosts
 from pipesim.timeline import LONGEST, Timeline

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import pipesim as ps
 from pipesim.errors import PipeError
 from pipesim.graph.grad_sync import GRAD_SYNC
-from pipesim.issue_order import ISSUE_ORDERS
+from pipesim.lowering.issue_order import ISSUE_ORDERS
 from pipesim.ops import EXCHANGES, SENDS, TRANSFERS, Action, Op
 from pipesim.scheduling.placement import LAYOUTS, Placement
 from pipesim.scheduling.registry import schedule_info

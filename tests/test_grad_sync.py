@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, GraphError
+from pipesim.graph.tasks import StreamKind
 from pipesim.ops import Op
 from pipesim.simulate import ENGINES
 
@@ -460,7 +461,7 @@ def test_layouts_on_nodes() -> None:
 
 def changed(graph: ps.TaskGraph, keep: np.ndarray, **columns: Any) -> ps.TaskGraph:
     """Build a graph of some of the tasks again, with some columns changed."""
-    codes = np.array([ps.tasks.StreamKind.code(graph.streams[s][1]) for s in graph.stream])
+    codes = np.array([StreamKind.code(graph.streams[s][1]) for s in graph.stream])
     given = {
         "op": graph.op, "device": graph.device, "stage": graph.stage, "stream": codes,
         "microbatch": graph.microbatch, "replica": graph.replica, "part": graph.part, **columns,
@@ -503,7 +504,7 @@ def test_unlike_members_of_a_group_are_found() -> None:
     group = np.where(graph.group >= 0, 0, -1)
     tasks = ps.Tasks(
         op=graph.op, device=graph.device, stage=graph.stage, microbatch=graph.microbatch,
-        stream=np.where(graph.group >= 0, ps.tasks.StreamKind.COLLECTIVE, 0),
+        stream=np.where(graph.group >= 0, StreamKind.COLLECTIVE, 0),
         replica=graph.replica,
     )  # fmt: skip
     with pytest.raises(GraphError, match=r"\(0REDUCE_GRAD\) and .*\(0UNSHARD\) are members of one"):

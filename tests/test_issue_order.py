@@ -17,7 +17,7 @@ from strategies import hosts as any_hosts
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, PipeError, TimelineError
-from pipesim.issue_order import ISSUE_ORDERS
+from pipesim.lowering.issue_order import ISSUE_ORDERS
 from pipesim.ops import COMPUTE, Op
 
 

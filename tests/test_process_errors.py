@@ -31,6 +31,7 @@ from pipeexec.devices import CudaDevice
 from pipeexec.launch import Launch
 from pipeexec.roll_call import roll_call
 from pipeexec.store import listening_address
+from pipeexec.watch import Failure
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 #: Seconds in which every process must have ended; the timeout is longer.
@@ -309,7 +310,7 @@ def late(processes: px.Processes, call: str) -> str:
                 message = f"{type(error).__name__}: {error}"
         else:
             time.sleep(2.0)
-    processes.watch.post(px.processes.Failure("raised", -1, "the end of this test"))
+    processes.watch.post(Failure("raised", -1, "the end of this test"))
     return message
 
 

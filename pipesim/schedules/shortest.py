@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pipesim.costs import Costs
-from pipesim.lower import lower
+from pipesim.lowering.lower import lower
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline

@@ -10,13 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name
-from pipesim.exchanges import (
-    ExchangeWork,
-    SparseGradSync,
-    checked_exchanges,
-    ordered_exchanges,
-)
-from pipesim.gradients_first import gradients_first
 from pipesim.graph.grad_sync import (
     GradSyncArgument,
     checked_grad_sync,
@@ -29,12 +22,18 @@ from pipesim.graph.hosts import Hosts, host_of_devices
 from pipesim.graph.skips import carried, checked_skips
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.graph.verify import compute_listing, verify, verify_listing
-from pipesim.issue import issue, replicated
-from pipesim.issue_order import ISSUE_ORDERS, IssueOrder, in_issue_order
-from pipesim.microbatch_streams import with_streams_of_microbatches
-from pipesim.ops import Op
-from pipesim.partners import Collectives, add_partners
-from pipesim.recomputes import (
+from pipesim.lowering.clock_cycles import issue, replicated
+from pipesim.lowering.communication import Collectives, add_partners
+from pipesim.lowering.exchanges import (
+    ExchangeWork,
+    SparseGradSync,
+    checked_exchanges,
+    ordered_exchanges,
+)
+from pipesim.lowering.issue_order import ISSUE_ORDERS, IssueOrder, in_issue_order
+from pipesim.lowering.microbatch_streams import with_streams_of_microbatches
+from pipesim.lowering.receive_before_recompute import gradients_first
+from pipesim.lowering.recomputed_microbatches import (
     RECOMPUTE,
     Chosen,
     Recompute,
@@ -42,6 +41,7 @@ from pipesim.recomputes import (
     with_chosen,
     with_recomputes,
 )
+from pipesim.ops import Op
 from pipesim.scheduling.placement import LAYOUTS, Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
@@ -124,7 +124,8 @@ def lower(
         - ``"stage_major"``: all micro-batches of a stage, then the next stage; back from the last.
 
         Where the schedule does not let a host go on like that, as in 1F1B, it takes the first of
-        the tasks that it can issue; `pipesim.issue_order.in_issue_order` has the exact order.
+        the tasks that it can issue; `pipesim.lowering.issue_order.in_issue_order` has the exact
+        order.
     step
         ``"flush"`` ends with one optimizer step a stage, after all its gradients, or after those
         of each mini-batch; ``"none"`` ends with the gradients.

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.exchanges import Exchanges, exchange_kinds
 from pipesim.graph.graph import PAIRS, TaskGraph
 from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind
-from pipesim.issue import Partners
+from pipesim.lowering.clock_cycles import Partners
+from pipesim.lowering.exchanges import Exchanges, exchange_kinds
 from pipesim.ops import Op
 from pipesim.utils.csr import CSR, Ints
 
