@@ -41,8 +41,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipesim.costs.row_placement import PLACEMENTS
 from pipesim.ops import EXCHANGES
-from pipesim.row_placement import PLACEMENTS
 
 N_RANKS, DIM, K, RATE = 4, 16, 4, 0.1
 ROWS, N_KEYS, EXPONENT = [20_000, 3_000, 200], 1024, 1.05

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeexec.executor import Pipeline
     from pipeexec.processes import Processes
     from pipeexec.workload import Workload
-    from pipesim.costs import Costs
+    from pipesim.costs.costs import Costs
     from pipesim.graph.graph import TaskGraph
     from pipesim.timeline import Timeline
 
@@ -255,7 +255,7 @@ def _validate(arguments: argparse.Namespace, processes: Processes | None = None)
 
 def _costs(path: Path | None) -> Costs | None:
     """Return the costs of a file, or of the run directory that has it; None for none."""
-    from pipesim.costs import Costs
+    from pipesim.costs.costs import Costs
 
     if path is None:
         return None

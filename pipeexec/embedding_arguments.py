@@ -9,6 +9,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
+from pipesim.costs.key_tables import tables_of
+from pipesim.costs.keys import Keys
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -16,8 +18,6 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
-from pipesim.key_tables import tables_of
-from pipesim.keys import Keys
 
 __all__ = ["Whole", "check_device", "check_modes", "checked_loads", "checked_rows", "rows_of"]
 

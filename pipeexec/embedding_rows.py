@@ -1,7 +1,7 @@
 """Where the rows of sharded tables lie, and what they hold at first.
 
-A rank has as many places for the rows of a table as any other; `pipesim.row_placement` says which
-row is at which place of which rank. A rank's places of one table come behind those of the one
+A rank has as many places for the rows of a table as any other; `pipesim.costs.row_placement` says
+which row is at which place of which rank. A rank's places of one table come behind those of the one
 before, and some may be nobody's. So a key has one number, its address, that says all:
 ``owner * rows_per_rank + row``. By modulo::
 
@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipesim.costs.row_placement import dealt, multiplied, row_hash
 from pipesim.errors import ArgumentError, ArgumentTypeError
-from pipesim.row_placement import dealt, multiplied, row_hash
 
 __all__ = ["Layout"]
 

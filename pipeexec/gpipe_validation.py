@@ -15,7 +15,7 @@ from pipeexec.changed import changed
 from pipeexec.gpipe import GPipe
 from pipeexec.loss import Loss, combined
 from pipeexec.preserved import preserved
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
 from pipesim.network.network import Network
 from pipesim.timeline import Timeline

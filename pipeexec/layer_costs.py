@@ -18,10 +18,10 @@ from pipeexec.batches import Batch
 from pipeexec.kernels import Kernel, Kernels, Roofline
 from pipeexec.one_by_one import CutShelf, ends, one_by_one
 from pipeexec.skip import Key, Skippable
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
+from pipesim.costs.layer_split import checked_split
 from pipesim.layers import Layers
 from pipesim.network.network import Network
-from pipesim.split import checked_split
 
 __all__ = ["LayerCost", "LayerCosts", "LayerSkip", "layer_costs"]
 

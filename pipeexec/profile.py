@@ -45,8 +45,8 @@ from pipeexec.profile_files import (
     shares_of,
 )
 from pipeexec.run_directory import checked_record, command, read_record, write_directory
-from pipesim.collective_costs import Buckets
-from pipesim.costs import DURATION_OF, Costs
+from pipesim.costs.collective_costs import Buckets
+from pipesim.costs.costs import DURATION_OF, Costs
 from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_list, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.measured import output_bytes, stage_seconds

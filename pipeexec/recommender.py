@@ -36,7 +36,7 @@ from pipeexec.kernels import Kernel, Roofline
 from pipeexec.layer_costs import layer_costs
 from pipeexec.processes import Processes
 from pipeexec.sharded_embedding import ShardedEmbedding
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
 from pipesim.network.network import Network
 

@@ -25,6 +25,8 @@ from pipeexec.embedding_rows import Layout
 from pipeexec.host_memory import check_tensors
 from pipeexec.key_exchange import Exchange, Terms
 from pipeexec.processes import Processes
+from pipesim.costs.keys import Keys
+from pipesim.costs.row_placement import PLACEMENTS
 from pipesim.errors import (
     ArgumentError,
     PipeError,
@@ -33,8 +35,6 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
-from pipesim.keys import Keys
-from pipesim.row_placement import PLACEMENTS
 
 __all__ = ["ShardedEmbedding"]
 
@@ -71,7 +71,7 @@ class ShardedEmbedding(nn.Module):
     placement
         Which rank has a row: ``"modulo"``, rank ``key % n``, where it is number ``key // n`` of the
         table; ``"hash"``, by a fixed mixing of the key; ``"frequency"``, dealt by ``counts`` such
-        that ranks are asked for about as many rows. `pipesim.row_placement` has the formulas.
+        that ranks are asked for about as many rows. `pipesim.costs.row_placement` has the formulas.
     unique
         Whether a process sends each of its keys once, with the sum of its gradients; or as often as
         it occurs. Results are the same.

@@ -15,7 +15,7 @@ from pipeexec.host_memory import check_results
 from pipeexec.processes import guarded
 from pipeexec.run_directory import command, write_directory
 from pipesim.compare import Comparison
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
 from pipesim.simulate import simulate
 from pipesim.timeline import Timeline

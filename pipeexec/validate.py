@@ -34,7 +34,7 @@ from pipeexec.optimizers import OptimizerFactory
 from pipeexec.processes import Processes, guarded
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.validation import Row, Validation, check_rows
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,

@@ -26,7 +26,7 @@ from pipeexec.profile_files import (
 from pipeexec.run_directory import RECORD, checked_record, command, read_record, write_directory
 from pipeexec.run_lock import check_file_names
 from pipesim.compare import Comparison
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.error_parts import PARTS
 from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
 from pipesim.intervals import Interval

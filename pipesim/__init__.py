@@ -4,11 +4,13 @@ from pipesim import hta, trace
 from pipesim.audit import audit
 from pipesim.autograd_orders import AutogradOrders, autograd_orders
 from pipesim.compare import Comparison, compare
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
+from pipesim.costs.keys import Keys
+from pipesim.costs.layer_split import balanced_split
+from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task, Tasks
 from pipesim.graph.verify import verify
-from pipesim.keys import Keys
 from pipesim.layers import Layers
 from pipesim.lowering.lower import lower
 from pipesim.network.links import Link, Nodes
@@ -25,9 +27,7 @@ from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule
 from pipesim.scheduling.schedule import Schedule
 from pipesim.shard import Shard
 from pipesim.simulate import simulate
-from pipesim.split import balanced_split
 from pipesim.sweep import sweep
-from pipesim.task_costs import CostTable, TaskCosts
 from pipesim.timeline import Timeline
 from pipesim.transformer import Transformer
 

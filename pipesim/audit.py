@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.accesses import Milestones, conflicts
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
+from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import ArgumentError, DeadlockError
 from pipesim.graph.ancestors import Bits, Edges, ancestors, before
 from pipesim.graph.graph import TaskGraph
 from pipesim.moved_messages import merged, on_compute
 from pipesim.simulate import checked_costs, simulate
-from pipesim.task_costs import TaskCosts
 from pipesim.utils.csr import CSR, Ints
 from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, remaining, without
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.lowering.lower import RECOMPUTE, Recompute, lower
 from pipesim.ops import Action, Op

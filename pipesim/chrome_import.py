@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.clocks import join
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
+from pipesim.costs.task_costs import message_bytes
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -32,7 +33,6 @@ from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
 from pipesim.processes import check_threads, read_traces
 from pipesim.profiled import Range, Span, Trace
 from pipesim.range_names import PATTERNS, action_of, checked_pattern
-from pipesim.task_costs import message_bytes
 from pipesim.timeline import Timeline
 from pipesim.transfers import Placed, add_transfers, charge_gaps, messages
 from pipesim.utils.atomic_write import check_path, is_folder

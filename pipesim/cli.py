@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipesim.compare import table_of
-from pipesim.costs import VALUE_FIELDS
+from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, PipeError, suggestion
 from pipesim.grid import grid_rows, version
 from pipesim.idle import CAUSES, Cause, idle_shares

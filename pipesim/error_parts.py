@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.clock_cycles import issue_times
 from pipesim.ops import COMPUTE, RECVS
 from pipesim.simulate import simulate
-from pipesim.task_costs import CostTable, TaskCosts
 from pipesim.timeline import Timeline
 from pipesim.waits import bucket_shares, issued_together, let_go, measured_shares, message_latency
 

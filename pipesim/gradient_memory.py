@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 from pipesim.utils.csr import Ints

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.errors import number as real_number
 from pipesim.network.network import Network

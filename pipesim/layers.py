@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import VALUE_FIELDS, Costs, PerStage
+from pipesim.costs.costs import VALUE_FIELDS, Costs, PerStage
+from pipesim.costs.layer_split import (
+    Partition,
+    Split,
+    balanced_split,
+    check_partition,
+    checked_split,
+)
 from pipesim.errors import (
     ArgumentTypeError,
     CostsError,
@@ -27,7 +34,6 @@ from pipesim.errors import (
     suggestion,
 )
 from pipesim.network.network import Network
-from pipesim.split import Partition, Split, balanced_split, check_partition, checked_split
 from pipesim.utils.atomic_write import check_path, read_text
 from pipesim.utils.texts import csv_rows, real
 

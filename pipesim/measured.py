@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import (
+from pipesim.costs.costs import (
     DURATION_OF,
     MEASURED_COLLECTIVES,
     OTHER_FIELDS,
@@ -23,6 +23,7 @@ from pipesim.costs import (
     Costs,
     PerStage,
 )
+from pipesim.costs.task_costs import message_bytes
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -39,7 +40,6 @@ from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, SENDS, Op
 from pipesim.replay import hand_over, replay_costs
 from pipesim.simulate import simulate
-from pipesim.task_costs import message_bytes
 from pipesim.timeline import Timeline
 
 __all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds", "waits"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError, TimelineError
 from pipesim.gradient_memory import waiting_gradients
 from pipesim.graph.graph import TaskGraph

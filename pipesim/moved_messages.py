@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipesim.costs.task_costs import TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import StreamKind
 from pipesim.graph.topological_order import stable_topological_order
 from pipesim.ops import RECVS, SENDS, TRANSFERS
-from pipesim.task_costs import TaskCosts
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["merged", "on_compute"]

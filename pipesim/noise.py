@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.task_costs import TaskCosts, message_ends
 from pipesim.distributions import (
     Distribution,
     Empirical,
@@ -28,7 +29,6 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
-from pipesim.task_costs import TaskCosts, message_ends
 from pipesim.utils import random_draws
 
 __all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]

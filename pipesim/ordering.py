@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.errors import (
     ArgumentError,
     CostsError,

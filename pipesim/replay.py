@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError
 from pipesim.ops import RECVS
 from pipesim.simulate import simulate
-from pipesim.task_costs import CostTable, TaskCosts
 from pipesim.timeline import Timeline
 from pipesim.waits import exact_seconds, held_links, issued_together, measured_shares
 

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipesim.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
+from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
 from pipesim.lowering.lower import lower
 from pipesim.network.links import Nodes

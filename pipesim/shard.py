@@ -8,6 +8,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from pipesim.costs.layer_split import (
+    Partition,
+    Split,
+    balanced_split,
+    check_partition,
+    checked_split,
+)
 from pipesim.errors import (
     ArgumentError,
     CostsWarning,
@@ -16,7 +23,6 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
-from pipesim.split import Partition, Split, balanced_split, check_partition, checked_split
 from pipesim.transformer import (
     RECOMPUTE,
     Recompute,

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
+from pipesim.costs.task_costs import TaskCosts
 from pipesim.engines import compiled, simpy_engine
 from pipesim.errors import (
     ArgumentError,
@@ -21,7 +22,6 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.lowering.clock_cycles import issue_times
 from pipesim.noise import Noise
-from pipesim.task_costs import TaskCosts
 from pipesim.timeline import LONGEST, Timeline
 from pipesim.utils import jit
 

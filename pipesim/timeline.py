@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.errors import TimelineError, check_text, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.clock_cycles import issue_times

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.errors import PipeError, TimelineError, check_count, check_name, suggestion
 from pipesim.graph.grad_sync import from_text, to_text
 from pipesim.graph.graph import TaskGraph

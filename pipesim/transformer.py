@@ -18,10 +18,10 @@ from math import inf
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipesim.costs import Costs, PerStage
+from pipesim.costs.costs import Costs, PerStage
+from pipesim.costs.layer_split import Partition, Split, checked_counts
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, number
 from pipesim.network.network import Network
-from pipesim.split import Partition, Split, checked_counts
 
 if TYPE_CHECKING:
     from pipesim.shard import Shard

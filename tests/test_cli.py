@@ -20,7 +20,7 @@ import pipesim as ps
 import pipesim.plot
 import pipesim.settings
 from pipesim.cli import EPILOG, main
-from pipesim.costs import VALUE_FIELDS
+from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.graph.grad_sync import GRAD_SYNC
 
 SHAPE = ["--devices", "4", "--microbatches", "8"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from strategies import cases, costs
 
 import pipesim as ps
-from pipesim.costs import DURATION_OF, VALUE_FIELDS
+from pipesim.costs.costs import DURATION_OF, VALUE_FIELDS
 from pipesim.errors import CostsError, PipeError, UnknownNameError
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
 

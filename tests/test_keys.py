@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import pipesim as ps
+from pipesim.costs.row_placement import dealt, multiplied, row_hash, row_owners
 from pipesim.errors import ArgumentError, CostsError
 from pipesim.ops import EXCHANGES, Op
-from pipesim.row_placement import dealt, multiplied, row_hash, row_owners
 
 
 def test_two_rows_by_hand() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.costs import VALUE_FIELDS
+from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, CapacityError, CostsError, PipeError
 from pipesim.layers import COLUMNS
 

@@ -25,8 +25,8 @@ import pipeexec as px
 from pipeexec import embedding_peers
 from pipeexec.embedding_rows import Layout
 from pipesim import Keys
+from pipesim.costs.row_placement import PLACEMENTS, row_owners
 from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, PeerError, PipeError
-from pipesim.row_placement import PLACEMENTS, row_owners
 
 DIM = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -264,7 +264,7 @@ def test_example_of_the_article(two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_places_of_rows(placement: str) -> None:
-    """Each row has one, on the rank that `pipesim.row_placement` says, and `shards` knows it."""
+    """Each row has one, on the rank that `row_owners` says, and `shards` knows it."""
     n_rows, n = [23, 1, 6], 4
     loads = [np.random.default_rng(rows).random(rows) for rows in n_rows]
     layout = Layout(n_rows, n, several=True, placement=placement, loads=loads)

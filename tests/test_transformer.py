@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.costs import MEASURED_COLLECTIVES, VALUE_FIELDS
+from pipesim.costs.costs import MEASURED_COLLECTIVES, VALUE_FIELDS
 from pipesim.errors import (
     ArgumentError,
     CostsError,

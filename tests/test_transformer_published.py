@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import pipesim as ps
-from pipesim.costs import MEASURED_COLLECTIVES, VALUE_FIELDS
+from pipesim.costs.costs import MEASURED_COLLECTIVES, VALUE_FIELDS
 
 PUBLISHED = Path(__file__).parent / "published"
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.costs.task_costs import TaskCosts
 from pipesim.engines import RECV, SEND
 from pipesim.engines.by_events import events
 from pipesim.engines.by_ids import issue, one_pass
@@ -22,7 +23,6 @@ from pipesim.engines.side_by_side import pass_many, prune
 from pipesim.graph.graph import TaskGraph
 from pipesim.noise import Noise
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
-from pipesim.task_costs import TaskCosts
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["Many", "run"]

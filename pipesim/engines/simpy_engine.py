@@ -16,9 +16,9 @@ import numpy as np
 import simpy
 from numpy.typing import NDArray
 
+from pipesim.costs.task_costs import TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
-from pipesim.task_costs import TaskCosts
 
 __all__ = ["run"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.ops import Action, Op
 from pipesim.ordering import checked_costs, ordered
 from pipesim.schedules.shortest import shortest

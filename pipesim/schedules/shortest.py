@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.lowering.lower import lower
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulate import simulate

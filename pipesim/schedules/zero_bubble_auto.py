@@ -19,7 +19,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from pipesim.costs import Costs
+from pipesim.costs.costs import Costs
 from pipesim.ops import SCHEDULED
 from pipesim.ordering import check_weight_bytes, checked_costs, checked_limits, ordered
 from pipesim.schedules.shortest import shortest, simulated

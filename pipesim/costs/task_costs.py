@@ -14,7 +14,7 @@ from pipesim.graph.tasks import Kinds
 from pipesim.ops import Op
 
 if TYPE_CHECKING:
-    from pipesim.costs import Costs
+    from pipesim.costs.costs import Costs
 
 __all__ = ["CostTable", "TaskCosts", "message_bytes", "message_ends"]
 
@@ -93,7 +93,7 @@ class TaskCosts:
         """
         check_type("table", table, CostTable)
         if costs is not None:
-            from pipesim.costs import Costs
+            from pipesim.costs.costs import Costs
 
             check_type("costs", costs, Costs)
         if issued is not None:

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
+from pipesim.costs.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
+from pipesim.costs.exchange_bytes import ExchangeBytes, as_mapping, checked_exchange_bytes
+from pipesim.costs.layer_split import Partition, Split
+from pipesim.costs.task_costs import CostTable, TaskCosts, message_bytes, message_ends
 from pipesim.errors import CostsError, check_count, check_name, check_type, number
-from pipesim.exchange_bytes import ExchangeBytes, as_mapping, checked_exchange_bytes
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.graph.skips import message_bytes as bytes_of_skips
 from pipesim.network.network import ALL_REDUCE, Network
 from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.scheduling.placement import Placement
-from pipesim.split import Partition, Split
-from pipesim.task_costs import CostTable, TaskCosts, message_bytes, message_ends
 from pipesim.utils.atomic_write import check_path, read_json, write_text
 from pipesim.utils.host_memory import check_stages
 from pipesim.utils.texts import CHECKSUM, changed, checksum

@@ -8,6 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipesim.costs.key_tables import (
+    bounded,
+    expected_maximum,
+    per_table,
+    row_counts,
+    tables_of,
+    without_replacement,
+)
+from pipesim.costs.row_placement import PLACEMENTS, row_owners
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -16,15 +25,6 @@ from pipesim.errors import (
     check_name,
     number,
 )
-from pipesim.key_tables import (
-    bounded,
-    expected_maximum,
-    per_table,
-    row_counts,
-    tables_of,
-    without_replacement,
-)
-from pipesim.row_placement import PLACEMENTS, row_owners
 from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_memory
 
@@ -253,7 +253,7 @@ class Keys:
         placement
             ``"modulo"``: row ``key`` is on rank ``key % n_ranks``. ``"hash"``: by a fixed mixing.
             ``"frequency"``: rows are dealt by descending `loads`, each to the rank with the least
-            load so far. `pipesim.row_placement` has the formulas.
+            load so far. `pipesim.costs.row_placement` has the formulas.
         unique
             As in `loads`, which ``"frequency"`` deals by.
 

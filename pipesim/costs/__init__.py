@@ -1,0 +1,8 @@
+"""Costs: seconds and bytes of each operation, and of each task of a graph."""
+
+from pipesim.costs.costs import Costs
+from pipesim.costs.keys import Keys
+from pipesim.costs.layer_split import balanced_split
+from pipesim.costs.task_costs import CostTable, TaskCosts
+
+__all__ = ["CostTable", "Costs", "Keys", "TaskCosts", "balanced_split"]
