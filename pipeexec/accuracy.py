@@ -16,7 +16,7 @@ from pipesim.intervals import Interval, mean_interval
 from pipesim.measured import stage_seconds
 from pipesim.ops import COMPUTE, EXCHANGES, REORDERED, Op
 from pipesim.replay import hand_over
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -26,7 +26,7 @@ from pipeexec.run import Planned, Run
 from pipesim.errors import ArgumentError
 from pipesim.page import SMALL, axes_or_new, end_of_axis, label
 from pipesim.style import byte_unit, time_unit
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd

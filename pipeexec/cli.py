@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeexec.workload import Workload
     from pipesim.costs.costs import Costs
     from pipesim.graph.graph import TaskGraph
-    from pipesim.timeline import Timeline
+    from pipesim.timeline.timeline import Timeline
 
 __all__ = ["main"]
 

@@ -17,7 +17,7 @@ from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, Op
 from pipesim.scheduling.placement import Placement, replica_devices
 from pipesim.scheduling.schedule import Schedule
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from pipeexec.executor import Pipeline, StepResult

@@ -80,7 +80,7 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.ops import Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["Pipeline", "StepResult"]
 

@@ -48,7 +48,7 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import RECOMPUTE, Recompute
 from pipesim.scheduling.schedule import Schedule
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["GPipe"]
 

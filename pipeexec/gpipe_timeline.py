@@ -12,7 +12,7 @@ from pipesim.lowering.lower import lower
 from pipesim.ops import Action, Op
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["graph_of", "of_partitions", "timeline_of"]
 

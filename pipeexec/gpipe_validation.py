@@ -18,7 +18,7 @@ from pipeexec.preserved import preserved
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
 from pipesim.network.network import Network
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["GPipeStep", "GPipeSteps", "check_backward", "check_models", "mean_costs"]
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.ops import Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["HostTimed", "host_share", "launch_seconds", "mean_launch"]
 

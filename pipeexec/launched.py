@@ -20,7 +20,7 @@ from pipeexec.meeting import join
 from pipeexec.processes import Processes
 from pipeexec.roll_call import AbsentError
 from pipesim.errors import ExecutionError, PipeError
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["run_together"]
 

@@ -15,7 +15,7 @@ from pipesim.network.links import Link
 from pipesim.network.network import Network
 from pipesim.ops import RECVS
 from pipesim.replay import hand_over
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -37,7 +37,7 @@ from pipesim.errors import (
     check_numbers,
 )
 from pipesim.ops import Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["Processes", "guarded"]
 

@@ -19,7 +19,7 @@ from pipeexec.clocks import Clocks
 from pipeexec.parts import known, together
 from pipeexec.streams import Event
 from pipesim.graph.graph import TaskGraph
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["Milestone", "Readings"]
 

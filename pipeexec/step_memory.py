@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from pipeexec.gradient_sync import group_of, parameters_of
 from pipeexec.meter import Meter
 from pipeexec.run import Planned, Run
-from pipesim.memory import in_order_of_time
 from pipesim.ops import Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.memory import in_order_of_time
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd

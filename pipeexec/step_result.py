@@ -16,7 +16,7 @@ from pipeexec.parts import Part
 from pipeexec.readings import Readings
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["StepResult", "kept_losses", "unread_result"]
 

@@ -16,7 +16,7 @@ from pipeexec.sync_rules import CLEAR, STEP, Call, Finding, MicroStep, SyncRepor
 from pipesim.chrome import load, seconds
 from pipesim.errors import ArgumentTypeError, TimelineError, number
 from pipesim.ops import COMPUTE, Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import check_path
 
 __all__ = ["sync_report"]

@@ -18,7 +18,7 @@ from pipesim.compare import Comparison
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
 from pipesim.simulate import simulate
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import check_path
 
 __all__ = ["Training", "train"]

@@ -47,9 +47,9 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.measured import output_bytes
-from pipesim.memory import static
 from pipesim.replay import replay
 from pipesim.simulate import simulate
+from pipesim.timeline.memory import static
 
 __all__ = ["validate"]
 

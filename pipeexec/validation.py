@@ -30,7 +30,7 @@ from pipesim.costs.costs import Costs
 from pipesim.error_parts import PARTS
 from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
 from pipesim.intervals import Interval
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import check_path
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.shard import Shard
 from pipesim.simulate import simulate
 from pipesim.sweep import sweep
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.transformer import Transformer
 
 import pipesim.schedules  # noqa: F401  # isort: skip  # registers them

@@ -20,7 +20,7 @@ from pipesim.scheduling.autograd_engine import engine_order
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulate import simulate
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd

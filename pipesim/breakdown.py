@@ -18,7 +18,7 @@ from pipesim.page import (
     set_title,
 )
 from pipesim.style import PALETTE, shades, text_colours, time_unit
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -34,7 +34,7 @@ from pipesim.style import (
     text_colours,
     whiteness,
 )
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = [
     "Cells",

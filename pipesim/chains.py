@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.ops import COLLECTIVES, COMPUTE, EXCHANGES, RECVS, SENDS, TRANSFERS, Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 from pipesim.waits import collective_latency, held_links, issued_together, let_go, message_latency

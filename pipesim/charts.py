@@ -20,7 +20,7 @@ from pipesim.page import (
     some_of,
 )
 from pipesim.style import PALETTE, byte_unit, format_bytes, format_time, time_unit
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd

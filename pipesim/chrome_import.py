@@ -33,7 +33,7 @@ from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
 from pipesim.processes import check_threads, read_traces
 from pipesim.profiled import Range, Span, Trace
 from pipesim.range_names import PATTERNS, action_of, checked_pattern
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.transfers import Placed, add_transfers, charge_gaps, messages
 from pipesim.utils.atomic_write import check_path, is_folder
 

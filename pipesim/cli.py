@@ -34,7 +34,7 @@ from pipesim.settings import (
     run,
 )
 from pipesim.sweep import RESULTS, run_rows
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import check_path, check_target, write_whole, writing
 from pipesim.utils.texts import real, whole
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError, CostsWarning, TimelineError
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.chains import Cause, seconds_of_causes
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -40,7 +40,7 @@ from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, SENDS, Op
 from pipesim.replay import hand_over, replay_costs
 from pipesim.simulate import simulate
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds", "waits"]
 

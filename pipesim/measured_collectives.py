@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import MEASURED_COLLECTIVES
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.waits import measured_shares
 
 __all__ = ["measured_collectives"]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pipesim.errors import TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 from pipesim.waits import held_links, issued_together, let_go
 

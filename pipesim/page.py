@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from pipesim.errors import ArgumentError, check_count, number
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import check_path, write_whole
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph, overlapped_pairs
 from pipesim.style import INK
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["draw_pairs", "pair_entry"]
 

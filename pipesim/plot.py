@@ -43,7 +43,7 @@ from pipesim.style import (
     n_chunks,
     time_unit,
 )
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

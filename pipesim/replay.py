@@ -9,7 +9,7 @@ from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError
 from pipesim.ops import RECVS
 from pipesim.simulate import simulate
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.waits import exact_seconds, held_links, issued_together, measured_shares
 
 __all__ = ["hand_over", "replay", "replay_costs"]

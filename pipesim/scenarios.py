@@ -20,7 +20,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.noise import Noise
 from pipesim.ops import COMPUTE
 from pipesim.simulate import checked_costs, checked_noise, simulate
-from pipesim.timeline import LONGEST, Timeline
+from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
 from pipesim.utils.host_memory import check_memory
 

@@ -22,7 +22,7 @@ from pipesim.schedule_names import counts_of_file, info_of, is_file
 from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulate import simulate
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import read_text
 
 __all__ = [

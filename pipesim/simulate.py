@@ -22,7 +22,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.lowering.clock_cycles import issue_times
 from pipesim.noise import Noise
-from pipesim.timeline import LONGEST, Timeline
+from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
 
 __all__ = ["simulate"]

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from pipesim.chrome import SIGNATURE
 from pipesim.errors import ArgumentError
-from pipesim.memory import over_time
 from pipesim.ops import SENDS, Action, Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.memory import over_time
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import check_path, write_whole
 from pipesim.utils.csr import CSR
 from pipesim.utils.texts import checksum

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import MEASURED_COLLECTIVES
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 
 __all__ = [

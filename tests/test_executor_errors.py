@@ -27,7 +27,7 @@ from pipesim.errors import (
     StageError,
     UnknownNameError,
 )
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 

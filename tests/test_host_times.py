@@ -22,7 +22,7 @@ from pipeexec.cuda import CudaStream
 from pipeexec.host_times import host_share, launch_seconds, mean_launch
 from pipeexec.report import profile_report
 from pipesim.ops import Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 GRAPH = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4))
 #: What a launch into a full queue takes (s), and pieces of work that a step may have before that.

@@ -11,8 +11,8 @@ from strategies import cases
 
 import pipesim as ps
 from pipesim.errors import TimelineError
-from pipesim.memory import changes, static
 from pipesim.ops import COMPUTE, Op
+from pipesim.timeline.memory import changes, static
 
 
 def simulated(orders: list[list[str]], costs: ps.Costs, recompute: str = "never") -> ps.Timeline:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pipesim as ps
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 FREE = ps.Costs(1, 2, network=ps.Network(latency=0.5))
 HELD = replace(FREE, output_seconds=0.5, network=ps.Network())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import pipesim as ps
 from pipeexec.parts import Part, whole
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 GRAPH = ps.lower(ps.schedule("1f1b", 3, 4))
 TIMELINE = ps.simulate(GRAPH, ps.Costs(forward=1.0, backward=2.0))

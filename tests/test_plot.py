@@ -25,7 +25,7 @@ from pipesim import plot, style
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
 from pipesim.numerals import LARGEST, SMALLEST, Numbers, points_per_unit
 from pipesim.ops import COMPUTE, SENDS, TRANSFERS, Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 MIB = 1 << 20
 COSTS = ps.Costs(

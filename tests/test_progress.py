@@ -17,7 +17,7 @@ from pipeexec.progress import Progress, StepHeads
 from pipeexec.streams import CpuEvent
 from pipeexec.watch import Failure, Head, Status, stalled
 from pipesim.errors import ExecutionError, StallError
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 

@@ -16,7 +16,7 @@ from strategies import cases
 
 import pipesim as ps
 from pipesim.errors import PipeError, TimelineError
-from pipesim.timeline import COLUMNS
+from pipesim.timeline.timeline import COLUMNS
 from pipesim.utils.atomic_write import write_whole
 
 

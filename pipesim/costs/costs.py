@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from pipesim.layers import Layers
-    from pipesim.timeline import Timeline
+    from pipesim.timeline.timeline import Timeline
 
 __all__ = ["Costs"]
 

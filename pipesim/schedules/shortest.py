@@ -9,7 +9,7 @@ from pipesim.costs.costs import Costs
 from pipesim.lowering.lower import lower
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulate import simulate
-from pipesim.timeline import Timeline
+from pipesim.timeline.timeline import Timeline
 
 __all__ = ["shortest", "simulated"]
 

@@ -218,13 +218,13 @@ class Timeline:
         CostsError
             If the bytes of a device are too many to be added.
         """
-        from pipesim.memory import peak_memory
+        from pipesim.timeline.memory import peak_memory
 
         return peak_memory(self)
 
     def memory(self) -> pd.DataFrame:
-        """Return bytes held over time; see `pipesim.memory.over_time`."""
-        from pipesim.memory import over_time
+        """Return bytes held over time; see `pipesim.timeline.memory.over_time`."""
+        from pipesim.timeline.memory import over_time
 
         return over_time(self)
 
@@ -310,7 +310,7 @@ class Timeline:
         ArgumentError
             For something that is no path, and a file that cannot be written.
         """
-        from pipesim.timeline_files import save
+        from pipesim.timeline.csv_files import save
 
         save(self, path)
 
@@ -330,7 +330,7 @@ class Timeline:
         CapacityError
             For a file that is too large for memory.
         """
-        from pipesim.timeline_files import load
+        from pipesim.timeline.csv_files import load
 
         check_text("name", name)
         if costs is not None:

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.errors import CostsError, TimelineError
-from pipesim.gradient_memory import waiting_gradients
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import input_bytes
 from pipesim.ops import COMPUTE, Op
-from pipesim.timeline import Timeline
+from pipesim.timeline.gradient_memory import waiting_gradients
+from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints, bincount, count
 from pipesim.utils.jit import kernel
 
@@ -116,7 +116,7 @@ def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArra
     ``weight_grad_bytes`` for W to give back, and where that is more than the activations, takes
     the rest. The input of stage 0 is the caller's and counts as 0; what skips bring is input too.
     Gradients that wait for a reduction are taken by the first B or W that adds to them, and given
-    back by their REDUCE_GRAD; see `pipesim.gradient_memory`.
+    back by their REDUCE_GRAD; see `pipesim.timeline.gradient_memory`.
     """
     taken, kept, given = _of_kinds(graph, costs)
     dropped, waiting = _dropped(graph), waiting_gradients(graph, costs)

@@ -19,7 +19,7 @@ from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.graph.verify import verify
 from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.scheduling.schedule import VERSIONS
-from pipesim.timeline import COLUMNS, Timeline
+from pipesim.timeline.timeline import COLUMNS, Timeline
 from pipesim.utils.atomic_write import check_path, read_text, write_text
 from pipesim.utils.texts import CHECKSUM, changed, checksum, csv_rows, real, whole
 
