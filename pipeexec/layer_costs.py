@@ -20,7 +20,7 @@ from pipeexec.one_by_one import CutShelf, ends, one_by_one
 from pipeexec.skip import Key, Skippable
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import checked_split
-from pipesim.layers import Layers
+from pipesim.models.layers import Layers
 from pipesim.network.network import Network
 
 __all__ = ["LayerCost", "LayerCosts", "LayerSkip", "layer_costs"]

@@ -11,8 +11,10 @@ from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task, Tasks
 from pipesim.graph.verify import verify
-from pipesim.layers import Layers
 from pipesim.lowering.lower import lower
+from pipesim.models.layers import Layers
+from pipesim.models.tensor_parallel import Shard
+from pipesim.models.transformer import Transformer
 from pipesim.network.links import Link, Nodes
 from pipesim.network.network import Network
 from pipesim.network.presets import machines
@@ -25,11 +27,9 @@ from pipesim.scenarios import Scenarios, simulate_many
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule
 from pipesim.scheduling.schedule import Schedule
-from pipesim.shard import Shard
 from pipesim.simulate import simulate
 from pipesim.sweep import sweep
 from pipesim.timeline.timeline import Timeline
-from pipesim.transformer import Transformer
 
 import pipesim.schedules  # noqa: F401  # isort: skip  # registers them
 from pipesim.scheduling.registry import schedules  # isort: skip  # the listing takes the package's name

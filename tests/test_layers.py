@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import pipesim as ps
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, CapacityError, CostsError, PipeError
-from pipesim.layers import COLUMNS
+from pipesim.models.layers import COLUMNS
 
 PUBLISHED = Path(__file__).parent / "published"
 

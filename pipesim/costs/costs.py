@@ -30,7 +30,7 @@ from pipesim.utils.texts import CHECKSUM, changed, checksum
 if TYPE_CHECKING:
     import pandas as pd
 
-    from pipesim.layers import Layers
+    from pipesim.models.layers import Layers
     from pipesim.timeline.timeline import Timeline
 
 __all__ = ["Costs"]
@@ -475,7 +475,7 @@ class Costs:
         ...     [3, 3, 3, 2], hidden_size=1024, n_heads=16, sequence_length=1024,
         ...     vocabulary_size=50304, microbatch_size=4, flops_per_second=150e12)
         """
-        from pipesim.transformer import costs_from_sizes
+        from pipesim.models.transformer import costs_from_sizes
 
         return costs_from_sizes(layers_per_stage, **settings)
 
@@ -512,7 +512,7 @@ class Costs:
         ArgumentError
             For a split that does not suit the number of layers.
         """
-        from pipesim.layers import costs_from_layers
+        from pipesim.models.layers import costs_from_layers
 
         return costs_from_layers(layers, split, partition=partition, launch=launch, network=network)
 

@@ -1,6 +1,6 @@
 """`Shard`: what one GPU of a tensor-parallel group holds and computes of a `Transformer`.
 
-Letters and sources as in `pipesim.transformer`.
+Letters and sources as in `pipesim.models.transformer`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipesim.errors import (
     check_name,
     check_type,
 )
-from pipesim.transformer import (
+from pipesim.models.transformer import (
     RECOMPUTE,
     Recompute,
     Transformer,

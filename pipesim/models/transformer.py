@@ -1,9 +1,9 @@
 """`Transformer`: parameters, FLOPs and `Costs` of a decoder-only transformer, from its sizes.
 
-Letters of the formulas, here and in `pipesim.shard`: s tokens a sequence, b sequences a
-micro-batch (B a batch), h hidden size, a heads, k size of all keys of a token (h, unless heads
-share them), f inner size of the MLP, g matrices of the MLP that read its input (1, or 2 where it
-is gated), v vocabulary, L layers, t tensor-parallel size.
+Letters of the formulas, here and in `pipesim.models.tensor_parallel`: s tokens a sequence, b
+sequences a micro-batch (B a batch), h hidden size, a heads, k size of all keys of a token (h,
+unless heads share them), f inner size of the MLP, g matrices of the MLP that read its input (1, or
+2 where it is gated), v vocabulary, L layers, t tensor-parallel size.
 
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
 arXiv 2104.04473. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
@@ -24,7 +24,7 @@ from pipesim.errors import ArgumentError, check_count, check_flag, check_name, n
 from pipesim.network.network import Network
 
 if TYPE_CHECKING:
-    from pipesim.shard import Shard
+    from pipesim.models.tensor_parallel import Shard
 
 __all__ = [
     "RECOMPUTE",
@@ -228,8 +228,8 @@ class Transformer:
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
     ) -> Shard:
-        """Return what one GPU holds and computes; see `pipesim.shard.Shard`."""
-        from pipesim.shard import Shard
+        """Return what one GPU holds and computes; see `pipesim.models.tensor_parallel.Shard`."""
+        from pipesim.models.tensor_parallel import Shard
 
         return Shard(self, microbatch_size, tensor_parallel, sequence_parallel, recompute)
 
@@ -260,7 +260,8 @@ class Transformer:
             FLOP/s that a GPU achieves (not its peak), while it waits for messages of its
             tensor-parallel group included.
         tensor_parallel, sequence_parallel, recompute
-            As in `pipesim.shard.Shard`, whose ``costs`` says how each value is computed.
+            As in `pipesim.models.tensor_parallel.Shard`, whose ``costs`` says how each value is
+            computed.
         partition
             How a number of stages is made of the layers: ``"even"`` (the default here), with as
             many each, or ``"balanced"`` (the default of `Costs.from_layers`), so that the slowest
