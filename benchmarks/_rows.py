@@ -5,7 +5,10 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-ENGINES = {"compiled": "pipesim.engines.compiled", "simpy": "pipesim.engines.simpy_engine"}
+ENGINES = {
+    "compiled": "pipesim.simulation.engines.compiled",
+    "simpy": "pipesim.simulation.engines.simpy_engine",
+}
 PHASES = ("generate", "lower", "simulate", "metrics")
 PARTS = ("costs", "engine")
 

@@ -17,7 +17,7 @@ from pipeexec.run_directory import command, write_directory
 from pipesim.compare import Comparison
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
-from pipesim.simulate import simulate
+from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import check_path
 

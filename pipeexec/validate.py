@@ -48,7 +48,7 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.measured import output_bytes
 from pipesim.replay import replay
-from pipesim.simulate import simulate
+from pipesim.simulation.simulate import simulate
 from pipesim.timeline.memory import static
 
 __all__ = ["validate"]

@@ -19,15 +19,15 @@ from pipesim.network.links import Link, Nodes
 from pipesim.network.network import Network
 from pipesim.network.presets import machines
 from pipesim.network.routes import Routes
-from pipesim.noise import Empirical, Failures, LogNormal, Noise, Normal
 from pipesim.ops import Action, Op, Overlapped
 from pipesim.ordering import order_by
 from pipesim.replay import replay
-from pipesim.scenarios import Scenarios, simulate_many
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulate import simulate
+from pipesim.simulation.noise import Empirical, Failures, LogNormal, Noise, Normal
+from pipesim.simulation.scenarios import Scenarios, simulate_many
+from pipesim.simulation.simulate import simulate
 from pipesim.sweep import sweep
 from pipesim.timeline.timeline import Timeline
 

@@ -16,7 +16,7 @@ from pipesim.errors import ArgumentError, DeadlockError
 from pipesim.graph.ancestors import Bits, Edges, ancestors, before
 from pipesim.graph.graph import TaskGraph
 from pipesim.moved_messages import merged, on_compute
-from pipesim.simulate import checked_costs, simulate
+from pipesim.simulation.simulate import checked_costs, simulate
 from pipesim.utils.csr import CSR, Ints
 from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, remaining, without
 

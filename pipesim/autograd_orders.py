@@ -19,7 +19,7 @@ from pipesim.ops import Action, Op
 from pipesim.scheduling.autograd_engine import engine_order
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulate import simulate
+from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pipesim.errors import ArgumentError, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.clock_cycles import issue_times
 from pipesim.ops import COMPUTE, RECVS
-from pipesim.simulate import simulate
+from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 from pipesim.waits import bucket_shares, issued_together, let_go, measured_shares, message_latency
 

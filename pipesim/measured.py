@@ -39,7 +39,7 @@ from pipesim.measured_collectives import measured_collectives
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, SENDS, Op
 from pipesim.replay import hand_over, replay_costs
-from pipesim.simulate import simulate
+from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 
 __all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds", "waits"]

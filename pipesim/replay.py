@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError
 from pipesim.ops import RECVS
-from pipesim.simulate import simulate
+from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 from pipesim.waits import exact_seconds, held_links, issued_together, measured_shares
 

@@ -21,7 +21,7 @@ from pipesim.network.network import KEYS
 from pipesim.schedule_names import counts_of_file, info_of, is_file
 from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulate import simulate
+from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import read_text
 

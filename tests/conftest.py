@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 
 import pipesim as ps
-from pipesim.simulate import ENGINES
+from pipesim.simulation.simulate import ENGINES
 
 if TYPE_CHECKING:
     from fake_cuda import FakeCuda

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import pipesim as ps
-from pipesim.engines import compiled
 from pipesim.errors import CapacityError, PipeError
 from pipesim.graph.graph import TaskGraph
+from pipesim.simulation.engines import compiled
 from pipesim.utils import host_memory
 
 

@@ -23,11 +23,11 @@ from rules import all_reduced, assert_rules_hold
 from strategies import Lowering, cases, costs, lowerings, noises
 
 import pipesim as ps
-from pipesim.engines import compiled as engine
-from pipesim.engines import simpy_engine
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.ops import COLLECTIVES, SENDS, Op
+from pipesim.simulation.engines import compiled as engine
+from pipesim.simulation.engines import simpy_engine
 
 #: Graphs of each of the three largest comparisons.
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "120"))

@@ -17,7 +17,6 @@ from rules import all_reduced, assert_rules_hold
 from strategies import cases
 
 import pipesim as ps
-from pipesim.engines.compiled import shared_links
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -29,6 +28,7 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Tasks
 from pipesim.ops import COMPUTE, RECVS, SENDS, Op
+from pipesim.simulation.engines.compiled import shared_links
 from pipesim.utils.csr import CSR
 
 pytestmark = pytest.mark.usefixtures("each_engine")

@@ -17,7 +17,7 @@ from drawing import draw, grid
 import pipesim as ps
 from pipesim.errors import ArgumentError, GraphError
 from pipesim.ops import EXCHANGES, Op
-from pipesim.simulate import ENGINES
+from pipesim.simulation.simulate import ENGINES
 
 #: A second a byte; an exchange of four bytes lasts two, over two replicas.
 COSTS = ps.Costs(

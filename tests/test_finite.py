@@ -130,7 +130,7 @@ def test_empirical_of_any_size(value: float) -> None:
 
 def test_log_normal_has_mean_1_at_its_limit() -> None:
     """Of the table of draws; beyond the limit of sigma it would miss more and more."""
-    from pipesim.distributions import tabulated
+    from pipesim.simulation.distributions import tabulated
 
     table = tabulated(ps.LogNormal(3), 1)
     inner = table[0, 1:-1].sum() + table[1].mean() + table[2].mean()

@@ -20,7 +20,7 @@ import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, GraphError
 from pipesim.graph.tasks import StreamKind
 from pipesim.ops import Op
-from pipesim.simulate import ENGINES
+from pipesim.simulation.simulate import ENGINES
 
 #: A second a byte.
 SLOW = ps.Network(bandwidth=1)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import pipesim as ps
-from pipesim.engines.side_by_side import pass_many
 from pipesim.errors import EngineWarning
+from pipesim.simulation.engines.one_pass_batched import pass_many
 from pipesim.utils import jit
 from pipesim.utils.jit import PLAIN_ELEMENTS_UNCACHED, Kernel, kernel
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipesim.costs.costs import Costs
 from pipesim.lowering.lower import lower
 from pipesim.scheduling.schedule import Schedule
-from pipesim.simulate import simulate
+from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 
 __all__ = ["shortest", "simulated"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.engines import RECV, SEND
-from pipesim.engines.by_ids import made
+from pipesim.simulation.engines import RECV, SEND
+from pipesim.simulation.engines.one_pass import made
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 

@@ -10,15 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.task_costs import TaskCosts, message_ends
-from pipesim.distributions import (
-    Distribution,
-    Empirical,
-    Failures,
-    LogNormal,
-    Normal,
-    check_distribution,
-    tabulated,
-)
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -29,6 +20,15 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
+from pipesim.simulation.distributions import (
+    Distribution,
+    Empirical,
+    Failures,
+    LogNormal,
+    Normal,
+    check_distribution,
+    tabulated,
+)
 from pipesim.utils import random_draws
 
 __all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]

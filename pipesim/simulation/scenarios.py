@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.task_costs import TaskCosts
-from pipesim.engines import compiled, simpy_engine
 from pipesim.errors import ArgumentError, check_count, check_flag, number
 from pipesim.graph.graph import TaskGraph
-from pipesim.noise import Noise
 from pipesim.ops import COMPUTE
-from pipesim.simulate import checked_costs, checked_noise, simulate
+from pipesim.simulation.engines import compiled, simpy_engine
+from pipesim.simulation.noise import Noise
+from pipesim.simulation.simulate import checked_costs, checked_noise, simulate
 from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
 from pipesim.utils.host_memory import check_memory

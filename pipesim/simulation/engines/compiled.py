@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.task_costs import TaskCosts
-from pipesim.engines import RECV, SEND
-from pipesim.engines.by_events import events
-from pipesim.engines.by_ids import issue, one_pass
-from pipesim.engines.side_by_side import pass_many, prune
 from pipesim.graph.graph import TaskGraph
-from pipesim.noise import Noise
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
+from pipesim.simulation.engines import RECV, SEND
+from pipesim.simulation.engines.event_loop import events
+from pipesim.simulation.engines.one_pass import issue, one_pass
+from pipesim.simulation.engines.one_pass_batched import pass_many, prune
+from pipesim.simulation.noise import Noise
 from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["Many", "run"]

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.task_costs import TaskCosts
-from pipesim.engines import compiled, simpy_engine
 from pipesim.errors import (
     ArgumentError,
     CostsError,
@@ -21,7 +20,8 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 from pipesim.lowering.clock_cycles import issue_times
-from pipesim.noise import Noise
+from pipesim.simulation.engines import compiled, simpy_engine
+from pipesim.simulation.noise import Noise
 from pipesim.timeline.timeline import LONGEST, Timeline
 from pipesim.utils import jit
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.engines import RECV, SEND
+from pipesim.simulation.engines import RECV, SEND
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
