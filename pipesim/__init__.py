@@ -11,6 +11,7 @@ from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task, Tasks
 from pipesim.graph.verify import verify
+from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
 from pipesim.models.layers import Layers
 from pipesim.models.tensor_parallel import Shard
@@ -20,7 +21,6 @@ from pipesim.network.network import Network
 from pipesim.network.presets import machines
 from pipesim.network.routes import Routes
 from pipesim.ops import Action, Op, Overlapped
-from pipesim.ordering import order_by
 from pipesim.replay import replay
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule

@@ -14,7 +14,7 @@ from strategies import costs, placements
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, UnknownNameError
-from pipesim.priorities import PRIORITIES
+from pipesim.list_scheduling.priorities import PRIORITIES
 
 UNIFORM = ps.Costs(forward=1, input_grad=1, weight_grad=1, activation_bytes=1, weight_grad_bytes=1)
 counts = st.integers(1, 9)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipesim.costs.costs import Costs
+from pipesim.list_scheduling.order_by import checked_costs, ordered
 from pipesim.ops import Action, Op
-from pipesim.ordering import checked_costs, ordered
 from pipesim.schedules.shortest import shortest
 from pipesim.scheduling.placement import v_shaped
 from pipesim.scheduling.registry import ClosedForm, register

@@ -20,8 +20,13 @@ from typing import TypedDict
 import numpy as np
 
 from pipesim.costs.costs import Costs
+from pipesim.list_scheduling.order_by import (
+    check_weight_bytes,
+    checked_costs,
+    checked_limits,
+    ordered,
+)
 from pipesim.ops import SCHEDULED
-from pipesim.ordering import check_weight_bytes, checked_costs, checked_limits, ordered
 from pipesim.schedules.shortest import shortest, simulated
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.registry import ClosedForm, register

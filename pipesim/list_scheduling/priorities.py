@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from pipesim.list_scheduler import BACKWARD, FORWARD, WEIGHT, Key, Work
+from pipesim.list_scheduling.scheduler import BACKWARD, FORWARD, WEIGHT, Key, Work
 
 __all__ = ["PRIORITIES"]
 

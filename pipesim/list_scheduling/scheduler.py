@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pipesim.admission import Admission
+from pipesim.list_scheduling.memory_admission import Admission
 from pipesim.scheduling.placement import Placement
 
 __all__ = ["BACKWARD", "FORWARD", "WEIGHT", "Choice", "Key", "Work", "list_orders"]

@@ -25,9 +25,9 @@ from pipesim.errors import (
     check_type,
     number,
 )
-from pipesim.list_scheduler import Key, Work, list_orders
+from pipesim.list_scheduling.priorities import PRIORITIES
+from pipesim.list_scheduling.scheduler import Key, Work, list_orders
 from pipesim.ops import Action, Op
-from pipesim.priorities import PRIORITIES
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.host_memory import check_memory
