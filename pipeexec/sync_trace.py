@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeexec.sync_rules import CLEAR, STEP, Call, Finding, MicroStep, SyncReport, judge
-from pipesim.chrome import load, seconds
 from pipesim.errors import ArgumentTypeError, TimelineError, number
 from pipesim.ops import COMPUTE, Op
 from pipesim.timeline.timeline import Timeline
+from pipesim.trace.chrome_json import load, seconds
 from pipesim.utils.atomic_write import check_path
 
 __all__ = ["sync_report"]

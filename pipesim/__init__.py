@@ -1,6 +1,6 @@
 """Simulate pipeline-parallel training schedules; pipeexec runs the same task graphs for real."""
 
-from pipesim import hta, trace
+from pipesim import trace
 from pipesim.audit import audit
 from pipesim.autograd_orders import AutogradOrders, autograd_orders
 from pipesim.compare import Comparison, compare
@@ -30,6 +30,7 @@ from pipesim.simulation.scenarios import Scenarios, simulate_many
 from pipesim.simulation.simulate import simulate
 from pipesim.sweep import sweep
 from pipesim.timeline.timeline import Timeline
+from pipesim.trace import hta
 
 import pipesim.schedules  # noqa: F401  # isort: skip  # registers them
 from pipesim.scheduling.registry import schedules  # isort: skip  # the listing takes the package's name

@@ -15,10 +15,10 @@ from strategies import custom_schedules, named_schedules
 from tracing import DATA, Event, event, ranges, traced, write
 
 import pipesim as ps
-from pipesim.chrome_import import load
-from pipesim.clocks import TOLERATED
 from pipesim.errors import AccuracyWarning, TimelineError, UnknownNameError
 from pipesim.ops import COMPUTE, RECVS, SENDS, Op
+from pipesim.trace.chrome_import import load
+from pipesim.trace.clock_offsets import TOLERATED
 
 #: One micro-batch through two stages, ranges of 10 us, on one clock.
 GPIPE_1 = (ranges("0F0 . . 0B0"), ranges(". 1F0 1B0"))
@@ -497,6 +497,6 @@ def test_orders_that_cannot_run(tmp_path: Path) -> None:
 
 def test_every_op_has_a_word() -> None:
     """A new operation can be imported at once."""
-    from pipesim.range_names import _WORDS
+    from pipesim.trace.range_names import _WORDS
 
     assert set(_WORDS.values()) == set(Op)

@@ -13,9 +13,9 @@ from test_chrome_import import microseconds, read
 from tracing import Event, event, ranges, traced, write
 
 import pipesim as ps
-from pipesim.chrome_import import load
 from pipesim.errors import TimelineError
 from pipesim.graph.graph import overlapped_pairs
+from pipesim.trace.chrome_import import load
 
 PAIR = "PP:(1F1;1B0)OVERLAP_F_B"
 #: Two micro-batches on two devices; the second device overlaps from 20 to 50 us.

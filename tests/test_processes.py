@@ -15,9 +15,9 @@ from strategies import named_schedules
 from tracing import Event, event, ranges, write
 
 import pipesim as ps
-from pipesim.chrome_import import load
 from pipesim.errors import ArgumentError, TimelineError
 from pipesim.ops import COMPUTE
+from pipesim.trace.chrome_import import load
 
 #: The names that `Timeline.to_chrome` writes.
 OURS = r"(?P<stage>\d+)(?P<op>[A-Z_]+)(?P<microbatch>\d*)"

@@ -340,10 +340,10 @@ class Timeline:
     def to_chrome(self, path: Path | str) -> None:
         """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
 
-        That function takes several timelines side by side too; ``pipesim.hta.save`` writes what
-        HolisticTraceAnalysis reads.
+        That function takes several timelines side by side too; ``pipesim.trace.hta.save`` writes
+        what HolisticTraceAnalysis reads.
         """
-        from pipesim.trace import save
+        from pipesim.trace.chrome_export import save
 
         save(path, self)
 
@@ -362,15 +362,16 @@ class Timeline:
         """Read one step of a run of another framework from torch.profiler's traces.
 
         A range such as ``PP:1F3`` on the CPU says which action a call carried out; when that worked
-        is as `pipesim.profiled.Trace.worked` says: from the first to the last of its kernels, those
-        that the autograd thread launched meanwhile included, or without a GPU as long as its call,
-        but for waiting for a message. A range of two overlapped actions, such as
+        is as `pipesim.trace.profiler_ranges.Trace.worked` says: from the first to the last of its
+        kernels, those that the autograd thread launched meanwhile included, or without a GPU as
+        long as its call, but for waiting for a message. A range of two overlapped actions, such as
         ``PP:(0F2;3B0)OVERLAP_F_B``, gives two tasks: at the times of ranges of theirs within it;
         without, as its operations show where the B begins; without those, in halves
-        (`pipesim.halves`). Clocks of ranks are joined by their messages:
-        `pipesim.clocks.join` says how. Transfers without a range are put where the data went:
-        `pipesim.transfers.add_transfers` says when. ``pipesim.chrome_import.load`` returns the
-        offsets of the clocks and what remains wrong, too.
+        (`pipesim.trace.overlapped_ranges`). Clocks of ranks are joined by their messages:
+        `pipesim.trace.clock_offsets.join` says how. Transfers without a range are put where the
+        data went: `pipesim.trace.inferred_transfers.add_transfers` says when.
+        ``pipesim.trace.chrome_import.load`` returns the offsets of the clocks and what remains
+        wrong, too.
 
         Parameters
         ----------
@@ -381,8 +382,8 @@ class Timeline:
         pattern
             A regular expression for the whole name of a range, with the groups ``op``,
             ``microbatch`` and, unless each rank has one stage, ``stage``. By default torch's own
-            names, or else those of `to_chrome` (`pipesim.range_names.PATTERNS`). Operations are
-            ours, or such as ``forward``.
+            names, or else those of `to_chrome` (`pipesim.trace.range_names.PATTERNS`). Operations
+            are ours, or such as ``forward``.
             Each name is matched once; see to it that your pattern ends soon on any of them, since
             one such as ``(a+)+b`` may search for ever.
         step
@@ -418,7 +419,7 @@ class Timeline:
             If clocks cannot be joined well: a message stays used before it was sent by more than
             1 % of the makespan.
         """
-        from pipesim.chrome_import import load
+        from pipesim.trace.chrome_import import load
 
         check_text("name", name)
         return load(

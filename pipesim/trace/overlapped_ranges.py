@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from pipesim.ops import Action, Op
-from pipesim.profiled import Range, Span, Trace
+from pipesim.trace.profiler_ranges import Range, Span, Trace
 
 __all__ = ["halved", "with_halves"]
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.chrome import SIGNATURE
 from pipesim.errors import ArgumentError
 from pipesim.ops import SENDS, Action, Op
 from pipesim.timeline.memory import over_time
 from pipesim.timeline.timeline import Timeline
+from pipesim.trace.chrome_json import SIGNATURE
 from pipesim.utils.atomic_write import check_path, write_whole
 from pipesim.utils.csr import CSR
 from pipesim.utils.texts import checksum

@@ -10,7 +10,7 @@ import numpy as np
 from pipesim.errors import ArgumentError
 from pipesim.ops import COLLECTIVES, TRANSFERS, Op
 from pipesim.timeline.timeline import Timeline
-from pipesim.trace import NEVER, Event, lanes, names, nanoseconds, slice_event, write
+from pipesim.trace.chrome_export import NEVER, Event, lanes, names, nanoseconds, slice_event, write
 from pipesim.utils.atomic_write import check_path
 
 __all__ = ["save"]

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.clocks import join
 from pipesim.costs.costs import Costs
 from pipesim.costs.task_costs import message_bytes
 from pipesim.errors import (
@@ -28,13 +27,14 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Tasks
 from pipesim.graph.verify import verify
-from pipesim.halves import halved, with_halves
 from pipesim.ops import COMPUTE, TRANSFERS, Action, Op
-from pipesim.processes import check_threads, read_traces
-from pipesim.profiled import Range, Span, Trace
-from pipesim.range_names import PATTERNS, action_of, checked_pattern
 from pipesim.timeline.timeline import Timeline
-from pipesim.transfers import Placed, add_transfers, charge_gaps, messages
+from pipesim.trace.clock_offsets import join
+from pipesim.trace.inferred_transfers import Placed, add_transfers, charge_gaps, messages
+from pipesim.trace.overlapped_ranges import halved, with_halves
+from pipesim.trace.profiler_ranges import Range, Span, Trace
+from pipesim.trace.range_names import PATTERNS, action_of, checked_pattern
+from pipesim.trace.ranks import check_threads, read_traces
 from pipesim.utils.atomic_write import check_path, is_folder
 
 __all__ = ["Imported", "load"]
@@ -59,7 +59,7 @@ class Imported:
         Seconds that were added to each rank's clock, shape ``(n_devices,)``.
     residual
         Seconds by which the worst message is still used before it was sent; see
-        `pipesim.clocks.join`.
+        `pipesim.trace.clock_offsets.join`.
     n_steps
         Whole steps in the traces.
     """

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.chrome import head, seconds
 from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, TRANSFERS, Action, Overlapped
+from pipesim.trace.chrome_json import head, seconds
 
 __all__ = ["Range", "Span", "Trace", "read_trace"]
 
@@ -155,8 +155,8 @@ def read_trace(
 ) -> Trace:
     """Sort what a file holds, or what is of one process and what runs on GPUs.
 
-    ``content`` is as `pipesim.chrome.load` returns it; ``action_of`` tells which action a range's
-    name stands for, if any.
+    ``content`` is as `pipesim.trace.chrome_json.load` returns it; ``action_of`` tells which action
+    a range's name stands for, if any.
 
     Raises
     ------

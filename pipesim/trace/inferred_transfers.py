@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipesim.clocks import Message
 from pipesim.graph.tasks import StreamKind
 from pipesim.ops import COLLECTIVES, COMPUTE, TRANSFERS, Action, Op
+from pipesim.trace.clock_offsets import Message
 
 __all__ = ["Placed", "add_transfers", "charge_gaps", "messages"]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from pipesim.chrome import load
 from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, Action, Overlapped
-from pipesim.profiled import Range, Span, Trace, read_trace
+from pipesim.trace.chrome_json import load
+from pipesim.trace.profiler_ranges import Range, Span, Trace, read_trace
 
 __all__ = ["check_threads", "read_traces"]
 
