@@ -10,12 +10,12 @@ import numpy as np
 from torch import Tensor
 
 from pipeexec.host_times import HostTimed, launch_seconds
-from pipesim.compare import Comparison
-from pipesim.error_parts import PARTS
+from pipesim.analysis.compare import Comparison
+from pipesim.analysis.error_attribution import PARTS
+from pipesim.analysis.measured_costs import stage_seconds
+from pipesim.analysis.replay import hand_over
 from pipesim.intervals import Interval, mean_interval
-from pipesim.measured import stage_seconds
 from pipesim.ops import COMPUTE, EXCHANGES, REORDERED, Op
-from pipesim.replay import hand_over
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def interval_over(errors: Sequence[Sequence[float]]) -> Interval:
 
 
 def parts_of_steps(repeats: Sequence[Repeat]) -> pd.DataFrame:
-    """Return the parts of every step's error, in seconds; see `pipesim.error_parts`.
+    """Return the parts of every step's error, in seconds; see `pipesim.analysis.error_attribution`.
 
     One row a step, repeat after repeat: ``repeat``, ``measured`` makespan, and `PARTS`, whose sum
     is predicted less measured.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeexec.shares import Shares
+from pipesim.analysis.measured_collectives import measured_collectives
 from pipesim.costs.collective_costs import Buckets
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
-from pipesim.measured_collectives import measured_collectives
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, Op
 from pipesim.scheduling.placement import Placement, replica_devices

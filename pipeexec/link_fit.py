@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.replay import hand_over
 from pipesim.network.links import Link
 from pipesim.network.network import Network
 from pipesim.ops import RECVS
-from pipesim.replay import hand_over
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:

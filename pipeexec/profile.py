@@ -45,11 +45,11 @@ from pipeexec.profile_files import (
     shares_of,
 )
 from pipeexec.run_directory import checked_record, command, read_record, write_directory
+from pipesim.analysis.measured_costs import output_bytes, stage_seconds
 from pipesim.costs.collective_costs import Buckets
 from pipesim.costs.costs import DURATION_OF, Costs
 from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_list, check_type
 from pipesim.graph.graph import TaskGraph
-from pipesim.measured import output_bytes, stage_seconds
 from pipesim.ops import EXCHANGES, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipesim.error_parts import PARTS
+from pipesim.analysis.error_attribution import PARTS
 
 if TYPE_CHECKING:
     import pandas as pd

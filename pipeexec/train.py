@@ -14,7 +14,7 @@ from pipeexec.executor import Pipeline, StepResult
 from pipeexec.host_memory import check_results
 from pipeexec.processes import guarded
 from pipeexec.run_directory import command, write_directory
-from pipesim.compare import Comparison
+from pipesim.analysis.compare import Comparison
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
 from pipesim.simulation.simulate import simulate

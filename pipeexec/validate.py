@@ -34,6 +34,8 @@ from pipeexec.optimizers import OptimizerFactory
 from pipeexec.processes import Processes, guarded
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.validation import Row, Validation, check_rows
+from pipesim.analysis.measured_costs import output_bytes
+from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
 from pipesim.errors import (
     AccuracyWarning,
@@ -46,8 +48,6 @@ from pipesim.errors import (
     check_type,
 )
 from pipesim.graph.graph import TaskGraph
-from pipesim.measured import output_bytes
-from pipesim.replay import replay
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.memory import static
 

@@ -25,9 +25,9 @@ from pipeexec.profile_files import (
 )
 from pipeexec.run_directory import RECORD, checked_record, command, read_record, write_directory
 from pipeexec.run_lock import check_file_names
-from pipesim.compare import Comparison
+from pipesim.analysis.compare import Comparison
+from pipesim.analysis.error_attribution import PARTS
 from pipesim.costs.costs import Costs
-from pipesim.error_parts import PARTS
 from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
 from pipesim.intervals import Interval
 from pipesim.timeline.timeline import Timeline
@@ -191,7 +191,8 @@ class Validation:
         """What the error of each row consists of: means over its steps, seconds.
 
         Indexed by ``graph``: ``measured`` makespan, ``error`` (predicted less measured), and its
-        parts, which `pipesim.error_parts` explains. Rows of older run directories are left out.
+        parts, which `pipesim.analysis.error_attribution` explains. Rows of older run directories
+        are left out.
         """
         import pandas as pd
 

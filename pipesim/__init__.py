@@ -1,9 +1,10 @@
 """Simulate pipeline-parallel training schedules; pipeexec runs the same task graphs for real."""
 
 from pipesim import trace
-from pipesim.audit import audit
-from pipesim.autograd_orders import AutogradOrders, autograd_orders
-from pipesim.compare import Comparison, compare
+from pipesim.analysis.audit.audit import audit
+from pipesim.analysis.autograd_orders import AutogradOrders, autograd_orders
+from pipesim.analysis.compare import Comparison, compare
+from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys
 from pipesim.costs.layer_split import balanced_split
@@ -21,7 +22,6 @@ from pipesim.network.network import Network
 from pipesim.network.presets import machines
 from pipesim.network.routes import Routes
 from pipesim.ops import Action, Op, Overlapped
-from pipesim.replay import replay
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule
 from pipesim.scheduling.schedule import Schedule

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.idle import CAUSES, Cause, idle_by_cause
+from pipesim.analysis.idle import CAUSES, Cause, idle_by_cause
 from pipesim.ops import Op
 from pipesim.page import (
     add_legend,
@@ -58,7 +58,7 @@ def idle(
     Parameters
     ----------
     timeline
-        Whole, simulated or measured; `pipesim.idle` says what the causes are.
+        Whole, simulated or measured; `pipesim.analysis.idle` says what the causes are.
     ax
         Where to draw; its limits are set.
     legend

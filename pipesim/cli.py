@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipesim.compare import table_of
+from pipesim.analysis.compare import table_of
+from pipesim.analysis.critical_path import device_table
+from pipesim.analysis.idle import CAUSES, Cause, idle_shares
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, PipeError, suggestion
 from pipesim.grid import grid_rows, version
-from pipesim.idle import CAUSES, Cause, idle_shares
-from pipesim.metrics import device_table
 from pipesim.scheduling.registry import schedules
 from pipesim.settings import (
     COUNTS,

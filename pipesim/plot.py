@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from pipesim.analysis.compare import Comparison
 from pipesim.breakdown import idle
 from pipesim.charts import bars, memory
-from pipesim.compare import Comparison
 from pipesim.dependency_plot import dependencies
 from pipesim.errors import ArgumentError, number
 from pipesim.html import figure_html, graph_html, note_html, schedule_html, table_html

@@ -11,7 +11,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipesim.compare import summary, warn_of_other_models
+from pipesim.analysis.compare import summary, warn_of_other_models
 from pipesim.errors import ArgumentError, PipeError, check_count, check_flag, check_text, number
 from pipesim.grid import Row, cell, rows, version
 from pipesim.journal import Journal

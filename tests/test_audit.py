@@ -17,11 +17,17 @@ from test_races import pipeline
 
 import pipesim as ps
 from pipeexec import executor
-from pipesim.audit import MOST_TASKS, _Races
+from pipesim.analysis.audit.audit import MOST_TASKS, _Races
+from pipesim.analysis.audit.waits_by_kind import (
+    Kind,
+    inside_actions,
+    kinds_of_waits,
+    remaining,
+    without,
+)
 from pipesim.errors import ArgumentError, UnknownNameError
 from pipesim.graph.ancestors import Edges
 from pipesim.ops import EXCHANGES, RECVS, Op
-from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, remaining, without
 
 COSTS = ps.Costs(1, 2, output_bytes=1, optimizer_step=1, network=ps.Network(latency=1, bandwidth=1))
 

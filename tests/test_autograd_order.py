@@ -184,7 +184,7 @@ def test_all_orders(recompute: Any, m: int) -> None:
 
 def test_drawn_orders_are_equally_likely() -> None:
     """Of five orders of a device, each comes a fifth of the times."""
-    from pipesim.autograd_orders import _drawn
+    from pipesim.analysis.autograd_orders import _drawn
 
     generator = np.random.default_rng(0)
     _, counts = np.unique([_drawn(3, 3, generator) for _ in range(5000)], axis=0,

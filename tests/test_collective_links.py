@@ -21,13 +21,13 @@ from rules import assert_rules_hold
 from strategies import networks
 
 import pipesim as ps
+from pipesim.analysis.blocking import held_links
 from pipesim.errors import NetworkError, UnknownNameError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.ops import Op
 from pipesim.simulation.engines import compiled as engine
 from pipesim.simulation.engines import simpy_engine
-from pipesim.waits import held_links
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
 ENGINES = ("compiled", "simpy")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import cases, costs, graphs
 
 import pipesim as ps
-from pipesim.error_parts import PARTS, _shapley, error_parts
+from pipesim.analysis.error_attribution import PARTS, _shapley, error_parts
 from pipesim.errors import ArgumentError, TimelineError
 from pipesim.intervals import mean_interval
 from pipesim.ops import RECVS, SENDS, Op

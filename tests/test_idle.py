@@ -18,9 +18,9 @@ from strategies import COLLECTIVE_SECONDS, cases, noises
 
 import pipesim as ps
 from pipesim import plot
+from pipesim.analysis.idle import CAUSES, Cause, idle_shares
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
-from pipesim.idle import CAUSES, Cause, idle_shares
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from strategies import cases
 from tracing import DATA, traced, write
 
 import pipesim as ps
+from pipesim.analysis.measured_costs import output_bytes, stage_seconds, waits
 from pipesim.errors import ArgumentError, CostsError, TimelineError, UnknownNameError
-from pipesim.measured import output_bytes, stage_seconds, waits
 from pipesim.ops import Op
 
 NETWORK = ps.Network(latency=0.25, bandwidth=2.0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.measured import stage_seconds
+from pipesim.analysis.measured_costs import stage_seconds
 from pipesim.ops import Op
 
 #: The F of stage 0 overlaps its own B; stage 1 has no F half, and no plain B.

@@ -13,8 +13,8 @@ from rules import all_reduced, issue_times
 from strategies import cases
 
 import pipesim as ps
+from pipesim.analysis.critical_path import device_table
 from pipesim.errors import TimelineError
-from pipesim.metrics import device_table
 from pipesim.ops import COMPUTE, RECVS, Op
 
 SLOW = ps.Network(bandwidth=1)

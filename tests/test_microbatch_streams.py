@@ -21,10 +21,10 @@ import pipesim as ps
 from pipeexec.away import connected
 from pipeexec.imposed import Links, SleepWaits
 from pipeexec.slices import Slice
+from pipesim.analysis.blocking import message_latency
 from pipesim.errors import ArgumentError, CapacityError, GraphError
 from pipesim.graph.tasks import StreamKind
 from pipesim.ops import TRANSFERS, Op
-from pipesim.waits import message_latency
 
 STREAMS = ("single", "per_peer", "per_microbatch")
 

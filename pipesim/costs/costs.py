@@ -567,7 +567,7 @@ class Costs:
             own costs nor ``fields`` have ``parameter_bytes``. If tasks waited until their host had
             issued them for more than 1 % of the timeline, and ``launch`` is not given.
         """
-        from pipesim.measured import costs_from_timeline
+        from pipesim.analysis.measured_costs import costs_from_timeline
 
         return costs_from_timeline(timeline, average=average, network=network, **fields)
 
@@ -597,7 +597,7 @@ class Costs:
         >>> Costs(forward=1, backward=2).scaled(2.5, stage=2, n_stages=4).forward
         (1.0, 1.0, 2.5, 1.0)
         """
-        from pipesim.measured import scaled
+        from pipesim.analysis.measured_costs import scaled
 
         return scaled(self, factor, stage, n_stages)
 

@@ -229,14 +229,14 @@ class Timeline:
         return over_time(self)
 
     def critical_path(self) -> pd.DataFrame:
-        """Return the chain of tasks that sets the makespan; see `pipesim.metrics`."""
-        from pipesim.metrics import critical_path
+        """Return the chain of tasks that sets the makespan."""
+        from pipesim.analysis.critical_path import critical_path
 
         return critical_path(self)
 
     def idle_by_cause(self) -> pd.DataFrame:
-        """Return what each device's idle seconds waited for; see `pipesim.idle`."""
-        from pipesim.idle import idle_by_cause
+        """Return what each device's idle seconds waited for; see `pipesim.analysis.idle`."""
+        from pipesim.analysis.idle import idle_by_cause
 
         return idle_by_cause(self)
 
@@ -340,7 +340,7 @@ class Timeline:
     def to_chrome(self, path: Path | str) -> None:
         """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
 
-        That function takes several timelines side by side too; ``pipesim.trace.hta.save`` writes
+        That function takes several timelines side by side too; ``pipesim.hta.save`` writes
         what HolisticTraceAnalysis reads.
         """
         from pipesim.trace.chrome_export import save

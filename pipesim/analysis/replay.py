@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.blocking import exact_seconds, held_links, issued_together, measured_shares
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError
 from pipesim.ops import RECVS
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
-from pipesim.waits import exact_seconds, held_links, issued_together, measured_shares
 
 __all__ = ["hand_over", "replay", "replay_costs"]
 

@@ -166,8 +166,8 @@ class Comparison:
         return means
 
     def error_parts(self, *, launch: float | None = None) -> pd.Series[float]:
-        """Return what the error consists of, in seconds; see `pipesim.error_parts`."""
-        from pipesim.error_parts import error_parts
+        """Return what the error consists of, in seconds, part by part."""
+        from pipesim.analysis.error_attribution import error_parts
 
         return error_parts(self.predicted, self.measured, launch=launch)
 

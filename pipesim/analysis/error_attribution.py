@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.blocking import (
+    bucket_shares,
+    issued_together,
+    let_go,
+    measured_shares,
+    message_latency,
+)
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError, number
 from pipesim.graph.graph import TaskGraph
@@ -16,7 +23,6 @@ from pipesim.lowering.clock_cycles import issue_times
 from pipesim.ops import COMPUTE, RECVS
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
-from pipesim.waits import bucket_shares, issued_together, let_go, measured_shares, message_latency
 
 if TYPE_CHECKING:
     import pandas as pd

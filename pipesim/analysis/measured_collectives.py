@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.blocking import measured_shares
 from pipesim.costs.costs import MEASURED_COLLECTIVES
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, Op
 from pipesim.timeline.timeline import Timeline
-from pipesim.waits import measured_shares
 
 __all__ = ["measured_collectives"]
 

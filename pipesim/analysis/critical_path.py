@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.blocking import held_links, issued_together, let_go
 from pipesim.errors import TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
-from pipesim.waits import held_links, issued_together, let_go
 
 if TYPE_CHECKING:
     import pandas as pd

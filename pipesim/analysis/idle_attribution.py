@@ -9,11 +9,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.blocking import (
+    collective_latency,
+    held_links,
+    issued_together,
+    let_go,
+    message_latency,
+)
 from pipesim.ops import COLLECTIVES, COMPUTE, EXCHANGES, RECVS, SENDS, TRANSFERS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
-from pipesim.waits import collective_latency, held_links, issued_together, let_go, message_latency
 
 __all__ = ["Cause", "seconds_of_causes"]
 
@@ -21,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 class Cause(IntEnum):
-    """Why a device is idle; `pipesim.idle` says when. The value is the place of its column.
+    """Cause of idle time of a device. The value is the place of its column.
 
     ``str`` gives what tables and legends call it.
     """

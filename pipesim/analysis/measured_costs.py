@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.analysis.measured_collectives import measured_collectives
+from pipesim.analysis.replay import hand_over, replay_costs
 from pipesim.costs.costs import (
     DURATION_OF,
     MEASURED_COLLECTIVES,
@@ -35,10 +37,8 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, carried, skip_text
-from pipesim.measured_collectives import measured_collectives
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, SENDS, Op
-from pipesim.replay import hand_over, replay_costs
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.chains import Cause, seconds_of_causes
+from pipesim.analysis.idle_attribution import Cause, seconds_of_causes
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:

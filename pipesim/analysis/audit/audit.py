@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.accesses import Milestones, conflicts
+from pipesim.analysis.audit.accesses import Milestones, conflicts
+from pipesim.analysis.audit.shared_streams import merged, on_compute
+from pipesim.analysis.audit.waits_by_kind import (
+    Kind,
+    inside_actions,
+    kinds_of_waits,
+    remaining,
+    without,
+)
 from pipesim.costs.costs import Costs
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import ArgumentError, DeadlockError
 from pipesim.graph.ancestors import Bits, Edges, ancestors, before
 from pipesim.graph.graph import TaskGraph
-from pipesim.moved_messages import merged, on_compute
 from pipesim.simulation.simulate import checked_costs, simulate
 from pipesim.utils.csr import CSR, Ints
-from pipesim.waits_by_kind import Kind, inside_actions, kinds_of_waits, remaining, without
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,0 +1,1 @@
+"""Audit a graph: cost and benefit of each dependency, wait and stream."""
