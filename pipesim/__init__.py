@@ -23,7 +23,7 @@ from pipesim.network.presets import machines
 from pipesim.network.routes import Routes
 from pipesim.ops import Action, Op, Overlapped
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
-from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule
+from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule, schedules
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.noise import Empirical, Failures, LogNormal, Noise, Normal
 from pipesim.simulation.scenarios import Scenarios, simulate_many
@@ -32,8 +32,7 @@ from pipesim.sweep import sweep
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace import hta
 
-import pipesim.schedules  # noqa: F401  # isort: skip  # registers them
-from pipesim.scheduling.registry import schedules  # isort: skip  # the listing takes the package's name
+import pipesim.named_schedules  # noqa: F401  # isort: skip  # registers them
 
 __all__ = [
     "Action",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipesim.schedules.phases import Phase, order_of
+from pipesim.named_schedules.phases import Phase, order_of
 from pipesim.scheduling.placement import v_shaped
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipesim.errors import check_count
+from pipesim.named_schedules.patterns import in_turns, numbered
 from pipesim.ops import Op
-from pipesim.schedules.turns import in_turns, numbered
 from pipesim.scheduling.placement import looped
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import DeviceOrder, Schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipesim.schedules.phases import Phase, order_of
+from pipesim.named_schedules.phases import Phase, order_of
 from pipesim.scheduling.placement import v_shaped
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import DeviceOrder, Schedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from pipesim.errors import check_count
+from pipesim.named_schedules.interleaved import LOOPED_BUBBLE
 from pipesim.ops import Op
-from pipesim.schedules.interleaved import LOOPED_BUBBLE
 from pipesim.scheduling.placement import looped
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule

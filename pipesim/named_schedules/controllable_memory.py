@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from pipesim.costs.costs import Costs
 from pipesim.list_scheduling.order_by import checked_costs, ordered
+from pipesim.named_schedules.shortest import shortest
 from pipesim.ops import Action, Op
-from pipesim.schedules.shortest import shortest
 from pipesim.scheduling.placement import v_shaped
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.named_schedules.patterns import numbered
 from pipesim.ops import Op
-from pipesim.schedules.turns import numbered
 
 __all__ = ["Phase", "order_of"]
 

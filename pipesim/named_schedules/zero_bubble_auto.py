@@ -26,8 +26,8 @@ from pipesim.list_scheduling.order_by import (
     checked_limits,
     ordered,
 )
+from pipesim.named_schedules.shortest import shortest, simulated
 from pipesim.ops import SCHEDULED
-from pipesim.schedules.shortest import shortest, simulated
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule

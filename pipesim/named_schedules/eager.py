@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipesim.schedules.turns import in_turns
+from pipesim.named_schedules.patterns import in_turns
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import DeviceOrder, Schedule
