@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from pipeexec.devices import Device
 from pipeexec.run import Planned, Run
 from pipesim.errors import ArgumentError
-from pipesim.page import SMALL, axes_or_new, end_of_axis, label
-from pipesim.style import byte_unit, time_unit
+from pipesim.plot.figure import SMALL, axes_or_new, end_of_axis, label
+from pipesim.plot.style import byte_unit, time_unit
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:

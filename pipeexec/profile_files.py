@@ -11,8 +11,8 @@ import numpy as np
 
 from pipeexec.link_fit import STATES, by_pair
 from pipesim.errors import RunDirectoryError, number
-from pipesim.page import SMALL, axes_or_new, label, save, set_title, sized
-from pipesim.style import time_unit
+from pipesim.plot.figure import SMALL, axes_or_new, label, save, set_title, sized
+from pipesim.plot.style import time_unit
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -86,9 +86,9 @@ class Training:
         """
         from matplotlib.figure import Figure
 
-        from pipesim.lanes import rows
-        from pipesim.page import TWO_COLUMNS, sized
-        from pipesim.plot import overlay, save
+        from pipesim.plot.figure import TWO_COLUMNS, sized
+        from pipesim.plot.lanes import rows
+        from pipesim.plot.timelines import overlay, save
 
         path = check_path("path", path, "write")
         measured = {

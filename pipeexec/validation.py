@@ -215,7 +215,7 @@ class Validation:
 
     def figure(self, **options: Any) -> Figure:
         """Draw every row's prediction over its median step; see `pipesim.plot.overlay`."""
-        from pipesim.plot import overlay
+        from pipesim.plot.timelines import overlay
 
         return overlay({name: row.comparison for name, row in self.rows.items()}, **options)
 
@@ -249,7 +249,7 @@ class Validation:
         ArgumentError
             If two rows would have the same folder.
         """
-        from pipesim.plot import save
+        from pipesim.plot.timelines import save
 
         rows = {
             name: {

@@ -488,7 +488,7 @@ def _write_plot(
         return
     from matplotlib.figure import Figure
 
-    from pipesim import plot
+    from pipesim.plot import timelines as plot
 
     heights = [0.9 + _ROW * min(timeline.n_devices, 24) for timeline in timelines]
     n_rows = len(heights)

@@ -17,7 +17,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import pipesim as ps
-import pipesim.plot
+import pipesim.plot.timelines
 import pipesim.settings
 from pipesim.cli import EPILOG, main
 from pipesim.costs.costs import VALUE_FIELDS

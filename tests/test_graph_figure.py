@@ -15,11 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 import pipesim as ps
-from pipesim import plot, style
 from pipesim.errors import ArgumentError, LegibilityWarning, UnknownNameError
-from pipesim.graph_layout import CODES
-from pipesim.numerals import Numbers, points_per_unit
 from pipesim.ops import COMPUTE, Op
+from pipesim.plot import style
+from pipesim.plot import timelines as plot
+from pipesim.plot.box_labels import Numbers, points_per_unit
+from pipesim.plot.graph_layout import CODES
 
 
 @pytest.fixture(autouse=True)

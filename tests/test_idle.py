@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from strategies import COLLECTIVE_SECONDS, cases, noises
 
 import pipesim as ps
-from pipesim import plot
 from pipesim.analysis.idle import CAUSES, Cause, idle_shares
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
+from pipesim.plot import timelines as plot
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +316,7 @@ def test_bars_are_as_long_as_their_causes() -> None:
 
 def test_every_cause_looks_different() -> None:
     """In colour, and in hatch or lightness."""
-    from pipesim.breakdown import LOOKS
+    from pipesim.plot.idle import LOOKS
 
     assert set(LOOKS) == set(Cause)
     assert len({op for op, _ in LOOKS.values()}) == len(Cause)

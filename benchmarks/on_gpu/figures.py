@@ -14,8 +14,8 @@ import pipesim as ps
 from on_gpu.gpipe import gains
 from pipeexec.allocated import Allocated
 from pipesim.errors import RunDirectoryError
-from pipesim.page import save, set_title, sized
-from pipesim.plot import overlay
+from pipesim.plot.figure import save, set_title, sized
+from pipesim.plot.timelines import overlay
 
 __all__ = ["draw_ablation", "draw_memory", "draw_overlap", "draw_overlays"]
 

@@ -410,7 +410,7 @@ class TaskGraph:
         )
 
     def _repr_html_(self) -> str:
-        from pipesim.plot import graph_html
+        from pipesim.plot.timelines import graph_html
 
         return graph_html(self)
 
@@ -506,7 +506,7 @@ class TaskGraph:
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw what the tasks need; `pipesim.plot.dependencies` has a table of the texts."""
-        from pipesim.plot import dependencies
+        from pipesim.plot.timelines import dependencies
 
         return dependencies(self, ax=ax, **options)
 

@@ -100,7 +100,7 @@ class Timeline:
         )
 
     def _repr_html_(self) -> str:
-        from pipesim.plot import timeline_html
+        from pipesim.plot.timelines import timeline_html
 
         return timeline_html(self)
 
@@ -242,13 +242,13 @@ class Timeline:
 
     def plot_idle(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw `idle_by_cause` as bars; see `pipesim.plot.idle` for the options."""
-        from pipesim.plot import idle
+        from pipesim.plot.timelines import idle
 
         return idle(self, ax=ax, **options)
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw the timeline; see `pipesim.plot.timeline` for the options."""
-        from pipesim.plot import timeline
+        from pipesim.plot.timelines import timeline
 
         return timeline(self, ax=ax, **options)
 

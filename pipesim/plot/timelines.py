@@ -11,14 +11,11 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pipesim.analysis.compare import Comparison
-from pipesim.breakdown import idle
-from pipesim.charts import bars, memory
-from pipesim.dependency_plot import dependencies
 from pipesim.errors import ArgumentError, number
-from pipesim.html import figure_html, graph_html, note_html, schedule_html, table_html
-from pipesim.lanes import lanes, rows
 from pipesim.ops import Op
-from pipesim.page import (
+from pipesim.plot.charts import bars, memory
+from pipesim.plot.dependency_plot import dependencies
+from pipesim.plot.figure import (
     ONE_COLUMN,
     TWO_COLUMNS,
     add_legend,
@@ -33,7 +30,10 @@ from pipesim.page import (
     set_title,
     sized,
 )
-from pipesim.style import (
+from pipesim.plot.html import figure_html, graph_html, note_html, schedule_html, table_html
+from pipesim.plot.idle import idle
+from pipesim.plot.lanes import lanes, rows
+from pipesim.plot.style import (
     INK,
     LABELS,
     PALETTE,
@@ -119,7 +119,7 @@ def timeline(
     graph = checked(timeline, Timeline).graph
     sign, scale = time_unit(timeline.makespan, unit)
     ax = axes_or_new(ax, rows(graph, transfers=transfers))
-    from pipesim import cells
+    from pipesim.plot import task_boxes as cells
 
     rows_of_devices(ax, graph.n_devices, end_of_axis(timeline) * scale, sign)
     where = lanes(graph, transfers=transfers)
@@ -172,7 +172,7 @@ def comparison(
     drawn = _draw_comparison(ax, comparison, _latest([comparison]), transfers, numbers, unit)
     height = 0.0
     if legend:
-        from pipesim.cells import legend_entries
+        from pipesim.plot.task_boxes import legend_entries
 
         height = add_legend(ax, *legend_entries(graph, drawn, compared=True))
     _draw_heading(ax, comparison, comparison.measured.name if title is None else title, height)
@@ -212,7 +212,7 @@ def overlay(
     """
     from matplotlib.figure import Figure
 
-    from pipesim.cells import legend_entries
+    from pipesim.plot.task_boxes import legend_entries
 
     if not isinstance(comparisons, Mapping) or not comparisons:
         raise ArgumentError(
@@ -293,7 +293,7 @@ def _draw_comparison(
     unit: str | None,
 ) -> dict[Op, str | None]:
     """Draw both timelines and their makespans; return the operations, each with its hatch."""
-    from pipesim import cells
+    from pipesim.plot import task_boxes as cells
 
     graph = comparison.predicted.graph
     sign, scale = time_unit(until, unit)

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from pipesim.analysis.idle import CAUSES, Cause, idle_by_cause
 from pipesim.ops import Op
-from pipesim.page import (
+from pipesim.plot.figure import (
     add_legend,
     axes_or_new,
     checked,
     rows_of_devices,
     set_title,
 )
-from pipesim.style import PALETTE, shades, text_colours, time_unit
+from pipesim.plot.style import PALETTE, shades, text_colours, time_unit
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:

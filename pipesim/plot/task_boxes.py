@@ -17,11 +17,11 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
-from pipesim.lanes import Lanes
-from pipesim.numerals import Numbers, points_per_unit
 from pipesim.ops import COMPUTE, EXCHANGES, SENDS, Op
-from pipesim.pairs import draw_pairs, pair_entry
-from pipesim.style import (
+from pipesim.plot.box_labels import Numbers, points_per_unit
+from pipesim.plot.lanes import Lanes
+from pipesim.plot.overlap_frames import draw_pairs, pair_entry
+from pipesim.plot.style import (
     HATCHED,
     INK,
     LABELS,

@@ -14,8 +14,8 @@ from pipesim.errors import PipeError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import compute_graph, verify
 from pipesim.ops import Op
+from pipesim.plot.style import LABELS, chunks, shades, text_colours
 from pipesim.scheduling.schedule import Schedule
-from pipesim.style import LABELS, chunks, shades, text_colours
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

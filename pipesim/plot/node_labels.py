@@ -12,7 +12,7 @@ from matplotlib.backend_bases import RendererBase
 from numpy.typing import NDArray
 
 from pipesim.errors import LegibilityWarning
-from pipesim.numerals import HEIGHT, SMALLEST, WIDTH, Floats, Numbers, points_per_unit
+from pipesim.plot.box_labels import HEIGHT, SMALLEST, WIDTH, Floats, Numbers, points_per_unit
 
 __all__ = ["NodeTexts"]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipesim.errors import ArgumentError, check_name
 from pipesim.ops import Op
-from pipesim.page import (
+from pipesim.plot.figure import (
     FONT,
     SMALL,
     axes_or_new,
@@ -19,7 +19,7 @@ from pipesim.page import (
     set_title,
     some_of,
 )
-from pipesim.style import PALETTE, byte_unit, format_bytes, format_time, time_unit
+from pipesim.plot.style import PALETTE, byte_unit, format_bytes, format_time, time_unit
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:

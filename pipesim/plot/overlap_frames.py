@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph, overlapped_pairs
-from pipesim.style import INK
+from pipesim.plot.style import INK
 from pipesim.timeline.timeline import Timeline
 
 __all__ = ["draw_pairs", "pair_entry"]

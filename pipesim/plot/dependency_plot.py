@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING
 
 from pipesim.errors import ArgumentError, check_flag, check_name
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph_layout import layout
-from pipesim.page import add_legend, axes_or_new, checked, rows_of_devices, set_title, some_of
+from pipesim.plot.figure import (
+    add_legend,
+    axes_or_new,
+    checked,
+    rows_of_devices,
+    set_title,
+    some_of,
+)
+from pipesim.plot.graph_layout import layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,7 +103,7 @@ def dependencies(
             f"{graph.name!r} has {n_tasks}; lower fewer micro-batches or devices, or draw when "
             "tasks run: ps.simulate(graph, costs).plot(dependencies=True)"
         )
-    from pipesim import graph_figure
+    from pipesim.plot import graph_figure
 
     where = layout(graph, messages=messages == "nodes", order=order)
     per_device = 1.7 if messages != "nodes" else max(2.0, 0.6 + 0.55 * where.most_in_a_gap)

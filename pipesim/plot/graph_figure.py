@@ -17,11 +17,11 @@ from matplotlib.path import Path
 from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph_layout import CODES, Arrow, Layout
-from pipesim.node_texts import NodeTexts
 from pipesim.ops import COMPUTE, EXCHANGES, TRANSFERS, Op
-from pipesim.page import SMALL
-from pipesim.style import INK, device_colours, text_colours
+from pipesim.plot.figure import SMALL
+from pipesim.plot.graph_layout import CODES, Arrow, Layout
+from pipesim.plot.node_labels import NodeTexts
+from pipesim.plot.style import INK, device_colours, text_colours
 
 __all__ = ["draw_arrows", "draw_nodes", "entries"]
 
