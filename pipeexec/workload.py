@@ -219,7 +219,7 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
     import pipesim
     from pipesim.errors import check_count, check_name
     from pipesim.graph.grad_sync import GRAD_SYNC, from_text, of_stages
-    from pipesim.schedule_names import info_of
+    from pipesim.sweeps.schedule_sources import info_of
 
     if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:
         raise ArgumentError("name at least one schedule, one recompute mode and one --grad-sync")
@@ -268,7 +268,7 @@ def _n_devices(arguments: argparse.Namespace, processes: Processes | None) -> in
 def _count(arguments: argparse.Namespace, flag: str, what: str, default: Callable[[], int]) -> int:
     """Return a count that a flag or the files of schedules give, or else the default."""
     from pipesim.errors import check_count
-    from pipesim.schedule_names import counts_of_file
+    from pipesim.sweeps.schedule_sources import counts_of_file
 
     key = f"n_{what.replace('-', '')}"  # n_devices, n_microbatches
     found = {name: counts_of_file(name).get(key) for name in arguments.schedules}

@@ -28,7 +28,7 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.noise import Empirical, Failures, LogNormal, Noise, Normal
 from pipesim.simulation.scenarios import Scenarios, simulate_many
 from pipesim.simulation.simulate import simulate
-from pipesim.sweep import sweep
+from pipesim.sweeps.sweep import sweep
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace import hta
 

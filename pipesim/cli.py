@@ -1,6 +1,6 @@
 """The command ``pipesim``: simulate one schedule, compare several, sweep over settings, list.
 
-Settings come from arguments, from a TOML file, or from both; see `pipesim.settings`.
+Settings come from arguments, from a TOML file, or from both; see `pipesim.sweeps.settings`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pipesim.analysis.critical_path import device_table
 from pipesim.analysis.idle import CAUSES, Cause, idle_shares
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, PipeError, suggestion
-from pipesim.grid import grid_rows, version
 from pipesim.scheduling.registry import schedules
-from pipesim.settings import (
+from pipesim.sweeps.grid import grid_rows, version
+from pipesim.sweeps.settings import (
     COUNTS,
     FLAT,
     SETTINGS,
@@ -33,7 +33,7 @@ from pipesim.settings import (
     read_grid,
     run,
 )
-from pipesim.sweep import RESULTS, run_rows
+from pipesim.sweeps.sweep import RESULTS, run_rows
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import check_path, check_target, write_whole, writing
 from pipesim.utils.texts import real, whole

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 import pipesim as ps
 import pipesim.plot.timelines
-import pipesim.settings
+import pipesim.sweeps.settings
 from pipesim.cli import EPILOG, main
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.graph.grad_sync import GRAD_SYNC
@@ -462,7 +462,7 @@ def test_unwritable_is_found_before_the_work(
     (tmp_path / "file").touch()
     (tmp_path / "folder.png").mkdir()
     monkeypatch.setattr(
-        pipesim.settings, "simulate", lambda *_, **__: pytest.fail("simulated first")
+        pipesim.sweeps.settings, "simulate", lambda *_, **__: pytest.fail("simulated first")
     )
     err = fail(capsys, *command, *BASE, flag, tmp_path / name)
     assert f"argument {flag}: cannot write" in err
@@ -490,7 +490,7 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipesim.settings, "simulate", interrupt)
+    monkeypatch.setattr(pipesim.sweeps.settings, "simulate", interrupt)
     assert main(["simulate", "1f1b", *BASE]) == 130
 
 

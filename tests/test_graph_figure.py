@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch
 
 import pipesim as ps
+from pipesim import plot
 from pipesim.errors import ArgumentError, LegibilityWarning, UnknownNameError
 from pipesim.ops import COMPUTE, Op
 from pipesim.plot import style
-from pipesim.plot import timelines as plot
 from pipesim.plot.box_labels import Numbers, points_per_unit
 from pipesim.plot.graph_layout import CODES
 

@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from strategies import COLLECTIVE_SECONDS, cases, noises
 
 import pipesim as ps
+from pipesim import plot
 from pipesim.analysis.idle import CAUSES, Cause, idle_shares
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
-from pipesim.plot import timelines as plot
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,10 @@ from matplotlib.textpath import TextPath
 from PIL import Image
 
 import pipesim as ps
+from pipesim import plot
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
 from pipesim.ops import COMPUTE, SENDS, TRANSFERS, Op
 from pipesim.plot import style
-from pipesim.plot import timelines as plot
 from pipesim.plot.box_labels import LARGEST, SMALLEST, Numbers, points_per_unit
 from pipesim.timeline.timeline import Timeline
 

@@ -24,9 +24,9 @@ import pytest
 import pipesim as ps
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, UnknownNameError
-from pipesim.journal import Journal
 from pipesim.scheduling.registry import _REGISTRY
-from pipesim.settings import FLAT
+from pipesim.sweeps.journal import Journal
+from pipesim.sweeps.settings import FLAT
 
 BASE = {"n_devices": 2, "forward": 1e-3, "backward": 2e-3, "activation_bytes": 1e6}
 RESULTS = [
@@ -287,7 +287,7 @@ def test_a_preset_and_its_options_are_a_network() -> None:
 
 
 def test_every_option_of_lower_is_a_key() -> None:
-    """A new one needs a place in `pipesim.settings`, and nothing else."""
+    """A new one needs a place in `pipesim.sweeps.settings`, and nothing else."""
     assert set(inspect.signature(ps.lower).parameters) - {"schedule"} <= set(FLAT)
 
 

@@ -25,7 +25,7 @@ import pytest
 import pipeexec as px
 import pipesim as ps
 from pipesim.errors import PipeError
-from pipesim.settings import cases, read_grid, run
+from pipesim.sweeps.settings import cases, read_grid, run
 
 N_FLIPS = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 ROOT = Path(__file__).parents[2]

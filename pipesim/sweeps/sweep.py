@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from pipesim.analysis.compare import summary, warn_of_other_models
 from pipesim.errors import ArgumentError, PipeError, check_count, check_flag, check_text, number
-from pipesim.grid import Row, cell, rows, version
-from pipesim.journal import Journal
-from pipesim.schedule_names import info_of
 from pipesim.scheduling.registry import ScheduleInfo
-from pipesim.settings import Settings, run
-from pipesim.workers import Lost, spread
+from pipesim.sweeps.grid import Row, cell, rows, version
+from pipesim.sweeps.journal import Journal
+from pipesim.sweeps.schedule_sources import info_of
+from pipesim.sweeps.settings import Settings, run
+from pipesim.sweeps.worker_pool import Lost, spread
 
 if TYPE_CHECKING:
     import pandas as pd

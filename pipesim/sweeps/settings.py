@@ -18,10 +18,10 @@ from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggesti
 from pipesim.lowering.lower import lower
 from pipesim.network.links import Nodes
 from pipesim.network.network import KEYS
-from pipesim.schedule_names import counts_of_file, info_of, is_file
 from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
+from pipesim.sweeps.schedule_sources import counts_of_file, info_of, is_file
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import read_text
 

@@ -19,9 +19,9 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestion
 from pipesim.errors import number as real_number
 from pipesim.network.network import Network
-from pipesim.schedule_names import counts_of_file, digest_of_file, info_of, is_file
 from pipesim.scheduling.registry import options_of_schedules
-from pipesim.settings import (
+from pipesim.sweeps.schedule_sources import counts_of_file, digest_of_file, info_of, is_file
+from pipesim.sweeps.settings import (
     COUNTS,
     FLAT,
     LOWERING,
@@ -46,7 +46,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration: what the table shows of it, and its settings as `pipesim.settings` has them.
+    """A configuration: its columns of the table, and its settings.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ def rows(configurations: object, base: object) -> list[Row]:
 
 
 def grid_rows(cases: Sequence[Settings], grid: Mapping[str, Any]) -> list[Row]:
-    """Return a row for each case of `pipesim.settings.cases` and combination of a grid's values."""
+    """Return a row for each case and combination of values of a grid."""
     grid = {{**LOWERING, **COUNTS}.get(key, key): values for key, values in grid.items()}
     shown, found, own = [], [], []
     for case, point in itertools.product(cases, _product(grid, _known(), len(cases))):
