@@ -383,7 +383,7 @@ def test_plot_of_a_comparison_has_one_scale_of_time(
 ) -> None:
     """Bars on top, then a timeline a schedule; lengths can be compared between them."""
     figures: list[Figure] = []
-    monkeypatch.setattr(pipesim.plot, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(pipesim.plot.timelines, "save", lambda figure, path: figures.append(figure))
     args = [*BASE, "--recompute", "except_last", "--latency", "1e-3"]
     succeed(capsys, "compare", "gpipe", "1f1b", *args, "--plot", tmp_path / "figure.png")
     *bars, first, second = figures[0].axes
@@ -687,7 +687,7 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
 
 
 def test_a_mistake_ends_the_process_with_2() -> None:
-    command = [sys.executable, "-m", "pipesim.cli", "simulate", "1f1c", *BASE]
+    command = [sys.executable, "-m", "pipesim", "simulate", "1f1c", *BASE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stdout == ""

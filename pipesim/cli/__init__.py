@@ -518,7 +518,3 @@ def _share_scale(axes: Sequence[Axes]) -> None:
     last = max((ax.get_xlim()[1] for ax in axes), default=0.0)
     for ax in axes:
         ax.set_xlim(0, last)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
