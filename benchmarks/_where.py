@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from pipeexec import transfer
 from pipeexec.channels import Channel
+from pipeexec.devices import transfer
+from pipeexec.devices.streams import CpuEvent, CpuStream, InlineStream
 from pipeexec.run import Run
 from pipeexec.stage import Stage
-from pipeexec.streams import CpuEvent, CpuStream, InlineStream
 
 #: What is timed: whose function, and the part of the time that it is.
 PARTS: Sequence[tuple[Any, str, str]] = [

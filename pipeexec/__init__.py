@@ -1,6 +1,8 @@
 """Run the task graphs of pipesim on real devices, and compare what they take with what was said."""
 
 from pipeexec.accumulation import GradientAccumulation
+from pipeexec.devices.linked_workers import Worker, workers
+from pipeexec.devices.slices import Slice, slices
 from pipeexec.embedding_stage import EmbeddingStage
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
@@ -10,13 +12,11 @@ from pipeexec.processes import Processes
 from pipeexec.profile import Profile, measure, profile
 from pipeexec.recomputing import is_checkpointing, is_recomputing
 from pipeexec.sharded_embedding import ShardedEmbedding
-from pipeexec.slices import Slice, slices
 from pipeexec.sync_trace import sync_report
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
 from pipeexec.validation import Validation, load_run
 from pipeexec.watch_sync import watch_sync
-from pipeexec.workers import Worker, workers
 
 __all__ = [
     "EmbeddingStage",

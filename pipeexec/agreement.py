@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipeexec.copies import Elsewhere
-from pipeexec.devices import Device, RemoteDevice
+from pipeexec.devices.devices import Device, RemoteDevice
 from pipeexec.processes import Processes
 from pipeexec.signatures import Signature, from_json, output_signature, signature, to_json
 from pipeexec.stage import Values

@@ -8,16 +8,16 @@ from functools import partial
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from pipeexec import transfer
 from pipeexec.channels import Channel, Expected, Route, Sent
-from pipeexec.devices import Device, RemoteDevice, ranks_of
+from pipeexec.devices import transfer
+from pipeexec.devices.devices import Device, RemoteDevice, ranks_of
+from pipeexec.devices.streams import InlineStream
 from pipeexec.messages import Content, header
 from pipeexec.processes import Processes
 from pipeexec.recorder import ROOM, TASKS
 from pipeexec.run import Planned, Run
 from pipeexec.signatures import Signature, check_values
 from pipeexec.stage import Values
-from pipeexec.streams import InlineStream
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op

@@ -34,8 +34,8 @@ from pipeexec.capturable import (
     imprint,
 )
 from pipeexec.copies import follow
-from pipeexec.cuda import CapturedEvent, CudaEvent, CudaStream
-from pipeexec.devices import Device
+from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
+from pipeexec.devices.devices import Device
 from pipeexec.run import Planned, Run
 from pipeexec.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError

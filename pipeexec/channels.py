@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeexec.devices import Values
+from pipeexec.devices.devices import Values
 from pipeexec.messages import are_there, check, marked
 from pipeexec.signatures import Signature
 from pipesim.errors import ExecutionError

@@ -34,7 +34,8 @@ from pipeexec.capture import Captured
 from pipeexec.channels import Expected
 from pipeexec.copies import Elsewhere, check_hooks, follow, placed
 from pipeexec.ddp_stage import check_ddp
-from pipeexec.devices import Device, DeviceLike, RemoteDevice, make_devices, ranks_of
+from pipeexec.devices.devices import Device, DeviceLike, RemoteDevice, make_devices, ranks_of
+from pipeexec.devices.thread_settings import autocast
 from pipeexec.earlier_gradients import EarlierGradients
 from pipeexec.embedding_stage import (
     EmbeddingStage,
@@ -61,7 +62,6 @@ from pipeexec.shares import Shares
 from pipeexec.stage import Held, Stage, metered
 from pipeexec.step_memory import Bytes, Counted, StepMemory
 from pipeexec.step_result import StepResult, kept_losses, unread_result
-from pipeexec.thread_settings import autocast
 from pipeexec.versions import Versions
 from pipeexec.watch import Status
 from pipesim.errors import (

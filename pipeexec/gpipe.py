@@ -18,7 +18,7 @@ from pipeexec.backward_order import Task, undirected
 from pipeexec.batch_norms import BatchNormCheck
 from pipeexec.batches import Batch
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
-from pipeexec.devices import make_devices
+from pipeexec.devices.devices import make_devices
 from pipeexec.gpipe_arguments import (
     Place,
     check_microbatches,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.batches import check_dense
-from pipeexec.devices import CpuDevice, CudaDevice, parse
+from pipeexec.devices.devices import CpuDevice, CudaDevice, parse
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from pipeexec import clocks
 from pipeexec.backward_order import in_cycles, in_order, joined, link, undirected
 from pipeexec.clock_cycles import clock_cycles
+from pipeexec.devices import clocks
+from pipeexec.devices.streams import Event, wait_for
+from pipeexec.devices.thread_settings import one_thread
 from pipeexec.gpipe_work import Done, Tensors, Work
 from pipeexec.message_lanes import Lane, Lanes, lanes
-from pipeexec.streams import Event, wait_for
-from pipeexec.thread_settings import one_thread
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeexec import transfer
-from pipeexec.devices import Device, Values
+from pipeexec.devices import transfer
+from pipeexec.devices.devices import Device, Values
+from pipeexec.devices.streams import Stream
+from pipeexec.devices.thread_settings import thread_settings
 from pipeexec.message_lanes import Lane
 from pipeexec.partition import Form, Partition
 from pipeexec.randomness import default_state, set_default_state, task_seed
@@ -22,8 +24,6 @@ from pipeexec.recomputing import checkpointing, recomputing
 from pipeexec.routes import Ways
 from pipeexec.skip import Key
 from pipeexec.stage import Stage
-from pipeexec.streams import Stream
-from pipeexec.thread_settings import thread_settings
 from pipesim.ops import Op
 from pipesim.scheduling.schedule import Schedule
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec.devices import RemoteDevice
+from pipeexec.devices.devices import RemoteDevice
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.link_fit import STATES, Pair
 from pipesim.graph.graph import TaskGraph

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from pipeexec.devices import Device
+from pipeexec.devices.devices import Device
+from pipeexec.devices.streams import Stream
 from pipeexec.routes import Route, Ways
-from pipeexec.streams import Stream
 from pipesim.ops import Op
 
 __all__ = ["Lane", "Lanes", "lanes"]

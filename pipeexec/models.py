@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeexec.host_memory import check_tensors
+from pipeexec.devices.host_memory import check_tensors
 from pipesim.errors import ArgumentError, check_count, check_name, number
 from pipesim.utils.atomic_write import check_path, read_bytes
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeexec.channels import Asked, Channel, Expected, Lost, Route, Sent, real
-from pipeexec.devices import Values
+from pipeexec.devices.devices import Values
 from pipeexec.messages import marked
 
 __all__ = ["NcclChannel"]

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pipeexec.away import connected
-from pipeexec.devices import Device, RemoteDevice
+from pipeexec.devices.devices import Device, RemoteDevice
+from pipeexec.devices.slices import Slice
 from pipeexec.gradient_sync import Work, handing_over, marking
 from pipeexec.processes import Processes
 from pipeexec.run import Planned
 from pipeexec.shares import Shares
-from pipeexec.slices import Slice
 from pipeexec.stage import Stage
 from pipeexec.work import WORK
 from pipesim.errors import ArgumentError

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from pipeexec.channels import Channel, Lost, Route
-from pipeexec.devices import Device, RemoteDevice
+from pipeexec.devices.devices import Device, RemoteDevice
 from pipeexec.distinct_gpus import check_distinct, uuid_of
 from pipeexec.nccl import NcclChannel
 from pipeexec.process_clock import ProcessClock

@@ -30,9 +30,9 @@ from pipeexec.collective_profile import (
     measured_buckets,
     n_buckets,
 )
-from pipeexec.devices import CudaDevice
+from pipeexec.devices.devices import CudaDevice
+from pipeexec.devices.host_memory import check_results
 from pipeexec.executor import Pipeline, StepResult
-from pipeexec.host_memory import check_results
 from pipeexec.host_times import host_share, launch_seconds, mean_launch
 from pipeexec.link_fit import fits, network_of, with_fits
 from pipeexec.link_speed import measure_transfers, pairs_of

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from pipeexec.streams import Event
+from pipeexec.devices.streams import Event
 from pipeexec.watch import Failure, Head, Status, stalled
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op

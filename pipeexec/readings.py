@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.clocks import Clocks
+from pipeexec.devices.clocks import Clocks
+from pipeexec.devices.streams import Event
 from pipeexec.parts import known, together
-from pipeexec.streams import Event
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.timeline import Timeline
 

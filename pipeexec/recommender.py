@@ -30,8 +30,8 @@ from pipeexec.criteo import (
     draw_keys,
     scaled_rows,
 )
+from pipeexec.devices.host_memory import check_tensors
 from pipeexec.embedding_stage import EmbeddingStage
-from pipeexec.host_memory import check_tensors
 from pipeexec.kernels import Kernel, Roofline
 from pipeexec.layer_costs import layer_costs
 from pipeexec.processes import Processes

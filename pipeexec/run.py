@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeexec import clocks
 from pipeexec.batches import Batch, moved, split_batches
 from pipeexec.channels import Asked, Channel, Expected
-from pipeexec.devices import Device, RemoteDevice, ranks_of
+from pipeexec.devices import clocks
+from pipeexec.devices.devices import Device, RemoteDevice, ranks_of
+from pipeexec.devices.streams import CpuEvent, Event, Stream
 from pipeexec.earlier_gradients import EarlierGradients
 from pipeexec.loss import LossFunction, StepLoss
 from pipeexec.parts import Part
@@ -27,7 +28,6 @@ from pipeexec.readings import Milestone, Readings
 from pipeexec.recorder import BEGUN, ENDED
 from pipeexec.shares import Shares
 from pipeexec.stage import Stage, Values
-from pipeexec.streams import CpuEvent, Event, Stream
 from pipeexec.watch import Failure, Status
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph

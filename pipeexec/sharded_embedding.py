@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeexec.accumulated_gradients import AccumulatedGradients
+from pipeexec.devices.host_memory import check_tensors
 from pipeexec.embedding_arguments import (
     Whole,
     check_device,
@@ -22,7 +23,6 @@ from pipeexec.embedding_arguments import (
 )
 from pipeexec.embedding_peers import Peers
 from pipeexec.embedding_rows import Layout
-from pipeexec.host_memory import check_tensors
 from pipeexec.key_exchange import Exchange, Terms
 from pipeexec.processes import Processes
 from pipesim.costs.keys import Keys

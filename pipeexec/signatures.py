@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipeexec.thread_settings import autocast
+from pipeexec.devices.thread_settings import autocast
 from pipesim.errors import ExecutionError
 
 __all__ = ["Entry", "Signature", "check_values", "from_json", "output_signature", "signature"]

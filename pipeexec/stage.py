@@ -14,10 +14,10 @@ from torch.func import functional_call
 
 from pipeexec.ddp_stage import ddp_stage
 from pipeexec.deferred import Deferred
-from pipeexec.devices import Values
+from pipeexec.devices.devices import Values
+from pipeexec.devices.thread_settings import Casts
 from pipeexec.meter import Meter, Receipt
 from pipeexec.randomness import OwnGenerator
-from pipeexec.thread_settings import Casts
 from pipeexec.versions import Versions
 from pipesim.errors import ExecutionError
 

@@ -49,7 +49,7 @@ class StepResult:
         What this process measured, for `Pipeline.gather`; None where it is the only one.
     clock_error
         The most that times of two devices can be wrong against each other (s), from how their
-        clocks were joined; 0 where they have one clock. See `pipeexec.clocks`.
+        clocks were joined; 0 where they have one clock. See `pipeexec.devices.clocks`.
     host_times
         What the host took to issue each task (s), until the next one; shape ``(n_tasks,)``. NaN for
         tasks of other processes, None where one CUDA graph was launched.

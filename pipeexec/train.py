@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from pipeexec.batches import Batch
+from pipeexec.devices.host_memory import check_results
 from pipeexec.executor import Pipeline, StepResult
-from pipeexec.host_memory import check_results
 from pipeexec.processes import guarded
 from pipeexec.run_directory import command, write_directory
 from pipesim.analysis.compare import Comparison

@@ -18,7 +18,8 @@ from torch import nn
 
 from pipeexec.accuracy import Repeat, Step, op_errors, parts_of_steps
 from pipeexec.batches import Batch
-from pipeexec.devices import DeviceLike
+from pipeexec.devices.devices import DeviceLike
+from pipeexec.devices.host_memory import check_results
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
 from pipeexec.gpipe_validation import (
@@ -28,7 +29,6 @@ from pipeexec.gpipe_validation import (
     check_models,
     mean_costs,
 )
-from pipeexec.host_memory import check_results
 from pipeexec.loss import Loss
 from pipeexec.optimizers import OptimizerFactory
 from pipeexec.processes import Processes, guarded

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import pipeexec as px
+from pipeexec.devices.thread_settings import one_thread
 from pipeexec.gpipe_call import Call
 from pipeexec.gpipe_work import Work
-from pipeexec.thread_settings import one_thread
 
 __all__ = ["main"]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.thread_settings import one_thread
+from pipeexec.devices.thread_settings import one_thread
 from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 

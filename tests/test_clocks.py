@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipeexec import clocks
-from pipeexec.streams import Event
+from pipeexec.devices import clocks
+from pipeexec.devices.streams import Event
 
 
 class World:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.gpu_kernels import load_kernels
+from pipeexec.devices.gpu_kernels import load_kernels
 from pipeexec.run import Planned, Run
 from pipeexec.skip_models import unet
 from pipesim.ops import COMPUTE, SENDS

@@ -24,7 +24,7 @@ from torch import nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.capture import Recorder
-from pipeexec.cuda import CapturedEvent, CudaEvent, CudaStream
+from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.run import Run
 from pipesim.errors import StageError
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from executing import within
 
-from pipeexec import devices as devices_module
-from pipeexec.devices import CpuDevice, CudaDevice, cores, make_devices
-from pipeexec.streams import CpuStream, InlineStream
+from pipeexec.devices import devices as devices_module
+from pipeexec.devices.devices import CpuDevice, CudaDevice, cores, make_devices
+from pipeexec.devices.streams import CpuStream, InlineStream
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
 

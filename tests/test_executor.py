@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.batches import split_batch
-from pipeexec.devices import cores
+from pipeexec.devices.devices import cores
 from pipeexec.models import build_model, split
 from pipeexec.randomness import OwnGenerator, task_seed
 from pipeexec.work import WORK

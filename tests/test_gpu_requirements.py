@@ -77,11 +77,11 @@ def test_a_gpu_that_does_not_do_is_named(
 
 def test_the_fewest_sms_of_a_slice_are_those_of_green_contexts(gpu_script: ModuleType) -> None:
     """They stand twice, as requirements are checked without loading torch."""
-    from pipeexec import green
+    from pipeexec.devices import green_contexts
 
-    fewest = {major: each[0] for major, each in green._GRANULARITY.items()}
+    fewest = {major: each[0] for major, each in green_contexts._GRANULARITY.items()}
     assert fewest == part("requirements")._FEWEST
-    assert green._SINCE_HOPPER[0] == 8
+    assert green_contexts._SINCE_HOPPER[0] == 8
 
 
 def test_two_slices_fit_where_eight_do_not(gpu_script: ModuleType) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.cuda import CudaStream
+from pipeexec.devices.cuda_streams import CudaStream
 from pipeexec.host_times import host_share, launch_seconds, mean_launch
 from pipeexec.report import profile_report
 from pipesim.ops import Op

@@ -19,8 +19,8 @@ from strategies import named_schedules
 import pipeexec as px
 import pipesim as ps
 from pipeexec.away import connected
-from pipeexec.imposed import Links, SleepWaits
-from pipeexec.slices import Slice
+from pipeexec.devices.emulated_links import Links, SleepWaits
+from pipeexec.devices.slices import Slice
 from pipesim.analysis.blocking import message_latency
 from pipesim.errors import ArgumentError, CapacityError, GraphError
 from pipesim.graph.tasks import StreamKind
@@ -222,7 +222,7 @@ def test_slices_with_links_are_refused() -> None:
 
 
 def test_messages_between_processes_are_refused() -> None:
-    from pipeexec.devices import CpuDevice, RemoteDevice
+    from pipeexec.devices.devices import CpuDevice, RemoteDevice
 
     class Two:
         rank = 0

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices import CudaDevice
+from pipeexec.devices.devices import CudaDevice
 from pipeexec.launch import Launch
 from pipeexec.roll_call import roll_call
 from pipeexec.store import listening_address

@@ -13,8 +13,8 @@ from executing import cut, data, dense, mse, nap_stages, orders, pipeline, unspl
 from torch import Tensor, nn
 
 import pipesim as ps
+from pipeexec.devices.streams import CpuEvent
 from pipeexec.progress import Progress, StepHeads
-from pipeexec.streams import CpuEvent
 from pipeexec.watch import Failure, Head, Status, stalled
 from pipesim.errors import ExecutionError, StallError
 from pipesim.timeline.timeline import Timeline

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.capture import Recorder
-from pipeexec.cuda import CudaEvent, CudaStream
-from pipeexec.devices import CudaDevice
+from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
+from pipeexec.devices.devices import CudaDevice
 from pipeexec.profile import Calibration
 from pipeexec.skip import Namespace, pop, skippable, stash
 from pipesim.errors import StageError

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.clocks import Clocks
+from pipeexec.devices.clocks import Clocks
 from pipesim.errors import NanLossWarning
 
 GRAPH = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4))

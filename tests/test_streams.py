@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from executing import within
 
-from pipeexec.streams import CpuEvent, CpuStream, InlineStream, Stream
+from pipeexec.devices.streams import CpuEvent, CpuStream, InlineStream, Stream
 
 #: Long against what a hand-over takes; whoever does not wait, is seen.
 NAP = 0.05

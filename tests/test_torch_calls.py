@@ -12,7 +12,7 @@ import importlib.util
 import pytest
 from torch_calls import ROOT, driver_uses, problem, sources, torch_uses
 
-from pipeexec.green import LibCuda
+from pipeexec.devices.green_contexts import LibCuda
 
 GREEN = ROOT / "pipeexec" / "green.py"
 

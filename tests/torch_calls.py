@@ -3,7 +3,8 @@
 There is no list of names to keep up to date. Every dotted name that begins with an import of torch
 is looked up in the installed torch. Every call of one is bound to its signature, with as many
 arguments as the source gives. Methods are found where the source says the class: an annotation, or
-an assignment of a call. The driver's functions are those that `pipeexec.green` calls by name.
+an assignment of a call. The driver's functions are those that `pipeexec.devices.green_contexts`
+calls by name.
 """
 
 from __future__ import annotations

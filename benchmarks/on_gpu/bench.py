@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.capture import Recorder
-from pipeexec.devices import DeviceLike
+from pipeexec.devices.devices import DeviceLike
 from pipeexec.models import cross_entropy, gpt, split
 from pipesim.ops import COMPUTE, SENDS
 

@@ -12,12 +12,12 @@ import torch
 import pipeexec as px
 from on_gpu.bench import Bench, noted_warnings
 from on_gpu.report import Report
-from pipeexec.cuda import CapturedEvent, CudaEvent
-from pipeexec.gpu_kernels import load_kernels
-from pipeexec.green import find_driver
-from pipeexec.imposed import Waits, make_waits
-from pipeexec.slices import Slice
-from pipeexec.streams import Event, Stream
+from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent
+from pipeexec.devices.emulated_links import Waits, make_waits
+from pipeexec.devices.gpu_kernels import load_kernels
+from pipeexec.devices.green_contexts import find_driver
+from pipeexec.devices.slices import Slice
+from pipeexec.devices.streams import Event, Stream
 from pipesim.utils import jit
 
 _BLOCKS = 4096

@@ -16,7 +16,7 @@ import torch
 
 import pipesim as ps
 from on_gpu.bench import GROUPS, Bench, lowered
-from pipeexec.green import part_size
+from pipeexec.devices.green_contexts import part_size
 from pipeexec.kernels import Roofline
 from pipeexec.layer_costs import layer_costs
 

@@ -20,7 +20,7 @@ import pipeexec as px
 import pipesim as ps
 from on_gpu.bench import Bench
 from on_gpu.report import Report
-from pipeexec.cuda import CudaStream
+from pipeexec.devices.cuda_streams import CudaStream
 
 _WIDTH = 16
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "pipedream", "pipedream_2bw")

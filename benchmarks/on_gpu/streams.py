@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from pipeexec.cuda import CudaStream
-from pipeexec.devices import CudaDevice, DeviceLike
+from pipeexec.devices.cuda_streams import CudaStream
+from pipeexec.devices.devices import CudaDevice, DeviceLike
 
 GpuStream = torch.cuda.Stream | None
 

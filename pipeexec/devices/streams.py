@@ -1,4 +1,4 @@
-"""Streams and events with CUDA's meaning, and those of CPU workers; `pipeexec.cuda` has CUDA's own.
+"""Streams and events with CUDA's meaning, and those of CPU workers.
 
 A stream runs what is given to it one after the other, in the order given. ``record`` puts an event
 between two pieces of work; ``wait_event`` makes the stream wait, not the caller. The host waits

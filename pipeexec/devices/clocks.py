@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pipeexec.streams import Event, Stream
+from pipeexec.devices.streams import Event, Stream
 
 __all__ = ["Clocks", "Marked", "offset", "start"]
 

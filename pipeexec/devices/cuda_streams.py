@@ -1,4 +1,4 @@
-"""CUDA's own streams and events behind the interface of `pipeexec.streams`.
+"""CUDA's own streams and events behind the interface of `pipeexec.devices.streams`.
 
 Work runs on the host at once and launches its kernels; the host waits in ``synchronize`` alone.
 """
@@ -11,7 +11,7 @@ from time import perf_counter, sleep
 
 import torch
 
-from pipeexec.streams import Event, Work
+from pipeexec.devices.streams import Event, Work
 
 __all__ = ["CapturedEvent", "CudaEvent", "CudaStream"]
 

@@ -8,9 +8,9 @@ copied, and the GPU then waits until the link would have been done, as in rule 4
 
 Two kernels of one thread do it, which read the GPU's nanosecond timer (`%globaltimer`): one notes
 the time in a tensor that travels with the message, the other spins until so long after it. They are
-loaded when the slices are made; see `pipeexec.gpu_kernels`. Where that does not work the wait is a
-number of cycles (`torch.cuda._sleep`, calibrated once), which cannot know how long the copy took:
-it is added to it.
+loaded when the slices are made; see `pipeexec.devices.gpu_kernels`. Where that does not work the
+wait is a number of cycles (`torch.cuda._sleep`, calibrated once), which cannot know how long the
+copy took: it is added to it.
 
 Each pair of slices has its own link in each direction; links that pairs share are refused.
 """
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeexec.gpu_kernels import load_kernels
+from pipeexec.devices.gpu_kernels import load_kernels
 from pipesim.errors import AccuracyWarning, ArgumentError
 from pipesim.network.network import Network
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeexec.devices import Device, Values
-from pipeexec.streams import Stream
+from pipeexec.devices.devices import Device, Values
+from pipeexec.devices.streams import Stream
 
 __all__ = ["nbytes", "receive", "send"]
 

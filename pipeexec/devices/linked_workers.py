@@ -2,7 +2,7 @@
 
 Within one memory a message takes no time, so that nothing shows what streams, portals or another
 order do to messages. Here each is copied and then waits as its link says, on a stream that is a
-thread of its own; see `pipeexec.imposed`.
+thread of its own; see `pipeexec.devices.emulated_links`.
 
 To give a task to a worker takes the host some 0.01 ms, to launch its kernels on a GPU often more
 than ten times as long. With an imposed launch the host sleeps before each task; see
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 
-from pipeexec.devices import CpuDevice, Device, Values, make_devices
-from pipeexec.imposed import Links, Message, SleepWaits, check_links
-from pipeexec.streams import Stream
+from pipeexec.devices.devices import CpuDevice, Device, Values, make_devices
+from pipeexec.devices.emulated_links import Links, Message, SleepWaits, check_links
+from pipeexec.devices.streams import Stream
 from pipesim.errors import ArgumentError, check_count, number
 from pipesim.network.network import Network
 from pipesim.utils.host_memory import check_memory

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from pipeexec.cuda import CudaEvent, CudaStream
-from pipeexec.step_lock import StepLock
-from pipeexec.streams import (
+from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
+from pipeexec.devices.step_lock import StepLock
+from pipeexec.devices.streams import (
     CallerStream,
     CpuEvent,
     CpuStream,
@@ -265,7 +265,7 @@ class CudaDevice(_Streams):
         torch.cuda.set_stream(compute.stream)
 
     def mark(self) -> Event:
-        """Return an event on an idle compute stream; `pipeexec.clocks` joins those of GPUs.
+        """Return an event on an idle compute stream; `pipeexec.devices.clocks` joins those of GPUs.
 
         What follows waits for the caller's own stream, on which batches are copied to the GPU and
         parameters may have been changed.

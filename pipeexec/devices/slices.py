@@ -21,17 +21,17 @@ from functools import cache
 
 import torch
 
-from pipeexec.cuda import CudaStream
-from pipeexec.devices import CudaDevice, Device, Values, parse
-from pipeexec.green import (
+from pipeexec.devices.cuda_streams import CudaStream
+from pipeexec.devices.devices import CudaDevice, Device, Values, parse
+from pipeexec.devices.emulated_links import Links, Message, check_links, make_waits
+from pipeexec.devices.green_contexts import (
     GreenContextsMissingError,
     Part,
     find_driver,
     part_size,
     split_by_any,
 )
-from pipeexec.imposed import Links, Message, check_links, make_waits
-from pipeexec.streams import Stream
+from pipeexec.devices.streams import Stream
 from pipesim.errors import ArgumentError, SharedSlicesWarning, check_count
 from pipesim.network.network import Network
 
@@ -123,8 +123,8 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
         How many slices.
     link
         Messages between slices take the time that they would take on this network, each pair
-        having links of its own; see `pipeexec.imposed`. With None they are handed over within the
-        GPU's memory, which takes next to no time.
+        having links of its own; see `pipeexec.devices.emulated_links`. With None they are handed
+        over within the GPU's memory, which takes next to no time.
 
     Raises
     ------
