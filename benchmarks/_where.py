@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from pipeexec.channels import Channel
 from pipeexec.devices import transfer
 from pipeexec.devices.streams import CpuEvent, CpuStream, InlineStream
+from pipeexec.distributed.channels import Channel
 from pipeexec.run import Run
 from pipeexec.stage import Stage
 

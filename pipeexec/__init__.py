@@ -3,12 +3,12 @@
 from pipeexec.accumulation import GradientAccumulation
 from pipeexec.devices.linked_workers import Worker, workers
 from pipeexec.devices.slices import Slice, slices
+from pipeexec.distributed.join import join
+from pipeexec.distributed.processes import Processes
 from pipeexec.embedding_stage import EmbeddingStage
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
 from pipeexec.learning_rate import scaled_learning_rate
-from pipeexec.meeting import join
-from pipeexec.processes import Processes
 from pipeexec.profile import Profile, measure, profile
 from pipeexec.recomputing import is_checkpointing, is_recomputing
 from pipeexec.sharded_embedding import ShardedEmbedding

@@ -13,8 +13,14 @@ from torch import nn
 
 from pipeexec.copies import Elsewhere
 from pipeexec.devices.devices import Device, RemoteDevice
-from pipeexec.processes import Processes
-from pipeexec.signatures import Signature, from_json, output_signature, signature, to_json
+from pipeexec.distributed.processes import Processes
+from pipeexec.distributed.signatures import (
+    Signature,
+    from_json,
+    output_signature,
+    signature,
+    to_json,
+)
 from pipeexec.stage import Values
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph

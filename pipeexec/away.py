@@ -8,15 +8,15 @@ from functools import partial
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from pipeexec.channels import Channel, Expected, Route, Sent
 from pipeexec.devices import transfer
 from pipeexec.devices.devices import Device, RemoteDevice, ranks_of
 from pipeexec.devices.streams import InlineStream
-from pipeexec.messages import Content, header
-from pipeexec.processes import Processes
-from pipeexec.recorder import ROOM, TASKS
+from pipeexec.distributed.channels import Channel, Expected, Route, Sent
+from pipeexec.distributed.flight_recorder import ROOM, TASKS
+from pipeexec.distributed.message_headers import Content, header
+from pipeexec.distributed.processes import Processes
+from pipeexec.distributed.signatures import Signature, check_values
 from pipeexec.run import Planned, Run
-from pipeexec.signatures import Signature, check_values
 from pipeexec.stage import Values
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph

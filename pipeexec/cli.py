@@ -18,8 +18,8 @@ from pipeexec.workload import add_workload, integer, workload
 from pipesim.errors import ArgumentError, PipeError, PipeWarning
 
 if TYPE_CHECKING:
+    from pipeexec.distributed.processes import Processes
     from pipeexec.executor import Pipeline
-    from pipeexec.processes import Processes
     from pipeexec.workload import Workload
     from pipesim.costs.costs import Costs
     from pipesim.graph.graph import TaskGraph

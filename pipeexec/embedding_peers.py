@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeexec.channels import Lost
-from pipeexec.processes import Processes
-from pipeexec.recorder import Recorder
+from pipeexec.distributed.channels import Lost
+from pipeexec.distributed.flight_recorder import Recorder
+from pipeexec.distributed.processes import Processes
 from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, PipeError
 
 __all__ = ["Peers"]

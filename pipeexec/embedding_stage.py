@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from pipeexec.distributed.signatures import Entry, Signature
 from pipeexec.key_exchange import Exchange
 from pipeexec.sharded_embedding import ShardedEmbedding
-from pipeexec.signatures import Entry, Signature
 from pipeexec.stage import Held, Seed, Stage, Values
 from pipesim.errors import ArgumentError, ExecutionError, check_type
 from pipesim.graph.graph import TaskGraph

@@ -31,11 +31,15 @@ from pipeexec.away import expected_messages
 from pipeexec.batch_norms import BatchNormCheck
 from pipeexec.batches import Batch, check_batch
 from pipeexec.capture import Captured
-from pipeexec.channels import Expected
 from pipeexec.copies import Elsewhere, check_hooks, follow, placed
 from pipeexec.ddp_stage import check_ddp
 from pipeexec.devices.devices import Device, DeviceLike, RemoteDevice, make_devices, ranks_of
 from pipeexec.devices.thread_settings import autocast
+from pipeexec.distributed.channels import Expected
+from pipeexec.distributed.flight_recorder import ENDED, GRAPH
+from pipeexec.distributed.message_headers import set_step
+from pipeexec.distributed.processes import Processes, guarded
+from pipeexec.distributed.watchdog import Status
 from pipeexec.earlier_gradients import EarlierGradients
 from pipeexec.embedding_stage import (
     EmbeddingStage,
@@ -49,21 +53,17 @@ from pipeexec.finish import Finish
 from pipeexec.gradient_sync import settle
 from pipeexec.hosts import make_hosts
 from pipeexec.loss import Loss, LossFunction
-from pipeexec.messages import set_step
 from pipeexec.meter import Meter
 from pipeexec.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.parts import Part, whole
 from pipeexec.plan import plan
 from pipeexec.preserved import preserved
-from pipeexec.processes import Processes, guarded
-from pipeexec.recorder import ENDED, GRAPH
 from pipeexec.run import Planned, Run
 from pipeexec.shares import Shares
 from pipeexec.stage import Held, Stage, metered
 from pipeexec.step_memory import Bytes, Counted, StepMemory
 from pipeexec.step_result import StepResult, kept_losses, unread_result
 from pipeexec.versions import Versions
-from pipeexec.watch import Status
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -168,7 +168,8 @@ class Pipeline:
     thread other than autocast. Of several processes each has one host.
 
     With several processes, a stage's shapes are found before the first step (see
-    `pipeexec.signatures`) and hold for all steps. Messages carry a header that is checked.
+    `pipeexec.distributed.signatures`) and hold for all steps. Messages carry a header that is
+    checked.
 
     Random numbers (dropout) are drawn per step, stage and micro-batch, starting from
     ``torch.initial_seed()``: after the same `torch.manual_seed`, every schedule and recompute mode
@@ -670,7 +671,7 @@ class Pipeline:
     def clocks(self) -> tuple[dict[str, float], ...]:
         """Return how each process's clock stands to rank 0's; all must call this.
 
-        See `pipeexec.process_clock.Alignment`; empty for one process.
+        See `pipeexec.distributed.process_clock.Alignment`; empty for one process.
         """
         if self.processes is None:
             return ()

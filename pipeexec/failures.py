@@ -7,12 +7,12 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.channels import Lost
-from pipeexec.messages import Mismatch
+from pipeexec.distributed.channels import Lost
+from pipeexec.distributed.message_headers import Mismatch
+from pipeexec.distributed.processes import Processes
+from pipeexec.distributed.watchdog import Failure, Status
 from pipeexec.parts import Part, whole
-from pipeexec.processes import Processes
 from pipeexec.run import Run, place
-from pipeexec.watch import Failure, Status
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op

@@ -19,7 +19,7 @@ from time import perf_counter, sleep
 import numpy as np
 
 from pipeexec.devices.streams import CpuEvent
-from pipeexec.processes import Processes
+from pipeexec.distributed.processes import Processes
 from pipeexec.run import Planned, Run
 from pipesim.errors import AccuracyWarning
 from pipesim.graph.graph import TaskGraph

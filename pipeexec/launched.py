@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeexec.channels import Lost
-from pipeexec.launch import LaunchError
-from pipeexec.meeting import join
-from pipeexec.processes import Processes
-from pipeexec.roll_call import AbsentError
+from pipeexec.distributed.channels import Lost
+from pipeexec.distributed.join import join
+from pipeexec.distributed.launch_environment import LaunchError
+from pipeexec.distributed.processes import Processes
+from pipeexec.distributed.roll_call import AbsentError
 from pipesim.errors import ExecutionError, PipeError
 from pipesim.timeline.timeline import Timeline
 

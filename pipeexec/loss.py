@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipeexec.distributed.processes import Processes
 from pipeexec.loss_check import Difference, LossCheck
-from pipeexec.processes import Processes
 from pipeexec.shares import Shares
 from pipesim.errors import ExecutionError, check_function, check_name, number
 

@@ -9,8 +9,8 @@ import numpy as np
 from pipeexec.away import connected
 from pipeexec.devices.devices import Device, RemoteDevice
 from pipeexec.devices.slices import Slice
+from pipeexec.distributed.processes import Processes
 from pipeexec.gradient_sync import Work, handing_over, marking
-from pipeexec.processes import Processes
 from pipeexec.run import Planned
 from pipeexec.shares import Shares
 from pipeexec.stage import Stage

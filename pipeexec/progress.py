@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from pipeexec.devices.streams import Event
-from pipeexec.watch import Failure, Head, Status, stalled
+from pipeexec.distributed.watchdog import Failure, Head, Status, stalled
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
 

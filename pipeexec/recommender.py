@@ -31,10 +31,10 @@ from pipeexec.criteo import (
     scaled_rows,
 )
 from pipeexec.devices.host_memory import check_tensors
+from pipeexec.distributed.processes import Processes
 from pipeexec.embedding_stage import EmbeddingStage
 from pipeexec.kernels import Kernel, Roofline
 from pipeexec.layer_costs import layer_costs
-from pipeexec.processes import Processes
 from pipeexec.sharded_embedding import ShardedEmbedding
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count

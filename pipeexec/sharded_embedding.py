@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from pipeexec.accumulated_gradients import AccumulatedGradients
 from pipeexec.devices.host_memory import check_tensors
+from pipeexec.distributed.processes import Processes
 from pipeexec.embedding_arguments import (
     Whole,
     check_device,
@@ -24,7 +25,6 @@ from pipeexec.embedding_arguments import (
 from pipeexec.embedding_peers import Peers
 from pipeexec.embedding_rows import Layout
 from pipeexec.key_exchange import Exchange, Terms
-from pipeexec.processes import Processes
 from pipesim.costs.keys import Keys
 from pipesim.costs.row_placement import PLACEMENTS
 from pipesim.errors import (

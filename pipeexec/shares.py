@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeexec.devices.devices import Device, RemoteDevice
-from pipeexec.processes import Processes
+from pipeexec.distributed.processes import Processes
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op

@@ -11,8 +11,8 @@ import numpy as np
 
 from pipeexec.batches import Batch
 from pipeexec.devices.host_memory import check_results
+from pipeexec.distributed.processes import guarded
 from pipeexec.executor import Pipeline, StepResult
-from pipeexec.processes import guarded
 from pipeexec.run_directory import command, write_directory
 from pipesim.analysis.compare import Comparison
 from pipesim.costs.costs import Costs
@@ -35,7 +35,8 @@ class Training:
     predicted
         From the costs that were given, or None.
     clocks
-        How each process's clock stands to rank 0's; see `pipeexec.process_clock.Alignment`.
+        How each process's clock stands to rank 0's; see
+        `pipeexec.distributed.process_clock.Alignment`.
     notes
         What measured times mean that is not plain, such as imposed links.
     """

@@ -20,6 +20,7 @@ from pipeexec.accuracy import Repeat, Step, op_errors, parts_of_steps
 from pipeexec.batches import Batch
 from pipeexec.devices.devices import DeviceLike
 from pipeexec.devices.host_memory import check_results
+from pipeexec.distributed.processes import Processes, guarded
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
 from pipeexec.gpipe_validation import (
@@ -31,7 +32,6 @@ from pipeexec.gpipe_validation import (
 )
 from pipeexec.loss import Loss
 from pipeexec.optimizers import OptimizerFactory
-from pipeexec.processes import Processes, guarded
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.validation import Row, Validation, check_rows
 from pipesim.analysis.measured_costs import output_bytes

@@ -118,8 +118,8 @@ class Validation:
 
     Of several repeats, those of the last. ``profile`` is None where costs were given, and for run
     directories of older versions. ``clocks`` says how each process's stands to rank 0's (see
-    `pipeexec.process_clock.Alignment`), and ``notes`` what measured times mean that is not plain,
-    such as imposed links.
+    `pipeexec.distributed.process_clock.Alignment`), and ``notes`` what measured times mean that is
+    not plain, such as imposed links.
     """
 
     rows: dict[str, Row]

@@ -12,8 +12,8 @@ from torch.distributed import (
     get_rank,
 )
 
-from pipeexec.channels import Lost
 from pipeexec.devices import transfer
+from pipeexec.distributed.channels import Lost
 from pipeexec.embedding_stage import ShardedStage
 from pipeexec.gradient_sync import reduce_gradients, settle
 from pipeexec.run import Planned, Run

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeexec.devices.devices import DeviceLike
+    from pipeexec.distributed.processes import Processes
     from pipeexec.loss import Loss
-    from pipeexec.processes import Processes
     from pipesim.graph.graph import TaskGraph
     from pipesim.scheduling.registry import ScheduleInfo
 

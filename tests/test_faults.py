@@ -35,7 +35,7 @@ from test_process_errors import make
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.recorder import Recorder
+from pipeexec.distributed.flight_recorder import Recorder
 from pipesim.errors import ArgumentError, ExecutionError
 
 #: What goes wrong, and what the error says beside the rank, the device, the stage and the task.

@@ -13,8 +13,8 @@ from ranks import Ranks
 from torch import Tensor
 
 import pipeexec as px
-from pipeexec.channels import Channel, Expected, Lost, Route
-from pipeexec.messages import (
+from pipeexec.distributed.channels import Channel, Expected, Lost, Route
+from pipeexec.distributed.message_headers import (
     _DTYPES,
     Content,
     Mismatch,
@@ -24,8 +24,8 @@ from pipeexec.messages import (
     header,
     marked,
 )
-from pipeexec.nccl import NcclChannel
-from pipeexec.signatures import Entry, Signature, signature
+from pipeexec.distributed.nccl_channel import NcclChannel
+from pipeexec.distributed.signatures import Entry, Signature, signature
 from pipesim.ops import Op
 
 CONTENT = Content(3, Op.SEND_B, 2, 5, 0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ranks import Ranks
 
 import pipeexec as px
-from pipeexec.process_clock import _MOST_SAMPLES, ProcessClock
+from pipeexec.distributed.process_clock import _MOST_SAMPLES, ProcessClock
 
 seeds = st.integers(0, 1 << 16)
 

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.devices import CudaDevice
-from pipeexec.launch import Launch
-from pipeexec.roll_call import roll_call
-from pipeexec.store import listening_address
-from pipeexec.watch import Failure
+from pipeexec.distributed.launch_environment import Launch
+from pipeexec.distributed.roll_call import roll_call
+from pipeexec.distributed.store import listening_address
+from pipeexec.distributed.watchdog import Failure
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 #: Seconds in which every process must have ended; the timeout is longer.
@@ -625,7 +625,7 @@ def apart(processes: px.Processes, uuids: list[list[str]]) -> list[str]:
     """Return the names of all devices, of GPUs with these UUIDs in each process."""
     own = uuids[processes.rank]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeexec.processes.uuid_of", lambda device: own[device.index])
+        patch.setattr("pipeexec.distributed.processes.uuid_of", lambda device: own[device.index])
         devices = [CudaDevice(torch.device("cuda", k)) for k in range(len(own))]
         return [device.name for device in processes.spread(devices)]
 

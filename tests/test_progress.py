@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import pipesim as ps
 from pipeexec.devices.streams import CpuEvent
+from pipeexec.distributed.watchdog import Failure, Head, Status, stalled
 from pipeexec.progress import Progress, StepHeads
-from pipeexec.watch import Failure, Head, Status, stalled
 from pipesim.errors import ExecutionError, StallError
 from pipesim.timeline.timeline import Timeline
 

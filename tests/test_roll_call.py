@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from pipeexec.launch import Launch
-from pipeexec.roll_call import Present, roll_call
+from pipeexec.distributed.launch_environment import Launch
+from pipeexec.distributed.roll_call import Present, roll_call
 from pipesim.errors import ArgumentError
 
 LAUNCH = Launch(1, 2, None, None, "localhost", 29500, False, 0)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeexec.messages import _DTYPES
-from pipeexec.signatures import (
+from pipeexec.distributed.message_headers import _DTYPES
+from pipeexec.distributed.signatures import (
     Entry,
     Signature,
     check_values,
@@ -145,7 +145,7 @@ def test_whatever_differs_from_what_was_agreed_is_refused(of: Signature, other: 
 
 
 def test_autocast_changes_the_type_of_an_output() -> None:
-    """Of tensors without data it is not known; see `pipeexec.signatures`."""
+    """Of tensors without data it is not known; see `pipeexec.distributed.signatures`."""
     with torch.autocast("cpu", torch.bfloat16):
         found = output_signature(nn.Linear(8, 3), GIVEN, CPU, 0)
     assert found == (Entry((4, 3), torch.bfloat16),)

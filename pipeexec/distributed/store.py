@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from pipeexec.launch import Launch
+from pipeexec.distributed.launch_environment import Launch
 from pipesim.errors import ExecutionError
 
 __all__ = ["UnreachableError", "gloo_on_loopback", "listening_address", "machine", "open_store"]

@@ -1,7 +1,7 @@
 """Headers of messages between processes: what a message is, and what its tensors are.
 
 The layout of a header follows from the shapes that were agreed on before the first step
-(`pipeexec.signatures`), so that both ends know how long it is.
+(`pipeexec.distributed.signatures`), so that both ends know how long it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeexec.devices.devices import Values
-from pipeexec.signatures import Signature
+from pipeexec.distributed.signatures import Signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 

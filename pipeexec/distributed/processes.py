@@ -1,7 +1,8 @@
 """`Processes`: the processes that share a pipeline, and what they tell each other beside messages.
 
 Everything here goes through torch's key-value store, as JSON or plain bytes: it answers while a
-process group waits for a peer that will never come. Tensors go by `pipeexec.messages`.
+process group waits for a peer that will never come. Tensors go by
+`pipeexec.distributed.message_headers`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from pipeexec.channels import Channel, Lost, Route
 from pipeexec.devices.devices import Device, RemoteDevice
-from pipeexec.distinct_gpus import check_distinct, uuid_of
-from pipeexec.nccl import NcclChannel
-from pipeexec.process_clock import ProcessClock
-from pipeexec.recorder import Recorder
-from pipeexec.store import gloo_on_loopback
-from pipeexec.watch import Failure, Watch
+from pipeexec.distributed.channels import Channel, Lost, Route
+from pipeexec.distributed.distinct_gpus import check_distinct, uuid_of
+from pipeexec.distributed.flight_recorder import Recorder
+from pipeexec.distributed.nccl_channel import NcclChannel
+from pipeexec.distributed.process_clock import ProcessClock
+from pipeexec.distributed.store import gloo_on_loopback
+from pipeexec.distributed.watchdog import Failure, Watch
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from pipeexec.launch import Launch
-from pipeexec.processes import Processes
-from pipeexec.roll_call import AbsentError, Present, roll_call
-from pipeexec.store import UnreachableError, gloo_on_loopback, open_store
+from pipeexec.distributed.launch_environment import Launch
+from pipeexec.distributed.processes import Processes
+from pipeexec.distributed.roll_call import AbsentError, Present, roll_call
+from pipeexec.distributed.store import UnreachableError, gloo_on_loopback, open_store
 from pipesim.errors import ArgumentError, ExecutionError, PipeError, number
 
 __all__ = ["join"]

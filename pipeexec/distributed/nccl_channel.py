@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeexec.channels import Asked, Channel, Expected, Lost, Route, Sent, real
 from pipeexec.devices.devices import Values
-from pipeexec.messages import marked
+from pipeexec.distributed.channels import Asked, Channel, Expected, Lost, Route, Sent, real
+from pipeexec.distributed.message_headers import marked
 
 __all__ = ["NcclChannel"]
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeexec.devices.devices import Values
-from pipeexec.messages import are_there, check, marked
-from pipeexec.signatures import Signature
+from pipeexec.distributed.message_headers import are_there, check, marked
+from pipeexec.distributed.signatures import Signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeexec.channels import Lost
+from pipeexec.distributed.channels import Lost
 
 __all__ = ["Alignment", "ProcessClock"]
 

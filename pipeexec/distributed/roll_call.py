@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
-from pipeexec.launch import Launch
-from pipeexec.store import machine
+from pipeexec.distributed.launch_environment import Launch
+from pipeexec.distributed.store import machine
 from pipesim.errors import ArgumentError, ExecutionError
 
 __all__ = ["AbsentError", "Present", "roll_call"]
