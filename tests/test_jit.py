@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +21,10 @@ from pipesim.utils.jit import PLAIN_ELEMENTS_UNCACHED, Kernel, kernel
 
 def _twice(x: float) -> float:
     return 2 * x
+
+
+def _scaled(columns: Columns, k: int) -> float:
+    return columns.scale * columns.values[k] * columns.factors[k]
 
 
 def doubled() -> Kernel[..., Any]:
@@ -70,6 +74,56 @@ def test_numbers_do_not_count() -> None:
 
     assert [triple(10**6) for _ in range(3)] == [3 * 10**6] * 3
     assert triple._compiled is None
+
+
+class Columns(NamedTuple):
+    """An argument of arrays and a number."""
+
+    values: np.ndarray
+    factors: np.ndarray
+    scale: float
+
+
+class Swapped(NamedTuple):
+    """The fields of `Columns` in another order, of the same types."""
+
+    factors: np.ndarray
+    values: np.ndarray
+    scale: float
+
+
+def test_arrays_of_a_named_tuple_count() -> None:
+    """A kernel that takes its columns as one argument is compiled as early as any other."""
+
+    @kernel(_scaled)
+    def total(columns: Columns) -> float:
+        result = 0.0
+        for k in range(len(columns.values)):
+            result += _scaled(columns, k)
+        return result
+
+    few, many = np.ones(3), np.ones(PLAIN_ELEMENTS_UNCACHED + 1)
+    assert total(Columns(few, few, 2.0)) == 6
+    assert total._compiled is None
+    assert total(Columns(many, many, 2.0)) == 2 * len(many)
+    assert is_compiled(total)
+    assert total(Columns(few, few, 3.0)) == 9
+
+
+def test_the_name_in_the_cache_tells_the_order_of_fields() -> None:
+    """Compiled code reads fields by position; numba's cache compares their types alone."""
+
+    def first(columns: Columns) -> float:
+        return float(columns.values[0])
+
+    def other(columns: Swapped) -> float:
+        return float(columns.values[0])
+
+    kernels = [kernel()(function) for function in (first, other)]
+    for each in kernels:
+        each.compile()
+    stamps = [each.function.__qualname__.rpartition("_")[2] for each in kernels]
+    assert stamps[0] != stamps[1]
 
 
 def test_on_request() -> None:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class Kernel(Generic[P, T]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run, as Python or compiled."""
         if self._compiled is None:
-            self._seen += max((x.size for x in args if isinstance(x, np.ndarray)), default=0)
+            self._seen += max(map(_largest, args), default=0)
             if self._seen <= PLAIN_ELEMENTS or (
                 self._seen <= PLAIN_ELEMENTS_UNCACHED and not self.cached
             ):
@@ -113,16 +113,41 @@ class Kernel(Generic[P, T]):
         if numba is None:
             self._compiled = self.function
             return
-        elsewhere = {h.__code__.co_filename for h in self.helpers} - {
-            self.function.__code__.co_filename
-        }
-        if elsewhere:  # numba's cache knows when the kernel's file has changed, but not these
-            stamps = [os.stat(path).st_mtime_ns for path in sorted(elsewhere)]
+        stamps = [*self._file_stamps(), *_layouts(self.function)]
+        if stamps:
             stamp = f"{zlib.crc32(repr(stamps).encode()):08x}"
             self.function.__qualname__ = f"{self._qualname}_{stamp}"
         for helper in self.helpers:
             numba.extending.register_jitable(helper)
         self._compiled = _jitted(self.function, numba)
+
+    def _file_stamps(self) -> list[int]:
+        """Return the times of the helpers' other files (ns).
+
+        numba's cache checks the kernel's own file alone.
+        """
+        files = {helper.__code__.co_filename for helper in self.helpers}
+        other_files = sorted(files - {self.function.__code__.co_filename})
+        return [os.stat(path).st_mtime_ns for path in other_files]
+
+
+def _largest(value: object) -> int:
+    """Return the number of elements of the largest array in an argument; 0 without one."""
+    if isinstance(value, np.ndarray):
+        return value.size
+    if isinstance(value, tuple):
+        return max(map(_largest, value), default=0)
+    return 0
+
+
+def _layouts(function: Callable[..., object]) -> list[tuple[str, ...]]:
+    """Return the field names of each NamedTuple among a function's parameters.
+
+    Compiled code reads fields by position. numba's cache knows their types but not their order.
+    """
+    hints = get_type_hints(function)
+    fields = [getattr(hints[name], "_fields", ()) for name in sorted(hints)]
+    return [names for names in fields if names]
 
 
 def kernel(
