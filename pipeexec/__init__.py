@@ -1,6 +1,9 @@
 """Run the task graphs of pipesim on real devices, and compare what they take with what was said."""
 
-from pipeexec.accumulation import GradientAccumulation
+from pipeexec.data_parallel.accumulation import GradientAccumulation
+from pipeexec.data_parallel.learning_rate import scaled_learning_rate
+from pipeexec.data_parallel.sync_lint.report import sync_report
+from pipeexec.data_parallel.sync_lint.watch_sync import watch_sync
 from pipeexec.devices.linked_workers import Worker, workers
 from pipeexec.devices.slices import Slice, slices
 from pipeexec.distributed.join import join
@@ -8,15 +11,12 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.embedding_stage import EmbeddingStage
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
-from pipeexec.learning_rate import scaled_learning_rate
 from pipeexec.profile import Profile, measure, profile
 from pipeexec.recomputing import is_checkpointing, is_recomputing
 from pipeexec.sharded_embedding import ShardedEmbedding
-from pipeexec.sync_trace import sync_report
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
 from pipeexec.validation import Validation, load_run
-from pipeexec.watch_sync import watch_sync
 
 __all__ = [
     "EmbeddingStage",

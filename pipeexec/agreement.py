@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from pipeexec.copies import Elsewhere
+from pipeexec.data_parallel.stage_replicas import Elsewhere
 from pipeexec.devices.devices import Device, RemoteDevice
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import (

@@ -33,7 +33,7 @@ from pipeexec.capturable import (
     check_state,
     imprint,
 )
-from pipeexec.copies import follow
+from pipeexec.data_parallel.stage_replicas import follow
 from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.devices.devices import Device
 from pipeexec.run import Planned, Run

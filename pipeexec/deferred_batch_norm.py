@@ -26,7 +26,8 @@ class DeferredBatchNorm(_BatchNorm):
         Micro-batches of a mini-batch.
     """
 
-    #: It was chosen for micro-batches: `pipeexec.batch_norms.BatchNormCheck` does not warn of it.
+    #: It was chosen for micro-batches: `pipeexec.data_parallel.batch_norms.BatchNormCheck` does not
+    #: warn of it.
     is_deferred = True
     sum: Tensor
     sum_squares: Tensor

@@ -28,11 +28,11 @@ from pipeexec.agreement import (
 )
 from pipeexec.allocated import Allocated, sampled
 from pipeexec.away import expected_messages
-from pipeexec.batch_norms import BatchNormCheck
 from pipeexec.batches import Batch, check_batch
 from pipeexec.capture import Captured
-from pipeexec.copies import Elsewhere, check_hooks, follow, placed
-from pipeexec.ddp_stage import check_ddp
+from pipeexec.data_parallel.batch_norms import BatchNormCheck
+from pipeexec.data_parallel.ddp_stage import check_ddp
+from pipeexec.data_parallel.stage_replicas import Elsewhere, check_hooks, follow, placed
 from pipeexec.devices.devices import Device, DeviceLike, RemoteDevice, make_devices, ranks_of
 from pipeexec.devices.thread_settings import autocast
 from pipeexec.distributed.channels import Expected

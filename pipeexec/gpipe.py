@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.backward_order import Task, undirected
-from pipeexec.batch_norms import BatchNormCheck
 from pipeexec.batches import Batch
+from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices.devices import make_devices
 from pipeexec.gpipe_arguments import (

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pipeexec.data_parallel.gradient_reduction import summed
 from pipeexec.earlier_gradients import added
-from pipeexec.reduction import summed
 from pipeexec.run import Planned, Run
 from pipesim.errors import ExecutionError
 

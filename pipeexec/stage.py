@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
-from pipeexec.ddp_stage import ddp_stage
+from pipeexec.data_parallel.ddp_stage import ddp_stage
 from pipeexec.deferred import Deferred
 from pipeexec.devices.devices import Values
 from pipeexec.devices.thread_settings import Casts
@@ -112,7 +112,7 @@ class Stage:
     Raises
     ------
     ArgumentError
-        For DistributedDataParallel that cannot be a stage; see `pipeexec.ddp_stage`.
+        For DistributedDataParallel that cannot be a stage; see `pipeexec.data_parallel.ddp_stage`.
     """
 
     def __init__(

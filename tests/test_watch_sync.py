@@ -23,7 +23,7 @@ from torch.profiler import profile
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.sync_rules import CLEAR, STEP, Call, MicroStep, SyncReport, judge
+from pipeexec.data_parallel.sync_lint.rules import CLEAR, STEP, Call, MicroStep, SyncReport, judge
 from pipesim.errors import ArgumentError, ExecutionError, TimelineError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))

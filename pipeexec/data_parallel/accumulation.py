@@ -13,9 +13,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from pipeexec.accumulation_replicas import Replicas, scale_gradients
-from pipeexec.accumulation_state import check_state, named_parameters, restore_gradients, state_of
-from pipeexec.batch_norms import BatchNormCheck
+from pipeexec.data_parallel.accumulation_replicas import Replicas, scale_gradients
+from pipeexec.data_parallel.accumulation_state import (
+    check_state,
+    named_parameters,
+    restore_gradients,
+    state_of,
+)
+from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeexec.ddp import ddp_of, synchronize
+from pipeexec.data_parallel.ddp import ddp_of, synchronize
 from pipesim.errors import ArgumentError
 
 __all__ = ["DdpStage", "check_ddp", "ddp_stage"]

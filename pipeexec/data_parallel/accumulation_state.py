@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeexec.accumulation_replicas import Replicas
+from pipeexec.data_parallel.accumulation_replicas import Replicas
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_count, check_list
 
 __all__ = ["check_state", "named_parameters", "restore_gradients", "state_of"]

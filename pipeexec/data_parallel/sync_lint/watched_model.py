@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeexec.moments import Moment
-from pipeexec.sync_rules import CLEAR, STEP, Call, History, MicroStep
+from pipeexec.data_parallel.sync_lint.device_times import Moment
+from pipeexec.data_parallel.sync_lint.rules import CLEAR, STEP, Call, History, MicroStep
 
 __all__ = ["Backward", "Timed", "Watched"]
 

@@ -12,7 +12,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeexec.sync_rules import CLEAR, STEP, Call, Finding, MicroStep, SyncReport, judge
+from pipeexec.data_parallel.sync_lint.rules import (
+    CLEAR,
+    STEP,
+    Call,
+    Finding,
+    MicroStep,
+    SyncReport,
+    judge,
+)
 from pipesim.errors import ArgumentTypeError, TimelineError, number
 from pipesim.ops import COMPUTE, Op
 from pipesim.timeline.timeline import Timeline

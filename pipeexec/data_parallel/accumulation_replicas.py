@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeexec.ddp import ddp_of, synchronize
+from pipeexec.data_parallel.ddp import ddp_of, synchronize
 
 __all__ = ["Replicas", "scale_gradients"]
 

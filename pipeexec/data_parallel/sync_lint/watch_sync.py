@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pipeexec.collective_hook import AllReduce, noticed
-from pipeexec.ddp import is_synchronizing
-from pipeexec.moments import moments
-from pipeexec.sync_rules import SyncReport, judge
-from pipeexec.watched_model import Backward, Timed, Watched
+from pipeexec.data_parallel.ddp import is_synchronizing
+from pipeexec.data_parallel.sync_lint.collective_hook import AllReduce, noticed
+from pipeexec.data_parallel.sync_lint.device_times import moments
+from pipeexec.data_parallel.sync_lint.rules import SyncReport, judge
+from pipeexec.data_parallel.sync_lint.watched_model import Backward, Timed, Watched
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_type
 
 __all__ = ["SyncWatch", "watch_sync"]
@@ -120,7 +120,7 @@ class SyncWatch:
         self._last: Watched | None = None  # the model of the latest gradient
 
     def report(self) -> SyncReport:
-        """Return the report on what has happened so far; see `pipeexec.sync_rules.SyncReport`."""
+        """Return the report on what has happened so far."""
         histories = {x.name: x.with_calls() for x in self._watched.values()}
         alone = [x.name for x in self._watched.values() if x.n_processes == 1 and x.history]
         notes = []

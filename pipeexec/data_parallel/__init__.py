@@ -1,0 +1,8 @@
+"""Replicas: reduction of gradients, gradient accumulation, and its linter."""
+
+from pipeexec.data_parallel.accumulation import GradientAccumulation
+from pipeexec.data_parallel.learning_rate import scaled_learning_rate
+from pipeexec.data_parallel.sync_lint.report import sync_report
+from pipeexec.data_parallel.sync_lint.watch_sync import watch_sync
+
+__all__ = ["GradientAccumulation", "scaled_learning_rate", "sync_report", "watch_sync"]

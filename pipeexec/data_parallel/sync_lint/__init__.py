@@ -1,0 +1,1 @@
+"""Lint gradient synchronization: watch a training loop, or read a trace of one."""
