@@ -15,7 +15,7 @@ from pipeexec.devices import transfer
 from pipeexec.devices.streams import CpuEvent, CpuStream, InlineStream
 from pipeexec.distributed.channels import Channel
 from pipeexec.run import Run
-from pipeexec.stage import Stage
+from pipeexec.stages.stage import Stage
 
 #: What is timed: whose function, and the part of the time that it is.
 PARTS: Sequence[tuple[Any, str, str]] = [

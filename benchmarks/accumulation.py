@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.meter import Meter
 from pipeexec.models import build_model
+from pipeexec.stages.activation_bytes import Meter
 from pipesim.errors import PipeWarning
 
 SAMPLES, MICROBATCHES = 32, (1, 2, 4, 8, 16, 32)

@@ -29,9 +29,9 @@ from _machine import ROOT, header, number, publish, table
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from pipeexec.meter import Meter
 from pipeexec.models import convnet, gpt
-from pipeexec.stage import Held, Stage
+from pipeexec.stages.activation_bytes import Meter
+from pipeexec.stages.stage import Held, Stage
 
 COLUMNS = ("stage", "F", "F split", "B", "I", "W", "(I+W)/B", "torch", "after F", "I", "W")
 OUT = ROOT / "results" / "benchmarks" / "split_backward.txt"

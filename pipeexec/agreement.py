@@ -21,7 +21,7 @@ from pipeexec.distributed.signatures import (
     signature,
     to_json,
 )
-from pipeexec.stage import Values
+from pipeexec.stages.stage import Values
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify

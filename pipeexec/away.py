@@ -17,7 +17,7 @@ from pipeexec.distributed.message_headers import Content, header
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import Signature, check_values
 from pipeexec.run import Planned, Run
-from pipeexec.stage import Values
+from pipeexec.stages.stage import Values
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op

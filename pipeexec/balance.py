@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeexec.batches import Batch
-from pipeexec.meter import Meter
 from pipeexec.one_by_one import ends, one_by_one
+from pipeexec.stages.activation_bytes import Meter
+from pipeexec.stages.batches import Batch
 from pipesim.errors import ArgumentError, check_count
 
 __all__ = ["balance_by_size", "balance_by_time", "balance_costs"]

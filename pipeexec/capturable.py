@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.devices.devices import Device
-from pipeexec.stage import Stage
+from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 

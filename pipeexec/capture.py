@@ -24,7 +24,6 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from pipeexec.batches import Batch
 from pipeexec.capturable import (
     Imprint,
     Optimizers,
@@ -37,7 +36,8 @@ from pipeexec.data_parallel.stage_replicas import follow
 from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.devices.devices import Device
 from pipeexec.run import Planned, Run
-from pipeexec.stage import Stage
+from pipeexec.stages.batches import Batch
+from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 

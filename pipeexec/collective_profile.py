@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeexec.shares import Shares
+from pipeexec.stages.batch_shares import Shares
 from pipesim.analysis.measured_collectives import measured_collectives
 from pipesim.costs.collective_costs import Buckets
 from pipesim.errors import ArgumentError

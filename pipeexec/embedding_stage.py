@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeexec.distributed.signatures import Entry, Signature
 from pipeexec.key_exchange import Exchange
 from pipeexec.sharded_embedding import ShardedEmbedding
-from pipeexec.stage import Held, Seed, Stage, Values
+from pipeexec.stages.stage import Held, Seed, Stage, Values
 from pipesim.errors import ArgumentError, ExecutionError, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import EXCHANGES, Op

@@ -28,7 +28,6 @@ from pipeexec.agreement import (
 )
 from pipeexec.allocated import Allocated, sampled
 from pipeexec.away import expected_messages
-from pipeexec.batches import Batch, check_batch
 from pipeexec.capture import Captured
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.data_parallel.ddp_stage import check_ddp
@@ -40,7 +39,6 @@ from pipeexec.distributed.flight_recorder import ENDED, GRAPH
 from pipeexec.distributed.message_headers import set_step
 from pipeexec.distributed.processes import Processes, guarded
 from pipeexec.distributed.watchdog import Status
-from pipeexec.earlier_gradients import EarlierGradients
 from pipeexec.embedding_stage import (
     EmbeddingStage,
     ShardedStage,
@@ -52,18 +50,20 @@ from pipeexec.failures import last_of, raise_failure
 from pipeexec.finish import Finish
 from pipeexec.gradient_sync import settle
 from pipeexec.hosts import make_hosts
-from pipeexec.loss import Loss, LossFunction
-from pipeexec.meter import Meter
-from pipeexec.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.parts import Part, whole
 from pipeexec.plan import plan
-from pipeexec.preserved import preserved
 from pipeexec.run import Planned, Run
-from pipeexec.shares import Shares
-from pipeexec.stage import Held, Stage, metered
+from pipeexec.stages.activation_bytes import Meter
+from pipeexec.stages.batch_shares import Shares
+from pipeexec.stages.batches import Batch, check_batch
+from pipeexec.stages.earlier_gradients import EarlierGradients
+from pipeexec.stages.loss import Loss, LossFunction
+from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
+from pipeexec.stages.restore import preserved
+from pipeexec.stages.stage import Held, Stage, metered
+from pipeexec.stages.weight_versions import Versions
 from pipeexec.step_memory import Bytes, Counted, StepMemory
 from pipeexec.step_result import StepResult, kept_losses, unread_result
-from pipeexec.versions import Versions
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,

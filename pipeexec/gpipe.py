@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.backward_order import Task, undirected
-from pipeexec.batches import Batch
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices.devices import make_devices
@@ -31,12 +30,13 @@ from pipeexec.gpipe_arguments import (
 from pipeexec.gpipe_call import CALLER, COMPUTE, WORTH_A_THREAD, Call
 from pipeexec.gpipe_timeline import graph_of, of_partitions, timeline_of
 from pipeexec.gpipe_work import Machine, Work
-from pipeexec.meter import Meter
 from pipeexec.partition import Partition, skips_across
-from pipeexec.randomness import next_seed, use_seed
 from pipeexec.routes import routes, ways
 from pipeexec.skip import verify_skippables
-from pipeexec.stage import Held, Stage, metered
+from pipeexec.stages.activation_bytes import Meter
+from pipeexec.stages.batches import Batch
+from pipeexec.stages.random_numbers import next_seed, use_seed
+from pipeexec.stages.stage import Held, Stage, metered
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from pipeexec.batches import check_dense
 from pipeexec.devices.devices import CpuDevice, CudaDevice, parse
+from pipeexec.stages.batches import check_dense
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,

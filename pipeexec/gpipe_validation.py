@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec.batches import Batch
-from pipeexec.changed import changed
 from pipeexec.gpipe import GPipe
-from pipeexec.loss import Loss, combined
-from pipeexec.preserved import preserved
+from pipeexec.stages.batches import Batch
+from pipeexec.stages.changed import changed
+from pipeexec.stages.loss import Loss, combined
+from pipeexec.stages.restore import preserved
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
 from pipesim.network.network import Network

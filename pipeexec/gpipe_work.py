@@ -19,11 +19,11 @@ from pipeexec.devices.streams import Stream
 from pipeexec.devices.thread_settings import thread_settings
 from pipeexec.message_lanes import Lane
 from pipeexec.partition import Form, Partition
-from pipeexec.randomness import default_state, set_default_state, task_seed
 from pipeexec.recomputing import checkpointing, recomputing
 from pipeexec.routes import Ways
 from pipeexec.skip import Key
-from pipeexec.stage import Stage
+from pipeexec.stages.random_numbers import default_state, set_default_state, task_seed
+from pipeexec.stages.stage import Stage
 from pipesim.ops import Op
 from pipesim.scheduling.schedule import Schedule
 

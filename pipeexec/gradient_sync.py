@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.data_parallel.gradient_reduction import summed
-from pipeexec.earlier_gradients import added
 from pipeexec.run import Planned, Run
+from pipeexec.stages.earlier_gradients import added
 from pipesim.errors import ExecutionError
 
 __all__ = [

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec.batches import Batch
 from pipeexec.kernels import Kernel, Kernels, Roofline
 from pipeexec.one_by_one import CutShelf, ends, one_by_one
 from pipeexec.skip import Key, Skippable
+from pipeexec.stages.batches import Batch
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import checked_split
 from pipesim.models.layers import Layers

@@ -12,8 +12,8 @@ from pipeexec.devices.slices import Slice
 from pipeexec.distributed.processes import Processes
 from pipeexec.gradient_sync import Work, handing_over, marking
 from pipeexec.run import Planned
-from pipeexec.shares import Shares
-from pipeexec.stage import Stage
+from pipeexec.stages.batch_shares import Shares
+from pipeexec.stages.stage import Stage
 from pipeexec.work import WORK
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeexec.batches import Batch, split_batches
 from pipeexec.collective_profile import (
     base_placement,
     check_exchanges,
@@ -45,6 +44,7 @@ from pipeexec.profile_files import (
     shares_of,
 )
 from pipeexec.run_directory import checked_record, command, read_record, write_directory
+from pipeexec.stages.batches import Batch, split_batches
 from pipesim.analysis.measured_costs import output_bytes, stage_seconds
 from pipesim.costs.collective_costs import Buckets
 from pipesim.costs.costs import DURATION_OF, Costs

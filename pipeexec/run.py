@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeexec.batches import Batch, moved, split_batches
 from pipeexec.devices import clocks
 from pipeexec.devices.devices import Device, RemoteDevice, ranks_of
 from pipeexec.devices.streams import CpuEvent, Event, Stream
@@ -21,14 +20,15 @@ from pipeexec.distributed.channels import Asked, Channel, Expected
 from pipeexec.distributed.flight_recorder import BEGUN, ENDED
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.watchdog import Failure, Status
-from pipeexec.earlier_gradients import EarlierGradients
-from pipeexec.loss import LossFunction, StepLoss
 from pipeexec.parts import Part
 from pipeexec.progress import Progress, StepHeads
-from pipeexec.randomness import task_seed
 from pipeexec.readings import Milestone, Readings
-from pipeexec.shares import Shares
-from pipeexec.stage import Stage, Values
+from pipeexec.stages.batch_shares import Shares
+from pipeexec.stages.batches import Batch, moved, split_batches
+from pipeexec.stages.earlier_gradients import EarlierGradients
+from pipeexec.stages.loss import LossFunction, StepLoss
+from pipeexec.stages.random_numbers import task_seed
+from pipeexec.stages.stage import Stage, Values
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 

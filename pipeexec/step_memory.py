@@ -1,9 +1,9 @@
 """Activations, gradients and buffers of a step, counted task by task, on any device.
 
 Each task's bytes are put at the time at which it ran: what it took at its start, what it gave back
-at its end, as in rule 10 of docs/time.md. Activations are counted by `pipeexec.meter`. A gradient
-counts until its storage is freed, whatever holds it. Buffers are all else that a REDUCE_GRAD
-allocates, such as that of a message with several gradients.
+at its end, as in rule 10 of docs/time.md. Activations are counted by
+`pipeexec.stages.activation_bytes`. A gradient counts until its storage is freed, whatever holds it.
+Buffers are all else that a REDUCE_GRAD allocates, such as that of a message with several gradients.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeexec.gradient_sync import group_of, parameters_of
-from pipeexec.meter import Meter
 from pipeexec.run import Planned, Run
+from pipeexec.stages.activation_bytes import Meter
 from pipesim.ops import Op
 from pipesim.timeline.memory import in_order_of_time
 from pipesim.timeline.timeline import Timeline

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeexec.batches import Batch
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import guarded
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.run_directory import command, write_directory
+from pipeexec.stages.batches import Batch
 from pipesim.analysis.compare import Comparison
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count

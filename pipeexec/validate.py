@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipeexec.accuracy import Repeat, Step, op_errors, parts_of_steps
-from pipeexec.batches import Batch
 from pipeexec.devices.devices import DeviceLike
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import Processes, guarded
@@ -30,9 +29,10 @@ from pipeexec.gpipe_validation import (
     check_models,
     mean_costs,
 )
-from pipeexec.loss import Loss
-from pipeexec.optimizers import OptimizerFactory
 from pipeexec.profile import Calibration, Profile, with_stage_bytes
+from pipeexec.stages.batches import Batch
+from pipeexec.stages.loss import Loss
+from pipeexec.stages.optimizers import OptimizerFactory
 from pipeexec.validation import Row, Validation, check_rows
 from pipesim.analysis.measured_costs import output_bytes
 from pipesim.analysis.replay import replay

@@ -17,7 +17,7 @@ from pipeexec.distributed.channels import Lost
 from pipeexec.embedding_stage import ShardedStage
 from pipeexec.gradient_sync import reduce_gradients, settle
 from pipeexec.run import Planned, Run
-from pipeexec.stage import Values
+from pipeexec.stages.stage import Values
 from pipesim.ops import EXCHANGES, Op
 
 __all__ = ["WORK"]

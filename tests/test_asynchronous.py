@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pipesim as ps
-from pipeexec.versions import Versions
+from pipeexec.stages.weight_versions import Versions
 from pipesim.errors import ArgumentError
 from pipesim.ops import Op
 from tests.executing import (

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.stage import Held, Stage
+from pipeexec.stages.stage import Held, Stage
 from pipesim.errors import ArgumentError, StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.loss import LossFunction
+from pipeexec.stages.loss import LossFunction
 from pipesim.errors import ArgumentError, ExecutionError, LossWarning, StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -291,7 +291,7 @@ def test_losses_that_combine_are_not(loss_fn: Loss, options: dict[str, Any]) -> 
 
 
 def test_the_check_keeps_two_outputs_of_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeexec.loss_check.MOST_BYTES", 1)
+    monkeypatch.setattr("pipeexec.stages.loss_check.MOST_BYTES", 1)
     x, y = tokens(11)
     (warning,) = one_step(_flat, x, y)[1]
     assert "the losses of 2 micro-batches" in str(warning.message)

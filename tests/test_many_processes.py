@@ -32,7 +32,7 @@ import pipesim as ps
 from pipeexec.cli import main
 from pipeexec.distributed.process_clock import Alignment
 from pipeexec.models import build_model, split
-from pipeexec.randomness import OwnGenerator, task_seed
+from pipeexec.stages.random_numbers import OwnGenerator, task_seed
 from pipesim.ops import COLLECTIVES
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.meter import Meter
 from pipeexec.models import convnet, gpt
-from pipeexec.stage import Held, Stage
+from pipeexec.stages.activation_bytes import Meter
+from pipeexec.stages.stage import Held, Stage
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")

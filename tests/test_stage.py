@@ -11,10 +11,10 @@ import torch
 from executing import mse, one_thread, within
 from torch import Tensor, nn
 
-import pipeexec.stage
-from pipeexec.meter import Meter
-from pipeexec.randomness import OwnGenerator, task_seed
-from pipeexec.stage import Held, Stage
+import pipeexec.stages.stage
+from pipeexec.stages.activation_bytes import Meter
+from pipeexec.stages.random_numbers import OwnGenerator, task_seed
+from pipeexec.stages.stage import Held, Stage
 from pipesim.errors import ExecutionError
 
 CPU = torch.device("cpu")
@@ -327,7 +327,7 @@ def test_a_module_is_watched_for_randomness_once_a_mode(
             entered.append(1)
             return super().__enter__()
 
-    monkeypatch.setattr(pipeexec.stage, "OwnGenerator", Counting)
+    monkeypatch.setattr(pipeexec.stages.stage, "OwnGenerator", Counting)
 
     def times(subject: Stage) -> int:
         entered.clear()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.distributed.processes import Processes
-from pipeexec.loss_check import Difference, LossCheck
-from pipeexec.shares import Shares
+from pipeexec.stages.batch_shares import Shares
+from pipeexec.stages.loss_check import Difference, LossCheck
 from pipesim.errors import ExecutionError, check_function, check_name, number
 
 __all__ = ["Loss", "LossFunction", "StepLoss", "combined"]
@@ -51,7 +51,8 @@ class LossFunction:
     returns_count
         Whether the function returns ``(sum, count)``; None before the first call.
     is_checked
-        Whether a step has compared the function with its definition; see `pipeexec.loss_check`.
+        Whether a step has compared the function with its definition; see
+        `pipeexec.stages.loss_check`.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ def combined(loss: Tensor | tuple[Tensor, Count]) -> Tensor:
 class StepLoss:
     """Losses of the micro-batches of one step, and the counts by which gradients are divided.
 
-    Micro-batches are numbered through all shares of the batch; see `pipeexec.shares`.
+    Micro-batches are numbered through all shares of the batch; see `pipeexec.stages.batch_shares`.
 
     Parameters
     ----------

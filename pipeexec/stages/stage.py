@@ -13,12 +13,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from pipeexec.data_parallel.ddp_stage import ddp_stage
-from pipeexec.deferred import Deferred
 from pipeexec.devices.devices import Values
 from pipeexec.devices.thread_settings import Casts
-from pipeexec.meter import Meter, Receipt
-from pipeexec.randomness import OwnGenerator
-from pipeexec.versions import Versions
+from pipeexec.stages.activation_bytes import Meter, Receipt
+from pipeexec.stages.deferred_weight_grads import Deferred
+from pipeexec.stages.random_numbers import OwnGenerator
+from pipeexec.stages.weight_versions import Versions
 from pipesim.errors import ExecutionError
 
 __all__ = ["Held", "Stage", "Values", "metered"]
@@ -195,7 +195,8 @@ class Stage:
     def input_grad(self, microbatch: int, gradients: Values) -> Values:
         """Run I: return the gradients of the inputs, keep no more than W needs.
 
-        Parameters whose gradients cannot wait (see `pipeexec.deferred`) get them here.
+        Parameters whose gradients cannot wait (see `pipeexec.stages.deferred_weight_grads`) get
+        them here.
         """
         kept = self._activations[microbatch]
         outputs, given = self._with_gradients(kept.outputs, gradients)

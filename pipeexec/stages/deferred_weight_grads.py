@@ -1,14 +1,14 @@
 """Weight gradients that wait: the backward of I computes those of inputs, and W the rest.
 
-While `Deferred.deferring` is active in a thread, layers (see `pipeexec.layers`) whose weight is a
-parameter run as an autograd function of our own. Its backward returns the gradient of the layer's
-input alone, and notes what the weight's needs: the layer's input and the gradient of its output.
-So the graph is let go at the end of I, and W has nothing to compute twice.
+While `Deferred.deferring` is active in a thread, layers (see `pipeexec.stages.splittable_layers`)
+whose weight is a parameter run as an autograd function of our own. Its backward returns the
+gradient of the layer's input alone, and notes what the weight's needs: the layer's input and the
+gradient of its output. So the graph is let go at the end of I, and W has nothing to compute twice.
 
 What does not wait gets its gradient in I, through autograd as ever: whatever is not in the table
-of `pipeexec.layers`, such as norms, recurrent layers, einsum, bmm, bilinear layers, bags of
-embeddings and single samples; `torch.nn.MultiheadAttention` (torch calls the layers in it out of
-our sight); weights that are
+of `pipeexec.stages.splittable_layers`, such as norms, recurrent layers, einsum, bmm, bilinear
+layers, bags of embeddings and single samples; `torch.nn.MultiheadAttention` (torch calls the layers
+in it out of our sight); weights that are
 computed, frozen or complex, or have hooks; tensor subclasses and sparse gradients; and whatever
 runs without gradients, under autocast, `torch.func` or `torch.compile`, or within saved-tensor
 hooks of its own, as in `torch.utils.checkpoint`.
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeexec.layers import LAYERS, Call, Found, Layer
-from pipeexec.meter import Meter, Receipt
+from pipeexec.stages.activation_bytes import Meter, Receipt
+from pipeexec.stages.splittable_layers import LAYERS, Call, Found, Layer
 
 __all__ = ["Deferred"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeexec.stage import Values
+from pipeexec.stages.stage import Values
 from pipesim.errors import ArgumentError
 
 __all__ = ["Batch", "check_batch", "check_dense", "moved", "split_batch", "split_batches"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pipeexec.optimizer_state import put_back
+from pipeexec.stages.optimizer_state import put_back
 
 __all__ = ["preserved"]
 

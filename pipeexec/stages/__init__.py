@@ -1,0 +1,1 @@
+"""One stage: forward, backward, split backward, recompute, loss and optimizer."""
