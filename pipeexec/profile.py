@@ -47,7 +47,8 @@ from pipeexec.run_directory import checked_record, command, read_record, write_d
 from pipeexec.stages.batches import Batch, split_batches
 from pipesim.analysis.measured_costs import output_bytes, stage_seconds
 from pipesim.costs.collective_costs import Buckets
-from pipesim.costs.costs import DURATION_OF, Costs
+from pipesim.costs.costs import Costs
+from pipesim.costs.pricing import DURATION_OF
 from pipesim.errors import AccuracyWarning, ArgumentError, check_count, check_list, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import EXCHANGES, Op

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from strategies import cases, costs
 
 import pipesim as ps
-from pipesim.costs.costs import DURATION_OF, VALUE_FIELDS
+from pipesim.costs.costs import VALUE_FIELDS
+from pipesim.costs.pricing import DURATION_OF
 from pipesim.errors import CostsError, PipeError, UnknownNameError
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
 

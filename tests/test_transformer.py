@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipesim.costs.costs import MEASURED_COLLECTIVES, VALUE_FIELDS
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
+from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import (
     ArgumentError,
     CostsError,

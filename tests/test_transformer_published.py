@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import pipesim as ps
-from pipesim.costs.costs import MEASURED_COLLECTIVES, VALUE_FIELDS
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
+from pipesim.costs.costs import VALUE_FIELDS
 
 PUBLISHED = Path(__file__).parent / "published"
 

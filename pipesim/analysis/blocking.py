@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.costs import MEASURED_COLLECTIVES
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
 from pipesim.timeline.timeline import Timeline

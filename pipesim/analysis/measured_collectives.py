@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import measured_shares
-from pipesim.costs.costs import MEASURED_COLLECTIVES
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, Op
 from pipesim.timeline.timeline import Timeline

@@ -17,15 +17,9 @@ from numpy.typing import NDArray
 
 from pipesim.analysis.measured_collectives import measured_collectives
 from pipesim.analysis.replay import hand_over, replay_costs
-from pipesim.costs.costs import (
-    DURATION_OF,
-    MEASURED_COLLECTIVES,
-    OTHER_FIELDS,
-    VALUE_FIELDS,
-    Costs,
-    PerStage,
-)
-from pipesim.costs.task_costs import message_bytes
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
+from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs, PerStage
+from pipesim.costs.pricing import DURATION_OF, message_bytes
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,

@@ -14,12 +14,22 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.network.network import Network
 from pipesim.ops import COLLECTIVES, EXCHANGES, Op
 
-__all__ = ["Buckets", "CollectiveCosts", "Priced", "checked_buckets", "with_links"]
+__all__ = ["MEASURED_COLLECTIVES", "Buckets", "CollectiveCosts", "Priced", "checked_buckets"]
 
 Floats = NDArray[np.float64]
 #: Of each stage, its buckets: share of the bytes, or of the seconds as they were measured, which
 #: sum to more where overlap slows them; and share of the backward when it is complete.
 Buckets = tuple[tuple[tuple[float, float], ...], ...]
+#: Field that says how long a collective takes, where that was measured.
+MEASURED_COLLECTIVES = {
+    "REDUCE_GRAD": "reduce_grad",
+    "UNSHARD": "unshard",
+    "counts": "exchange_counts",
+    "keys": "exchange_keys",
+    "vectors": "exchange_vectors",
+    "gradients": "exchange_gradients",
+    "accumulated": "exchange_accumulated",
+}
 #: Bytes of a count.
 _COUNT = 8
 

@@ -1,4 +1,8 @@
-"""`Costs`: how long each operation takes and how many bytes it moves or holds, stage by stage."""
+"""`Costs`: seconds and bytes of each operation, for each stage.
+
+Longer than other files, as it is one class whose docstrings are most of it: they define the unit
+and meaning of each field. `pipesim.costs.pricing` has the work behind `Costs.of`.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.collective_costs import Buckets, CollectiveCosts, Priced, checked_buckets
-from pipesim.costs.exchange_bytes import ExchangeBytes, as_mapping, checked_exchange_bytes
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, Buckets, checked_buckets
+from pipesim.costs.exchange_bytes import ExchangeBytes, checked_exchange_bytes
 from pipesim.costs.layer_split import Partition, Split
-from pipesim.costs.task_costs import CostTable, TaskCosts, message_bytes, message_ends
+from pipesim.costs.pricing import price
+from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import CostsError, check_count, check_name, check_type, number
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
-from pipesim.graph.skips import message_bytes as bytes_of_skips
 from pipesim.network.network import ALL_REDUCE, Network
-from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
 from pipesim.scheduling.placement import Placement
 from pipesim.utils.atomic_write import check_path, read_json, write_text
 from pipesim.utils.host_memory import check_stages
@@ -35,19 +38,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Costs"]
 
+#: One value for all stages, or one a stage.
 PerStage = float | tuple[float, ...]
-#: Field that says how long a collective takes, where that was measured.
-MEASURED_COLLECTIVES = {
-    "REDUCE_GRAD": "reduce_grad",
-    "UNSHARD": "unshard",
-    "counts": "exchange_counts",
-    "keys": "exchange_keys",
-    "vectors": "exchange_vectors",
-    "gradients": "exchange_gradients",
-    "accumulated": "exchange_accumulated",
+#: Field that a missing field takes its values from.
+_SUBSTITUTES = {
+    "recompute": "forward",
+    "gradient_bytes": "parameter_bytes",
+    "reorder_gradients": "reorder",
+    "vector_bytes": "output_bytes",
 }
-#: Fields that are no share of what a device has.
-_OF_EACH_STAGE = ("launch", "output_bytes", "output_seconds")
+#: Fields of which each stage of a device has the whole value, and not a share.
+_UNSHARED = ("launch", "output_bytes", "output_seconds")
+#: Fields that may be None.
 _OPTIONAL = (
     *("forward", "backward", "input_grad", "weight_grad", "overlapped", "recompute"),
     *("gradient_bytes", "vector_bytes", "reorder_gradients", *MEASURED_COLLECTIVES.values()),
@@ -65,55 +67,58 @@ class Costs:
     input_grad, weight_grad
         Seconds of I and of W. ``backward`` defaults to their sum.
     overlapped
-        Seconds of an F and a B that run as one action; defaults to the sum of both. Where their
-        stages differ each counts with its share, as ``forward`` and ``backward`` divide it.
+        Seconds of an F and a B that run as one action; defaults to the sum of both. If their stages
+        differ, each counts with its share: the ratio of ``forward`` to ``backward`` of the stage.
     recompute
         Seconds of R; defaults to ``forward``.
     optimizer_step, launch
-        Seconds of STEP, and of the host to issue one task of the stage. A STEP takes its share of
-        them where the optimizer is sharded.
+        Seconds of STEP, and of the host to issue one task of the stage. If the optimizer is
+        sharded, the STEP of a replica takes its share of ``optimizer_step``.
     dispatch, reorder, reorder_gradients
         Seconds in which a sharded stage groups the keys of a micro-batch by owner (DISPATCH), puts
-        its vectors in order, and sums the gradients of each key (REORDER), where these are tasks of
-        their own. ``reorder_gradients`` defaults to ``reorder``.
+        its vectors in order, and sums the gradients of each key (REORDER), if these are separate
+        tasks. ``reorder_gradients`` defaults to ``reorder``.
     reduce_grad, unshard
-        Seconds of collectives as they were measured, in place of those that follow from ``network``
-        and bytes: of REDUCE_GRAD of all gradients of a stage, and of UNSHARD.
+        Measured seconds of REDUCE_GRAD of all gradients of a stage, and of UNSHARD. They replace
+        the seconds that follow from ``network`` and bytes.
     exchange_counts, exchange_keys, exchange_vectors, exchange_gradients, exchange_accumulated
-        Likewise of each ALL_TO_ALL of a sharded stage.
+        Measured seconds of each ALL_TO_ALL of a sharded stage, likewise.
     output_bytes
         Bytes of a stage's output for one micro-batch: the message to the next stage, and its
         gradient on the way back.
     output_seconds
-        Seconds that each of these two messages holds its stream, and its links but for those of
-        endless bandwidth, besides bytes over bandwidth: of a message that is priced in seconds,
-        which latency alone would not hold (rule 4). With ``overlap=False`` it blocks its sender.
+        Seconds that each of these two messages holds its stream and links, in addition to bytes
+        over bandwidth. Links of infinite bandwidth are never held. Use it for messages whose cost
+        is known in seconds: latency holds neither stream nor link (rule 4). With
+        ``overlap=False`` these seconds block the sender.
     activation_bytes
         Bytes that a stage holds from F to B for one micro-batch, its input included.
     weight_grad_bytes
-        Bytes that are held between I and W: of the activations, and gradients of outputs.
+        Bytes that a stage holds between I and W: activations, and gradients of outputs.
     parameter_bytes, optimizer_bytes
-        Bytes of a stage's parameters, which UNSHARD gathers, and of its optimizer state, of which
-        a replica has its share where the optimizer is sharded; of a sharded stage, of one
-        replica's rows.
+        Bytes of a stage's parameters, which UNSHARD gathers, and of its optimizer state. If the
+        optimizer is sharded, a replica has its share of the state. For a sharded stage, both are
+        those of one replica's rows.
     gradient_bytes
-        Bytes of a stage's gradients, which each replica holds whole (as in ZeRO-1) and REDUCE_GRAD
-        moves; defaults to ``parameter_bytes``. Twice those for gradients in 32 bits of parameters
-        in 16.
+        Bytes of a stage's gradients, which REDUCE_GRAD moves; defaults to ``parameter_bytes``.
+        Each replica holds all of them (as in ZeRO-1). Give twice ``parameter_bytes`` for 32-bit
+        gradients of 16-bit parameters.
     key_bytes, vector_bytes
         Bytes that a sharded stage of one replica asks for in one micro-batch: of keys, and of their
-        vectors (``output_bytes``, if not given), which gradients are as many of. Each replica sends
-        an equal part of them to each. Gradients of all micro-batches in one exchange are as many as
-        those of each, as if no two of them shared a row; ``exchange_bytes`` may say better.
+        vectors. Gradients of vectors have as many bytes. ``vector_bytes`` defaults to
+        ``output_bytes``. Each replica sends an equal part of them to each replica. An exchange of
+        the gradients of all micro-batches moves the sum of theirs, as if no two micro-batches used
+        the same row; ``exchange_bytes`` can be more exact.
     exchange_bytes
-        Bytes of uneven exchanges, which go before ``key_bytes`` and ``vector_bytes``: a mapping
+        Bytes of uneven exchanges, used instead of ``key_bytes`` and ``vector_bytes``: a mapping
         from stage to a mapping from exchange (`pipesim.ops.EXCHANGES`) to a matrix of shape
         ``(n_replicas, n_replicas)``, whose row ``i`` is sent by replica ``i``, such as
-        ``{0: keys.exchange_bytes(4, dim=64)}`` of `pipesim.Keys`; kept as tuples. None for none.
+        ``{0: keys.exchange_bytes(4, dim=64)}`` of `pipesim.Keys`. Kept as tuples. None for none.
     buckets
-        Of each stage, its buckets of gradients as pairs: the share of the bytes, or of the seconds
-        of ``reduce_grad`` as measured beside a backward, which may sum to more than 1; and the
-        share of the last backward after which the bucket is complete. None: even shares of both.
+        For each stage, its buckets of gradients as pairs of shares. The first is the share of the
+        bytes, or of the seconds of ``reduce_grad`` as measured during a backward; these may sum to
+        more than 1. The second is the share of the last backward after which the bucket is
+        complete. None: even shares of both.
     skip_bytes
         Bytes that each skip connection carries for one micro-batch, and its gradient on the way
         back: one number for all, or a mapping from ``(source, target)`` stages, which is kept as
@@ -128,7 +133,7 @@ class Costs:
     CostsError
         For values that are negative, NaN, infinite, None or no numbers, naming field and stage.
     UnknownNameError
-        For another algorithm.
+        For an unknown algorithm.
     """
 
     forward: PerStage | None = None
@@ -184,24 +189,18 @@ class Costs:
         Raises
         ------
         CostsError
-            If it was given for another number of stages, or not at all.
+            If the field was given for another number of stages, or not at all.
         UnknownNameError
             For a name that is no field.
         ArgumentError
             For a number of stages that is no whole number of at least 1.
         CapacityError
-            If so many values would not fit in memory.
+            If one value a stage would not fit in memory.
         """
         check_stages(check_count("n_stages", n_stages))
         value = getattr(self, check_name("cost", name, VALUE_FIELDS))
-        if value is None and name == "recompute":
-            return self.per_stage("forward", n_stages)
-        if value is None and name == "gradient_bytes":
-            return self.per_stage("parameter_bytes", n_stages)
-        if value is None and name == "reorder_gradients":
-            return self.per_stage("reorder", n_stages)
-        if value is None and name == "vector_bytes":
-            return self.per_stage("output_bytes", n_stages)
+        if value is None and name in _SUBSTITUTES:
+            return self.per_stage(_SUBSTITUTES[name], n_stages)
         if value is None and name == "overlapped":
             return self._sum("overlapped", "forward", "backward", n_stages)
         if value is None and name == "backward":
@@ -222,14 +221,14 @@ class Costs:
         return np.array(value)
 
     def _sum(self, name: str, first: str, second: str, n_stages: int) -> NDArray[np.float64]:
-        """Return a field that was not given as the sum of two that were."""
+        """Return the sum of two fields, in place of the missing field ``name``."""
         with np.errstate(over="ignore"):
             total: NDArray[np.float64] = self.per_stage(first, n_stages)
             total = total + self.per_stage(second, n_stages)
-        endless = np.flatnonzero(np.isinf(total))
-        if len(endless):
+        infinite = np.flatnonzero(np.isinf(total))
+        if len(infinite):
             raise CostsError(
-                f"{name} of stage {endless[0]}, the sum of {first} and {second}, is too large a "
+                f"{name} of stage {infinite[0]}, the sum of {first} and {second}, is too large a "
                 f"number: inf; give smaller ones, or {name}"
             )
         return total
@@ -240,136 +239,52 @@ class Costs:
         Raises
         ------
         CostsError
-            If an operation of the graph has none, or they are of another number of stages, or of
-            other skips.
+            If an operation of the graph has no cost, or if these costs are for another number of
+            stages or for other skip connections.
         NetworkError
             If a link names a device that the graph does not have.
         ArgumentError
-            If it is no graph.
+            If ``graph`` is no `TaskGraph`.
         """
         check_type("graph", graph, TaskGraph, "lower the schedule first")
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # the engines' caller checks that values are finite
-            return self._of(graph)
-
-    def _of(self, graph: TaskGraph) -> TaskCosts:
-        kinds = graph.kinds
-        duration, latency = np.zeros(len(kinds)), np.zeros(len(kinds))
-        for op, name in DURATION_OF.items():
-            of_op = kinds.op == op
-            if of_op.any():
-                duration[of_op] = self.per_stage(name, graph.n_stages)[kinds.stage[of_op]]
-        sums = (kinds.op == Op.REORDER) & (kinds.part == EXCHANGES.index("gradients"))
-        duration[sums] = self.per_stage("reorder_gradients", graph.n_stages)[kinds.stage[sums]]
-        if self.overlapped is not None and kinds.overlapped.any():
-            self._price_overlaps(graph, duration)
-        nbytes = message_bytes(kinds, self.per_stage("output_bytes", graph.n_stages))
-        nbytes += bytes_of_skips(kinds, graph.skips, graph.portals, self.skip_sizes)
-        transfers = np.flatnonzero(kinds.is_op(SENDS | RECVS))
-        source, target = message_ends(kinds, transfers)
-        routes = self.network.resolve(source, target, graph.n_devices)
-        latency[transfers] = routes.latency
-        links = np.full((len(kinds), routes.links.shape[1]), -1, dtype=np.int64)
-        is_send = kinds.is_op(SENDS)[transfers]
-        sends = transfers[is_send]
-        links[sends] = routes.links[is_send]
-        fixed = message_bytes(kinds, self.per_stage("output_seconds", graph.n_stages))
-        duration[sends] = fixed[sends] + nbytes[sends] / routes.bandwidth[is_send]
-        launch = self.per_stage("launch", graph.n_stages)[kinds.stage]
-        share = np.ones(len(kinds))
-        if kinds.is_op(COLLECTIVES).any():
-            priced = Priced(duration, nbytes, links, share)
-            duration, nbytes, links, share = self._collectives(graph).price(graph, priced)
-        table = CostTable(duration, latency, launch, nbytes, links, share)
-        return TaskCosts(table, graph.kind, None, self)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return price(self, graph)
 
     @property
     def skip_sizes(self) -> SkipBytes | None:
-        """``skip_bytes`` as they are kept: one number, or pairs of a skip and its bytes."""
+        """``skip_bytes`` as stored: one number, or pairs of a skip connection and its bytes."""
         return checked_skip_bytes(self.skip_bytes)
 
-    def _price_overlaps(self, graph: TaskGraph, duration: NDArray[np.float64]) -> None:
-        """Fill the seconds of the halves of overlapped actions."""
-        forward, backward, both = (
-            self.per_stage(name, graph.n_stages) for name in ("forward", "backward", "overlapped")
-        )
-        alone = forward + backward
-        share = np.divide(forward, alone, out=np.full_like(alone, 0.5), where=alone > 0)
-        halves = np.flatnonzero(graph.kinds.overlapped)
-        first = (both * share)[graph.kinds.stage[halves]]
-        whole = both[graph.kinds.stage[halves]]
-        duration[halves] = np.where(graph.kinds.op[halves] == Op.F, first, whole - first)
-
-    def _collectives(self, graph: TaskGraph) -> CollectiveCosts:
-        """Return what collectives cost."""
-        n_stages = graph.n_stages
-        exchange_bytes = as_mapping(checked_exchange_bytes(self.exchange_bytes))
-        for stage in exchange_bytes:
-            if stage >= n_stages:
-                raise CostsError(
-                    f"exchange_bytes are of stage {stage}, but the graph has {n_stages} stages, "
-                    f"0..{n_stages - 1}; give those of its sharded stages"
-                )
-            if graph.sharded and stage not in graph.sharded:
-                raise CostsError(
-                    f"exchange_bytes are of stage {stage}, but the graph was lowered with "
-                    f"sharded={list(graph.sharded)}: no other stage exchanges; give theirs"
-                )
-        bytes_of = {
-            field: self.per_stage(name, n_stages)
-            for field, name in (
-                ("gradient_bytes", "gradient_bytes"),
-                ("parameter_bytes", "parameter_bytes"),
-                ("key_bytes", "key_bytes"),
-                ("vector_bytes", "vector_bytes"),
-            )
-        }
-        measured = {
-            name: self.per_stage(field, n_stages)
-            for name, field in MEASURED_COLLECTIVES.items()
-            if getattr(self, field) is not None
-        }
-        return CollectiveCosts(
-            self.network,
-            self.all_reduce,
-            measured=measured,
-            buckets=self.buckets,
-            exchange_bytes=exchange_bytes,
-            **bytes_of,
-        )
-
     def in_chunks(self, placement: Placement) -> Costs:
-        """Return the costs of the stages of a placement, given those of all that a device holds.
+        """Return the costs of the stages of a placement, where these costs are those of devices.
 
-        So that schedules with one and with several stages a device are compared for one model:
-        seconds and bytes of a device are shared evenly by its stages, on the first path of a
-        bidirectional placement. ``launch``, ``output_bytes`` and ``output_seconds`` stay as they
-        are.
+        With them, schedules with one and with several stages a device are compared for one model.
+        The stages of a device share its seconds and bytes evenly, on the first path of a
+        bidirectional placement. ``launch``, ``output_bytes`` and ``output_seconds`` are not shared.
 
         Raises
         ------
         CostsError
-            If there is neither one value nor one a device.
+            For a field with neither one value nor one a device.
         ArgumentError
-            If it is no placement.
+            If ``placement`` is no `Placement`.
         """
         check_type("placement", placement, Placement)
-        stages = np.array(placement.device_of)
-        share = np.bincount(stages)[stages]
+        device = np.array(placement.device_of)
+        n_sharing = np.bincount(device)[device]
         changed: dict[str, Any] = {}
         for name in VALUE_FIELDS:
             value = getattr(self, name)
-            if value is None or (name in _OF_EACH_STAGE and isinstance(value, float)):
+            if value is None or (name in _UNSHARED and isinstance(value, float)):
                 continue
             if isinstance(value, tuple) and len(value) != placement.n_devices:
                 raise CostsError(
                     f"{name} has {len(value)} values for {placement.n_devices} devices; give one, "
                     "or one a device"
                 )
-            of_device = np.broadcast_to(np.array(value, dtype=float), placement.n_devices)
-            whole = of_device[stages]
-            changed[name] = whole if name in _OF_EACH_STAGE else whole / share
+            per_device = np.broadcast_to(np.array(value, dtype=float), placement.n_devices)
+            whole = per_device[device]
+            changed[name] = whole if name in _UNSHARED else whole / n_sharing
         if self.buckets is not None and len(self.buckets) == placement.n_devices:
             changed["buckets"] = tuple(self.buckets[device] for device in placement.device_of)
         return replace(self, **changed)
@@ -390,18 +305,20 @@ class Costs:
         }
 
     def _exchange_values(self) -> dict[str, dict[str, Any]]:
-        """Return ``exchange_bytes`` as they stand in files."""
-        kept = checked_exchange_bytes(self.exchange_bytes)
-        return {str(stage): dict(matrices) for stage, matrices in kept or ()}
+        """Return ``exchange_bytes`` as files have them: by the text of the stage."""
+        stages = checked_exchange_bytes(self.exchange_bytes)
+        return {str(stage): dict(matrices) for stage, matrices in stages or ()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
-        """Read what `to_dict` wrote.
+        """Return the costs in a mapping that `to_dict` returned.
 
         Raises
         ------
         CostsError
-            If it is no mapping, or has an unknown key, naming that and the nearest known one.
+            If ``values`` is no mapping.
+        UnknownNameError
+            For an unknown key, naming it and the nearest known one.
         """
         if not isinstance(values, Mapping):
             raise CostsError(
@@ -416,12 +333,12 @@ class Costs:
     def save(self, path: Path | str) -> None:
         """Write the costs as JSON, whole or not at all.
 
-        A checksum of the values is among them: delete its line if you change the file by hand.
+        The file has a checksum of its values: delete that line if you change the file by hand.
 
         Raises
         ------
         ArgumentError
-            For something that is no path, and a file that cannot be written.
+            For a value that is no path, and a file that cannot be written.
         """
         path, values = check_path("path", path, "write"), self.to_dict()
         text = json.dumps({CHECKSUM: checksum(values), **values}, indent=2) + "\n"
@@ -429,15 +346,15 @@ class Costs:
 
     @classmethod
     def load(cls, path: Path | str) -> Costs:
-        """Read the JSON that `save` wrote, or one written by hand, which needs no checksum.
+        """Read a JSON file that `save` wrote, or one written by hand, which needs no checksum.
 
         Raises
         ------
         ArgumentError
-            For something that is no path.
+            For a value that is no path.
         CostsError
-            Naming the file, if it is missing, is no regular file, names a key twice, holds
-            something else, or was changed after it was written.
+            Naming the file, if it is missing, is no regular file, names a key twice, has no such
+            content, or was changed after it was written.
         CapacityError
             For a file that is too large for memory.
         """
@@ -446,7 +363,7 @@ class Costs:
         if not isinstance(values, dict):
             raise CostsError(f"{path} holds no costs, but {type(values).__name__}")
         costs = cls.from_dict({key: value for key, value in values.items() if key != CHECKSUM})
-        if values.get(CHECKSUM, found := checksum(values)) != found:
+        if CHECKSUM in values and values[CHECKSUM] != checksum(values):
             raise CostsError(changed(path, f'delete the line "{CHECKSUM}"'))
         return costs
 
@@ -457,12 +374,13 @@ class Costs:
         Parameters
         ----------
         layers_per_stage
-            Layers of each stage, or a number of stages that get as many each, unless
-            ``partition="balanced"`` is among the settings.
+            Layers of each stage, or a number of stages. A number of stages get as many layers
+            each, unless ``partition="balanced"`` is among the settings.
         **settings
-            The fields of `pipesim.Transformer` (``hidden_size``, ``n_heads``, ...; ``n_layers``
-            may be left out where the layers of each stage are given) and the arguments of its
-            ``costs`` (``microbatch_size``, ``flops_per_second``, ``tensor_parallel``, ...).
+            The fields of `pipesim.Transformer` (``hidden_size``, ``n_heads``, ...) and the
+            arguments of its ``costs`` (``microbatch_size``, ``flops_per_second``,
+            ``tensor_parallel``, ...). ``n_layers`` may be left out if the layers of each stage are
+            given.
 
         Raises
         ------
@@ -494,14 +412,13 @@ class Costs:
         Parameters
         ----------
         layers
-            One row a layer; `pipesim.Layers` says which columns there are.
+            One row a layer; `pipesim.Layers` lists the columns.
         split
-            Layers of each stage, or a number of stages, which are balanced unless ``partition``
-            says otherwise.
+            Layers of each stage, or a number of stages, which are balanced by default.
         partition
-            How a number of stages is made of the layers: ``"balanced"`` (the default here), so
-            that the slowest stage takes as little time as it can (`pipesim.balanced_split`), or
-            ``"even"``, with as many layers each (the default of `Transformer.costs`).
+            How layers are divided among a number of stages. ``"balanced"`` (the default here):
+            the slowest stage takes as little time as possible (`pipesim.balanced_split`).
+            ``"even"`` (the default of `Transformer.costs`): each stage has as many layers.
         launch, network
             As in `Costs`.
 
@@ -525,47 +442,51 @@ class Costs:
         network: Network | None = None,
         **fields: Any,
     ) -> Costs:
-        """Return the costs that a timeline shows, to ask what would be if something were changed.
+        """Return the costs of a timeline, such as to simulate it with something changed.
 
-        Seconds of F, B, I, W, R and STEP are averages over the tasks of each stage. A stage that
-        only ever ran I and W has their sum for B, one without R has F; I and W are left out where
-        some stage has none, since nobody knows the shares of its B. Halves of overlapped actions
-        do not count as F and B; ``overlapped`` is the average of a stage's F halves plus that of
-        its B halves, where the timeline has any. ``skip_bytes`` are those of its costs, or where it
-        has none, of its messages that carry one skip alone. Messages have the sizes of the
-        timeline, the bandwidth at which their SENDs went, and as latency what they took beside, on
-        average over those that were waited for and whose RECV did not wait for its own stream or
-        host; the least of all, which is the most that it can be, where there are none. ``launch``
-        is 0 unless it is given: where hosts were in time, it changes nothing, and a trace of
-        another framework does not show it. Collectives have their seconds from when their last
-        member began (``reduce_grad``, ``unshard``, ``exchange_...``; ``buckets`` where gradients
-        have some), which are those of as many replicas on such links; where ``network`` or their
-        bytes are given, these say how long they take.
+        - Compute: seconds of F, B, I, W, R and STEP are averages over the tasks of each stage. A
+          stage that only ran I and W has their sum for B. A stage without R has F for R. If some
+          stage has no I and W, both are left out, since the shares of its B are unknown.
+        - Overlapped actions: their halves do not count as F and B. ``overlapped`` is the average
+          of a stage's F halves plus that of its B halves, if any.
+        - Messages: bytes are those of the timeline, and bandwidth is that of its SENDs. Latency is
+          the rest of a message's time, on average over the messages that were waited for and whose
+          RECV did not wait for its own stream or host. Without such messages, latency is the least
+          rest of all messages, which is an upper bound.
+        - Skip connections: ``skip_bytes`` are those of the timeline's costs, or else of its
+          messages that carry one skip connection alone.
+        - Collectives: seconds from the start of the last member (``reduce_grad``, ``unshard``,
+          ``exchange_...``; ``buckets`` for gradients in buckets). They hold for as many replicas
+          on such links. If ``network`` or their bytes are given, seconds follow from these.
+        - Hosts: ``launch`` is 0 unless given. It has no effect where hosts were in time, and a
+          trace of another framework does not show it.
 
         Parameters
         ----------
         timeline
-            Measured or simulated, and whole. Its own costs, where it has any, give the other bytes.
+            Measured or simulated, and complete. Its own costs, if any, give the other bytes.
         average
             ``"mean"``, which keeps sums and so predicts makespans best, or ``"median"``.
         network
-            Instead of the one that the messages show; ``Network()`` makes them free.
+            Used instead of the network that the messages show; ``Network()`` makes messages free.
         **fields
-            Other fields of `Costs`, instead of what the timeline shows.
+            Other fields of `Costs`, used instead of the timeline's.
 
         Raises
         ------
         TimelineError
-            If tasks of the timeline did not run, or it does not show the bytes of a skip.
+            If tasks of the timeline did not run, or if it does not show the bytes of a skip
+            connection.
         UnknownNameError
             For an unknown average or field.
 
         Warns
         -----
         AccuracyWarning
-            If reductions took more than 1 % of the timeline, ``network`` is given, and neither its
-            own costs nor ``fields`` have ``parameter_bytes``. If tasks waited until their host had
-            issued them for more than 1 % of the timeline, and ``launch`` is not given.
+            - If reductions took more than 1 % of the timeline, ``network`` is given, and neither
+              the timeline's costs nor ``fields`` have ``parameter_bytes``.
+            - If tasks waited for their host for more than 1 % of the timeline, and ``launch`` is
+              not given.
         """
         from pipesim.analysis.measured_costs import costs_from_timeline
 
@@ -574,23 +495,22 @@ class Costs:
     def scaled(
         self, factor: float, *, stage: int | None = None, n_stages: int | None = None
     ) -> Costs:
-        """Return the same costs with the seconds of all stages, or of one, times a factor.
+        """Return these costs with the seconds of one stage, or of all, multiplied by a factor.
 
         Parameters
         ----------
         factor
             0.5 makes a stage twice as fast. Messages and launches keep their times.
         stage
-            Which stage; all, if None.
+            The stage to scale; None for all.
         n_stages
-            How many stages there are; needed where costs have one value for all stages, and one of
-            them is to be scaled.
+            Number of stages; needed to scale one stage of costs with one value for all stages.
 
         Raises
         ------
         CostsError
             For a factor that is negative or not finite, a stage that these costs do not have, and
-            another number of stages than theirs.
+            a number of stages that differs from theirs.
 
         Examples
         --------
@@ -602,26 +522,14 @@ class Costs:
         return scaled(self, factor, stage, n_stages)
 
 
-#: Fields of `Costs` that are plain values, but not of stages.
+#: Fields of `Costs` that are plain values, but not one a stage.
 OTHER_FIELDS = ("skip_bytes", "all_reduce", "buckets", "exchange_bytes")
 #: Every field of `Costs` that is a number or one number a stage.
 VALUE_FIELDS = tuple(f.name for f in fields(Costs) if f.name not in (*OTHER_FIELDS, "network"))
 
-#: Field that says how long an operation takes; messages and collectives ask the network.
-DURATION_OF = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input_grad",
-    Op.W: "weight_grad",
-    Op.R: "recompute",
-    Op.STEP: "optimizer_step",
-    Op.DISPATCH: "dispatch",
-    Op.REORDER: "reorder",
-}
-
 
 def _checked(name: str, value: object) -> PerStage:
-    """Return a float, or a tuple of them."""
+    """Return the value of a field as a float, or as a tuple of one float a stage."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, (tuple, list)):

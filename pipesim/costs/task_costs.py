@@ -9,14 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_type
-from pipesim.graph.graph import PAIRS
-from pipesim.graph.tasks import Kinds
-from pipesim.ops import Op
 
 if TYPE_CHECKING:
     from pipesim.costs.costs import Costs
 
-__all__ = ["CostTable", "TaskCosts", "message_bytes", "message_ends"]
+__all__ = ["CostTable", "TaskCosts"]
 
 
 class CostTable(NamedTuple):
@@ -151,35 +148,3 @@ class TaskCosts:
         """Links that each SEND or member holds, or -1; shape ``(len(graph), most of one)``."""
         values: NDArray[np.int64] = self.table.links[self.row]
         return values
-
-
-def message_bytes(kinds: Kinds, output_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return bytes of each kind of message: a stage's output, or the gradient of its input.
-
-    Messages of skips carry neither: they have 0 here.
-    """
-    nbytes = np.zeros(len(kinds))
-    for op, offset in ((Op.SEND_F, 0), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 0)):
-        of_op = (kinds.op == op) & (kinds.peer_stage < 0)
-        nbytes[of_op] = output_bytes[kinds.stage[of_op] + offset]
-    return nbytes
-
-
-def message_ends(
-    kinds: Kinds, transfers: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sending and the receiving device of kinds that are transfers."""
-    n_replicas, n_stages = (int(c.max(initial=0)) + 1 for c in (kinds.replica, kinds.stage))
-    device = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
-    device[kinds.op, kinds.replica, kinds.stage + 1] = kinds.device
-    homes = np.zeros((n_replicas, n_stages), dtype=np.int64)
-    homes[kinds.replica, kinds.stage] = kinds.device
-    ends = np.tile(kinds.device[transfers], (2, 1))
-    for recv, (send, offset) in PAIRS.items():
-        for op, other, away, end in ((recv, send, offset, 0), (send, recv, -offset, 1)):
-            of_op = kinds.op[transfers] == op
-            here = transfers[of_op]
-            peer = kinds.peer_stage[here]
-            there = device[other, kinds.replica[here], kinds.stage[here] + 1 + away]
-            ends[end, of_op] = np.where(peer < 0, there, homes[kinds.replica[here], peer])
-    return ends[0], ends[1]

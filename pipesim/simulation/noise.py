@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.costs.task_costs import TaskCosts, message_ends
+from pipesim.costs.pricing import message_ends
+from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import (
     ArgumentError,
     CostsError,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs
-from pipesim.costs.task_costs import message_bytes
+from pipesim.costs.pricing import message_bytes
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,

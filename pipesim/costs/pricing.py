@@ -1,0 +1,165 @@
+"""Price each kind of task of a graph: the work behind `Costs.of`.
+
+Costs are found per kind of task (`pipesim.graph.tasks.Kinds`), not per task, so that the time
+depends on the number of stages and not on the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, CollectiveCosts, Priced
+from pipesim.costs.exchange_bytes import as_mapping, checked_exchange_bytes
+from pipesim.costs.task_costs import CostTable, TaskCosts
+from pipesim.errors import CostsError
+from pipesim.graph.graph import PAIRS, TaskGraph
+from pipesim.graph.skips import message_bytes as skip_message_bytes
+from pipesim.graph.tasks import Kinds
+from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
+
+if TYPE_CHECKING:
+    from pipesim.costs.costs import Costs
+
+__all__ = ["DURATION_OF", "message_bytes", "message_ends", "price"]
+
+Floats = NDArray[np.float64]
+#: Field of `Costs` with the seconds of an operation. The network prices messages and collectives.
+DURATION_OF = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input_grad",
+    Op.W: "weight_grad",
+    Op.R: "recompute",
+    Op.STEP: "optimizer_step",
+    Op.DISPATCH: "dispatch",
+    Op.REORDER: "reorder",
+}
+
+
+def price(costs: Costs, graph: TaskGraph) -> TaskCosts:
+    """Return the costs of each task of ``graph``, one row a kind; see `Costs.of`.
+
+    Values may overflow to infinity; the callers of engines check that times are finite.
+    """
+    kinds, n_stages = graph.kinds, graph.n_stages
+    duration, latency = _compute_seconds(costs, graph), np.zeros(len(kinds))
+    nbytes = message_bytes(kinds, costs.per_stage("output_bytes", n_stages))
+    nbytes += skip_message_bytes(kinds, graph.skips, graph.portals, costs.skip_sizes)
+    transfers = np.flatnonzero(kinds.is_op(SENDS | RECVS))
+    routes = costs.network.resolve(*message_ends(kinds, transfers), graph.n_devices)
+    latency[transfers] = routes.latency
+    links = np.full((len(kinds), routes.links.shape[1]), -1, dtype=np.int64)
+    is_send = kinds.is_op(SENDS)[transfers]
+    sends = transfers[is_send]
+    links[sends] = routes.links[is_send]
+    fixed = message_bytes(kinds, costs.per_stage("output_seconds", n_stages))
+    duration[sends] = fixed[sends] + nbytes[sends] / routes.bandwidth[is_send]
+    launch = costs.per_stage("launch", n_stages)[kinds.stage]
+    share = np.ones(len(kinds))
+    if kinds.is_op(COLLECTIVES).any():
+        priced = Priced(duration, nbytes, links, share)
+        duration, nbytes, links, share = _collective_costs(costs, graph).price(graph, priced)
+    table = CostTable(duration, latency, launch, nbytes, links, share)
+    return TaskCosts(table, graph.kind, None, costs)
+
+
+def _compute_seconds(costs: Costs, graph: TaskGraph) -> Floats:
+    """Return the seconds of each kind that computes, 0 for the others."""
+    kinds, n_stages = graph.kinds, graph.n_stages
+    duration = np.zeros(len(kinds))
+    for op, name in DURATION_OF.items():
+        rows = kinds.op == op
+        if rows.any():
+            duration[rows] = costs.per_stage(name, n_stages)[kinds.stage[rows]]
+    rows = (kinds.op == Op.REORDER) & (kinds.part == EXCHANGES.index("gradients"))
+    duration[rows] = costs.per_stage("reorder_gradients", n_stages)[kinds.stage[rows]]
+    if costs.overlapped is not None and kinds.overlapped.any():
+        _price_overlaps(costs, graph, duration)
+    return duration
+
+
+def _price_overlaps(costs: Costs, graph: TaskGraph, duration: Floats) -> None:
+    """Fill the seconds of the halves of overlapped actions."""
+    forward, backward, both = (
+        costs.per_stage(name, graph.n_stages) for name in ("forward", "backward", "overlapped")
+    )
+    separate = forward + backward
+    share = np.divide(forward, separate, out=np.full_like(separate, 0.5), where=separate > 0)
+    halves = np.flatnonzero(graph.kinds.overlapped)
+    first = (both * share)[graph.kinds.stage[halves]]
+    whole = both[graph.kinds.stage[halves]]
+    duration[halves] = np.where(graph.kinds.op[halves] == Op.F, first, whole - first)
+
+
+def _collective_costs(costs: Costs, graph: TaskGraph) -> CollectiveCosts:
+    """Return the values that the seconds of collectives follow from.
+
+    Raises
+    ------
+    CostsError
+        For bytes of exchanges of a stage that is not in the graph, or that is not sharded.
+    """
+    n_stages = graph.n_stages
+    exchange_bytes = as_mapping(checked_exchange_bytes(costs.exchange_bytes))
+    for stage in exchange_bytes:
+        if stage >= n_stages:
+            raise CostsError(
+                f"exchange_bytes are of stage {stage}, but the graph has {n_stages} stages, "
+                f"0..{n_stages - 1}; give those of its sharded stages"
+            )
+        if graph.sharded and stage not in graph.sharded:
+            raise CostsError(
+                f"exchange_bytes are of stage {stage}, but the graph was lowered with "
+                f"sharded={list(graph.sharded)}: no other stage exchanges; give theirs"
+            )
+    measured = {
+        name: costs.per_stage(field, n_stages)
+        for name, field in MEASURED_COLLECTIVES.items()
+        if getattr(costs, field) is not None
+    }
+    return CollectiveCosts(
+        costs.network,
+        costs.all_reduce,
+        gradient_bytes=costs.per_stage("gradient_bytes", n_stages),
+        parameter_bytes=costs.per_stage("parameter_bytes", n_stages),
+        key_bytes=costs.per_stage("key_bytes", n_stages),
+        vector_bytes=costs.per_stage("vector_bytes", n_stages),
+        measured=measured,
+        buckets=costs.buckets,
+        exchange_bytes=exchange_bytes,
+    )
+
+
+def message_bytes(kinds: Kinds, output_bytes: Floats) -> Floats:
+    """Return the bytes of each kind of message: a stage's output, or the gradient of its input.
+
+    Messages of skip connections carry neither: they have 0 here.
+    """
+    nbytes = np.zeros(len(kinds))
+    for op, offset in ((Op.SEND_F, 0), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 0)):
+        rows = (kinds.op == op) & (kinds.peer_stage < 0)
+        nbytes[rows] = output_bytes[kinds.stage[rows] + offset]
+    return nbytes
+
+
+def message_ends(
+    kinds: Kinds, transfers: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the sending and the receiving device of each kind in ``transfers``."""
+    n_replicas, n_stages = (int(c.max(initial=0)) + 1 for c in (kinds.replica, kinds.stage))
+    device = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
+    device[kinds.op, kinds.replica, kinds.stage + 1] = kinds.device
+    homes = np.zeros((n_replicas, n_stages), dtype=np.int64)
+    homes[kinds.replica, kinds.stage] = kinds.device
+    ends = np.tile(kinds.device[transfers], (2, 1))
+    for recv, (send, step) in PAIRS.items():
+        for op, peer_op, peer_step, end in ((recv, send, step, 0), (send, recv, -step, 1)):
+            rows = kinds.op[transfers] == op
+            own = transfers[rows]
+            replica, peer = kinds.replica[own], kinds.peer_stage[own]
+            neighbour = device[peer_op, replica, kinds.stage[own] + 1 + peer_step]
+            ends[end, rows] = np.where(peer < 0, neighbour, homes[replica, peer])
+    return ends[0], ends[1]
