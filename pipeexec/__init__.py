@@ -8,12 +8,12 @@ from pipeexec.devices.linked_workers import Worker, workers
 from pipeexec.devices.slices import Slice, slices
 from pipeexec.distributed.join import join
 from pipeexec.distributed.processes import Processes
-from pipeexec.embedding_stage import EmbeddingStage
+from pipeexec.embedding.sharded_embedding import ShardedEmbedding
+from pipeexec.embedding.stage import EmbeddingStage
 from pipeexec.executor import Pipeline, StepResult
 from pipeexec.gpipe import GPipe
 from pipeexec.profile import Profile, measure, profile
 from pipeexec.recomputing import is_checkpointing, is_recomputing
-from pipeexec.sharded_embedding import ShardedEmbedding
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
 from pipeexec.validation import Validation, load_run

@@ -39,7 +39,7 @@ from pipeexec.distributed.flight_recorder import ENDED, GRAPH
 from pipeexec.distributed.message_headers import set_step
 from pipeexec.distributed.processes import Processes, guarded
 from pipeexec.distributed.watchdog import Status
-from pipeexec.embedding_stage import (
+from pipeexec.embedding.stage import (
     EmbeddingStage,
     ShardedStage,
     check_embedding,

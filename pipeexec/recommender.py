@@ -32,10 +32,10 @@ from pipeexec.criteo import (
 )
 from pipeexec.devices.host_memory import check_tensors
 from pipeexec.distributed.processes import Processes
-from pipeexec.embedding_stage import EmbeddingStage
+from pipeexec.embedding.sharded_embedding import ShardedEmbedding
+from pipeexec.embedding.stage import EmbeddingStage
 from pipeexec.kernels import Kernel, Roofline
 from pipeexec.layer_costs import layer_costs
-from pipeexec.sharded_embedding import ShardedEmbedding
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
 from pipesim.network.network import Network

@@ -14,7 +14,7 @@ from torch.distributed import (
 
 from pipeexec.devices import transfer
 from pipeexec.distributed.channels import Lost
-from pipeexec.embedding_stage import ShardedStage
+from pipeexec.embedding.stage import ShardedStage
 from pipeexec.gradient_sync import reduce_gradients, settle
 from pipeexec.run import Planned, Run
 from pipeexec.stages.stage import Values

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pipeexec as px
-from pipeexec import embedding_peers
-from pipeexec.embedding_rows import Layout
+from pipeexec.embedding import peers as embedding_peers
+from pipeexec.embedding.row_layout import Layout
 from pipesim import Keys
 from pipesim.costs.row_placement import PLACEMENTS, row_owners
 from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, PeerError, PipeError

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeexec.embedding_peers import Peers
-from pipeexec.embedding_rows import Layout
-from pipeexec.key_exchange import Summed, Terms, add_to_rows
+from pipeexec.embedding.key_exchange import Summed, Terms, add_to_rows
+from pipeexec.embedding.peers import Peers
+from pipeexec.embedding.row_layout import Layout
 
 __all__ = ["AccumulatedGradients"]
 

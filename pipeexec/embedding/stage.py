@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.distributed.signatures import Entry, Signature
-from pipeexec.key_exchange import Exchange
-from pipeexec.sharded_embedding import ShardedEmbedding
+from pipeexec.embedding.key_exchange import Exchange
+from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.stages.stage import Held, Seed, Stage, Values
 from pipesim.errors import ArgumentError, ExecutionError, check_type
 from pipesim.graph.graph import TaskGraph

@@ -11,10 +11,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipeexec.accumulated_gradients import AccumulatedGradients
 from pipeexec.devices.host_memory import check_tensors
 from pipeexec.distributed.processes import Processes
-from pipeexec.embedding_arguments import (
+from pipeexec.embedding.accumulated_gradients import AccumulatedGradients
+from pipeexec.embedding.arguments import (
     Whole,
     check_device,
     check_modes,
@@ -22,9 +22,9 @@ from pipeexec.embedding_arguments import (
     checked_rows,
     rows_of,
 )
-from pipeexec.embedding_peers import Peers
-from pipeexec.embedding_rows import Layout
-from pipeexec.key_exchange import Exchange, Terms
+from pipeexec.embedding.key_exchange import Exchange, Terms
+from pipeexec.embedding.peers import Peers
+from pipeexec.embedding.row_layout import Layout
 from pipesim.costs.keys import Keys
 from pipesim.costs.row_placement import PLACEMENTS
 from pipesim.errors import (

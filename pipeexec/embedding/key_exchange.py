@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeexec.embedding_peers import Peers
-from pipeexec.embedding_rows import Layout
+from pipeexec.embedding.peers import Peers
+from pipeexec.embedding.row_layout import Layout
 from pipesim.errors import ExecutionError, PeerError, PipeError
 
 __all__ = ["Exchange", "Summed", "Terms", "add_to_rows"]
