@@ -4,16 +4,13 @@
 from pipesim.named_schedules import naive
 from pipesim.named_schedules import gpipe
 from pipesim.named_schedules import one_f_one_b
-from pipesim.named_schedules import eager
 from pipesim.named_schedules import pipedream
 from pipesim.named_schedules import interleaved
-from pipesim.named_schedules import looped_bfs
 from pipesim.named_schedules import zero_bubble
 from pipesim.named_schedules import zero_bubble_auto
 from pipesim.named_schedules import zbv
 from pipesim.named_schedules import controllable_memory
 from pipesim.named_schedules import dualpipe
-from pipesim.named_schedules import dualpipev
 from pipesim.named_schedules import chimera
 from pipesim.named_schedules import hanayo
 
@@ -21,12 +18,9 @@ __all__ = [
     "chimera",
     "controllable_memory",
     "dualpipe",
-    "dualpipev",
-    "eager",
     "gpipe",
     "hanayo",
     "interleaved",
-    "looped_bfs",
     "naive",
     "one_f_one_b",
     "pipedream",

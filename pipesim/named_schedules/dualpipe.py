@@ -1,19 +1,27 @@
-"""DualPipe: both directions at once, F overlapped with B (DeepSeek-V3, arXiv 2412.19437, 3.2.1)."""
+"""DualPipe and DualPipeV: F overlapped with B (DeepSeek-V3, arXiv 2412.19437, 3.2.1).
+
+DualPipeV is DualPipe folded in the middle (github.com/deepseek-ai/DualPipe): device ``i`` of ``p``
+runs what device ``i`` of ``2p`` runs in DualPipe, on both of its stages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipesim.ops import Op
-from pipesim.scheduling.placement import bidirectional
+from pipesim.named_schedules.patterns import (
+    Phase,
+    expand_phases,
+    number_microbatches,
+    v_shaped_columns,
+)
+from pipesim.scheduling.placement import bidirectional, v_shaped
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import DeviceOrder, Schedule
+from pipesim.utils.host_memory import check_schedule
 
-#: ``(op, direction, overlapped with the next)``; direction 0 comes from the nearer end.
-_Step = tuple[int, int, bool]
+__all__ = ["dualpipe", "dualpipev"]
 
 
 @register(
@@ -43,8 +51,8 @@ def dualpipe(n_devices: int, n_microbatches: int) -> Schedule:
         device 3 | F4 F5 F6 F0 I0 W0 F1 F7 B1 F2 B4 B2 .. F3 B5 B3 I6 W6 I7 W7
 
     Every device holds a stage of each direction: a near one, whose micro-batches start at the
-    nearer end of the devices, and a far one. The device ``k`` away from the nearer end runs, where
-    ``&`` is overlapped,
+    nearer end of the devices, and a far one. A device that is ``k`` devices from the nearer end
+    runs these phases, where ``&`` joins an overlapped pair:
 
     1. near F, ``p - 2 k - 2`` times;
     2. near F, far F, ``k + 1`` times;
@@ -52,15 +60,15 @@ def dualpipe(n_devices: int, n_microbatches: int) -> Schedule:
     4. near F & far B, far F & near B, ``m / 2 - p + k + 1`` times, but the two devices in the
        middle do not overlap the very first pair;
     5. far B, far F & near B, ``p / 2 - k - 1`` times;
-    6. far B, near B, ``k + 1`` times, of which the later half are only I;
-    7. W, near I, ``p / 2 - k - 1`` times, where W is of the oldest I without one;
+    6. far B, near B, ``k + 1`` times; the later half of these backwards are only I;
+    7. W, near I, ``p / 2 - k - 1`` times; W belongs to the oldest I without a W;
     8. W, ``k + 1`` times.
 
-    For stages of equal cost and free transfers, F as long as I and no shorter than W, and ``o``
-    seconds for F and B overlapped, no shorter than B: the two devices in the middle idle for
-    ``(p / 2 - 1)(o + b - 3 w)``, as published, and the makespan is that plus
-    ``m (f + b) - (m - p - 1)(f + b - o)``. Every device holds the activations of ``p + 1``
-    micro-batches at most.
+    Let stages have equal cost, transfers be free, F last as long as I and no shorter than W, and
+    F overlapped with B last ``o`` seconds, no shorter than B. Then the two devices in the middle
+    idle for ``(p / 2 - 1)(o + b - 3 w)``, as published. The makespan is that plus
+    ``m (f + b) - (m - p - 1)(f + b - o)``. Every device holds the activations of at most
+    ``p + 1`` micro-batches.
 
     Parameters
     ----------
@@ -74,42 +82,85 @@ def dualpipe(n_devices: int, n_microbatches: int) -> Schedule:
     def orders() -> Iterator[DeviceOrder]:
         for device in range(n_devices):
             other = n_devices - 1 - device
-            steps = _steps(min(device, other), n_devices, half)
-            op, direction, overlapped = np.array(steps).T
-            path = direction ^ (device > other)
-            number = _numbers(op, path)
-            yield op, np.where(path == 0, device, other), path * half + number, overlapped
+            phases = _phases(min(device, other), n_devices // 2, half)
+            ops, chunks, overlapped = expand_phases(phases)
+            path = chunks.astype(np.int32) ^ (device > other)  # chunk 0 is the near stage
+            microbatches = path * half + number_microbatches(ops, path)
+            yield ops, np.where(path == 0, device, other), microbatches, overlapped
 
     return Schedule.from_columns("dualpipe", bidirectional(n_devices), n_microbatches, orders())
 
 
-def _steps(depth: int, n_devices: int, half: int) -> list[_Step]:
-    """Return what the devices ``depth`` away from either end do; W's direction is not known yet."""
-    f0, f1, b0, b1, i0, i1 = ((op, of, False) for op in (Op.F, Op.B, Op.I) for of in (0, 1))
-    w: _Step = (Op.W, 0, False)
-    f0b1, f1b0 = [(Op.F, 0, True), b1], [(Op.F, 1, True), b0]
-    inner, outer = depth + 1, n_devices // 2 - 1 - depth
+@register(
+    "dualpipev",
+    summary="DualPipe folded into a V: F and B of two micro-batches hide each other's messages",
+    source="github.com/deepseek-ai/DualPipe; DualPipe: DeepSeek-V3, arXiv 2412.19437, 3.2.1",
+    bubble=ClosedForm(
+        "(p-1)/(3m+p-1)",
+        lambda p, m: (p - 1) / (3 * m + p - 1),
+        assumes="an overlapped F and B last as long as both",
+    ),
+    activations=ClosedForm("p + 1/2", lambda p, m: p + 0.5),
+    counts=Counts("at least 2p micro-batches", lambda p, m: m >= 2 * p),
+)
+def dualpipev(n_devices: int, n_microbatches: int) -> Schedule:
+    """Build the DualPipeV order.
+
+    Two devices of two chunks each, four micro-batches, B, I and W as long as F, and an overlapped
+    F and B (written one after the other) as long as both::
+
+        device 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 ..  3F3 0B1 3B3 0I2 0W2 0I3 0W3
+        device 1 | ..  1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 ..  2I3 1I3 2W3 1W3
+
+    In the steady state a device runs a forward of one chunk and a backward of the other as one
+    action, so that the messages of each travel while the other computes. Backwards are split
+    right before and right after the steady state. The phases are those of `dualpipe`, whose near
+    stage is chunk 0 here. If F and I of a chunk last ``f``, W ``w <= f``, B ``b = f + w`` and an
+    overlapped pair ``f&b``, each device idles for ``(p - 1)(f&b + b - 3 w)``. It holds ``2p + 1``
+    activations of a chunk.
+
+    Parameters
+    ----------
+    n_devices
+        Any positive count.
+    n_microbatches
+        At least one for each of the ``2p`` stages.
+    """
+    p, m = n_devices, n_microbatches
+    check_schedule("dualpipev", 4 * p * m)
+    return Schedule.from_columns(
+        "dualpipev", v_shaped(p), m, (v_shaped_columns(i, p, _phases(i, p, m)) for i in range(p))
+    )
+
+
+def _phases(i: int, p: int, m: int) -> list[Phase]:
+    """Return the phases of device ``i``, counted from the end where micro-batches enter.
+
+    The list has the eight phases of `dualpipe`. Chunk 0 is the near stage, and chunk 1 the far
+    one. W are listed in the order of their I.
+
+    Parameters
+    ----------
+    i
+        Devices between this one and the nearer end, below ``p``.
+    p
+        Devices from an end to the middle of DualPipe, or all devices of DualPipeV.
+    m
+        Micro-batches of each direction of DualPipe, or all micro-batches of DualPipeV.
+    """
+    pairs = ["1", "0"] * (i + 1)
+    ending = " ".join(f"{'B' if k <= i else 'I'}{chunk}" for k, chunk in enumerate(pairs))
+    weights = [f"W{chunk}" for chunk in pairs[i + 1 :]] + ["W0"] * (p - 1 - i)
+    # The innermost device sends the first F before it begins the B: no message to hide yet.
+    innermost = i == p - 1
     return [
-        *[f0] * (2 * outer),
-        *[f0, f1] * inner,
-        *[i1, w, f1] * outer,
-        *(f0b1 if outer else [f0, b1]),  # the innermost send the F on before they begin the B
-        *f1b0,
-        *[*f0b1, *f1b0] * (half - n_devices + depth),
-        *[b1, *f1b0] * outer,
-        *([b1, b0] * inner)[:inner],
-        *([i1, i0] * inner)[inner:],
-        *[w, i0] * outer,
-        *[w] * inner,
+        ("F0", 2 * (p - 1 - i)),
+        ("F0 F1", i + 1),
+        ("I1 W1 F1", p - 1 - i),
+        ("F0 B1 F1&B0", int(innermost)),
+        ("F0&B1 F1&B0", m - (2 * p - 1 - i) - innermost),
+        ("B1 F1&B0", p - 1 - i),
+        (ending, 1),
+        *((f"{weight} I0", 1) for weight in weights[: p - 1 - i]),
+        (" ".join(weights[p - 1 - i :]), 1),
     ]
-
-
-def _numbers(op: NDArray[np.int64], path: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number each path's forwards and backwards in turn; each W is of the oldest I without one."""
-    number = np.empty_like(op)
-    for of in (0, 1):
-        for ops in ((Op.F,), (Op.B, Op.I)):
-            those = np.flatnonzero(np.isin(op, ops) & (path == of))
-            number[those] = np.arange(len(those))
-    path[op == Op.W], number[op == Op.W] = path[op == Op.I], number[op == Op.I]
-    return number

@@ -1,6 +1,8 @@
-"""Interleaved 1F1B: several stages a device, and turns that are shorter by as much.
+"""Schedules of looped stages: ``v`` chunks a device, each a ``v``-th of the device's layers.
 
-Plain (Megatron-LM, arXiv 2104.04473, section 2.2), and with split backwards (arXiv 2401.10241).
+- interleaved 1F1B (Megatron-LM, arXiv 2104.04473, section 2.2)
+- interleaved 1F1B with split backwards (Zero Bubble, arXiv 2401.10241)
+- breadth-first (Lamy-Poirier, arXiv 2211.05953)
 """
 
 from __future__ import annotations
@@ -10,18 +12,18 @@ from collections.abc import Iterator
 import numpy as np
 
 from pipesim.errors import check_count
-from pipesim.named_schedules.patterns import in_turns, numbered
+from pipesim.named_schedules.patterns import alternate, number_microbatches
 from pipesim.ops import Op
 from pipesim.scheduling.placement import looped
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import DeviceOrder, Schedule
 from pipesim.utils.host_memory import check_schedule
 
-__all__ = ["LOOPED_BUBBLE", "interleaved_1f1b", "interleaved_zb"]
+__all__ = ["interleaved_1f1b", "interleaved_zb", "looped_bfs"]
 
 
-def _in_round(p: int, m: int) -> int:
-    """Return how many micro-batches go through a chunk before any goes through the next one."""
+def _round_size(p: int, m: int) -> int:
+    """Return the number of micro-batches that pass a chunk before any passes the next chunk."""
     return m // max(1, m // p)
 
 
@@ -37,13 +39,16 @@ def _split_bubble(p: int, m: int, n_chunks: int = 2) -> float:
     return idle / (3 * n_chunks * m + idle)
 
 
-def _held(p: int, m: int, n_chunks: int, behind_last: int) -> float:
-    """Return the activations of device 0, whose warm-up is the longest."""
-    return min((n_chunks - 1) * _in_round(p, m) + behind_last, n_chunks * m) / n_chunks
+def _activations(p: int, m: int, n_chunks: int, of_last_chunk: int) -> float:
+    """Return the activations of device 0, whose warm-up is the longest.
+
+    ``of_last_chunk``: its activations of the last chunk, once it holds a round of all others.
+    """
+    return min((n_chunks - 1) * _round_size(p, m) + of_last_chunk, n_chunks * m) / n_chunks
 
 
-#: What looped stages leave idle where nothing but the pipeline's depth does.
-LOOPED_BUBBLE = ClosedForm("x/(vm+x), x = max(p-1, v(p-m)+m-1)", _looped_bubble)
+#: Bubble of looped stages if only the depth of the pipeline makes devices idle.
+_LOOPED_BUBBLE = ClosedForm("x/(vm+x), x = max(p-1, v(p-m)+m-1)", _looped_bubble)
 _ROUNDS = Counts(
     "numbers of micro-batches that max(1, m // p) rounds share evenly, such as multiples of p, "
     "and any up to 2p - 1",
@@ -55,10 +60,10 @@ _ROUNDS = Counts(
     "interleaved_1f1b",
     summary="1F1B over v chunks a device: a bubble v times smaller, v times the messages",
     source="Megatron-LM, arXiv 2104.04473, section 2.2",
-    bubble=LOOPED_BUBBLE,
+    bubble=_LOOPED_BUBBLE,
     activations=ClosedForm(
         "min((v-1)r + 2p-1, vm)/v, r = m // max(1, m // p)",
-        lambda p, m, n_chunks=2: _held(p, m, n_chunks, 2 * p - 1),
+        lambda p, m, n_chunks=2: _activations(p, m, n_chunks, 2 * p - 1),
     ),
     counts=_ROUNDS,
 )
@@ -70,12 +75,12 @@ def interleaved_1f1b(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> 
         device 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ..  2B2 ..  2B3 0B2 0B3
         device 1 | ..  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 ..
 
-    The micro-batches go in rounds of ``r = m // max(1, m // p)``, which is ``p`` where ``p``
-    divides ``m``. Those of a round go through a device's first chunk, then through its next one,
-    and so on, before the next round; backwards likewise, last chunk first. Device ``i`` runs
-    ``(v - 1) r + 2(p - 1 - i)`` forwards as its warm-up, then one forward and one backward in
-    turn, as torch.distributed.pipelining does. It holds one activation of a chunk more than its
-    warm-up, and for ``m >= p`` the bubble is ``(p - 1)/(v m + p - 1)``.
+    The micro-batches go in rounds of ``r = m // max(1, m // p)``, which is ``p`` if ``p`` divides
+    ``m``. Those of a round go through a device's first chunk, then through its next one, and so
+    on, before the next round. Backwards do likewise, last chunk first. Device ``i`` runs
+    ``(v - 1) r + 2(p - 1 - i)`` forwards as its warm-up, then alternates one forward and one
+    backward, as torch.distributed.pipelining does. It holds one activation of a chunk more than
+    its warm-up has forwards. For ``m >= p`` the bubble is ``(p - 1)/(v m + p - 1)``.
 
     Parameters
     ----------
@@ -96,7 +101,7 @@ def interleaved_1f1b(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> 
     bubble=ClosedForm("x/(3vm+x), x = p-1 + v max(0, p-m) + (v-1)max(0, p-2m)", _split_bubble),
     activations=ClosedForm(
         "min((v-1)r + p, vm)/v, r = m // max(1, m // p)",
-        lambda p, m, n_chunks=2: _held(p, m, n_chunks, p),
+        lambda p, m, n_chunks=2: _activations(p, m, n_chunks, p),
     ),
     counts=_ROUNDS,
 )
@@ -108,40 +113,79 @@ def interleaved_zb(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Sc
         device 0 | 0F0 0F1 0F2 2F0 2F1 ..  2I0 2W0 2F2 2I1 2W1 2I2 2W2 0I0 0W0 0I1 0W1 0I2 0W2
         device 1 | ..  1F0 1F1 1F2 3F0 3I0 3F1 3I1 3W0 3F2 3I2 3W1 1I0 3W2 1I1 1W0 1I2 1W1 1W2
 
-    Rounds are those of interleaved 1F1B, but the warm-up of device ``i`` is
+    Rounds are those of `interleaved_1f1b`, but the warm-up of device ``i`` is
     ``(v - 1) r + p - 1 - i``, since gradients come up the pipeline twice as fast. Its W come
-    ``i`` turns behind their I, which keeps work for the time when the last gradients go up. With
+    ``i`` turns after their I, which leaves work for the time when the last gradients go up. With
     one chunk a device it is ZB-H1. For ``m >= p`` and F, I, W of equal length the bubble is
     ``(p - 1)/(3 v m + p - 1)``.
 
     Parameters
     ----------
-    n_devices
-        Any positive count.
-    n_microbatches
-        A multiple of the number of rounds, ``max(1, m // p)``.
-    n_chunks
-        Stages of each device.
+    n_devices, n_microbatches, n_chunks
+        As for `interleaved_1f1b`.
     """
     return _build("interleaved_zb", n_devices, n_microbatches, n_chunks, 1, split=True)
 
 
-def _build(name: str, p: int, m: int, n_chunks: int, per_hop: int, *, split: bool) -> Schedule:
-    """Build either; ``per_hop`` forwards are added to the warm-up a device up the pipeline.
+@register(
+    "looped_bfs",
+    summary="GPipe over v chunks a device: all micro-batches through one, then the next",
+    source="Breadth-first pipeline parallelism, arXiv 2211.05953",
+    bubble=_LOOPED_BUBBLE,
+    activations=ClosedForm("m", lambda p, m: m),
+)
+def looped_bfs(n_devices: int, n_microbatches: int, n_chunks: int = 2) -> Schedule:
+    """Build the looped breadth-first order.
 
-    A turn is that of one micro-batch through one chunk.
+    Two devices of two chunks each, three micro-batches, B as long as F::
+
+        device 0 | 0F0 0F1 0F2 2F0 2F1 2F2 ..  ..  2B2 2B1 2B0 0B2 0B1 0B0
+        device 1 | ..  1F0 1F1 1F2 3F0 3F1 3F2 3B2 3B1 3B0 1B2 1B1 1B0 ..
+
+    All micro-batches go through a device's first chunk, then through its next one. Backwards take
+    the opposite order. The weights of a chunk are thus needed in one stretch each way, and its
+    gradients can be reduced while the other chunks compute. Every device holds the activations of
+    all ``m`` micro-batches, and for ``m >= p`` the bubble is ``(p - 1)/(v m + p - 1)``.
+
+    Parameters
+    ----------
+    n_devices, n_microbatches
+        Any positive counts.
+    n_chunks
+        Stages of each device.
+    """
+    n_chunks = check_count("n_chunks", n_chunks)
+    check_schedule("looped_bfs", 2 * n_devices * n_microbatches * n_chunks)
+    ops = np.repeat([Op.F, Op.B], n_chunks * n_microbatches)
+    chunk = np.repeat(np.arange(n_chunks), n_microbatches)
+    microbatch = np.tile(np.arange(n_microbatches), n_chunks)
+    chunks, microbatches = (np.concatenate([x, x[::-1]]) for x in (chunk, microbatch))
+    return Schedule.from_columns(
+        "looped_bfs",
+        looped(n_devices, n_chunks),
+        n_microbatches,
+        ((ops, chunks * n_devices + device, microbatches) for device in range(n_devices)),
+    )
+
+
+def _build(
+    name: str, p: int, m: int, n_chunks: int, warm_up_per_hop: int, *, split: bool
+) -> Schedule:
+    """Build interleaved 1F1B, with whole or split backwards.
+
+    ``warm_up_per_hop`` is how many forwards a device's warm-up has more than that of the next one.
     """
     n = check_count("n_chunks", n_chunks) * m
     check_schedule(name, (3 if split else 2) * p * n)
-    in_round = _in_round(p, m)
-    chunk = np.arange(n) // in_round % n_chunks
+    round_size = _round_size(p, m)
+    chunk = np.arange(n) // round_size % n_chunks
 
     def orders() -> Iterator[DeviceOrder]:
         for device in range(p):
-            warm_up = min((n_chunks - 1) * in_round + per_hop * (p - 1 - device), n)
-            ops, k = in_turns(n, warm_up, device if split else None)
+            warm_up = min((n_chunks - 1) * round_size + warm_up_per_hop * (p - 1 - device), n)
+            ops, k = alternate(n, warm_up, device if split else None)
             chunks = np.where(ops == Op.F, chunk[k], n_chunks - 1 - chunk[k])
             stages = chunks * p + device
-            yield ops, stages, numbered(ops, stages)
+            yield ops, stages, number_microbatches(ops, stages)
 
     return Schedule.from_columns(name, looped(p, n_chunks), m, orders())

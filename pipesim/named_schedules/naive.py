@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from pipesim.named_schedules.patterns import in_turns
-from pipesim.scheduling.placement import linear
+from pipesim.named_schedules.patterns import alternating_schedule
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 
@@ -34,10 +31,4 @@ def naive(n_devices: int, n_microbatches: int) -> Schedule:
     n_devices, n_microbatches
         Any positive counts.
     """
-    ops, microbatches = in_turns(n_microbatches, 0)
-    return Schedule.from_columns(
-        "naive",
-        linear(n_devices),
-        n_microbatches,
-        ((ops, np.full(len(ops), device), microbatches) for device in range(n_devices)),
-    )
+    return alternating_schedule("naive", n_devices, n_microbatches, warm_up_per_hop=0)

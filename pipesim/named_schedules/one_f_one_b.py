@@ -1,22 +1,24 @@
-"""1F1B with a flush (PipeDream-flush, arXiv 2006.09503, section 2.2; Megatron-LM, 2104.04473)."""
+"""1F1B with a flush, and eager 1F1B, which runs forwards ahead of time.
+
+1F1B: PipeDream-flush, arXiv 2006.09503, section 2.2; Megatron-LM, arXiv 2104.04473.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
-
-from pipesim.ops import Op
-from pipesim.scheduling.placement import linear
+from pipesim.named_schedules.patterns import alternating_schedule
 from pipesim.scheduling.registry import ClosedForm, register
-from pipesim.scheduling.schedule import DeviceOrder, Schedule
+from pipesim.scheduling.schedule import Schedule
+
+__all__ = ["eager_1f1b", "one_f_one_b"]
+
+_BUBBLE = ClosedForm("(p-1)/(m+p-1)", lambda p, m: (p - 1) / (m + p - 1))
 
 
 @register(
     "1f1b",
     summary="one forward, one backward: as few activations as the depth needs",
     source="PipeDream-flush, arXiv 2006.09503",
-    bubble=ClosedForm("(p-1)/(m+p-1)", lambda p, m: (p - 1) / (m + p - 1)),
+    bubble=_BUBBLE,
     activations=ClosedForm("min(p, m)", lambda p, m: min(p, m)),
 )
 def one_f_one_b(n_devices: int, n_microbatches: int) -> Schedule:
@@ -28,8 +30,8 @@ def one_f_one_b(n_devices: int, n_microbatches: int) -> Schedule:
         device 1 | .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
         device 2 | .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
-    Device ``i`` runs ``min(p - 1 - i, m)`` forwards as its warm-up, then one forward and one
-    backward in turn, then the backwards that are left. For stages of equal cost and free
+    Device ``i`` runs ``min(p - 1 - i, m)`` forwards as its warm-up, then alternates one forward
+    and one backward, then runs the backwards that are left. For stages of equal cost and free
     transfers: makespan ``(m + p - 1)(f + b)``, bubble ``(p - 1)/(m + p - 1)``, and device ``i``
     holds the activations of at most ``min(p - i, m)`` micro-batches.
 
@@ -38,16 +40,34 @@ def one_f_one_b(n_devices: int, n_microbatches: int) -> Schedule:
     n_devices, n_microbatches
         Any positive counts; fewer micro-batches than devices are allowed.
     """
+    return alternating_schedule("1f1b", n_devices, n_microbatches, warm_up_per_hop=1)
 
-    def orders() -> Iterator[DeviceOrder]:
-        for device in range(n_devices):
-            warm_up = min(n_devices - 1 - device, n_microbatches)
-            pairs = n_microbatches - warm_up
-            ops = np.repeat([Op.F, Op.B, Op.B], [warm_up, 2 * pairs, warm_up])
-            ops[warm_up : warm_up + 2 * pairs : 2] = Op.F
-            microbatches = np.empty(2 * n_microbatches, dtype=np.int32)
-            microbatches[ops == Op.F] = np.arange(n_microbatches)
-            microbatches[ops == Op.B] = np.arange(n_microbatches)
-            yield ops, np.full(len(ops), device), microbatches
 
-    return Schedule.from_columns("1f1b", linear(n_devices), n_microbatches, orders())
+@register(
+    "eager_1f1b",
+    summary="1F1B with twice the warm-up: hides communication, at the price of memory",
+    source="Zhuang et al., arXiv 2211.05322; DAPPLE, arXiv 2007.01045, policy B",
+    bubble=_BUBBLE,
+    activations=ClosedForm("min(2p-1, m)", lambda p, m: min(2 * p - 1, m)),
+)
+def eager_1f1b(n_devices: int, n_microbatches: int) -> Schedule:
+    """Build the eager 1F1B order: messages travel while devices compute.
+
+    Three devices, four micro-batches, B as long as F::
+
+        device 0 | F0 F1 F2 F3 .. B0 .. B1 .. B2 .. B3
+        device 1 | .. F0 F1 F2 B0 F3 B1 .. B2 .. B3 ..
+        device 2 | .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
+
+    Device ``i`` runs ``2(p - 1 - i) + 1`` forwards before its first backward, where 1F1B runs
+    ``p - i``. Then it alternates one backward and one forward. A message thus has the time of one
+    action to travel before the next device needs it. With free transfers the times are those of
+    1F1B: makespan ``(m + p - 1)(f + b)``. Device ``i`` holds ``min(2(p - 1 - i) + 1, m)``
+    micro-batches.
+
+    Parameters
+    ----------
+    n_devices, n_microbatches
+        Any positive counts; fewer micro-batches than devices are allowed.
+    """
+    return alternating_schedule("eager_1f1b", n_devices, n_microbatches, warm_up_per_hop=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipesim.named_schedules.phases import Phase, order_of
+from pipesim.named_schedules.patterns import Phase, v_shaped_columns
 from pipesim.scheduling.placement import v_shaped
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import DeviceOrder, Schedule
@@ -49,9 +49,9 @@ def zbv(n_devices: int, n_microbatches: int) -> Schedule:
 
     def orders() -> Iterator[DeviceOrder]:
         for device in range(p):
-            order = order_of(device, p, _phases(device, p, max(m, 2 * p - 1)))
-            kept = order[2] < m
-            yield tuple(column[kept] for column in order)
+            columns = v_shaped_columns(device, p, _phases(device, p, max(m, 2 * p - 1)))
+            exists = columns[2] < m
+            yield tuple(column[exists] for column in columns)
 
     return Schedule.from_columns("zbv", v_shaped(p), m, orders())
 
