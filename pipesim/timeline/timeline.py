@@ -362,14 +362,14 @@ class Timeline:
         """Read one step of a run of another framework from torch.profiler's traces.
 
         A range such as ``PP:1F3`` on the CPU says which action a call carried out; when that worked
-        is as `pipesim.trace.profiler_ranges.Trace.worked` says: from the first to the last of its
+        is as `pipesim.trace.working_times.working_times` says: from the first to the last of its
         kernels, those that the autograd thread launched meanwhile included, or without a GPU as
         long as its call, but for waiting for a message. A range of two overlapped actions, such as
         ``PP:(0F2;3B0)OVERLAP_F_B``, gives two tasks: at the times of ranges of theirs within it;
         without, as its operations show where the B begins; without those, in halves
         (`pipesim.trace.overlapped_ranges`). Clocks of ranks are joined by their messages:
-        `pipesim.trace.clock_offsets.join` says how. Transfers without a range are put where the
-        data went: `pipesim.trace.inferred_transfers.add_transfers` says when.
+        `pipesim.trace.clock_offsets.align_clocks` says how. Transfers without a range are put where
+        the data went: `pipesim.trace.inferred_transfers.add_transfers` says when.
         ``pipesim.trace.chrome_import.load`` returns the offsets of the clocks and what remains
         wrong, too.
 

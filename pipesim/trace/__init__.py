@@ -1,4 +1,4 @@
-"""Chrome traces: write timelines, and read profiler traces back as timelines."""
+"""Chrome traces: write timelines as traces, and read the traces of profilers as timelines."""
 
 from pipesim.trace.chrome_export import (
     NEVER,

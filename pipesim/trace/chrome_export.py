@@ -34,7 +34,7 @@ Place = Mapping[str, int]
 Nanoseconds = NDArray[np.int64]
 Microseconds = NDArray[np.float64]
 
-#: When tasks start that never do.
+#: Start of tasks that never start.
 NEVER = np.iinfo(np.int64).min
 
 #: Order of threads in a process, by the first part of their stream's name.
@@ -47,24 +47,24 @@ def save(
     """Write timelines as one Chrome trace, whole or not at all; open it in ui.perfetto.dev.
 
     Each device is a process, each of its streams a thread, and each task a slice. Arrows lead
-    from a SEND to its RECV, and a counter shows the bytes that a device holds, for timelines with
-    costs. A task that has not ended lasts to the end of the trace and says so. Tasks that take no
-    time last 1 ns where there is room, since arrows hold on to slices.
+    from a SEND to its RECV. For timelines with costs, a counter shows the bytes that a device
+    holds. A task that has not ended lasts to the end of the trace and is marked ``unfinished``.
+    Tasks that take no time last 1 ns if there is room, since arrows need slices to attach to.
 
     Parameters
     ----------
     path
         A file that ends in ``.json``, or in ``.json.gz`` to compress it.
     timelines
-        One, or several to lie beside each other, such as a prediction and a measurement: the
-        processes of each have numbers and names of their own. A mapping gives the names.
+        One, or several to show side by side, such as a prediction and a measurement. The
+        processes of each have their own numbers and names. A mapping gives the names.
 
     Raises
     ------
     ArgumentError
-        For another ending, a folder that cannot be written in, or something that is no timeline.
+        For another ending, a folder that cannot be written in, or an object that is no timeline.
     """
-    path = _checked_path(path)
+    path = _check_trace_path(path)
     named = _named(timelines)
     events: list[Event] = []
     n_tasks = 0
@@ -75,7 +75,8 @@ def save(
     write(path, {"displayTimeUnit": "ms", "traceEvents": events})
 
 
-def _checked_path(path: Path | str) -> Path:
+def _check_trace_path(path: Path | str) -> Path:
+    """Return a path to write a trace to."""
     path = check_path("path", path, "write", "path: a trace is written to")
     if not path.name.endswith((".json", ".json.gz")):
         raise ArgumentError(f"a trace's file ends in .json or .json.gz, got {path}")
@@ -83,33 +84,33 @@ def _checked_path(path: Path | str) -> Path:
 
 
 def _named(timelines: object) -> dict[str, Timeline]:
-    """Return timelines by name; a name that comes again has a number."""
+    """Return timelines by name. A repeated name gets a number."""
     pairs: Iterable[tuple[str, object]]
     if isinstance(timelines, Timeline):
         pairs = [(timelines.name, timelines)]
     elif isinstance(timelines, Mapping):
-        pairs = [(str(name), each) for name, each in timelines.items()]
+        pairs = [(str(name), item) for name, item in timelines.items()]
     elif isinstance(timelines, (list, tuple)):
-        pairs = [(getattr(each, "name", "?"), each) for each in timelines]
+        pairs = [(getattr(item, "name", "?"), item) for item in timelines]
     else:
         raise ArgumentError(
             f"timelines is no Timeline but {type(timelines).__name__}; give a Timeline, or several "
             "in a list or by name"
         )
     named: dict[str, Timeline] = {}
-    for name, each in pairs:
-        if not isinstance(each, Timeline):
-            raise ArgumentError(f"timelines: {name!r} is no Timeline but {type(each).__name__}")
+    for name, timeline in pairs:
+        if not isinstance(timeline, Timeline):
+            raise ArgumentError(f"timelines: {name!r} is no Timeline but {type(timeline).__name__}")
         while name in named:
             name = f"{name} ({len(named) + 1})"
-        named[name] = each
+        named[name] = timeline
     if not named:
         raise ArgumentError("timelines is empty; a trace needs at least one timeline")
     return named
 
 
 def _next_pid(events: Sequence[Event]) -> int:
-    """Return the first number of the next block: after those in use, at a round one."""
+    """Return the first process number of the next timeline: the next multiple of 1000, or 1."""
     used = max((event["pid"] for event in events), default=0)
     return 1 if not used else 1000 * (used // 1000 + 1)
 
@@ -164,13 +165,13 @@ def _arrows(
         if np.isnan(timeline.start[[send, recv]]).any():
             continue
         message = {"id": first_id + send, "name": "message", "cat": "message"}
-        # An arrow ends at the slice that encloses its end, not at the next one, where bp is "e".
+        # With bp "e" an arrow ends at the slice that encloses its end, not at the next one.
         for ph, task in (({"ph": "s"}, send), ({"ph": "f", "bp": "e"}, recv)):
             yield {**ph, **message, **places[task], "ts": float(start[task])}
 
 
 def _counters(timeline: Timeline, first_pid: int) -> Iterator[Event]:
-    """Yield the bytes that each device holds, wherever they change."""
+    """Yield the bytes that each device holds, at each change."""
     if timeline.costs is None:
         return
     rows = over_time(timeline)
@@ -193,9 +194,9 @@ def names(timeline: Timeline) -> list[str]:
 
 
 def nanoseconds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
-    """Return starts and ends as whole numbers, so that slices that touch do not overlap.
+    """Return starts and ends as whole nanoseconds, so that slices that touch do not overlap.
 
-    Tasks that did not end last as long as the timeline.
+    Tasks that did not end last as long as the timeline. Tasks that did not start have `NEVER`.
     """
     times = np.concatenate([timeline.start, timeline.end])
     latest = float(np.fmax.reduce(times, initial=0.0))
@@ -210,9 +211,10 @@ def nanoseconds(timeline: Timeline) -> tuple[Nanoseconds, Nanoseconds]:
 def lanes(
     queues: CSR, start: Nanoseconds, end: Nanoseconds
 ) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Yield stream, lane and tasks that started, in order, such that no two of a lane overlap.
+    """Yield a stream, a lane of it, and the lane's tasks in order; tasks of a lane do not overlap.
 
-    A stream runs one task after the other and has one lane, unless its times say otherwise.
+    Tasks that never started are left out. A stream runs one task after the other and has one lane,
+    unless its times overlap.
     """
     for stream in range(len(queues)):
         tasks = queues[stream].astype(np.int64)
@@ -234,7 +236,7 @@ def slice_event(
     name: str, category: str, start: float, end: float, place: Place, args: Event
 ) -> Event:
     """Return a complete event; times in microseconds."""
-    # Decimals of the difference would not end at the third, where those of a trace do.
+    # A trace's times have three decimals; their difference has more, from rounding.
     duration = round(end - start, 3)
     return {
         "ph": "X", "cat": category, "name": name, **place, "ts": start, "dur": duration,
@@ -243,13 +245,13 @@ def slice_event(
 
 
 def _metadata(pid: int, tid: int, kind: str, name: str, order: int) -> Iterator[Event]:
-    """Yield the name of a process or thread, and its place among the others."""
+    """Yield the name of a process or thread, and its position among the others."""
     for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": order})):
         yield {"ph": "M", "name": f"{kind}_{key}", "pid": pid, "tid": tid, "args": args}
 
 
 def write(path: Path, trace: Event) -> None:
-    """Write a line an event, and a checksum of all."""
+    """Write a trace, one event a line, with a checksum of its content."""
     events = [json.dumps(event) for event in trace.pop("traceEvents")]
     signed = f'{json.dumps(trace)[:-1]}, "traceEvents": [{", ".join(events)}]}}'
     head = json.dumps({**trace, "otherData": {SIGNATURE: checksum(signed)}})[:-1]

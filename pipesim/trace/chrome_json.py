@@ -1,4 +1,4 @@
-"""Read Chrome's trace JSON, which may be compressed, cut, or of another program."""
+"""Read Chrome's trace JSON. The file may be compressed, cut, or written by another program."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from pipesim.errors import TimelineError, number
 from pipesim.utils.atomic_write import gunzip, read_bytes
 from pipesim.utils.texts import changed, checksum, parse_json, unique
 
-__all__ = ["SIGNATURE", "head", "load", "seconds"]
+__all__ = ["SIGNATURE", "load", "read_header", "seconds"]
 
-#: Key of our checksum in a trace's ``otherData``, which viewers pass over.
+#: Key of pipesim's checksum in a trace's ``otherData``, which viewers ignore.
 SIGNATURE = "pipesim_checksum"
 
-#: Nanoseconds that a clock can show, as 64 bits hold them.
+#: First time that a clock of 64 bits cannot show (ns).
 _LATEST = 2**63
-#: Fewer digits than Python may be told to refuse in a whole number.
+#: Digits from which on a whole number is read as a float, where Python's own limit refuses one.
+#: That limit is never below 640.
 _DIGITS = 600
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """Return the object that a trace's file holds; its ``traceEvents`` are a list.
+    """Return the JSON object of a trace's file; its ``traceEvents`` are a list.
 
     Raises
     ------
     TimelineError
-        For a file that cannot be read or was cut, naming the place, is no Chrome trace, or was
-        written by `pipesim.trace.save` and changed since.
+        For a file that cannot be read or was cut (the message names the place), that is no
+        Chrome trace, or that `pipesim.trace.save` wrote and that was changed since.
     CapacityError
         For a file that is too large for memory, compressed or not.
     """
@@ -46,7 +47,7 @@ def load(path: Path) -> Mapping[str, Any]:
             "one whole file a rank"
         ) from error
     try:
-        content = _parsed(text)
+        content = _parse(text)
     except json.JSONDecodeError as error:
         place = error.pos
         whole = text.strip()
@@ -75,7 +76,7 @@ def load(path: Path) -> Mapping[str, Any]:
 
 
 def _check_signature(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise if a trace has a checksum of ours, which is that of other content."""
+    """Raise if a trace has pipesim's checksum, and its content another one."""
     other = content.get("otherData")
     if isinstance(other, dict) and SIGNATURE in other:
         rest = {key: value for key, value in content.items() if key != "otherData"}
@@ -84,20 +85,20 @@ def _check_signature(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; what profilers note of an event may come twice, its time may not."""
-    found = dict(pairs)
-    if len(found) < len(pairs) and ("ph" in found or "traceEvents" in found):
+    """Return a JSON object. In an event's ``args`` a key may come twice; its times may not."""
+    content = dict(pairs)
+    if len(content) < len(pairs) and ("ph" in content or "traceEvents" in content):
         unique(pairs)
-    return found
+    return content
 
 
-def _parsed(text: str) -> Any:
-    """Read JSON; a whole number of more digits than Python reads is a float, maybe infinite."""
+def _parse(text: str) -> Any:
+    """Read JSON. A whole number with more digits than Python reads is a float, maybe infinite."""
     try:
         return parse_json(text, object_pairs_hook=_object)
     except json.JSONDecodeError:
         raise
-    except ValueError:  # far too many digits; what uses the number refuses it by name
+    except ValueError:  # far too many digits; the code that uses the number refuses it by name
         return parse_json(
             text,
             object_pairs_hook=_object,
@@ -105,10 +106,10 @@ def _parsed(text: str) -> Any:
         )
 
 
-def head(path: Path, content: Mapping[str, Any]) -> tuple[int | None, int | None, int]:
-    """Return what a trace says of itself: rank, number of ranks, and the origin of its times (ns).
+def read_header(path: Path, content: Mapping[str, Any]) -> tuple[int | None, int | None, int]:
+    """Return the rank, the number of ranks, and the origin of the times (ns) of a trace.
 
-    Rank and number are None, and the origin 0, where it says nothing of them.
+    Rank and number are None, and the origin is 0, if the trace does not have them.
 
     Raises
     ------
@@ -116,13 +117,13 @@ def head(path: Path, content: Mapping[str, Any]) -> tuple[int | None, int | None
         For a rank that is negative or beyond the number of ranks, and an origin that no clock
         shows.
     """
-    said = content.get("distributedInfo")
-    said = said if isinstance(said, dict) else {}
-    rank, world_size = (_whole(said.get(key)) for key in ("rank", "world_size"))
+    info = content.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    rank, world_size = (_whole(info.get(key)) for key in ("rank", "world_size"))
     if rank is not None and not 0 <= rank < (math.inf if world_size is None else world_size):
-        of = "" if world_size is None else f" of {world_size}"
+        total = "" if world_size is None else f" of {world_size}"
         raise TimelineError(
-            f"{path} says that it is of rank {rank}{of}; ranks count from 0 to one less than "
+            f"{path} says that it is of rank {rank}{total}; ranks count from 0 to one less than "
             "there are of them; correct its distributedInfo, or leave it out"
         )
     origin: Any = content.get("baseTimeNanoseconds")
@@ -138,16 +139,17 @@ def head(path: Path, content: Mapping[str, Any]) -> tuple[int | None, int | None
 
 
 def _whole(value: object) -> int | None:
+    """Return a value that is a whole number, or None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def seconds(path: Path, event: Mapping[str, Any], index: int) -> tuple[float, float]:
-    """Return when a complete event of a trace began and ended.
+    """Return when a complete event of a trace began and ended (s).
 
     Raises
     ------
     TimelineError
-        For times that are no numbers, not finite or negative durations, naming the event.
+        For times that are no finite numbers, and negative durations; the message names the event.
     """
     times = []
     for key, what in (("ts", "time"), ("dur", "duration")):

@@ -1,4 +1,4 @@
-"""Join clocks of several ranks by the messages between them."""
+"""Align the clocks of several ranks by the messages between them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Message", "join"]
+__all__ = ["ClockBound", "align_clocks"]
 
-
-#: Seconds by which clocks may break their bounds and still be taken for right: a call returns a
-#: little after its message has left.
+#: Seconds by which clocks may break their bounds and still count as right. A call returns a little
+#: after its message has left.
 TOLERATED = 100e-6
 
 
-class Message(NamedTuple):
-    """From ``source``, where it was ready at ``sent``, to ``target``, where it served ``used``.
+class ClockBound(NamedTuple):
+    """A message, which bounds the clock of rank ``target`` against that of rank ``source``.
 
-    Both in seconds, each by its own rank's clock.
+    ``sent`` is when the message was ready, by the clock of ``source`` (s). ``used`` is when its
+    consumer started, by the clock of ``target`` (s).
     """
 
     source: int
@@ -29,23 +29,25 @@ class Message(NamedTuple):
     used: float
 
 
-def join(messages: list[Message], n_ranks: int) -> tuple[NDArray[np.float64], float]:
-    """Return what to add to each rank's clock, and what remains wrong (seconds).
+def align_clocks(messages: list[ClockBound], n_ranks: int) -> tuple[NDArray[np.float64], float]:
+    """Return what to add to each rank's clock, and the error that remains (s).
 
     A message cannot be used before it was sent. So messages from a to b bound how far b's clock
-    may be behind a's, those from b to a how far it may be ahead. Recorded clocks that keep within
-    their bounds, give or take `TOLERATED`, stay as they are: those of one host are one clock.
-    Otherwise the offset is the
-    middle between the bounds, as in the Network Time Protocol (RFC 5905, section 8), or the nearest
-    one that keeps to the only bound. Ranks are joined along a tree of pairs, those with the
-    closest bounds first (Prim), from rank 0 on.
+    may be behind a's, and those from b to a how far it may be ahead.
+
+    - Recorded clocks that keep within their bounds, to `TOLERATED`, stay as they are: the ranks of
+      one host share a clock.
+    - Otherwise the offset of two ranks is the middle between their bounds, as in the Network Time
+      Protocol (RFC 5905, section 8). With only one bound, it is the nearest offset that keeps it.
+    - Ranks are joined along a tree of pairs, the pair with the closest bounds first (Prim),
+      starting from rank 0.
 
     Returns
     -------
     offsets
-        Seconds, shape ``(n_ranks,)``; 0 for rank 0, and for ranks without messages.
+        Seconds, shape ``(n_ranks,)``; 0 for rank 0 and for ranks without messages.
     residual
-        By how much the worst message is still used before it was sent; 0 if none is.
+        Seconds by which the worst message is still used before it was sent; 0 if none is.
     """
     least = _least(messages)
     offsets, joined = np.zeros(n_ranks), {0}
@@ -58,7 +60,7 @@ def join(messages: list[Message], n_ranks: int) -> tuple[NDArray[np.float64], fl
             for b in set(range(n_ranks)) - joined
             if (a, b) in least or (b, a) in least
         ]
-        if not edges:  # what is left has no messages with these
+        if not edges:  # no message connects the remaining ranks with these
             joined.add(min(set(range(n_ranks)) - joined))
             continue
         _, a, b = min(edges)
@@ -70,8 +72,8 @@ def join(messages: list[Message], n_ranks: int) -> tuple[NDArray[np.float64], fl
     return offsets, max(0.0, float(residual))
 
 
-def _least(messages: list[Message]) -> Mapping[tuple[int, int], float]:
-    """Return the least seconds by which a target's clock must be moved on against its source's."""
+def _least(messages: list[ClockBound]) -> Mapping[tuple[int, int], float]:
+    """Return the least advance of a target's clock against its source's, for each pair (s)."""
     least: dict[tuple[int, int], float] = {}
     for source, target, sent, used in messages:
         pair = (source, target)
@@ -80,11 +82,12 @@ def _least(messages: list[Message]) -> Mapping[tuple[int, int], float]:
 
 
 def _width(least: Mapping[tuple[int, int], float], a: int, b: int) -> float:
+    """Return the seconds between the two bounds of a pair of clocks."""
     return -least.get((a, b), -math.inf) - least.get((b, a), -math.inf)
 
 
 def _between(low: float, high: float) -> float:
-    """Return 0 if it is about between the bounds, else their middle, or the one that there is."""
+    """Return 0 if between the bounds, to `TOLERATED`; else their middle, or the only bound."""
     if low - TOLERATED <= 0 <= high + TOLERATED:
         return 0.0
     if math.isinf(low) or math.isinf(high):

@@ -15,7 +15,7 @@ from pipesim.utils.atomic_write import check_path
 
 __all__ = ["save"]
 
-#: What a kernel's name begins with: HTA knows communication by ``nccl...Kernel`` alone.
+#: Prefix of kernel names. HTA recognizes communication by ``nccl...Kernel`` alone.
 _KERNEL = dict.fromkeys(TRANSFERS, "ncclDevKernel_SendRecv ") | dict.fromkeys(
     COLLECTIVES, "ncclDevKernel_AllReduce "
 )
@@ -24,20 +24,20 @@ _KERNEL = dict.fromkeys(TRANSFERS, "ncclDevKernel_SendRecv ") | dict.fromkeys(
 def save(directory: Path | str, timeline: Timeline) -> list[Path]:
     """Write one trace a device in the form that HTA reads; return the files.
 
-    HTA takes a device's tasks for kernels of a rank: communication by an ``nccl`` name, streams by
-    number (from 1, ``compute`` first), each linked to a launch at time 0. Times are whole
+    A device is a rank, and its tasks are kernels. Communication has an ``nccl`` name. Streams are
+    numbered from 1, ``compute`` first. Each kernel is linked to a launch at time 0. Times are whole
     microseconds, since HTA rounds fractions such that short kernels end before they start. Read
-    them with ``TraceAnalysis(trace_dir=directory)``.
+    the traces with ``TraceAnalysis(trace_dir=directory)``.
 
     Parameters
     ----------
     directory
-        Made if it is not there; files are ``rank0.json``, ``rank1.json``, ...
+        Made if it does not exist; files are ``rank0.json``, ``rank1.json``, ...
 
     Raises
     ------
     ArgumentError
-        If the directory cannot be written in, or for something that is no timeline.
+        If the directory cannot be written in, or for an object that is no timeline.
     """
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"a trace is of a Timeline, got {type(timeline).__name__}")

@@ -1,4 +1,4 @@
-"""Transfers of a measured step: put between stages where a trace has none, and given times."""
+"""Transfers of a measured step: add those that a trace lacks, and time them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 
 from pipesim.graph.tasks import StreamKind
 from pipesim.ops import COLLECTIVES, COMPUTE, TRANSFERS, Action, Op
-from pipesim.trace.clock_offsets import Message
+from pipesim.trace.clock_offsets import ClockBound
 
-__all__ = ["Placed", "add_transfers", "charge_gaps", "messages"]
+__all__ = ["MeasuredTask", "add_transfers", "charge_gaps", "clock_bounds"]
 
 
-class Placed(NamedTuple):
-    """When a task ran, and where; seconds.
+class MeasuredTask(NamedTuple):
+    """When a task ran, and on which device; seconds.
 
-    ``on_device`` says whether the times are a GPU's own; ``key`` orders the tasks' issue;
-    ``other`` is the other half of an overlapped action.
+    ``on_device``: whether a GPU recorded the times. ``issue``: when it was issued, if not at its
+    start. ``other_half``: the other half of an overlapped action.
     """
 
     device: int
@@ -29,20 +29,23 @@ class Placed(NamedTuple):
     on_device: bool = False
     stream: int = StreamKind.COMPUTE
     issue: float | None = None
-    other: Action | None = None
+    other_half: Action | None = None
 
     @property
-    def key(self) -> float:
-        """When it counts as issued."""
+    def issue_time(self) -> float:
+        """When it counts as issued (s)."""
         return self.start if self.issue is None else self.issue
 
-    def moved(self, seconds: float) -> Placed:
-        """Return the same on another clock."""
+    def shifted(self, seconds: float) -> MeasuredTask:
+        """Return the task on a clock that is ahead by ``seconds``."""
         return self._replace(start=self.start + seconds, end=self.end + seconds)
 
 
-class _Edge(NamedTuple):
-    """A hand-over from one device to another, and the two ends of its message."""
+_TasksByAction = Mapping[Action, MeasuredTask]
+
+
+class _Message(NamedTuple):
+    """A message from one device to another: its producer, its two ends and its consumer."""
 
     producer: Action
     send: Action
@@ -50,96 +53,112 @@ class _Edge(NamedTuple):
     consumer: Action
 
 
-def messages(placed: Mapping[Action, Placed]) -> list[Message]:
-    """Return what says how the clocks of devices stand to each other.
+def clock_bounds(tasks: _TasksByAction) -> list[ClockBound]:
+    """Return the messages that constrain the offsets between device clocks.
 
-    When an overlapped action was done with its F, and when it went on to its B, may be guessed.
+    Messages from the F and to the B of an overlapped action are left out: the times at which it
+    ended the F and started the B may be guessed.
     """
     return [
-        Message(
-            placed[edge.producer].device,
-            placed[edge.consumer].device,
-            placed[edge.producer].end,
-            placed[edge.consumer].start,
+        ClockBound(
+            tasks[message.producer].device,
+            tasks[message.consumer].device,
+            tasks[message.producer].end,
+            tasks[message.consumer].start,
         )
-        for edge in _edges(placed)
-        if _last(placed, edge.producer) == edge.producer
-        and _first(placed, edge.consumer) == edge.consumer
+        for message in _messages(tasks)
+        if _last_half(tasks, message.producer) == message.producer
+        and _first_half(tasks, message.consumer) == message.consumer
     ]
 
 
-def add_transfers(placed: Mapping[Action, Placed]) -> dict[Action, Placed]:
-    """Return the tasks of a step with a SEND and a RECV for each hand-over between devices.
+def add_transfers(tasks: _TasksByAction) -> dict[Action, MeasuredTask]:
+    """Return the tasks of a step with a SEND and a RECV for each message between devices.
 
-    A recorded SEND keeps its times, but for a start before the end of what it sends; where there
-    is none, the hand-over is at that end and takes no time. What a trace shows of a RECV is that
-    it was posted, seldom when the message came. A message whose device was idle when it left was
-    waited for: it came when its consumer started. Their median is how long a message usually
-    takes; any other came that long after it left, or when its consumer started, if that is sooner
-    or if the device was idle by then. Those of a GPU's own communication are taken as they are.
+    A recorded SEND keeps its times, but starts no earlier than the end of its producer. A missing
+    SEND is at that end and takes no time.
+
+    A recorded RECV shows when it was posted, seldom when the message arrived. Arrivals are:
+
+    - recorded, for a GPU's own communication;
+    - the start of the consumer, for a message whose device was idle when it left: the device
+      waited for it. The median of these is how long a message usually takes;
+    - else that long after the message left, or the start of the consumer, if that is sooner or if
+      the device was idle by then.
     """
     result = {
-        action: each._replace(stream=StreamKind.COLLECTIVE) if action.op in COLLECTIVES else each
-        for action, each in placed.items()
+        action: task._replace(stream=StreamKind.COLLECTIVE) if action.op in COLLECTIVES else task
+        for action, task in tasks.items()
         if action.op not in TRANSFERS
     }
-    free = _free(result)
-    edges = [edge._replace(consumer=_user(placed, edge)) for edge in _edges(placed)]
-    edges.sort(key=lambda edge: _sent(placed, edge)[0])
-    taken = [
-        placed[edge.consumer].start - _sent(placed, edge)[1]
-        for edge in edges
-        if _sent(placed, edge)[1] > free[edge.consumer]
+    previous_end = _previous_ends(result)
+    messages = [
+        message._replace(consumer=_actual_consumer(tasks, message)) for message in _messages(tasks)
     ]
-    usual = max(0.0, statistics.median(taken)) if taken else 0.0
-    ends: dict[tuple[int, int], float] = {}  # of the last task of each copy stream
-    for edge in edges:
-        producer, consumer = placed[edge.producer], placed[edge.consumer]
+    messages.sort(key=lambda message: _departure(tasks, message)[0])
+    usual = _usual_seconds(tasks, messages, previous_end)
+    stream_ends: dict[tuple[int, int], float] = {}  # of the last task of each copy stream
+    for message in messages:
+        producer, consumer = tasks[message.producer], tasks[message.consumer]
         out = int(StreamKind.send(np.array(consumer.device)))
         into = int(StreamKind.recv(np.array(producer.device)))
-        left, gone = _sent(placed, edge)
-        left = max(left, ends.get((producer.device, out), left))
-        gone = max(left, gone)
-        result[edge.send] = Placed(producer.device, left, gone, stream=out, issue=left)
-        came = gone + usual
-        recv = placed.get(edge.recv)
+        start, sent = _departure(tasks, message)
+        start = max(start, stream_ends.get((producer.device, out), start))
+        sent = max(start, sent)
+        result[message.send] = MeasuredTask(producer.device, start, sent, stream=out, issue=start)
+        recv = tasks.get(message.recv)
+        arrival = sent + usual
         if recv is not None and recv.on_device:
-            came = recv.end
-        elif came > free[edge.consumer]:
-            came = consumer.start
-        came = min(max(came, left), consumer.start)
-        begun = left if recv is None else max(left, recv.start)
-        reached = ends.get((consumer.device, into), -math.inf)
-        begun = max(min(begun, came), reached)
-        came = max(begun, came)
-        result[edge.recv] = Placed(consumer.device, begun, came, stream=into, issue=left)
-        ends[producer.device, out], ends[consumer.device, into] = gone, came
+            arrival = recv.end
+        elif arrival > previous_end[message.consumer]:
+            arrival = consumer.start
+        arrival = min(max(arrival, start), consumer.start)
+        posted = start if recv is None else max(start, recv.start)
+        posted = max(min(posted, arrival), stream_ends.get((consumer.device, into), -math.inf))
+        arrival = max(posted, arrival)
+        result[message.recv] = MeasuredTask(
+            consumer.device, posted, arrival, stream=into, issue=start
+        )
+        stream_ends[producer.device, out] = sent
+        stream_ends[consumer.device, into] = arrival
     return result
 
 
-def charge_gaps(placed: Mapping[Action, Placed]) -> dict[Action, Placed]:
-    """Let tasks begin where the one before them on their device ended, unless they waited.
+def _usual_seconds(
+    tasks: _TasksByAction, messages: list[_Message], previous_end: Mapping[Action, float]
+) -> float:
+    """Return the median time of the messages that devices waited for (s); 0 if there is none."""
+    durations = [
+        tasks[message.consumer].start - sent
+        for message in messages
+        if (sent := _departure(tasks, message)[1]) > previous_end[message.consumer]
+    ]
+    return max(0.0, statistics.median(durations)) if durations else 0.0
+
+
+def charge_gaps(tasks: _TasksByAction) -> dict[Action, MeasuredTask]:
+    """Start tasks where the task before them on their device ended, unless they waited.
 
     A task waited if a message to it left after that end. Otherwise the device was busy between the
     two: it posted and fetched messages, or ran the program between them.
     """
-    free = _free(placed)
-    left = dict.fromkeys(placed, -math.inf)
-    for edge in _edges(placed):
-        user = _user(placed, edge)
-        left[user] = max(left[user], _sent(placed, edge)[1])
+    previous_end = _previous_ends(tasks)
+    last_sent = dict.fromkeys(tasks, -math.inf)
+    for message in _messages(tasks):
+        consumer = _actual_consumer(tasks, message)
+        last_sent[consumer] = max(last_sent[consumer], _departure(tasks, message)[1])
     return {
-        action: each._replace(start=min(each.start, free[action]))
-        if left[action] <= free.get(action, -math.inf)
-        and math.isfinite(free.get(action, -math.inf))
-        else each
-        for action, each in placed.items()
+        action: task._replace(start=min(task.start, previous_end[action]))
+        if last_sent[action] <= previous_end.get(action, -math.inf)
+        and math.isfinite(previous_end.get(action, -math.inf))
+        else task
+        for action, task in tasks.items()
     }
 
 
-def _edges(placed: Mapping[Action, Placed]) -> Iterator[_Edge]:
-    """Yield the hand-overs between devices: outputs to the next stage, gradients back, skips."""
-    for action in placed:
+def _messages(tasks: _TasksByAction) -> Iterator[_Message]:
+    """Yield the messages between devices: outputs to the next stage, gradients back, skips."""
+    for action in tasks:
         stage, op, microbatch, peer, _ = action
         if peer >= 0:
             continue
@@ -148,78 +167,81 @@ def _edges(placed: Mapping[Action, Placed]) -> Iterator[_Edge]:
             kinds = (Op.SEND_F, Op.RECV_F)
         elif op in (Op.B, Op.I):
             whole = Action(stage - 1, Op.B, microbatch)
-            consumer = whole if whole in placed else Action(stage - 1, Op.I, microbatch)
+            consumer = whole if whole in tasks else Action(stage - 1, Op.I, microbatch)
             kinds = (Op.SEND_B, Op.RECV_B)
         else:
             continue
-        if consumer in placed and placed[consumer].device != placed[action].device:
-            yield _Edge(
+        if consumer in tasks and tasks[consumer].device != tasks[action].device:
+            yield _Message(
                 action,
                 Action(stage, kinds[0], microbatch),
                 Action(consumer.stage, kinds[1], microbatch),
                 consumer,
             )
-    yield from _skip_edges(placed)
+    yield from _skip_messages(tasks)
 
 
-def _skip_edges(placed: Mapping[Action, Placed]) -> Iterator[_Edge]:
-    """Yield what skips hand over between devices, as far as either end of it was recorded."""
+def _skip_messages(tasks: _TasksByAction) -> Iterator[_Message]:
+    """Yield the messages of skips between devices, where at least one end was recorded."""
     for send, recv, ops in (
         (Op.SEND_F, Op.RECV_F, (Op.F,)),
         (Op.SEND_B, Op.RECV_B, (Op.B, Op.I)),
     ):
-        ends = {(a.stage, a.peer_stage, a.microbatch) for a in placed
+        ends = {(a.stage, a.peer_stage, a.microbatch) for a in tasks
                 if a.op == send and a.peer_stage >= 0}  # fmt: skip
-        ends |= {(a.peer_stage, a.stage, a.microbatch) for a in placed
+        ends |= {(a.peer_stage, a.stage, a.microbatch) for a in tasks
                  if a.op == recv and a.peer_stage >= 0}  # fmt: skip
         for source, target, microbatch in sorted(ends, key=str):
-            made, needed = (
-                next((a for op in ops if (a := Action(stage, op, microbatch)) in placed), None)
+            producer, consumer = (
+                next((a for op in ops if (a := Action(stage, op, microbatch)) in tasks), None)
                 for stage in (source, target)
             )
-            if made and needed and placed[made].device != placed[needed].device:
-                yield _Edge(
-                    made,
+            if producer and consumer and tasks[producer].device != tasks[consumer].device:
+                yield _Message(
+                    producer,
                     Action(source, send, microbatch, target),
                     Action(target, recv, microbatch, source),
-                    needed,
+                    consumer,
                 )
 
 
-def _sent(placed: Mapping[Action, Placed], edge: _Edge) -> tuple[float, float]:
-    """Return when a message began to leave, and when it was gone."""
-    send = placed.get(edge.send)
-    ready = placed[_last(placed, edge.producer)].end
+def _departure(tasks: _TasksByAction, message: _Message) -> tuple[float, float]:
+    """Return when a message began to leave, and when it had left (s)."""
+    send = tasks.get(message.send)
+    ready = tasks[_last_half(tasks, message.producer)].end
     if send is None:
         return ready, ready
     return max(ready, send.start), max(ready, send.end)
 
 
-def _user(placed: Mapping[Action, Placed], edge: _Edge) -> Action:
-    """Return what used a message: an overlapped action from its start, if it had left by then."""
-    first = _first(placed, edge.consumer)
-    return first if _sent(placed, edge)[1] <= placed[first].start else edge.consumer
+def _actual_consumer(tasks: _TasksByAction, message: _Message) -> Action:
+    """Return the action that used a message.
+
+    An overlapped action used it from its start, if the message had left by then.
+    """
+    first = _first_half(tasks, message.consumer)
+    return first if _departure(tasks, message)[1] <= tasks[first].start else message.consumer
 
 
-def _first(placed: Mapping[Action, Placed], action: Action) -> Action:
-    """Return the F half of the overlapped action that an action is half of, or itself."""
-    other = placed[action].other
+def _first_half(tasks: _TasksByAction, action: Action) -> Action:
+    """Return the F of the overlapped action that an action is half of, or the action itself."""
+    other = tasks[action].other_half
     return action if other is None or action.op == Op.F else other
 
 
-def _last(placed: Mapping[Action, Placed], action: Action) -> Action:
-    """Return the B half of the overlapped action that an action is half of, or itself."""
-    other = placed[action].other
+def _last_half(tasks: _TasksByAction, action: Action) -> Action:
+    """Return the B of the overlapped action that an action is half of, or the action itself."""
+    other = tasks[action].other_half
     return action if other is None or action.op != Op.F else other
 
 
-def _free(placed: Mapping[Action, Placed]) -> dict[Action, float]:
-    """Return when the task before each ended on its device's compute stream."""
-    free: dict[Action, float] = {}
-    ended: dict[int, float] = {}
-    for action in sorted(placed, key=lambda a: (placed[a].start, placed[a].end)):
+def _previous_ends(tasks: _TasksByAction) -> dict[Action, float]:
+    """Return, for each compute task, the end of the task before it on its device (s), or -inf."""
+    previous_end: dict[Action, float] = {}
+    last_end: dict[int, float] = {}
+    for action in sorted(tasks, key=lambda a: (tasks[a].start, tasks[a].end)):
         if action.op in COMPUTE:
-            device = placed[action].device
-            free[action] = ended.get(device, -math.inf)
-            ended[device] = placed[action].end
-    return free
+            device = tasks[action].device
+            previous_end[action] = last_end.get(device, -math.inf)
+            last_end[device] = tasks[action].end
+    return previous_end

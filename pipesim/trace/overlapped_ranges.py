@@ -1,9 +1,9 @@
-"""Ranges of overlapped actions in traces: which halves they have, and when each worked.
+"""Ranges of overlapped actions in traces: which halves they have, and when each half worked.
 
-torch names such a range ``PP:(0F2;3B0)OVERLAP_F_B``. Its own runtime runs the F and then the B
-within it, and gives neither a range; stages that annotate their calls do. Without them the B is
-taken to begin with the first operation of autograd, and where a trace has no operations, each gets
-half of the time, in which waiting for the B's message then counts as work.
+torch names such a range ``PP:(0F2;3B0)OVERLAP_F_B``. torch's own runtime runs the F and then the B
+within it, and gives neither a range. Stages that annotate their calls do. Without ranges of the
+halves, the B is taken to begin with the first operation of autograd. A trace without operations
+gives each half half of the time; waiting for the B's message then counts as work.
 """
 
 from __future__ import annotations
@@ -13,24 +13,29 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from pipesim.ops import Action, Op
-from pipesim.trace.profiler_ranges import Range, Span, Trace
+from pipesim.trace.profiler_ranges import Range, Trace
+from pipesim.trace.spans import Span
 
-__all__ = ["halved", "with_halves"]
+__all__ = ["replace_by_halves", "split_overlapped"]
 
-#: Seconds by which a range may stick out of the one that it is in, as times are rounded.
+#: Seconds by which a range may stick out of the range around it, since times are rounded.
 _ROUNDED = 1e-6
 
 
-def with_halves(trace: Trace) -> list[Range]:
-    """Put the ranges of its halves in place of one that covers an overlapped action.
+def replace_by_halves(trace: Trace) -> list[Range]:
+    """Return the ranges of a trace, with ranges of two halves in place of each overlapped one.
 
-    They lie within it, on any thread. Where there is one of them, the range is the other's; where
-    there is none, the operations of autograd show where the B begins, or the range remains.
+    The ranges of the halves lie within the overlapped one, on any thread:
+
+    - with ranges of both halves, they stand for it;
+    - with a range of one half, the overlapped range becomes that of the other half;
+    - with neither, the operations of autograd show where the B begins;
+    - without such operations, the overlapped range remains.
     """
     ranges = trace.ranges
-    starts = [each.start for each in ranges]
-    changed: dict[int, list[Range]] = {}
-    for place, whole in enumerate(ranges):
+    replaced: dict[int, list[Range]] = {}
+    starts = [item.start for item in ranges]
+    for index, whole in enumerate(ranges):
         if not whole.whole or whole.overlapped is None:
             continue
         missing: list[Action] = list(whole.overlapped)
@@ -40,45 +45,45 @@ def with_halves(trace: Trace) -> list[Range]:
                 break
             if half.end <= whole.end + _ROUNDED and not half.whole and half.action in missing:
                 missing.remove(half.action)
-                changed[k] = [half._replace(overlapped=whole.overlapped)]
+                replaced[k] = [half._replace(overlapped=whole.overlapped)]
         if len(missing) < 2:
-            changed[place] = [whole._replace(action=action, whole=False) for action in missing]
-        elif (turn := trace.turn(whole)) is not None:
-            changed[place] = [
-                whole._replace(end=turn[0], whole=False),
-                whole._replace(action=missing[1], start=turn[1], whole=False),
+            replaced[index] = [whole._replace(action=action, whole=False) for action in missing]
+        elif (border := trace.backward_start(whole)) is not None:
+            replaced[index] = [
+                whole._replace(end=border[0], whole=False),
+                whole._replace(action=missing[1], start=border[1], whole=False),
             ]
-    found = [each for k, one in enumerate(ranges) for each in changed.get(k, [one])]
-    return sorted(found, key=lambda each: (each.start, -each.end))
+    halves = [item for k, one in enumerate(ranges) for item in replaced.get(k, [one])]
+    return sorted(halves, key=lambda item: (item.start, -item.end))
 
 
-def halved(worked: Iterable[tuple[Range, Span]]) -> list[tuple[Range, Span]]:
-    """Return when each action worked, with the F of an overlapped one before its B.
+def split_overlapped(worked: Iterable[tuple[Range, Span]]) -> list[tuple[Range, Span]]:
+    """Return when each action worked, with the F of an overlapped pair before its B.
 
-    A range that covers both is cut in the middle. Halves that ran beside each other, or the B
-    first, share the time from the start of the one to the end of the other, in proportion to what
-    each took.
+    A range that covers both is cut in the middle. If the halves ran at the same time, or the B
+    first, they share the time from the first start to the last end, in proportion to what each
+    took.
     """
     pairs: dict[int, dict[Op, Span]] = defaultdict(dict)
-    found: list[tuple[Range, Span]] = []
-    for each, span in worked:
-        if each.overlapped is None:
-            found.append((each, span))
+    actions: list[tuple[Range, Span]] = []
+    for item, span in worked:
+        if item.overlapped is None:
+            actions.append((item, span))
             continue
-        # Each range that was read has a pair of its own, which its halves share.
-        halves = pairs[id(each.overlapped)]
-        for action in each.overlapped if each.whole else (each.action,):
-            found.append((each._replace(action=action, whole=False), span))
+        # Each range of the file has a pair object of its own, which its halves share.
+        halves = pairs[id(item.overlapped)]
+        for action in item.overlapped if item.whole else (item.action,):
+            actions.append((item._replace(action=action, whole=False), span))
             halves[action.op] = span
     return [
-        (each, span)
-        if each.overlapped is None
-        else (each, _in_turn(pairs[id(each.overlapped)], each.action.op))
-        for each, span in found
+        (item, span)
+        if item.overlapped is None
+        else (item, _disjoint_span(pairs[id(item.overlapped)], item.action.op))
+        for item, span in actions
     ]
 
 
-def _in_turn(halves: dict[Op, Span], op: Op) -> Span:
+def _disjoint_span(halves: dict[Op, Span], op: Op) -> Span:
     """Return when a half worked, such that the F ends before the B starts."""
     if len(halves) < 2 or halves[Op.F].end <= halves[Op.B].start:
         return halves[op]

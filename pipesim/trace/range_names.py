@@ -1,4 +1,4 @@
-"""Names of ranges in traces: which action a range carried out."""
+"""Names of ranges in traces: parse the action that a range carried out."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from pipesim.errors import ArgumentError, TimelineError, suggestion
 from pipesim.ops import OF_STAGES, Action, Op, Overlapped, parse_action
 
-__all__ = ["PATTERNS", "action_of", "checked_pattern"]
+__all__ = ["PATTERNS", "action_parser", "check_pattern"]
 
-#: Names of the ranges of torch.distributed.pipelining: of all schedules that it runs from lists of
-#: actions, and of GPipe, where the rank is the stage. Its 1F1B has none: annotate your stages.
-#: Then those of `pipesim.trace.save`.
+#: Patterns for the names of ranges, tried in this order:
+#: 1. torch.distributed.pipelining, for all schedules that it runs from lists of actions;
+#: 2. its GPipe, where the rank is the stage (its 1F1B names no ranges: annotate the stages);
+#: 3. `pipesim.trace.save`.
 PATTERNS = (
     r"PP:(?P<stage>[0-9]+)(?P<op>[A-Z](?:[A-Z_]*[A-Z])?)(?P<microbatch>[0-9]*)"
     r"(?:[<>](?P<peer>[0-9]+))?",
@@ -30,17 +31,17 @@ _WORDS = {
     **dict.fromkeys(("RECOMPUTE",), Op.R),
     **dict.fromkeys(("OPTIMIZER", "OPTIMIZER_STEP"), Op.STEP),
 }
-#: Actions of torch that are none of ours: they gather and free parameters.
-_LEFT_OUT = frozenset({"UNSHARD", "RESHARD"})
+#: Actions of torch that pipesim leaves out: they gather and free parameters.
+_IGNORED = frozenset({"UNSHARD", "RESHARD"})
 
 
-def checked_pattern(pattern: str) -> str:
-    """Return a regular expression that has the groups it needs.
+def check_pattern(pattern: str) -> str:
+    """Return ``pattern``, a regular expression with the groups that are needed.
 
     Raises
     ------
     TimelineError
-        If it has not, or is none.
+        If it is no regular expression, or lacks a group.
     """
     try:
         groups = re.compile(pattern).groupindex
@@ -58,12 +59,12 @@ def checked_pattern(pattern: str) -> str:
     return pattern
 
 
-def action_of(path: Path, pattern: str) -> Callable[[str], Action | Overlapped | None]:
-    """Return what reads an action from the name of a range in a file, or None if it has none.
+def action_parser(path: Path, pattern: str) -> Callable[[str], Action | Overlapped | None]:
+    """Return a function from the name of a range to its action, or to None if it has none.
 
-    Overlapped ones have torch's name, whatever the pattern. It raises a `TimelineError` for a name
-    that fits the pattern and is no action of ours. Each name is matched once, however often it
-    comes; how long that takes is up to the pattern.
+    Overlapped actions have torch's name, with any pattern. The function raises a `TimelineError`
+    for a name that matches the pattern and is no action of pipesim; ``path`` is the file to name.
+    Each name is matched once, however often it comes. The pattern decides how long that takes.
     """
     matches = re.compile(pattern).fullmatch
 
@@ -74,7 +75,7 @@ def action_of(path: Path, pattern: str) -> Callable[[str], Action | Overlapped |
             return None
         groups = match.groupdict()
         word = (groups["op"] or "").upper()
-        if word in _LEFT_OUT:
+        if word in _IGNORED:
             return None
         if word not in _WORDS:
             raise TimelineError(
@@ -95,15 +96,15 @@ def action_of(path: Path, pattern: str) -> Callable[[str], Action | Overlapped |
             raise TimelineError(f"{path}: range {name!r} names no micro-batch, but {op} is of one")
         return Action(stage, op, None if op in OF_STAGES else microbatch, peer)
 
-    def read(name: str) -> Action | Overlapped | None:
-        # Halves of a range know each other by its pair, which no other range may share.
-        return _pair(path, pattern, name) if name.startswith("PP:(") else single(name)
+    def parse(name: str) -> Action | Overlapped | None:
+        # The halves of a range share one pair object, which no other range may share: no cache.
+        return _parse_pair(path, pattern, name) if name.startswith("PP:(") else single(name)
 
-    return read
+    return parse
 
 
-def _pair(path: Path, pattern: str, name: str) -> Action | Overlapped:
-    """Read the name of a range that covers two actions."""
+def _parse_pair(path: Path, pattern: str, name: str) -> Action | Overlapped:
+    """Parse the name of a range that covers two actions."""
     if "stage" not in re.compile(pattern).groupindex:
         raise TimelineError(
             f"{path}: range {name!r} is of several stages, but pattern {pattern!r} says that each "

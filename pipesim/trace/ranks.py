@@ -1,7 +1,7 @@
-"""Which events of a trace's file are of which rank: of all in it, or of each process in it.
+"""Assign the events of a trace's file to ranks.
 
 torch.profiler writes one file a rank. Other programs, `pipesim.trace.save` among them, write one
-file in which each rank is a process.
+file in which each process is a rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, Action, Overlapped
 from pipesim.trace.chrome_json import load
-from pipesim.trace.profiler_ranges import Range, Span, Trace, read_trace
+from pipesim.trace.profiler_ranges import Range, Trace, read_trace
+from pipesim.trace.spans import Span
 
 __all__ = ["check_threads", "read_traces"]
 
@@ -22,30 +23,30 @@ __all__ = ["check_threads", "read_traces"]
 _ROUNDED = 1e-6
 
 
-def read_traces(path: Path, action_of: Callable[[str], Action | Overlapped | None]) -> list[Trace]:
-    """Read the traces of a file: one a process that has ranges, by its number; at least one.
+def read_traces(path: Path, parse_name: Callable[[str], Action | Overlapped | None]) -> list[Trace]:
+    """Return the traces of a file, at least one: one for each process with ranges, by its number.
 
-    The ranks of several are not known: what the file says is of one. What runs on GPUs belongs to
-    the process that launched it.
+    The header's rank holds for a file of one process. Of several processes the ranks are unknown:
+    None. Events of GPUs belong to the process that launched them.
 
     Raises
     ------
     TimelineError
-        For a file that cannot be read or was cut, naming the place, one that is no Chrome trace,
-        impossible events, and launches of several processes that cannot be told apart.
+        For a file that cannot be read or was cut (the message names the place), one that is no
+        Chrome trace, impossible events, and launches of several processes with one correlation.
     """
     content = load(path)
-    whole = read_trace(path, content, action_of)
-    processes = sorted({process for process, _ in (each.thread for each in whole.ranges)}, key=_key)
+    whole = read_trace(path, content, parse_name)
+    processes = sorted({item.thread[0] for item in whole.ranges}, key=_process_order)
     if len(processes) < 2:
         return [whole]
-    traces = [read_trace(path, content, action_of, process) for process in processes]
-    launched = Counter(x for trace in traces for x in trace.correlations())
-    for correlation, count in launched.items():
+    traces = [read_trace(path, content, parse_name, process) for process in processes]
+    launches = Counter(x for trace in traces for x in trace.correlations())
+    for correlation, count in launches.items():
         if count > 1:
             raise TimelineError(
                 f"{path}: processes {' and '.join(processes)} have launched kernels with the same "
-                f"correlation, {correlation!r}, so that nobody knows whose they are; give one file "
+                f"correlation, {correlation!r}, so that they cannot be told apart; give one file "
                 "a rank"
             )
     for trace in traces:
@@ -53,14 +54,17 @@ def read_traces(path: Path, action_of: Callable[[str], Action | Overlapped | Non
     return traces
 
 
-def _key(process: str) -> tuple[bool, int, str]:
-    """Order processes by number, then those that are none by name."""
+def _process_order(process: str) -> tuple[bool, int, str]:
+    """Return the sort key of a process: those with a number by it, then the others by name."""
     numbered = process.isdecimal() and len(process) < 20
     return not numbered, int(process) if numbered else 0, process
 
 
 def check_threads(trace: Trace, worked: Sequence[tuple[Range, Span]]) -> None:
-    """Raise if compute actions ran beside each other on several threads; both in order of start."""
+    """Raise if compute actions ran at the same time on several threads of one rank.
+
+    ``worked`` is in order of start, as are the ranges of ``trace``.
+    """
     computed = [pair for pair in worked if pair[0].action.op in COMPUTE]
     computed.sort(key=lambda pair: pair[1].start)
     for (one, before), (other, after) in pairwise(computed):

@@ -1,0 +1,113 @@
+"""Find the trace files of a run, and read one trace a rank."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pipesim.errors import ArgumentError, TimelineError
+from pipesim.trace.overlapped_ranges import replace_by_halves
+from pipesim.trace.profiler_ranges import Trace
+from pipesim.trace.range_names import action_parser
+from pipesim.trace.ranks import read_traces
+from pipesim.utils.atomic_write import check_path, is_folder
+
+__all__ = ["list_files", "read_ranks"]
+
+
+def list_files(paths: Path | str | Iterable[Path | str]) -> list[Path]:
+    """Return the given files, or the traces in the given directory in order of name.
+
+    Raises
+    ------
+    ArgumentError
+        For something else than paths.
+    TimelineError
+        For a directory that cannot be read or has no trace, and for no paths at all.
+    """
+    if isinstance(paths, str | os.PathLike):
+        path = check_path("paths", paths)
+        if not is_folder(path):
+            return [path]
+        try:
+            files = [p for p in path.iterdir() if p.name.endswith((".json", ".json.gz"))]
+        except OSError as error:
+            raise TimelineError(f"cannot read the folder {path}: {error.strerror}") from error
+        if not files:
+            raise TimelineError(f"there is no trace in {path}: no file ends in .json or .json.gz")
+        return sorted(files)
+    listed = list(paths) if isinstance(paths, Iterable) else [None]
+    if not all(isinstance(path, str | os.PathLike) for path in listed):
+        raise ArgumentError(
+            f"traces are given by a path, or several, got {paths!r}; give one file a rank, or "
+            "their directory"
+        )
+    files = [check_path(f"paths[{k}]", path) for k, path in enumerate(listed)]
+    if not files:
+        raise TimelineError("got no traces; give one file a rank, or their directory")
+    return files
+
+
+def read_ranks(files: Sequence[Path], patterns: Sequence[str], n_ranks: int | None) -> list[Trace]:
+    """Return the traces of all ranks of a run, in order of rank.
+
+    Raises
+    ------
+    TimelineError
+        For files that cannot be read, that have no range of any pattern, or several processes
+        next to other files; and for missing or repeated ranks.
+    """
+    by_file = [_read_file(path, patterns, rank) for rank, path in enumerate(files)]
+    for path, traces in zip(files, by_file, strict=True):
+        if len(files) > 1 and len(traces) > 1:
+            raise TimelineError(
+                f"{path} has ranges of {len(traces)} processes, and is one of {len(files)} files; "
+                "give one file a rank, or one file with a process a rank"
+            )
+    return _sorted_by_rank([trace for traces in by_file for trace in traces], n_ranks)
+
+
+def _read_file(path: Path, patterns: Sequence[str], first_rank: int) -> list[Trace]:
+    """Read a file's traces by the first of several patterns that any of its ranges matches.
+
+    Traces without a rank of their own are numbered from ``first_rank``.
+    """
+    for pattern in patterns:
+        rank_is_stage = "stage" not in re.compile(pattern).groupindex
+        traces = read_traces(path, action_parser(path, pattern))
+        for rank, trace in enumerate(traces, start=first_rank):
+            ranges = replace_by_halves(trace)
+            if trace.rank is None:
+                trace.rank = rank
+            if rank_is_stage:
+                ranges = [r._replace(action=r.action._replace(stage=trace.rank)) for r in ranges]
+            trace.ranges = ranges
+        if traces[0].ranges:
+            return traces
+    shown = ", ".join(map(repr, traces[0].names[:5])) or "none at all"
+    raise TimelineError(
+        f"{path} has no range whose whole name matches {' or '.join(map(repr, patterns))}; its "
+        f"ranges are {shown}; annotate stages with torch.profiler.record_function('PP:0F0'), or "
+        "give the pattern of your names"
+    )
+
+
+def _sorted_by_rank(traces: list[Trace], n_ranks: int | None) -> list[Trace]:
+    """Return traces in order of rank. Raise unless each rank of the run has exactly one."""
+    sizes = {trace.world_size for trace in traces if trace.world_size is not None}
+    expected = max(sizes, default=len(traces)) if n_ranks is None else n_ranks
+    if len(traces) != expected:
+        raise TimelineError(
+            f"got the traces of {len(traces)} ranks ({traces[0].path}, ...) of a run of "
+            f"{expected}; give one file a rank, or n_ranks={len(traces)} if the others are no part "
+            "of this pipeline"
+        )
+    ranks = Counter(trace.rank for trace in traces)
+    for rank, count in ranks.items():
+        if count > 1:
+            twice = [str(trace.path) for trace in traces if trace.rank == rank]
+            raise TimelineError(f"{' and '.join(twice)} are both of rank {rank}")
+    return sorted(traces, key=lambda trace: trace.rank or 0)

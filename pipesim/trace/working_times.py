@@ -1,0 +1,134 @@
+"""`working_times`: when each range of a trace really worked.
+
+A range covers a call on the CPU. Its work may lie elsewhere: kernels run later on a GPU, and the
+autograd engine launches the kernels of a backward from a thread of its own. The call may also
+begin with waiting for a message.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from pipesim.ops import COMPUTE, TRANSFERS
+from pipesim.trace.profiler_ranges import Kernels, Range, Trace, ranges_by_thread
+from pipesim.trace.spans import Span, span_rows, starting_within
+
+__all__ = ["working_times"]
+
+
+def working_times(trace: Trace) -> list[tuple[Range, Span]]:
+    """Return when each range worked.
+
+    - A range that launched kernels, from any thread, lasts from the first of them to the last. A
+      transfer counts kernels of communication, any other range all other kernels.
+    - Any other range lasts as long as its call. Waiting before its first operation and sending
+      after its last one are taken off. A call without operations only waited.
+    - Where ranges nest, each has what no inner one covers: launches, and the longest part of its
+      call. A range that inner ones cover wholly is left out.
+    - Of a range within one of the same action, the inner one counts.
+    """
+    pieces = {thread: _pieces(ranges) for thread, ranges in ranges_by_thread(trace.ranges).items()}
+    kernels = _kernels_by_range(trace, pieces)
+    longest = _longest_pieces(trace, pieces)
+    trimmer = _Trimmer(trace.operations, trace.communication)
+    times = []
+    for item in trace.ranges:
+        if id(item) not in longest:  # inner ranges cover all of it
+            continue
+        transfers = item.action.op in TRANSFERS
+        spans = [span for span, communicates in kernels[id(item)] if communicates == transfers]
+        if spans:
+            span = Span(min(s.start for s in spans), max(s.end for s in spans), True)
+        else:
+            span = longest[id(item)]
+            if item.action.op in COMPUTE:
+                span = trimmer.trim(span)
+        times.append((item, span))
+    return times
+
+
+#: Start and end of a part of a thread's time (s), and the innermost range that covers it.
+_Piece = tuple[float, float, Range | None]
+_PiecesByThread = Mapping[object, list[_Piece]]
+
+
+def _pieces(ranges: Iterable[Range]) -> list[_Piece]:
+    """Cut a thread's time wherever a range begins or ends; return each piece's innermost range."""
+    stack: list[Range] = []
+    pieces: list[_Piece] = []
+    now = -math.inf
+
+    def advance(time: float) -> None:
+        nonlocal now
+        if time > now:
+            pieces.append((now, time, stack[-1] if stack else None))
+            now = time
+
+    for item in ranges:
+        while stack and stack[-1].end <= item.start:
+            advance(stack[-1].end)
+            stack.pop()
+        advance(item.start)
+        stack.append(item)
+    while stack:
+        advance(stack[-1].end)
+        stack.pop()
+    return pieces
+
+
+def _kernels_by_range(trace: Trace, pieces: _PiecesByThread) -> dict[int, Kernels]:
+    """Return the kernels that each range launched, by the range's identity."""
+    kernels: dict[int, Kernels] = defaultdict(list)
+    for time, thread, correlation in trace.launches:
+        launcher = _innermost(pieces, time, thread)
+        if launcher is not None:
+            kernels[id(launcher)] += trace.kernels.get(correlation, ())
+    return kernels
+
+
+def _innermost(pieces: _PiecesByThread, time: float, thread: object) -> Range | None:
+    """Return the innermost range at a time: of a thread, or else of any other."""
+    for candidate in (thread, *(t for t in pieces if t != thread)):
+        if candidate in pieces:
+            row = pieces[candidate]
+            k = bisect_right(row, time, key=lambda piece: piece[0]) - 1
+            if k >= 0 and time <= row[k][1] and row[k][2] is not None:
+                return row[k][2]
+    return None
+
+
+def _longest_pieces(trace: Trace, pieces: _PiecesByThread) -> dict[int, Span]:
+    """Return the longest piece of each range, by the range's identity."""
+    longest = {id(r): Span(r.start, r.end) for r in trace.ranges if r.start == r.end}
+    for row in pieces.values():
+        for start, end, item in row:
+            if item is None:
+                continue
+            best = longest.get(id(item))
+            if best is None or end - start > best.end - best.start:
+                longest[id(item)] = Span(start, end)
+    return longest
+
+
+class _Trimmer:
+    """Take off what a call waits for before its first operation, and sends after its last one."""
+
+    def __init__(self, operations: list[Span], communication: list[Span]) -> None:
+        self.operations, self.begins = span_rows(operations), span_rows(communication)
+        self.ends = span_rows([Span(span.end, span.start) for span in communication])
+
+    def trim(self, span: Span) -> Span:
+        """Return the part of a call's span in which it worked."""
+        operations = starting_within(self.operations, span)
+        if not len(self.operations):
+            return span
+        # Stage 0 has no operation in torch's I, but waits for the gradient.
+        first, last = (
+            (operations[0, 0], operations[:, 1].max()) if len(operations) else (span.end, span.end)
+        )
+        waits = starting_within(self.ends, Span(span.start, first))[:, 0]
+        sends = starting_within(self.begins, Span(last, span.end))[:, 0]
+        return Span(float(waits.max(initial=span.start)), float(sends.min(initial=span.end)))
