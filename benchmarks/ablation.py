@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.skip import pop, skippable, stash
+from pipeexec.gpipe.skip import pop, skippable, stash
 from pipeexec.validation import Row, Validation
 
 OUT = ROOT / "results" / "benchmarks" / "ablation.txt"

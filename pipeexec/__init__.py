@@ -11,9 +11,9 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.embedding.stage import EmbeddingStage
 from pipeexec.executor import Pipeline, StepResult
-from pipeexec.gpipe import GPipe
+from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
+from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profile import Profile, measure, profile
-from pipeexec.recomputing import is_checkpointing, is_recomputing
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
 from pipeexec.validation import Validation, load_run

@@ -229,7 +229,7 @@ class Pipeline:
                     for stage, whole in enumerate(self.modules[: graph.n_stages])
                     for name, module in whole.named_modules()
                 ),
-                "pipeexec.deferred_batch_norm.DeferredBatchNorm makes the running statistics alone "
+                "pipeexec.gpipe.batchnorm.DeferredBatchNorm makes the running statistics alone "
                 "those of the mini-batch.",
             )
             self.n_steps = 0

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec.gpipe import GPipe
+from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.changed import changed
 from pipeexec.stages.loss import Loss, combined

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeexec.skip import Namespace, Skippable, pop, skippable, stash
+from pipeexec.gpipe.skip import Namespace, Skippable, pop, skippable, stash
 from pipesim.errors import ArgumentError, check_count, number
 
 __all__ = ["resnet", "unet"]

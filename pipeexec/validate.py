@@ -21,7 +21,7 @@ from pipeexec.devices.devices import DeviceLike
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import Processes, guarded
 from pipeexec.executor import Pipeline, StepResult
-from pipeexec.gpipe import GPipe
+from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.gpipe_validation import (
     GPipeStep,
     GPipeSteps,

@@ -27,8 +27,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import pipeexec as px
 from pipeexec.devices.thread_settings import one_thread
-from pipeexec.gpipe_call import Call
-from pipeexec.gpipe_work import Work
+from pipeexec.gpipe.call import Call
+from pipeexec.gpipe.partition_tasks import Work
 
 __all__ = ["main"]
 

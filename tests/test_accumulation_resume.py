@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.deferred_batch_norm import DeferredBatchNorm
+from pipeexec.gpipe.batchnorm import DeferredBatchNorm
 from pipesim.errors import ArgumentError, BatchNormWarning, ExecutionError
 
 # Resuming

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeexec.balance import balance_by_size, balance_by_time, balance_costs
-from pipeexec.skip import pop, skippable, stash
+from pipeexec.gpipe.balance import balance_by_size, balance_by_time, balance_costs
+from pipeexec.gpipe.skip import pop, skippable, stash
 from pipesim.errors import ArgumentError
 
 COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)

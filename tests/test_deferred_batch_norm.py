@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeexec.deferred_batch_norm import DeferredBatchNorm
-from pipeexec.recomputing import checkpointing, is_checkpointing, is_recomputing, recomputing
+from pipeexec.gpipe.batchnorm import DeferredBatchNorm
+from pipeexec.gpipe.checkpoint import checkpointing, is_checkpointing, is_recomputing, recomputing
 
 convert = DeferredBatchNorm.convert_deferred_batch_norm
 

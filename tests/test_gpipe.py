@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.clock_cycles import clock_cycles
-from pipeexec.gpipe_call import Call
-from pipeexec.skip import Namespace, pop, skippable, stash
+from pipeexec.gpipe.call import Call
+from pipeexec.gpipe.clock_cycles import clock_cycles
+from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 from pipesim.ops import Op
 
@@ -379,7 +379,7 @@ def test_short_forwards_run_in_the_thread_of_the_caller() -> None:
         layers = nn.Sequential(Where(), Where())
         model = px.GPipe(layers, [1, 1], chunks=2, **{"devices": CPUS, **options})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipeexec.gpipe.WORTH_A_THREAD", worth)
+            patch.setattr("pipeexec.gpipe.gpipe.WORTH_A_THREAD", worth)
             for _ in range(2):
                 model(batch())
         return [thread is threading.current_thread() for thread in layers[0].seen]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.skip import pop, skippable, stash
+from pipeexec.gpipe.skip import pop, skippable, stash
 from pipesim.errors import PipeError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

@@ -14,8 +14,8 @@ import torch
 from executing import within
 from torch import Tensor
 
-from pipeexec import backward_order
-from pipeexec.backward_order import _issue_in_turn, _Tasks, in_order, link, undirected
+from pipeexec.gpipe import backward_order
+from pipeexec.gpipe.backward_order import _issue_in_turn, _Tasks, in_order, link, undirected
 from pipesim.ops import Op
 
 Task = tuple[Op, int, int]

@@ -23,8 +23,8 @@ import pipesim as ps
 from pipeexec.capture import Recorder
 from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
 from pipeexec.devices.devices import CudaDevice
+from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
 from pipeexec.profile import Calibration
-from pipeexec.skip import Namespace, pop, skippable, stash
 from pipesim.errors import StageError
 
 #: Schedules that need more than 2 devices or 4 micro-batches: devices, micro-batches.

@@ -24,7 +24,7 @@ from images import digits, noisy_patches
 from torch import Tensor, nn
 
 import pipeexec as px
-from pipeexec.deferred_batch_norm import DeferredBatchNorm
+from pipeexec.gpipe.batchnorm import DeferredBatchNorm
 from pipeexec.skip_models import resnet, unet
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

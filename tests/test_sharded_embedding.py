@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pipeexec as px
-from pipeexec.embedding import peers as embedding_peers
+from pipeexec.embedding import peers
 from pipeexec.embedding.row_layout import Layout
 from pipesim import Keys
 from pipesim.costs.row_placement import PLACEMENTS, row_owners
@@ -542,7 +542,7 @@ def alone(processes: px.Processes) -> str:
     text = ""
     if processes.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(embedding_peers, "_PATIENCE", 0.1)
+            patch.setattr(peers, "_PATIENCE", 0.1)
             with pytest.raises(PeerError) as caught:
                 px.ShardedEmbedding(9, 2)
         text = str(caught.value)

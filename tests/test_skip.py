@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from pipeexec.skip import Namespace, Shelf, pop, skippable, stash, use_shelf, verify_skippables
+from pipeexec.gpipe.skip import (
+    Namespace,
+    Shelf,
+    pop,
+    skippable,
+    stash,
+    use_shelf,
+    verify_skippables,
+)
 from pipesim.errors import SkipError
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import pipeexec as px
-from pipeexec.partition import skips_across
-from pipeexec.skip import Shelf, Skippable, use_shelf
+from pipeexec.gpipe.partition import skips_across
+from pipeexec.gpipe.skip import Shelf, Skippable, use_shelf
 from pipeexec.skip_models import resnet, unet
 from pipesim.errors import ArgumentError
 

@@ -106,7 +106,7 @@ class GradientAccumulation:
         self._check_batch_norms = BatchNormCheck(
             self._replicas.module.named_modules(),
             "DeferredBatchNorm.convert_deferred_batch_norm(model, chunks=n_steps) of "
-            "pipeexec.deferred_batch_norm makes the running statistics alone those of the batch.",
+            "pipeexec.gpipe.batchnorm makes the running statistics alone those of the batch.",
         )
         self._clear()
 

@@ -22,7 +22,7 @@ class BatchNormCheck:
     A batch norm normalizes by the mean and variance of its input where it is in training mode, or
     where it keeps no running statistics, in either mode. One in evaluation mode with running
     statistics is the same function of each sample, whatever the batch: it causes no warning, nor
-    does a `pipeexec.deferred_batch_norm.DeferredBatchNorm`, which was chosen for micro-batches.
+    does a `pipeexec.gpipe.batchnorm.DeferredBatchNorm`, which was chosen for micro-batches.
 
     Parameters
     ----------

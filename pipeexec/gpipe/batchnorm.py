@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipeexec.recomputing import is_recomputing
+from pipeexec.gpipe.checkpoint import is_recomputing
 
 __all__ = ["DeferredBatchNorm"]
 

@@ -14,11 +14,9 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from pipeexec.backward_order import Task, undirected
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
-from pipeexec.deferred_batch_norm import DeferredBatchNorm
 from pipeexec.devices.devices import make_devices
-from pipeexec.gpipe_arguments import (
+from pipeexec.gpipe.arguments import (
     Place,
     check_microbatches,
     check_module,
@@ -27,12 +25,14 @@ from pipeexec.gpipe_arguments import (
     checked_order,
     chosen,
 )
-from pipeexec.gpipe_call import CALLER, COMPUTE, WORTH_A_THREAD, Call
-from pipeexec.gpipe_timeline import graph_of, of_partitions, timeline_of
-from pipeexec.gpipe_work import Machine, Work
-from pipeexec.partition import Partition, skips_across
-from pipeexec.routes import routes, ways
-from pipeexec.skip import verify_skippables
+from pipeexec.gpipe.backward_order import Task, undirected
+from pipeexec.gpipe.batchnorm import DeferredBatchNorm
+from pipeexec.gpipe.call import CALLER, COMPUTE, WORTH_A_THREAD, Call
+from pipeexec.gpipe.partition import Partition, skips_across
+from pipeexec.gpipe.partition_tasks import Machine, Work
+from pipeexec.gpipe.routes import routes, ways
+from pipeexec.gpipe.skip import verify_skippables
+from pipeexec.gpipe.timeline import graph_of, of_partitions, timeline_of
 from pipeexec.stages.activation_bytes import Meter
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.random_numbers import next_seed, use_seed
@@ -72,7 +72,7 @@ class GPipe(nn.Module):
     module
         Each of its layers takes what the one before returns: a tensor or a tuple of tensors.
     balance
-        Numbers of layers of the partitions; see `pipeexec.balance`.
+        Numbers of layers of the partitions; see `pipeexec.gpipe.balance`.
     devices
         Of the partitions; more than needed may be given, also those of `slices` and `workers`. By
         default all GPUs, or a CPU worker a partition where there are none.
@@ -85,8 +85,9 @@ class GPipe(nn.Module):
         Whether batch norms update their running statistics once a mini-batch.
     dependencies, copy_streams, portals
         Of the mechanisms that make it fast, which to use: the order of the backward
-        (`pipeexec.backward_order`), streams of their own for messages, and skips that go straight
-        to where they are popped. To see what each does; there is no other reason to do without.
+        (`pipeexec.gpipe.backward_order`), streams of their own for messages, and skips that go
+        straight to where they are popped. To see what each does; there is no other reason to do
+        without.
     recompute_waits
         Whether, without copy streams, a device receives a gradient before it recomputes, so that
         the recompute does not fill the wait for it, as under torchgpipe on default streams.

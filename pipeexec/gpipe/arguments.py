@@ -39,7 +39,7 @@ _ADVICE = """{problem}
 If the model still changes, let its balance be found each time:
 
     from pipeexec import GPipe
-    from pipeexec.balance import balance_by_time
+    from pipeexec.gpipe.balance import balance_by_time
 
     partitions = torch.cuda.device_count()
     sample = torch.empty(...)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from pipeexec.skip import Key, Shelf, Skippable, use_shelf
+from pipeexec.gpipe.skip import Key, Shelf, Skippable, use_shelf
 from pipesim.errors import ArgumentTypeError
 
 __all__ = ["Form", "Partition", "skips_across"]

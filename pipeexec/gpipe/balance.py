@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeexec.one_by_one import ends, one_by_one
+from pipeexec.gpipe.layer_by_layer import ends, one_by_one
 from pipeexec.stages.activation_bytes import Meter
 from pipeexec.stages.batches import Batch
 from pipesim.errors import ArgumentError, check_count

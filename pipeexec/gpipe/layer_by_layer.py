@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from pipeexec.skip import Key, Shelf, use_shelf
+from pipeexec.gpipe.skip import Key, Shelf, use_shelf
 from pipeexec.stages.batches import Batch
 
 __all__ = ["CutShelf", "ends", "one_by_one"]

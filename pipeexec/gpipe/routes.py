@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pipeexec.skip import Key
+from pipeexec.gpipe.skip import Key
 from pipesim.graph.skips import carried
 
 __all__ = ["Route", "Ways", "routes", "ways"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from pipeexec.devices.devices import Device
 from pipeexec.devices.streams import Stream
-from pipeexec.routes import Route, Ways
+from pipeexec.gpipe.routes import Route, Ways
 from pipesim.ops import Op
 
 __all__ = ["Lane", "Lanes", "lanes"]

@@ -1,8 +1,8 @@
 """One forward of a `pipeexec.GPipe`, and the backward that may follow it.
 
 The host issues tasks and messages to streams: forwards by the clock cycle, recomputes and backwards
-as the autograd engine comes to their nodes (`pipeexec.backward_order`). What they do with tensors
-is in `pipeexec.gpipe_work`.
+as the autograd engine comes to their nodes (`pipeexec.gpipe.backward_order`). What they do with
+tensors is in `pipeexec.gpipe.partition_tasks`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from pipeexec.backward_order import in_cycles, in_order, joined, link, undirected
-from pipeexec.clock_cycles import clock_cycles
 from pipeexec.devices import clocks
 from pipeexec.devices.streams import Event, wait_for
 from pipeexec.devices.thread_settings import one_thread
-from pipeexec.gpipe_work import Done, Tensors, Work
-from pipeexec.message_lanes import Lane, Lanes, lanes
+from pipeexec.gpipe.backward_order import in_cycles, in_order, joined, link, undirected
+from pipeexec.gpipe.clock_cycles import clock_cycles
+from pipeexec.gpipe.message_streams import Lane, Lanes, lanes
+from pipeexec.gpipe.partition_tasks import Done, Tensors, Work
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 

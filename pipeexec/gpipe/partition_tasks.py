@@ -17,11 +17,11 @@ from pipeexec.devices import transfer
 from pipeexec.devices.devices import Device, Values
 from pipeexec.devices.streams import Stream
 from pipeexec.devices.thread_settings import thread_settings
-from pipeexec.message_lanes import Lane
-from pipeexec.partition import Form, Partition
-from pipeexec.recomputing import checkpointing, recomputing
-from pipeexec.routes import Ways
-from pipeexec.skip import Key
+from pipeexec.gpipe.checkpoint import checkpointing, recomputing
+from pipeexec.gpipe.message_streams import Lane
+from pipeexec.gpipe.partition import Form, Partition
+from pipeexec.gpipe.routes import Ways
+from pipeexec.gpipe.skip import Key
 from pipeexec.stages.random_numbers import default_state, set_default_state, task_seed
 from pipeexec.stages.stage import Stage
 from pipesim.ops import Op
