@@ -1,4 +1,4 @@
-"""Networks: links, nodes, routes, collectives, and presets of machines."""
+"""Networks: links, nodes, routes of messages, seconds of collectives, and presets of machines."""
 
 from pipesim.network.links import Link, Nodes
 from pipesim.network.network import Network

@@ -1,6 +1,6 @@
-"""Seconds that collective operations last, in closed form, and the links they hold (rule 9).
+"""Seconds of collective operations in closed form, and the links that they hold (rule 9).
 
-For n members with b bytes each; latency and bandwidth are those of the slowest hop:
+For n members of b bytes each; latency and bandwidth are those of the slowest hop:
 
 =================  ==============================================================================
 ring all-reduce    ``2(n-1)/n * b / bandwidth + 2(n-1) * latency``
@@ -15,8 +15,8 @@ full bandwidth broadcast, reduction and scan", Parallel Computing 35(12), 2009, 
 (https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/): each tree
 carries half of the bytes up and down again, and a member inside one tree is a leaf of the other.
 
-A collective holds the links of all of its hops; they are given member by member, as those of the
-hops that begin at it, so that the rows of many members stay narrow.
+A collective holds the links of all of its hops. The functions ``..._links`` return them by member:
+the row of a member has the links of the hops that begin there, so that rows stay narrow.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ def ring_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
 def tree_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
     """Return the seconds of a double-binary-tree all-reduce over ``devices`` in their order.
 
-    No member sends or receives along more than four edges, half of the bytes on each, which is
-    where ``2 * nbytes`` comes from. A link that k > 4 edges hold serves each at 4/k of its
-    bandwidth.
+    A member sends or receives along at most four edges, with half of the bytes on each: together
+    ``2 * nbytes``. A link that k > 4 edges hold serves each at 4/k of its bandwidth.
     """
     source, target = _tree_hops(len(devices))
     paths = router.paths(devices[source], devices[target], int(devices.max()) + 1)
@@ -67,12 +66,15 @@ def tree_all_reduce(router: Router, nbytes: float, devices: Devices) -> float:
 
 
 def all_to_all(router: Router, nbytes: float, devices: Devices) -> float:
-    """Return the seconds in which each member sends ``nbytes / n`` to each other.
+    """Return the seconds in which each member sends ``nbytes / n`` to each other member.
 
-    All messages are there at once. Each member's ends carry its n - 1 messages one after another,
-    (n-1)/n of the bytes each way; a NIC carries those of its devices that leave or enter the node,
-    and a link that `Network.links` names those of its pairs, which hold no port and no NIC. The
-    busiest of them, and the largest latency, say how long it lasts.
+    All messages start at once. Each carrier takes its messages one after another:
+
+    - the ends of a member, its n - 1 messages: (n-1)/n of the bytes in each direction;
+    - a NIC, the messages of its devices that leave or enter the node;
+    - a link in `Network.links`, the messages of its pairs, which hold no port and no NIC.
+
+    The result is the time of the busiest carrier plus the largest latency.
     """
     return _even(router, nbytes / len(devices), devices)
 
@@ -80,9 +82,8 @@ def all_to_all(router: Router, nbytes: float, devices: Devices) -> float:
 def uneven_all_to_all(router: Router, nbytes: NDArray[np.float64], devices: Devices) -> float:
     """Return the seconds in which member ``i`` sends ``nbytes[i, j]`` to member ``j``.
 
-    As `all_to_all`: each end of a member, each NIC and each link in `Network.links` carries its
-    messages one after another, and the busiest says how long it lasts. The diagonal counts nothing.
-    Where all messages are alike the answer is that of `all_to_all`, to the last bit.
+    Carriers are those of `all_to_all`. The diagonal is ignored. If all messages have the same
+    size, the result is that of `all_to_all`, to the last bit.
     """
     n = len(devices)
     between = ~np.eye(n, dtype=bool)
@@ -92,7 +93,7 @@ def uneven_all_to_all(router: Router, nbytes: NDArray[np.float64], devices: Devi
     i, j, link = _named_pairs(router, devices)
     named = sent[i, j] / router.link_bandwidth[link]
     busy = [np.bincount(link, weights=named, minlength=1).max()]
-    others = sent.copy()  # of pairs that no link names
+    others = sent.copy()  # bytes of pairs that no link names
     others[i, j] = 0.0
     port = router.bandwidth if router.nodes is None else router.nodes.port_bandwidth
     for end, axis in ((i, 1), (j, 0)):
@@ -109,7 +110,7 @@ def uneven_all_to_all(router: Router, nbytes: NDArray[np.float64], devices: Devi
 
 
 def _even(router: Router, share: float, devices: Devices) -> float:
-    """Return the seconds in which each member sends ``share`` bytes to each other."""
+    """Return the seconds in which each member sends ``share`` bytes to each other member."""
     n = len(devices)
     i, j, link = _named_pairs(router, devices)
     named = share / router.link_bandwidth[link]  # seconds of each named message
@@ -129,33 +130,33 @@ def _even(router: Router, share: float, devices: Devices) -> float:
 
 
 def ring_links(router: Router, devices: Devices, n_devices: int) -> Devices:
-    """Return the links that each member's hop holds: to the next of ``devices``."""
-    return _held(router.paths(devices, np.roll(devices, -1), n_devices))
+    """Return the links that each member's hop to the next of ``devices`` holds."""
+    return _finite_links(router.paths(devices, np.roll(devices, -1), n_devices))
 
 
 def tree_links(router: Router, devices: Devices, n_devices: int) -> Devices:
     """Return the links that each member's hops hold: up and down the edges of both trees."""
     source, target = _tree_hops(len(devices))
-    links = _held(router.paths(devices[source], devices[target], n_devices))
+    links = _finite_links(router.paths(devices[source], devices[target], n_devices))
     return _rows(np.repeat(source, links.shape[1]), links.ravel(), len(devices))
 
 
 def all_to_all_links(router: Router, devices: Devices, n_devices: int) -> Devices:
     """Return the links that each member's hops hold: its port and its NIC, each out and in.
 
-    And those that `Network.links` names for several pairs. Links of one pair alone are left out:
-    each member has n - 1 of them, and only a bidirectional pipeline may send between two members.
+    Links that `Network.links` names for several pairs are added. Links of a single pair are left
+    out: each member has n - 1 of them, and only a bidirectional pipeline sends between members.
     """
     n = len(devices)
     i, j, link = _named_pairs(router, devices)
     ends = router.ends(devices, n_devices)
     if router.nodes is not None:
         node = router.nodes.node_of(devices)
-        _, at, size = np.unique(node, return_inverse=True, return_counts=True)
-        elsewhere = node[i] != node[j]
-        for column, end in enumerate((i, j)):  # hops that are not named: any, and to other nodes
+        _, index, size = np.unique(node, return_inverse=True, return_counts=True)
+        across = node[i] != node[j]
+        for column, end in enumerate((i, j)):  # unnamed hops: all of them, and to other nodes
             ports = n - 1 - np.bincount(end, minlength=n)
-            nics = n - size[at] - np.bincount(end[elsewhere], minlength=n)
+            nics = n - size[index] - np.bincount(end[across], minlength=n)
             ends[ports == 0, column] = ends[nics == 0, 2 + column] = -1
     pairs_of = np.bincount(router.link, minlength=len(router.link_bandwidth))
     kept = (pairs_of[link] > 1) & np.isfinite(router.link_bandwidth[link])
@@ -163,13 +164,13 @@ def all_to_all_links(router: Router, devices: Devices, n_devices: int) -> Device
     return _rows(member, np.concatenate([ends.ravel(), link[kept]]), n)
 
 
-def _held(paths: Paths) -> Devices:
-    """Return the links that can be busy: those of endless bandwidth never are."""
+def _finite_links(paths: Paths) -> Devices:
+    """Return the links of finite bandwidth; a link of infinite bandwidth is never held."""
     return np.where(np.isfinite(paths.capacity), paths.links, -1)
 
 
 def _rows(member: Devices, link: Devices, n: int) -> Devices:
-    """Return the links (>= 0) of each of n members, each once, as rows that end in -1."""
+    """Return the links (>= 0) of each of n members, each once, as rows padded with -1."""
     held = np.stack([member, link], axis=1)[link >= 0]
     member, link = np.unique(held, axis=0).T
     count = np.bincount(member, minlength=n)
@@ -179,14 +180,14 @@ def _rows(member: Devices, link: Devices, n: int) -> Devices:
 
 
 def _slowest(paths: Paths, free: int) -> float:
-    """Return bytes a second of the slowest link, where up to ``free`` messages do not share it."""
-    _, at, users = np.unique(paths.links, return_inverse=True, return_counts=True)
-    sharing = np.maximum(users[at].reshape(paths.links.shape) / free, 1)
+    """Return bytes a second of the slowest link; up to ``free`` messages get all of a link."""
+    _, index, users = np.unique(paths.links, return_inverse=True, return_counts=True)
+    sharing = np.maximum(users[index].reshape(paths.links.shape) / free, 1)
     return float(np.where(paths.links >= 0, paths.capacity / sharing, math.inf).min())
 
 
 def _tree_hops(n: int) -> tuple[Devices, Devices]:
-    """Return the positions at both ends of each hop of both trees: all up, then all down."""
+    """Return the positions at both ends of each hop of both trees: all hops up, then all down."""
     child, parent = _double_tree(n)
     return np.concatenate([child, parent]), np.concatenate([parent, child])
 
@@ -195,7 +196,7 @@ def _double_tree(n: int) -> tuple[Devices, Devices]:
     """Return child and parent of each edge of both trees, as positions below ``n``.
 
     The first tree visits the positions in order: its leaves are odd. The second is its mirror
-    image, or for odd n the first one moved on by one, so that its leaves are even.
+    image for even n, and the first tree shifted by one for odd n, so that its leaves are even.
     """
     child = np.arange(1, n)
     low = child & -child
@@ -210,28 +211,28 @@ def _named_pairs(router: Router, devices: Devices) -> tuple[Devices, Devices, De
     order = np.argsort(devices)
     ends, member = [], np.ones(len(router.link), dtype=bool)
     for end in (router.source, router.target):
-        at = np.minimum(np.searchsorted(devices, end, sorter=order), len(devices) - 1)
-        member &= devices[order[at]] == end
-        ends.append(order[at])
+        index = np.minimum(np.searchsorted(devices, end, sorter=order), len(devices) - 1)
+        member &= devices[order[index]] == end
+        ends.append(order[index])
     return ends[0][member], ends[1][member], router.link[member]
 
 
 def _between_nodes(nodes: Nodes, devices: Devices, i: Devices, j: Devices) -> tuple[float, float]:
     """Return messages of the busiest NIC in one direction, and the largest latency.
 
-    Those from position ``i`` to position ``j`` go elsewhere.
+    Messages from position ``i`` to position ``j`` use named links, and are not counted.
     """
     n = len(devices)
     node = nodes.node_of(devices)
-    _, at, size = np.unique(node, return_inverse=True, return_counts=True)
-    outside = n - size[at]  # receivers in other nodes, of each sender; and the other way round
-    elsewhere = node[i] != node[j]
+    _, index, size = np.unique(node, return_inverse=True, return_counts=True)
+    outside = n - size[index]  # receivers in other nodes of each sender; senders of each receiver
+    across = node[i] != node[j]
     _, nic = np.unique(nodes.nic_of(devices), return_inverse=True)
     messages = max(
-        np.bincount(nic, weights=outside - np.bincount(end[elsewhere], minlength=n)).max()
+        np.bincount(nic, weights=outside - np.bincount(end[across], minlength=n)).max()
         for end in (i, j)
     )
-    n_across = int(outside.sum()) - int(elsewhere.sum())
+    n_across = int(outside.sum()) - int(across.sum())
     n_inside = n * (n - 1) - len(i) - n_across
     latency = max(nodes.nic_latency if n_across else 0.0, nodes.port_latency if n_inside else 0.0)
     return float(messages), latency

@@ -1,4 +1,4 @@
-"""Links of many pairs at once: from a CSV file, or from square arrays."""
+"""Links of many pairs, read from a CSV file or from square arrays."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ class _Table:
         self.columns = {name: cells[k :: len(header)] for k, name in enumerate(header)}
 
     def _cells(self, header: list[str], rows: Iterator[tuple[int, list[str]]]) -> list[str]:
-        """Return all cells below the header in one list, which a garbage collector passes over."""
+        """Return all cells below the header in one list.
+
+        One list of texts, instead of a list a row, costs Python's garbage collector no time.
+        """
         if header not in (list(COLUMNS), list(COLUMNS[:4])):
             raise NetworkError(
                 f"{self.path}, line 1: the columns must be {','.join(COLUMNS[:4])} and maybe "
@@ -88,48 +91,52 @@ class _Table:
         return cells
 
     def where(self, row: int, column: str) -> str:
+        """Return the place of a cell, for messages."""
         return f"{self.path}, line {self.lines[row]}, column {column}"
 
     def refuse(self, column: str, wrong: NDArray[np.bool_], allowed: str) -> None:
-        """Raise for the first row that is wrong."""
+        """Raise `NetworkError` for the first row that ``wrong`` marks, if any."""
         for row in np.flatnonzero(wrong)[:1].tolist():
             text = self.columns[column][row]
             raise NetworkError(f"{self.where(row, column)}: must be {allowed}, got {text!r}")
 
     def devices(self, column: str) -> NDArray[np.int64]:
+        """Return a column of device numbers."""
         got = _numbers(self.columns[column])
         good = (got >= 0) & (got <= MAX_DEVICE) & (got == np.floor(got))
         self.refuse(column, ~good, f"a device number, 0 to {MAX_DEVICE}")
         return got.astype(np.int64)
 
     def latencies(self) -> NDArray[np.float64]:
+        """Return the latency of each row; seconds."""
         got = _numbers(self.columns["latency"])
         self.refuse("latency", ~((got >= 0) & (got < math.inf)), "finite and >= 0 s")
         return got
 
     def bandwidths(self) -> NDArray[np.float64]:
+        """Return the bandwidth of each row; bytes a second."""
         got = _numbers([text if text.strip() else "inf" for text in self.columns["bandwidth"]])
         self.refuse("bandwidth", ~(got > 0), "> 0 bytes/s (inf, or nothing, for pure latency)")
         return got
 
     def refuse_repeated(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> None:
-        """Raise for the first pair that an earlier line has named."""
+        """Raise `NetworkError` for the first pair that an earlier line names too."""
         order = np.lexsort((b, a))  # stable: of equal pairs, the earlier line is first
-        first, again = order[:-1], order[1:]
-        same = (a[first] == a[again]) & (b[first] == b[again])
+        first, repeat = order[:-1], order[1:]
+        same = (a[first] == a[repeat]) & (b[first] == b[repeat])
         if same.any():
-            row = int(again[same].min())
-            before = int(first[same][again[same].argmin()])
+            row = int(repeat[same].min())
+            earlier = int(first[same][repeat[same].argmin()])
             raise NetworkError(
                 f"{self.path}, line {self.lines[row]}: pair {(int(a[row]), int(b[row]))} is in "
-                f"line {self.lines[before]} already; name it once"
+                f"line {self.lines[earlier]} already; name it once"
             )
 
 
 def _numbers(texts: Sequence[str]) -> NDArray[np.float64]:
-    """Return the number in each text, NaN where there is none."""
-    found: Sequence[float | None] | None = reals(texts)
-    return np.array([*map(real, texts)] if found is None else found, dtype=np.float64)
+    """Return the number in each text; NaN for a text without one."""
+    numbers: Sequence[float | None] | None = reals(texts)
+    return np.array([*map(real, texts)] if numbers is None else numbers, dtype=np.float64)
 
 
 def matrix_links(latency: ArrayLike, bandwidth: ArrayLike) -> tuple[Link, ...]:
@@ -149,8 +156,8 @@ def matrix_links(latency: ArrayLike, bandwidth: ArrayLike) -> tuple[Link, ...]:
         )
     lag, speed = np.broadcast_to(lag, (n, n)), np.broadcast_to(speed, (n, n))
     a, b = np.nonzero(~np.eye(len(lag), dtype=bool))
-    _check("latency", "finite and >= 0 s", lag, (lag >= 0) & (lag < math.inf), a, b)
-    _check("bandwidth", "> 0 bytes/s", speed, speed > 0, a, b)
+    _check_pairs("latency", "finite and >= 0 s", lag, (lag >= 0) & (lag < math.inf), a, b)
+    _check_pairs("bandwidth", "> 0 bytes/s", speed, speed > 0, a, b)
     rows = zip(a.tolist(), b.tolist(), lag[a, b].tolist(), speed[a, b].tolist(), strict=True)
     return tuple(Link.unchecked(lag_, speed_, ((i, j),)) for i, j, lag_, speed_ in rows)
 
@@ -170,8 +177,8 @@ def _array(name: str, values: ArrayLike) -> NDArray[np.float64]:
             f"latency and bandwidth must be arrays of numbers, {name} is not: {error}"
         ) from error
     if array.dtype.kind == "O" and array.ndim:
-        found = [math.nan if (x := number(each)) is None else x for each in array.ravel()]
-        return np.array(found, dtype=np.float64).reshape(array.shape)
+        numbers = [math.nan if (x := number(item)) is None else x for item in array.ravel()]
+        return np.array(numbers, dtype=np.float64).reshape(array.shape)
     if array.dtype.kind not in "fiu":
         raise NetworkError(
             f"latency and bandwidth must be arrays of numbers, {name} is not: got {values!r:.60}"
@@ -179,7 +186,7 @@ def _array(name: str, values: ArrayLike) -> NDArray[np.float64]:
     return array.astype(np.float64)
 
 
-def _check(
+def _check_pairs(
     name: str,
     allowed: str,
     values: NDArray[np.float64],
@@ -187,7 +194,7 @@ def _check(
     a: NDArray[np.int64],
     b: NDArray[np.int64],
 ) -> None:
-    """Raise for the first pair whose value is out of range."""
+    """Raise `NetworkError` for the first pair whose value is out of range."""
     wrong = np.flatnonzero(~good[a, b])
     if len(wrong):
         i, j = int(a[wrong[0]]), int(b[wrong[0]])

@@ -1,4 +1,4 @@
-"""What a network is made of: links of particular pairs, and nodes with ports and NICs."""
+"""`Link` and `Nodes`, the parts of a network: links of pairs; nodes with ports and NICs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from numpy.typing import NDArray
 
 from pipesim.errors import NetworkError, check_count, number
 
-__all__ = ["MAX_DEVICE", "Link", "Nodes", "check_keys", "checked_speed"]
+__all__ = [
+    "MAX_DEVICE",
+    "Link",
+    "Nodes",
+    "bandwidth_from_json",
+    "bandwidth_to_json",
+    "check_keys",
+    "checked_speed",
+]
 
-#: Largest device number that a network takes, so that a pair of them fits 64 bits.
+#: Largest device number of a network; a pair of device numbers then fits 64 bits.
 MAX_DEVICE = 2**31 - 1
 
 
@@ -58,7 +66,7 @@ class Link:
     def unchecked(
         cls, latency: float, bandwidth: float, pairs: tuple[tuple[int, int], ...]
     ) -> Link:
-        """Return a link of values that were checked all at once, without checking them again."""
+        """Return a link without checking its values, which the caller has checked together."""
         link = object.__new__(cls)
         object.__setattr__(link, "latency", latency)
         object.__setattr__(link, "bandwidth", bandwidth)
@@ -66,16 +74,16 @@ class Link:
         return link
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; endless bandwidth is None."""
+        """Return plain values for JSON; infinite bandwidth is None."""
         return {
             "latency": self.latency,
-            "bandwidth": finite(self.bandwidth),
+            "bandwidth": bandwidth_to_json(self.bandwidth),
             "pairs": [list(pair) for pair in self.pairs],
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Link:
-        """Read what `to_dict` wrote.
+        """Return the object in a table such as `to_dict` returns.
 
         Raises
         ------
@@ -85,31 +93,38 @@ class Link:
         check_keys("link", values, ("latency", "bandwidth", "pairs"))
         if "pairs" not in values:
             raise NetworkError(f"link {dict(values)} names no pairs; add pairs = [[0, 1]]")
-        return cls(values.get("latency", 0.0), endless(values.get("bandwidth")), values["pairs"])
+        return cls(
+            values.get("latency", 0.0),
+            bandwidth_from_json(values.get("bandwidth")),
+            values["pairs"],
+        )
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Machines of several devices: a port a device, and NICs that the devices of a node share.
+    """Machines of several devices: one port a device, and NICs that the devices of a node share.
 
-    Node k has the devices ``k * devices_per_node`` and following. Inside a node a message holds
-    the sender's outgoing port and the receiver's incoming port, for ``port_latency`` and at
-    ``port_bandwidth``. Between nodes it holds those two ports, a NIC out of the sender's node and
-    a NIC into the receiver's, for ``nic_latency`` and at the smaller of both bandwidths. Ports and
-    NICs carry one message at a time in each direction (full duplex). One of endless bandwidth is
-    never held, since no message occupies it for any time (rule 4).
+    Node k has the devices from ``k * devices_per_node`` on.
+
+    - Inside a node, a message holds the sender's outgoing port and the receiver's incoming port.
+      It has ``port_latency`` and ``port_bandwidth``.
+    - Between nodes, a message holds these two ports, a NIC out of the sender's node and a NIC into
+      the receiver's. It has ``nic_latency`` and the smaller of both bandwidths.
+
+    Ports and NICs carry one message at a time in each direction (full duplex). Those of infinite
+    bandwidth are never held, since no message occupies them for any time (rule 4).
 
     Attributes
     ----------
     devices_per_node
         Devices of each node; the last node may have fewer.
     port_latency, nic_latency
-        Seconds, of a message inside a node and of one between nodes.
+        Seconds of a message inside a node, and of a message between nodes.
     port_bandwidth, nic_bandwidth
         Bytes a second of one port and of one NIC, in each direction; ``math.inf`` for pure latency.
     n_nics
-        NICs of each node: a divisor of ``devices_per_node``, one a device unless it is given.
-        Device d of a node uses NIC ``d * n_nics // devices_per_node``.
+        NICs of each node: a divisor of ``devices_per_node``; by default one a device. Device d of
+        a node uses NIC ``d * n_nics // devices_per_node``.
 
     Raises
     ------
@@ -118,7 +133,7 @@ class Nodes:
 
     Examples
     --------
-    Nodes of eight devices that share four NICs by twos:
+    Nodes of eight devices and four NICs, each shared by two devices:
 
     >>> nodes = Nodes(8, port_bandwidth=300e9, nic_latency=5e-6, nic_bandwidth=25e9, n_nics=4)
     """
@@ -144,14 +159,14 @@ class Nodes:
         object.__setattr__(self, "n_nics", n_nics)
         for name in ("port", "nic"):
             latency, bandwidth = f"{name}_latency", f"{name}_bandwidth"
-            given = getattr(self, latency), getattr(self, bandwidth)
-            seconds, rate = checked_speed("nodes", *given, f"{name}_")
+            values = getattr(self, latency), getattr(self, bandwidth)
+            seconds, rate = checked_speed("nodes", *values, f"{name}_")
             object.__setattr__(self, latency, seconds)
             object.__setattr__(self, bandwidth, rate)
 
     @property
     def nics_per_node(self) -> int:
-        """NICs of each node; what ``n_nics`` says once it is checked."""
+        """NICs of each node: ``n_nics`` as an integer, also if it was None."""
         return self.devices_per_node if self.n_nics is None else self.n_nics
 
     def node_of(self, devices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -159,18 +174,18 @@ class Nodes:
         return np.floor_divide(devices, self.devices_per_node)
 
     def nic_of(self, devices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the NIC of each device, numbered through all nodes."""
+        """Return the NIC of each device; NICs are numbered across all nodes."""
         local = devices % self.devices_per_node
         first = self.node_of(devices) * self.nics_per_node
         return first + local * self.nics_per_node // self.devices_per_node
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; endless bandwidth is None."""
-        return {k: finite(v) if "bandwidth" in k else v for k, v in asdict(self).items()}
+        """Return plain values for JSON; infinite bandwidth is None."""
+        return {k: bandwidth_to_json(v) if "bandwidth" in k else v for k, v in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Nodes:
-        """Read what `to_dict` wrote.
+        """Return the object in a table such as `to_dict` returns.
 
         Raises
         ------
@@ -180,18 +195,20 @@ class Nodes:
         check_keys("nodes", values, [f.name for f in fields(cls)])
         if "devices_per_node" not in values:
             raise NetworkError(f"nodes {dict(values)} lack a size; add devices_per_node = 8")
-        return cls(**{k: endless(v) if "bandwidth" in k else v for k, v in values.items()})
+        return cls(
+            **{k: bandwidth_from_json(v) if "bandwidth" in k else v for k, v in values.items()}
+        )
 
 
 def checked_speed(
     where: object, latency: object, bandwidth: object, prefix: str = ""
 ) -> tuple[float, float]:
-    """Return a latency and a bandwidth as floats, whatever kind of number was given.
+    """Return a latency and a bandwidth as floats, from any kind of numbers.
 
     Raises
     ------
     NetworkError
-        Unless the latency is finite and not negative, and the bandwidth positive.
+        For a latency that is negative or not finite, and a bandwidth that is not positive.
     """
     seconds, rate = number(latency), number(bandwidth)
     if seconds is None or not 0 <= seconds < math.inf:
@@ -204,23 +221,23 @@ def checked_speed(
     return seconds, rate
 
 
-def check_keys(what: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise for a key that ``what`` does not have."""
+def check_keys(what: str, values: Mapping[str, Any], allowed: Iterable[str]) -> None:
+    """Raise `NetworkError` for a key that a table for ``what`` must not have."""
     if not isinstance(values, Mapping):
         raise NetworkError(f"{what} must be a table, got {values!r}")
-    known = tuple(known)
+    allowed = tuple(allowed)
     for key in values:
-        if key not in known:
-            raise NetworkError(f"{what} has no {key!r} (it has: {', '.join(known)})")
+        if key not in allowed:
+            raise NetworkError(f"{what} has no {key!r} (it has: {', '.join(allowed)})")
 
 
-def finite(bandwidth: float) -> float | None:
-    """Return a bandwidth as JSON has it: None where it is endless."""
+def bandwidth_to_json(bandwidth: float) -> float | None:
+    """Return a bandwidth for JSON, which has no infinity: None stands for it."""
     return None if math.isinf(bandwidth) else bandwidth
 
 
-def endless(bandwidth: Any) -> Any:
-    """Return a bandwidth as JSON had it: endless where it is None."""
+def bandwidth_from_json(bandwidth: Any) -> Any:
+    """Return a bandwidth from JSON, where None stands for infinity."""
     return math.inf if bandwidth is None else bandwidth
 
 

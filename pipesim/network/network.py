@@ -1,11 +1,15 @@
-"""Networks: how long a message takes, which messages share a link, how long collectives last."""
+"""`Network`: latency and bandwidth of messages, links that they share, seconds of collectives.
+
+One class; most of the file is its docstrings. Tables and presets are read in
+`pipesim.network.sources`, closed forms of collectives are in `pipesim.network.collectives`.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.errors import NetworkError, check_count, check_name, number
+from pipesim.errors import NetworkError, check_name
+from pipesim.network.collective_arguments import (
+    checked_matrix,
+    checked_members,
+    finite_seconds,
+)
 from pipesim.network.collectives import (
     all_to_all,
     all_to_all_links,
@@ -24,19 +33,10 @@ from pipesim.network.collectives import (
     uneven_all_to_all,
 )
 from pipesim.network.link_tables import matrix_links, read_links
-from pipesim.network.links import (
-    MAX_DEVICE,
-    Link,
-    Nodes,
-    check_keys,
-    checked_speed,
-    endless,
-    finite,
-)
-from pipesim.network.presets import machine
+from pipesim.network.links import Link, Nodes, bandwidth_to_json, checked_speed
 from pipesim.network.routes import Router, Routes
+from pipesim.network.sources import network_fields, preset_nodes
 from pipesim.utils.atomic_write import check_path
-from pipesim.utils.host_memory import check_memory
 
 __all__ = ["Link", "Network", "Nodes", "Routes"]
 
@@ -48,28 +48,29 @@ _LINKS = {"ring": ring_links, "tree": tree_links, "all_to_all": all_to_all_links
 
 @dataclass(frozen=True)
 class Network:
-    """What carries messages: ``links`` for the pairs that they name, ``nodes`` for the others.
+    """Links between devices: ``links`` for the pairs that they name, ``nodes`` for the others.
 
-    Without ``nodes``, every other directed pair of devices has a link of its own.
+    Without ``nodes``, every other directed pair of devices has its own link.
 
     Attributes
     ----------
     latency
-        Seconds, of every pair that ``links`` does not name. Nodes have latencies of their own. A
-        message holds no stream and no link for its latency, so that ``lower(overlap=False)`` makes
-        no device wait for it; ``Costs.output_seconds`` are seconds that hold both.
+        Seconds, for every pair that ``links`` does not name; with ``nodes``, these have latencies.
+        A message holds no stream and no link for its latency, so that no device waits for it with
+        ``lower(overlap=False)``. ``Costs.output_seconds`` are seconds that hold both.
     bandwidth
-        Bytes a second, likewise; ``math.inf`` (the default) makes messages pure latency.
+        Bytes a second, for the same pairs; ``math.inf`` (the default) makes messages pure latency.
     links
-        Links of particular pairs, which may be shared. Their messages hold nothing else.
+        Links of particular pairs, which may be shared. Their messages hold no other link.
     nodes
-        Ports and NICs that all other messages hold, or None.
+        Nodes, whose ports and NICs all other messages hold, or None.
 
     Raises
     ------
     NetworkError
         For a negative or non-finite latency, a bandwidth that is not positive, a pair that is
-        named twice or leads from a device to itself, a latency or bandwidth beside ``nodes``.
+        named twice or leads from a device to itself, a latency or bandwidth together with
+        ``nodes``.
 
     Examples
     --------
@@ -109,8 +110,8 @@ class Network:
             raise NetworkError(f"nodes must be a pipesim.Nodes, got {self.nodes!r}")
         if self.latency != 0 or not math.isinf(self.bandwidth):
             raise NetworkError(
-                f"network: nodes have port_latency, nic_latency and bandwidths of their own, but "
-                f"latency is {self.latency!r} and bandwidth {self.bandwidth!r} beside them; "
+                f"network: nodes have their own latencies and bandwidths (port_..., nic_...), but "
+                f"latency {self.latency!r} and bandwidth {self.bandwidth!r} are given too; "
                 f"leave out the one or the other (latency = 0, bandwidth = inf)"
             )
 
@@ -126,7 +127,7 @@ class Network:
         source, target
             Devices at both ends of each message, shape ``(n,)``.
         n_devices
-            How many devices there are.
+            Number of devices of the pipeline.
 
         Raises
         ------
@@ -147,11 +148,11 @@ class Network:
     def all_reduce(
         self, nbytes: float, devices: Sequence[int] | NDArray[Any], algorithm: str = "ring"
     ) -> float:
-        """Return seconds of an all-reduce that has its links (rule 9); 0 for one member.
+        """Return the seconds of an all-reduce that holds its links (rule 9); 0 for one member.
 
         Ring: ``2(n-1)/n * nbytes / bandwidth + 2(n-1) * latency``. Double binary tree:
-        ``2 * nbytes / bandwidth + 2 * ceil(log2 n) * latency``. Both take the slowest latency and
-        bandwidth of their hops, and hops that hold one link share its bandwidth; see
+        ``2 * nbytes / bandwidth + 2 * ceil(log2 n) * latency``. Both use the slowest latency and
+        bandwidth of their hops. Hops that hold the same link share its bandwidth. See
         `pipesim.network.collectives` for the sources.
 
         Parameters
@@ -169,26 +170,29 @@ class Network:
             For bytes that are not finite or negative, members that are no devices, and seconds that
             are not finite.
         UnknownNameError
-            For another algorithm.
+            For an unknown algorithm.
         """
-        seconds = ALL_REDUCE[check_name("all-reduce", algorithm, ALL_REDUCE)]
-        size, members = _collective("all-reduce", nbytes, devices)
-        return _finite("all-reduce", seconds, self._router, size, members)
+        formula = ALL_REDUCE[check_name("all-reduce", algorithm, ALL_REDUCE)]
+        size, members = checked_members("all-reduce", nbytes, devices)
+        return finite_seconds("all-reduce", formula, self._router, size, members)
 
     def all_to_all(self, nbytes: float | ArrayLike, devices: Sequence[int] | NDArray[Any]) -> float:
         """Return seconds in which each member sends ``nbytes / n`` to each other; 0 for one member.
 
-        The largest latency of a pair, and the time of whatever is busiest: a device's ends or
-        ports, ``(n-1)/n * nbytes / bandwidth``; a NIC, ``messages / n * nbytes / nic_bandwidth``
-        for all messages that its devices exchange with other nodes; a link in ``links``, likewise
-        for its pairs. Of uneven messages likewise, with the sum of their bytes in place of
-        ``messages / n * nbytes``.
+        The sum of the largest latency of a pair and the largest of these times:
+
+        - the ends or ports of a device, ``(n-1)/n * nbytes / bandwidth``;
+        - a NIC, ``messages / n * nbytes / nic_bandwidth`` for all messages that its devices
+          exchange with other nodes;
+        - a link in ``links``, with the same formula for the messages of its pairs.
+
+        For uneven messages, the sum of their bytes replaces ``messages / n * nbytes``.
 
         Parameters
         ----------
         nbytes
-            Bytes that each member brings, the n-th part that it keeps included; or the bytes of
-            each message, an array of shape ``(n, n)`` whose row ``i`` is sent by the i-th of
+            Bytes that each member contributes, including the n-th part that it keeps. Or the bytes
+            of each message: an array of shape ``(n, n)`` whose row ``i`` is sent by the i-th of
             ``devices``, and whose diagonal is not sent.
         devices
             The members, each once, in any order.
@@ -200,19 +204,19 @@ class Network:
             devices, and seconds that are not finite.
         """
         if isinstance(nbytes, (list, tuple)) or np.ndim(nbytes) > 0:
-            _, members = _collective("all-to-all", 0, devices)
-            sizes = _matrix(nbytes, len(members))
-            return _finite("all-to-all", uneven_all_to_all, self._router, sizes, members)
-        size, members = _collective("all-to-all", nbytes, devices)
-        return _finite("all-to-all", all_to_all, self._router, size, members)
+            _, members = checked_members("all-to-all", 0, devices)
+            sizes = checked_matrix(nbytes, len(members))
+            return finite_seconds("all-to-all", uneven_all_to_all, self._router, sizes, members)
+        size, members = checked_members("all-to-all", nbytes, devices)
+        return finite_seconds("all-to-all", all_to_all, self._router, size, members)
 
     def collective_links(
         self, algorithm: str, devices: Sequence[int] | NDArray[Any], n_devices: int
     ) -> NDArray[np.int64]:
         """Return the links of the hops that begin at each member; a collective holds all of them.
 
-        Numbered as `resolve` does for as many devices. Links of endless bandwidth are left out,
-        and of an all-to-all also those of one pair alone, which hardly any message uses.
+        Links are numbered as by `resolve` for as many devices. Links of infinite bandwidth are
+        left out. For an all-to-all, so are links of a single pair, which hardly any message uses.
 
         Parameters
         ----------
@@ -221,22 +225,22 @@ class Network:
         devices
             The members, in the order that `all_reduce` or `all_to_all` gets.
         n_devices
-            How many devices there are.
+            Number of devices of the pipeline.
 
         Returns
         -------
         numpy.ndarray
-            Shape ``(len(devices), most links of one)``, -1 for fewer.
+            Shape ``(len(devices), most links of a member)``, padded with -1.
 
         Raises
         ------
         NetworkError
             For members, or ends of links, that are none of these devices.
         UnknownNameError
-            For another algorithm.
+            For an unknown algorithm.
         """
         links = _LINKS[check_name("collective", algorithm, _LINKS)]
-        _, members = _collective(algorithm, 0, devices)
+        _, members = checked_members(algorithm, 0, devices)
         self._router.check_devices(n_devices)
         if members.max() >= n_devices:
             raise NetworkError(
@@ -248,7 +252,7 @@ class Network:
         return links(self._router, members, n_devices)
 
     def unlimited(self) -> Network:
-        """Return this network with endless bandwidth: what is left is latency."""
+        """Return this network with infinite bandwidth, so that only latency is left."""
         nodes = self.nodes
         if nodes is not None:
             nodes = replace(nodes, port_bandwidth=math.inf, nic_bandwidth=math.inf)
@@ -264,10 +268,10 @@ class Network:
         name
             Such as ``"dgx_h100"``.
         efficiency
-            The part of the nominal bandwidths that messages reach, above 0 and at most 1.
+            Share of the nominal bandwidths that messages reach, above 0 and at most 1.
         gpus_per_device
-            GPUs that work in step as one device, such as a tensor-parallel group. Bytes are then
-            those of one GPU, as `Costs.transformer` has them, and so are port and NIC.
+            GPUs that act as one device, such as a tensor-parallel group. Bytes are then those of
+            one GPU, as in `Costs.transformer`, and so are port and NIC.
 
         Raises
         ------
@@ -276,26 +280,7 @@ class Network:
         NetworkError
             For an efficiency out of range, and GPUs that do not divide those of a node.
         """
-        nodes = machine(name).nodes
-        part = number(efficiency)
-        if part is None or not 0 < part <= 1:
-            raise NetworkError(f"efficiency must be above 0 and at most 1, got {efficiency!r}")
-        size = check_count("gpus_per_device", gpus_per_device)
-        if nodes.devices_per_node % size:
-            raise NetworkError(
-                f"gpus_per_device must divide the {nodes.devices_per_node} GPUs of a node of "
-                f"{name}, got {size}"
-            )
-        port, nic = nodes.port_bandwidth * part, nodes.nic_bandwidth * part
-        return cls(
-            nodes=replace(
-                nodes,
-                devices_per_node=nodes.devices_per_node // size,
-                port_bandwidth=port,
-                nic_bandwidth=nic,
-                n_nics=None,
-            )
-        )
+        return cls(nodes=preset_nodes(name, efficiency, gpus_per_device))
 
     @classmethod
     def from_csv(
@@ -303,21 +288,21 @@ class Network:
     ) -> Network:
         """Read links from a CSV file with the columns ``source,target,latency,bandwidth[,link]``.
 
-        One directed pair of devices a row, in seconds and bytes a second; an empty bandwidth, or
-        ``inf``, is endless. Rows with the same ``link``, a name of your choice, share one link and
-        must agree on its latency and bandwidth.
+        One directed pair of devices a row, in seconds and bytes a second. An empty bandwidth, or
+        ``inf``, is infinite. Rows with the same ``link``, a name of your choice, share one link and
+        must have the same latency and bandwidth.
 
         Parameters
         ----------
         path
             The file.
         latency, bandwidth
-            Of pairs that it does not name.
+            Of pairs that the file does not name.
 
         Raises
         ------
         ArgumentError
-            For something that is no path.
+            For a value that is no path.
         NetworkError
             Naming file, line and column; or the file, if it cannot be read.
         CapacityError
@@ -327,7 +312,7 @@ class Network:
 
     @classmethod
     def from_matrix(cls, latency: ArrayLike, bandwidth: ArrayLike) -> Network:
-        """Return a network in which every pair has a link of its own.
+        """Return a network in which every pair has its own link.
 
         Parameters
         ----------
@@ -343,20 +328,21 @@ class Network:
         return cls(links=matrix_links(latency, bandwidth))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; endless bandwidth is None."""
+        """Return plain values for JSON; infinite bandwidth is None."""
         nodes = {} if self.nodes is None else {"nodes": self.nodes.to_dict()}
         return {
             "latency": self.latency,
-            "bandwidth": finite(self.bandwidth),
+            "bandwidth": bandwidth_to_json(self.bandwidth),
             "links": [link.to_dict() for link in self.links],
             **nodes,
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Network:
-        """Read what `to_dict` wrote; ``preset = "dgx_h100"`` stands for the nodes of a machine.
+        """Return the network in a table such as `to_dict` returns.
 
-        ``efficiency`` and ``gpus_per_device`` beside it are those of `preset`.
+        ``preset = "dgx_h100"`` stands for the nodes of a machine. The keys ``efficiency`` and
+        ``gpus_per_device`` may accompany it; they are those of `preset`.
 
         Raises
         ------
@@ -365,100 +351,4 @@ class Network:
         UnknownNameError
             For an unknown preset.
         """
-        check_keys("network", values, KEYS)
-        links = values.get("links", ())
-        if not isinstance(links, (tuple, list)) or not all(isinstance(x, Mapping) for x in links):
-            raise NetworkError(f"links must be a list of tables, got {links!r}")
-        nodes = None
-        if "preset" in values and values.get("nodes") is not None:
-            raise NetworkError("network has both preset and nodes; leave out one of them")
-        of_preset = {key: values[key] for key in _OF_PRESET if key in values}
-        if of_preset and "preset" not in values:
-            raise NetworkError(
-                f"network has {' and '.join(of_preset)} without a preset to apply to; add "
-                'preset = "dgx_h100", or say in latency, bandwidth or nodes what messages reach'
-            )
-        if "preset" in values:
-            nodes = cls.preset(values["preset"], **of_preset).nodes
-        elif values.get("nodes") is not None:
-            nodes = Nodes.from_dict(values["nodes"])
-        return cls(
-            values.get("latency", 0.0),
-            endless(values.get("bandwidth")),
-            tuple(Link.from_dict(link) for link in links),
-            nodes,
-        )
-
-
-#: Arguments of `Network.preset` that may stand beside its name.
-_OF_PRESET = ("efficiency", "gpus_per_device")
-#: What a table of settings may say of a network.
-KEYS = ("latency", "bandwidth", "links", "nodes", "preset", *_OF_PRESET)
-
-
-def _finite(
-    what: str,
-    seconds: Callable[[Router, Any, NDArray[np.int64]], float],
-    router: Router,
-    nbytes: float | NDArray[np.float64],
-    members: NDArray[np.int64],
-) -> float:
-    """Return the seconds of a collective; 0 for one member."""
-    if len(members) == 1:
-        return 0.0
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        try:
-            lasts = seconds(router, nbytes, members)
-        except ZeroDivisionError:  # bandwidth so small that a share of it is 0
-            lasts = math.inf
-    if not math.isfinite(lasts):
-        raise NetworkError(
-            f"{what} of {np.sum(nbytes):g} bytes over {len(members)} members would last {lasts} s; "
-            "check bytes, latency (s) and bandwidth (bytes/s)"
-        )
-    return lasts
-
-
-def _matrix(nbytes: ArrayLike, n: int) -> NDArray[np.float64]:
-    """Return the bytes of each pair of n members, checked."""
-    try:
-        sizes = np.asarray(nbytes, dtype=np.float64)
-    except (TypeError, ValueError):
-        sizes = np.empty(0)
-    if sizes.shape != (n, n):
-        raise NetworkError(
-            f"all-to-all: bytes of pairs must be numbers of shape ({n}, {n}), one row a sender, "
-            f"got {nbytes!r:.60}"
-        )
-    for i, j in np.argwhere(~(np.isfinite(sizes) & (sizes >= 0)))[:1].tolist():
-        raise NetworkError(
-            f"all-to-all: bytes must be finite and >= 0, got {sizes[i, j]} from member {i} to {j}"
-        )
-    return sizes
-
-
-def _collective(
-    what: str, nbytes: object, devices: Iterable[Any]
-) -> tuple[float, NDArray[np.int64]]:
-    """Return bytes and members of a collective operation, checked."""
-    size = number(nbytes)
-    if size is None or not 0 <= size < math.inf:
-        raise NetworkError(f"{what}: bytes must be finite and >= 0, got {nbytes!r}")
-    if isinstance(devices, range):  # of any length, in no memory
-        check_memory(f"{what} of {len(devices):,} members", 8 * len(devices), "name fewer members")
-    try:
-        members = np.asarray(devices)
-    except ValueError:  # a ragged sequence
-        members = np.empty((0, 0))
-    if members.ndim != 1 or not len(members) or members.dtype.kind not in "iu":
-        raise NetworkError(
-            f"{what}: devices must be a sequence of device numbers, such as [0, 1], got {devices!r}"
-        )
-    for wrong in members[(members < 0) | (members > MAX_DEVICE)]:
-        raise NetworkError(f"{what}: a device must be 0 to {MAX_DEVICE}, got {wrong}")
-    distinct, counts = np.unique(members, return_counts=True)
-    if len(distinct) < len(members):
-        raise NetworkError(
-            f"{what}: device {distinct[counts > 1][0]} is named twice; name each member once"
-        )
-    return size, members.astype(np.int64)
+        return cls(*network_fields(values))

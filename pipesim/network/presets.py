@@ -9,14 +9,14 @@ dgx_h200  8 H200    141 GB  4th gen., 450 GB/s   8 x NDR 400 Gb/s  [3]_, [5]_
 dgx_b200  8 B200    180 GB  5th gen., 900 GB/s   8 x NDR 400 Gb/s  [6]_
 ========  ========  ======  ===================  ================  ============
 
-NVIDIA states NVLink's bandwidth of both directions together (600, 900 and 1800 GB/s a device); a
-port has half of it each way. Memory is in units of 10^9 bytes. These are nominal rates: messages
-reach less, which ``Network.preset(name, efficiency=...)`` takes into account.
+NVIDIA states NVLink's bandwidth as the sum of both directions (600, 900 and 1800 GB/s a device); a
+port has half of it in each direction. Memory is in units of 10^9 bytes. These are nominal rates:
+messages reach less, for which ``Network.preset(name, efficiency=...)`` has a factor.
 
 Latencies are assumed to be the same for all machines: 3.4 us inside a node and 14 us between
-nodes. That is a step of a ring over NVLink, and over the network, with the Simple protocol in
-NCCL's table ``hwLat`` [7]_, by which NCCL chooses its algorithm. It is no measurement of these
-machines: where latency matters, measure yours.
+nodes. These are the latencies of a ring step over NVLink, and over the network, with the Simple
+protocol in NCCL's table ``hwLat`` [7]_, by which NCCL chooses its algorithm. They were not measured
+on these machines: if latency matters, measure yours.
 
 References
 ----------
@@ -60,9 +60,9 @@ class Machine:
     Attributes
     ----------
     summary
-        What it is.
+        Name and network, in words.
     nodes
-        Its devices, ports and NICs, at nominal rates.
+        Devices, ports and NICs of a node, at nominal rates.
     memory
         Bytes of each device.
     """
@@ -73,7 +73,7 @@ class Machine:
 
 
 def _dgx(device: str, memory: float, nvlink: float, nic: float) -> Machine:
-    """Return a node of eight devices, with a NIC each."""
+    """Return a node of eight devices, each with its own NIC."""
     nodes = Nodes(8, _PORT_LATENCY, nvlink, _NIC_LATENCY, nic, n_nics=8)
     return Machine(f"NVIDIA DGX {device}, InfiniBand between nodes", nodes, memory)
 
@@ -87,7 +87,7 @@ MACHINES = {
 
 
 def machine(name: str) -> Machine:
-    """Return the machine of a name.
+    """Return the machine with this name.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def machine(name: str) -> Machine:
 
 
 def machines() -> pd.DataFrame:
-    """List the machines that `Network.preset` knows, one row a name; seconds and bytes.
+    """List the machines that `Network.preset` accepts, one row a name; seconds and bytes.
 
     Examples
     --------

@@ -17,16 +17,16 @@ __all__ = ["Paths", "Router", "Routes"]
 
 
 class Routes(NamedTuple):
-    """How each of n messages travels. Two messages contend if they have a link in common.
+    """Links, latency and bandwidth of n messages. Messages contend for links in common.
 
     Attributes
     ----------
     links
-        Shape ``(n, k)``: numbers (>= 0) of the links that a message holds, then -1.
+        Shape ``(n, k)``: numbers (>= 0) of the links that a message holds, padded with -1.
     latency
         Seconds, shape ``(n,)``.
     bandwidth
-        Bytes a second, shape ``(n,)``: that of the slowest of its links; may be infinite.
+        Bytes a second, shape ``(n,)``: those of the message's slowest link; may be infinite.
     """
 
     links: NDArray[np.int64]
@@ -35,7 +35,17 @@ class Routes(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """Routes before the slowest link is sought: ``capacity``, bytes a second, is that of each."""
+    """Routes with the bandwidth of each link, instead of the slowest only.
+
+    Attributes
+    ----------
+    links
+        As in `Routes`, shape ``(n, k)``; -1 for none, in any column.
+    capacity
+        Bytes a second of each link, shape ``(n, k)``; infinite for none.
+    latency
+        Seconds of each message, shape ``(n,)``.
+    """
 
     links: NDArray[np.int64]
     capacity: NDArray[np.float64]
@@ -45,16 +55,19 @@ class Paths(NamedTuple):
 class Router:
     """The links of a network as arrays, sorted for look-up.
 
-    Links that ``links`` names are numbered first. After them come, without nodes, the own links of
-    the pairs (``source * n_devices + target``), and with nodes the ports out and in, one each a
-    device, and the NICs out and in.
+    Links are numbered in this order:
+
+    - the links that ``links`` names;
+    - without nodes: the own links of all pairs, by ``source * n_devices + target``;
+    - with nodes: the outgoing ports and the incoming ports, one each a device, then the outgoing
+      NICs and the incoming NICs.
 
     Attributes
     ----------
     source, target, link
         Each pair that ``links`` names and its link's number, sorted by ``source``, then ``target``.
     link_latency, link_bandwidth
-        Of each link in ``links``.
+        Seconds, and bytes a second, of each link in ``links``.
     """
 
     def __init__(
@@ -73,7 +86,7 @@ class Router:
         self.link_bandwidth = np.array([k.bandwidth for k in links], dtype=np.float64)
 
     def check_devices(self, n_devices: int) -> None:
-        """Raise if ``links`` names a device that there is not."""
+        """Raise `NetworkError` if ``links`` names a device of ``n_devices`` or more."""
         if self.n_named <= n_devices:
             return
         highest = np.maximum(self.source, self.target)
@@ -87,10 +100,10 @@ class Router:
         """Return the number of the link that names each pair, or -1."""
         if not len(self._key):
             return np.full(len(source), -1, dtype=np.int64)
-        known = (source < self.n_named) & (target < self.n_named)
-        key = np.where(known, source * self.n_named + target, -1)
-        at = np.minimum(np.searchsorted(self._key, key), len(self._key) - 1)
-        return np.where(self._key[at] == key, self.link[at], -1)
+        in_range = (source < self.n_named) & (target < self.n_named)
+        key = np.where(in_range, source * self.n_named + target, -1)
+        index = np.minimum(np.searchsorted(self._key, key), len(self._key) - 1)
+        return np.where(self._key[index] == key, self.link[index], -1)
 
     def paths(self, source: NDArray[np.int64], target: NDArray[np.int64], n_devices: int) -> Paths:
         """Return the path of each message; its ends must be below ``n_devices``."""
@@ -100,7 +113,7 @@ class Router:
             capacity = np.full(links.shape, self.bandwidth)
             latency = np.full(len(links), self.latency)
         else:
-            links, capacity, latency = _through(self.nodes, n_links, source, target, n_devices)
+            links, capacity, latency = _node_paths(self.nodes, n_links, source, target, n_devices)
         named = self.named(source, target)
         rows = np.flatnonzero(named >= 0)
         links[rows], capacity[rows] = -1, math.inf
@@ -112,7 +125,7 @@ class Router:
     def ends(self, devices: NDArray[np.int64], n_devices: int) -> NDArray[np.int64]:
         """Return each device's port out, port in, NIC out and NIC in, shape ``(n, 4)``.
 
-        -1 for those of endless bandwidth, which nothing holds, and without nodes.
+        -1 stands for links of infinite bandwidth, which no message holds. Without nodes all are -1.
         """
         if self.nodes is None:
             return np.full((len(devices), 4), -1, dtype=np.int64)
@@ -129,14 +142,14 @@ class Router:
         return Routes(links, latency, capacity.min(axis=1))
 
 
-def _through(
+def _node_paths(
     nodes: Nodes,
     first: int,
     source: NDArray[np.int64],
     target: NDArray[np.int64],
     n_devices: int,
 ) -> Paths:
-    """Return paths over ports and NICs, whose numbers begin at ``first``."""
+    """Return the paths over ports and NICs, which are numbered from ``first`` on."""
     across = nodes.node_of(source) != nodes.node_of(target)
     port_out, _, nic_out, _ = _ends(nodes, first, source, n_devices)
     _, port_in, _, nic_in = _ends(nodes, first, target, n_devices)

@@ -17,7 +17,7 @@ from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.errors import ArgumentError, UnknownNameError, check_name, suggestion
 from pipesim.lowering.lower import lower
 from pipesim.network.links import Nodes
-from pipesim.network.network import KEYS
+from pipesim.network.sources import KEYS
 from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
