@@ -14,7 +14,7 @@ import torch
 from pipeexec.devices import transfer
 from pipeexec.devices.streams import CpuEvent, CpuStream, InlineStream
 from pipeexec.distributed.channels import Channel
-from pipeexec.run import Run
+from pipeexec.executor.step import Run
 from pipeexec.stages.stage import Stage
 
 #: What is timed: whose function, and the part of the time that it is.

@@ -10,7 +10,7 @@ from pipeexec.distributed.join import join
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.embedding.stage import EmbeddingStage
-from pipeexec.executor import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profile import Profile, measure, profile

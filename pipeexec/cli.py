@@ -19,7 +19,7 @@ from pipesim.errors import ArgumentError, PipeError, PipeWarning
 
 if TYPE_CHECKING:
     from pipeexec.distributed.processes import Processes
-    from pipeexec.executor import Pipeline
+    from pipeexec.executor.pipeline import Pipeline
     from pipeexec.workload import Workload
     from pipesim.costs.costs import Costs
     from pipesim.graph.graph import TaskGraph
@@ -180,7 +180,7 @@ def _pipeline(
     arguments: argparse.Namespace, asked: Workload, graph: TaskGraph, processes: Processes | None
 ) -> Pipeline:
     """Return the pipeline that was asked for, with a graph of its."""
-    from pipeexec.executor import Pipeline
+    from pipeexec.executor.pipeline import Pipeline
 
     return Pipeline(
         asked.stages,

@@ -20,7 +20,7 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
-    from pipeexec.executor import Pipeline, StepResult
+    from pipeexec.executor.pipeline import Pipeline, StepResult
 
 __all__ = [
     "base_placement",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.devices.devices import RemoteDevice
-from pipeexec.executor import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.link_fit import STATES, Pair
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower

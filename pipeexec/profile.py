@@ -32,7 +32,7 @@ from pipeexec.collective_profile import (
 from pipeexec.devices.devices import CudaDevice
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import guarded
-from pipeexec.executor import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.host_times import host_share, launch_seconds, mean_launch
 from pipeexec.link_fit import fits, network_of, with_fits
 from pipeexec.link_speed import measure_transfers, pairs_of

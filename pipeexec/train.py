@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import guarded
-from pipeexec.executor import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.run_directory import command, write_directory
 from pipeexec.stages.batches import Batch
 from pipesim.analysis.compare import Comparison

@@ -20,7 +20,7 @@ from pipeexec.accuracy import Repeat, Step, op_errors, parts_of_steps
 from pipeexec.devices.devices import DeviceLike
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import Processes, guarded
-from pipeexec.executor import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.gpipe_validation import (
     GPipeStep,

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import pipeexec as px
 from pipeexec import cli, launched
 from pipeexec.distributed import channels
-from pipeexec.run import Planned, Run
+from pipeexec.executor.step import Planned, Run
 
 
 def mine(trick: str) -> tuple[str, int]:

@@ -23,7 +23,7 @@ import torch
 from fake_cuda import FakeCuda, FakeGpu
 
 import pipeexec as px
-from pipeexec import capture
+from pipeexec.executor import cuda_graph as capture
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 bench = importlib.import_module("on_gpu.bench")

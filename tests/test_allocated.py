@@ -12,7 +12,7 @@ import torch
 from executing import cut, data, dense, mse, pipeline
 
 import pipesim as ps
-from pipeexec.allocated import Allocated, Samples, sampled
+from pipeexec.executor.allocator_memory import Allocated, Samples, sampled
 from pipesim.errors import ArgumentError
 
 

@@ -16,7 +16,7 @@ from strategies import cases, skipping_cases
 from test_races import pipeline
 
 import pipesim as ps
-from pipeexec import executor
+from pipeexec.executor import pipeline as executor
 from pipesim.analysis.audit.audit import MOST_TASKS, _Races
 from pipesim.analysis.audit.waits_by_kind import (
     Kind,

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec import capture
-from pipeexec.capturable import check_can_capture, check_state
-from pipeexec.run import Planned, Run
+from pipeexec.executor import cuda_graph as capture
+from pipeexec.executor.cuda_graph_checks import check_can_capture, check_state
+from pipeexec.executor.step import Planned, Run
 from pipesim.errors import ArgumentError, ExecutionError
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.gpu_kernels import load_kernels
-from pipeexec.run import Planned, Run
+from pipeexec.executor.step import Planned, Run
 from pipeexec.skip_models import unet
 from pipesim.ops import COMPUTE, SENDS
 

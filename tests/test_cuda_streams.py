@@ -23,9 +23,9 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.capture import Recorder
 from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
-from pipeexec.run import Run
+from pipeexec.executor.cuda_graph import Recorder
+from pipeexec.executor.step import Run
 from pipesim.errors import StageError
 
 

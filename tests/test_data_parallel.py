@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec import work
 from pipeexec.cli import main
-from pipeexec.gradient_sync import reduce_gradients
+from pipeexec.executor import op_handlers as work
+from pipeexec.executor.gradient_sync import reduce_gradients
+from pipeexec.executor.step import Planned, Run
 from pipeexec.models import build_model
 from pipeexec.replica_batches import replica_batches, replicas_of
-from pipeexec.run import Planned, Run
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

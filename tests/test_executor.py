@@ -36,10 +36,10 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.devices import cores
+from pipeexec.executor.op_handlers import WORK
 from pipeexec.models import build_model, split
 from pipeexec.stages.batches import split_batch
 from pipeexec.stages.random_numbers import OwnGenerator, task_seed
-from pipeexec.work import WORK
 from pipesim.errors import ArgumentError, OversubscriptionWarning, RandomnessWarning
 from pipesim.ops import Op
 from pipesim.scheduling.registry import schedule_info

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.capturable import check_can_capture
+from pipeexec.executor.cuda_graph_checks import check_can_capture
 from pipeexec.profile import Calibration
 from pipesim.errors import (
     AccuracyWarning,

@@ -18,9 +18,9 @@ from strategies import named_schedules
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.away import connected
 from pipeexec.devices.emulated_links import Links, SleepWaits
 from pipeexec.devices.slices import Slice
+from pipeexec.executor.remote_messages import connected
 from pipesim.analysis.blocking import message_latency
 from pipesim.errors import ArgumentError, CapacityError, GraphError
 from pipesim.graph.tasks import StreamKind

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import pipesim as ps
 from pipeexec.devices.streams import CpuEvent
 from pipeexec.distributed.watchdog import Failure, Head, Status, stalled
-from pipeexec.progress import Progress, StepHeads
+from pipeexec.executor.progress import Progress, StepHeads
 from pipesim.errors import ExecutionError, StallError
 from pipesim.timeline.timeline import Timeline
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.capture import Recorder
 from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
 from pipeexec.devices.devices import CudaDevice
+from pipeexec.executor.cuda_graph import Recorder
 from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
 from pipeexec.profile import Calibration
 from pipesim.errors import StageError

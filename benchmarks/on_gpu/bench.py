@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.capture import Recorder
 from pipeexec.devices.devices import DeviceLike
+from pipeexec.executor.cuda_graph import Recorder
 from pipeexec.models import cross_entropy, gpt, split
 from pipesim.ops import COMPUTE, SENDS
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 import pipeexec as px
 import pipesim as ps
 from on_gpu.gpipe import gains
-from pipeexec.allocated import Allocated
+from pipeexec.executor.allocator_memory import Allocated
 from pipesim.errors import RunDirectoryError
 from pipesim.plot.figure import save, set_title, sized
 from pipesim.plot.timelines import overlay

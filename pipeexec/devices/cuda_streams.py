@@ -81,7 +81,7 @@ class CudaStream:
     Attributes
     ----------
     make_event
-        What `record` records; `pipeexec.capture` changes it while it captures.
+        What `record` records; `pipeexec.executor.cuda_graph` changes it while it captures.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

@@ -6,7 +6,7 @@ thread of its own; see `pipeexec.devices.emulated_links`.
 
 To give a task to a worker takes the host some 0.01 ms, to launch its kernels on a GPU often more
 than ten times as long. With an imposed launch the host sleeps before each task; see
-`pipeexec.hosts`.
+`pipeexec.executor.host_threads`.
 """
 
 from __future__ import annotations

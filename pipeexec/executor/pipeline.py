@@ -21,14 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec.agreement import (
-    agree_on_graph,
-    agree_on_shapes,
-    agree_on_weights,
-)
-from pipeexec.allocated import Allocated, sampled
-from pipeexec.away import expected_messages
-from pipeexec.capture import Captured
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.data_parallel.ddp_stage import check_ddp
 from pipeexec.data_parallel.stage_replicas import Elsewhere, check_hooks, follow, placed
@@ -46,13 +38,23 @@ from pipeexec.embedding.stage import (
     check_keys,
     exchange_options,
 )
-from pipeexec.failures import last_of, raise_failure
-from pipeexec.finish import Finish
-from pipeexec.gradient_sync import settle
-from pipeexec.hosts import make_hosts
-from pipeexec.parts import Part, whole
-from pipeexec.plan import plan
-from pipeexec.run import Planned, Run
+from pipeexec.executor.agreement import (
+    agree_on_graph,
+    agree_on_shapes,
+    agree_on_weights,
+)
+from pipeexec.executor.allocator_memory import Allocated, sampled
+from pipeexec.executor.cuda_graph import Captured
+from pipeexec.executor.failures import last_of, raise_failure
+from pipeexec.executor.gradient_sync import settle
+from pipeexec.executor.host_threads import make_hosts
+from pipeexec.executor.microbatch_loss import Finish
+from pipeexec.executor.plan import plan
+from pipeexec.executor.process_results import Part, whole
+from pipeexec.executor.remote_messages import expected_messages
+from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.step_memory import Bytes, Counted, StepMemory
+from pipeexec.executor.step_result import StepResult, kept_losses, unread_result
 from pipeexec.stages.activation_bytes import Meter
 from pipeexec.stages.batch_shares import Shares
 from pipeexec.stages.batches import Batch, check_batch
@@ -62,8 +64,6 @@ from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.stages.restore import preserved
 from pipeexec.stages.stage import Held, Stage, metered
 from pipeexec.stages.weight_versions import Versions
-from pipeexec.step_memory import Bytes, Counted, StepMemory
-from pipeexec.step_result import StepResult, kept_losses, unread_result
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -129,7 +129,7 @@ class Pipeline:
     ------
     ArgumentError
         If there are not as many stages or devices as the graph has, stages share parameters, or
-        processes do not agree. With ``cuda_graph``, see `pipeexec.capture`.
+        processes do not agree. With ``cuda_graph``, see `pipeexec.executor.cuda_graph`.
     DeadlockError
         If messages between processes, whose senders wait for their receivers, would deadlock.
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipeexec.devices.clocks import Clocks
 from pipeexec.devices.streams import Event
-from pipeexec.parts import known, together
+from pipeexec.executor.process_results import known, together
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.timeline import Timeline
 

@@ -16,7 +16,7 @@ from pipeexec.distributed.flight_recorder import ROOM, TASKS
 from pipeexec.distributed.message_headers import Content, header
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import Signature, check_values
-from pipeexec.run import Planned, Run
+from pipeexec.executor.step import Planned, Run
 from pipeexec.stages.stage import Values
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph

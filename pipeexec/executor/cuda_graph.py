@@ -3,9 +3,10 @@
 A graph repeats what the host issued, to the same addresses and with the same numbers. So a replay
 is only right while everything that the host looks at is as it was: the shape of the batch, where
 parameters, buffers and optimizer state lie, learning rates, training modes. The imprint of
-`pipeexec.capturable` holds that. A step whose imprint is new runs eagerly, which also lets
-optimizers make their state, and libraries their workspaces, outside the graph; a step whose imprint
-is that of the eager one before it is captured; from then on it is replayed while the imprint stays.
+`pipeexec.executor.cuda_graph_checks` holds that. A step whose imprint is new runs eagerly, which
+also lets optimizers make their state, and libraries their workspaces, outside the graph; a step
+whose imprint is that of the eager one before it is captured; from then on it is replayed while the
+imprint stays.
 
               caller's stream   copy the batch in . replay . . . . . . . . . . . use the results
     in the    the first stream  fork --+--+------------------------------------+- join
@@ -24,7 +25,10 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from pipeexec.capturable import (
+from pipeexec.data_parallel.stage_replicas import follow
+from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
+from pipeexec.devices.devices import Device
+from pipeexec.executor.cuda_graph_checks import (
     Imprint,
     Optimizers,
     check_can_capture,
@@ -32,10 +36,7 @@ from pipeexec.capturable import (
     check_state,
     imprint,
 )
-from pipeexec.data_parallel.stage_replicas import follow
-from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
-from pipeexec.devices.devices import Device
-from pipeexec.run import Planned, Run
+from pipeexec.executor.step import Planned, Run
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError

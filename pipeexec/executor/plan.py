@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipeexec.away import connected
 from pipeexec.devices.devices import Device, RemoteDevice
 from pipeexec.devices.slices import Slice
 from pipeexec.distributed.processes import Processes
-from pipeexec.gradient_sync import Work, handing_over, marking
-from pipeexec.run import Planned
+from pipeexec.executor.gradient_sync import Work, handing_over, marking
+from pipeexec.executor.op_handlers import WORK
+from pipeexec.executor.remote_messages import connected
+from pipeexec.executor.step import Planned
 from pipeexec.stages.batch_shares import Shares
 from pipeexec.stages.stage import Stage
-from pipeexec.work import WORK
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeexec.run import Run
+from pipeexec.executor.step import Run
 from pipesim.errors import ExecutionError
 
 __all__ = ["Finish"]

@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeexec.gradient_sync import group_of, parameters_of
-from pipeexec.run import Planned, Run
+from pipeexec.executor.gradient_sync import group_of, parameters_of
+from pipeexec.executor.step import Planned, Run
 from pipeexec.stages.activation_bytes import Meter
 from pipesim.ops import Op
 from pipesim.timeline.memory import in_order_of_time

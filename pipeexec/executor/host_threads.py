@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeexec.devices.streams import CpuEvent
 from pipeexec.distributed.processes import Processes
-from pipeexec.run import Planned, Run
+from pipeexec.executor.step import Planned, Run
 from pipesim.errors import AccuracyWarning
 from pipesim.graph.graph import TaskGraph
 

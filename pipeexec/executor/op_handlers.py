@@ -15,8 +15,8 @@ from torch.distributed import (
 from pipeexec.devices import transfer
 from pipeexec.distributed.channels import Lost
 from pipeexec.embedding.stage import ShardedStage
-from pipeexec.gradient_sync import reduce_gradients, settle
-from pipeexec.run import Planned, Run
+from pipeexec.executor.gradient_sync import reduce_gradients, settle
+from pipeexec.executor.step import Planned, Run
 from pipeexec.stages.stage import Values
 from pipesim.ops import EXCHANGES, Op
 

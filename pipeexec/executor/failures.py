@@ -11,8 +11,8 @@ from pipeexec.distributed.channels import Lost
 from pipeexec.distributed.message_headers import Mismatch
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.watchdog import Failure, Status
-from pipeexec.parts import Part, whole
-from pipeexec.run import Run, place
+from pipeexec.executor.process_results import Part, whole
+from pipeexec.executor.step import Run, place
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op

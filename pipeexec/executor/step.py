@@ -20,9 +20,9 @@ from pipeexec.distributed.channels import Asked, Channel, Expected
 from pipeexec.distributed.flight_recorder import BEGUN, ENDED
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.watchdog import Failure, Status
-from pipeexec.parts import Part
-from pipeexec.progress import Progress, StepHeads
-from pipeexec.readings import Milestone, Readings
+from pipeexec.executor.process_results import Part
+from pipeexec.executor.progress import Progress, StepHeads
+from pipeexec.executor.task_times import Milestone, Readings
 from pipeexec.stages.batch_shares import Shares
 from pipeexec.stages.batches import Batch, moved, split_batches
 from pipeexec.stages.earlier_gradients import EarlierGradients
@@ -63,7 +63,7 @@ class Planned(NamedTuple):
     marks: int = 0  # buckets that a backward marks
     milestones: tuple[tuple[int, int], ...] = ()  # backwards and buckets that it waits for
     leader: int = -1  # the member of its collective that does the work of those of this process
-    # What other processes have to do with it; see `pipeexec.away`.
+    # What other processes have to do with it; see `pipeexec.executor.remote_messages`.
     meet: Callable[[Run, Planned], None] | None = None  # waits for them before it begins
     after: Callable[[Run, Planned], None] | None = None  # what is done once it has ended
     channel: Channel | None = None
@@ -73,7 +73,7 @@ class Planned(NamedTuple):
 
 
 class Issuer(Protocol):
-    """Hosts other than the thread of the step; see `pipeexec.hosts`."""
+    """Hosts other than the thread of the step; see `pipeexec.executor.host_threads`."""
 
     def start(self, run: Run) -> Sequence[CpuEvent]:
         """Let each host issue its tasks of a step; return an event a host, which passes then."""

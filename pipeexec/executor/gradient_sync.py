@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.data_parallel.gradient_reduction import summed
-from pipeexec.run import Planned, Run
+from pipeexec.executor.step import Planned, Run
 from pipeexec.stages.earlier_gradients import added
 from pipesim.errors import ExecutionError
 
