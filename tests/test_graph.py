@@ -15,7 +15,8 @@ from strategies import graphs
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CapacityError, GraphError, UnknownNameError
-from pipesim.graph.graph import PAIRS, RULES, TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.rules import PAIRS, RULES
 from pipesim.graph.tasks import StreamKind
 from pipesim.ops import RECVS, SENDS, Action, Op
 from pipesim.utils.csr import CSR

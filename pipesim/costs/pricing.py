@@ -15,7 +15,8 @@ from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, CollectiveCosts
 from pipesim.costs.exchange_bytes import as_mapping, checked_exchange_bytes
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import CostsError
-from pipesim.graph.graph import PAIRS, TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.rules import PAIRS
 from pipesim.graph.skips import message_bytes as skip_message_bytes
 from pipesim.graph.tasks import Kinds
 from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op

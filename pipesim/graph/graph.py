@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from pipesim.errors import (
     check_name,
     check_text,
 )
+from pipesim.graph.collective_groups import default_groups, group_members, partial_dependencies
 from pipesim.graph.column_checks import checked_tasks
 from pipesim.graph.grad_sync import (
     GRAD_SYNC,
@@ -36,11 +37,12 @@ from pipesim.graph.grad_sync import (
     group_sizes,
 )
 from pipesim.graph.hosts import Hosts, host_of_devices
+from pipesim.graph.overlaps import with_ends
 from pipesim.graph.skips import skips_of
 from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.graph.topological_order import levels, stable_topological_order
-from pipesim.graph.wiring import KindRules, index_tasks, wire
-from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
+from pipesim.graph.wiring import apply_rules
+from pipesim.ops import RECVS, SENDS, Op
 from pipesim.scheduling.schedule import VERSIONS, Versions
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.host_memory import BYTES_PER_TASK, check_memory
@@ -48,107 +50,7 @@ from pipesim.utils.host_memory import BYTES_PER_TASK, check_memory
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "GRAD_SYNC",
-    "RULES",
-    "GradSync",
-    "Rule",
-    "TaskGraph",
-    "overlapped_pairs",
-    "reordered",
-    "task_twice",
-    "wired",
-]
-
-
-class Through(NamedTuple):
-    """A task that brings what another makes: a message, a reduction, an exchange.
-
-    ``stage`` counts from the stage of the task that needs it.
-    """
-
-    op: Op
-    stage: int = 0
-    part: int = -1
-
-
-class Rule(NamedTuple):
-    """Tasks of ``ops`` need the task of ``needs``, ``stage`` stages on, of their micro-batch.
-
-    Of several ``needs`` those count that exist; with ``every``, those of every micro-batch of the
-    mini-batch. Where a task ``through`` exists (the first of several that does), they need that
-    instead; what it needs in its turn has a rule of its own. With ``skips``, they need the messages
-    of all skips that reach their stage; with ``buckets``, all buckets of what is gone through.
-    ``part`` is that of the tasks that a rule is for, if it is not for all, and ``needs_part`` that
-    of what they need.
-    """
-
-    ops: tuple[Op, ...]
-    needs: tuple[Op, ...]
-    stage: int = 0
-    through: tuple[Through, ...] = ()
-    every: bool = False
-    skips: bool = False
-    buckets: bool = False
-    part: int | None = None
-    needs_part: int = -1
-
-
-_COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))
-#: What brings the output of the stage before.
-_OUTPUT = (
-    Through(Op.RECV_F), Through(Op.REORDER, -1, _VECTORS), Through(Op.ALL_TO_ALL, -1, _VECTORS)
-)  # fmt: skip
-#: Rule 3 of docs/time.md.
-RULES = (
-    Rule((Op.F, Op.DISPATCH), (Op.F,), -1, _OUTPUT),
-    Rule(
-        (Op.B, Op.I),
-        (Op.B, Op.I),
-        +1,
-        (
-            Through(Op.ALL_TO_ALL, 0, _GRADIENTS),
-            Through(Op.REORDER, 0, _GRADIENTS),
-            Through(Op.RECV_B),
-        ),
-    ),
-    Rule((Op.F,), (Op.RECV_F,), skips=True),
-    Rule((Op.B, Op.I), (Op.RECV_B,), skips=True),
-    Rule((Op.B, Op.I, Op.R), (Op.F,)),
-    Rule((Op.B, Op.I), (Op.R,)),
-    Rule((Op.W,), (Op.I,)),
-    Rule(
-        (Op.SEND_F,),
-        (Op.F,),
-        0,
-        (Through(Op.REORDER, 0, _VECTORS), Through(Op.ALL_TO_ALL, 0, _VECTORS)),
-    ),
-    Rule((Op.SEND_B,), (Op.B, Op.I)),
-    Rule((Op.ALL_TO_ALL,), (Op.F,), -1, (Through(Op.DISPATCH), *_OUTPUT), part=_COUNTS),
-    Rule((Op.ALL_TO_ALL,), (Op.ALL_TO_ALL,), part=_KEYS, needs_part=_COUNTS),
-    Rule((Op.F,), (Op.ALL_TO_ALL,), needs_part=_KEYS),
-    Rule((Op.ALL_TO_ALL,), (Op.F,), part=_VECTORS),
-    Rule((Op.REORDER,), (Op.ALL_TO_ALL,), part=_VECTORS, needs_part=_VECTORS),
-    Rule((Op.REORDER,), (Op.B, Op.I), +1, (Through(Op.RECV_B),), part=_GRADIENTS),
-    Rule(
-        (Op.ALL_TO_ALL,),
-        (Op.B, Op.I),
-        +1,
-        (Through(Op.REORDER, 0, _GRADIENTS), Through(Op.RECV_B)),
-        part=_GRADIENTS,
-    ),
-    Rule((Op.ALL_TO_ALL,), (Op.B, Op.W), every=True, part=_ACCUMULATED),
-    Rule((Op.STEP,), (Op.ALL_TO_ALL,), needs_part=_ACCUMULATED),
-    Rule((Op.REDUCE_GRAD,), (Op.B, Op.W), every=True),
-    Rule((Op.STEP,), (Op.B, Op.W), 0, (Through(Op.REDUCE_GRAD),), every=True),
-    Rule((Op.STEP,), (), 0, (Through(Op.REDUCE_GRAD),), buckets=True),
-    Rule((Op.UNSHARD,), (Op.STEP,)),
-)
-#: Operations whose parts have rules of their own.
-_PARTED = frozenset({Op.ALL_TO_ALL, Op.REORDER})
-#: The message that a RECV receives: ``(SEND, stage offset of its sender)``; of skips the sender is
-#: the peer stage.
-PAIRS = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
+__all__ = ["GRAD_SYNC", "GradSync", "TaskGraph", "reordered"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -347,10 +249,10 @@ class TaskGraph:
             kinds.device * n_codes + (place - last) % n_codes, return_inverse=True
         )
         groups = group_sizes(grad_sync, n_stages)
-        data, pair = wired(kinds, kind, microbatch, batch_size, stream, groups)
-        dependencies = _with_ends(data, kinds, kind, stream)
+        data, pair = apply_rules(kinds, kind, microbatch, batch_size, stream, groups)
+        dependencies = with_ends(data, kinds, kind, stream)
         if group is None:
-            group = _groups(kinds, kind, microbatch)
+            group = default_groups(kinds, kind, microbatch)
         return cls(
             name=name,
             n_devices=n_devices,
@@ -366,9 +268,9 @@ class TaskGraph:
             ),
             stream_of_kind=stream.astype(np.int32),
             dependencies=dependencies,
-            during=_during(kinds, kind, dependencies),
+            during=partial_dependencies(kinds, kind, dependencies),
             pair=pair,
-            collectives=_members(group),
+            collectives=group_members(group),
             host=host,
             n_batches=n_batches,
             grad_sync=grad_sync,
@@ -669,212 +571,3 @@ def reordered(graph: TaskGraph, order: Ints) -> TaskGraph:
         skips=graph.skips,
         portals=graph.portals,
     )
-
-
-def _rules_of(kinds: Kinds) -> list[Rule]:
-    """Return `RULES`, with one for each skip and each bucket that there is in place of one for all.
-
-    A rule for a skip or a bucket has its number as ``needs_part``, and as that of what it goes
-    through.
-    """
-    peers, buckets = (
-        np.unique(column[(column >= 0) & kinds.is_op(ops)]).tolist()
-        for column, ops in (
-            (kinds.peer_stage, frozenset(Op)),
-            (kinds.part, frozenset({Op.REDUCE_GRAD})),
-        )
-    )
-    found = []
-    for rule in RULES:
-        if not (rule.skips or rule.buckets):
-            found.append(rule)
-        for number in [*(peers if rule.skips else ()), *(buckets if rule.buckets else ())]:
-            through = tuple(x._replace(part=number) for x in rule.through)
-            found.append(rule._replace(needs_part=number, through=through))
-    return found
-
-
-def _kind_rules(
-    kinds: Kinds, width: int, batch_size: int, groups: Ints | None
-) -> tuple[KindRules, int]:
-    """Turn `RULES` into tables of bases, ``width`` cells a kind; return them and how many cells.
-
-    ``groups`` are as `TaskGraph.reduction_groups`; None for 0.
-    """
-    n_stages, n_replicas = (int(x.max(initial=0)) + 1 for x in (kinds.stage, kinds.replica))
-    part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
-    # Cells by operation, replica, stage, and peer or part; kinds that differ in device or stream
-    # share theirs. The last operation and the last part, -1, are none.
-    place = (kinds.op, kinds.replica, kinds.stage + 1, part)
-    n_parts = max(int(part.max(initial=-1)) + 1, len(EXCHANGES))
-    cells = np.zeros((len(Op) + 1, n_replicas, n_stages + 2, n_parts + 1), np.int64)
-    cells[place] = 1
-    cells = np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
-    rules = _rules_of(kinds)
-    n_through = max(len(rule.through) for rule in rules)
-    none = Through(op=-1)  # type: ignore[arg-type]  # the last operation of the cells
-    columns = [
-        (
-            *(*rule.needs, -1, -1)[:2],
-            rule.stage,
-            rule.needs_part,
-            *(value for x in (*rule.through, *[none] * n_through)[:n_through] for value in x),
-        )
-        for rule in rules
-    ]
-    ruled = np.zeros((len(rules), len(Op), n_parts + 1), dtype=bool)
-    for k, rule in enumerate(rules):
-        ruled[k, rule.ops, slice(None) if rule.part is None else rule.part] = True
-    which, of = np.nonzero(ruled[:, kinds.op, np.where(kinds.is_op(_PARTED), part, -1)])
-    first_op, second_op, offset, needs_part, *hops = np.array(columns)[which].T
-    replica, stage = kinds.replica[of], kinds.stage[of] + 1
-    through = np.stack(
-        [
-            cells[op, replica, stage + away, p]
-            for op, away, p in (hops[k : k + 3] for k in range(0, 3 * n_through, 3))
-        ],
-        axis=1,
-    )
-    needs = cells[np.stack([first_op, second_op]), replica, stage + offset, needs_part].T
-    every = np.array([int(rule.every) for rule in rules])[which]
-    reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule in rules])[which]
-    group = np.zeros_like(of) if groups is None else groups[kinds.stage[of]]
-    # 2: what is gone through is of each group of micro-batches too.
-    every[(every > 0) & ~reduces & (group > 0)] = 2
-    span = np.where(reduces & (group > 0), group, batch_size)
-    applies = np.flatnonzero((needs.max(axis=1) >= 0) | (through.max(axis=1) >= 0))
-    of_kind = CSR.group(of[applies], len(kinds))
-    pair = np.full(len(kinds), -1, dtype=np.int64)
-    for recv, (send, away) in PAIRS.items():
-        for op, other, step in ((recv, send, away), (send, recv, -away)):
-            of = np.flatnonzero(kinds.op == op)
-            stage, peer = kinds.stage[of], kinds.peer_stage[of]
-            to, back = np.where(peer < 0, [stage + step, peer], [peer, stage])
-            pair[of] = cells[other, kinds.replica[of], to + 1, back]
-    order = applies[of_kind.values]
-    through, needs = map(np.ascontiguousarray, (through[order], needs[order]))
-    counts = every[order], span[order], group[order]
-    n_cells = int(cells.max(initial=-1)) + width
-    return KindRules(cells[place], pair, of_kind.ptr, through, needs, *counts), n_cells
-
-
-def _during(kinds: Kinds, kind: Ints, needs: CSR) -> Ints:
-    """Return the last of the backwards that each bucket of gradients needs, -1 for other tasks."""
-    is_bucket = (kinds.op == Op.REDUCE_GRAD) & (kinds.part >= 0)
-    if not is_bucket.any():
-        return np.empty(0, dtype=np.int64)
-    during = np.full(len(kind), -1, dtype=np.int64)
-    rows = needs.rows
-    of = np.flatnonzero(is_bucket[kind[rows]])
-    np.maximum.at(during, rows[of], needs.values[of])
-    return during
-
-
-def wired(
-    kinds: Kinds,
-    kind: Ints,
-    microbatch: Ints,
-    batch_size: int,
-    stream_of_kind: Ints,
-    groups: Ints,
-) -> tuple[CSR, Ints]:
-    """Apply `RULES`; return what each task needs before it can start, and pairs.
-
-    An overlapped F needs what its B needs. ``groups`` are as `TaskGraph.reduction_groups`.
-    """
-    n_microbatches = int(microbatch.max(initial=-1)) + 1
-    rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches, batch_size, groups)
-    most = (rules.needs >= 0).sum(axis=1) * np.where(rules.every, n_microbatches, 1)
-    goes = (rules.through >= 0).any(axis=1) * np.where(rules.every == 2, n_microbatches, 1)
-    most = np.maximum(most, goes) * np.repeat(counts, np.diff(rules.ptr))
-    dtype = ids_dtype(max(len(kind), int(most.sum())))
-    ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
-    values = np.empty(int(most.sum()), dtype=dtype)
-    total = wire(kind, microbatch, index, n_microbatches, *rules[1:], ptr, values, pair)
-    needs = CSR(ptr, values[:total])
-    if kinds.overlapped.any():
-        forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
-        rows = np.repeat(forward, np.diff(needs.ptr)[backward])
-        needs = _joined(needs, rows, needs.of(backward))
-    return needs, pair
-
-
-def _with_ends(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CSR:
-    """Add that what needs an overlapped F needs its B too: results come at the action's end."""
-    if not kinds.overlapped.any():
-        return needs
-    forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
-    end_of = np.full(len(kind), -1, dtype=np.int64)
-    end_of[forward] = backward
-    ends = end_of[needs.values]
-    later = (ends >= 0) & (ends != needs.rows)
-    return _joined(needs, needs.rows[later], ends[later])
-
-
-def _joined(needs: CSR, rows: Ints, values: Ints) -> CSR:
-    """Add values to rows of a CSR, after those that are there, and none twice."""
-    all_rows = np.concatenate([needs.rows, rows])
-    all_values = np.concatenate([needs.values, values])
-    _, first = np.unique(all_rows * np.int64(len(needs)) + all_values, return_index=True)
-    first = np.sort(first)
-    return CSR.from_pairs(all_rows[first], all_values[first], len(needs))
-
-
-def overlapped_pairs(kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> tuple[Ints, Ints]:
-    """Return the F halves and the B halves of overlapped actions; short if they do not pair up.
-
-    The B of an overlapped F is the task after it on its stream.
-    """
-    halves = np.flatnonzero((kinds.overlapped > 0)[kind])
-    halves = halves[np.argsort(stream_of_kind[kind[halves]], kind="stable")]
-    first, second = halves[:-1], halves[1:]
-    together = (
-        (stream_of_kind[kind[first]] == stream_of_kind[kind[second]])
-        & (kinds.op[kind[first]] == Op.F)
-        & (kinds.op[kind[second]] == Op.B)
-    )
-    return first[together], second[together]
-
-
-def task_twice(graph: TaskGraph) -> int:
-    """Return a task whose operation, stages, micro-batch and replica another has too, or -1."""
-    *_, twice = _indexed(graph.kinds, graph.kind, graph.microbatch, graph.n_microbatches)
-    return twice
-
-
-def _indexed(
-    kinds: Kinds,
-    kind: NDArray[np.int32],
-    microbatch: NDArray[np.int32],
-    n_microbatches: int,
-    batch_size: int = 1,
-    groups: Ints | None = None,
-) -> tuple[KindRules, Ints, Ints, int]:
-    """Return the rules of kinds, each cell's task, tasks of each kind, and a task seen twice."""
-    rules, n_cells = _kind_rules(kinds, n_microbatches + 1, batch_size, groups)
-    index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
-    counts = np.zeros(len(kinds), dtype=np.int64)
-    return rules, index, counts, index_tasks(kind, microbatch, rules.base, index, counts)
-
-
-def _groups(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints | None:
-    """Number the collectives: one of each operation, stage, part and micro-batch."""
-    collective = kinds.is_op(COLLECTIVES)
-    if not collective.any():
-        return None
-    members = np.flatnonzero(collective[kind])
-    of = kind[members]
-    columns = (kinds.op[of], kinds.stage[of], kinds.part[of], microbatch[members])
-    _, numbers = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    group = np.full(len(kind), -1, dtype=np.int64)
-    group[members] = numbers.ravel()
-    return group
-
-
-def _members(group: Ints | None) -> CSR:
-    """Return the members of each group; groups are numbered anew, in order."""
-    if group is None or not (group >= 0).any():
-        return CSR(np.zeros(1, np.int64), np.empty(0, np.int64))
-    members = np.flatnonzero(group >= 0)
-    unique, number = np.unique(group[members], return_inverse=True)
-    return CSR.from_pairs(number, members, len(unique))

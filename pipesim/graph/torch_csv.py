@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from pipesim.errors import ArgumentError
-from pipesim.graph.graph import TaskGraph, overlapped_pairs
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped
 from pipesim.scheduling.file_checksums import signed_rows
 from pipesim.utils.atomic_write import check_path, write_text

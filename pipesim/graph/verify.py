@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
-from pipesim.graph.graph import TaskGraph, overlapped_pairs, task_twice
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.graph.tasks import Kinds, StreamKind
+from pipesim.graph.wiring import duplicate_task
 from pipesim.ops import COLLECTIVES, COMPUTE, LISTED, RECVS, SCHEDULED, SENDS, Action, Op
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
@@ -297,9 +299,9 @@ def _verify_graph(graph: TaskGraph) -> None:
     n, kinds = len(graph), graph.kinds
     if ((graph.dependencies.values < 0) | (graph.dependencies.values >= n)).any():
         raise GraphError(f"a dependency names a task outside 0..{n - 1}")
-    twice = task_twice(graph)
-    if twice >= 0:
-        raise GraphError(f"{graph.task(twice)} is in the graph twice")
+    duplicate = duplicate_task(kinds, graph.kind, graph.microbatch, graph.n_microbatches)
+    if duplicate >= 0:
+        raise GraphError(f"{graph.task(duplicate)} is in the graph twice")
     homes = graph.homes[kinds.replica, kinds.stage]
     for elsewhere in np.flatnonzero((homes != kinds.device)[graph.kind]):
         raise GraphError(

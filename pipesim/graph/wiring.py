@@ -1,83 +1,93 @@
-"""Loops that turn rules, as tables of kinds, into the dependencies and pairs of tasks.
+"""Apply the dependency rules to all tasks: their dependencies, and the other ends of messages.
 
-Every task has a *cell*: its kind's base plus its micro-batch plus 1, so that a task on a whole
-stage (micro-batch -1) has one too. `index_tasks` notes which task is in each cell, `wire` looks
+`index_tasks` notes which task is in each cell (see `pipesim.graph.kind_rules`), and `_wire` looks
 up the cells that each task needs.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import numpy as np
+from numpy.typing import NDArray
 
-from pipesim.utils.csr import Ints
+from pipesim.graph.kind_rules import KindRules, kind_rules
+from pipesim.graph.overlaps import with_starts
+from pipesim.graph.tasks import Kinds
+from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.jit import kernel
 
-__all__ = ["KindRules", "index_tasks", "wire"]
+__all__ = ["apply_rules", "duplicate_task"]
 
 
-class KindRules(NamedTuple):
-    """The rules of each kind, as bases of cells; -1 for none.
+def apply_rules(
+    kinds: Kinds,
+    kind: Ints,
+    microbatch: Ints,
+    batch_size: int,
+    stream_of_kind: Ints,
+    groups: Ints,
+) -> tuple[CSR, Ints]:
+    """Apply `RULES`; return the tasks that each task needs before it can start, and pairs.
 
-    Attributes
-    ----------
-    base
-        Of the kind's own cells; shape ``(n_kinds,)``.
-    pair
-        Of the other end of a message, likewise.
-    ptr
-        Kind ``k`` has rules ``ptr[k]`` to ``ptr[k + 1]``.
-    through
-        Of what stands in for what is needed, the first that is there; shape ``(n_rules, most)``.
-    needs
-        Of what is needed; shape ``(n_rules, 2)``.
-    every
-        Whether what is needed is of several micro-batches, up to the task's: 0 if not, 1 if so, 2
-        if what stands in for it is of several too, one of each ``group``; shape ``(n_rules,)``.
-    span
-        How many micro-batches: those of a mini-batch, or of a reduction; shape ``(n_rules,)``.
-    group
-        Micro-batches of a reduction of the task's stage, 0 for all of a mini-batch; shape
-        ``(n_rules,)``.
+    An overlapped F needs the dependencies of its B too. ``groups`` are as
+    `TaskGraph.reduction_groups`.
     """
+    n_microbatches = int(microbatch.max(initial=-1)) + 1
+    rules, index, counts, _ = _indexed(kinds, kind, microbatch, n_microbatches, batch_size, groups)
+    most = (rules.needs >= 0).sum(axis=1) * np.where(rules.every, n_microbatches, 1)
+    most_via = (rules.via >= 0).any(axis=1) * np.where(rules.every == 2, n_microbatches, 1)
+    most = np.maximum(most, most_via) * np.repeat(counts, np.diff(rules.ptr))
+    dtype = ids_dtype(max(len(kind), int(most.sum())))
+    ptr, pair = np.zeros(len(kind) + 1, dtype=dtype), np.empty(len(kind), dtype=dtype)
+    values = np.empty(int(most.sum()), dtype=dtype)
+    total = _wire(kind, microbatch, index, n_microbatches, rules, ptr, values, pair)
+    return with_starts(CSR(ptr, values[:total]), kinds, kind, stream_of_kind), pair
 
-    base: Ints
-    pair: Ints
-    ptr: Ints
-    through: Ints
-    needs: Ints
-    every: Ints
-    span: Ints
-    group: Ints
+
+def duplicate_task(
+    kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32], n_microbatches: int
+) -> int:
+    """Return a task whose operation, stages, micro-batch and replica another has too, or -1."""
+    *_, duplicate = _indexed(kinds, kind, microbatch, n_microbatches)
+    return duplicate
+
+
+def _indexed(
+    kinds: Kinds,
+    kind: NDArray[np.int32],
+    microbatch: NDArray[np.int32],
+    n_microbatches: int,
+    batch_size: int = 1,
+    groups: Ints | None = None,
+) -> tuple[KindRules, Ints, Ints, int]:
+    """Return the rules of kinds, each cell's task, tasks of each kind, and a duplicate or -1."""
+    rules, n_cells = kind_rules(kinds, n_microbatches + 1, batch_size, groups)
+    index = np.full(n_cells, -1, dtype=ids_dtype(len(kind)))
+    counts = np.zeros(len(kinds), dtype=np.int64)
+    return rules, index, counts, _index_tasks(kind, microbatch, rules.base, index, counts)
 
 
 @kernel()
-def index_tasks(kind: Ints, microbatch: Ints, base: Ints, index: Ints, counts: Ints) -> int:
-    """Fill ``index`` (comes in as -1) and ``counts`` (of each kind); return a task seen twice."""
-    twice = -1
+def _index_tasks(kind: Ints, microbatch: Ints, base: Ints, index: Ints, counts: Ints) -> int:
+    """Fill ``index`` (comes in as -1) and ``counts`` (of each kind); return a duplicate or -1."""
+    duplicate = -1
     for task in range(len(kind)):
-        of = kind[task]
-        counts[of] += 1
-        cell = base[of] + microbatch[task] + 1
+        own = kind[task]
+        counts[own] += 1
+        cell = base[own] + microbatch[task] + 1
         if index[cell] < 0:
             index[cell] = task
-        elif twice < 0:
-            twice = index[cell]
-    return twice
+        elif duplicate < 0:
+            duplicate = index[cell]
+    return duplicate
 
 
 @kernel()
-def wire(
+def _wire(
     kind: Ints,
     microbatch: Ints,
     index: Ints,
     n_microbatches: int,
-    pair_base: Ints,
-    rules_ptr: Ints,
-    through: Ints,
-    needs: Ints,
-    every: Ints,
-    span: Ints,
-    group: Ints,
+    rules: KindRules,
     ptr: Ints,
     values: Ints,
     pair: Ints,
@@ -89,30 +99,31 @@ def wire(
     """
     total = 0
     for task in range(len(kind)):
-        of, column = kind[task], microbatch[task] + 1
-        for rule in range(rules_ptr[of], rules_ptr[of + 1]):
+        own, column = kind[task], microbatch[task] + 1
+        for rule in range(rules.ptr[own], rules.ptr[own + 1]):
+            every = rules.every[rule]
             last, first = column + 1, column
-            if every[rule]:
+            if every:
                 last = 1 + (n_microbatches if column == 0 else column)
-                first = 1 if column == 0 else max(1, column - span[rule] + 1)
+                first = 1 if column == 0 else max(1, column - rules.span[rule] + 1)
             before = total
-            for choice in range(through.shape[1]) if every[rule] < 2 else range(0):
-                if through[rule, choice] >= 0 and total == before:
-                    found = index[through[rule, choice] + column]
-                    if found >= 0:
-                        values[total] = found
+            for choice in range(rules.via.shape[1]) if every < 2 else range(0):
+                if rules.via[rule, choice] >= 0 and total == before:
+                    needed = index[rules.via[rule, choice] + column]
+                    if needed >= 0:
+                        values[total] = needed
                         total += 1
             if total > before:
                 continue
-            instead = through[rule, 0] if every[rule] == 2 else -1
-            size = max(1, group[rule])
+            instead = rules.via[rule, 0] if every == 2 else -1
+            size = max(1, rules.group[rule])
             # Reductions have the number of the last micro-batch of their group.
             for cell in range(first + size - 1, last, size) if instead >= 0 else range(0):
                 if index[instead + cell] >= 0:
                     values[total] = index[instead + cell]
                     total += 1
             for choice in range(2):
-                base = needs[rule, choice]
+                base = rules.needs[rule, choice]
                 for cell in range(first, last) if base >= 0 else range(0):
                     ends = cell + (first - cell - 1) % size  # its group
                     if instead >= 0 and ends < last and index[instead + ends] >= 0:
@@ -122,6 +133,6 @@ def wire(
                         total += 1
         ptr[task + 1] = total
         pair[task] = -1
-        if pair_base[of] >= 0:
-            pair[task] = index[pair_base[of] + column]
+        if rules.pair[own] >= 0:
+            pair[task] = index[rules.pair[own] + column]
     return total

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.graph.graph import TaskGraph, overlapped_pairs
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.utils.csr import CSR, Ints, count
 from pipesim.utils.host_memory import check_graph
 from pipesim.utils.jit import kernel

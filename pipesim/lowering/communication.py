@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.graph.graph import PAIRS, TaskGraph
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.rules import PAIRS
 from pipesim.graph.skips import Skip
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.lowering.clock_cycles import Partners

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.graph.graph import PAIRS
+from pipesim.graph.rules import PAIRS
 from pipesim.graph.tasks import Kinds
 from pipesim.ops import RECVS, Op
 from pipesim.utils.csr import Ints

@@ -13,7 +13,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from pipesim.graph.graph import TaskGraph, overlapped_pairs
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.plot.style import INK
 from pipesim.timeline.timeline import Timeline
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from pipesim.errors import check_name
 from pipesim.graph.ancestors import Edges
-from pipesim.graph.graph import TaskGraph, overlapped_pairs
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.graph.tasks import Kinds
 from pipesim.ops import EXCHANGES, RECVS, SENDS, Op
 from pipesim.utils.csr import CSR, Ints

@@ -1,0 +1,200 @@
+"""The dependency rules as tables of the kinds of one graph.
+
+A *kind* is all tasks that differ only in their micro-batch. Every task has a *cell*, a number: the
+base of its kind, plus its micro-batch, plus 1, so that a task on a whole stage (micro-batch -1) has
+one too. A table names the kinds that a kind needs by their bases. `pipesim.graph.wiring` adds the
+micro-batch of each task to find the cells of the tasks that it needs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.graph.rules import PAIRS, PARTED, RULES, Rule, Via
+from pipesim.graph.tasks import Kinds
+from pipesim.ops import EXCHANGES, Op
+from pipesim.utils.csr import CSR, Ints
+
+__all__ = ["KindRules", "kind_rules"]
+
+#: Fills rows of rules that have fewer `Via` than others: an operation that no kind has.
+_NO_VIA = Via(op=-1)  # type: ignore[arg-type]
+
+
+class KindRules(NamedTuple):
+    """The rules of each kind, as bases of cells; -1 for none.
+
+    A rule of `RULES` is in the table once for each kind that it applies to. The rules of a kind
+    have consecutive rows, in the order of `RULES`.
+
+    Attributes
+    ----------
+    base
+        Base of each kind; shape ``(n_kinds,)``.
+    pair
+        Base of the kind at the other end of a message; shape ``(n_kinds,)``.
+    ptr
+        Kind ``k`` has the rules ``ptr[k]`` to ``ptr[k + 1]``; shape ``(n_kinds + 1,)``.
+    via
+        Bases of the kinds needed in place of ``needs``, of which the first in the graph counts;
+        shape ``(n_rules, most)``.
+    needs
+        Bases of the needed kinds; shape ``(n_rules, 2)``.
+    every
+        Which micro-batches are needed: 0 for the task's own, 1 for several, up to the task's. 2
+        where the task of ``via`` is of several too, one for each ``group``. Shape ``(n_rules,)``.
+    span
+        Number of those micro-batches: all of a mini-batch, or of a reduction; shape ``(n_rules,)``.
+    group
+        Micro-batches of one reduction of the task's stage, 0 for all of a mini-batch; shape
+        ``(n_rules,)``.
+    """
+
+    base: Ints
+    pair: Ints
+    ptr: Ints
+    via: Ints
+    needs: Ints
+    every: Ints
+    span: Ints
+    group: Ints
+
+
+def kind_rules(
+    kinds: Kinds, width: int, batch_size: int, groups: Ints | None
+) -> tuple[KindRules, int]:
+    """Turn `RULES` into tables of bases for the kinds of a graph.
+
+    Parameters
+    ----------
+    kinds
+        Kinds of the graph.
+    width
+        Cells of a kind: the number of micro-batches, and 1 for tasks on a whole stage.
+    batch_size
+        Micro-batches of a mini-batch.
+    groups
+        Micro-batches of a reduction of each stage, as `TaskGraph.reduction_groups`; None for 0.
+
+    Returns
+    -------
+    KindRules, int
+        The tables, and the number of cells.
+
+    Examples
+    --------
+    The rule "F needs F of the stage before, or its RECV_F instead", for two stages on two devices
+    and 2 micro-batches. There are four kinds; with 3 cells each, their bases are 0, 3, 6 and 9 in
+    the order of operation and stage.
+
+    >>> import numpy as np
+    >>> from pipesim.graph.tasks import StreamKind
+    >>> op = np.array([Op.F, Op.F, Op.SEND_F, Op.RECV_F])
+    >>> device = stage = np.array([0, 1, 0, 1])
+    >>> kinds = Kinds(op, device, stage, np.zeros(4, int), np.full(4, StreamKind.COMPUTE))
+    >>> tables, n_cells = kind_rules(kinds, 3, batch_size=2, groups=None)
+    >>> tables.base.tolist(), n_cells
+    ([0, 3, 6, 9], 12)
+
+    Kind 0 (0F) has no rule, as no stage is before it. Kind 1 (1F) has this one: it needs kind 0,
+    and kind 3 (1RECV_F) instead where that is in the graph. The other columns of ``via`` are of
+    exchanges, which these kinds lack.
+
+    >>> tables.ptr.tolist()
+    [0, 0, 1, 2, 2]
+    >>> tables.needs[0].tolist(), tables.via[0].tolist()
+    ([0, -1], [9, -1, -1, -1])
+
+    The cell of task 1F1 is 3 + 1 + 1. It needs the task in cell 9 + 1 + 1: 1RECV_F1.
+    """
+    part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
+    cells = _cells(kinds, part, width)
+    rules = _expanded_rules(kinds)
+    n_via = max(len(rule.via) for rule in rules)
+    columns = [
+        (
+            *(*rule.needs, -1, -1)[:2],
+            rule.stage,
+            rule.needs_part,
+            *(value for via in (*rule.via, *[_NO_VIA] * n_via)[:n_via] for value in via),
+        )
+        for rule in rules
+    ]
+    applicable = np.zeros((len(rules), len(Op), cells.shape[-1]), dtype=bool)
+    for k, rule in enumerate(rules):
+        applicable[k, rule.ops, slice(None) if rule.part is None else rule.part] = True
+    number, kind = np.nonzero(applicable[:, kinds.op, np.where(kinds.is_op(PARTED), part, -1)])
+    first_op, second_op, offset, needs_part, *via_columns = np.array(columns)[number].T
+    replica, stage = kinds.replica[kind], kinds.stage[kind] + 1
+    via = np.stack(
+        [
+            cells[op, replica, stage + via_offset, via_part]
+            for op, via_offset, via_part in (via_columns[k : k + 3] for k in range(0, 3 * n_via, 3))
+        ],
+        axis=1,
+    )
+    needs = cells[np.stack([first_op, second_op]), replica, stage + offset, needs_part].T
+    every = np.array([int(rule.every) for rule in rules])[number]
+    reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule in rules])[number]
+    group = np.zeros_like(kind) if groups is None else groups[kinds.stage[kind]]
+    # 2: the task of via is of each group of micro-batches too.
+    every[(every > 0) & ~reduces & (group > 0)] = 2
+    span = np.where(reduces & (group > 0), group, batch_size)
+    applies = np.flatnonzero((needs.max(axis=1) >= 0) | (via.max(axis=1) >= 0))
+    by_kind = CSR.group(kind[applies], len(kinds))
+    order = applies[by_kind.values]
+    via, needs = map(np.ascontiguousarray, (via[order], needs[order]))
+    counts = every[order], span[order], group[order]
+    base = cells[kinds.op, kinds.replica, kinds.stage + 1, part]
+    tables = KindRules(base, _pairs(kinds, cells), by_kind.ptr, via, needs, *counts)
+    return tables, int(cells.max(initial=-1)) + width
+
+
+def _cells(kinds: Kinds, part: Ints, width: int) -> NDArray[np.int64]:
+    """Return the base of each operation, replica, stage + 1, and peer or part; -1 for no kind.
+
+    Kinds that differ in device or stream share theirs. The last operation and the last part, -1,
+    have no kind.
+    """
+    n_stages, n_replicas = (int(x.max(initial=0)) + 1 for x in (kinds.stage, kinds.replica))
+    n_parts = max(int(part.max(initial=-1)) + 1, len(EXCHANGES))
+    cells = np.zeros((len(Op) + 1, n_replicas, n_stages + 2, n_parts + 1), np.int64)
+    cells[kinds.op, kinds.replica, kinds.stage + 1, part] = 1
+    return np.where(cells > 0, (np.cumsum(cells).reshape(cells.shape) - 1) * width, -1)
+
+
+def _expanded_rules(kinds: Kinds) -> list[Rule]:
+    """Return `RULES`, with one rule for each skip, and each bucket, in place of one for all.
+
+    A rule for a skip or a bucket has its number as ``needs_part`` and as the part of its ``via``.
+    """
+    peers, buckets = (
+        np.unique(column[(column >= 0) & kinds.is_op(ops)]).tolist()
+        for column, ops in (
+            (kinds.peer_stage, frozenset(Op)),
+            (kinds.part, frozenset({Op.REDUCE_GRAD})),
+        )
+    )
+    rules = []
+    for rule in RULES:
+        if not (rule.skips or rule.buckets):
+            rules.append(rule)
+        for number in [*(peers if rule.skips else ()), *(buckets if rule.buckets else ())]:
+            via = tuple(x._replace(part=number) for x in rule.via)
+            rules.append(rule._replace(needs_part=number, via=via))
+    return rules
+
+
+def _pairs(kinds: Kinds, cells: NDArray[np.int64]) -> Ints:
+    """Return the base of the kind at the other end of each kind of message; -1 for other kinds."""
+    pair = np.full(len(kinds), -1, dtype=np.int64)
+    for recv, (send, offset) in PAIRS.items():
+        for op, other, step in ((recv, send, offset), (send, recv, -offset)):
+            kind = np.flatnonzero(kinds.op == op)
+            stage, peer = kinds.stage[kind], kinds.peer_stage[kind]
+            other_stage, other_peer = np.where(peer < 0, [stage + step, peer], [peer, stage])
+            pair[kind] = cells[other, kinds.replica[kind], other_stage + 1, other_peer]
+    return pair

@@ -1,0 +1,175 @@
+"""The dependency rules: which tasks need the end of which other tasks (rule 3 of docs/time.md).
+
+The only copy. `pipesim.graph.kind_rules` turns `RULES` into tables of one graph's kinds,
+`pipesim.graph.wiring` applies these to all tasks, and the executor derives from `data_sources`
+whose result each task takes as its input.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipesim.ops import EXCHANGES, Op
+
+__all__ = ["PAIRS", "PARTED", "RULES", "Rule", "Via", "data_sources"]
+
+
+class Via(NamedTuple):
+    """A task that delivers the result of another: a message, a reduction, an exchange.
+
+    ``stage`` is an offset from the stage of the task that needs the result. ``part`` is that of the
+    delivering task, -1 if it has none.
+    """
+
+    op: Op
+    stage: int = 0
+    part: int = -1
+
+
+class Rule(NamedTuple):
+    """Tasks of ``ops`` need tasks of ``needs`` of the same replica and micro-batch.
+
+    Attributes
+    ----------
+    ops
+        Operations of the tasks that the rule is for.
+    needs
+        Operations of the needed tasks: alternatives, of which those in the graph apply.
+    stage
+        Offset of the needed task's stage from that of the task.
+    via
+        If one of these tasks is in the graph, the task needs it instead of ``needs``: the first in
+        the graph counts. Other rules say what the task of ``via`` needs.
+    every
+        Whether the tasks of all micro-batches of the mini-batch are needed, or of the reduction,
+        where the stage reduces its gradients after every k micro-batches.
+    skips
+        Whether the rule stands for one rule a skip connection: the messages of all skips that
+        reach the stage are needed.
+    buckets
+        Whether the rule stands for one rule a bucket of gradients: all buckets of ``via`` are
+        needed.
+    part
+        Part of the tasks that the rule is for; None for tasks of any part.
+    needs_part
+        Part of the needed task; -1 if it has none.
+    carries
+        Whether the rule is a data edge: the result of the needed task, or of the task of ``via``
+        in its place, is the input of the task. Other rules say only that a task comes later, or
+        that it uses what its stage or its replica keeps: activations, gradients, parameters. Where
+        two rules that carry apply to a task, the later one in `RULES` delivers its input: F of a
+        sharded stage needs the output of the stage before, but takes the keys of its exchange.
+    """
+
+    ops: tuple[Op, ...]
+    needs: tuple[Op, ...]
+    stage: int = 0
+    via: tuple[Via, ...] = ()
+    every: bool = False
+    skips: bool = False
+    buckets: bool = False
+    part: int | None = None
+    needs_part: int = -1
+    carries: bool = False
+
+
+_COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))
+#: The tasks that deliver the output of the stage before.
+_OUTPUT = (
+    Via(Op.RECV_F),
+    Via(Op.REORDER, -1, _VECTORS),
+    Via(Op.ALL_TO_ALL, -1, _VECTORS),
+)
+#: Rule 3 of docs/time.md.
+RULES = (
+    Rule((Op.F, Op.DISPATCH), (Op.F,), -1, _OUTPUT, carries=True),
+    Rule(
+        (Op.B, Op.I),
+        (Op.B, Op.I),
+        +1,
+        (
+            Via(Op.ALL_TO_ALL, 0, _GRADIENTS),
+            Via(Op.REORDER, 0, _GRADIENTS),
+            Via(Op.RECV_B),
+        ),
+        carries=True,
+    ),
+    Rule((Op.F,), (Op.RECV_F,), skips=True),
+    Rule((Op.B, Op.I), (Op.RECV_B,), skips=True),
+    Rule((Op.B, Op.I, Op.R), (Op.F,)),
+    Rule((Op.B, Op.I), (Op.R,)),
+    Rule((Op.W,), (Op.I,)),
+    Rule(
+        (Op.SEND_F,),
+        (Op.F,),
+        0,
+        (Via(Op.REORDER, 0, _VECTORS), Via(Op.ALL_TO_ALL, 0, _VECTORS)),
+        carries=True,
+    ),
+    Rule((Op.SEND_B,), (Op.B, Op.I), carries=True),
+    Rule(
+        (Op.ALL_TO_ALL,),
+        (Op.F,),
+        -1,
+        (Via(Op.DISPATCH), *_OUTPUT),
+        part=_COUNTS,
+        carries=True,
+    ),
+    Rule((Op.ALL_TO_ALL,), (Op.ALL_TO_ALL,), part=_KEYS, needs_part=_COUNTS, carries=True),
+    Rule((Op.F,), (Op.ALL_TO_ALL,), needs_part=_KEYS, carries=True),
+    Rule((Op.ALL_TO_ALL,), (Op.F,), part=_VECTORS, carries=True),
+    Rule((Op.REORDER,), (Op.ALL_TO_ALL,), part=_VECTORS, needs_part=_VECTORS, carries=True),
+    Rule((Op.REORDER,), (Op.B, Op.I), +1, (Via(Op.RECV_B),), part=_GRADIENTS, carries=True),
+    Rule(
+        (Op.ALL_TO_ALL,),
+        (Op.B, Op.I),
+        +1,
+        (Via(Op.REORDER, 0, _GRADIENTS), Via(Op.RECV_B)),
+        part=_GRADIENTS,
+        carries=True,
+    ),
+    Rule((Op.ALL_TO_ALL,), (Op.B, Op.W), every=True, part=_ACCUMULATED),
+    Rule((Op.STEP,), (Op.ALL_TO_ALL,), needs_part=_ACCUMULATED),
+    Rule((Op.REDUCE_GRAD,), (Op.B, Op.W), every=True),
+    Rule((Op.STEP,), (Op.B, Op.W), 0, (Via(Op.REDUCE_GRAD),), every=True),
+    Rule((Op.STEP,), (), 0, (Via(Op.REDUCE_GRAD),), buckets=True),
+    Rule((Op.UNSHARD,), (Op.STEP,)),
+)
+#: Operations whose parts have rules of their own.
+PARTED = frozenset({Op.ALL_TO_ALL, Op.REORDER})
+#: The message that a RECV receives: ``(SEND, stage offset of its sender)``. The sender of a skip's
+#: message is the peer stage.
+PAIRS = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
+
+
+def data_sources(op: Op, part: int = -1) -> tuple[tuple[Op, int], ...]:
+    """Return the tasks that can deliver a task's input, the preferred one first.
+
+    Of the dependencies of a task, the first of these that is there, of the task's own micro-batch,
+    delivers the input. A RECV takes the result of its SEND (`PAIRS`), which is no dependency.
+
+    Parameters
+    ----------
+    op, part
+        Those of the task; ``part`` as `pipesim.Action` has it.
+
+    Returns
+    -------
+    tuple of (Op, int)
+        Operation, and offset of its stage from that of the task. Empty for operations that take
+        nothing: STEP, W and reductions work on what their stage keeps.
+
+    >>> data_sources(Op.SEND_B)
+    ((<Op.B: 1>, 0), (<Op.I: 2>, 0))
+    """
+    part = part if op in PARTED else -1
+    rules = [r for r in RULES if r.carries and op in r.ops and r.part in (None, part)]
+    sources = [
+        source
+        for rule in reversed(rules)
+        for source in (
+            *((via.op, via.stage) for via in rule.via),
+            *((needed, rule.stage) for needed in rule.needs),
+        )
+    ]
+    return tuple(dict.fromkeys(sources))
