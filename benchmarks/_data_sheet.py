@@ -2,8 +2,8 @@
 
 A prediction has one scalar: the part of the nominal rates that is reached, of operations and bytes
 a second on a GPU and of bytes a second on the link between two. All else is counted
-(`pipeexec.layer_costs`), or as in the published script. Optimizer steps are left out: SGD moves
-some 16 bytes a parameter, which is milliseconds of seconds.
+(`pipeexec.demo_models.layer_costs`), or as in the published script. Optimizer steps are left out:
+SGD moves some 16 bytes a parameter, which is milliseconds of seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from _torchgpipe import Figures, Row
 
 import pipesim as ps
-from pipeexec.kernels import Roofline
+from pipeexec.demo_models.roofline import Roofline
 
 #: Tesla P40 (NVIDIA's data sheet): 3,840 cores at 1.531 GHz, two operations a clock; 384 bits of
 #: GDDR5. A kernel takes no less than PyTorch takes to launch the next, about 10 us (assumed). cuDNN

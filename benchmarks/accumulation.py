@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.models import build_model
+from pipeexec.demo_models.registry import build_model
 from pipeexec.stages.activation_bytes import Meter
 from pipesim.errors import PipeWarning
 

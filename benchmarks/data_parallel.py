@@ -2,9 +2,10 @@
 
 A model of linear layers whose gradients are reduced after ``every`` micro-batch, or once after the
 ``last`` one, which both keep a device waiting as DistributedDataParallel does, or ``bucketed``,
-beside the last backward; and a DLRM whose tables lie in both processes, as `pipeexec.recommender`
-makes it. Each process computes with one thread on a core of its own. Costs come from calibration
-steps that take turns with the measured ones (`pipeexec.validate`); nothing is fitted to a row.
+beside the last backward; and a DLRM whose tables lie in both processes, as
+`pipeexec.demo_models.dlrm` makes it. Each process computes with one thread on a core of its own.
+Costs come from calibration steps that take turns with the measured ones (`pipeexec.validate`);
+nothing is fitted to a row.
 
 ``python benchmarks/data_parallel.py`` prints the tables, what the errors consist of and whether the
 predictions tell which row is faster, and writes them to results/benchmarks/data_parallel.txt.
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.recommender import KAGGLE
+from pipeexec.demo_models.dlrm import KAGGLE
 from pipesim.errors import PipeWarning
 
 N_RANKS = 2

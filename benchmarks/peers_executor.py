@@ -25,7 +25,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.models import build_model, split
+from pipeexec.demo_models.registry import build_model, split
 
 Step = Callable[[], float]
 

@@ -32,7 +32,7 @@ from _machine import ROOT, header, publish, table
 from torch import Tensor, nn
 
 import pipeexec as px
-from pipeexec.models import build_model
+from pipeexec.demo_models.registry import build_model
 
 OUT = ROOT / "results" / "benchmarks" / "peers_gpipe.txt"
 Step = Callable[[], float]

@@ -2,8 +2,8 @@
 
 Rows are those of HugeCTR's sparse_operation_kit/documents/tutorials/DLRM_Benchmark: A100 and V100,
 FP32 and mixed precision (AMP), two batch sizes, TensorFlow's interaction and one of its own.
-Seconds follow from `pipeexec.recommender.TERABYTE.costs`; fitted is one scalar, the part of the
-nominal rates that GPUs, their memories and NVLink reach.
+Seconds follow from `pipeexec.demo_models.dlrm.TERABYTE.costs`; fitted is one scalar, the part of
+the nominal rates that GPUs, their memories and NVLink reach.
 
 - one fit: on the first row of each interaction (A100, FP32, 65,536 samples); all others predicted.
 - batch size: on 65,536 samples of each GPU and precision; 55,296 predicted.
@@ -12,8 +12,8 @@ nominal rates that GPUs, their memories and NVLink reach.
   is fitted.
 
 Assumed: A100s of 80 GB; FP32 on an A100 is TF32, TensorFlow's default; with AMP activations,
-vectors and gradients have 16 bits; keys follow Zipf's law (`pipeexec.criteo.SKEW`), each sent once,
-though SOK does that (``--compress``) in FP32 alone; a kernel takes at least 5 us.
+vectors and gradients have 16 bits; keys follow Zipf's law (`pipeexec.demo_models.criteo.SKEW`),
+each sent once, though SOK does that (``--compress``) in FP32 alone; a kernel takes at least 5 us.
 
 ``python benchmarks/recommender.py`` prints the tables and writes them.
 """
@@ -30,8 +30,8 @@ import torch
 from _machine import ROOT, header, publish, table
 
 import pipesim as ps
-from pipeexec.kernels import Roofline
-from pipeexec.recommender import TERABYTE
+from pipeexec.demo_models.dlrm import TERABYTE
+from pipeexec.demo_models.roofline import Roofline
 
 OUT = ROOT / "results" / "benchmarks" / "recommender.txt"
 PUBLISHED = ROOT / "tests" / "published" / "sok_dlrm.json"

@@ -29,7 +29,7 @@ from _machine import ROOT, header, number, publish, table
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from pipeexec.models import convnet, gpt
+from pipeexec.demo_models.registry import convnet, gpt
 from pipeexec.stages.activation_bytes import Meter
 from pipeexec.stages.stage import Held, Stage
 

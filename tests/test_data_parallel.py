@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 import pipeexec as px
 import pipesim as ps
 from pipeexec.cli import main
+from pipeexec.demo_models.data import replica_batches, replicas_of
+from pipeexec.demo_models.registry import build_model
 from pipeexec.executor import op_handlers as work
 from pipeexec.executor.gradient_sync import reduce_gradients
 from pipeexec.executor.step import Planned, Run
-from pipeexec.models import build_model
-from pipeexec.replica_batches import replica_batches, replicas_of
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

@@ -410,7 +410,7 @@ def test_a_stage_that_fails_is_told_in_a_line(
     def forward(*_: Any) -> None:
         raise ValueError("several\nlines")
 
-    monkeypatch.setattr("pipeexec.models._Block.forward", forward)
+    monkeypatch.setattr("pipeexec.demo_models.registry._Block.forward", forward)
     assert main(["validate", *SMALL, "--results", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert "pipeexec: error: 0F0 failed (device 0, stage 0, micro-batch 0): ValueError: seve" in err

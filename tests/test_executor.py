@@ -35,9 +35,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.demo_models.registry import build_model, split
 from pipeexec.devices.devices import cores
 from pipeexec.executor.op_handlers import WORK
-from pipeexec.models import build_model, split
 from pipeexec.stages.batches import split_batch
 from pipeexec.stages.random_numbers import OwnGenerator, task_seed
 from pipesim.errors import ArgumentError, OversubscriptionWarning, RandomnessWarning

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipesim as ps
+from pipeexec.demo_models.layer_costs import LayerCosts, layer_costs
+from pipeexec.demo_models.roofline import Kernel, Roofline
 from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
-from pipeexec.kernels import Kernel, Roofline
-from pipeexec.layer_costs import LayerCosts, layer_costs
 from pipesim.errors import ArgumentError
 
 FLOAT = 4  # bytes

@@ -13,7 +13,7 @@ import torch
 from executing import one_thread
 from torch import Tensor, nn
 
-from pipeexec import models
+from pipeexec.demo_models import registry as models
 from pipesim.errors import ArgumentError
 
 SMALL = {

@@ -12,7 +12,7 @@ import pytest
 from ranks import Ranks
 
 import pipeexec as px
-from pipeexec.models import build_model, split
+from pipeexec.demo_models.registry import build_model, split
 from pipesim.cli import main
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

@@ -24,8 +24,8 @@ from images import digits, noisy_patches
 from torch import Tensor, nn
 
 import pipeexec as px
+from pipeexec.demo_models.skip_models import resnet, unet
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
-from pipeexec.skip_models import resnet, unet
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.models import convnet, gpt
+from pipeexec.demo_models.registry import convnet, gpt
 from pipeexec.stages.activation_bytes import Meter
 from pipeexec.stages.stage import Held, Stage
 from pipesim.errors import StageError

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.demo_models.registry import cross_entropy, gpt, split
 from pipeexec.devices.devices import DeviceLike
 from pipeexec.executor.cuda_graph import Recorder
-from pipeexec.models import cross_entropy, gpt, split
 from pipesim.ops import COMPUTE, SENDS
 
 #: Schedules that place the same stages on the same devices, and so share costs: name and options.

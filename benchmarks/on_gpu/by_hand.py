@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from on_gpu.streams import GpuStream, joined, on_stream
 from on_gpu.turns import Step
-from pipeexec.models import cross_entropy
+from pipeexec.demo_models.registry import cross_entropy
 
 
 def accumulation(

@@ -15,7 +15,7 @@ import pipesim as ps
 from on_gpu.bench import Bench
 from on_gpu.gradients import GRADIENTS
 from on_gpu.report import Report
-from pipeexec.skip_models import unet
+from pipeexec.demo_models.skip_models import unet
 from pipeexec.validation import Row, Validation
 
 #: Largest error of the makespan.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from on_gpu.bench import Bench, counted_replays, lowered
-from pipeexec.models import cross_entropy
+from pipeexec.demo_models.registry import cross_entropy
 
 #: Relative to the largest element of a parameter's gradient: kernels and numbers are those of the
 #: unsplit model in float32, but micro-batches are summed in the schedule's order.

@@ -21,8 +21,8 @@ from on_gpu.report import Report
 from on_gpu.streams import GpuStream, compute_streams, joined, on_stream
 from on_gpu.torch_runtime import TorchRuntime, one_process
 from on_gpu.turns import Step, Times, in_turn, ratio
+from pipeexec.demo_models.registry import cross_entropy
 from pipeexec.devices.thread_settings import one_thread
-from pipeexec.models import cross_entropy
 
 #: Ours over theirs, at most.
 TARGET = 1.02

@@ -16,9 +16,9 @@ import torch
 
 import pipesim as ps
 from on_gpu.bench import GROUPS, Bench, lowered
+from pipeexec.demo_models.layer_costs import layer_costs
+from pipeexec.demo_models.roofline import Roofline
 from pipeexec.devices.green_contexts import part_size
-from pipeexec.kernels import Roofline
-from pipeexec.layer_costs import layer_costs
 
 __all__ = ["SHEETS", "DataSheet", "predicted", "sheet_of"]
 

@@ -20,7 +20,7 @@ from on_gpu.bench import (
 from on_gpu.gradients import GRADIENTS, gradient_error
 from on_gpu.prediction import predicted, sheet_of
 from on_gpu.report import Report
-from pipeexec.models import cross_entropy
+from pipeexec.demo_models.registry import cross_entropy
 from pipeexec.validate import validate
 from pipeexec.validation import Validation
 

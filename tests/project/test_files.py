@@ -16,7 +16,7 @@ from written import BASE, COSTS, DIRECTORIES, ENDINGS, READERS, ROW, WRITERS, sw
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.models import build_model
+from pipeexec.demo_models.registry import build_model
 from pipeexec.run_directory import write_directory
 from pipesim.cli import main
 from pipesim.errors import (

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeexec.criteo import (
+from pipeexec.demo_models.criteo import (
     KAGGLE_ROWS,
     N_DENSE,
     SKEW,
@@ -30,12 +30,12 @@ from pipeexec.criteo import (
     draw_keys,
     scaled_rows,
 )
+from pipeexec.demo_models.layer_costs import layer_costs
+from pipeexec.demo_models.roofline import Kernel, Roofline
 from pipeexec.devices.host_memory import check_tensors
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.embedding.stage import EmbeddingStage
-from pipeexec.kernels import Kernel, Roofline
-from pipeexec.layer_costs import layer_costs
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
 from pipesim.network.network import Network
@@ -102,7 +102,7 @@ class DLRM:
         return self.dim + len(self.rows) * (len(self.rows) + 1) // 2
 
     def scaled(self, factor: float, least: int = 4) -> DLRM:
-        """Return the same with smaller tables; see `pipeexec.criteo.scaled_rows`."""
+        """Return the same with smaller tables; see `pipeexec.demo_models.criteo.scaled_rows`."""
         return replace(self, rows=scaled_rows(self.rows, factor, least))
 
     def stages(
@@ -123,7 +123,8 @@ class DLRM:
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return made-up samples: ``((numbers, keys), clicks)``, the same for the same generator.
 
-        Keys are those of `pipeexec.criteo.draw_keys`; a quarter are clicks, as in Criteo's logs.
+        Keys are those of `pipeexec.demo_models.criteo.draw_keys`; a quarter are clicks, as in
+        Criteo's logs.
         """
         n = check_count("n", n)
         check_tensors(

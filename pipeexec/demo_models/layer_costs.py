@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipeexec.demo_models.roofline import Kernel, Kernels, Roofline
 from pipeexec.gpipe.layer_by_layer import CutShelf, ends, one_by_one
 from pipeexec.gpipe.skip import Key, Skippable
-from pipeexec.kernels import Kernel, Kernels, Roofline
 from pipeexec.stages.batches import Batch
 from pipesim.costs.costs import Costs
 from pipesim.costs.layer_split import checked_split

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from pipeexec.models import Batch, BatchMaker, batches
+from pipeexec.demo_models.registry import Batch, BatchMaker, batches
 
 __all__ = ["replica_batches", "replicas_of"]
 

@@ -1,0 +1,1 @@
+"""Networks and data for demos, tests and benchmarks."""
