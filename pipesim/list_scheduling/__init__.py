@@ -1,4 +1,4 @@
-"""Order the tasks of devices by simulation, under costs and memory limits."""
+"""List scheduling: order the actions of devices, given costs and memory limits."""
 
 from pipesim.list_scheduling.order_by import order_by
 

@@ -1,11 +1,16 @@
 """V-Min and V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362).
 
-Two stages a device, down the devices and up again: the longer a device holds a micro-batch's
-activations for the one, the shorter for the other, and all devices hold equally many. A building
-block says when F and I of one micro-batch run. It is repeated every 6 units, the F, I and W of two
-stages, and the spans from F to I bound what is held. The repeated block is then squeezed: each
-device runs what comes next as soon as it can, W where nothing else is ready, and F sooner than in
-its turn where memory and the block's number of micro-batches in flight allow it.
+Each device has two stages, one on the way down the devices and one on the way up. The longer a
+device holds the activations of one stage, the shorter it holds those of the other, so that all
+devices hold equally many.
+
+A building block gives the times at which F and I of one micro-batch run. It is repeated every 6
+units, which are the F, I and W of two stages. The spans from F to I bound the activations held.
+The repeated block is then squeezed by list scheduling:
+
+- each device runs the next F or I of the block as soon as it is ready;
+- W runs when nothing else is ready;
+- F runs before its turn if memory and the block's number of micro-batches in flight allow it.
 
 The paper calls the gradient of the input B; here it is I, as in torch.
 """
@@ -16,7 +21,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipesim.costs.costs import Costs
-from pipesim.list_scheduling.order_by import checked_costs, ordered
+from pipesim.list_scheduling.argument_checks import checked_costs
+from pipesim.list_scheduling.order_by import list_schedule
 from pipesim.named_schedules.shortest import shortest
 from pipesim.ops import Action, Op
 from pipesim.scheduling.placement import v_shaped
@@ -31,16 +37,16 @@ _SOURCE = "Controllable Memory, arXiv 2405.15362"
 
 
 class _Block(NamedTuple):
-    """When F and I of micro-batch 0 begin on each stage, in units."""
+    """Times at which F and I of micro-batch 0 begin on each stage, in units."""
 
     forward: list[int]
     input_grad: list[int]
 
 
 def _v_min_block(p: int) -> _Block:
-    """One stage a unit, down, up, and back.
+    """Return the block in which a micro-batch passes one stage a unit: down, up, and back.
 
-    The gap keeps F and I of a device apart when the block is repeated: without it the F of one
+    The gap keeps F and I of a device apart when the block is repeated. Without it the F of one
     stage and the I of the other would be 2p units apart, which is a multiple of 6.
     """
     gap = 2 if p % 3 == 0 else 0
@@ -49,9 +55,9 @@ def _v_min_block(p: int) -> _Block:
 
 
 def _v_half_block(p: int) -> _Block:
-    """Two units a stage down the devices and one up, for F as for I.
+    """Return the block with two units a stage down the devices and one up, for F and for I.
 
-    The gap does what that of `_v_min_block` does.
+    The gap is as in `_v_min_block`.
     """
     gap = 3 if p % 2 == 0 else 0
     down, up = range(p), range(p, 2 * p)
@@ -62,18 +68,18 @@ def _v_half_block(p: int) -> _Block:
 
 
 @dataclass(frozen=True)
-class _ByBlock:
-    """A priority: F and I as the repeated block has them, W where nothing else runs."""
+class _BlockPriority:
+    """A priority: F and I at the times of the repeated block, W after all others."""
 
     block: _Block
 
     def __call__(self, action: Action, ready: float) -> tuple[int, int]:
-        begins = self.block.forward if action.op == Op.F else self.block.input_grad
-        repeated = begins[action.stage] + _INTERVAL * (action.microbatch or 0)
-        return int(action.op == Op.W), repeated
+        starts = self.block.forward if action.op == Op.F else self.block.input_grad
+        start = starts[action.stage] + _INTERVAL * (action.microbatch or 0)
+        return int(action.op == Op.W), start
 
     def in_flight(self) -> list[int]:
-        """Return how many micro-batches the repeated block has between F and I of a stage."""
+        """Return the number of micro-batches between F and I in the repeated block, per stage."""
         pairs = zip(self.block.forward, self.block.input_grad, strict=True)
         return [-(-(end - start) // _INTERVAL) for start, end in pairs]
 
@@ -81,39 +87,39 @@ class _ByBlock:
 def _order(
     name: str, n_microbatches: int, block: _Block, most: int, costs: Costs | None
 ) -> Schedule:
-    """Return the block repeated and squeezed, with ``most`` micro-batches on a device.
+    """Return the repeated and squeezed block, with at most ``most`` micro-batches on a device.
 
-    Squeezed for the costs, or as for F, I and W of equal length, whichever takes less time.
+    It is squeezed for the costs, or for F, I and W of equal length, whichever takes less time.
     """
-    priority = _ByBlock(block)
+    priority = _BlockPriority(block)
 
-    def squeezed(by: Costs) -> Schedule:
-        return ordered(
+    def squeeze(order_costs: Costs) -> Schedule:
+        return list_schedule(
             v_shaped(len(block.forward) // 2),
             n_microbatches,
-            replace(by, activation_bytes=1.0, weight_grad_bytes=1.0),
+            replace(order_costs, activation_bytes=1.0, weight_grad_bytes=1.0),
             priority=priority,
             memory_limit=2 * most,
             in_flight=priority.in_flight(),
             name=name,
         )
 
-    equal = squeezed(checked_costs(None))
-    return equal if costs is None else shortest([squeezed(checked_costs(costs)), equal], costs)
+    equal = squeeze(checked_costs(None))
+    return equal if costs is None else shortest([squeeze(checked_costs(costs)), equal], costs)
 
 
 def _share(idle: int, m: int) -> float:
-    """Return the bubble of devices that are idle for so many units."""
+    """Return the bubble of devices that are idle for ``idle`` units."""
     return idle / (_INTERVAL * m + idle)
 
 
 def _v_min_idle(p: int, m: int) -> int:
-    """Return units in which a device of V-Min is idle; observed, as the next."""
+    """Return the units in which a device of V-Min is idle; found by simulation."""
     return max(0, 4 * p - 5 - (2 if p % 3 == 0 and m > 1 else 0))
 
 
 def _v_half_idle(p: int, m: int) -> int:
-    """Return units in which a device of V-Half is idle."""
+    """Return the units in which a device of V-Half is idle; found by simulation."""
     if p == 1:
         return 0
     if p % 2:
@@ -149,9 +155,9 @@ def v_min(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sc
     n_devices, n_microbatches
         Any positive counts; fewer micro-batches than devices are allowed.
     costs
-        Seconds of F, I, W and messages, where they differ, one or one for each of the ``2p``
-        stages: what is ready sooner then runs sooner, unless the order for equal F, I and W
-        takes less time. Memory is counted in micro-batches.
+        Seconds of F, I, W and messages, one number or one for each of the ``2p`` stages. The
+        order follows these seconds, unless the order for equal F, I and W takes less time.
+        Memory is counted in micro-batches.
     """
     block = _v_min_block(n_devices)
     return _order("v_min", n_microbatches, block, (n_devices + 4) // 3, costs)
@@ -176,7 +182,7 @@ def v_half(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> S
         device 1 | ..  1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
     A device holds at most ``floor((p + 2) / 2)`` micro-batches, counted until W. For F, I and W of
-    equal length and free transfers and enough micro-batches it is idle for ``3p - 4`` of them, or
+    equal length, free transfers and enough micro-batches it is idle for ``3p - 4`` of them, or
     ``3p - 7`` for an even ``p > 2``, of stages of ``1 / 2p`` of the model: about ``p / 2m`` of its
     work.
 

@@ -1,4 +1,4 @@
-"""Compare orders by simulation: which of several takes the least time with given costs."""
+"""Compare orders by simulation with given costs."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["shortest", "simulated"]
+__all__ = ["shortest", "simulate_order"]
 
 
-def simulated(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate_order(schedule: Schedule, costs: Costs) -> Timeline:
     """Return the timeline of an order, without skips, replicas or optimizer steps."""
     return simulate(lower(schedule, step="none"), replace(costs, skip_bytes=None))
 
 
 def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
-    """Return the schedule of the least makespan; the first one among equals."""
+    """Return the schedule with the least makespan; the first one among equals."""
     different: list[Schedule] = []
     for schedule in schedules:
         if schedule not in different:
             different.append(schedule)
     if len(different) == 1:
         return different[0]
-    return min(different, key=lambda schedule: simulated(schedule, costs).makespan)
+    return min(different, key=lambda schedule: simulate_order(schedule, costs).makespan)

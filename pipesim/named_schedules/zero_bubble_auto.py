@@ -1,10 +1,10 @@
 """ZB-1p and ZB-2p: automatic zero-bubble schedules (arXiv 2401.10241, section 3).
 
-A list scheduler orders F, I and W for the costs given, F before I before W. What it leaves open is
-how many micro-batches a device may have in flight, which shapes the warm-up, and how large a gap
-must be for a W to be put there. As in the paper, several choices are tried and simulated, and the
-one whose slowest device needs the least time is kept. The order for F, I and W of equal length is
-tried too, and taken where the makespan is less with it, so that costs never make an order worse.
+A list scheduler orders F, I and W for the given costs, F before I before W. It has two free
+parameters: the number of micro-batches in flight on each device, which shapes the warm-up, and the
+smallest gap that a W may fill. As in the paper, several values are tried and simulated, and the
+order whose slowest device needs the least time is kept. The order for F, I and W of equal length
+is tried too, and taken if its makespan is less, so that costs never make an order worse.
 
 The paper calls the gradient of the input B; here it is I, as in torch.
 """
@@ -20,13 +20,13 @@ from typing import TypedDict
 import numpy as np
 
 from pipesim.costs.costs import Costs
-from pipesim.list_scheduling.order_by import (
+from pipesim.list_scheduling.argument_checks import (
     check_weight_bytes,
     checked_costs,
     checked_limits,
-    ordered,
 )
-from pipesim.named_schedules.shortest import shortest, simulated
+from pipesim.list_scheduling.order_by import list_schedule
+from pipesim.named_schedules.shortest import shortest, simulate_order
 from pipesim.ops import SCHEDULED
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.registry import ClosedForm, register
@@ -35,11 +35,11 @@ from pipesim.scheduling.schedule import Schedule
 __all__ = ["zb_1p", "zb_2p"]
 
 _SOURCE = "Zero Bubble, arXiv 2401.10241"
-#: Forwards that a device has in flight for each device after it: 1 in ZB-H1, 2 in ZB-H2.
+#: Forwards in flight on a device for each device after it: 1 in ZB-H1, 2 in ZB-H2.
 _SLOPES = (2.0, 1.0, 2.25, 2.5, 1.5)
-#: Parts of a W that must find room before the next F or I comes.
+#: Least gap before the next F or I that a W may start in, as a share of the seconds of W.
 _PATIENCE = (0.0, 0.75, 0.3, 0.5, 1.0)
-#: Variants are compared on so many micro-batches a device; with more they only repeat themselves.
+#: Micro-batches a device on which variants are compared; with more, orders only repeat themselves.
 _COMPARED = 4
 _ROUNDING = 1e-9
 
@@ -52,8 +52,8 @@ class _Variant(TypedDict):
 
 
 @dataclass(frozen=True)
-class _Problem:
-    """What is to be ordered; ``limits`` are bytes, one a device."""
+class _OrderInputs:
+    """Name, devices and costs of an order; ``limits`` are bytes, one a device."""
 
     name: str
     n_devices: int
@@ -61,7 +61,7 @@ class _Problem:
     limits: list[float]
 
     def order(self, n_microbatches: int, variant: _Variant) -> Schedule:
-        return ordered(
+        return list_schedule(
             linear(self.n_devices),
             n_microbatches,
             self.costs,
@@ -75,39 +75,39 @@ class _Problem:
 def _automatic(
     name: str, p: int, m: int, costs: Costs | None, memory_limit: Limit | None, factor: int
 ) -> Schedule:
-    """Return the best order in this memory, or in that of ``factor * p`` micro-batches."""
+    """Return the best order within the limit; by default that of ``factor * p`` micro-batches."""
     check_weight_bytes(checked_costs(costs), p)
     counted = _with_bytes(checked_costs(costs), p)
     held = counted.per_stage("activation_bytes", p)
-    with np.errstate(over="ignore", invalid="ignore"):  # `ordered` refuses what is endless
-        given = factor * p * held if memory_limit is None else memory_limit
-        limits = checked_limits(given, linear(p), held)
+    with np.errstate(over="ignore", invalid="ignore"):  # `list_schedule` refuses infinite sums
+        user_limit = factor * p * held if memory_limit is None else memory_limit
+        limits = checked_limits(user_limit, linear(p), held)
         places = np.divide(limits, held, out=np.full(p, math.inf), where=held > 0)
-        by_costs = _order(_Problem(name, p, counted, limits), m)
+        by_costs = _order(_OrderInputs(name, p, counted, limits), m)
     if costs is None:
         return by_costs
     equal = _with_bytes(checked_costs(None), p)
-    return shortest([by_costs, _order(_Problem(name, p, equal, places.tolist()), m)], counted)
+    return shortest([by_costs, _order(_OrderInputs(name, p, equal, places.tolist()), m)], counted)
 
 
-def _order(problem: _Problem, m: int) -> Schedule:
+def _order(inputs: _OrderInputs, m: int) -> Schedule:
     """Return the order of the best variant."""
-    compared = min(m, _COMPARED * problem.n_devices)
-    variant, schedule = _best(problem, compared)
-    return schedule if compared == m else problem.order(m, variant)
+    compared = min(m, _COMPARED * inputs.n_devices)
+    variant, schedule = _best(inputs, compared)
+    return schedule if compared == m else inputs.order(m, variant)
 
 
-def _best(problem: _Problem, m: int) -> tuple[_Variant, Schedule]:
+def _best(inputs: _OrderInputs, m: int) -> tuple[_Variant, Schedule]:
     """Return the variant of the shortest span, and its order; the first one among equals."""
-    goal = _least_span(problem, m) * (1 + _ROUNDING)
+    goal = _least_span(inputs, m) * (1 + _ROUNDING)
     scores: dict[bytes, tuple[float, float]] = {}
     least, best = (math.inf, math.inf), None
-    for variant in _variants(problem, m):
-        schedule = problem.order(m, variant)
+    for variant in _variants(inputs, m):
+        schedule = inputs.order(m, variant)
         columns = schedule.op.tobytes() + schedule.microbatch.tobytes()
         if columns in scores:
             continue
-        scores[columns] = _score(schedule, problem.costs)
+        scores[columns] = _score(schedule, inputs.costs)
         if best is None or scores[columns] < least:
             least, best = scores[columns], (variant, schedule)
         if least[0] <= goal:
@@ -117,9 +117,9 @@ def _best(problem: _Problem, m: int) -> tuple[_Variant, Schedule]:
 
 
 def _with_bytes(costs: Costs, p: int) -> Costs:
-    """Return costs whose bytes count micro-batches where they count nothing.
+    """Return the costs; without any bytes of activations, bytes that count micro-batches.
 
-    Where W needs more than F has taken, that counts from the start, as `order_by` has it.
+    If W holds more bytes than F takes, the bytes of W count from the start, as in `order_by`.
     """
     held, kept = (costs.per_stage(f"{name}_bytes", p) for name in ("activation", "weight_grad"))
     if held.any():
@@ -127,13 +127,13 @@ def _with_bytes(costs: Costs, p: int) -> Costs:
     return replace(costs, activation_bytes=1.0, weight_grad_bytes=1.0)
 
 
-def _variants(problem: _Problem, m: int) -> Iterator[_Variant]:
-    """Yield how many micro-batches may be in flight on each device, and how long W waits."""
-    costs, p = problem.costs, problem.n_devices
+def _variants(inputs: _OrderInputs, m: int) -> Iterator[_Variant]:
+    """Yield the values to try: micro-batches in flight on each device, and patience of W."""
+    costs, p = inputs.costs, inputs.n_devices
     forward, backward = (costs.per_stage(name, p).mean() for name in ("forward", "input_grad"))
     after = np.arange(p)[::-1]
     slopes = list(_SLOPES)
-    if forward > 0:  # as many as the device can run until its first I comes
+    if forward > 0:  # as many as the device can run until its first I is ready
         slopes.insert(0, (forward + backward) / forward)
     tried = set()
     for slope, patience in itertools.product(slopes, _PATIENCE):
@@ -144,8 +144,8 @@ def _variants(problem: _Problem, m: int) -> Iterator[_Variant]:
 
 
 def _score(schedule: Schedule, costs: Costs) -> tuple[float, float]:
-    """Return the longest span of a device, from its first start to its last end; the makespan."""
-    timeline = simulated(schedule, costs)
+    """Return the longest span of a device, first start to last end, and the makespan (s)."""
+    timeline = simulate_order(schedule, costs)
     first, last = np.full(schedule.n_devices, math.inf), np.zeros(schedule.n_devices)
     compute = timeline.graph.is_op(SCHEDULED)
     np.minimum.at(first, timeline.graph.device[compute], timeline.start[compute])
@@ -153,16 +153,19 @@ def _score(schedule: Schedule, costs: Costs) -> tuple[float, float]:
     return float((last - first).max()), timeline.makespan
 
 
-def _least_span(problem: _Problem, m: int) -> float:
-    """Return a bound on the longest span: work, and the wait for the first I with full memory."""
-    p = problem.n_devices
+def _least_span(inputs: _OrderInputs, m: int) -> float:
+    """Return a lower bound on the longest span: work, and the wait for the first I (s).
+
+    The wait begins when the device's memory is full.
+    """
+    p = inputs.n_devices
     forward, backward, weight, held = (
-        problem.costs.per_stage(name, p)
+        inputs.costs.per_stage(name, p)
         for name in ("forward", "input_grad", "weight_grad", "activation_bytes")
     )
     places = np.full(p, m)
-    some = held > 0
-    places[some] = np.minimum(m, np.array(problem.limits)[some] / held[some] + _ROUNDING)
+    holds = held > 0
+    places[holds] = np.minimum(m, np.array(inputs.limits)[holds] / held[holds] + _ROUNDING)
     first = np.cumsum((forward + backward)[::-1])[::-1] - backward
     wait = np.maximum(0, first - places * forward)
     return float((m * (forward + backward + weight) + wait).max())
@@ -200,22 +203,21 @@ def zb_1p(
 
     For these costs and ``m >= p`` a device is idle for ``p - 1`` of them in all.
 
-    The variants are compared by the time of the slowest device, from the start of its first F to
-    the end of its last W, as the paper does: devices that begin one after the other may also end
-    so. Then by the makespan.
+    Variants are compared as in the paper: by the time of the slowest device, from the start of its
+    first F to the end of its last W. Devices that begin one after the other may thus also end one
+    after the other. Equal variants are compared by the makespan.
 
     Parameters
     ----------
     n_devices, n_microbatches
         Any positive counts; fewer micro-batches than devices are allowed.
     costs
-        Seconds of F, I, W and messages, and bytes of activations (``weight_grad_bytes`` too,
-        without which W is taken to hold none); by default F, I and W take equally long, and
-        messages no time.
+        Seconds of F, I, W and messages, and bytes of activations. Without ``weight_grad_bytes``
+        W holds no bytes. By default F, I and W take equally long, and messages no time.
     memory_limit
         Bytes of activations that a device may hold, one number or one a device; by default those
-        of ``n_devices`` micro-batches. Costs without ``activation_bytes`` count micro-batches,
-        from F to W.
+        of ``n_devices`` micro-batches. If the costs have no ``activation_bytes``, the unit is
+        micro-batches, from F to W.
 
     Raises
     ------
@@ -251,8 +253,8 @@ def zb_2p(
         device 1 | .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 W0 I4 W1 I5 W2 W3 W4 W5 ..
         device 2 | .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 W0 W1 W2 W3 W4 W5
 
-    For these costs and ``m >= 2p - 1`` no device is idle between its first F and its last W. What
-    the makespan counts as bubble is that they begin one after the other.
+    For these costs and ``m >= 2p - 1`` no device is idle between its first F and its last W. The
+    makespan still has a bubble, since devices begin one after the other.
 
     Parameters
     ----------
@@ -267,6 +269,6 @@ def zb_2p(
     Warns
     -----
     CostsWarning
-        As `zb_1p` does.
+        As for `zb_1p`.
     """
     return _automatic("zb_2p", n_devices, n_microbatches, costs, memory_limit, 2)

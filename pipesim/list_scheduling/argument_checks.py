@@ -1,0 +1,133 @@
+"""Checks of the costs and limits that a user gives to `pipesim.order_by`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import Costs
+from pipesim.errors import ArgumentError, CostsError, CostsWarning, check_count, number
+from pipesim.scheduling.placement import Placement
+
+__all__ = ["check_weight_bytes", "checked_costs", "checked_in_flight", "checked_limits"]
+
+
+def checked_costs(costs: object) -> Costs:
+    """Return the user's costs; for None, costs of one second for each F, I and W.
+
+    Raises
+    ------
+    CostsError
+        For an object of another type.
+    """
+    if costs is None:
+        return Costs(forward=1.0, input_grad=1.0, weight_grad=1.0)
+    if not isinstance(costs, Costs):
+        raise CostsError(f"costs must be a pipesim.Costs, got {costs!r}")
+    return costs
+
+
+def check_weight_bytes(costs: Costs, n_stages: int, stacklevel: int = 6) -> None:
+    """Warn if W holds no bytes under a memory limit only because the costs give none for it."""
+    held, seconds = (
+        getattr(costs, name) is not None and costs.per_stage(name, n_stages).any()
+        for name in ("activation_bytes", "weight_grad")
+    )
+    if held and seconds and not np.any(costs.weight_grad_bytes):
+        warnings.warn(
+            "the costs have activation_bytes and no weight_grad_bytes, so that under the memory "
+            "limit a W counts as holding nothing; give weight_grad_bytes, the bytes that are held "
+            "between I and W (at most, those of activations and gradients of outputs)",
+            CostsWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def checked_limits(
+    memory_limit: object, placement: Placement, f_bytes: Sequence[float] | NDArray[np.float64]
+) -> list[float]:
+    """Return the bytes that each device may hold.
+
+    Parameters
+    ----------
+    memory_limit
+        The user's argument: one number, one a device, or None for no limit.
+    placement
+        Which device holds which stage.
+    f_bytes
+        Bytes that the F of a micro-batch takes; one number a stage.
+
+    Raises
+    ------
+    ArgumentError
+        For a limit that is no number of bytes, and for one that is too small for a micro-batch.
+    """
+    n_devices = placement.n_devices
+    values = [math.inf if memory_limit is None else memory_limit] * n_devices
+    if _is_several(memory_limit):
+        if len(memory_limit) != n_devices:
+            raise ArgumentError(
+                f"memory_limit has {len(memory_limit)} values for {n_devices} devices; "
+                "give one, or one a device"
+            )
+        values = list(memory_limit)
+    limits = []
+    for device, value in enumerate(values):
+        limit = number(value)
+        if limit is None or limit < 0:
+            raise ArgumentError(
+                f"memory_limit of device {device} must be bytes >= 0, got {value!r}; "
+                "give one number, or one a device"
+            )
+        limits.append(limit)
+        _check_fits(limit, device, placement, f_bytes)
+    return limits
+
+
+def _check_fits(
+    limit: float,
+    device: int,
+    placement: Placement,
+    f_bytes: Sequence[float] | NDArray[np.float64],
+) -> None:
+    for path in placement.paths:
+        stages = [stage for stage, home in enumerate(path) if home == device]
+        needed = sum(f_bytes[stage] for stage in stages)
+        if needed > limit * (1 + 1e-9):  # as `Admission` compares sums
+            names = ", ".join(map(str, stages))
+            raise ArgumentError(
+                f"memory_limit of device {device} is {limit:.10g} bytes, but one micro-batch takes "
+                f"{needed:.10g} there ({'stages' if len(stages) > 1 else 'stage'} {names}); "
+                f"give at least {needed:.10g}"
+            )
+
+
+def checked_in_flight(in_flight: object, n_stages: int) -> list[float]:
+    """Return the most micro-batches in flight on each stage; infinity for None.
+
+    Raises
+    ------
+    ArgumentError
+        For a number that is no count, and for several that are not one a stage.
+    """
+    if in_flight is None:
+        return [math.inf] * n_stages
+    if not _is_several(in_flight):
+        return [check_count("in_flight", in_flight)] * n_stages
+    if len(in_flight) != n_stages:
+        raise ArgumentError(
+            f"in_flight has {len(in_flight)} values for {n_stages} stages; give one, or one a stage"
+        )
+    return [check_count(f"in_flight of stage {s}", value) for s, value in enumerate(in_flight)]
+
+
+def _is_several(value: object) -> TypeGuard[Sequence[object] | NDArray[Any]]:
+    """Return whether a value is one a device or stage; a 0-dimensional array is one number."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str)
