@@ -1,6 +1,6 @@
-"""The named schedules, one file a family; importing this package registers them, in this order."""
+"""Named schedules, one file a family; importing the package registers them in this order."""
 
-# ruff: noqa: I001 - the order in which the schedules are listed: from the simplest on
+# ruff: noqa: I001 - the order in which `schedules()` lists them: the simplest first
 from pipesim.named_schedules import naive
 from pipesim.named_schedules import gpipe
 from pipesim.named_schedules import one_f_one_b

@@ -44,8 +44,8 @@ def chimera(n_devices: int, n_microbatches: int) -> Schedule:
         device 3 | F2 F3 .. F0 B0 F1 B1 B2 .. B3
 
     Every device holds a stage of each direction. Each direction runs 1F1B with half of the
-    micro-batches, ``p / 2`` of them in a unit. Units follow each other directly: the first forwards
-    of the next one fill bubbles at the end of the one before.
+    micro-batches, ``p / 2`` of them in a unit. Units follow each other without a pause: the first
+    forwards of a unit fill bubbles at the end of the previous one.
 
     For stages of equal cost and free transfers, ``b >= f`` and ``m <= p`` (one unit), the makespan
     is ``p f + (m + p - 2) b``; with ``u`` whole units, ``m = u p``, it is
@@ -59,12 +59,12 @@ def chimera(n_devices: int, n_microbatches: int) -> Schedule:
         Even. Fewer micro-batches than devices, and units that are not full, have larger bubbles.
     """
     half = n_microbatches // 2
-    unit, within = np.divmod(np.arange(half), n_devices // 2)
-    # Slots of one F or B, as if both took as long: F of stage s begins in slot s and B in slot
-    # 2p - 1 - s, a direction's micro-batches are 2 slots apart and its units 2p. No two then want
-    # a device in one slot: its two F take even slots and odd ones, and F of one direction takes
-    # turns of p slots with B of the other.
-    slot = 2 * (n_devices * unit + within)
+    unit, position = np.divmod(np.arange(half), n_devices // 2)
+    # Slots of one F or B, as if both took equally long. F of stage s begins in slot s and B in
+    # slot 2p - 1 - s. Micro-batches of a direction are 2 slots apart, and its units 2p slots. No
+    # two actions then need a device in the same slot: the F of its two directions take even and
+    # odd slots, and F of one direction alternates with B of the other every p slots.
+    slot = 2 * (n_devices * unit + position)
 
     def orders() -> Iterator[DeviceOrder]:
         for device in range(n_devices):

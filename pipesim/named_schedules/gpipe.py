@@ -38,8 +38,8 @@ def gpipe(
         0 | F0 F1 F2 F3 R3 R2 .. .. .. .. B3 R1 B2 R0 B1 B0
         1 | .. F0 F1 F2 F3 R3 R2 R1 R0 B3 B2 B1 B0 .. .. ..
 
-    With ``backward_order="random"`` and ``seed=0``, where a device waits for gradients that the
-    next one makes in another order, so that the makespan is longer::
+    With ``backward_order="random"`` and ``seed=0``. A device waits for gradients that the next one
+    computes in another order, so that the makespan is longer::
 
         0 | F0 F1 F2 F3 .. .. .. .. .. .. .. B2 .. B0 B1 B3
         1 | .. F0 F1 F2 F3 .. .. .. B3 .. B2 B1 B0 .. .. ..
@@ -50,21 +50,24 @@ def gpipe(
     n_devices, n_microbatches
         Any positive counts.
     backward_order
-        ``"reverse"`` (last micro-batch first, as the paper and torchgpipe do), ``"forward"`` (as
-        torch.distributed.pipelining does), or ``"random"``: each device in an order of its own, as
-        where nothing defines it. No order deadlocks, since a gradient comes from the next device
-        whatever this one does. ``"autograd"``: as torch's engine takes the graph of torchgpipe
-        without its dependencies on CPUs. It is that of ``"reverse"``, and the schedule lists R: on
-        the last device all before the first B, elsewhere each before the B of the micro-batch
-        before it. Which of them are run, ``recompute`` of `pipesim.lower` says; by default, all.
-        On GPUs the engine has a thread a device, so that the order of R is a race:
-        `pipesim.autograd_orders`.
+        Order of the backwards on each device. No order deadlocks, since the next device sends its
+        gradients in any case.
+
+        - ``"reverse"``: last micro-batch first, as in the paper and in torchgpipe.
+        - ``"forward"``: first micro-batch first, as in torch.distributed.pipelining.
+        - ``"random"``: each device has another order, as if no rule defined it.
+        - ``"autograd"``: the order in which torch's engine runs the graph of torchgpipe without
+          its dependencies on CPUs. B have the order of ``"reverse"``, and the schedule lists R: on
+          the last device all R before the first B, elsewhere each R before the B of the
+          micro-batch before it. ``recompute`` of `pipesim.lower` selects the R that are run; by
+          default, all. On GPUs the engine has a thread a device, so that the order of R is a race:
+          `pipesim.autograd_orders`.
     seed
-        Of the random orders, a whole number from 0; the same one gives the same orders.
+        Seed of the random orders, a whole number from 0.
     """
     check_name("backward_order", backward_order, ("reverse", "forward", "random", "autograd"))
     if backward_order == "autograd":
-        return _by_autograd(n_devices, n_microbatches)
+        return _autograd_schedule(n_devices, n_microbatches)
     random = np.random.default_rng(check_count("seed", seed, minimum=0))
     forward = np.arange(n_microbatches)
     if backward_order == "random":
@@ -83,8 +86,8 @@ def gpipe(
     )
 
 
-def _by_autograd(n_devices: int, n_microbatches: int) -> Schedule:
-    """Build the order that torch's engine takes, with R of each micro-batch."""
+def _autograd_schedule(n_devices: int, n_microbatches: int) -> Schedule:
+    """Build the order of torch's engine, with R of each micro-batch."""
     forward = np.arange(n_microbatches)
     listed: list[list[tuple[int, int]]] = [[] for _ in range(n_devices)]
     for action in engine_order(n_devices, n_microbatches, n_microbatches):

@@ -14,12 +14,15 @@ from pipesim.utils.host_memory import check_schedule
 from pipesim.utils.jit import kernel
 
 Ints = NDArray[np.int32]
-#: Plain numbers, since compiled code knows no enumerations.
+#: Plain numbers: compiled code does not take enumerations.
 _F, _B = int(Op.F), int(Op.B)
 
 
 def _idle(p: int, m: int, w: int) -> int:
-    """Return the idle time of a device, in forwards of a chunk: a lower bound, met by one wave."""
+    """Return a lower bound on the idle time of a device, in forwards of a chunk.
+
+    It is exact for one wave.
+    """
     return max(3 * (p - 1), 6 * w * (p - 1) - (6 * w - 4) * (m - 1))
 
 
@@ -54,21 +57,21 @@ def hanayo(n_devices: int, n_microbatches: int, n_waves: int = 1) -> Schedule:
         device 1 | ..  1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 2B1 1B1 2B2 1B2 ..
 
     A micro-batch goes down the devices and up again, ``n_waves`` times. A device runs what is
-    there: after a forward a backward and after a backward a forward, if both are, and of several
-    the one that is furthest on its way. Which goes first is a choice made here, for any ``m``; the
-    order is that of a run in which B lasts as long as two F.
+    ready. If both a forward and a backward are ready, it alternates them; of several forwards or
+    backwards it takes the one that is furthest along its path. These choices are this project's,
+    for any ``m``. The order is that of a run in which B lasts as long as two F.
 
     With one wave and ``m = p``, the bubble is ``(2p - 2)/(5p - 2)``, that of Chimera with ``2p``
-    stages and micro-batches. For ``m >= 3p/2`` it is ``(p - 1)/(2m + p - 1)``, the least that a V
-    allows: device ``p - 1`` waits until its first input is there, and is done before its last
-    gradient has gone up.
+    stages and micro-batches. For ``m >= 3p/2`` it is ``(p - 1)/(2m + p - 1)``, the least possible
+    in a V: device ``p - 1`` waits for its first input, and ends before its last gradient has
+    passed the other devices.
 
     Parameters
     ----------
     n_devices, n_microbatches
         Any positive counts.
     n_waves
-        Times down and up; two stages a device each.
+        Number of times down and up; each has two stages a device.
     """
     n_waves = check_count("n_waves", n_waves)
     check_schedule("hanayo", 4 * n_devices * n_microbatches * n_waves)
@@ -83,17 +86,17 @@ def hanayo(n_devices: int, n_microbatches: int, n_waves: int = 1) -> Schedule:
     )
 
 
-def _forward(mine: Ints, done: Ints) -> int:
+def _forward(own_stages: Ints, done: Ints) -> int:
     """Return the furthest stage of a device whose next forward is ready, or -1."""
-    for k in range(len(mine) - 1, -1, -1):
-        if done[_F, mine[k] + 1] < done[_F, mine[k]]:
-            return int(mine[k])
+    for k in range(len(own_stages) - 1, -1, -1):
+        if done[_F, own_stages[k] + 1] < done[_F, own_stages[k]]:
+            return int(own_stages[k])
     return -1
 
 
-def _backward(mine: Ints, done: Ints) -> int:
+def _backward(own_stages: Ints, done: Ints) -> int:
     """Return the first stage of a device whose next backward is ready, or -1."""
-    for stage in mine:
+    for stage in own_stages:
         if done[_B, stage] < min(done[_F, stage + 1], done[_B, stage + 1]):
             return int(stage)
     return -1
@@ -105,37 +108,37 @@ def _run(
 ) -> None:
     """Fill ``op``, ``stage`` and ``microbatch`` in the order of a run in which B lasts two F.
 
-    ``done[F, s + 1]`` and ``done[B, s]`` count what has ended at stage ``s``. Before the first
-    stage, and behind the last, everything is there.
+    ``done[F, s + 1]`` and ``done[B, s]`` count the F and B that have ended at stage ``s``. The
+    entries before the first stage and after the last count all micro-batches.
     """
     n_devices, n_actions = op.shape
     n_stages = stages.size
     done = np.zeros((2, n_stages + 1), dtype=np.int32)
     done[_F, 0] = done[_B, n_stages] = n_microbatches
     position = np.zeros(n_devices, dtype=np.int64)
-    until = np.zeros(n_devices, dtype=np.int64)
+    busy_until = np.zeros(n_devices, dtype=np.int64)
     left = n_devices * n_actions
     time = 0
     while left > 0:
         for device in range(n_devices):
-            at = position[device] - 1
-            if at >= 0 and until[device] == time:
-                done[op[device, at], stage[device, at] + (1 if op[device, at] == _F else 0)] += 1
+            k = position[device] - 1
+            if k >= 0 and busy_until[device] == time:
+                done[op[device, k], stage[device, k] + (1 if op[device, k] == _F else 0)] += 1
         for device in range(n_devices):
-            at = position[device]
-            if until[device] > time or at == n_actions:
+            k = position[device]
+            if busy_until[device] > time or k == n_actions:
                 continue
             forward = _forward(stages[device], done)
             backward = _backward(stages[device], done)
             if forward < 0 and backward < 0:
                 continue
-            if backward < 0 or (forward >= 0 and at > 0 and op[device, at - 1] == _B):
-                op[device, at], stage[device, at] = _F, forward
-                microbatch[device, at] = done[_F, forward + 1]
+            if backward < 0 or (forward >= 0 and k > 0 and op[device, k - 1] == _B):
+                op[device, k], stage[device, k] = _F, forward
+                microbatch[device, k] = done[_F, forward + 1]
             else:
-                op[device, at], stage[device, at] = _B, backward
-                microbatch[device, at] = done[_B, backward]
-            until[device] = time + 1 + (1 if op[device, at] == _B else 0)
+                op[device, k], stage[device, k] = _B, backward
+                microbatch[device, k] = done[_B, backward]
+            busy_until[device] = time + 1 + (1 if op[device, k] == _B else 0)
             position[device] += 1
             left -= 1
         time += 1

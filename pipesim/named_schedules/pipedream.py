@@ -32,9 +32,9 @@ def pipedream(n_devices: int, n_microbatches: int) -> Schedule:
         device 1 | .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
         device 2 | .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
-    Every micro-batch is a mini-batch of its own: an optimizer step follows each B, and the next F
-    of that stage sees the new weights. The B of a mini-batch needs those that its F saw, so that a
-    device keeps the newest weights and all with which a mini-batch in flight has begun: from
+    Every micro-batch is a mini-batch: an optimizer step follows each B, and the next F of that
+    stage sees the new weights. The B of a mini-batch needs the weights that its F saw. So a device
+    keeps the newest weights, and those of the F of every mini-batch in flight: from
     ``m = 2 p - 2`` on, ``p - i`` versions on device ``i`` (section 3.3 of the paper).
 
     For stages of equal cost, free transfers and optimizer steps of no time, the makespan is
@@ -50,7 +50,7 @@ def pipedream(n_devices: int, n_microbatches: int) -> Schedule:
 
 
 def _batches(p: int, m: int, n_batches: int | None) -> int:
-    """Return the number of mini-batches: as given, or the first small one that suits, or one."""
+    """Return the number of mini-batches: the user's, or the first small one that suits, or 1."""
     if n_batches is not None:
         return check_count("n_batches", n_batches)
     return next((n for n in (2, 3, 5, 7) if m % n == 0 and m >= p * n), 1)
@@ -79,11 +79,11 @@ def pipedream_2bw(n_devices: int, n_microbatches: int, n_batches: int | None = N
         device 0 | F0 F1 .. B0 F2 B1 F3 B2 .. B3
         device 1 | .. F0 B0 F1 B1 F2 B2 F3 B3 ..
 
-    Gradients add up over a mini-batch, and an optimizer step follows its last B. Forwards of
-    mini-batch ``t`` see the weights that the step of mini-batch ``t - 2`` left, and so do its
-    backwards: two versions serve, however deep the pipeline, and no forward waits for the step of
-    the mini-batch before. For that, a mini-batch must have at least as many micro-batches as there
-    are devices (section 3.1 of the paper).
+    Gradients add up over a mini-batch, and an optimizer step follows its last B. Forwards and
+    backwards of mini-batch ``t`` see the weights after the step of mini-batch ``t - 2``. Two
+    versions are thus enough for any depth of the pipeline, and no forward waits for the step of
+    the previous mini-batch. For that, a mini-batch must have at least as many micro-batches as
+    there are devices (section 3.1 of the paper).
 
     For stages of equal cost, free transfers and optimizer steps of no time, the makespan is
     ``(m + p - 1)(f + b)``, with the ``m`` micro-batches of all mini-batches.
@@ -91,9 +91,9 @@ def pipedream_2bw(n_devices: int, n_microbatches: int, n_batches: int | None = N
     Parameters
     ----------
     n_devices, n_microbatches
-        Counts; ``n_microbatches`` is of all mini-batches together.
+        Counts; ``n_microbatches`` counts those of all mini-batches together.
     n_batches
-        Number of mini-batches. Unless it is given, the first of 2, 3, 5 and 7 that suits, or 1.
+        Number of mini-batches; by default the first of 2, 3, 5 and 7 that suits, else 1.
     """
     orders: Schedule = one_f_one_b(n_devices, n_microbatches)
     n_batches = _batches(n_devices, n_microbatches, n_batches)

@@ -31,18 +31,18 @@ def zbv(n_devices: int, n_microbatches: int) -> Schedule:
         device 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 ..
         device 1 | ..  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
-    Stage ``i`` and stage ``2p - 1 - i`` are on device ``i``, so that the loss is where the
-    micro-batches start, and gradients begin to come down as soon as they get there. For
-    ``m >= 2p - 1`` and F, I, W of equal length no device idles between its first task and its
-    last. Each device then holds the activations of ``p`` micro-batches, or rather ``2p`` halves.
+    Stage ``i`` and stage ``2p - 1 - i`` are on device ``i``. The loss is thus on the device where
+    micro-batches start, and its backward follows at once. For ``m >= 2p - 1`` and F, I, W of equal
+    length no device idles between its first task and its last. Each device then holds ``2p``
+    activations of a chunk, which are those of ``p`` micro-batches.
 
     Parameters
     ----------
     n_devices
         Any positive count.
     n_microbatches
-        Any positive count. Fewer than ``2p - 1`` take the order of ``2p - 1``, less what is
-        missing.
+        Any positive count. Fewer than ``2p - 1`` take the order of ``2p - 1``, without the
+        micro-batches that do not exist.
     """
     p, m = n_devices, n_microbatches
     check_schedule("zbv", 6 * p * max(m, 2 * p - 1))
@@ -57,7 +57,7 @@ def zbv(n_devices: int, n_microbatches: int) -> Schedule:
 
 
 def _phases(i: int, p: int, m: int) -> list[Phase]:
-    """Return the order of device ``i``, for at least ``2p - 1`` micro-batches."""
+    """Return the phases of device ``i``, for at least ``2p - 1`` micro-batches."""
     return [
         ("F0", 2 * (p - i) - 1),  # until the first micro-batch is back from the V's other end
         ("F1 F0", i),
