@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pipesim as ps
-from pipesim.costs.row_placement import dealt, multiplied, row_hash, row_owners
+from pipesim.costs.row_placement import assign_rows, multiply_modulo, row_hash, row_owners
 from pipesim.errors import ArgumentError, CostsError
 from pipesim.ops import EXCHANGES, Op
 
@@ -103,11 +103,11 @@ def test_a_hash_gives_each_row_a_place_of_its_own(n_rows: int, n_ranks: int) -> 
     for table in range(3):
         terms = row_hash(table, n_rows, n_ranks)
         keys = np.unique(np.linspace(0, n_rows - 1, 1000).astype(np.int64))
-        hashed = (multiplied(keys, terms.factor, terms.size) + terms.offset) % terms.size
+        hashed = (multiply_modulo(keys, terms.factor, terms.size) + terms.offset) % terms.size
         assert len(np.unique(hashed)) == len(keys)
         assert (hashed >= 0).all()
         assert (hashed < terms.size).all()
-        back = multiplied((hashed - terms.offset) % terms.size, terms.inverse, terms.size)
+        back = multiply_modulo((hashed - terms.offset) % terms.size, terms.inverse, terms.size)
         assert (back == keys).all()
         exact = [(k * terms.factor + terms.offset) % terms.size for k in keys.tolist()]
         assert hashed.tolist() == exact
@@ -124,7 +124,7 @@ def test_a_hash_spreads_what_modulo_does_not() -> None:
 
 def test_dealing_by_hand() -> None:
     """Of two ranks with two places a table: 9 to 0; 8, then 3 to 1; 2, 1 where there is room."""
-    owners, places = dealt([np.array([3.0, 9, 1]), np.array([8.0, 2])], 2)
+    owners, places = assign_rows([np.array([3.0, 9, 1]), np.array([8.0, 2])], 2)
     assert [x.tolist() for x in owners] == [[1, 0, 0], [1, 0]]
     assert [x.tolist() for x in places] == [[0, 0, 1], [0, 0]]
 

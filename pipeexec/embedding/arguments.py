@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
-from pipesim.costs.key_tables import tables_of
+from pipesim.costs.key_tables import checked_tables
 from pipesim.costs.keys import Keys
 from pipesim.errors import (
     ArgumentError,
@@ -49,7 +49,10 @@ def checked_loads(
         raise ArgumentError(
             'placement="frequency" needs counts: how often each row is asked for, or pipesim.Keys'
         )
-    loads = counts.loads(unique=unique) if isinstance(counts, Keys) else tables_of("counts", counts)
+    if isinstance(counts, Keys):
+        loads = counts.loads(unique=unique)
+    else:
+        loads = checked_tables("counts", counts)
     if list(map(len, loads)) != n_rows:
         raise ArgumentError(
             f"counts are of tables of {list(map(len, loads))} rows, but n_rows is {n_rows}; give a "

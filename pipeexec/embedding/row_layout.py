@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipesim.costs.row_placement import dealt, multiplied, row_hash
+from pipesim.costs.row_placement import assign_rows, multiply_modulo, row_hash
 from pipesim.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["Layout"]
@@ -81,7 +81,7 @@ class Layout:
         self._table = torch.empty(0, dtype=self.dtype)
         if placement == "frequency":
             assert loads is not None
-            found = zip(*dealt(loads, n_ranks), self._starts, strict=True)
+            found = zip(*assign_rows(loads, n_ranks), self._starts, strict=True)
             addresses = [
                 owner * self.rows_per_rank + start + place for owner, place, start in found
             ]
@@ -112,7 +112,7 @@ class Layout:
                 elif self.placement == "hash":
                     terms = self._hashes[table]
                     hashed = (part + rank * places - terms.offset) % terms.size
-                    keys = multiplied(hashed, terms.inverse, terms.size)
+                    keys = multiply_modulo(hashed, terms.inverse, terms.size)
                     here = keys < rows
                     yield table, start + part[here], keys[here]
                 else:
@@ -159,7 +159,7 @@ class Layout:
             known = torch.minimum(keys.long().clamp(min=0), rows - 1)
             return table[known + first]
         _, starts, places, factor, offset, size = self._by_key(keys.device, bags=bags)
-        hashed = (multiplied(keys.long(), factor, size) + offset) % size
+        hashed = (multiply_modulo(keys.long(), factor, size) + offset) % size
         owner = hashed.div(places, rounding_mode="floor")
         # An owner's places of a table begin at starts, where it has the hashes from owner * places.
         address: Tensor = owner * (self.rows_per_rank - places) + hashed + starts

@@ -1,4 +1,4 @@
-"""Costs: seconds and bytes of each operation, and of each task of a graph."""
+"""Costs: seconds and bytes of each operation of a stage, and of each task of a graph."""
 
 from pipesim.costs.costs import Costs
 from pipesim.costs.keys import Keys

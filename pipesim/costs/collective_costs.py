@@ -1,4 +1,4 @@
-"""What collectives cost: seconds of reductions and exchanges, links that they hold (rule 9)."""
+"""Costs of collectives: seconds and bytes of reductions and exchanges, and their links (rule 9)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from pipesim.ops import COLLECTIVES, EXCHANGES, Op
 __all__ = ["MEASURED_COLLECTIVES", "Buckets", "CollectiveCosts", "Priced", "checked_buckets"]
 
 Floats = NDArray[np.float64]
-#: Of each stage, its buckets: share of the bytes, or of the seconds as they were measured, which
-#: sum to more where overlap slows them; and share of the backward when it is complete.
+#: For each stage, its buckets of gradients as pairs. First the share of the bytes, or of measured
+#: seconds, which sum to more than 1 where overlap slows reductions. Then the share of the backward
+#: after which the bucket is complete.
 Buckets = tuple[tuple[tuple[float, float], ...], ...]
-#: Field that says how long a collective takes, where that was measured.
+#: Field of `Costs` with the measured seconds of a collective.
 MEASURED_COLLECTIVES = {
     "REDUCE_GRAD": "reduce_grad",
     "UNSHARD": "unshard",
@@ -35,9 +36,10 @@ _COUNT = 8
 
 
 class Priced(NamedTuple):
-    """Seconds, bytes that a member brings, and links of each kind of task; shares of backwards.
+    """Costs of each kind of task, one row a kind; the columns of `CostTable` that prices fill.
 
-    ``share`` is the part of its backward after which a bucket is reduced.
+    ``nbytes`` of a collective are those that a member contributes. ``share`` is the share of its
+    backward after which a bucket is complete.
     """
 
     duration: Floats
@@ -47,7 +49,7 @@ class Priced(NamedTuple):
 
 
 class CollectiveCosts(NamedTuple):
-    """What the seconds of collectives follow from; arrays have one value a stage.
+    """Inputs of the costs of collectives; arrays have one value a stage.
 
     Attributes
     ----------
@@ -56,11 +58,12 @@ class CollectiveCosts(NamedTuple):
     gradient_bytes, parameter_bytes, key_bytes, vector_bytes
         Bytes of a stage's gradients, and parameters; of a micro-batch's keys, and of their vectors.
     measured
-        Seconds of REDUCE_GRAD, UNSHARD and of each exchange by name, where they were measured.
+        Measured seconds by name: of REDUCE_GRAD, of UNSHARD and of each exchange. Collectives
+        without an entry are priced by ``network``.
     buckets
-        How gradients are shared by buckets; None for evenly.
+        Shares of the buckets of gradients; None for even shares.
     exchange_bytes
-        Bytes from replica to replica of the exchanges of a stage, by name, where they are uneven.
+        Bytes of uneven exchanges: for each stage, by name, a matrix from replica to replica.
     """
 
     network: Network
@@ -74,119 +77,146 @@ class CollectiveCosts(NamedTuple):
     exchange_bytes: Mapping[int, Mapping[str, Floats]]
 
     def price(self, graph: TaskGraph, priced: Priced) -> Priced:
-        """Fill the rows of collectives; return them, with links as wide as they need."""
+        """Fill the rows of collectives; return all rows, with as many columns of links as needed.
+
+        Collectives whose members have the same kinds cost the same and are priced once.
+        """
         kinds, done = graph.kinds, ~graph.kinds.is_op(COLLECTIVES)
         n_buckets = _n_buckets(graph)
-        unsharded = np.flatnonzero(graph.optimizer_shares > 1)
-        links = priced.links
         for row in range(len(graph.collectives)):
             members = graph.kind[graph.collectives[row]]
             if done[members].all():
                 continue
             devices = np.unique(kinds.device[members])
-            moves = False
+            sends_bytes = False
             for stage in np.unique(kinds.stage[members]).tolist():
-                of = members[kinds.stage[members] == stage]
-                op, part = Op(kinds.op[of[0]]), int(kinds.part[of[0]])
-                if op == Op.ALL_TO_ALL:
-                    seconds, nbytes = self._exchange(graph, stage, part, of)
+                rows = members[kinds.stage[members] == stage]
+                if kinds.op[rows[0]] == Op.ALL_TO_ALL:
+                    cost = self._exchange(graph, stage, rows)
                 else:
-                    share, whole = 1.0, 1.0
-                    if part >= 0:
-                        parts = self._buckets(stage, int(n_buckets[stage]))
-                        share, priced.share[of] = parts[part]
-                        whole = sum(of_bytes for of_bytes, _ in parts)
-                    halves = stage in unsharded
-                    seconds, nbytes = self._reduction(op, stage, share, devices, halves)
-                    nbytes /= whole  # shares of measured seconds may sum to more than 1
-                priced.duration[of], priced.nbytes[of] = seconds, nbytes
-                moves = bool(np.any(priced.nbytes[of] > 0))
-            if moves:
-                name = "all_to_all" if (kinds.op[members] == Op.ALL_TO_ALL).any() else (
-                    "ring" if np.isin(kinds.stage[members], unsharded).any() else self.all_reduce
-                )  # fmt: skip
-                held = self.network.collective_links(name, devices, graph.n_devices)
-                links = with_links(
-                    links, members, held[np.searchsorted(devices, kinds.device[members])]
-                )
+                    cost = self._reduction(graph, stage, rows, devices, n_buckets, priced.share)
+                priced.duration[rows], priced.nbytes[rows] = cost
+                sends_bytes = bool(np.any(priced.nbytes[rows] > 0))
+            if sends_bytes:
+                held = self._links(graph, members, devices)
+                priced = priced._replace(links=_with_links(priced.links, members, held))
             done[members] = True
         steps = kinds.op == Op.STEP
         priced.duration[steps] /= graph.optimizer_shares[kinds.stage[steps]]
-        return priced._replace(links=links)
+        return priced
+
+    def _links(
+        self, graph: TaskGraph, members: NDArray[Any], devices: NDArray[Any]
+    ) -> NDArray[np.int64]:
+        """Return the links that each member of a collective holds; ``devices`` are sorted."""
+        kinds = graph.kinds
+        if (kinds.op[members] == Op.ALL_TO_ALL).any():
+            name = "all_to_all"
+        elif (graph.optimizer_shares[kinds.stage[members]] > 1).any():
+            name = "ring"
+        else:
+            name = self.all_reduce
+        links = self.network.collective_links(name, devices, graph.n_devices)
+        held: NDArray[np.int64] = links[np.searchsorted(devices, kinds.device[members])]
+        return held
 
     def _reduction(
-        self, op: Op, stage: int, part: float, devices: NDArray[Any], halves: bool
+        self,
+        graph: TaskGraph,
+        stage: int,
+        rows: NDArray[Any],
+        devices: NDArray[Any],
+        n_buckets: NDArray[np.int64],
+        backward_share: Floats,
     ) -> tuple[float, float]:
-        """Return seconds and bytes of a part of a stage's REDUCE_GRAD, or of its UNSHARD.
+        """Return seconds and bytes of a REDUCE_GRAD or UNSHARD whose members are of kinds ``rows``.
 
-        Where parameters are gathered after the step, an all-reduce's two halves are a collective
-        each: a reduce-scatter, and this all-gather.
+        For a bucket, fill ``backward_share`` of its kinds.
+        """
+        op, part = Op(graph.kinds.op[rows[0]]), int(graph.kinds.part[rows[0]])
+        share, sum_of_shares = 1.0, 1.0
+        if part >= 0:
+            buckets = self._buckets(stage, int(n_buckets[stage]))
+            share, backward_share[rows] = buckets[part]
+            sum_of_shares = sum(byte_share for byte_share, _ in buckets)
+        is_half = bool(graph.optimizer_shares[stage] > 1)
+        seconds, nbytes = self._reduced_share(op, stage, share, devices, is_half=is_half)
+        return seconds, nbytes / sum_of_shares  # shares of measured seconds may sum to more than 1
+
+    def _reduced_share(
+        self, op: Op, stage: int, share: float, devices: NDArray[Any], *, is_half: bool
+    ) -> tuple[float, float]:
+        """Return seconds and bytes of a share of a stage's REDUCE_GRAD, or of its UNSHARD.
+
+        If parameters are gathered after the step, the two halves of an all-reduce are separate
+        collectives: a reduce-scatter (REDUCE_GRAD) and an all-gather (UNSHARD).
         """
         whole_bytes = self.parameter_bytes if op == Op.UNSHARD else self.gradient_bytes
-        nbytes = part * float(whole_bytes[stage])
-        algorithm = "ring" if halves else self.all_reduce
+        nbytes = share * float(whole_bytes[stage])
+        algorithm = "ring" if is_half else self.all_reduce
         seconds = self.network.all_reduce(nbytes, devices, algorithm)
-        known = self.measured.get(op.name)
-        if known is not None:
-            least = self.network.all_reduce(0.0, devices, algorithm) if part < 1 else 0.0
-            whole = float(known[stage])
-            return min(whole, least) + part * max(0.0, whole - least), nbytes
-        return seconds / (2 if halves else 1), nbytes
+        measured = self.measured.get(op.name)
+        if measured is not None:
+            least = self.network.all_reduce(0.0, devices, algorithm) if share < 1 else 0.0
+            whole = float(measured[stage])
+            return min(whole, least) + share * max(0.0, whole - least), nbytes
+        return seconds / (2 if is_half else 1), nbytes
 
     def _exchange(
-        self, graph: TaskGraph, stage: int, part: int, of: NDArray[Any]
+        self, graph: TaskGraph, stage: int, rows: NDArray[Any]
     ) -> tuple[float, float | Floats]:
-        """Return seconds, and bytes of each member, of one of a sharded stage's exchanges.
+        """Return seconds, and bytes of each member, of an exchange of a sharded stage.
 
-        ``of`` are the kinds of its members.
+        ``rows`` are the kinds of its members.
         """
         kinds = graph.kinds
-        name, n = EXCHANGES[part], len(of)
+        name, n = EXCHANGES[int(kinds.part[rows[0]])], len(rows)
         nbytes: float | Floats
-        if name in (given := self.exchange_bytes.get(stage, {})):
-            matrix = given[name]
+        sent: float | Floats
+        if name in (matrices := self.exchange_bytes.get(stage, {})):
+            matrix = matrices[name]
             if len(matrix) != n:
                 raise CostsError(
                     f"exchange_bytes of {name} of stage {stage} are of {len(matrix)} replicas, but "
                     f"the graph has {n}; give a matrix of shape ({n}, {n})"
                 )
-            order = np.argsort(kinds.replica[of], kind="stable")
-            devices = kinds.device[of[order]]
+            order = np.argsort(kinds.replica[rows], kind="stable")
+            devices = kinds.device[rows[order]]
             nbytes = np.empty(n)
             nbytes[order] = matrix.sum(axis=1)
-            moved: float | Floats = matrix
+            sent = matrix
         else:
             sizes = {
                 "counts": _COUNT * n,
                 "keys": self.key_bytes[stage],
                 "accumulated": graph.n_microbatches * self.vector_bytes[stage],
             }
-            devices = np.unique(kinds.device[of])
-            nbytes = moved = float(sizes.get(name, self.vector_bytes[stage]))
-        known = self.measured.get(name)
-        if known is not None:
-            return float(known[stage]), nbytes
-        return self.network.all_to_all(moved, devices), nbytes
+            devices = np.unique(kinds.device[rows])
+            nbytes = sent = float(sizes.get(name, self.vector_bytes[stage]))
+        measured = self.measured.get(name)
+        if measured is not None:
+            return float(measured[stage]), nbytes
+        return self.network.all_to_all(sent, devices), nbytes
 
     def _buckets(self, stage: int, n: int) -> Sequence[tuple[float, float]]:
-        """Return the share of the bytes, and of the backward, of each of a stage's buckets."""
+        """Return the share of the bytes, and of the backward, of each of a stage's n buckets."""
         if self.buckets is None:
             return [(1 / n, (k + 1) / n) for k in range(n)]
-        found = self.buckets[stage] if stage < len(self.buckets) else ()
-        if len(found) != n:
+        buckets = self.buckets[stage] if stage < len(self.buckets) else ()
+        if len(buckets) != n:
             raise CostsError(
-                f"buckets has {len(found)} of stage {stage}, but the graph reduces its gradients "
+                f"buckets has {len(buckets)} of stage {stage}, but the graph reduces its gradients "
                 f"in {n}; give (share of bytes, share of the backward) of each"
             )
-        return found
+        return buckets
 
 
 def _n_buckets(graph: TaskGraph) -> NDArray[np.int64]:
-    """Return how many buckets of gradients each stage has; 0 where it reduces them in one."""
-    found = np.zeros(graph.n_stages, dtype=np.int64)
-    of = graph.kinds.op == Op.REDUCE_GRAD
-    np.maximum.at(found, graph.kinds.stage[of], graph.kinds.part[of] + 1)
-    return found
+    """Return the number of gradient buckets of each stage; 0 for a stage without buckets."""
+    n_buckets = np.zeros(graph.n_stages, dtype=np.int64)
+    rows = graph.kinds.op == Op.REDUCE_GRAD
+    np.maximum.at(n_buckets, graph.kinds.stage[rows], graph.kinds.part[rows] + 1)
+    return n_buckets
 
 
 def checked_buckets(buckets: object) -> Buckets | None:
@@ -195,7 +225,8 @@ def checked_buckets(buckets: object) -> Buckets | None:
     Raises
     ------
     CostsError
-        For anything but pairs of shares, the second 0 to 1, of which the first sum to at least 1.
+        Unless they are pairs of shares. First shares must sum to at least 1, second shares must be
+        0 to 1.
     """
     if buckets is None:
         return None
@@ -225,10 +256,10 @@ def checked_buckets(buckets: object) -> Buckets | None:
     return stages
 
 
-def with_links(
+def _with_links(
     links: NDArray[np.int64], rows: NDArray[Any], held: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return ``links`` with those that some rows hold, as wide as it takes."""
+    """Return ``links`` with ``held`` in ``rows``, and with more columns if these need them."""
     missing = held.shape[1] - links.shape[1]
     if missing > 0:
         links = np.pad(links, ((0, 0), (0, missing)), constant_values=-1)

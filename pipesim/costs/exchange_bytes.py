@@ -1,4 +1,4 @@
-"""Bytes of a sharded stage's exchanges, pair of replicas by pair, as `pipesim.Costs` keeps them."""
+"""Bytes of a sharded stage's exchanges for each pair of replicas, as `pipesim.Costs` keeps them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipesim.ops import EXCHANGES
 __all__ = ["ExchangeBytes", "as_mapping", "checked_exchange_bytes"]
 
 Matrix = tuple[tuple[float, ...], ...]
-#: Of each stage, its exchanges by name: row ``i`` is sent by replica ``i``, column ``j`` to ``j``.
+#: For each stage, its exchanges by name: row ``i`` is sent by replica ``i``, column ``j`` to ``j``.
 ExchangeBytes = tuple[tuple[int, tuple[tuple[str, Matrix], ...]], ...]
 
 _FORM = (
@@ -30,36 +30,35 @@ def checked_exchange_bytes(value: object) -> ExchangeBytes | None:
     ----------
     value
         A mapping from stage (or its text, as in files) to a mapping from exchange to a square
-        matrix; what this function returned; or None.
+        matrix; a result of this function; or None.
 
     Raises
     ------
     CostsError
         For another form, and bytes that are negative or not finite.
     UnknownNameError
-        For an exchange that there is not.
+        For an unknown exchange.
     """
     if value is None:
         return None
     try:
         if not isinstance(value, (Mapping, tuple)):
             raise TypeError
-        given = {_stage(stage): dict(matrices) for stage, matrices in dict(value).items()}
+        stages = {_stage(stage): dict(matrices) for stage, matrices in dict(value).items()}
     except (TypeError, ValueError):
         raise CostsError(f"{_FORM}, got {value!r:.60}") from None
-    found = []
-    for stage, matrices in sorted(given.items()):
+    result = []
+    for stage, matrices in sorted(stages.items()):
         for name in matrices:
             check_name("exchange", name, EXCHANGES)
-        found.append((
-            stage, tuple((name, _matrix(stage, name, matrices[name]))
-                         for name in EXCHANGES if name in matrices),
-        ))  # fmt: skip
-    return tuple(found)
+        names = [name for name in EXCHANGES if name in matrices]
+        exchanges = tuple((name, _matrix(stage, name, matrices[name])) for name in names)
+        result.append((stage, exchanges))
+    return tuple(result)
 
 
 def as_mapping(value: ExchangeBytes | None) -> dict[int, dict[str, NDArray[np.float64]]]:
-    """Return the matrices of each stage by exchange."""
+    """Return the matrices of each stage by the name of the exchange."""
     return {
         stage: {name: np.array(matrix) for name, matrix in matrices}
         for stage, matrices in value or ()
@@ -67,7 +66,7 @@ def as_mapping(value: ExchangeBytes | None) -> dict[int, dict[str, NDArray[np.fl
 
 
 def _stage(stage: Any) -> int:
-    """Return the number of a stage, given that or its text."""
+    """Return a stage as an integer, from an integer or its text; raise `ValueError` for others."""
     if isinstance(stage, str) and stage.isdecimal():
         return int(stage)
     if isinstance(stage, bool) or not isinstance(stage, (int, np.integer)) or stage < 0:
@@ -76,7 +75,7 @@ def _stage(stage: Any) -> int:
 
 
 def _matrix(stage: int, name: str, values: object) -> Matrix:
-    """Return a square matrix of bytes as tuples."""
+    """Return a square matrix of bytes as tuples; raise `CostsError` for anything else."""
     try:
         matrix = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Layers dealt to stages: a stage is a run of neighbours, so a split is a list of sizes."""
+"""Splits of layers into stages. A stage has consecutive layers, so a split is a list of sizes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 
 #: Number of stages, or layers of each stage.
 Split = int | Sequence[int] | NDArray[np.integer[Any]]
-#: How a number of stages is made of layers: of as many each, or so that the slowest is fastest.
+#: How layers are divided among stages: as many each, or so that the slowest stage is fastest.
 Partition = Literal["even", "balanced"]
 
 
 def check_partition(partition: object, split: object, name: str) -> bool:
-    """Return whether ``split`` is a number of stages, which alone a partition may be given for.
+    """Return whether ``split`` is a number of stages; only then may a partition be given.
 
     Raises
     ------
     ArgumentError
-        For a partition beside the layers of each stage.
+        For a partition together with the layers of each stage.
     UnknownNameError
         For an unknown partition.
     """
@@ -46,8 +46,8 @@ def check_partition(partition: object, split: object, name: str) -> bool:
         check_name("partition", partition, get_args(Partition))
         if not is_number:
             raise ArgumentError(
-                f"{name} gives the layers of each stage, so that there is nothing for "
-                f"partition={partition!r} to say; leave it out, or give a number of stages"
+                f"{name} gives the layers of each stage, so that partition={partition!r} has no "
+                "effect; leave it out, or give a number of stages"
             )
     return is_number
 
@@ -55,18 +55,18 @@ def check_partition(partition: object, split: object, name: str) -> bool:
 def checked_split(
     split: object, n_layers: int, name: str, *, ends_may_be_empty: bool = False
 ) -> tuple[int, ...]:
-    """Return the layers of each stage, if there are ``n_layers`` in all.
+    """Return the layers of each stage, checked to have ``n_layers`` in all.
 
     Parameters
     ----------
     split
         Layers of each stage, or a number of stages that get as many layers each.
     n_layers
-        Layers of the model.
+        Number of layers of the model.
     name
-        What the argument is called.
+        Name of the argument, for messages.
     ends_may_be_empty
-        Whether the first and the last stage need no layer, as they hold something else.
+        Whether the first and the last stage may have no layer, since they hold other modules.
 
     Raises
     ------
@@ -80,28 +80,28 @@ def checked_split(
         if rest or not size:
             raise ArgumentError(
                 f"{name}={n_stages}: {n_layers} layers do not divide into {n_stages} stages of as "
-                f"many each; give {_advice(size, rest, n_stages)}"
+                f"many each; give {_alternative(size, rest, n_stages)}"
             )
         return (size,) * n_stages
     counts = checked_counts(split, name, ends_may_be_empty=ends_may_be_empty)
     if sum(counts) != n_layers:
         raise ArgumentError(
-            f"{name}={shown(counts)} sums to {sum(counts)} layers, but there are {n_layers}; "
+            f"{name}={_sizes_text(counts)} sums to {sum(counts)} layers, but there are {n_layers}; "
             "every layer belongs to one stage"
         )
     return counts
 
 
-def _advice(size: int, rest: int, n_stages: int) -> str:
-    """Return what to give where layers do not divide evenly."""
+def _alternative(size: int, rest: int, n_stages: int) -> str:
+    """Return a split to suggest if layers do not divide evenly, as text."""
     if not size:
         return f"at most {rest} stages"
     even = [size + (stage >= n_stages - rest) for stage in range(n_stages)]
-    return f"the layers of each stage, such as {shown(even)}"
+    return f"the layers of each stage, such as {_sizes_text(even)}"
 
 
 def checked_counts(split: object, name: str, *, ends_may_be_empty: bool = False) -> tuple[int, ...]:
-    """Return the layers of each stage, whatever their sum; see `checked_split`."""
+    """Return the layers of each stage, without a check of their sum; see `checked_split`."""
     if isinstance(split, np.ndarray):
         split = split.tolist()
     if not isinstance(split, (list, tuple)) or not split:
@@ -116,26 +116,26 @@ def checked_counts(split: object, name: str, *, ends_may_be_empty: bool = False)
     )
 
 
-def shown(sizes: Sequence[int]) -> str:
-    """Return sizes as text, shortened where there are many."""
+def _sizes_text(sizes: Sequence[int]) -> str:
+    """Return sizes as text; more than 16 are shortened."""
     if len(sizes) <= 16:
         return f"[{', '.join(map(str, sizes))}]"
     return f"[{', '.join(map(str, sizes[:8]))}, ..., {', '.join(map(str, sizes[-4:]))}]"
 
 
 def balanced_split(seconds: Sequence[float], n_stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage such that the slowest stage is as fast as can be.
+    """Return the layers of each stage such that the slowest stage is as fast as possible.
 
-    Among those splits, the one whose stages are most even (least sum of squares); among those,
-    the one with the fewest layers on the first stages, which hold the most activations in 1F1B.
-    Exact, whatever the rounding of sums: it counts in whole multiples of a common unit.
+    Among such splits, the result is the one whose stages are most even (least sum of squares).
+    Among those, it has the fewest layers on the first stages, which hold the most activations in
+    1F1B. It is exact despite the rounding of sums: weights are whole multiples of a common unit.
 
     Parameters
     ----------
     seconds
-        Of each layer; or any other weight >= 0, such as bytes.
+        Seconds of each layer; or any other weight >= 0, such as bytes.
     n_stages
-        Each gets at least one layer.
+        Number of stages; each gets at least one layer.
 
     Returns
     -------
@@ -151,9 +151,9 @@ def balanced_split(seconds: Sequence[float], n_stages: int) -> tuple[int, ...]:
 
     Notes
     -----
-    The least bound of the slowest stage is found by halving (a bound can be kept if filling stages
-    up to it, one after the other, needs no more than there are), and the most even split within
-    it by dynamic programming over (stages left, first layer).
+    The least bound of the slowest stage is found by bisection: a bound is feasible if filling
+    stages up to it, in order, needs at most ``n_stages``. The most even split within the bound is
+    found by dynamic programming over (stages left, first layer).
 
     Examples
     --------
@@ -161,12 +161,12 @@ def balanced_split(seconds: Sequence[float], n_stages: int) -> tuple[int, ...]:
     (3, 3, 1)
     """
     try:
-        listed = list(seconds)
+        values = list(seconds)
     except TypeError:
         raise ArgumentError(
             f"seconds must be a sequence of one weight a layer, such as [1, 1, 3], got {seconds!r}"
         ) from None
-    weights = _whole(listed)
+    weights = _whole_weights(values)
     n_layers = len(weights)
     if check_count("n_stages", n_stages) > n_layers:
         raise ArgumentError(
@@ -175,6 +175,19 @@ def balanced_split(seconds: Sequence[float], n_stages: int) -> tuple[int, ...]:
         )
     ends = [0, *accumulate(weights)]
     bound = _least_bound(ends, max(weights), n_stages)
+    borders = [0]
+    for choice in reversed(_most_even_choices(ends, bound, n_stages)):
+        borders.append(choice[borders[-1]])
+    return tuple(b - a for a, b in pairwise(borders))
+
+
+def _most_even_choices(ends: list[int], bound: int, n_stages: int) -> list[list[int]]:
+    """Return the border after the first stage, for 1 to ``n_stages`` stages from each layer on.
+
+    ``ends`` are the sums of weights up to each layer. No stage exceeds ``bound``, and the sum of
+    squares of the stages is the least.
+    """
+    n_layers = len(ends) - 1
     # best[i]: least sum of squares of layers i.. in the stages counted so far.
     best: list[float] = [inf] * n_layers + [0]
     choices: list[list[int]] = []
@@ -183,19 +196,16 @@ def balanced_split(seconds: Sequence[float], n_stages: int) -> tuple[int, ...]:
         for first in range(n_layers):
             last = bisect.bisect_right(ends, ends[first] + bound) - 1
             for end in range(first + 1, last + 1):
-                if earlier[end] == inf:
+                if earlier[end] == inf:  # no float holds the sum of inf and a large integer
                     continue
                 total = (ends[end] - ends[first]) ** 2 + earlier[end]
-                if total < best[first]:  # of equals the first, which is the shortest
+                if total < best[first]:  # among equal totals the first, with the shortest stage
                     best[first], choice[first] = total, end
         choices.append(choice)
-    bounds = [0]
-    for choice in reversed(choices):
-        bounds.append(choice[bounds[-1]])
-    return tuple(b - a for a, b in pairwise(bounds))
+    return choices
 
 
-def _whole(seconds: Sequence[object]) -> list[int]:
+def _whole_weights(seconds: Sequence[object]) -> list[int]:
     """Return weights as whole multiples of one unit; every float is a whole number over 2**n."""
     values = []
     for layer, weight in enumerate(seconds):
@@ -208,7 +218,7 @@ def _whole(seconds: Sequence[object]) -> list[int]:
 
 
 def _least_bound(ends: list[int], largest: int, n_stages: int) -> int:
-    """Return the least sum that no stage needs to exceed."""
+    """Return the least bound on the sum of a stage for which ``n_stages`` suffice."""
     low, high = largest, ends[-1]
     while low < high:
         middle = (low + high) // 2

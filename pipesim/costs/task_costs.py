@@ -1,4 +1,4 @@
-"""`TaskCosts`: seconds and bytes of each task of a graph, as engines take them."""
+"""`TaskCosts` and `CostTable`: seconds and bytes of each task of a graph, the input of engines."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ __all__ = ["CostTable", "TaskCosts"]
 
 
 class CostTable(NamedTuple):
-    """Costs of tasks, one row for those whose costs are alike.
+    """Costs of tasks; tasks with equal costs share a row.
 
     Attributes
     ----------
     duration
         Seconds that a task holds its stream; for a SEND ``nbytes / bandwidth``. Unused for a
-        RECV, whose times follow from its SEND (rule 4). Shape ``(n_rows,)``, as the next ones.
+        RECV, whose times follow from its SEND (rule 4). Shape ``(n_rows,)``, like the next three.
     latency
-        Seconds, of transfers.
+        Seconds of transfers.
     launch
         Seconds that the host needs to issue a task (rule 7).
     nbytes
-        Bytes of each message, and that each member brings to a collective; 0 elsewhere.
+        Bytes of each message, and bytes that each member contributes to a collective; 0 for other
+        tasks.
     links
-        Numbers of the links that a SEND, or the hops of a collective that begin at this member,
-        hold while they last, -1 for fewer; -1 elsewhere. Shape ``(n_rows, most links of a row)``.
+        Numbers of the links that a SEND holds while it lasts, or that the hops of a collective
+        that begin at this member hold. Padded with -1; -1 for other tasks. Shape
+        ``(n_rows, most links of a row)``.
     share
-        Part of the seconds of the last backward, 0 to 1, after which it has made the gradients of
-        this bucket; 1 elsewhere. Shape ``(n_rows,)``; None for ones: buckets need it to the end.
+        For a bucket of gradients, the share of the seconds of the last backward after which the
+        bucket is complete, 0 to 1; 1 for other tasks. Shape ``(n_rows,)``. None stands for ones:
+        buckets are complete at the end of the backward.
     """
 
     duration: NDArray[np.float64]
@@ -48,24 +51,25 @@ class CostTable(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskCosts:
-    """What an engine needs of each task.
+    """Seconds, bytes and links of each task of a graph.
 
-    The properties show one value a task: `duration`, `latency`, `launch`, `nbytes`, `links`,
-    `share`.
+    The properties `duration`, `latency`, `launch`, `nbytes`, `links` and `share` have one value a
+    task.
 
     Attributes
     ----------
     table
-        Costs, row by row.
+        Costs, one row for all tasks with the same costs.
     row
         The row of each task; shape ``(len(graph),)``.
     drawn
-        Seconds of each task, where they are not those of its row, as with noise; or None.
+        Sampled seconds of each task, used instead of ``table.duration``, such as with noise; shape
+        ``(len(graph),)``, or None.
     costs
-        Where the values come from, or None.
+        The `pipesim.Costs` that the values come from, or None.
     issued
-        Seconds at which each task is issued, in place of those that follow from ``launch`` (rule
-        7), as in a replay; shape ``(len(graph),)``, or None.
+        Seconds at which each task is issued, used instead of the times that follow from ``launch``
+        (rule 7), such as in a replay; shape ``(len(graph),)``, or None.
     """
 
     table: CostTable
@@ -81,12 +85,12 @@ class TaskCosts:
         costs: Costs | None = None,
         issued: NDArray[np.float64] | None = None,
     ) -> TaskCosts:
-        """Return costs that have a row a task.
+        """Return costs whose table has one row a task.
 
         Raises
         ------
         ArgumentError
-            For arguments of another type, and for ``issued`` without one number a task.
+            For arguments of another type, and if ``issued`` has not one number a task.
         """
         check_type("table", table, CostTable)
         if costs is not None:
@@ -103,7 +107,7 @@ class TaskCosts:
         return cls(table, np.arange(len(table.duration), dtype=np.int32), None, costs, issued)
 
     def per_task(self) -> TaskCosts:
-        """Return the same costs with a row a task, which has what was drawn."""
+        """Return the same costs with one row a task; its duration is the sampled one, if any."""
         table = CostTable(
             self.duration, self.latency, self.launch, self.nbytes, self.links, self.share
         )
@@ -119,7 +123,7 @@ class TaskCosts:
 
     @property
     def latency(self) -> NDArray[np.float64]:
-        """Seconds, of transfers; shape ``(len(graph),)``."""
+        """Seconds of the latency of transfers, 0 for other tasks; shape ``(len(graph),)``."""
         values: NDArray[np.float64] = self.table.latency[self.row]
         return values
 
@@ -131,13 +135,13 @@ class TaskCosts:
 
     @property
     def nbytes(self) -> NDArray[np.float64]:
-        """Bytes of each message, 0 elsewhere; shape ``(len(graph),)``."""
+        """Bytes of each message or contribution to a collective; shape ``(len(graph),)``."""
         values: NDArray[np.float64] = self.table.nbytes[self.row]
         return values
 
     @property
     def share(self) -> NDArray[np.float64]:
-        """Part of the last backward that each bucket needs; shape ``(len(graph),)``."""
+        """Share of the last backward that each bucket needs; shape ``(len(graph),)``."""
         if self.table.share is None:
             return np.ones(len(self.row))
         values: NDArray[np.float64] = self.table.share[self.row]
@@ -145,6 +149,6 @@ class TaskCosts:
 
     @property
     def links(self) -> NDArray[np.int64]:
-        """Links that each SEND or member holds, or -1; shape ``(len(graph), most of one)``."""
+        """Links that each SEND or member holds, or -1; shape ``(len(graph), most of a task)``."""
         values: NDArray[np.int64] = self.table.links[self.row]
         return values
