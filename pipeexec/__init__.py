@@ -13,7 +13,7 @@ from pipeexec.embedding.stage import EmbeddingStage
 from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
 from pipeexec.gpipe.gpipe import GPipe
-from pipeexec.profile import Profile, measure, profile
+from pipeexec.profiling.profile import Profile, measure, profile
 from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validate import validate
 from pipeexec.validation import Validation, load_run

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from pipeexec.host_times import HostTimed, launch_seconds
+from pipeexec.profiling.host_times import HostTimed, launch_seconds
 from pipesim.analysis.compare import Comparison
 from pipesim.analysis.error_attribution import PARTS
 from pipesim.analysis.measured_costs import stage_seconds

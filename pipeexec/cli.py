@@ -263,7 +263,7 @@ def _costs(path: Path | None) -> Costs | None:
 
 
 def _profile(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
-    from pipeexec.profile import measure
+    from pipeexec.profiling.profile import measure
     from pipeexec.report import profile_report
 
     path = _path(arguments)
@@ -288,8 +288,8 @@ def _profile(arguments: argparse.Namespace, processes: Processes | None = None) 
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from pipeexec.profile import Profile
-    from pipeexec.profile_files import TABLE
+    from pipeexec.profiling.files import TABLE
+    from pipeexec.profiling.profile import Profile
     from pipeexec.report import profile_report, report
     from pipeexec.run_directory import read_record
     from pipeexec.validation import load_run

@@ -12,7 +12,7 @@ from pipesim.analysis.error_attribution import PARTS
 if TYPE_CHECKING:
     import pandas as pd
 
-    from pipeexec.profile import Profile
+    from pipeexec.profiling.profile import Profile
     from pipeexec.train import Training
     from pipeexec.validation import Validation
 

@@ -29,7 +29,7 @@ from pipeexec.gpipe_validation import (
     check_models,
     mean_costs,
 )
-from pipeexec.profile import Calibration, Profile, with_stage_bytes
+from pipeexec.profiling.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss import Loss
 from pipeexec.stages.optimizers import OptimizerFactory

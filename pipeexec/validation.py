@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeexec.accuracy import interval_over
-from pipeexec.profile import Profile
-from pipeexec.profile_files import (
+from pipeexec.profiling.files import (
     FITS,
     TABLE,
     TRANSFERS,
@@ -23,6 +22,7 @@ from pipeexec.profile_files import (
     save_profile,
     shares_of,
 )
+from pipeexec.profiling.profile import Profile
 from pipeexec.run_directory import RECORD, checked_record, command, read_record, write_directory
 from pipeexec.run_lock import check_file_names
 from pipesim.analysis.compare import Comparison

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.cuda_streams import CudaStream
-from pipeexec.host_times import host_share, launch_seconds, mean_launch
+from pipeexec.profiling.host_times import host_share, launch_seconds, mean_launch
 from pipeexec.report import profile_report
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
@@ -98,7 +98,9 @@ def test_times_are_those_of_the_walk() -> None:
 def _blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the stand-in block the host once a step has so much work queued."""
     FakeCuda().install(monkeypatch)
-    monkeypatch.setattr(sys.modules["pipeexec.profile"], "pairs_of", lambda _: [])  # takes seconds
+    monkeypatch.setattr(
+        sys.modules["pipeexec.profiling.profile"], "pairs_of", lambda _: []
+    )  # takes seconds
     queued = [0]
     submit, synchronize = CudaStream.submit, CudaStream.synchronize
 

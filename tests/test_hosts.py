@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.executor.cuda_graph_checks import check_can_capture
-from pipeexec.profile import Calibration
+from pipeexec.profiling.profile import Calibration
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -240,7 +240,9 @@ def test_an_imposed_launch_is_what_issuing_takes() -> None:
 
 def test_imposed_launches_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the costs that are measured on such workers: with one host that is late, and with two."""
-    monkeypatch.setattr(sys.modules["pipeexec.profile"], "pairs_of", lambda _: [])  # takes seconds
+    monkeypatch.setattr(
+        sys.modules["pipeexec.profiling.profile"], "pairs_of", lambda _: []
+    )  # takes seconds
     launch, m = 4e-3, 6
     for hosts in ("one", "per_device"):
         graph = ps.lower(ps.schedule("gpipe", 2, m), hosts=hosts, host_threads=True, step="none")

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.link_fit import fit, fits, network_of
-from pipeexec.link_speed import measure_transfers, pairs_of
-from pipeexec.profile import Calibration, breadth_first
+from pipeexec.profiling.link_fit import fit, fits, network_of
+from pipeexec.profiling.link_speed import measure_transfers, pairs_of
+from pipeexec.profiling.profile import Calibration, breadth_first
 from pipeexec.run_directory import write_directory
 from pipesim.errors import AccuracyWarning, ArgumentError, RunDirectoryError
 from pipesim.ops import Op

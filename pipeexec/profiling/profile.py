@@ -21,7 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeexec.collective_profile import (
+from pipeexec.devices.devices import CudaDevice
+from pipeexec.devices.host_memory import check_results
+from pipeexec.distributed.processes import guarded
+from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.profiling.collectives import (
     base_placement,
     check_exchanges,
     collective_seconds,
@@ -29,20 +33,16 @@ from pipeexec.collective_profile import (
     measured_buckets,
     n_buckets,
 )
-from pipeexec.devices.devices import CudaDevice
-from pipeexec.devices.host_memory import check_results
-from pipeexec.distributed.processes import guarded
-from pipeexec.executor.pipeline import Pipeline, StepResult
-from pipeexec.host_times import host_share, launch_seconds, mean_launch
-from pipeexec.link_fit import fits, network_of, with_fits
-from pipeexec.link_speed import measure_transfers, pairs_of
-from pipeexec.profile_files import (
+from pipeexec.profiling.files import (
     load_profile,
     plot_transfers,
     read_shares,
     save_profile,
     shares_of,
 )
+from pipeexec.profiling.host_times import host_share, launch_seconds, mean_launch
+from pipeexec.profiling.link_fit import fits, network_of, with_fits
+from pipeexec.profiling.link_speed import measure_transfers, pairs_of
 from pipeexec.run_directory import checked_record, command, read_record, write_directory
 from pipeexec.stages.batches import Batch, split_batches
 from pipesim.analysis.measured_costs import output_bytes, stage_seconds
@@ -364,7 +364,7 @@ class Calibration:
         )
 
     def _launch(self) -> float:
-        """Return the host's seconds a task; see `pipeexec.host_times`."""
+        """Return the host's seconds a task; see `pipeexec.profiling.host_times`."""
         if self.pipeline.cuda_graph:
             return 0.0
         if any(isinstance(device, CudaDevice) for device in self.pipeline.devices):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeexec.devices.devices import RemoteDevice
 from pipeexec.executor.pipeline import Pipeline, StepResult
-from pipeexec.link_fit import STATES, Pair
+from pipeexec.profiling.link_fit import STATES, Pair
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.ops import SENDS, Op

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeexec.link_fit import STATES, by_pair
+from pipeexec.profiling.link_fit import STATES, by_pair
 from pipesim.errors import RunDirectoryError, number
 from pipesim.plot.figure import SMALL, axes_or_new, label, save, set_title, sized
 from pipesim.plot.style import time_unit
