@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 
 from pipesim.errors import ExecutionError
 from pipesim.ops import Action, Op, Overlapped
-from pipesim.scheduling.autograd_engine import engine_order
+from pipesim.scheduling.autograd_engine import engine_order, newest_first
 from pipesim.scheduling.schedule import Schedule
 
 __all__ = ["Backward", "Task", "in_cycles", "in_order", "joined", "link", "undirected"]
@@ -74,9 +74,7 @@ def in_cycles(
 ) -> Tensor:
     """Make a node a clock cycle of the forward behind a phony; return the phony of the last."""
     for cycle in cycles:
-        tasks: list[Task] = []
-        for i, j in reversed(cycle):
-            tasks += [(Op.R, i, j), (Op.B, i, j)] if recomputed[i] else [(Op.B, i, j)]
+        tasks = newest_first(cycle, recomputed)
         phony = _Tasks.apply(backward, tasks, phony)  # type: ignore[no-untyped-call]
     return phony
 

@@ -10,6 +10,7 @@ from pipeexec.gpipe.call import Call
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.ops import Action, Op
+from pipesim.scheduling.autograd_engine import newest_first
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
@@ -65,12 +66,10 @@ def of_partitions(
     found: list[list[tuple[Op, int]]] = [[] for _ in range(n_partitions)]
     for op, i, j in tasks:
         found[j].append((op, i))
-    newest_first = [
-        (op, i)
-        for i in range(len(recomputed))[::-1]
-        for op in ((Op.R, Op.B) if recomputed[i] else (Op.B,))
+    default = [
+        (op, i) for op, i, _ in newest_first([(i, 0) for i in range(len(recomputed))], recomputed)
     ]
-    return [order or newest_first for order in found]
+    return [order or default for order in found]
 
 
 def timeline_of(call: Call, graph: TaskGraph) -> Timeline:
