@@ -107,8 +107,8 @@ class _Guard:
                 faulthandler.dump_traceback_later(stuck, exit=True)
                 armed = time.monotonic()
             if self._told is not None and time.monotonic() > self._told + _TOLD:
-                watch.told_to_end()
-            watch.look_after_store()
+                watch.report_sigterm()
+            watch.check_store()
             if watch.failure is not None and not self._closed.wait(_PATIENCE):
                 self.fail(ExecutionError(watch.failure.message))
 
@@ -118,14 +118,14 @@ class _Guard:
         self.processes.fail(error)
         if not self._once.acquire(blocking=False):
             time.sleep(_STUCK + _PATIENCE)  # meanwhile the other thread exits
-        elif watch.speaks():
+        elif watch.speaker.elect():
             self.say(self._text(error))
-            watch.has_spoken()
+            watch.speaker.release_others()
         else:
-            watch.wait_until_spoken(_PATIENCE)
+            watch.speaker.wait_for_release(_PATIENCE)
         if watch.failure is not None and watch.failure.kind in ("silent", "lost"):
             self.processes.recorder.kill(watch.failure.rank)
-        watch.wait_until_heard()
+        watch.wait_until_confirmed()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 2)

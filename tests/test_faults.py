@@ -35,7 +35,7 @@ from test_process_errors import make
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.distributed.flight_recorder import Recorder
+from pipeexec.distributed.flight_recorder import FlightRecorder
 from pipesim.errors import ArgumentError, ExecutionError
 
 #: What goes wrong, and what the error says beside the rank, the device, the stage and the task.
@@ -211,7 +211,7 @@ def test_no_room_for_notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(ExecutionError, match=r"cannot be written to .*No space left.*TMPDIR"):
-        Recorder(0, lambda value: [value])
+        FlightRecorder(0).connect(lambda value: [value])
     assert os.listdir(tmp_path) == []
 
 

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.devices import CudaDevice
+from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.launch_environment import Launch
 from pipeexec.distributed.roll_call import roll_call
 from pipeexec.distributed.store import listening_address
-from pipeexec.distributed.watchdog import Failure
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 #: Seconds in which every process must have ended; the timeout is longer.

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import pipesim as ps
 from pipeexec.devices.streams import CpuEvent
-from pipeexec.distributed.watchdog import Failure, Head, Status, stalled
+from pipeexec.distributed.failure import Failure, stall_failure
+from pipeexec.distributed.status import Head, Status
 from pipeexec.executor.progress import Progress, StepHeads
 from pipesim.errors import ExecutionError, StallError
 from pipesim.timeline.timeline import Timeline
@@ -109,7 +110,7 @@ def test_a_task_that_runs_is_the_culprit() -> None:
         at(0, "0SEND_F0", True), at(1, "1B0", False, "1RECV_B0 from device 2"),
         Status(2, 1, False, 0, []), at(3, "3F1", True),
     ]  # fmt: skip
-    assert stalled(everyone, 5.0) == Failure(
+    assert stall_failure(everyone, 5.0) == Failure(
         "stalled",
         3,
         "3F1 hangs (rank 3, device 3, stage 3, micro-batch 0, step 2): no task has ended for 5 s",
@@ -118,7 +119,7 @@ def test_a_task_that_runs_is_the_culprit() -> None:
 
 def test_else_a_process_that_does_not_come() -> None:
     everyone = [at(0, "0B0", False, "0RECV_B0 from device 1"), Status(1, 2, False, 0, [])]
-    failure = stalled(everyone, 1.5)
+    failure = stall_failure(everyone, 1.5)
     assert (failure.kind, failure.rank) == ("stalled", 1)
     assert failure.message == (
         "rank 1 does not come to step 2: it is still rank 1 between steps (2 ended), for 1.5 s"
@@ -127,7 +128,9 @@ def test_else_a_process_that_does_not_come() -> None:
 
 def test_else_nobody() -> None:
     everyone = [at(0, "0RECV_B0", True), at(1, "1RECV_F0", True)]
-    assert stalled(everyone, 1.0) == Failure("stalled", -1, "nothing has moved for 1 s in step 2")
+    assert stall_failure(everyone, 1.0) == Failure(
+        "stalled", -1, "nothing has moved for 1 s in step 2"
+    )
 
 
 # In one process

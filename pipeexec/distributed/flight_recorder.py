@@ -1,9 +1,9 @@
-"""What each process of a machine is in, where others can read it even once it is dead.
+"""`FlightRecorder`: records each process's current task, readable after that process dies.
 
-Each process notes the task that each of its devices is in, in a few bytes of memory that all
-processes of its machine have mapped. The file behind them has no name any more once all have: it
-goes when the last of them does, however they end. Beside it each holds a handle of each other
-process, which tells whether that has ended.
+Each process records the current task of each of its devices in a few bytes of memory that all
+processes of its machine have mapped. The file behind this memory is unlinked as soon as all have
+mapped it: the kernel frees it with the last process, however the processes end. Each process also
+holds a handle (pidfd) of each other one, which tells whether that process has ended.
 """
 
 from __future__ import annotations
@@ -22,70 +22,79 @@ from typing import Any, NamedTuple
 
 from pipesim.errors import ExecutionError
 
-__all__ = ["BEGUN", "ENDED", "GRAPH", "ROOM", "TASKS", "Notes", "Recorder"]
+__all__ = ["FIRST_TASK", "GRAPH", "MOST_STREAMS", "N_BEGUN", "N_ENDED", "FlightRecorder", "Record"]
 
 #: Seconds in which a process whose connection broke ends.
-_GONE = 1.0
-_WORDS = 512
-_BYTES = 8 * _WORDS
-#: Places of words: steps that have begun, steps that have ended, the graph, and the first task.
-BEGUN, ENDED, GRAPH, TASKS = range(4)
-#: Streams whose tasks have a place; tasks of further ones are not noted.
-ROOM = _WORDS - TASKS
+_EXIT_SECONDS = 1.0
+_N_WORDS = 512
+_N_BYTES = 8 * _N_WORDS
+#: Indices of words: steps that have begun, steps that have ended, the graph, and the first task.
+N_BEGUN, N_ENDED, GRAPH, FIRST_TASK = range(4)
+#: Streams whose tasks have a word; tasks of further streams are not recorded.
+MOST_STREAMS = _N_WORDS - FIRST_TASK
 
 
-class Notes(NamedTuple):
-    """What a process noted: steps that have begun and ended, the graph, and tasks under way."""
+class Record(NamedTuple):
+    """Record of a process: steps begun, steps ended, number of the graph, and current tasks."""
 
-    begun: int
-    ended: int
+    n_begun: int
+    n_ended: int
     graph: int
     tasks: list[int]
 
 
-class Recorder:
-    """Notes of this process, and those of the others on its machine.
+class FlightRecorder:
+    """Record of this process, and those of the others on its machine once it is connected.
 
     Parameters
     ----------
     rank
-        Of this process.
-    share
-        Exchanges JSON between all processes.
-
-    Raises
-    ------
-    ExecutionError
-        If there is no room for the notes in the folder of temporary files.
+        Number of this process.
 
     Attributes
     ----------
     own
-        Words of this process: how many steps have begun, how many have ended, the number of the
-        graph, then for each of its devices' streams one more than the number of the task that it is
-        in; 0 between tasks.
+        Words of this process, int64: how many steps have begun, how many have ended, the number of
+        the graph, then for each stream of its devices the number of the current task plus 1; 0
+        between tasks.
     """
 
-    def __init__(self, rank: int, share: Callable[[Any], list[Any]]) -> None:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.own = memoryview(bytearray(_N_BYTES)).cast("q")  # until it is connected
         self._maps: dict[int, memoryview] = {}
         self._handles: dict[int, int] = {}  # of the other processes of this machine
-        handle, path = _room()
+
+    def connect(self, share: Callable[[Any], list[Any]]) -> None:
+        """Share records with the other processes; every process must call this.
+
+        Parameters
+        ----------
+        share
+            Exchanges JSON between all processes.
+
+        Raises
+        ------
+        ExecutionError
+            If there is no room for the record in the folder of temporary files.
+        """
+        handle, path = _make_file()
         try:
             host = socket.gethostname()
-            everyone = share([host, path, os.getpid(), handle])
-            for other, (its_host, *its_file) in enumerate(everyone):
-                if other == rank:
+            files = share([host, path, os.getpid(), handle])
+            for other, (other_host, *other_file) in enumerate(files):
+                if other == self.rank:
                     self._maps[other] = _mapped(handle)
-                elif its_host == host:
-                    self._map(other, *its_file)
+                elif other_host == host:
+                    self._map(other, *other_file)
             share(None)  # all have mapped it
             weakref.finalize(self, _close, list(self._handles.values()))
         finally:
             os.close(handle)
             os.unlink(path)
-        self.own = self._maps[rank]
+        self.own = self._maps[self.rank]
 
-    def _map(self, rank: int, path: str, process: int, its_handle: int) -> None:
+    def _map(self, rank: int, path: str, process: int, other_handle: int) -> None:
         """Map another process's words, unless it only seems to be on this machine."""
         try:
             handle = os.open(path, os.O_RDWR)
@@ -94,13 +103,13 @@ class Recorder:
         self._maps[rank] = _mapped(handle)
         os.close(handle)
         with suppress(OSError, AttributeError):  # other namespaces of processes; not Linux
-            found = os.pidfd_open(process)
-            if os.readlink(f"/proc/{process}/fd/{its_handle}") == os.path.realpath(path):
-                self._handles[rank] = found
+            pidfd = os.pidfd_open(process)
+            if os.readlink(f"/proc/{process}/fd/{other_handle}") == os.path.realpath(path):
+                self._handles[rank] = pidfd
             else:
-                os.close(found)
+                os.close(pidfd)
 
-    def gone(self) -> list[int]:
+    def exited_ranks(self) -> list[int]:
         """Return the processes of this machine that have ended."""
         poll = select.poll()
         ranks = {handle: rank for rank, handle in self._handles.items()}
@@ -108,45 +117,46 @@ class Recorder:
             poll.register(handle, select.POLLIN)
         return sorted(ranks[handle] for handle, _ in poll.poll(0))
 
-    def gone_soon(self) -> list[int]:
-        """Return what `gone` does, once there is one; a connection breaks before its process ends.
+    def wait_for_exit(self) -> list[int]:
+        """Return `exited_ranks` as soon as there is one; after a second, even if there is none.
 
-        Waits no longer than that takes.
+        The connections of a process break before it ends.
         """
-        end = time.monotonic() + _GONE
-        while not (gone := self.gone()) and time.monotonic() < end:
+        end = time.monotonic() + _EXIT_SECONDS
+        while not (ranks := self.exited_ranks()) and time.monotonic() < end:
             time.sleep(0.01)
-        return gone
+        return ranks
 
     def kill(self, rank: int) -> None:
-        """End a process of this machine that does not answer, and may be stopped."""
+        """Kill a process of this machine that does not answer, and may be stopped."""
         if rank in self._handles:
             with suppress(OSError):  # it has ended
                 signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
 
-    def read(self, rank: int) -> Notes | None:
-        """Return what a process noted; None if it is on another machine."""
+    def read(self, rank: int) -> Record | None:
+        """Return the record of a process; None if it is on another machine."""
         words = self._maps.get(rank)
         if words is None:
             return None
-        begun, ended, graph = words[:TASKS]
-        return Notes(begun, ended, graph, [word - 1 for word in words[TASKS:] if word > 0])
+        n_begun, n_ended, graph = words[:FIRST_TASK]
+        tasks = [word - 1 for word in words[FIRST_TASK:] if word > 0]
+        return Record(n_begun, n_ended, graph, tasks)
 
 
-def _room() -> tuple[int, str]:
-    """Return a new file of the words: its handle and its path."""
+def _make_file() -> tuple[int, str]:
+    """Make a file for the words; return its handle and its path."""
     try:
         handle, path = tempfile.mkstemp(prefix="pipeexec-")
     except OSError as error:
         raise ExecutionError(f"no temporary file can be made: {error}; set TMPDIR") from error
     try:
-        os.write(handle, bytes(_BYTES))  # a mapped file without room ends its process
+        os.write(handle, bytes(_N_BYTES))  # writing to a mapped file without room kills the process
     except OSError as error:
         os.close(handle)
         os.unlink(path)
         raise ExecutionError(
-            f"{_BYTES} bytes cannot be written to {os.path.dirname(path)}: {error.strerror}; make "
-            "room there, or set TMPDIR to another folder"
+            f"{_N_BYTES} bytes cannot be written to {os.path.dirname(path)}: {error.strerror}; "
+            "make room there, or set TMPDIR to another folder"
         ) from error
     return handle, path
 
@@ -157,4 +167,4 @@ def _close(handles: list[int]) -> None:
 
 
 def _mapped(handle: int) -> memoryview:
-    return memoryview(mmap.mmap(handle, _BYTES)).cast("q")
+    return memoryview(mmap.mmap(handle, _N_BYTES)).cast("q")

@@ -24,11 +24,13 @@ from torch._C._distributed_c10d import Store
 from pipeexec.devices.devices import Device, RemoteDevice
 from pipeexec.distributed.channels import Channel, Lost, Route
 from pipeexec.distributed.distinct_gpus import check_distinct, uuid_of
-from pipeexec.distributed.flight_recorder import Recorder
+from pipeexec.distributed.failure import Failure
+from pipeexec.distributed.flight_recorder import FlightRecorder
 from pipeexec.distributed.nccl_channel import NcclChannel
 from pipeexec.distributed.process_clock import ProcessClock
+from pipeexec.distributed.status import StepReporter
 from pipeexec.distributed.store import gloo_on_loopback
-from pipeexec.distributed.watchdog import Failure, Watch
+from pipeexec.distributed.watchdog import Watchdog
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -105,11 +107,14 @@ class Processes:
         self._channels: dict[Route, Channel] = {}
         self._gpu_of: dict[int, torch.device] = {}  # by the device's number in the graph
         own = store.clone()  # type: ignore[attr-defined]  # left out of torch's stubs
-        self.watch = Watch(own, rank, n_ranks, timeout, holder=holder)
+        self.reporter = StepReporter(rank)
+        self.recorder = FlightRecorder(rank)
+        self.watch = Watchdog(
+            own, rank, n_ranks, timeout, self.reporter, self.recorder.exited_ranks, holder=holder
+        )
         with self.guard():
-            # Who is late is named here; a process group would only wait.
-            self.recorder = Recorder(rank, self.share)
-            self.watch.gone = self.recorder.gone
+            # An error names the ranks that are late; a process group would only wait for them.
+            self.recorder.connect(self.share)
             self.clock = ProcessClock(rank, n_ranks, self.group(range(n_ranks)))
             self.clock.sample()
 
@@ -134,7 +139,7 @@ class Processes:
             )
         name = (*members, backend, key)
         if name not in self._groups:
-            if self.watch.leaving:
+            if self.watch.others_may_end:
                 raise ArgumentError("these processes were left by close(); join again")
             self._check_process()
             # Longer than our own timeout, which names who is waited for.
@@ -217,13 +222,13 @@ class Processes:
 
     def blame(self, error: Lost) -> tuple[int, str]:
         """Return the process that was lost where a connection broke, and what is known of it."""
-        gone = self.recorder.gone_soon()
-        rank = error.rank if error.rank in gone or not gone else gone[0]
+        exited = self.recorder.wait_for_exit()
+        rank = error.rank if error.rank in exited or not exited else exited[0]
         if rank < 0:
             return rank, str(error)
-        if rank in gone:
-            return rank, self.watch.lost_text(rank)
-        return rank, f"{error}; {self.watch.last_of(rank)}"
+        if rank in exited:
+            return rank, self.watch.describe_loss(rank)
+        return rank, f"{error}; {self.watch.board.describe_last_task(rank)}"
 
     def close(self) -> None:
         """Leave, together with all others; the pipelines of these processes are done.
@@ -243,7 +248,7 @@ class Processes:
         well = self.watch.failure is None
         try:
             if well:
-                self.watch.leaving = True
+                self.watch.others_may_end = True
                 self.has_stepped = False  # another process may still be writing results
                 self.barrier()
         finally:
@@ -348,7 +353,7 @@ class Processes:
         end = time.monotonic() + timeout
         pause = 1e-4
         while not self.store.check(list(names)):
-            if self.watch.others_in_step():  # whether they get on is for the watch to say
+            if self.watch.board.others_in_step():  # whether they get on is for the watch to say
                 end = time.monotonic() + timeout
             if time.monotonic() > end:
                 late = [n.rpartition("/")[2] for n in names if not self.store.check([n])]
@@ -432,7 +437,7 @@ class Processes:
             raise self._without_store(error) from error
 
     def _without_store(self, error: RuntimeError) -> PeerError:
-        self.watch.lose_store(error)
+        self.watch.report_lost_store(error)
         return PeerError(self.watch.explain())
 
     def barrier(self) -> None:

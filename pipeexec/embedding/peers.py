@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeexec.distributed.channels import Lost
-from pipeexec.distributed.flight_recorder import Recorder
+from pipeexec.distributed.flight_recorder import FlightRecorder
 from pipeexec.distributed.processes import Processes
 from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, PipeError
 
@@ -48,7 +48,7 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup | Processes | None) -> None:
         self._processes = group if isinstance(group, Processes) else None
-        self._recorder: Recorder | None = None
+        self._recorder: FlightRecorder | None = None
         self._given = group
         self.rank, self.n, self.ranks = 0, 1, [0]
         if (found := self.group) is not None:
@@ -92,7 +92,10 @@ class Peers:
                     )
         if self.n > 1 and self._recorder is None:
             own = self._processes
-            self._recorder = own.recorder if own else Recorder(self.rank, self._share)
+            recorder = own.recorder if own else FlightRecorder(self.rank)
+            if own is None:
+                recorder.connect(self._share)
+            self._recorder = recorder
         return int(seed)
 
     def _share(self, value: Any) -> list[Any]:
@@ -142,7 +145,7 @@ class Peers:
 
     def lost(self, error: RuntimeError, what: str) -> Lost:
         """Return what a collective's error means: which process is gone, where that is known."""
-        gone = [] if self._recorder is None else self._recorder.gone_soon()
+        gone = [] if self._recorder is None else self._recorder.wait_for_exit()
         first = (str(error) or type(error).__name__).splitlines()[0]
         cause = RuntimeError(f"in the exchange of {what}: {first}")
         return Lost(self.ranks[gone[0]] if gone else -1, cause)

@@ -8,16 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeexec.distributed.channels import Lost
+from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.message_headers import Mismatch
 from pipeexec.distributed.processes import Processes
-from pipeexec.distributed.watchdog import Failure, Status
+from pipeexec.distributed.status import Status
 from pipeexec.executor.process_results import Part, whole
 from pipeexec.executor.step import Run, place
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
-__all__ = ["last_of", "raise_failure"]
+__all__ = ["describe_last_task", "raise_failure"]
 
 
 def raise_failure(
@@ -45,8 +46,9 @@ def _process_error(
     failure = own if own is None else processes.watch.post(own)
     failure = failure or processes.watch.failure
     assert failure is not None
-    processes.watch.say_last(run.part().pack())
-    parts = [Part.unpack(run.graph, text) for text in processes.watch.collect().values() if text]
+    processes.watch.publish_last_words(run.part().pack())
+    words = processes.watch.collect_last_words()
+    parts = [Part.unpack(run.graph, text) for text in words.values() if text]
     text = processes.watch.explain()
     cause = run.failure[1] if run.failure is not None and failure.rank == processes.rank else None
     kinds = {
@@ -122,14 +124,14 @@ def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None
     return Failure("raised", rank, text)
 
 
-def last_of(graph: TaskGraph, number: int, processes: Processes, rank: int) -> str:
+def describe_last_task(graph: TaskGraph, number: int, processes: Processes, rank: int) -> str:
     """Return what is known of a process that does not answer; ``number`` is the graph's."""
     noted = processes.recorder.read(rank)
     if noted is None:
-        return processes.watch.last_seen(rank)
-    if noted.begun == noted.ended:
-        return f"last seen {Status(rank, noted.ended, False, 0, [])}"
-    step = noted.begun - 1
+        return processes.watch.board.describe_last_status(rank)
+    if noted.n_begun == noted.n_ended:
+        return f"last seen {Status(rank, noted.n_ended, False, 0, [])}"
+    step = noted.n_begun - 1
     if noted.graph != number:
         return f"rank {rank} was in step {step}"
     tasks = [f"in {graph.task(task)} ({place(graph, task)})" for task in noted.tasks]

@@ -27,10 +27,10 @@ from pipeexec.data_parallel.stage_replicas import Elsewhere, check_hooks, follow
 from pipeexec.devices.devices import Device, DeviceLike, RemoteDevice, make_devices, ranks_of
 from pipeexec.devices.thread_settings import autocast
 from pipeexec.distributed.channels import Expected
-from pipeexec.distributed.flight_recorder import ENDED, GRAPH
+from pipeexec.distributed.flight_recorder import GRAPH, N_ENDED
 from pipeexec.distributed.message_headers import set_step
 from pipeexec.distributed.processes import Processes, guarded
-from pipeexec.distributed.watchdog import Status
+from pipeexec.distributed.status import Status
 from pipeexec.embedding.stage import (
     EmbeddingStage,
     ShardedStage,
@@ -45,7 +45,7 @@ from pipeexec.executor.agreement import (
 )
 from pipeexec.executor.allocator_memory import Allocated, sampled
 from pipeexec.executor.cuda_graph import Captured
-from pipeexec.executor.failures import last_of, raise_failure
+from pipeexec.executor.failures import describe_last_task, raise_failure
 from pipeexec.executor.gradient_sync import settle
 from pipeexec.executor.host_threads import make_hosts
 from pipeexec.executor.microbatch_loss import Finish
@@ -453,8 +453,7 @@ class Pipeline:
         """Leave what processes may say of a step that has ended, but nothing that holds it."""
         if self.processes is not None:
             if run.failure is not None or run.abandoned:
-                status = run.status()
-                self.processes.watch.status = lambda: status
+                self.processes.reporter.end_step(run.status())
             readings = run.readings()
             self.processes.measured = lambda: readings.timeline
 
@@ -580,9 +579,9 @@ class Pipeline:
         if self.processes is not None:
             run.expected = self._expected(run, self.processes)
             set_step((message.head for message in run.expected.values()), run.number)
-            self.processes.watch.status = run.status
             number = self.processes.recorder.own[GRAPH] = self._graph_number
-            self.processes.watch.last_of = partial(last_of, self.graph, number, self.processes)
+            describe = partial(describe_last_task, self.graph, number, self.processes)
+            self.processes.reporter.start_step(run.status, describe)
             self.processes.measured = lambda: run.readings(is_over=False).timeline
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages, self.graph.n_batches > 1)
@@ -620,9 +619,9 @@ class Pipeline:
             return
         if self.processes is not None and run.failure is None:
             self.processes.has_stepped = True
-            done = Status(self.processes.rank, self.n_steps, False, 0, [])
-            self.processes.watch.status = lambda: done
-            self.processes.recorder.own[ENDED] = self.n_steps
+            status = Status(self.processes.rank, self.n_steps, False, 0, [])
+            self.processes.reporter.end_step(status)
+            self.processes.recorder.own[N_ENDED] = self.n_steps
         for stage in self.stages:
             stage.done()
         if run.failure is not None:

@@ -7,7 +7,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from pipeexec.devices.streams import Event
-from pipeexec.distributed.watchdog import Failure, Head, Status, stalled
+from pipeexec.distributed.failure import Failure, stall_failure
+from pipeexec.distributed.status import Head, Status
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
 
@@ -100,5 +101,5 @@ class Progress:
         if status.n_ended != self._seen[0]:
             self._seen = status.n_ended, now
         if self.timeout is not None and now - self._seen[1] > self.timeout:
-            self.failure = stalled([status], self.timeout)
+            self.failure = stall_failure([status], self.timeout)
         return self.failure is not None

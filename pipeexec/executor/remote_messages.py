@@ -12,7 +12,7 @@ from pipeexec.devices import transfer
 from pipeexec.devices.devices import Device, RemoteDevice, ranks_of
 from pipeexec.devices.streams import InlineStream
 from pipeexec.distributed.channels import Channel, Expected, Route, Sent
-from pipeexec.distributed.flight_recorder import ROOM, TASKS
+from pipeexec.distributed.flight_recorder import FIRST_TASK, MOST_STREAMS
 from pipeexec.distributed.message_headers import Content, header
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import Signature, check_values
@@ -41,7 +41,7 @@ def connected(
     blocking = _blocking_streams(graph, away)
     groups = _reduction_groups(graph, ranks, processes)
     noted = [(device, stream) for stream in ("compute", "collective") for device in own]
-    slates = {place: TASKS + number for number, place in enumerate(noted[:ROOM])}
+    slates = {place: FIRST_TASK + number for number, place in enumerate(noted[:MOST_STREAMS])}
     found = []
     for task in tasks:
         name = graph.task(task.id).stream

@@ -17,9 +17,10 @@ from pipeexec.devices import clocks
 from pipeexec.devices.devices import Device, RemoteDevice, ranks_of
 from pipeexec.devices.streams import CpuEvent, Event, Stream
 from pipeexec.distributed.channels import Asked, Channel, Expected
-from pipeexec.distributed.flight_recorder import BEGUN, ENDED
+from pipeexec.distributed.failure import Failure
+from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
 from pipeexec.distributed.processes import Processes
-from pipeexec.distributed.watchdog import Failure, Status
+from pipeexec.distributed.status import Status
 from pipeexec.executor.process_results import Part
 from pipeexec.executor.progress import Progress, StepHeads
 from pipeexec.executor.task_times import Milestone, Readings
@@ -194,7 +195,7 @@ class Run:
         self.clock = clocks.start([self.devices[d] for d in self.numbers])
         self.zero = perf_counter()
         if self.processes is not None:
-            self.slate[ENDED], self.slate[BEGUN] = self.number, self.number + 1
+            self.slate[N_ENDED], self.slate[N_BEGUN] = self.number, self.number + 1
         self._tasks = tasks
         if self.hosts is not None:
             self.took = np.full(len(self.graph), np.nan)
@@ -247,7 +248,7 @@ class Run:
     def _look(self) -> None:
         """Give up if this step will not end."""
         if self.processes is not None:
-            self.processes.watch.look_after_store()
+            self.processes.watch.check_store()
             failed = self.failure is not None or self.processes.watch.failure is not None
             self.abandoned = failed
         elif self._progress.stalled(self.status()) or perf_counter() > self._until:
