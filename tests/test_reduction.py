@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.data_parallel import gradient_reduction
-from pipeexec.data_parallel.gradient_reduction import summed
+from pipeexec.data_parallel.gradient_reduction import sum_gradients
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "complex64")
 #: Shapes with their layouts: plain, channels last, a table of rows, a number.
@@ -73,7 +73,7 @@ def _sum_case(
     n: int,
     parameters: list[list[str]],
     kinds: list[list[list[str]]],
-    message: int = gradient_reduction.MESSAGE,
+    message: int = gradient_reduction.BUCKET_BYTES,
 ) -> dict[str, int]:
     """Sum gradients of ``kinds`` (process, copy, parameter) over ``n`` of the ranks."""
     group = _group(n)
@@ -91,8 +91,8 @@ def _sum_case(
     own = [[None if x is None else x.clone() for x in copy] for copy in own]
     with pytest.MonkeyPatch.context() as patch:
         calls = _Calls(patch)
-        patch.setattr(gradient_reduction, "MESSAGE", message)
-        found = summed(own, like, group)
+        patch.setattr(gradient_reduction, "BUCKET_BYTES", message)
+        found = sum_gradients(own, like, group)
     for p, (got, parameter) in enumerate(zip(found, like, strict=True)):
         _check_sum(got, [x for at, x in there.items() if at[2] == p and x is not None], parameter)
         first = own[0][p]
@@ -202,7 +202,7 @@ def test_sums_in_one_process_without_a_group() -> None:
         for kinds in (["dense", "sparse", "none", "sparse"], ["strided", "none", "none", "dense"])
     ]
     for got, there, parameter in zip(
-        summed([[None if x is None else x.clone() for x in row] for row in copies], like),
+        sum_gradients([[None if x is None else x.clone() for x in row] for row in copies], like),
         zip(*copies, strict=True),
         like,
         strict=True,

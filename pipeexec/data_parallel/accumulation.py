@@ -1,7 +1,7 @@
 """`GradientAccumulation`: one optimizer step for several backwards, without a pipeline.
 
-The file is longer than most: it is one class, half of it docstrings. Replicas and checkpoints are
-in files of their own.
+The file has more than 300 lines: it is one class, half of it docstrings. Replicas, checkpoints and
+the optimizer's step are in files beside it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from pipeexec.data_parallel.accumulation_replicas import Replicas, scale_gradients
+from pipeexec.data_parallel.accumulation_replicas import Replicas
 from pipeexec.data_parallel.accumulation_state import (
     check_state,
+    make_state,
     named_parameters,
     restore_gradients,
-    state_of,
+)
+from pipeexec.data_parallel.accumulation_step import (
+    check_arguments,
+    scale_gradients,
+    step_optimizer,
+    weighted_loss,
 )
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipesim.errors import (
     ArgumentError,
-    ArgumentTypeError,
     ExecutionError,
     check_count,
     check_flag,
-    check_function,
-    check_type,
 )
 
 __all__ = ["GradientAccumulation"]
@@ -37,9 +40,9 @@ __all__ = ["GradientAccumulation"]
 class GradientAccumulation:
     """Adds up the gradients of ``n_steps`` micro-batches before each optimizer step.
 
-    Gradients are those of the whole batch at once. Replicas of DistributedDataParallel add theirs
-    up once a batch, in the backward of its last micro-batch: the others run, forward and backward,
-    within DDP's ``no_sync()``. ::
+    Gradients equal those of the whole batch at once. Replicas of DistributedDataParallel reduce
+    theirs once a batch, in the backward of its last micro-batch. The others run, forward and
+    backward, within DDP's ``no_sync()``. ::
 
         accumulation = px.GradientAccumulation(model, optimizer, n_steps=4)
         for inputs, targets in loader:
@@ -50,11 +53,11 @@ class GradientAccumulation:
         accumulation.flush()  # where n_steps does not divide the number of micro-batches
 
     A block of `microbatch` holds one `backward`, or as many as its ``n_losses``. The last block of
-    a batch ends with ``optimizer.step()``, and the first begins with ``optimizer.zero_grad()``: a
+    a batch ends with ``optimizer.step()``, and the first begins with ``optimizer.zero_grad()``: the
     loop calls neither.
 
-    A block that raises before its `backward` can be tried again. One that raises in it, or later,
-    drops the batch: gradients are zeroed, and counting begins anew.
+    A block that raises before its `backward` can be tried again. A block that raises in its
+    `backward`, or later, drops the batch: gradients are zeroed, and counting starts again.
 
     `state_dict` and `load_state_dict` resume between two blocks, also in the middle of a batch. The
     first batch of a model with batch norms in training mode causes a `BatchNormWarning`.
@@ -64,21 +67,28 @@ class GradientAccumulation:
     model
         A module, or one in DistributedDataParallel.
     optimizer
-        Of its parameters.
+        Optimizer of its parameters.
     n_steps
         Micro-batches of a batch.
     n_batches
-        Micro-batches of an epoch, where they are known, as from ``len(loader)``.
+        Micro-batches of an epoch if known, such as ``len(loader)``.
     scaler
-        A `torch.amp.GradScaler`, or whatever has its ``scale``, ``unscale_``, ``step``, ``update``.
+        A `torch.amp.GradScaler`, or an object with its methods ``scale``, ``unscale_``, ``step``
+        and ``update``.
     before_step
-        Called before each optimizer step, with all gradients there and unscaled, as to clip them.
+        Called before each optimizer step, when all gradients are complete and unscaled, for example
+        to clip them.
+
+    Attributes
+    ----------
+    has_stepped
+        Whether the last block, or `flush`, ended with an optimizer step.
 
     Raises
     ------
     ArgumentError
-        If ``n_steps`` does not divide ``n_batches``; or DDP is around a part of the model, or has
-        options that count on a backward that adds up gradients after each forward.
+        If ``n_steps`` does not divide ``n_batches``; if DDP is around a part of the model; or if
+        DDP has options that expect a backward that reduces gradients after each forward.
     """
 
     def __init__(
@@ -91,7 +101,7 @@ class GradientAccumulation:
         scaler: Any = None,
         before_step: Callable[[], object] | None = None,
     ) -> None:
-        _check_arguments(model, optimizer, scaler, before_step)
+        check_arguments(model, optimizer, scaler, before_step)
         self.model, self.optimizer = model, optimizer
         self.n_steps = check_count("n_steps", n_steps)
         if n_batches is not None and check_count("n_batches", n_batches) % n_steps:
@@ -102,7 +112,7 @@ class GradientAccumulation:
             )
         self.scaler, self.before_step = scaler, before_step
         self._replicas = Replicas(model)
-        self.has_stepped = False  # whether the last block, or flush, ended with an optimizer step
+        self.has_stepped = False
         self._check_batch_norms = BatchNormCheck(
             self._replicas.module.named_modules(),
             "DeferredBatchNorm.convert_deferred_batch_norm(model, chunks=n_steps) of "
@@ -112,43 +122,47 @@ class GradientAccumulation:
 
     def _clear(self) -> None:
         self._n_done = 0
-        self._n_samples: list[int] = []  # of each micro-batch, where they are given
-        # Then within a block: "forward", "backward", "between" two losses, "done".
+        self._n_samples: list[int] = []  # of each micro-batch, if the user gives them
+        # Within a block: "forward", "backward", "between" two losses, "done".
         self._state = "outside"
-        self._n_losses = self._n_backwards = 0  # of the block under way
+        self._n_losses = self._n_backwards = 0  # of the current block
 
     @property
     def n_accumulated(self) -> int:
-        """Micro-batches whose gradients have been added up since the last optimizer step."""
+        """Micro-batches whose gradients have accumulated since the last optimizer step.
+
+        From 0 to ``n_steps - 1`` between two blocks. At 0 a checkpoint needs no gradients, and any
+        rank can load it.
+        """
         return self._n_done
 
     @property
     def is_last(self) -> bool:
-        """Whether the micro-batch under way, or else the next one, is the last of its batch."""
+        """Whether the current micro-batch, or between blocks the next, is the last of its batch."""
         return self._n_done + (self._state != "done") == self.n_steps
 
     @contextmanager
     def microbatch(self, n_samples: int | None = None, *, n_losses: int = 1) -> Iterator[None]:
         """Return the context of one micro-batch: its forward, and `backward` of its loss.
 
-        Several losses go back one after the other, so that one graph is alive at a time. Gradients
-        are those of the sum of the losses::
+        Several losses call `backward` one after the other, so that one graph at a time is in
+        memory. Gradients are those of the sum of the losses::
 
             with accumulation.microbatch(n_losses=2):
                 accumulation.backward(reconstruction(model(images)))
                 accumulation.backward(classification(model(texts)))
 
-        Replicas of DDP add up gradients within the last `backward` of a batch; with several losses
-        right after it, without overlap, as parameters that the last loss does not use may have
-        gradients of others.
+        Replicas of DDP reduce gradients within the last `backward` of a batch. With several losses
+        they do it right after that, without overlap: parameters that the last loss does not use may
+        have gradients of other losses.
 
         Parameters
         ----------
         n_samples
-            Of this micro-batch, where micro-batches differ: each loss is the mean over so many, and
-            gradients become those of the mean over all samples of the batch, in all replicas. Then
-            replicas exchange one number more a batch. For a loss that is a mean over anything else,
-            such as tokens that are not masked, the number of these.
+            Samples of this micro-batch, for micro-batches of different sizes: each loss is the mean
+            over ``n_samples``. Gradients become those of the mean over all samples of the batch, in
+            all replicas; replicas then exchange one more number a batch. For a loss that is a mean
+            over anything else, such as tokens that are not masked, give the number of these.
         n_losses
             Calls of `backward` in the block.
 
@@ -171,30 +185,30 @@ class GradientAccumulation:
         if n_samples is not None:
             self._n_samples.append(n_samples)
         try:
-            with self._replicas.microbatch(watched=self._is_watched):
+            with self._replicas.microbatch(synchronizes=self._ddp_synchronizes):
                 yield
             if self._state != "done":
                 self._refuse_end()
             if self._n_done == self.n_steps:
                 self._step()
         except BaseException:
-            self._failed(n_samples)
+            self._restore_after_error(n_samples)
             raise
         self._state = "outside"
 
     @property
-    def _is_watched(self) -> bool:
-        """Whether DDP adds up gradients within the backward of the micro-batch under way.
+    def _ddp_synchronizes(self) -> bool:
+        """Whether DDP reduces gradients within the backward of the current micro-batch.
 
-        It watches one backward alone, which has to reach every parameter that has a gradient of
+        DDP watches one backward only, which has to reach every parameter that has a gradient of
         this micro-batch.
         """
         return self.is_last and self._n_losses == 1
 
     def _refuse_end(self) -> NoReturn:
-        """Raise at the end of a block that had too few backwards."""
+        """Raise the error of a block that ended with too few backwards."""
         n_had = f"{self._n_backwards} of {self._n_losses} backwards" if self._n_backwards else ""
-        self._state = "backward"  # there may have been one, past this object
+        self._state = "backward"  # the user may have called loss.backward()
         raise ExecutionError(
             f"micro-batch {self._n_done} of {self.n_steps} has had {n_had or 'no backward'}; call "
             "accumulation.backward(loss) in the block, in place of loss.backward(), once for each "
@@ -202,22 +216,22 @@ class GradientAccumulation:
         )
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Go back from a loss of the micro-batch, weighted by the micro-batch's share of the batch.
+        """Run the backward of a loss, weighted by the micro-batch's share of the batch.
 
         Parameters
         ----------
         loss
             One element, a mean over the micro-batch.
         retain_graph
-            Whether the graph is kept, for another loss of the same forward; as of
+            Whether to keep the graph, for another loss of the same forward; passed to
             `torch.Tensor.backward`.
 
         Raises
         ------
         ExecutionError
-            Outside a block of `microbatch`, or if called more often in one than its ``n_losses``.
+            Outside a block of `microbatch`, or if a block calls it more than ``n_losses`` times.
         ArgumentError
-            If the loss is no tensor with one element that depends on parameters.
+            If the loss is not a tensor with one element that depends on parameters.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(
@@ -233,28 +247,28 @@ class GradientAccumulation:
                 f"microbatch(n_losses={self._n_losses + 1}), or add the losses up before"
             )
         self._state = "backward"
-        # What all samples are is known after the last: gradients are divided by it then.
-        weighted = loss * self._n_samples[-1] if self._n_samples else loss / self.n_steps
-        weighted = weighted if self.scaler is None else self.scaler.scale(weighted)
+        weighted = weighted_loss(loss, self._n_samples, self.n_steps, self.scaler)
         weighted.backward(retain_graph=retain_graph)
         self._n_backwards += 1
         if self._n_backwards < self._n_losses:
             self._state = "between"
             return
         if self.is_last:
-            if not self._is_watched:
+            if not self._ddp_synchronizes:
                 self._replicas.synchronize()
             self._finish()
         self._n_done += 1
         self._state = "done"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resumes here, in the middle of a batch too: gradients so far, and counts.
+        """Return a checkpoint: gradients so far, and counts. It may be in the middle of a batch.
 
-        `torch.save` and ``torch.load(weights_only=True)`` take it. Model, optimizer, ``scaler``,
-        scheduler, random numbers and the place in the data have checkpoints of their own. Replicas
-        of DDP save a file each, and load their own: gradients are each replica's, before the sum.
-        Gradients are copies, by name of their parameter.
+        - `torch.save` and ``torch.load(weights_only=True)`` accept it.
+        - Model, optimizer, ``scaler``, scheduler, random numbers and the position in the data need
+          separate checkpoints.
+        - Each replica of DDP saves a file and loads that file again: the gradients are the
+          replica's own, before the reduction.
+        - Gradients are copies, by name of their parameter.
 
         Raises
         ------
@@ -262,7 +276,7 @@ class GradientAccumulation:
             Within a block.
         """
         self._check_outside("state_dict")
-        return state_of(
+        return make_state(
             named_parameters(self._replicas.module, self.optimizer),
             self._replicas,
             self.n_steps,
@@ -271,22 +285,23 @@ class GradientAccumulation:
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint: the weights become those of a run that was not interrupted.
+        """Resume from a checkpoint: the weights become those of a run that was not interrupted.
 
-        They are bit for bit the same, if model and optimizer were loaded before, DDP splits
-        gradients into the same buckets, and the loop goes on with the next micro-batch. Gradients
-        that have accumulated here are dropped.
+        They are bit for bit the same under three conditions: model and optimizer were loaded
+        before, DDP splits gradients into the same buckets, and the loop continues with the next
+        micro-batch. Gradients that have accumulated before the call are dropped.
 
         Parameters
         ----------
         state_dict
-            Of the same ``n_steps`` and parameters; and in the middle of a batch, of the same rank
-            and number of replicas.
+            A checkpoint of the same ``n_steps`` and parameters; in the middle of a batch also of
+            the same rank and number of replicas.
 
         Raises
         ------
         ArgumentError
-            If it is of another training, naming how it differs; nothing has changed then.
+            If the checkpoint is of another training, naming the difference; nothing has changed
+            then.
         ExecutionError
             Within a block.
         """
@@ -302,15 +317,15 @@ class GradientAccumulation:
         self._replicas.broadcasts_buffers = bool(state["broadcasts_buffers"])
 
     def flush(self) -> bool:
-        """Step with the micro-batches that there are, where they are fewer than ``n_steps``.
+        """Step with an incomplete batch of fewer than ``n_steps`` micro-batches.
 
-        As at the end of an epoch. All replicas must call this, with equally many. Gradients are the
-        mean over these micro-batches, or over their samples.
+        Call it at the end of an epoch. All replicas must call it, with equally many micro-batches.
+        Gradients are the mean over these micro-batches, or over their samples.
 
         Returns
         -------
         bool
-            Whether there were any.
+            Whether there were any micro-batches.
 
         Raises
         ------
@@ -365,28 +380,19 @@ class GradientAccumulation:
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def _finish(self) -> None:
-        """Divide gradients of samples' sums by the number of all samples, over all replicas."""
+        """Divide gradients of sums over samples by the number of samples, over all replicas."""
         if not self._n_samples:
             return
         total = self._replicas.total(float(sum(self._n_samples)))
         scale_gradients(self._parameters(), self._replicas.n / total)  # DDP has taken the mean
 
     def _step(self) -> None:
-        if self.scaler is None:
-            if self.before_step is not None:
-                self.before_step()
-            self.optimizer.step()
-        else:
-            if self.before_step is not None:
-                self.scaler.unscale_(self.optimizer)
-                self.before_step()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        step_optimizer(self.optimizer, self.scaler, self.before_step)
         self._clear()
         self.has_stepped = True
 
-    def _failed(self, n_samples: int | None) -> None:
-        """Put things back as they were before a block, or drop its batch."""
+    def _restore_after_error(self, n_samples: int | None) -> None:
+        """Restore the state from before a block that raised, or drop its batch."""
         if self._state != "forward":
             self._drop(synchronizing=self._state == "backward" and self.is_last)
             return
@@ -395,23 +401,11 @@ class GradientAccumulation:
             self._n_samples.pop()
 
     def _drop(self, *, synchronizing: bool) -> None:
-        """Forget the batch; what DDP's reducer may still wait for will not come."""
+        """Drop the batch; DDP's reducer may wait for gradients that will not come."""
         if synchronizing:
             self._replicas.reset()
         self.optimizer.zero_grad()
         self._clear()
-
-
-def _check_arguments(model: object, optimizer: object, scaler: object, before_step: object) -> None:
-    """Raise `ArgumentTypeError` for arguments of the wrong type."""
-    check_type("model", model, nn.Module)
-    check_type("optimizer", optimizer, torch.optim.Optimizer, "make it from the model's parameters")
-    if scaler is not None and not all(
-        callable(getattr(scaler, name, None)) for name in ("scale", "step", "update", "unscale_")
-    ):
-        raise ArgumentTypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r:.60}")
-    if before_step is not None:
-        check_function("before_step", before_step, "before_step()")
 
 
 def _times(n: int) -> str:

@@ -1,37 +1,36 @@
-"""Replicas of `GradientAccumulation`: those of DistributedDataParallel, or a model by itself."""
+"""`Replicas` of a model in `GradientAccumulation`: those of DDP, or the model alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipeexec.data_parallel.ddp import ddp_of, synchronize
 
-__all__ = ["Replicas", "scale_gradients"]
+__all__ = ["Replicas"]
 
 
 class Replicas:
-    """The replicas of a model, of which one is in this process.
+    """Replicas of a model, one of which is in this process.
 
     Parameters
     ----------
     model
-        A module, which is then the only replica, or one in DistributedDataParallel.
+        A module in DistributedDataParallel; any other module is the only replica.
 
     Raises
     ------
     ArgumentError
-        If DDP is around a part of the model, or has an option that counts on a backward that adds
-        up gradients after each forward.
+        If DDP is around a part of the model, or has an option that expects a backward that reduces
+        gradients after each forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.ddp = ddp_of(model, "the model")
-        #: The model itself, whose names of parameters do not depend on DDP.
+        #: The model without DDP, which would change the names of its parameters.
         self.module: nn.Module = model if self.ddp is None else self.ddp.module
 
     @property
@@ -46,7 +45,7 @@ class Replicas:
 
     @property
     def broadcasts_buffers(self) -> bool:
-        """Whether the next forward begins with the buffers of rank 0, if DDP broadcasts them."""
+        """Whether the next forward starts by broadcasting rank 0's buffers, if DDP does that."""
         return self.ddp is None or bool(self.ddp.require_forward_param_sync)
 
     @broadcasts_buffers.setter
@@ -54,18 +53,18 @@ class Replicas:
         if self.ddp is not None:
             self.ddp.require_forward_param_sync = value
 
-    def microbatch(self, *, watched: bool) -> AbstractContextManager[None]:
-        """Return the context of a forward and its backward, in which DDP adds up or does not."""
-        return nullcontext() if self.ddp is None or watched else self.ddp.no_sync()
+    def microbatch(self, *, synchronizes: bool) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch; ``synchronizes``: DDP reduces in its backward."""
+        return nullcontext() if self.ddp is None or synchronizes else self.ddp.no_sync()
 
     def synchronize(self) -> None:
-        """Add up the gradients that there are, after backwards that DDP did not watch."""
+        """Reduce accumulated gradients, after backwards in which DDP did not."""
         if self.ddp is not None:
             synchronize(self.ddp)
-            self.broadcasts_buffers = True  # as after a backward that DDP watches
+            self.broadcasts_buffers = True  # as after a backward in which DDP reduces
 
     def reset(self) -> None:
-        """Forget gradients that DDP's reducer may still wait for: they will not come."""
+        """Reset DDP's reducer, which may wait for gradients that will not come."""
         if self.ddp is not None:
             self.ddp.reducer._reset_state()
 
@@ -74,14 +73,6 @@ class Replicas:
         if self.ddp is None:
             return count
         device = next(self.ddp.parameters()).device
-        whole = torch.tensor(count, device=device)
-        dist.all_reduce(whole, group=self.ddp.process_group)
-        return float(whole)
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply the gradients that there are."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+        total = torch.tensor(count, device=device)
+        dist.all_reduce(total, group=self.ddp.process_group)
+        return float(total)

@@ -1,4 +1,4 @@
-"""Checkpoints of gradients that are being accumulated: tensors by name, and counts."""
+"""Checkpoints of `GradientAccumulation`: gradients by name of their parameter, and counts."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from pipeexec.data_parallel.accumulation_replicas import Replicas
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_count, check_list
 
-__all__ = ["check_state", "named_parameters", "restore_gradients", "state_of"]
+__all__ = ["check_state", "make_state", "named_parameters", "restore_gradients"]
 
 _KEYS = ("n_steps", "n_accumulated", "n_samples", "rank", "n_replicas", "shapes", "gradients",
          "broadcasts_buffers")  # fmt: skip
-#: Names that a message lists.
-_LISTED = 5
+#: Most names that a message lists; it counts the others.
+_MAX_NAMES = 5
 
 
 def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the parameters of an optimizer by their names in a model.
 
-    A parameter that is not the model's, such as a weight of the loss, has the name of its place:
-    ``param_groups.1.0``.
+    A parameter that is not in the model, such as a weight of the loss, is named by its position in
+    the optimizer: ``param_groups.1.0``.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
@@ -33,14 +33,14 @@ def named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     }
 
 
-def state_of(
+def make_state(
     parameters: Mapping[str, Tensor],
     replicas: Replicas,
     n_steps: int,
     n_done: int,
     n_samples: Sequence[int],
 ) -> dict[str, Any]:
-    """Return a checkpoint of a batch of which ``n_done`` micro-batches have gone back."""
+    """Return a checkpoint of a batch after the backwards of ``n_done`` micro-batches."""
     gradients = {
         name: parameter.grad.detach().clone()
         for name, parameter in parameters.items()
@@ -60,7 +60,7 @@ def state_of(
 
 @torch.no_grad()
 def restore_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """Give parameters copies of the gradients of their names, and None to the others."""
+    """Copy gradients to the parameters of their names; the others have None."""
     for name, parameter in parameters.items():
         saved = gradients.get(name)
         parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
@@ -69,13 +69,15 @@ def restore_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, 
 def check_state(
     state: object, parameters: Mapping[str, Tensor], replicas: Replicas, n_steps: int
 ) -> dict[str, Any]:
-    """Return a checkpoint if it fits.
+    """Return a checkpoint if it fits this training.
 
     Raises
     ------
+    ArgumentTypeError
+        If ``state`` is no dict.
     ArgumentError
-        If it is none, or is of another ``n_steps``, of other parameters, or in the middle of a
-        batch of another rank or another number of replicas.
+        If ``state`` is no checkpoint, or is of another ``n_steps`` or of other parameters. In the
+        middle of a batch also if it is of another rank or another number of replicas.
     """
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
@@ -95,13 +97,13 @@ def check_state(
     _check_shapes(state["shapes"], parameters)
     _check_gradients(state["gradients"], parameters, bool(state["n_accumulated"]))
     if state["n_accumulated"]:
-        for name, given, own in (
+        for name, saved, own in (
             ("n_replicas", state["n_replicas"], replicas.n),
             ("rank", state["rank"], replicas.rank),
         ):
-            if given != own:
+            if saved != own:
                 raise ArgumentError(
-                    f"state_dict is of {name}={given}, this process has {name}={own}: gradients in "
+                    f"state_dict is of {name}={saved}, this process has {name}={own}: gradients in "
                     "the middle of a batch are each replica's own; load each rank's own state, or "
                     "save where n_accumulated is 0"
                 )
@@ -128,10 +130,10 @@ def _check_shapes(shapes: object, parameters: Mapping[str, Tensor]) -> None:
         ("has, and the optimizer lacks,", [name for name in shapes if name not in parameters]),
     ):
         if names:
-            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            listed = ", ".join(map(repr, names[:_MAX_NAMES]))
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
             raise ArgumentError(
-                f"state_dict {what} parameters {', '.join(map(repr, names[:_LISTED]))}{more}; it "
-                "is of another model or optimizer"
+                f"state_dict {what} parameters {listed}{more}; it is of another model or optimizer"
             )
     for name, parameter in parameters.items():
         if (shape := shapes[name]) != list(parameter.shape):

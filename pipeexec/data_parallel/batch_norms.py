@@ -12,24 +12,26 @@ from pipesim.errors import BatchNormWarning
 
 __all__ = ["BatchNormCheck"]
 
-#: Names that a message lists; of more it gives the number.
-_LISTED = 5
+#: Most names that a message lists; it counts the others.
+_MAX_NAMES = 5
 
 
 class BatchNormCheck:
-    """Warns, once, of the batch norms of a model that normalize each micro-batch by itself.
+    """Warns once of the batch norms of a model that normalize each micro-batch separately.
 
-    A batch norm normalizes by the mean and variance of its input where it is in training mode, or
-    where it keeps no running statistics, in either mode. One in evaluation mode with running
-    statistics is the same function of each sample, whatever the batch: it causes no warning, nor
-    does a `pipeexec.gpipe.batchnorm.DeferredBatchNorm`, which was chosen for micro-batches.
+    A batch norm normalizes by the mean and variance of its input in training mode, and in either
+    mode if it keeps no running statistics. Two kinds cause no warning:
+
+    - Batch norms in evaluation mode with running statistics: they are the same function of each
+      sample, whatever the batch.
+    - `pipeexec.gpipe.batchnorm.DeferredBatchNorm`, which the user chose for micro-batches.
 
     Parameters
     ----------
     modules
         Names and modules of the model.
     advice
-        What is specific to the caller: a sentence at the end of the message.
+        Last sentence of the message, for the caller's case.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], advice: str) -> None:
@@ -41,16 +43,16 @@ class BatchNormCheck:
         self._advice = advice
 
     def __call__(self, n_microbatches: int, stacklevel: int = 3) -> None:
-        """Warn if a batch of so many micro-batches would be normalized in parts."""
+        """Warn if a batch of ``n_microbatches`` would be normalized in parts."""
         if n_microbatches < 2 or not self._norms:
             return
         names = [name or "the model itself" for name, norm in self._norms if _uses_batch(norm)]
         if not names:
             return
         self._norms = []
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         warnings.warn(
-            f"batch norms {', '.join(map(repr, names[:_LISTED]))}{more} normalize each of "
+            f"batch norms {', '.join(map(repr, names[:_MAX_NAMES]))}{more} normalize each of "
             f"{n_microbatches} micro-batches by its own mean and variance: loss and gradients are "
             "not those of the whole batch at once, and running statistics are updated "
             f"{n_microbatches} times a batch. For equal gradients use GroupNorm or LayerNorm, or "

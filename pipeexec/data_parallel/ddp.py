@@ -1,4 +1,4 @@
-"""What DistributedDataParallel leaves to whoever calls its reducer by hand."""
+"""Use DistributedDataParallel's reducer by hand: check the module, and synchronize gradients."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ddp_of", "is_synchronizing", "synchronize"]
 
 
 def ddp_of(module: nn.Module, name: str) -> DistributedDataParallel | None:
-    """Return the module if it is replicated by DDP, None if nothing in it is.
+    """Return the module if it is a DistributedDataParallel, None if no module in it is.
 
     Raises
     ------
     ArgumentError
-        If only a part of it is, or DDP was made with an option under which its reducer does not
-        wait for a chosen backward. The message calls the module ``name``.
+        If DDP is around a part of the module only, or has an option under which its reducer does
+        not wait for a chosen backward. The message calls the module ``name``.
     """
     inside = [k for k, m in module.named_modules() if isinstance(m, DistributedDataParallel)]
     if not inside:
@@ -45,30 +45,30 @@ def ddp_of(module: nn.Module, name: str) -> DistributedDataParallel | None:
 
 
 def synchronize(ddp: DistributedDataParallel) -> None:
-    """Replace the gradients that have accumulated by their mean over the replicas.
+    """Replace accumulated gradients by their mean over the replicas.
 
-    Goes through the reducer, with its buckets and communication hooks: a backward that adds
-    nothing reaches every parameter, and the reducer, which watches for that, takes what lies
-    there. A parameter without a gradient counts as zero; with ``find_unused_parameters``, one that
-    has none in any replica keeps none.
+    The reducer does it, with its buckets and communication hooks. A backward that adds nothing
+    reaches every parameter; the reducer watches for that, and takes the gradients that have
+    accumulated. A parameter without a gradient counts as zero. With ``find_unused_parameters``, one
+    that has no gradient in any replica keeps none.
     """
     parameters = [p for p in ddp._module_parameters if p.requires_grad]
-    if ddp.find_unused_parameters:  # others are marked as unused; without any there is no backward
+    if ddp.find_unused_parameters:  # the others are marked as unused; a backward needs one
         parameters = [p for p in parameters if p.grad is not None] or parameters[:1]
     with torch.enable_grad():
-        end: Tensor = _Nothing.apply(*parameters)  # type: ignore[no-untyped-call]
-    ddp.reducer.prepare_for_backward([end])
-    end.backward()
+        output: Tensor = _NoGradient.apply(*parameters)  # type: ignore[no-untyped-call]
+    ddp.reducer.prepare_for_backward([output])
+    output.backward()
 
 
 def is_synchronizing(tensors: object) -> bool:
-    """Whether a backward from a tensor is that of `synchronize`, which makes no gradients."""
+    """Return whether a backward from a tensor is that of `synchronize`, without gradients."""
     node = getattr(tensors, "grad_fn", None)
-    return isinstance(node, _Nothing._backward_cls)
+    return isinstance(node, _NoGradient._backward_cls)
 
 
-class _Nothing(torch.autograd.Function):
-    """Depends on parameters, and has no gradient for them."""
+class _NoGradient(torch.autograd.Function):
+    """Zero that depends on parameters, and has no gradient for them."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:

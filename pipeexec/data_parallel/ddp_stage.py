@@ -1,16 +1,18 @@
-"""A stage that DistributedDataParallel replicates: its gradients are added up once a mini-batch.
+"""`DdpStage`: a stage in DistributedDataParallel, whose gradients are reduced once a mini-batch.
 
-DDP expects a backward after each forward: a forward makes its reducer ready, and the next backward
-is the one that adds up gradients. In a pipeline several forwards come before the first backward.
-So forwards leave the reducer alone, and it is made ready before the last backward::
+DDP expects a backward after each forward: a forward prepares its reducer, and the next backward
+reduces gradients. In a pipeline several forwards come before the first backward. So forwards run
+within ``no_sync()``, and the reducer is prepared before the last backward::
 
-      F0 F1 F2 B0 F3 B1 B2 | B3     made ready at the bar: the all-reduce overlaps B3
+      F0 F1 F2 B0 F3 B1 B2 | B3     prepared at the bar: the all-reduce overlaps B3
       F0 F1 I0 W0 I1 W1 |           no hook of autograd sees W: the all-reduce comes after it
 
-Gradients of earlier micro-batches have accumulated by then, and go along. It also comes after the
-last backward where the schedule has versions of the weights, which are not the parameters that the
-reducer knows, and under ``find_unused_parameters``, where a parameter that the last micro-batch
-does not use may have been used by others.
+The all-reduce includes the gradients of earlier micro-batches, which have accumulated by then. It
+comes after the last backward in two more cases:
+
+- The schedule has versions of the weights, which are not the parameters that the reducer knows.
+- DDP has ``find_unused_parameters``: earlier micro-batches may have used a parameter that the last
+  one does not use.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ __all__ = ["DdpStage", "check_ddp", "ddp_stage"]
 
 
 def check_ddp(stages: Sequence[nn.Module | None], n_paths: int) -> None:
-    """Check that stages which are DDP can run in a pipeline of their own process.
+    """Check that DDP stages can run in one pipeline of this process.
 
     Raises
     ------
@@ -61,13 +63,13 @@ def check_ddp(stages: Sequence[nn.Module | None], n_paths: int) -> None:
 def ddp_stage(
     module: nn.Module, index: int, batch_size: int | None, has_versions: bool
 ) -> DdpStage | None:
-    """Return what a stage needs if it is DDP, None if it is not; see `DdpStage`.
+    """Return the `DdpStage` of a stage in DDP, None for other stages.
 
     Raises
     ------
     ArgumentError
-        If DDP replicates a part of the stage, has an option that no stage can have, or
-        ``batch_size`` is not known.
+        If DDP is around a part of the stage, or has an option that no stage can have, or
+        ``batch_size`` is None.
     """
     ddp = ddp_of(module, f"stage {index}")
     if ddp is None:
@@ -80,10 +82,10 @@ def ddp_stage(
 
 
 class DdpStage:
-    """Makes DDP's reducer ready for a stage's last backward of each mini-batch.
+    """Prepares DDP's reducer for a stage's last backward of each mini-batch.
 
-    A step within the user's ``ddp.no_sync()`` adds up nothing. Buffers are broadcast in the first
-    forward of a step that follows one which added up gradients, as DDP does.
+    A step within the user's ``ddp.no_sync()`` reduces nothing. After a step that reduced gradients,
+    the next step's first forward broadcasts buffers, as DDP does.
 
     Parameters
     ----------
@@ -92,44 +94,44 @@ class DdpStage:
     batch_size
         Micro-batches of a mini-batch.
     has_versions
-        Whether forwards see versions of the weights in place of the parameters.
+        Whether forwards use versions of the weights in place of the parameters.
     """
 
     def __init__(self, ddp: DistributedDataParallel, batch_size: int, has_versions: bool) -> None:
         self.ddp, self.batch_size = ddp, batch_size
         self.overlaps = not has_versions and not ddp.find_unused_parameters
         self._n_ended: Counter[int] = Counter()  # of each mini-batch
-        self._is_ready = False
+        self._is_prepared = False
         self._was_synchronized = False
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self._n_ended.clear()
-        if self._was_synchronized:  # a forward that synchronizes would have said so
+        if self._was_synchronized:  # DDP sets this in a forward outside no_sync()
             self.ddp.require_forward_param_sync = True
         self._was_synchronized = False
 
-    def around_forward(self) -> AbstractContextManager[None]:
-        """Return the context of a forward or recompute, which must not make the reducer ready."""
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Return the context of a forward or recompute, which must not prepare the reducer."""
         return self.ddp.no_sync()
 
     def before_backward(self, microbatch: int) -> None:
-        """Make the reducer ready if this backward is the one that it should watch."""
+        """Prepare the reducer if this backward is the last of its mini-batch."""
         if self.overlaps and self._synchronizes_after(microbatch):
             self.ddp.reducer.prepare_for_backward([])
-            self._is_ready = True
+            self._is_prepared = True
 
-    def ended(self, microbatch: int) -> None:
-        """Note that a micro-batch has all its gradients; add them up over replicas if all have.
+    def finish_microbatch(self, microbatch: int) -> None:
+        """Note that a micro-batch has its gradients; after the last, reduce them over replicas.
 
         Raises
         ------
         RuntimeError
             DDP's own, if the last backward has not reached all parameters.
         """
-        if self._is_ready:
+        if self._is_prepared:
             self.ddp.reducer._check_reducer_finalized()
-            self._is_ready = False
+            self._is_prepared = False
             self._was_synchronized = True
         elif self._synchronizes_after(microbatch):
             synchronize(self.ddp)
@@ -137,7 +139,7 @@ class DdpStage:
         self._n_ended[microbatch // self.batch_size] += 1
 
     def mean_count(self, count: Tensor | float) -> Tensor | float:
-        """Return the mean of a count over the replicas whose gradients were added up."""
+        """Return the mean of a count over the replicas whose gradients were reduced."""
         if not self._was_synchronized:
             return count
         device = next(self.ddp.parameters()).device
@@ -147,10 +149,10 @@ class DdpStage:
         return mean if device.type == "cuda" else float(mean)
 
     def reset(self) -> None:
-        """Forget a step that failed."""
-        if self._is_ready:
+        """Reset the reducer after a step that failed."""
+        if self._is_prepared:
             self.ddp.reducer._reset_state()
-            self._is_ready = False
+            self._is_prepared = False
 
     def _synchronizes_after(self, microbatch: int) -> bool:
         is_last = self._n_ended[microbatch // self.batch_size] == self.batch_size - 1

@@ -1,12 +1,13 @@
-"""The sum of gradients over copies of a module: local ones, and those of other processes.
+"""Sum gradients over copies of a module: local ones, and those of other processes.
 
-Processes first agree on which gradients there are, dense or sparse, in one small message: a sparse
-gradient would not fit into the message of a dense one, and a process that has none cannot know.
-Then all dense gradients of a type travel in one all-reduce, or in several of at most `MESSAGE`
-bytes, each through a buffer of its size; a gradient that is a message alone needs no buffer. Sums
-take the memory of the gradients. Sparse gradients, those of ``nn.Embedding(sparse=True)``, stay
-sparse: their rows are gathered, as many as the process with the most has, since neither gloo nor
-NCCL gathers different lengths.
+1. Processes agree in one small message which gradients exist, dense or sparse. A sparse gradient
+   does not fit into the message of a dense one, and a process without a gradient cannot know.
+2. Dense gradients of one type travel in one all-reduce, or in several buckets of at most
+   `BUCKET_BYTES` bytes, each through a buffer of its size. A gradient that is alone in its bucket
+   needs no buffer. Sums overwrite the gradients.
+3. Sparse gradients, those of ``nn.Embedding(sparse=True)``, stay sparse: their rows are gathered.
+   Each process sends as many rows as the process with the most has, since neither gloo nor NCCL
+   gathers different lengths.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-__all__ = ["MESSAGE", "summed"]
+__all__ = ["BUCKET_BYTES", "sum_gradients"]
 
 #: Bytes of several gradients in one all-reduce: 25 MiB, as in torch's DistributedDataParallel.
-MESSAGE = 25 * 2**20
+BUCKET_BYTES = 25 * 2**20
 
-#: A gradient's place among the parameters, and what this process adds to it.
-Mine = tuple[int, Tensor]
+#: A gradient's index among the parameters, and the tensor that this process adds to the sum.
+Indexed = tuple[int, Tensor]
 
 
 @torch.no_grad()
-def summed(
+def sum_gradients(
     gradients: Sequence[Sequence[Tensor | None]],
     like: Sequence[nn.Parameter],
     group: ProcessGroup | None = None,
@@ -40,20 +41,20 @@ def summed(
     Parameters
     ----------
     gradients
-        Those of each local copy, one a parameter; None where a parameter has none. Dense ones of
+        Gradients of each local copy, one a parameter; None for a parameter without. Dense ones of
         the first copy are overwritten.
     like
         The parameters: sums have their types, layouts and devices.
     group
-        Of the processes, all of which call this with parameters of the same shapes and types; None
-        for this one alone.
+        Process group whose processes all call this, with parameters of the same shapes and types;
+        None for this process alone.
 
     Returns
     -------
     list
-        One sum a parameter: None where nobody has a gradient, sparse and coalesced where all that
-        there are are sparse. Dense sums are in the memory of the first copy's gradients, where
-        those have the type and the layout of the parameters.
+        One sum a parameter: None if no process has a gradient, sparse and coalesced if all existing
+        gradients are sparse. Dense sums are in the memory of the first copy's gradients, if those
+        have the type and the layout of the parameters.
     """
     local = [
         _local_sum([copy[index] for copy in gradients], parameter)
@@ -61,104 +62,104 @@ def summed(
     ]
     if group is None or not local:
         return local
-    found: list[Tensor | None] = [None] * len(like)
-    dense, sparse = _agreed(local, like, group)
-    for of_dtype in _by_dtype(dense):
-        for message in _messages(of_dtype):
-            for index, total in _reduced(message, group):
-                found[index] = _laid_out(total, like[index])
-    for index, total in _gathered(sparse, group):
-        found[index] = total
-    return found
+    sums: list[Tensor | None] = [None] * len(like)
+    dense, sparse = _agree_on_kinds(local, like, group)
+    for same_dtype in _by_dtype(dense):
+        for bucket in _buckets(same_dtype):
+            for index, total in _reduce_bucket(bucket, group):
+                sums[index] = _with_layout(total, like[index])
+    for index, total in _gather_sparse(sparse, group):
+        sums[index] = total
+    return sums
 
 
 def _local_sum(copies: Sequence[Tensor | None], parameter: nn.Parameter) -> Tensor | None:
     """Return the sum over local copies, on the parameter's device."""
-    there = [_known(x).to(parameter.device) for x in copies if x is not None]
-    if not there:
+    present = [_strided_or_coo(x).to(parameter.device) for x in copies if x is not None]
+    if not present:
         return None
-    if all(x.is_sparse for x in there):
-        n_sparse = max(x.sparse_dim() for x in there)
-        alike = [_in_coordinates(x, parameter, n_sparse) for x in there]
-        return _joined([x._indices() for x in alike], [x._values() for x in alike], parameter.shape)
-    total, *others = (x.to_dense() if x.is_sparse else x for x in there)
+    if all(x.is_sparse for x in present):
+        n_sparse = max(x.sparse_dim() for x in present)
+        coo = [_to_coo(x, parameter, n_sparse) for x in present]
+        return _sum_coo([x._indices() for x in coo], [x._values() for x in coo], parameter.shape)
+    total, *others = (x.to_dense() if x.is_sparse else x for x in present)
     return functools.reduce(Tensor.add_, others, total)
 
 
-def _joined(indices: Sequence[Tensor], values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Return the sum of sparse tensors; torch adds those of half precision in no other way."""
+def _sum_coo(indices: Sequence[Tensor], values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return the sum of sparse tensors; torch has no other way for those of half precision."""
     return torch.sparse_coo_tensor(
         torch.cat(list(indices), 1), torch.cat(list(values)), tuple(shape), check_invariants=False
     ).coalesce()
 
 
-def _known(gradient: Tensor) -> Tensor:
-    """Return a gradient as strided or in coordinates; other layouts are rare, and made dense."""
+def _strided_or_coo(gradient: Tensor) -> Tensor:
+    """Return a strided or COO gradient as it is; other layouts are rare, and made dense."""
     if gradient.layout in (torch.strided, torch.sparse_coo):
         return gradient
     return gradient.to_dense()
 
 
-def _agreed(
+def _agree_on_kinds(
     local: Sequence[Tensor | None], like: Sequence[nn.Parameter], group: ProcessGroup
-) -> tuple[list[Mine], list[Mine]]:
-    """Return what this process adds to the sums that are dense, and to those that are sparse.
+) -> tuple[list[Indexed], list[Indexed]]:
+    """Return the tensors that this process adds to dense sums, and to sparse sums.
 
-    A parameter's gradient is dense if it is so anywhere. Where this process has none, it adds
-    zeros, or no rows.
+    A parameter's sum is dense if its gradient is dense in any process. A process without the
+    gradient adds zeros to a dense sum, and no rows to a sparse one.
     """
     n_sparse_dims = [0 if x is None or not x.is_sparse else x.sparse_dim() for x in local]
     is_dense = [x is not None and not x.is_sparse for x in local]
     kinds = torch.tensor([is_dense, n_sparse_dims], dtype=torch.int32, device=like[0].device)
     dist.all_reduce(kinds, dist.ReduceOp.MAX, group=group)
-    dense: list[Mine] = []
-    sparse: list[Mine] = []
+    dense: list[Indexed] = []
+    sparse: list[Indexed] = []
     for index, (any_dense, n_sparse) in enumerate(kinds.T.tolist()):
-        mine = local[index]
+        gradient = local[index]
         if any_dense:
-            mine = torch.zeros_like(like[index]) if mine is None else mine
-            dense.append((index, mine.to_dense() if mine.is_sparse else mine))
+            gradient = torch.zeros_like(like[index]) if gradient is None else gradient
+            dense.append((index, gradient.to_dense() if gradient.is_sparse else gradient))
         elif n_sparse:
-            sparse.append((index, _in_coordinates(mine, like[index], n_sparse)))
+            sparse.append((index, _to_coo(gradient, like[index], n_sparse)))
     return dense, sparse
 
 
-def _in_coordinates(mine: Tensor | None, parameter: nn.Parameter, n_sparse: int) -> Tensor:
-    """Return a sparse gradient with ``n_sparse`` sparse dimensions; without rows for none."""
-    if mine is None:
+def _to_coo(gradient: Tensor | None, parameter: nn.Parameter, n_sparse: int) -> Tensor:
+    """Return a sparse gradient with ``n_sparse`` sparse dimensions; without rows for None."""
+    if gradient is None:
         indices = torch.empty((n_sparse, 0), dtype=torch.int64, device=parameter.device)
         values = parameter.new_empty((0, *parameter.shape[n_sparse:]))
         return torch.sparse_coo_tensor(
             indices, values, parameter.shape, check_invariants=False, is_coalesced=True
         )
-    if mine.sparse_dim() == n_sparse:
-        return mine
-    return mine.to_dense().to_sparse(n_sparse).coalesce()
+    if gradient.sparse_dim() == n_sparse:
+        return gradient
+    return gradient.to_dense().to_sparse(n_sparse).coalesce()
 
 
-def _by_dtype(tensors: Sequence[Mine]) -> Iterator[list[Mine]]:
-    """Yield the tensors of each type, in an order that is the same in every process."""
+def _by_dtype(tensors: Sequence[Indexed]) -> Iterator[list[Indexed]]:
+    """Yield the tensors of each type, in the same order in every process."""
     for dtype in dict.fromkeys(x.dtype for _, x in tensors):
         yield [(index, x) for index, x in tensors if x.dtype == dtype]
 
 
-def _messages(tensors: Sequence[Mine]) -> Iterator[list[Mine]]:
-    """Yield tensors of one type in messages of at most `MESSAGE` bytes; larger ones alone."""
-    message: list[Mine] = []
+def _buckets(tensors: Sequence[Indexed]) -> Iterator[list[Indexed]]:
+    """Yield tensors of one type in buckets of at most `BUCKET_BYTES` bytes; larger ones alone."""
+    bucket: list[Indexed] = []
     nbytes = 0
     for index, x in tensors:
-        if message and nbytes + x.nbytes > MESSAGE:
-            yield message
-            message, nbytes = [], 0
-        message.append((index, x))
+        if bucket and nbytes + x.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append((index, x))
         nbytes += x.nbytes
-    yield message
+    yield bucket
 
 
-def _reduced(tensors: Sequence[Mine], group: ProcessGroup) -> Iterator[Mine]:
+def _reduce_bucket(tensors: Sequence[Indexed], group: ProcessGroup) -> Iterator[Indexed]:
     """Yield the sums of dense tensors of one type, in one all-reduce; they overwrite the tensors.
 
-    All are copied to one buffer, and back, but for a tensor alone.
+    Several tensors are copied to one buffer, and back.
     """
     _, first = tensors[0]
     if len(tensors) == 1 and first.is_contiguous() and not first.is_conj():
@@ -176,45 +177,65 @@ def _all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
     dist.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor, group=group)
 
 
-def _laid_out(total: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return a sum with the parameter's layout; a copy if it has another."""
+def _with_layout(total: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a sum with the parameter's layout; a copy if it has another layout."""
     if total.stride() == parameter.stride() and not total.is_conj():
         return total
     return torch.empty_like(parameter).copy_(total)
 
 
-def _gathered(tensors: Sequence[Mine], group: ProcessGroup) -> Iterator[Mine]:
-    """Yield the sums of sparse tensors: all indices in one message, values in one a type."""
+def _gather_sparse(tensors: Sequence[Indexed], group: ProcessGroup) -> Iterator[Indexed]:
+    """Yield the sums of sparse tensors.
+
+    All indices travel in one message, and the values of each type in another.
+    """
     if not tensors:
         return
     device = tensors[0][1].device
     n_rows = torch.tensor([x._nnz() for _, x in tensors], device=device)
     counts = torch.stack(_all_gather(n_rows, group)).tolist()  # of each process
-    most = [max(of_tensor) for of_tensor in zip(*counts, strict=True)]
-    indices = _gathered_rows([x.indices().T for _, x in tensors], most, counts, group)
+    most = [max(row_counts) for row_counts in zip(*counts, strict=True)]
+    indices = _gather_rows([x.indices().T for _, x in tensors], most, counts, group)
     values: dict[int, list[Tensor]] = {}
     places = {index: place for place, (index, _) in enumerate(tensors)}
-    for of_dtype in _by_dtype(tensors):
-        at = [places[index] for index, _ in of_dtype]
-        found = _gathered_rows(
-            [x.values() for _, x in of_dtype],
-            [most[place] for place in at],
-            [[of_rank[place] for place in at] for of_rank in counts],
+    for same_dtype in _by_dtype(tensors):
+        chosen = [places[index] for index, _ in same_dtype]
+        rows_of_values = _gather_rows(
+            [x.values() for _, x in same_dtype],
+            [most[place] for place in chosen],
+            [[rank_counts[place] for place in chosen] for rank_counts in counts],
             group,
         )
-        values.update(zip(at, found, strict=True))
+        values.update(zip(chosen, rows_of_values, strict=True))
     for place, (index, x) in enumerate(tensors):
         rows = [part.T.to(x.device) for part in indices[place]]
-        yield index, _joined(rows, [part.to(x.device) for part in values[place]], x.shape)
+        yield index, _sum_coo(rows, [part.to(x.device) for part in values[place]], x.shape)
 
 
-def _gathered_rows(
+def _gather_rows(
     tensors: Sequence[Tensor],
     most: Sequence[int],
     counts: Sequence[Sequence[int]],
     group: ProcessGroup,
 ) -> list[list[Tensor]]:
-    """Return the rows that each process has of each tensor, which travel padded to the most."""
+    """Return the rows that each process has of each tensor; they travel padded.
+
+    Parameters
+    ----------
+    tensors
+        Rows of this process, ``(n_rows, ...)``, one a tensor.
+    most
+        Rows of each tensor in the process that has the most.
+    counts
+        Rows of each tensor in each process, ``(n_ranks, n_tensors)``.
+    group
+        Process group.
+
+    Returns
+    -------
+    list
+        Rows of each process, in order of ranks, for each tensor.
+    """
     device = tensors[0].device
     padded = []
     for x, n in zip(tensors, most, strict=True):
@@ -222,21 +243,22 @@ def _gathered_rows(
         rows[: len(x)] = x
         padded.append(rows.reshape(-1))
     sizes = [len(x) for x in padded]
-    found: list[list[Tensor]] = [[] for _ in tensors]
-    for flat, of_rank in zip(_all_gather(torch.cat(padded), group), counts, strict=True):
-        for parts, part, x, n in zip(found, flat.split(sizes), tensors, of_rank, strict=True):
+    gathered: list[list[Tensor]] = [[] for _ in tensors]
+    for flat, rank_counts in zip(_all_gather(torch.cat(padded), group), counts, strict=True):
+        parts = flat.split(sizes)
+        for ranks, part, x, n in zip(gathered, parts, tensors, rank_counts, strict=True):
             shape = x.shape[1:]
-            parts.append(part[: n * math.prod(shape)].view(n, *shape))
-    return found
+            ranks.append(part[: n * math.prod(shape)].view(n, *shape))
+    return gathered
 
 
-def _all_gather(mine: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Return the tensors of all processes, which are of one shape."""
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    if mine.numel() == 0:  # in every process
-        return found
-    if mine.is_complex():
-        dist.all_gather([torch.view_as_real(x) for x in found], torch.view_as_real(mine), group)
+def _all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Return the tensors of all processes, which have one shape."""
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    if tensor.numel() == 0:  # in every process
+        return tensors
+    if tensor.is_complex():
+        dist.all_gather([torch.view_as_real(x) for x in tensors], torch.view_as_real(tensor), group)
     else:
-        dist.all_gather(found, mine, group)
-    return found
+        dist.all_gather(tensors, tensor, group)
+    return tensors

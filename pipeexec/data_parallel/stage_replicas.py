@@ -1,4 +1,4 @@
-"""Replicas of stages in one process: copies of them, which follow them."""
+"""Copies of a stage within one process, synchronized with the first one before each step."""
 
 from __future__ import annotations
 
@@ -11,46 +11,55 @@ from torch import nn
 from pipesim.errors import ArgumentError
 
 __all__ = [
-    "Elsewhere",
+    "RemoteStage",
     "check_hooks",
-    "follow",
-    "placed",
+    "place_replicas",
+    "sync_from_first",
 ]
 
 
-class Elsewhere(nn.Module):
-    """Stands for a stage of another process: it has no parameters, and does not run."""
+class RemoteStage(nn.Module):
+    """Placeholder of a stage of another process: it has no parameters, and does not run."""
 
 
-def placed(stages: Sequence[nn.Module | None], here: Sequence[bool]) -> list[nn.Module]:
-    """Return the module of each stage of each replica, given which of them are in this process.
+def place_replicas(stages: Sequence[nn.Module | None], is_local: Sequence[bool]) -> list[nn.Module]:
+    """Return the module of each stage of each replica.
 
-    The first of a stage that is here is the one given, others are copies of it.
+    The first local replica of a stage is the given module, others are copies of it. Stages of other
+    processes are a `RemoteStage`.
+
+    Parameters
+    ----------
+    stages
+        The given modules, one a stage; None for stages of other processes.
+    is_local
+        Whether this process has the stage, for each stage of each replica: replica by replica,
+        ``len(stages)`` entries each.
 
     Raises
     ------
     ArgumentError
         If a stage cannot be copied.
     """
-    found: list[nn.Module] = []
-    given: set[int] = set()
-    for slot, is_here in enumerate(here):
+    modules: list[nn.Module] = []
+    placed_stages: set[int] = set()
+    for slot, has_slot in enumerate(is_local):
         index = slot % len(stages)
-        stage = stages[index] if is_here else None
+        stage = stages[index] if has_slot else None
         if stage is None:
-            found.append(Elsewhere())
-        elif index in given:
-            found.append(_copied(stage, index))
+            modules.append(RemoteStage())
+        elif index in placed_stages:
+            modules.append(_copied(stage, index))
         else:
-            given.add(index)
-            found.append(stage)
-    return found
+            placed_stages.add(index)
+            modules.append(stage)
+    return modules
 
 
 def _copied(stage: nn.Module, index: int) -> nn.Module:
     try:
         return copy.deepcopy(stage)
-    except Exception as error:  # whatever a module of the user's may raise
+    except Exception as error:  # a user's module may raise anything
         raise ArgumentError(
             f"stage {index} cannot be copied ({type(error).__name__}: {error}), as each path of a "
             "bidirectional placement needs, and each further replica in one process; keep locks "
@@ -58,12 +67,12 @@ def _copied(stage: nn.Module, index: int) -> nn.Module:
         ) from error
 
 
-def _pairs(modules: Sequence[nn.Module], n_stages: int) -> Iterator[tuple[nn.Module, nn.Module]]:
+def _copies(modules: Sequence[nn.Module], n_stages: int) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield each stage that this process was given, with each of its copies."""
     first: dict[int, nn.Module] = {}
     for slot, module in enumerate(modules):
         if (
-            not isinstance(module, Elsewhere)
+            not isinstance(module, RemoteStage)
             and first.setdefault(slot % n_stages, module) != module
         ):
             yield first[slot % n_stages], module
@@ -74,7 +83,7 @@ def check_hooks(modules: Sequence[nn.Module], n_stages: int, several: bool) -> N
 
     With ``several`` mini-batches all stages have versions.
     """
-    copied = {id(stage) for stage, _ in _pairs(modules, n_stages)}
+    copied = {id(stage) for stage, _ in _copies(modules, n_stages)}
     for slot, module in enumerate(modules):
         for name, p in module.named_parameters() if several or id(module) in copied else ():
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
@@ -86,13 +95,21 @@ def check_hooks(modules: Sequence[nn.Module], n_stages: int, several: bool) -> N
 
 
 @torch.no_grad()
-def follow(modules: Sequence[nn.Module], n_stages: int) -> None:
-    """Give copies of stages the parameters, buffers and modes that the stages have now."""
-    for stage, copied in _pairs(modules, n_stages):
-        for mine, its in zip(copied.modules(), stage.modules(), strict=True):
-            mine.training = its.training
-        for buffer, its_buffer in zip(copied.buffers(), stage.buffers(), strict=True):
-            buffer.copy_(its_buffer)
-        for parameter, its_parameter in zip(copied.parameters(), stage.parameters(), strict=True):
-            parameter.copy_(its_parameter)
-            parameter.requires_grad_(its_parameter.requires_grad)
+def sync_from_first(modules: Sequence[nn.Module], n_stages: int) -> None:
+    """Copy parameters, buffers and training modes of each stage to its copies.
+
+    Parameters
+    ----------
+    modules
+        As `place_replicas` returns them.
+    n_stages
+        Stages of one replica.
+    """
+    for stage, replica in _copies(modules, n_stages):
+        for module, first_module in zip(replica.modules(), stage.modules(), strict=True):
+            module.training = first_module.training
+        for buffer, first_buffer in zip(replica.buffers(), stage.buffers(), strict=True):
+            buffer.copy_(first_buffer)
+        for parameter, first in zip(replica.parameters(), stage.parameters(), strict=True):
+            parameter.copy_(first)
+            parameter.requires_grad_(first.requires_grad)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from pipeexec.data_parallel.stage_replicas import Elsewhere
+from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.devices.devices import Device, RemoteDevice
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import (
@@ -89,7 +89,7 @@ def _checksum(module: nn.Module) -> str:
     found = hashlib.sha256()
     for parameter in module.parameters():
         found.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return "" if isinstance(module, Elsewhere) else found.hexdigest()
+    return "" if isinstance(module, RemoteStage) else found.hexdigest()
 
 
 def agree_on_shapes(

@@ -25,7 +25,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from pipeexec.data_parallel.stage_replicas import follow
+from pipeexec.data_parallel.stage_replicas import sync_from_first
 from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.devices.devices import Device
 from pipeexec.executor.cuda_graph_checks import (
@@ -237,7 +237,7 @@ class Captured:
 
     def _replay(self, replayed: _Replayed) -> None:
         """Launch the graph on the caller's stream, behind what it has queued, and wait."""
-        follow(self.modules, self.n_stages)
+        sync_from_first(self.modules, self.n_stages)
         for parameter, static in zip(self.parameters, replayed.given, strict=True):
             _restore(static, parameter.grad)
         replayed.run.is_replay = True

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeexec.data_parallel.gradient_reduction import summed
+from pipeexec.data_parallel.gradient_reduction import sum_gradients
 from pipeexec.executor.step import Planned, Run
 from pipeexec.stages.earlier_gradients import added
 from pipesim.errors import ExecutionError
@@ -142,7 +142,7 @@ def reduce_gradients(run: Run, task: Planned) -> None:
     for gradient in (x for row in gradients for x in row if x is not None):
         task.device.adopt(gradient, task.stream)  # made on another stream
     _note_bytes(run, task, gradients)
-    sums = summed(gradients, lists[0], task.members)
+    sums = sum_gradients(gradients, lists[0], task.members)
     for number, (slot, parameters) in enumerate(zip(task.copies, lists, strict=True)):
         totals = sums if number == 0 else _copied(sums, gradients[number], parameters)
         if each:

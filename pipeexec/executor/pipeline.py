@@ -23,7 +23,12 @@ from torch import Tensor, nn
 
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.data_parallel.ddp_stage import check_ddp
-from pipeexec.data_parallel.stage_replicas import Elsewhere, check_hooks, follow, placed
+from pipeexec.data_parallel.stage_replicas import (
+    RemoteStage,
+    check_hooks,
+    place_replicas,
+    sync_from_first,
+)
 from pipeexec.devices.devices import Device, DeviceLike, RemoteDevice, make_devices, ranks_of
 from pipeexec.devices.thread_settings import autocast
 from pipeexec.distributed.channels import Expected
@@ -216,10 +221,10 @@ class Pipeline:
                 if any(here[stage :: graph.n_stages]):
                     check_embedding(stages[stage], stage, [ranks[d] for d in graph.homes[:, stage]])
             # Replica after replica: the stages as they were given, and copies of them.
-            self.modules = placed(stages, here)
+            self.modules = place_replicas(stages, here)
             self._homes: list[list[int]] = graph.homes.tolist()
             for module, device in zip(self.modules, graph.homes.ravel(), strict=True):
-                if not isinstance(module, Elsewhere):
+                if not isinstance(module, RemoteStage):
                     module.to(self.devices[device].torch_device)
             self.optimizers = make_optimizers(optimizer, self.modules, graph.n_stages)
             self.zero_grad = optimizer is not None
@@ -486,7 +491,7 @@ class Pipeline:
                     "with step='flush'"
                 )
             for slot, module in enumerate(self.modules[: len(self.stages)]):
-                if not isinstance(module, Elsewhere):
+                if not isinstance(module, RemoteStage):
                     run.divide(slot, 0)
         if run.earlier_gradients is not None:
             run.earlier_gradients.add()
@@ -585,7 +590,7 @@ class Pipeline:
             self.processes.measured = lambda: run.readings(is_over=False).timeline
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages, self.graph.n_batches > 1)
-        follow(self.modules, self.graph.n_stages)
+        sync_from_first(self.modules, self.graph.n_stages)
         for index, module in enumerate(self.modules):
             # What copies had is in the sum that the first one has; shards have rows of their own.
             is_copy = index >= self.graph.n_stages and index % self.graph.n_stages not in sharded

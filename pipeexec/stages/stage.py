@@ -263,7 +263,7 @@ class Stage:
         if self.versions is not None:
             self.versions.end(microbatch)
         if self.ddp is not None:
-            self.ddp.ended(microbatch)
+            self.ddp.finish_microbatch(microbatch)
 
     def forget(self, microbatch: int) -> None:
         """Let go of a micro-batch whose backward will not come, if it is held."""
@@ -354,7 +354,7 @@ class Stage:
         if self.casts is not None:
             context.enter_context(self.casts())
         if self.ddp is not None:
-            context.enter_context(self.ddp.around_forward())
+            context.enter_context(self.ddp.forward_context())
         if random is not None:
             context.enter_context(random)
         if self.meter is not None:
