@@ -14,9 +14,9 @@ from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.profile import Profile, measure, profile
-from pipeexec.torch_interop import from_torch, to_torch, torch_schedule_order
-from pipeexec.validate import validate
-from pipeexec.validation import Validation, load_run
+from pipeexec.torch_pipelining.interop import from_torch, to_torch, torch_schedule_order
+from pipeexec.validation.result import Validation, load_run
+from pipeexec.validation.validate import validate
 
 __all__ = [
     "EmbeddingStage",

@@ -224,7 +224,7 @@ def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> i
 
 def _validate(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
     from pipeexec.report import report
-    from pipeexec.validate import validate
+    from pipeexec.validation.validate import validate
 
     path, costs = _path(arguments), _costs(arguments.costs)
     asked = workload(arguments, processes)
@@ -292,7 +292,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from pipeexec.profiling.profile import Profile
     from pipeexec.report import profile_report, report
     from pipeexec.run_directory import read_record
-    from pipeexec.validation import load_run
+    from pipeexec.validation.result import load_run
 
     folder = arguments.directory
     if "rows" not in read_record(folder) and (folder / TABLE).is_file():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pipeexec.profiling.profile import Profile
     from pipeexec.train import Training
-    from pipeexec.validation import Validation
+    from pipeexec.validation.result import Validation
 
 __all__ = ["profile_report", "report", "training_report"]
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from strategies import cases, costs, graphs
 
 import pipesim as ps
+from pipeexec.validation.confidence import mean_interval
 from pipesim.analysis.error_attribution import PARTS, _shapley, error_parts
 from pipesim.errors import ArgumentError, TimelineError
-from pipesim.intervals import mean_interval
 from pipesim.ops import RECVS, SENDS, Op
 
 NETWORK = ps.Network(latency=0.25, bandwidth=4.0)

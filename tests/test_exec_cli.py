@@ -296,7 +296,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         noted.append(f"{len(devices)} devices, {micro}, {layers} layers, {samples} samples")
         raise ArgumentError("enough")
 
-    monkeypatch.setattr(sys.modules["pipeexec.validate"], "validate", validate)
+    monkeypatch.setattr(sys.modules["pipeexec.validation.validate"], "validate", validate)
     return noted
 
 

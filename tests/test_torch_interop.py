@@ -20,8 +20,8 @@ from torch_ranks import batch, layers, run_ranks
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.torch_interop import _RESERVED
-from pipeexec.torch_private import make_runtime, options_of_runtime
+from pipeexec.torch_pipelining.interop import _RESERVED
+from pipeexec.torch_pipelining.private import make_runtime, options_of_runtime
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
 from pipesim.scheduling.placement import Placement
 

@@ -16,8 +16,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.torch_interop import TORCH_SCHEDULES
-from pipeexec.torch_private import make_runtime
+from pipeexec.torch_pipelining.interop import TORCH_SCHEDULES
+from pipeexec.torch_pipelining.private import make_runtime
 from pipesim.errors import ArgumentError, ScheduleError
 from pipesim.scheduling.file_checksums import unsigned
 from pipesim.scheduling.registry import schedule_info

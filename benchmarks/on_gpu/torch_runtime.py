@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 import pipesim as ps
 from on_gpu.streams import GpuStream, joined, on_stream
 from pipeexec.demo_models.registry import cross_entropy
-from pipeexec.torch_private import make_runtime
+from pipeexec.torch_pipelining.private import make_runtime
 from pipesim.ops import SCHEDULED, Action, Op
 
 

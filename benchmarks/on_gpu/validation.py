@@ -21,8 +21,8 @@ from on_gpu.gradients import GRADIENTS, gradient_error
 from on_gpu.prediction import predicted, sheet_of
 from on_gpu.report import Report
 from pipeexec.demo_models.registry import cross_entropy
-from pipeexec.validate import validate
-from pipeexec.validation import Validation
+from pipeexec.validation.result import Validation
+from pipeexec.validation.validate import validate
 
 #: Largest error of the makespan, with CUDA graphs and without.
 TARGETS = {True: 0.03, False: 0.05}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.accuracy import interval_over
 from pipeexec.profiling.files import (
     FITS,
     TABLE,
@@ -25,11 +24,12 @@ from pipeexec.profiling.files import (
 from pipeexec.profiling.profile import Profile
 from pipeexec.run_directory import RECORD, checked_record, command, read_record, write_directory
 from pipeexec.run_lock import check_file_names
+from pipeexec.validation.accuracy import interval_over
+from pipeexec.validation.confidence import Interval
 from pipesim.analysis.compare import Comparison
 from pipesim.analysis.error_attribution import PARTS
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
-from pipesim.intervals import Interval
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import check_path
 
@@ -65,7 +65,8 @@ class Row:
         processes. Empty for a `GPipe`, where it is not measured, and for older run directories.
     parts, ops
         What the error of each step consists of, and the error of each operation in each stage:
-        tables of `pipeexec.accuracy`. None where a run directory lacks them, as older ones do.
+        tables of `pipeexec.validation.accuracy`. None where a run directory lacks them, as older
+        ones do.
     """
 
     predicted: Timeline
@@ -204,7 +205,7 @@ class Validation:
 
     @cached_property
     def ops(self) -> pd.DataFrame:
-        """The error of each operation in each stage of each row; see `pipeexec.accuracy.op_errors`.
+        """The error of each operation in each stage of each row.
 
         Indexed by ``graph``, ``op`` and ``stage``. Rows of older run directories are left out.
         """

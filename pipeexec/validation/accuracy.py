@@ -10,11 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from pipeexec.profiling.host_times import HostTimed, launch_seconds
+from pipeexec.validation.confidence import Interval, mean_interval
 from pipesim.analysis.compare import Comparison
 from pipesim.analysis.error_attribution import PARTS
 from pipesim.analysis.measured_costs import stage_seconds
 from pipesim.analysis.replay import hand_over
-from pipesim.intervals import Interval, mean_interval
 from pipesim.ops import COMPUTE, EXCHANGES, REORDERED, Op
 from pipesim.timeline.timeline import Timeline
 

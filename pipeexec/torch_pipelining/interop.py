@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-    from pipeexec.torch_private import Listed
+    from pipeexec.torch_pipelining.private import Listed
 
 __all__ = ["TORCH_SCHEDULES", "from_torch", "to_torch", "torch_schedule_order"]
 
@@ -85,7 +85,7 @@ def to_torch(
         mini-batches or weight versions, replicas), the stages are not those of this rank,
         ``loss_fn`` cannot be called, or torch has no such option.
     """
-    from pipeexec.torch_private import make_runtime
+    from pipeexec.torch_pipelining.private import make_runtime
 
     check_name("loss_reduction", loss_reduction, ("mean", "sum"))
     if not callable(loss_fn):
@@ -132,7 +132,7 @@ def from_torch(
         If an action cannot be simulated, naming rank and position. The order itself is not checked
         before `pipesim.verify`.
     """
-    from pipeexec.torch_private import executed_order, loop_of
+    from pipeexec.torch_pipelining.private import executed_order, loop_of
 
     if name is not None:
         check_text("name", name)
@@ -186,7 +186,7 @@ def torch_schedule_order(
     device 0 | 0F0 0F1 0B0 0F2 0B1 0B2
     device 1 | 1F0 1B0 1F1 1B1 1F2 1B2
     """
-    from pipeexec.torch_private import executed_order, listed_order
+    from pipeexec.torch_pipelining.private import executed_order, listed_order
 
     check_name("schedule of torch", name, TORCH_SCHEDULES)
     n_devices = check_count("n_devices", n_devices)
@@ -259,7 +259,7 @@ _RESERVED = {
 
 def _check_options(options: Mapping[str, object]) -> None:
     """Check that torch's runtime takes the options, and that nothing else here decides them."""
-    from pipeexec.torch_private import options_of_runtime
+    from pipeexec.torch_pipelining.private import options_of_runtime
 
     known = set(options_of_runtime()) - {"stages", "loss_fn", *_RESERVED}
     for option in options:

@@ -16,24 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from pipeexec.accuracy import Repeat, Step, op_errors, parts_of_steps
 from pipeexec.devices.devices import DeviceLike
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import Processes, guarded
 from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.gpipe.gpipe import GPipe
-from pipeexec.gpipe_validation import (
+from pipeexec.profiling.profile import Calibration, Profile, with_stage_bytes
+from pipeexec.stages.batches import Batch
+from pipeexec.stages.loss import Loss
+from pipeexec.stages.optimizers import OptimizerFactory
+from pipeexec.validation.accuracy import Repeat, Step, op_errors, parts_of_steps
+from pipeexec.validation.gpipe_steps import (
     GPipeStep,
     GPipeSteps,
     check_backward,
     check_models,
     mean_costs,
 )
-from pipeexec.profiling.profile import Calibration, Profile, with_stage_bytes
-from pipeexec.stages.batches import Batch
-from pipeexec.stages.loss import Loss
-from pipeexec.stages.optimizers import OptimizerFactory
-from pipeexec.validation import Row, Validation, check_rows
+from pipeexec.validation.result import Row, Validation, check_rows
 from pipesim.analysis.measured_costs import output_bytes
 from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
