@@ -26,7 +26,8 @@ from ranks import meet
 from torch import Tensor, nn
 
 import pipeexec as px
-from pipeexec import cli, launched
+from pipeexec import cli
+from pipeexec.cli import launch as launched
 from pipeexec.distributed import channels
 from pipeexec.executor.step import Planned, Run
 

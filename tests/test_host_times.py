@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.cli.report import profile_report
 from pipeexec.devices.cuda_streams import CudaStream
 from pipeexec.profiling.host_times import host_share, launch_seconds, mean_launch
-from pipeexec.report import profile_report
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 

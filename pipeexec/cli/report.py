@@ -12,8 +12,8 @@ from pipesim.analysis.error_attribution import PARTS
 if TYPE_CHECKING:
     import pandas as pd
 
+    from pipeexec.cli.train import Training
     from pipeexec.profiling.profile import Profile
-    from pipeexec.train import Training
     from pipeexec.validation.result import Validation
 
 __all__ = ["profile_report", "report", "training_report"]

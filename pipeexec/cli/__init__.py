@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeexec.workload import add_workload, integer, workload
+from pipeexec.cli.workload import add_workload, integer, workload
 from pipesim.errors import ArgumentError, PipeError, PipeWarning
 
 if TYPE_CHECKING:
+    from pipeexec.cli.workload import Workload
     from pipeexec.distributed.processes import Processes
     from pipeexec.executor.pipeline import Pipeline
-    from pipeexec.workload import Workload
     from pipesim.costs.costs import Costs
     from pipesim.graph.graph import TaskGraph
     from pipesim.timeline.timeline import Timeline
@@ -104,7 +104,7 @@ def _together(arguments: argparse.Namespace, command: _Command) -> int:
     """Run a command in one of several processes, of which one speaks."""
     # What torch has to say of lost connections is said by us.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from pipeexec.launched import run_together
+    from pipeexec.cli.launch import run_together
 
     return run_together(
         partial(command, arguments), _complain_of_any, partial(_leave, arguments), arguments.timeout
@@ -195,8 +195,8 @@ def _pipeline(
 
 
 def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
-    from pipeexec.report import training_report
-    from pipeexec.train import train
+    from pipeexec.cli.report import training_report
+    from pipeexec.cli.train import train
 
     path, costs = _path(arguments), _costs(arguments.costs)
     asked = workload(arguments, processes)
@@ -223,7 +223,7 @@ def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> i
 
 
 def _validate(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
-    from pipeexec.report import report
+    from pipeexec.cli.report import report
     from pipeexec.validation.validate import validate
 
     path, costs = _path(arguments), _costs(arguments.costs)
@@ -263,8 +263,8 @@ def _costs(path: Path | None) -> Costs | None:
 
 
 def _profile(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+    from pipeexec.cli.report import profile_report
     from pipeexec.profiling.profile import measure
-    from pipeexec.report import profile_report
 
     path = _path(arguments)
     asked = workload(arguments, processes)
@@ -288,9 +288,9 @@ def _profile(arguments: argparse.Namespace, processes: Processes | None = None) 
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    from pipeexec.cli.report import profile_report, report
     from pipeexec.profiling.files import TABLE
     from pipeexec.profiling.profile import Profile
-    from pipeexec.report import profile_report, report
     from pipeexec.run_directory import read_record
     from pipeexec.validation.result import load_run
 
