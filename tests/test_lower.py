@@ -12,7 +12,7 @@ from strategies import Lowering, graphs, lowerings, schedules
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, UnknownNameError
-from pipesim.graph.verify import compute_graph
+from pipesim.graph.compute_tasks import compute_graph
 from pipesim.ops import COLLECTIVES, COMPUTE, LISTED, RECVS, SCHEDULED, SENDS, TRANSFERS, Op
 
 

@@ -19,7 +19,7 @@ from strategies import custom_schedules, schedules
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
-from pipesim.graph.verify import compute_graph
+from pipesim.graph.compute_tasks import compute_graph
 from pipesim.ops import COMPUTE, Action, Op
 from pipesim.scheduling.registry import _REGISTRY, ClosedForm, register
 

@@ -280,7 +280,7 @@ def test_placements_of_any_shape() -> None:
     [
         (["0F0 0F0 0B0"], 1, "compute_only", "0F0 is a duplicate"),
         (["0F1 0B1"], 1, "compute_only", "0F1 names a micro-batch outside 0..0"),
-        (["0F0 0F1 0B0 0I0 0W0"], 2, "compute_only", "0I0 stands beside 0B0"),
+        (["0F0 0F1 0B0 0I0 0W0"], 2, "compute_only", "0I0 is listed with 0B0"),
         (
             [
                 "0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1",

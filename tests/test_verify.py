@@ -87,7 +87,7 @@ def test_misplaced_action() -> None:
 def test_whole_and_half_a_backward(half: str, marked: str) -> None:
     """B stands for I and W, so neither can stand beside it."""
     message = refusal([["0F0", "0B0", f"0{half}0"]])
-    assert f"device 0, position 2: 0{half}0 stands beside 0B0, which is the whole back" in message
+    assert f"device 0, position 2: 0{half}0 is listed with 0B0, which is the whole back" in message
     assert marked in message
 
 
@@ -154,7 +154,7 @@ def test_deadlock_names_each_blocked_head() -> None:
         "schedule 'mine' deadlocks: 2 streams wait for each other; their blocked heads are\n"
         "  device 0, compute: 0B1 (position 1) waits for 0F1 on device 0, 1B1 on device 1\n"
         "  device 1, compute: 1F1 (position 1) waits for 0F1 on device 0\n"
-        "list what is waited for before what waits for it\n"
+        "list each task before the tasks that wait for it\n"
         "device 0 | 0F0   >0B1< 0F1   0B0\n"
         "device 1 | 1F0   1F1   1B0   1B1"
     )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name
+from pipesim.graph.compute_tasks import compute_kinds
 from pipesim.graph.grad_sync import (
     GradSyncArgument,
     checked_grad_sync,
@@ -19,9 +20,10 @@ from pipesim.graph.grad_sync import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.hosts import Hosts, host_of_devices
+from pipesim.graph.schedule_checks import verify_listing
 from pipesim.graph.skips import carried, checked_skips
 from pipesim.graph.tasks import Kinds, StreamKind
-from pipesim.graph.verify import compute_listing, verify, verify_listing
+from pipesim.graph.verify import verify
 from pipesim.lowering.clock_cycles import issue, replicated
 from pipesim.lowering.communication import Collectives, add_partners
 from pipesim.lowering.exchanges import (
@@ -376,7 +378,7 @@ def _with_recompute_and_steps(
 
     Of several mini-batches each has its STEPs, after the last backward of the stage.
     """
-    kinds, kind = compute_listing(schedule)
+    kinds, kind = compute_kinds(schedule)
     kinds, recomputes, of_microbatch, places = with_recomputes(
         schedule, kinds, kind, recompute, sharded, first=recompute_first
     )

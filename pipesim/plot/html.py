@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import PipeError
+from pipesim.graph.compute_tasks import compute_graph
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.verify import compute_graph, verify
+from pipesim.graph.verify import verify
 from pipesim.ops import Op
 from pipesim.plot.style import LABELS, chunks, shades, text_colours
 from pipesim.scheduling.schedule import Schedule

@@ -1,0 +1,53 @@
+"""The compute actions of a schedule as kinds of task, and as a graph without messages."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.tasks import Kinds, StreamKind
+from pipesim.ops import LISTED
+from pipesim.scheduling.schedule import Schedule
+
+__all__ = ["compute_graph", "compute_kinds"]
+
+
+def compute_kinds(schedule: Schedule) -> tuple[Kinds, NDArray[np.int32]]:
+    """Return the kinds of compute action of a schedule, and the kind of each action.
+
+    Actions are in the order of the schedule's columns: device after device. The paths of a
+    bidirectional placement are replicas. Halves of overlapped actions are kinds of their own.
+    """
+    homes = np.asarray(schedule.placement.paths)
+    shape = len(LISTED), schedule.n_stages, schedule.placement.n_paths, 2
+    code = schedule.op * np.int32(schedule.n_stages) + schedule.stage
+    if shape[2] > 1 or schedule.overlapped is not None:
+        code = (code * np.int64(shape[2]) + schedule.path) * 2 + _halves(schedule)
+    else:
+        shape = (*shape[:2], 1, 1)
+    is_kind = np.zeros(math.prod(shape), dtype=bool)
+    is_kind[code] = True
+    op, stage, path, half = np.unravel_index(np.flatnonzero(is_kind), shape)
+    number = (np.cumsum(is_kind) - 1).astype(np.int32)
+    stream = np.full_like(op, StreamKind.COMPUTE)
+    kinds = Kinds(op, homes[path, stage], stage, path, stream, half)
+    return kinds, number[code]
+
+
+def _halves(schedule: Schedule) -> NDArray[np.bool_]:
+    """Mark both halves of each overlapped action."""
+    if schedule.overlapped is None:
+        return np.zeros(len(schedule), dtype=bool)
+    after = np.zeros_like(schedule.overlapped)
+    after[1:] = schedule.overlapped[:-1]
+    return schedule.overlapped | after
+
+
+def compute_graph(schedule: Schedule) -> TaskGraph:
+    """Return the compute actions of a schedule as a graph; ids are places in its columns."""
+    return TaskGraph.of_kinds(
+        *compute_kinds(schedule), schedule.microbatch, n_batches=schedule.n_batches
+    )
