@@ -58,7 +58,8 @@ def agree_on_graph(graph: TaskGraph, processes: Processes) -> int:
     found.update(repr(words).encode())
     processes.agree("the task graph", f"{graph!r}, checksum {found.hexdigest()[:16]}")
     if not graph.rendezvous:
-        verify(replace(graph, rendezvous=True).in_topological_order())
+        blocking = replace(graph, options=replace(graph.options, rendezvous=True))
+        verify(blocking.in_topological_order())
     processes.n_graphs += 1
     return processes.n_graphs
 

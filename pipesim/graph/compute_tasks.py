@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.options import LoweringOptions
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.ops import LISTED
 from pipesim.scheduling.schedule import Schedule
@@ -49,5 +50,7 @@ def _halves(schedule: Schedule) -> NDArray[np.bool_]:
 def compute_graph(schedule: Schedule) -> TaskGraph:
     """Return the compute actions of a schedule as a graph; ids are places in its columns."""
     return TaskGraph.of_kinds(
-        *compute_kinds(schedule), schedule.microbatch, n_batches=schedule.n_batches
+        *compute_kinds(schedule),
+        schedule.microbatch,
+        options=LoweringOptions(n_batches=schedule.n_batches),
     )

@@ -1,10 +1,10 @@
-"""`TaskGraph`: every task of a step as columns, and the only copy of the dependency rules.
+"""`TaskGraph`: every task of a step, their dependencies and the queues of streams, as columns.
 
 A graph is arrays: one entry a task in each column, dependencies and stream queues as CSR (the
-entries of row ``i`` are ``values[ptr[i]:ptr[i + 1]]``). Task ids are the issue order, and it is
-topological: whatever a task waits for has a smaller id. A task is stored as its kind and its
-micro-batch; the other columns and `Task` objects are made on demand. The file is longer than most,
-as the rules and what applies them stand together.
+entries of row ``i`` are ``values[ptr[i]:ptr[i + 1]]``). Task ids are the issue order, and a
+topological order: every task that a task waits for has a smaller id. A task is stored as its kind
+and its micro-batch; the other columns and `Task` objects are made on demand. The file is longer
+than most, as it is one class, and half of it is docstrings.
 """
 
 from __future__ import annotations
@@ -18,55 +18,43 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.errors import (
-    ArgumentError,
-    GraphError,
-    check_count,
-    check_flag,
-    check_name,
-    check_text,
-)
+from pipesim.errors import ArgumentError, check_count, check_text
 from pipesim.graph.collective_groups import default_groups, group_members, partial_dependencies
 from pipesim.graph.column_checks import checked_tasks
-from pipesim.graph.grad_sync import (
-    GRAD_SYNC,
-    GradSync,
-    GradSyncArgument,
-    GradSyncs,
-    checked_grad_sync,
-    group_sizes,
-)
+from pipesim.graph.grad_sync import GradSyncArgument, GradSyncs, group_sizes
 from pipesim.graph.hosts import Hosts, host_of_devices
+from pipesim.graph.options import LoweringOptions
 from pipesim.graph.overlaps import with_ends
-from pipesim.graph.skips import skips_of
 from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.graph.topological_order import levels, stable_topological_order
 from pipesim.graph.wiring import apply_rules
 from pipesim.ops import RECVS, SENDS, Op
-from pipesim.scheduling.schedule import VERSIONS, Versions
+from pipesim.scheduling.schedule import Versions
 from pipesim.utils.csr import CSR, Ints, ids_dtype
 from pipesim.utils.host_memory import BYTES_PER_TASK, check_memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["GRAD_SYNC", "GradSync", "TaskGraph", "reordered"]
+__all__ = ["TaskGraph", "reordered"]
+
+_NO_OPTIONS = LoweringOptions()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TaskGraph:
-    """All tasks of a step, what each needs, and the order of each stream.
+    """All tasks of a step, their dependencies, and the order of each stream.
 
-    Made by `pipesim.lower`, or from your own columns by `build`.
+    `pipesim.lower` makes one from a schedule, `build` from your own columns.
 
     Attributes
     ----------
     name
-        What tables and plots call it.
+        Name in tables and plots.
     n_devices, n_stages, n_microbatches, n_replicas
         Counts. Replicas are copies of the model, whose gradients are reduced over all of them: the
-        paths of a bidirectional pipeline, on the same devices, and data-parallel ones, on devices
-        of their own.
+        paths of a bidirectional pipeline, on the same devices, and data-parallel replicas, each on
+        its own devices.
     kinds
         Operation, stage, replica, device and stream of each kind of task.
     kind, microbatch
@@ -74,37 +62,24 @@ class TaskGraph:
         `stage`, `replica`, `stream`, `peer_stage` and `part` are columns too.
     streams
         ``(device, name)`` of each stream.
+    stream_of_kind
+        Index into ``streams`` of the stream of each kind.
     dependencies
         CSR: the tasks whose end a task needs (rule 3).
-    during
-        The one among them that a task needs no more than a part of, else -1: the last backward, for
-        a bucket of its gradients, which are there before the backward's end. Empty where there are
-        no buckets.
+    partial_dependency
+        The dependency of which a task needs only a part: for a bucket of gradients, the last
+        backward of its stage, which makes the bucket before its own end. -1 for other tasks. Empty
+        without buckets.
     pair
         The SEND of a RECV and the RECV of a SEND, else -1 (rule 4).
     collectives
         CSR: the members of each collective (rule 9).
     host
-        Which host issues a device's tasks; shape ``(n_devices,)`` (rule 7).
-    host_threads
-        Whether hosts are threads of one process, which wait for each other (rule 7).
-    rendezvous
-        Whether a SEND waits until its RECV is reached (rule 6).
-    recompute, overlap
-        What the graph was lowered with; labels only.
-    n_batches
-        Number of mini-batches, each with an optimizer step of its own.
-    grad_sync
-        When gradients are reduced, as `pipesim.lower` says: one value, or one a stage where they
-        differ. A REDUCE_GRAD needs the backward of its micro-batch alone for ``"every"``, of the k
-        micro-batches up to its own for a number k, else of the whole mini-batch.
-    weight_versions
-        Which weights F sees, as `pipesim.Schedule` says.
-    skips
-        ``(source, target)`` stages of each skip connection, in order.
-    portals
-        Whether each of them has a message of its own, or one message carries all that cross the
-        border between two stages.
+        Number of the host that issues a device's tasks; shape ``(n_devices,)`` (rule 7).
+    options
+        The options that the graph was lowered with. `recompute`, `overlap`, `rendezvous`,
+        `host_threads`, `n_batches`, `grad_sync`, `weight_versions`, `skips` and `portals` of the
+        graph are theirs.
     """
 
     name: str
@@ -118,19 +93,11 @@ class TaskGraph:
     streams: tuple[tuple[int, str], ...]
     stream_of_kind: Ints
     dependencies: CSR
-    during: Ints
+    partial_dependency: Ints
     pair: Ints
     collectives: CSR
     host: Ints
-    rendezvous: bool = False
-    recompute: str = "never"
-    overlap: bool = True
-    n_batches: int = 1
-    grad_sync: GradSyncs = "last"
-    weight_versions: Versions = "one"
-    skips: tuple[tuple[int, int], ...] = ()
-    portals: bool = True
-    host_threads: bool = False
+    options: LoweringOptions = _NO_OPTIONS
 
     @classmethod
     def build(
@@ -152,8 +119,9 @@ class TaskGraph:
     ) -> TaskGraph:
         """Wire tasks, given in issue order, into a graph whose streams run them in that order.
 
-        Where the order is not topological it is changed as little as needed, unless tasks wait
-        for each other in a circle, which `pipesim.verify` reports.
+        An order that is not topological is changed as little as needed. Tasks that wait for each
+        other in a circle have no such order: their graph keeps it, and `pipesim.verify` reports
+        them.
 
         Parameters
         ----------
@@ -164,12 +132,12 @@ class TaskGraph:
             collective. By default the tasks of a collective operation, stage, part and micro-batch
             are, over all replicas.
         name, hosts, rendezvous, recompute, overlap, n_batches, grad_sync, weight_versions
-            As `pipesim.lower` and the attributes say. Of several mini-batches, the operations on
-            whole stages have the number of the last micro-batch of theirs.
+            As the attributes and `pipesim.lower` describe. With several mini-batches, operations on
+            whole stages have the number of the last micro-batch of their mini-batch.
         host_threads, skips, portals
-            Likewise. Skips are by default the pairs of stages that ``peer_stage`` of the tasks
-            names; give them for messages that carry several, or for some that need none. Of a
-            mapping the keys count.
+            Likewise. By default, skips are the pairs of stages that ``peer_stage`` of the tasks
+            names; give them for messages that carry several, or for skips that need no message.
+            The keys of a mapping count.
 
         Raises
         ------
@@ -179,18 +147,8 @@ class TaskGraph:
         CapacityError
             If the graph would not fit in memory.
         ArgumentError
-            For an option of another type, or a mode that there is not.
+            For an option of another type, or an unknown mode.
         """
-        check_text("name", name)
-        check_text("recompute", recompute)
-        check_name("weight_versions", weight_versions, VERSIONS)
-        for option, flag in (
-            ("rendezvous", rendezvous),
-            ("overlap", overlap),
-            ("portals", portals),
-            ("host_threads", host_threads),
-        ):
-            check_flag(option, flag)
         return cls.wire(
             tasks,
             group=group,
@@ -208,11 +166,30 @@ class TaskGraph:
         ).in_topological_order()
 
     @classmethod
-    def wire(cls, tasks: Tasks, *, group: Ints | None = None, **options: Any) -> TaskGraph:
+    def wire(
+        cls,
+        tasks: Tasks,
+        *,
+        group: Ints | None = None,
+        name: str = "custom",
+        hosts: Hosts = "one",
+        **options: Any,
+    ) -> TaskGraph:
         """Do what `build` does, but keep the ids as they are given, topological or not."""
+        check_text("name", name)
         tasks, group = checked_tasks(tasks, group)
         kinds, kind = tasks.kinds()
-        return cls.of_kinds(kinds, kind, tasks.microbatch.astype(np.int32), group=group, **options)
+        microbatch = tasks.microbatch.astype(np.int32)
+        n_microbatches = int(microbatch.max(initial=-1)) + 1
+        return cls.of_kinds(
+            kinds,
+            kind,
+            microbatch,
+            group=group,
+            name=name,
+            host=host_of_devices(hosts, int(kinds.device.max(initial=0)) + 1),
+            options=LoweringOptions.checked(kinds, n_microbatches, **options),
+        )
 
     @classmethod
     def of_kinds(
@@ -222,35 +199,35 @@ class TaskGraph:
         microbatch: NDArray[np.int32],
         *,
         group: Ints | None = None,
-        hosts: Hosts = "one",
         name: str = "custom",
-        n_batches: int = 1,
-        grad_sync: GradSyncArgument = "last",
-        skips: Iterable[tuple[int, int]] = (),
-        portals: bool = True,
-        **labels: Any,
+        host: Ints | None = None,
+        options: LoweringOptions = _NO_OPTIONS,
     ) -> TaskGraph:
-        """Do what `wire` does, given the kind of each task."""
+        """Wire tasks into a graph, given the kind of each task.
+
+        Parameters
+        ----------
+        kinds, kind, microbatch, name, options
+            As the attributes.
+        group
+            As in `build`.
+        host
+            As the attribute; None for one host.
+
+        Raises
+        ------
+        CapacityError
+            If the graph would not fit in memory.
+        """
         check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK)
         n_devices = int(kinds.device.max(initial=0)) + 1
-        host = host_of_devices(hosts, n_devices)
+        n_stages = int(kinds.stage.max(initial=0)) + 1
         n_microbatches = int(microbatch.max(initial=-1)) + 1
-        if n_microbatches % check_count("n_batches", n_batches):
-            raise GraphError(
-                f"{n_microbatches} micro-batches cannot be shared evenly by n_batches={n_batches}"
-            )
-        skips = skips_of(kinds, skips, portals)
-        n_stages, batch_size = int(kinds.stage.max(initial=0)) + 1, n_microbatches // n_batches
-        grad_sync = checked_grad_sync(grad_sync, n_stages, batch_size)
-        codes, place = np.unique(kinds.stream, return_inverse=True)
-        n_codes, last = len(codes), int(StreamKind.is_of_microbatch(codes).sum())
-        codes = np.roll(codes, -last)  # streams of micro-batches come last
-        unique, stream = np.unique(
-            kinds.device * n_codes + (place - last) % n_codes, return_inverse=True
-        )
-        groups = group_sizes(grad_sync, n_stages)
-        data, pair = apply_rules(kinds, kind, microbatch, batch_size, stream, groups)
-        dependencies = with_ends(data, kinds, kind, stream)
+        streams, stream_of_kind = _streams(kinds)
+        groups = group_sizes(options.grad_sync, n_stages)
+        batch_size = n_microbatches // options.n_batches
+        needs, pair = apply_rules(kinds, kind, microbatch, batch_size, stream_of_kind, groups)
+        dependencies = with_ends(needs, kinds, kind, stream_of_kind)
         if group is None:
             group = default_groups(kinds, kind, microbatch)
         return cls(
@@ -262,33 +239,76 @@ class TaskGraph:
             kinds=kinds,
             kind=kind,
             microbatch=microbatch,
-            streams=tuple(
-                (key // n_codes, StreamKind.name(int(codes[key % n_codes])))
-                for key in unique.tolist()
-            ),
-            stream_of_kind=stream.astype(np.int32),
+            streams=streams,
+            stream_of_kind=stream_of_kind.astype(np.int32),
             dependencies=dependencies,
-            during=partial_dependencies(kinds, kind, dependencies),
+            partial_dependency=partial_dependencies(kinds, kind, dependencies),
             pair=pair,
             collectives=group_members(group),
-            host=host,
-            n_batches=n_batches,
-            grad_sync=grad_sync,
-            skips=skips,
-            portals=portals,
-            **labels,
+            host=np.zeros(n_devices, dtype=np.int64) if host is None else host,
+            options=options,
         )
 
     def in_topological_order(self) -> TaskGraph:
         """Return the same tasks, moved as little as needed for ids to be a topological order.
 
-        The graph itself, if they are, or if no order would be.
+        Return the graph itself if they are already, or if no order is topological.
         """
         waits = self.precedence
         if (waits.values < waits.rows).all():
             return self
         order = stable_topological_order(waits)
         return self if len(order) < len(self) else reordered(self, order)
+
+    @property
+    def during(self) -> Ints:
+        """`partial_dependency`, under its earlier name."""
+        return self.partial_dependency
+
+    @property
+    def recompute(self) -> str:
+        """Which micro-batches are recomputed, as `LoweringOptions.recompute`."""
+        return self.options.recompute
+
+    @property
+    def overlap(self) -> bool:
+        """Whether transfers overlap compute, as `LoweringOptions.overlap`."""
+        return self.options.overlap
+
+    @property
+    def rendezvous(self) -> bool:
+        """Whether a SEND waits until its RECV is reached (rule 6)."""
+        return self.options.rendezvous
+
+    @property
+    def host_threads(self) -> bool:
+        """Whether hosts are threads of one process, which wait for each other (rule 7)."""
+        return self.options.host_threads
+
+    @property
+    def n_batches(self) -> int:
+        """Number of mini-batches, each with its own optimizer step."""
+        return self.options.n_batches
+
+    @property
+    def grad_sync(self) -> GradSyncs:
+        """When gradients are reduced, as `LoweringOptions.grad_sync`."""
+        return self.options.grad_sync
+
+    @property
+    def weight_versions(self) -> Versions:
+        """Which weights F uses, as `pipesim.Schedule` describes."""
+        return self.options.weight_versions
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """``(source, target)`` stages of each skip connection, sorted."""
+        return self.options.skips
+
+    @property
+    def portals(self) -> bool:
+        """Whether each skip has its own message, as `LoweringOptions.portals`."""
+        return self.options.portals
 
     @property
     def verified(self) -> bool:
@@ -553,21 +573,30 @@ class TaskGraph:
 
 
 def reordered(graph: TaskGraph, order: Ints) -> TaskGraph:
-    """Return the same tasks with ids by their place in ``order``, a topological one."""
+    """Return the same tasks in the order of ``order``, which must be topological."""
     return TaskGraph.of_kinds(
         graph.kinds,
         graph.kind[order],
         graph.microbatch[order],
         group=graph.group[order],
-        hosts=graph.host,
-        host_threads=graph.host_threads,
         name=graph.name,
-        rendezvous=graph.rendezvous,
-        recompute=graph.recompute,
-        overlap=graph.overlap,
-        n_batches=graph.n_batches,
-        grad_sync=graph.grad_sync,
-        weight_versions=graph.weight_versions,
-        skips=graph.skips,
-        portals=graph.portals,
+        host=graph.host,
+        options=graph.options,
     )
+
+
+def _streams(kinds: Kinds) -> tuple[tuple[tuple[int, str], ...], Ints]:
+    """Return device and name of each stream, and the stream of each kind.
+
+    Streams are sorted by device and then by code; those of one micro-batch come last.
+    """
+    codes, position = np.unique(kinds.stream, return_inverse=True)
+    n_codes, n_last = len(codes), int(StreamKind.is_of_microbatch(codes).sum())
+    codes = np.roll(codes, -n_last)
+    keys, stream_of_kind = np.unique(
+        kinds.device * n_codes + (position - n_last) % n_codes, return_inverse=True
+    )
+    streams = tuple(
+        (key // n_codes, StreamKind.name(int(codes[key % n_codes]))) for key in keys.tolist()
+    )
+    return streams, stream_of_kind

@@ -20,6 +20,7 @@ from pipesim.graph.grad_sync import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.hosts import Hosts, host_of_devices
+from pipesim.graph.options import LoweringOptions
 from pipesim.graph.schedule_checks import verify_listing
 from pipesim.graph.skips import carried, checked_skips
 from pipesim.graph.tasks import Kinds, StreamKind
@@ -257,7 +258,9 @@ def lower(
         schedule, recompute, step, recompute_first, collectives.sharded
     )
     n_batches = schedule.n_batches
-    compute = TaskGraph.of_kinds(kinds, kind, microbatch, n_batches=n_batches)
+    compute = TaskGraph.of_kinds(
+        kinds, kind, microbatch, options=LoweringOptions(n_batches=n_batches)
+    )
     cycles = compute.levels
     if cycles.min() < 0:
         verify(schedule)  # says who waits for whom
@@ -283,16 +286,18 @@ def lower(
         kind,
         microbatch,
         name=schedule.name,
-        hosts=host,
-        host_threads=host_threads,
-        rendezvous=rendezvous,
-        recompute=recompute_label(schedule, recompute),
-        overlap=overlap,
-        n_batches=n_batches,
-        grad_sync=grad_sync,
-        weight_versions=schedule.weight_versions,
-        skips=pairs,
-        portals=portals,
+        host=host,
+        options=LoweringOptions(
+            recompute=recompute_label(schedule, recompute),
+            overlap=overlap,
+            rendezvous=rendezvous,
+            host_threads=host_threads,
+            n_batches=n_batches,
+            grad_sync=grad_sync,
+            weight_versions=schedule.weight_versions,
+            skips=pairs,
+            portals=portals,
+        ),
     )
     if not overlap and (rendezvous or recompute_waits):  # may have to be reordered, or deadlock
         graph = graph.in_topological_order()

@@ -78,7 +78,7 @@ def _reordered(graph: TaskGraph, order: Ints) -> TaskGraph:
         kind=graph.kind[order],
         microbatch=graph.microbatch[order],
         dependencies=CSR.from_pairs(rank[waits.rows], rank[waits.values], len(graph)),
-        during=rank[graph.during[order]] if len(graph.during) else graph.during,
+        partial_dependency=rank[graph.during[order]] if len(graph.during) else graph.during,
         pair=rank[graph.pair[order]].astype(graph.pair.dtype),
         collectives=CSR(members.ptr, rank[members.values][by_id].astype(members.values.dtype)),
     )

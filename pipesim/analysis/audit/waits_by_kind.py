@@ -103,7 +103,7 @@ def without(graph: TaskGraph, kind: Kind | str) -> TaskGraph:
     elif kind.sort == "collective":
         left = _apart(graph, kind.tasks)
     else:
-        left = replace(graph, rendezvous=False)
+        left = replace(graph, options=replace(graph.options, rendezvous=False))
     return left.as_verified()
 
 
@@ -200,7 +200,7 @@ def _without_dependencies(graph: TaskGraph, edges: Edges) -> TaskGraph:
         dropped = {tuple(pair) for pair in pairs}
         kept[buckets] = [(b, int(during[b])) not in dropped for b in buckets.tolist()]
         during = np.where(kept, during, -1)
-    return replace(graph, dependencies=left, during=during)
+    return replace(graph, dependencies=left, partial_dependency=during)
 
 
 def _without_messages(graph: TaskGraph, recvs: Ints) -> TaskGraph:

@@ -1,0 +1,96 @@
+"""`LoweringOptions`: the options of `pipesim.lower` that a task graph keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipesim.errors import GraphError, check_count, check_flag, check_name, check_text
+from pipesim.graph.grad_sync import GradSyncArgument, GradSyncs, checked_grad_sync
+from pipesim.graph.skips import Skip, skips_of
+from pipesim.graph.tasks import Kinds
+from pipesim.scheduling.schedule import VERSIONS, Versions
+
+__all__ = ["LoweringOptions"]
+
+
+@dataclass(frozen=True)
+class LoweringOptions:
+    """Options of `pipesim.lower` that hold for a whole graph, checked and in one form.
+
+    Attributes
+    ----------
+    recompute, overlap
+        Labels: which micro-batches are recomputed, and whether transfers overlap compute. The tasks
+        show both.
+    rendezvous
+        Whether a SEND waits until its RECV is reached (rule 6).
+    host_threads
+        Whether hosts are threads of one process, which wait for each other (rule 7).
+    n_batches
+        Number of mini-batches, each with its own optimizer step.
+    grad_sync
+        When gradients are reduced, as `pipesim.lower` describes: one value, or one a stage where
+        stages differ. The backwards that a REDUCE_GRAD needs are, for ``"every"``, those of its
+        micro-batch; for a number k, those of the k micro-batches up to its own; otherwise those of
+        the whole mini-batch.
+    weight_versions
+        Which weights F uses, as `pipesim.Schedule` describes.
+    skips
+        ``(source, target)`` stages of each skip connection, sorted.
+    portals
+        Whether each skip has its own message. Otherwise one message carries all skips that cross
+        the border between two stages.
+    """
+
+    recompute: str = "never"
+    overlap: bool = True
+    rendezvous: bool = False
+    host_threads: bool = False
+    n_batches: int = 1
+    grad_sync: GradSyncs = "last"
+    weight_versions: Versions = "one"
+    skips: tuple[Skip, ...] = ()
+    portals: bool = True
+
+    @classmethod
+    def checked(
+        cls,
+        kinds: Kinds,
+        n_microbatches: int,
+        *,
+        recompute: str = "never",
+        n_batches: int = 1,
+        grad_sync: GradSyncArgument = "last",
+        weight_versions: Versions = "one",
+        skips: Iterable[Skip] = (),
+        portals: bool = True,
+        **flags: bool,
+    ) -> LoweringOptions:
+        """Return the options of a graph of these kinds, given as `TaskGraph.build` takes them.
+
+        Raises
+        ------
+        ArgumentError
+            For an option of another type, an unknown mode, and skips that are no pairs of stages.
+        GraphError
+            If mini-batches do not share the micro-batches evenly, or a message carries none of the
+            skips.
+        """
+        for name, flag in (flags | {"portals": portals}).items():
+            check_flag(name, flag)
+        if n_microbatches % check_count("n_batches", n_batches):
+            raise GraphError(
+                f"{n_microbatches} micro-batches cannot be shared evenly by n_batches={n_batches}"
+            )
+        check_name("weight_versions", weight_versions, VERSIONS)
+        n_stages = int(kinds.stage.max(initial=0)) + 1
+        return cls(
+            recompute=check_text("recompute", recompute),
+            n_batches=n_batches,
+            grad_sync=checked_grad_sync(grad_sync, n_stages, n_microbatches // n_batches),
+            weight_versions=weight_versions,
+            skips=skips_of(kinds, skips, portals),
+            portals=portals,
+            **flags,
+        )
