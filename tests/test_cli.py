@@ -17,7 +17,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import pipesim as ps
-import pipesim.plot.timelines
+import pipesim.plot.paper_figure
 import pipesim.sweeps.settings
 from pipesim.cli import EPILOG, main
 from pipesim.costs.costs import VALUE_FIELDS
@@ -383,7 +383,7 @@ def test_plot_of_a_comparison_has_one_scale_of_time(
 ) -> None:
     """Bars on top, then a timeline a schedule; lengths can be compared between them."""
     figures: list[Figure] = []
-    monkeypatch.setattr(pipesim.plot.timelines, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(pipesim.plot.paper_figure, "save", lambda figure, _: figures.append(figure))
     args = [*BASE, "--recompute", "except_last", "--latency", "1e-3"]
     succeed(capsys, "compare", "gpipe", "1f1b", *args, "--plot", tmp_path / "figure.png")
     *bars, first, second = figures[0].axes

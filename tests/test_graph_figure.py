@@ -19,7 +19,7 @@ from pipesim import plot
 from pipesim.errors import ArgumentError, LegibilityWarning, UnknownNameError
 from pipesim.ops import COMPUTE, Op
 from pipesim.plot import style
-from pipesim.plot.box_labels import Numbers, points_per_unit
+from pipesim.plot.box_labels import BoxLabels, points_per_unit
 from pipesim.plot.graph_layout import CODES
 
 
@@ -52,7 +52,7 @@ def texts(ax: Axes) -> dict[tuple[float, float], str]:
     return {
         (float(x), float(y)): text
         for artist in ax.artists
-        if isinstance(artist, Numbers)
+        if isinstance(artist, BoxLabels)
         for (x, y), text in zip(artist.centre, artist.texts, strict=True)
     }
 
@@ -174,7 +174,7 @@ def test_texts_fit_their_nodes(width: float) -> None:
     for graph in (lowered(recompute="always"), lowered("1f1b", 4, 4)):
         ax = drawn(graph, width)
         ax.figure.canvas.draw()
-        (numbers,) = (x for x in ax.artists if isinstance(x, Numbers) and x.texts)
+        (numbers,) = (x for x in ax.artists if isinstance(x, BoxLabels) and x.texts)
         fitting, size = numbers.fitting()
         assert len(fitting) == len(numbers.texts)
         assert size >= 4.5
@@ -195,7 +195,7 @@ def test_nodes_of_exchanges_are_told_apart(options: dict[str, Any], wanted: str)
     ax = graph.plot()
     ax.figure.canvas.draw()
     for artist in ax.artists:
-        if isinstance(artist, Numbers):
+        if isinstance(artist, BoxLabels):
             assert len(artist.fitting()[0]) == len(artist.texts)
     shown = set(texts(ax).values())
     assert set(wanted.split()) <= shown
@@ -217,7 +217,7 @@ def test_small_nodes_have_a_sign_alone() -> None:
     ax = lowered("1f1b", 4, 8).plot(messages="nodes")
     ax.figure.canvas.draw()
     (small,) = (artist for artist in ax.artists if artist.get_gid() == "texts:beside")
-    assert isinstance(small, Numbers)
+    assert isinstance(small, BoxLabels)
     assert len(small.fitting()[0]) == len(small.texts)
     assert set(small.texts) == {">", "<"}
 

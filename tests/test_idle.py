@@ -21,6 +21,7 @@ from pipesim import plot
 from pipesim.analysis.idle import CAUSES, Cause, idle_shares
 from pipesim.cli import main
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
+from pipesim.plot import paper_figure
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +317,7 @@ def test_bars_are_as_long_as_their_causes() -> None:
 
 def test_every_cause_looks_different() -> None:
     """In colour, and in hatch or lightness."""
-    from pipesim.plot.idle import LOOKS
+    from pipesim.plot.idle_chart import LOOKS
 
     assert set(LOOKS) == set(Cause)
     assert len({op for op, _ in LOOKS.values()}) == len(Cause)
@@ -364,7 +365,7 @@ def test_compare_prints_and_draws_causes(
 ) -> None:
     """A row a schedule, as shares of all time; the figure has a chart each, on one scale."""
     figures: list[Figure] = []
-    monkeypatch.setattr(plot, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(paper_figure, "save", lambda figure, path: figures.append(figure))
     figure = ["--plot", str(tmp_path / "figure.png")]
     assert main(["compare", "gpipe", "1f1b", *ARGS, "--idle", *figure]) == 0
     lines = capsys.readouterr().out.splitlines()

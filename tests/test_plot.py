@@ -25,7 +25,7 @@ from pipesim import plot
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
 from pipesim.ops import COMPUTE, SENDS, TRANSFERS, Op
 from pipesim.plot import style
-from pipesim.plot.box_labels import LARGEST, SMALLEST, Numbers, points_per_unit
+from pipesim.plot.box_labels import LARGEST, SMALLEST, BoxLabels, points_per_unit
 from pipesim.timeline.timeline import Timeline
 
 MIB = 1 << 20
@@ -96,9 +96,9 @@ def overlapping(cells: np.ndarray) -> int:
     return int(np.triu(both, 1).sum())
 
 
-def numbers_in(ax: Axes, gid: str = "cells:numbers") -> Numbers:
+def numbers_in(ax: Axes, gid: str = "cells:numbers") -> BoxLabels:
     artist = found(ax, gid)
-    assert isinstance(artist, Numbers)
+    assert isinstance(artist, BoxLabels)
     return artist
 
 
@@ -279,7 +279,7 @@ def test_what_takes_no_time_is_not_drawn() -> None:
     assert "optimizer" not in legend_of(ax.get_legend())
 
 
-# Numbers in cells.
+# Numbers in boxes.
 
 
 def test_cells_carry_the_numbers_of_their_microbatches() -> None:
@@ -349,7 +349,7 @@ def test_a_number_that_does_not_fit_its_cell_is_left_out() -> None:
     ax = axes(7, 1)
     ax.set_xlim(0, 61)
     width, kinds = np.append(np.full(60, 1.0), 0.7), np.zeros(61, np.int8)
-    numbers = Numbers(
+    numbers = BoxLabels(
         np.arange(61.0), np.zeros(61), width, np.ones(61), ["7"] * 61, ["k"] * 61, kinds
     )
     ax.add_artist(numbers)

@@ -14,8 +14,8 @@ import pipesim as ps
 from on_gpu.gpipe import gains
 from pipeexec.executor.allocator_memory import Allocated
 from pipesim.errors import RunDirectoryError
-from pipesim.plot.figure import save, set_title, sized
-from pipesim.plot.timelines import overlay
+from pipesim.plot.comparisons import overlay
+from pipesim.plot.paper_figure import figure_with_axes, save, set_title
 
 __all__ = ["draw_ablation", "draw_memory", "draw_overlap", "draw_overlays"]
 
@@ -70,7 +70,7 @@ def draw_memory(folder: Path, schedule: str, to: Path) -> bool:
     predicted = ps.Timeline.load(files[2], costs=ps.Costs.load(files[3]))
     frame = pd.read_csv(files[0])
     gpus = tuple([str(frame["gpu"].iloc[0])] * measured.n_devices)
-    figure, ax = sized(Figure, 7.16, 1, height=3.0)
+    figure, ax = figure_with_axes(Figure, 7.16, 1, height=3.0)
     Allocated(frame, measured, gpus).plot(predicted, ax=ax)
     set_title(ax, schedule, "one GPU, all slices")
     _save(figure, to)

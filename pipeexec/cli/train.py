@@ -87,9 +87,9 @@ class Training:
         """
         from matplotlib.figure import Figure
 
-        from pipesim.plot.figure import TWO_COLUMNS, sized
+        from pipesim.plot.comparisons import overlay
         from pipesim.plot.lanes import rows
-        from pipesim.plot.timelines import overlay, save
+        from pipesim.plot.paper_figure import TWO_COLUMNS, figure_with_axes, save
 
         path = check_path("path", path, "write")
         measured = {
@@ -101,7 +101,9 @@ class Training:
         with write_directory(path, {"command": command(), **(record or {}), **measured}) as to:
             self.measured.save(to / "timeline.csv")
             height = rows(self.measured.graph, transfers=False)
-            figure, ax = sized(Figure, TWO_COLUMNS, height)  # not pyplot's: nothing to close
+            figure, ax = figure_with_axes(
+                Figure, TWO_COLUMNS, height
+            )  # not pyplot's: nothing to close
             self.measured.plot(ax=ax)
             save(figure, to / "timeline.png", to / "timeline.pdf")
             if self.predicted is None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pipeexec.devices.devices import Device
 from pipeexec.executor.step import Planned, Run
 from pipesim.errors import ArgumentError
-from pipesim.plot.figure import SMALL, axes_or_new, end_of_axis, label
+from pipesim.plot.paper_figure import SMALL, axes_or_new, end_of_axis, label
 from pipesim.plot.style import byte_unit, time_unit
 from pipesim.timeline.timeline import Timeline
 

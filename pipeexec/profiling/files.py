@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeexec.profiling.link_fit import STATES, by_pair
 from pipesim.errors import RunDirectoryError, number
-from pipesim.plot.figure import SMALL, axes_or_new, label, save, set_title, sized
+from pipesim.plot.paper_figure import SMALL, axes_or_new, figure_with_axes, label, save, set_title
 from pipesim.plot.style import time_unit
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def save_profile(
     if figures and len(transfers):
         from matplotlib.figure import Figure
 
-        figure, ax = sized(Figure, 7.16, 1, height=3.0)
+        figure, ax = figure_with_axes(Figure, 7.16, 1, height=3.0)
         plot_transfers(transfers, ax=ax)
         save(figure, folder / "transfers.png")
 

@@ -216,7 +216,7 @@ class Validation:
 
     def figure(self, **options: Any) -> Figure:
         """Draw every row's prediction over its median step; see `pipesim.plot.overlay`."""
-        from pipesim.plot.timelines import overlay
+        from pipesim.plot.comparisons import overlay
 
         return overlay({name: row.comparison for name, row in self.rows.items()}, **options)
 
@@ -250,7 +250,7 @@ class Validation:
         ArgumentError
             If two rows would have the same folder.
         """
-        from pipesim.plot.timelines import save
+        from pipesim.plot.paper_figure import save
 
         rows = {
             name: {

@@ -173,7 +173,7 @@ class Comparison:
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw predicted over measured; see `pipesim.plot.comparison`."""
-        from pipesim.plot.timelines import comparison
+        from pipesim.plot.comparisons import comparison
 
         return comparison(self, ax=ax, **options)
 
@@ -184,6 +184,6 @@ class Comparison:
         )
 
     def _repr_html_(self) -> str:
-        from pipesim.plot.timelines import comparison_html
+        from pipesim.plot.html import comparison_html
 
         return comparison_html(self)

@@ -488,7 +488,10 @@ def _write_plot(
         return
     from matplotlib.figure import Figure
 
-    from pipesim.plot import timelines as plot
+    from pipesim.plot.charts import bars
+    from pipesim.plot.idle_chart import idle as draw_idle
+    from pipesim.plot.paper_figure import save
+    from pipesim.plot.timelines import timeline as draw_timeline
 
     heights = [0.9 + _ROW * min(timeline.n_devices, 24) for timeline in timelines]
     n_rows = len(heights)
@@ -499,18 +502,18 @@ def _write_plot(
     grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
     if table is not None:
         for place, column in enumerate(("makespan", "peak_memory")):
-            plot.bars(table, ax=figure.add_subplot(grid[0, place]), column=column)
+            bars(table, ax=figure.add_subplot(grid[0, place]), column=column)
     drawn = []
     for row, timeline in enumerate(timelines, first):
         ax = figure.add_subplot(grid[row, :])
-        drawn.append(plot.timeline(timeline, ax=ax, unit="ms", title=timeline.name))
+        drawn.append(draw_timeline(timeline, ax=ax, unit="ms", title=timeline.name))
     _share_scale(drawn)
     drawn = []
     for row, timeline in enumerate(timelines if idle else (), first + n_rows):
         ax = figure.add_subplot(grid[row, :])
-        drawn.append(plot.idle(timeline, ax=ax, unit="ms", title=f"{timeline.name}, idle"))
+        drawn.append(draw_idle(timeline, ax=ax, unit="ms", title=f"{timeline.name}, idle"))
     _share_scale(drawn)
-    plot.save(figure, path)
+    save(figure, path)
 
 
 def _share_scale(axes: Sequence[Axes]) -> None:

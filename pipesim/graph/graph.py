@@ -332,7 +332,7 @@ class TaskGraph:
         )
 
     def _repr_html_(self) -> str:
-        from pipesim.plot.timelines import graph_html
+        from pipesim.plot.html import graph_html
 
         return graph_html(self)
 
@@ -428,7 +428,7 @@ class TaskGraph:
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw what the tasks need; `pipesim.plot.dependencies` has a table of the texts."""
-        from pipesim.plot.timelines import dependencies
+        from pipesim.plot.dependency_plot import dependencies
 
         return dependencies(self, ax=ax, **options)
 

@@ -1,23 +1,18 @@
-"""Figures of schedules, task graphs and timelines."""
+"""Figures of schedules, task graphs and timelines, and their HTML for notebooks.
 
-from pipesim.plot.timelines import (
-    ONE_COLUMN,
-    PALETTE,
-    TWO_COLUMNS,
-    bars,
-    comparison,
-    comparison_html,
-    dependencies,
-    figure,
-    graph_html,
-    idle,
-    memory,
-    overlay,
-    save,
-    schedule_html,
-    timeline,
-    timeline_html,
-)
+Every function draws into the given axes, or else into a new pyplot figure two columns wide, and
+returns the axes. None shows or saves anything; `save` does. matplotlib is imported only when
+something is drawn.
+"""
+
+from pipesim.plot.charts import bars, memory
+from pipesim.plot.comparisons import comparison, overlay
+from pipesim.plot.dependency_plot import dependencies
+from pipesim.plot.html import comparison_html, graph_html, schedule_html, timeline_html
+from pipesim.plot.idle_chart import idle
+from pipesim.plot.paper_figure import ONE_COLUMN, TWO_COLUMNS, figure, save
+from pipesim.plot.style import PALETTE
+from pipesim.plot.timelines import timeline
 
 __all__ = [
     "ONE_COLUMN",

@@ -1,4 +1,4 @@
-"""Numbers in cells, as an artist of matplotlib's that knows which of them fit.
+"""Numbers in boxes: a matplotlib artist that draws only those that fit.
 
 Imported when something is drawn, since it loads matplotlib.
 """
@@ -12,41 +12,41 @@ from matplotlib.backend_bases import RendererBase
 from matplotlib.text import Text
 from numpy.typing import NDArray
 
-__all__ = ["Numbers", "points_per_unit"]
+__all__ = ["BoxLabels", "points_per_unit"]
 
 Floats = NDArray[np.float64]
 
-#: Points: the least and the most that a number measures.
+#: Smallest and largest size of a number (points).
 SMALLEST, LARGEST = 4.5, 8.0
-#: Of the size of a number: the width of a digit with room beside it, its height with room above
-#: and below, and half its height.
+#: Relative to the size of a number: the width of a digit with its margin, the height of a digit
+#: with its margins, and half the height of a digit.
 WIDTH, HEIGHT, MIDDLE = 0.66, 0.9, 0.365
-#: Share of a kind's numbers that must fit for any of them to be drawn, and the share that the
-#: size of all is chosen for.
-MOST, NEARLY_ALL = 0.85, 0.98
+#: Share of a kind's numbers that must fit for any of them to be drawn, and share of the numbers
+#: that must fit at the size of all.
+MIN_FITTING, MIN_AT_SIZE = 0.85, 0.98
 
 
 def points_per_unit(ax: _AxesBase) -> tuple[float, float]:
-    """Return how many points one unit of each axis measures now."""
+    """Return the points of one unit of each axis, at the current size and limits."""
     corners = np.asarray(ax.transData.transform(np.array([(0.0, 0.0), (1.0, 1.0)])), np.float64)
     x, y = np.abs(corners[1] - corners[0]) * (72.0 / ax.figure.dpi)
     return float(x), float(y)
 
 
-class Numbers(Artist):
-    """Numbers in the middle of cells, each drawn only if it fits its cell at that moment.
+class BoxLabels(Artist):
+    """Numbers in the middle of boxes, each drawn only if it fits its box.
 
-    What fits is decided when drawing, so that numbers come and go as a figure is resized or
+    The choice is made when drawing, so that numbers appear and disappear as a figure is resized or
     zoomed. All have one size, between 4.5 and 8 points.
 
     Parameters
     ----------
     x, y, width, height
-        Centre and size of each cell, in data coordinates.
+        Centre and size of each box, in data coordinates.
     texts, colours
-        Number and its colour.
+        Number of each box, and its colour.
     kinds
-        Numbers of one kind are drawn all or none, apart from the few cells that are too narrow.
+        Kind of each number. All or none of a kind are drawn, apart from the few that do not fit.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Numbers(Artist):
         self.digits = np.array([len(text) for text in texts])
 
     def fitting(self) -> tuple[NDArray[np.int64], float]:
-        """Return which numbers fit into their cells now, and the size of all in points."""
+        """Return the numbers that fit into their boxes now, and the size of all (points)."""
         if self.axes is None or not self.texts:
             return np.empty(0, np.int64), SMALLEST
         x, y = points_per_unit(self.axes)
@@ -76,16 +76,16 @@ class Numbers(Artist):
         )
         size, legible = LARGEST, []
         for kind in np.unique(self.kinds):
-            of_kind = room[self.kinds == kind]
-            if np.quantile(of_kind, 1 - MOST) >= SMALLEST:
+            kind_room = room[self.kinds == kind]
+            if np.quantile(kind_room, 1 - MIN_FITTING) >= SMALLEST:
                 legible.append(kind)
-                size = min(size, float(np.quantile(of_kind, 1 - NEARLY_ALL, method="lower")))
+                size = min(size, float(np.quantile(kind_room, 1 - MIN_AT_SIZE, method="lower")))
         size = max(size, SMALLEST)
-        # Cells of equal length differ in the last digits of their times.
+        # Boxes of equal length differ in the last digits of their times.
         return np.flatnonzero(np.isin(self.kinds, legible) & (room >= 0.999 * size)), size
 
     def draw(self, renderer: RendererBase) -> None:
-        """Draw those that fit and are within the axes."""
+        """Draw the numbers that fit and are within the axes."""
         axes = self.axes
         if axes is None or not self.get_visible():
             return

@@ -1,4 +1,4 @@
-"""Charts: memory over time, bars of schedules."""
+"""Charts: memory over time, and bars that compare schedules."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 
 from pipesim.errors import ArgumentError, check_name
 from pipesim.ops import Op
-from pipesim.plot.figure import (
+from pipesim.plot.paper_figure import (
     FONT,
     SMALL,
     axes_or_new,
-    checked,
+    check_drawable,
     end_of_axis,
     label,
     set_title,
-    some_of,
+    thinned_ticks,
 )
 from pipesim.plot.style import PALETTE, byte_unit, format_bytes, format_time, time_unit
 from pipesim.timeline.timeline import Timeline
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bars", "memory"]
 
-#: More devices than these are lines too thin to dash, and not all are named.
+#: With more devices than this, lines are solid and thin, and the legend names only some.
 FEW = 8
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.2)), (0, (1.5, 1)), (0, (5, 1, 1, 1)))
 
@@ -39,22 +39,22 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
     Parameters
     ----------
     timeline
-        With costs.
+        A timeline with costs.
     ax
-        Where to draw.
+        Axes to draw into. New axes by default.
     unit
-        Of the time axis, as for `pipesim.plot.timeline`.
+        Unit of the time axis, as for `pipesim.plot.timeline`.
 
     Raises
     ------
     ArgumentError
-        If ``timeline`` or ``ax`` is something else.
+        If ``timeline`` is no `Timeline`, or ``ax`` no Axes.
     TimelineError
         If the timeline has no costs.
     UnknownNameError
         For an unknown unit.
     """
-    held = checked(timeline, Timeline).memory()
+    held = check_drawable(timeline, Timeline).memory()
     sign, scale = time_unit(timeline.makespan, unit)
     size_sign, size = byte_unit(float(held["nbytes"].max()))
     ax = axes_or_new(ax, 6)
@@ -70,7 +70,7 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
             color=colormaps["viridis"](0.85 * device / max(1, n_devices - 1)),
             linestyle=_DASHES[device % len(_DASHES)] if n_devices <= FEW else "-",
             linewidth=1.4 if n_devices <= FEW else 0.8,
-            label=f"device {device}" if device in some_of(n_devices, FEW) else "_",
+            label=f"device {device}" if device in thinned_ticks(n_devices, FEW) else "_",
         )
         line.set_gid(f"memory:{device}")
     ax.set_xlim(0, end_of_axis(timeline) * scale)
@@ -81,7 +81,7 @@ def memory(timeline: Timeline, *, ax: Axes | None = None, unit: str | None = Non
     return ax
 
 
-#: Title of each column of `pipesim.compare`, and how its values are written.
+#: Title of each column of `pipesim.compare`, and the function that formats its values.
 _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "makespan": ("Makespan", format_time),
     "relative": ("Makespan, relative to the first", lambda value: f"{value:.2f}"),
@@ -92,26 +92,26 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 
 def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan") -> Axes:
-    """Draw a column of what `pipesim.compare` returns: a bar a schedule, the first on top.
+    """Draw a column of the table of `pipesim.compare`: a bar a schedule, the first on top.
 
     Parameters
     ----------
     table
-        From `pipesim.compare`.
+        Table that `pipesim.compare` returns.
     ax
-        Where to draw.
+        Axes to draw into. New axes by default.
     column
         ``"makespan"``, ``"relative"``, ``"bubble_fraction"``, ``"throughput"`` or
-        ``"peak_memory"``. A value that is not known has no bar and is marked ``n/a``.
+        ``"peak_memory"``. An unknown value has no bar and is marked ``n/a``.
 
     Raises
     ------
     ArgumentError
-        If ``table`` or ``ax`` is something else, or the table is empty.
+        If ``table`` is no such table or empty, or ``ax`` no Axes.
     UnknownNameError
         For an unknown column.
     """
-    title, write = _COLUMNS[check_name("column", column, _COLUMNS)]
+    title, format_value = _COLUMNS[check_name("column", column, _COLUMNS)]
     if column not in getattr(table, "columns", ()) or not len(table):
         raise ArgumentError(
             f"bars takes a table from pipesim.compare with a column {column!r} and at least one "
@@ -120,7 +120,7 @@ def bars(table: pd.DataFrame, *, ax: Axes | None = None, column: str = "makespan
     ax = axes_or_new(ax, len(table))
     values = table[column].to_numpy(float)
     drawn = ax.barh(np.arange(len(values)), np.nan_to_num(values), 0.7, color=PALETTE[Op.F])
-    texts = ["n/a" if np.isnan(value) else write(value) for value in values.tolist()]
+    texts = ["n/a" if np.isnan(value) else format_value(value) for value in values.tolist()]
     ax.bar_label(drawn, texts, padding=3, fontsize=SMALL)
     ax.set_xlim(0, 1.2 * (np.nanmax(values) if (values > 0).any() else 1.0))
     ax.set_ylim(len(values) - 0.5, -0.5)

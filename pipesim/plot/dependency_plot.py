@@ -1,4 +1,4 @@
-"""What the tasks of a small graph need, as a figure."""
+"""Draw the dependencies between the tasks of a small graph."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING
 
 from pipesim.errors import ArgumentError, check_flag, check_name
 from pipesim.graph.graph import TaskGraph
-from pipesim.plot.figure import (
+from pipesim.plot.graph_layout import lay_out
+from pipesim.plot.paper_figure import (
     add_legend,
     axes_or_new,
-    checked,
-    rows_of_devices,
+    check_drawable,
+    set_device_rows,
     set_title,
-    some_of,
+    thinned_ticks,
 )
-from pipesim.plot.graph_layout import layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["dependencies"]
 
-#: Tasks on compute streams of a graph that is drawn.
+#: Most tasks on compute streams of a graph that is drawn.
 MOST_NODES = 300
 
 
@@ -34,12 +34,12 @@ def dependencies(
     legend: bool = True,
     title: str | None = None,
 ) -> Axes:
-    """Draw what the tasks of a small graph need, as papers do (torchgpipe, arXiv 2004.09910).
+    """Draw the dependencies of a small graph, as papers do (torchgpipe, arXiv 2004.09910).
 
     A row is a device, device 0 on top, in its colour. A column is a clock cycle: the distance from
-    the first task, counted in tasks of compute streams. A node says operation and micro-batch,
-    ``F0``, and before them the stage where devices have several. Data on one device has an arrow
-    only where others do not imply it.
+    the first task, counted in tasks of compute streams. A node shows operation and micro-batch,
+    ``F0``, and in front of them the stage if devices have several. Data on one device has an arrow
+    only if other arrows do not imply it.
 
     ====== ============================= ==================================================
     text   operation                     node
@@ -62,28 +62,29 @@ def dependencies(
     US     UNSHARD                       weights are gathered
     ====== ============================= ==================================================
 
-    Small nodes that have no room for the number of the micro-batch have the rest alone.
+    Small nodes without room for the number of the micro-batch leave it out.
 
     Parameters
     ----------
     graph
-        Of at most 300 tasks on compute streams.
+        A graph with at most 300 tasks on compute streams.
     ax
-        Where to draw; its limits are set.
+        Axes to draw into; its limits are set. New axes by default.
     messages
-        ``"arrows"``: an arrow from what makes a message to what needs it. ``"labels"``: with the
-        number of its micro-batch on it. ``"nodes"``: SEND (``>0``) and RECV (``<0``) are nodes.
+        ``"arrows"``: an arrow from the producer of a message to its consumer. ``"labels"``: the
+        same, with the number of its micro-batch on it. ``"nodes"``: SEND (``>0``) and RECV
+        (``<0``) are nodes.
     order
         Whether to draw the order of compute streams, dashed.
     legend
-        Whether to have one.
+        Whether to draw a legend.
     title
-        None by default.
+        No title by default.
 
     Raises
     ------
     ArgumentError
-        For a larger graph, or if ``graph`` or ``ax`` is something else.
+        For a larger graph, or if ``graph`` is no `TaskGraph`, or ``ax`` no Axes.
     UnknownNameError
         For another way to draw messages.
 
@@ -92,7 +93,7 @@ def dependencies(
     LegibilityWarning
         When drawn, if nodes have no room for their texts.
     """
-    graph = checked(graph, TaskGraph)
+    graph = check_drawable(graph, TaskGraph)
     check_name("messages", messages, ("arrows", "labels", "nodes"))
     check_flag("order", order)
     check_flag("legend", legend)
@@ -105,21 +106,21 @@ def dependencies(
         )
     from pipesim.plot import graph_figure
 
-    where = layout(graph, messages=messages == "nodes", order=order)
-    per_device = 1.7 if messages != "nodes" else max(2.0, 0.6 + 0.55 * where.most_in_a_gap)
+    layout = lay_out(graph, messages=messages == "nodes", order=order)
+    per_device = 1.7 if messages != "nodes" else max(2.0, 0.6 + 0.55 * layout.largest_stack)
     ax = axes_or_new(ax, per_device * graph.n_devices)
-    rows_of_devices(ax, graph.n_devices, 1.0, "")
-    dx = where.width / 2 + 0.1
+    set_device_rows(ax, graph.n_devices, 1.0, "")
+    dx = layout.width / 2 + 0.1
     ax.set_xlim(
-        min(-0.6, float((where.x - dx).min(initial=0.0))),
-        max(where.n_columns - 0.4, 0.6, float((where.x + dx).max(initial=0.0))),
+        min(-0.6, float((layout.x - dx).min(initial=0.0))),
+        max(layout.n_columns - 0.4, 0.6, float((layout.x + dx).max(initial=0.0))),
     )
-    ax.set_xticks(some_of(where.n_columns, 20))
+    ax.set_xticks(thinned_ticks(layout.n_columns, 20))
     ax.set_xlabel("Clock cycle")
-    graph_figure.draw_arrows(ax, graph, where, labels=messages == "labels")
-    graph_figure.draw_nodes(ax, graph, where)
+    graph_figure.draw_arrows(ax, graph, layout, labels=messages == "labels")
+    graph_figure.draw_nodes(ax, graph, layout)
     height = 0.0
-    handles = graph_figure.entries(graph, where, messages == "labels")
+    handles = graph_figure.legend_handles(graph, layout, messages == "labels")
     if legend and handles:
         height = add_legend(ax, list(handles.values()), list(handles))
     if title:

@@ -1,7 +1,8 @@
-"""Where the tasks of a graph stand in its figure: a column a clock cycle, a row a device.
+"""Positions of a graph's tasks in its figure: a column a clock cycle, a row a device.
 
-The column of a task is its distance from the first, counted in tasks of compute streams. Messages
-and collectives beside these stand in the gap between two columns, above each other.
+The column of a task is its distance from the first task, counted in tasks of compute streams.
+Messages and collectives on other streams are side nodes: they are stacked in the gap between two
+columns.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from pipesim.graph.tasks import Task
 from pipesim.ops import COMPUTE, EXCHANGES, OF_STAGES, RECVS, REORDERED, SENDS, TRANSFERS, Op
 from pipesim.utils.csr import Ints
 
-__all__ = ["CODES", "Arrow", "Layout", "layout"]
+__all__ = ["CODES", "Arrow", "GraphLayout", "lay_out"]
 
 Floats = NDArray[np.float64]
 
-#: Width and height of a node on a compute stream, its width where there are nodes beside it, and
-#: the most of those; in columns and rows.
+#: Width and height of a node on a compute stream, and its width if the figure has side nodes; in
+#: columns and rows. Then the width and the largest height of a side node.
 WIDTH, HEIGHT, NARROW = 0.64, 0.56, 0.54
 SMALL_WIDTH, SMALL_HEIGHT = 0.3, 0.28
-#: What nodes call operations, by operation and part; others have the operation's own letter.
+#: Codes of operations in nodes, by operation and part; others have the operation's own letter.
 CODES: dict[tuple[Op, int], str] = {
     **{(op, -1): ">" for op in SENDS},
     **{(op, -1): "<" for op in RECVS},
@@ -37,7 +38,7 @@ CODES: dict[tuple[Op, int], str] = {
     (Op.STEP, -1): "ST",
     (Op.UNSHARD, -1): "US",
 }
-#: Rows that the nodes in a gap share.
+#: Height of all side nodes in a gap together (rows).
 ROOM = 0.92
 
 
@@ -48,26 +49,26 @@ class Arrow(NamedTuple):
     """
 
     sort: str
-    before: int
-    after: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the nodes are; arrays have one entry a node.
+class GraphLayout:
+    """Positions of the nodes and their arrows; arrays have one entry a node.
 
     Attributes
     ----------
     tasks
         Ids of the tasks that have a node.
     x, y, width, height
-        Centre and size, in columns and rows.
+        Centre and size of each node, in columns and rows.
     is_main
-        Whether it is on a compute stream, in a column of its own.
+        Whether the node is in a column, on a compute stream; else it is a side node.
     texts
-        Of each node, as `pipesim.plot.dependencies` lists them.
+        Text of each node, as `pipesim.plot.dependencies` lists them.
     codes
-        The texts without the number of the micro-batch, for small nodes.
+        Texts without the number of the micro-batch, for small nodes.
     arrows
         All arrows.
     n_columns
@@ -86,24 +87,24 @@ class Layout:
     n_columns: int
 
     @property
-    def most_in_a_gap(self) -> int:
-        """The most nodes that stand above each other."""
-        cells = np.stack([np.round(2 * self.x), np.round(self.y)])[:, ~self.is_main]
-        return int(np.unique(cells, axis=1, return_counts=True)[1].max(initial=1))
+    def largest_stack(self) -> int:
+        """The largest number of side nodes that are stacked in one gap."""
+        gaps = np.stack([np.round(2 * self.x), np.round(self.y)])[:, ~self.is_main]
+        return int(np.unique(gaps, axis=1, return_counts=True)[1].max(initial=1))
 
 
-def layout(graph: TaskGraph, *, messages: bool, order: bool) -> Layout:
-    """Place the tasks of a graph.
+def lay_out(graph: TaskGraph, *, messages: bool, order: bool) -> GraphLayout:
+    """Return the positions of a graph's nodes and arrows.
 
     Parameters
     ----------
     graph
-        What is drawn.
+        The graph to draw.
     messages
-        Whether messages are nodes; else an arrow leads from what makes the content of each to what
-        needs it.
+        Whether messages are nodes; else an arrow leads from the producer of each message to its
+        consumer.
     order
-        Whether there are arrows for the order of compute streams.
+        Whether to have arrows for the order of compute streams.
     """
     is_message = graph.is_op(TRANSFERS)
     main = graph.is_op(COMPUTE) | (graph.on_compute & (messages | ~is_message))
@@ -112,15 +113,15 @@ def layout(graph: TaskGraph, *, messages: bool, order: bool) -> Layout:
     tasks = np.flatnonzero(shown)
     x, y = column.astype(np.float64), graph.device.astype(np.float64)
     height = np.where(main, HEIGHT, SMALL_HEIGHT)
-    beside = np.flatnonzero(shown & ~main)
-    x[beside] = _gaps(graph, column, beside)
-    _stack(graph, beside, x, y, height)
+    side = np.flatnonzero(shown & ~main)
+    x[side] = _gaps(graph, column, side)
+    _stack(graph, side, x, y, height)
     several = len(np.unique(np.stack([graph.device, graph.stage]), axis=1).T) > graph.n_devices
-    return Layout(
+    return GraphLayout(
         tasks=tasks,
         x=x[tasks],
         y=y[tasks],
-        width=np.where(main, NARROW if len(beside) else WIDTH, SMALL_WIDTH)[tasks],
+        width=np.where(main, NARROW if len(side) else WIDTH, SMALL_WIDTH)[tasks],
         height=height[tasks],
         is_main=main[tasks],
         texts=[_text(graph.task(task), several) for task in tasks.tolist()],
@@ -131,23 +132,23 @@ def layout(graph: TaskGraph, *, messages: bool, order: bool) -> Layout:
 
 
 def _columns(graph: TaskGraph, main: NDArray[np.bool_]) -> Ints:
-    """Return the column of each task; of those that have none, the last before it, or -1."""
+    """Return the column of each task; for a task without one, the last column before it, or -1."""
     column = np.full(len(graph), -1, dtype=np.int64)
-    waits = graph.precedence
+    precedence = graph.precedence
     for task in range(len(graph)):
-        needed = waits[task]
+        needed = precedence[task]
         last = int(column[needed].max(initial=-1))
         column[task] = last + 1 if main[task] else last
     return column
 
 
-def _gaps(graph: TaskGraph, column: Ints, beside: Ints) -> Floats:
-    """Return the gap of each node beside the columns: a RECV right before what needs it."""
-    x = column[beside] + 0.5
+def _gaps(graph: TaskGraph, column: Ints, side: Ints) -> Floats:
+    """Return the gap of each side node: that right before its consumer, for a RECV."""
+    x = column[side] + 0.5
     needs = graph.dependencies
     consumer = np.full(len(graph), np.iinfo(np.int64).max)
     np.minimum.at(consumer, needs.values, column[needs.rows])
-    for k, task in enumerate(beside.tolist()):
+    for k, task in enumerate(side.tolist()):
         if graph.op[task] in RECVS and consumer[task] < np.iinfo(np.int64).max:
             x[k] = max(x[k], consumer[task] - 0.5)
         elif len(needs[task]):
@@ -155,82 +156,82 @@ def _gaps(graph: TaskGraph, column: Ints, beside: Ints) -> Floats:
     return x
 
 
-def _stack(graph: TaskGraph, beside: Ints, x: Floats, y: Floats, height: Floats) -> None:
-    """Put the nodes in one gap above each other: those to and from devices above come first."""
+def _stack(graph: TaskGraph, side: Ints, x: Floats, y: Floats, height: Floats) -> None:
+    """Stack the nodes in each gap: messages to and from devices above come first."""
     peer = graph.device.astype(np.int64)
     paired = np.flatnonzero(graph.pair >= 0)
     peer[paired] = graph.device[graph.pair[paired]]
-    cells: dict[tuple[int, float], list[int]] = {}
-    for task in beside.tolist():
-        cells.setdefault((int(graph.device[task]), float(x[task])), []).append(task)
-    for (device, _), tasks in cells.items():
+    gaps: dict[tuple[int, float], list[int]] = {}
+    for task in side.tolist():
+        gaps.setdefault((int(graph.device[task]), float(x[task])), []).append(task)
+    for (device, _), tasks in gaps.items():
         tasks.sort(key=lambda task: (int(np.sign(peer[task] - device)), int(peer[task]), task))
         size = ROOM / len(tasks)
         alone = len(tasks) == 1
-        for place, task in enumerate(tasks):
+        for position, task in enumerate(tasks):
             offset = np.sign(peer[task] - device) * ROOM / 4
-            y[task] = device + (offset if alone else size * (place + 0.5) - ROOM / 2)
+            y[task] = device + (offset if alone else size * (position + 0.5) - ROOM / 2)
             height[task] = min(SMALL_HEIGHT, 0.86 * size)
 
 
 def _arrows(
     graph: TaskGraph, shown: NDArray[np.bool_], main: NDArray[np.bool_], order: bool
 ) -> list[Arrow]:
-    """Return the arrows: data through what is not shown, and the order of compute streams.
+    """Return the arrows: data, also through tasks without a node, and order of compute streams.
 
-    Data on one device is left out where other arrows imply it.
+    Arrows for data on one device are left out if other arrows imply them.
     """
-    sources: list[set[int]] = []  # of each task, the nodes whose data it has
+    sources: list[set[int]] = []  # of each task, the nodes whose data it passes on
     data: list[Arrow] = []
     for task in range(len(graph)):
         needed = graph.dependencies[task].tolist()
         if graph.op[task] in RECVS:
             needed.append(int(graph.pair[task]))
-        before = set().union(*(sources[other] for other in needed))
-        sources.append({task} if shown[task] else before)
-        for other in sorted(before) if shown[task] else ():
+        producers = set().union(*(sources[other] for other in needed))
+        sources.append({task} if shown[task] else producers)
+        for other in sorted(producers) if shown[task] else ():
             across = graph.device[other] != graph.device[task]
             data.append(Arrow("message" if across else "data", other, task))
     queue = graph.queue_predecessor
     queued = np.flatnonzero(main & (queue >= 0)) if order else np.empty(0, dtype=np.int64)
-    steps = [Arrow("order", _shown_before(queue, shown, task), task) for task in queued.tolist()]
-    steps = [step for step in steps if step.before >= 0]
-    there = {arrow[1:] for arrow in data}
-    every = data + [step for step in steps if step[1:] not in there]
-    ends = np.array([arrow[1:] for arrow in every], dtype=np.int64).reshape(-1, 2).T
+    steps = [Arrow("order", _previous_node(queue, shown, task), task) for task in queued.tolist()]
+    steps = [step for step in steps if step.source >= 0]
+    connected = {arrow[1:] for arrow in data}
+    arrows = data + [step for step in steps if step[1:] not in connected]
+    ends = np.array([arrow[1:] for arrow in arrows], dtype=np.int64).reshape(-1, 2).T
     _, is_implied = ancestors(Edges(*ends), len(graph))
     kept = [
         arrow
         for arrow, extra in zip(data, is_implied.tolist()[: len(data)], strict=True)
         if arrow.sort == "message" or not extra
     ]
-    there = {arrow[1:] for arrow in kept}
-    return kept + [step for step in steps if step[1:] not in there]
+    connected = {arrow[1:] for arrow in kept}
+    return kept + [step for step in steps if step[1:] not in connected]
 
 
-def _shown_before(queue: Ints, shown: NDArray[np.bool_], task: int) -> int:
-    """Return the last node before a task on its stream, or -1."""
-    before = int(queue[task])
-    while before >= 0 and not shown[before]:
-        before = int(queue[before])
-    return before
+def _previous_node(queue: Ints, shown: NDArray[np.bool_], task: int) -> int:
+    """Return the previous task with a node on a task's stream, or -1."""
+    previous = int(queue[task])
+    while previous >= 0 and not shown[previous]:
+        previous = int(queue[previous])
+    return previous
 
 
 def _text(task: Task, several: bool) -> str:
-    """Return a node's text: code and micro-batch; before them the stage, of several.
+    """Return a node's text: stage if its device has ``several``, code, micro-batch.
 
-    Messages and exchanges have no stage, which their neighbours have.
+    Messages and exchanges have no stage; their neighbours have it.
     """
     number = "" if task.microbatch is None else str(task.microbatch)
     if task.op in TRANSFERS or task.op == Op.ALL_TO_ALL:
         return f"{_code(task)}{number}"
     stage = str(task.stage) if several else ""
-    # Of a reduction after each group of micro-batches, the number is not in the text.
+    # The text of a reduction after each group of micro-batches leaves out the number.
     return f"{stage}{_code(task)}{'' if task.op in OF_STAGES else number}"
 
 
 def _code(task: Task) -> str:
-    """Return what a node calls an operation; a bucket has its number."""
+    """Return the code of a node's operation; a bucket has its number."""
     if task.op == Op.REDUCE_GRAD and task.part >= 0:
         return f"r{task.part}"
     part = task.part if task.op in (Op.ALL_TO_ALL, Op.REORDER) else -1

@@ -1,4 +1,4 @@
-"""The texts of a graph's nodes, as an artist of matplotlib's that warns of those that do not fit.
+"""Texts of a graph's nodes: a matplotlib artist that warns of texts that do not fit.
 
 Imported when something is drawn, since it loads matplotlib.
 """
@@ -12,27 +12,27 @@ from matplotlib.backend_bases import RendererBase
 from numpy.typing import NDArray
 
 from pipesim.errors import LegibilityWarning
-from pipesim.plot.box_labels import HEIGHT, SMALLEST, WIDTH, Floats, Numbers, points_per_unit
+from pipesim.plot.box_labels import HEIGHT, SMALLEST, WIDTH, BoxLabels, Floats, points_per_unit
 
 __all__ = ["NodeTexts"]
 
 
-class NodeTexts(Numbers):
-    """Texts in the middle of nodes; where they do not fit, codes alone.
+class NodeTexts(BoxLabels):
+    """Texts in the middle of nodes, or shorter codes where the texts do not fit.
 
     Parameters
     ----------
     x, y, width, height
         Centre and size of each node, in data coordinates.
     texts, colours
-        Text and its colour.
+        Text of each node, and its colour.
     codes
-        Shorter texts, drawn of all nodes where a text does not fit.
+        Shorter texts. All nodes have them if any of ``texts`` does not fit.
 
     Warns
     -----
     LegibilityWarning
-        When drawn, if a node has no room for either.
+        When drawn, if neither fits into a node.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class NodeTexts(Numbers):
         self._choices = texts, codes
 
     def fitting(self) -> tuple[NDArray[np.int64], float]:
-        """Choose between texts and codes; return which fit now, and the size of all in points."""
+        """Choose texts or codes; return those that fit now, and the size of all (points)."""
         for texts in self._choices:
             self.texts, self.digits = texts, np.array([len(text) for text in texts])
             nodes, size = super().fitting()
@@ -58,7 +58,7 @@ class NodeTexts(Numbers):
         return nodes, size
 
     def draw(self, renderer: RendererBase) -> None:
-        """Draw those that fit, and warn of others."""
+        """Draw the texts that fit, and warn of the others."""
         if self.axes is not None and self.get_visible() and self.texts:
             missing = len(self.texts) - len(self.fitting()[0])
             if missing:
@@ -66,6 +66,7 @@ class NodeTexts(Numbers):
         super().draw(renderer)
 
     def _warn(self, missing: int) -> None:
+        """Warn of ``missing`` nodes without text, and name the size of a figure that has room."""
         assert self.axes is not None
         figure = self.axes.figure.figure
         x, y = points_per_unit(self.axes)

@@ -1,4 +1,4 @@
-"""Frames around the F and the B of a timeline that run as one action.
+"""Frames around an F and a B of a timeline that run as one action.
 
 Imported when something is drawn, since it loads matplotlib.
 """
@@ -18,15 +18,15 @@ from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.plot.style import INK
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["draw_pairs", "pair_entry"]
+__all__ = ["draw_frames", "frame_entry"]
 
 Floats = NDArray[np.float64]
 
-#: Points that the line of a frame is wide.
+#: Width of a frame's line (points).
 LINE = 0.9
 
 
-def draw_pairs(
+def draw_frames(
     ax: Axes, timeline: Timeline, y: Floats, height: Floats, scale: float, gid: str
 ) -> None:
     """Frame each F and B of one action, from the F's start to the B's end, if both ended.
@@ -34,20 +34,20 @@ def draw_pairs(
     Parameters
     ----------
     ax
-        Whose limits are set.
+        Axes whose limits are set.
     timeline
-        When the tasks ran.
+        Timeline of the tasks.
     y, height
-        Where the cell of each task is, in rows; NaN for those left out.
+        Centre and height of each task's box, in rows; NaN for tasks left out.
     scale
         Units of the time axis in a second.
     gid
-        Of the collection of frames; there is none where nothing is overlapped.
+        Identifier of the collection of frames. It is not added if nothing is overlapped.
     """
     graph, start, end = timeline.graph, timeline.start * scale, timeline.end * scale
     first, second = overlapped_pairs(graph.kinds, graph.kind, graph.stream_of_kind)
-    there = np.isfinite(start[first] + end[first] + end[second] + y[first])
-    first, second = first[there], second[there]
+    framed = np.isfinite(start[first] + end[first] + end[second] + y[first])
+    first, second = first[framed], second[framed]
     if not len(first):
         return
     half = height[first] / 2
@@ -59,8 +59,8 @@ def draw_pairs(
     ax.add_collection(frames, autolim=False)
 
 
-def pair_entry(graph: TaskGraph) -> dict[str, Patch]:
-    """Return the legend's entry for frames, by its label; none where nothing is overlapped."""
+def frame_entry(graph: TaskGraph) -> dict[str, Patch]:
+    """Return the legend's entry for frames, by its label; none if nothing is overlapped."""
     if not graph.kinds.overlapped.any():
         return {}
     return {"overlapped": Patch(fc="white", ec=INK, lw=LINE)}

@@ -1,4 +1,4 @@
-"""How tasks look in figures and tables alike: the palette, shades of chunks, fitting units."""
+"""Look of tasks in figures and tables: the palette, shades of chunks, units of time and bytes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 
-#: One colour an operation: Okabe and Ito's, and two of Tol's, all told apart by the colour-blind.
-#: The two largest, F and B, differ in lightness too, as do a message's sender and receiver.
+#: One colour an operation: Okabe and Ito's, and two of Tol's; colour-blind readers can tell all
+#: apart.
+#: F and B, which take the most area, also differ in lightness, as do SEND and RECV.
 PALETTE: Mapping[Op, str] = {
     Op.F: "#74B9E7",
     Op.B: "#2A9D78",
@@ -56,7 +57,7 @@ PALETTE: Mapping[Op, str] = {
     Op.DISPATCH: "#999933",
     Op.REORDER: "#DDCC77",
 }
-#: One colour a device, in turn: Tol's light scheme, on which dark text reads.
+#: Colours of devices, repeated after eight: Tol's light scheme, on which dark text is legible.
 DEVICES = (
     "#77AADD",
     "#EE8866",
@@ -67,11 +68,11 @@ DEVICES = (
     "#99DDFF",
     "#AAAA00",
 )
-#: Drawn with a hatch: the same work as F, done again.
+#: Operations drawn with a hatch. R is the same work as F, done again.
 HATCHED = frozenset({Op.R})
-#: Outlines of pale cells.
+#: Outlines of pale boxes.
 OUTLINES: Mapping[Op, str] = {**PALETTE, Op.R: "#9CCBEC"}
-#: What legends call an operation.
+#: Name of each operation in legends.
 LABELS: Mapping[Op, str] = {
     Op.F: "forward",
     Op.B: "backward",
@@ -89,31 +90,32 @@ LABELS: Mapping[Op, str] = {
     Op.DISPATCH: "group keys",
     Op.REORDER: "reorder",
 }
-#: How many of a unit make a second.
+#: Units in a second.
 TIME_UNITS: Mapping[str, float] = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-#: Text, arrows, lines; and the outline of a task that never ended.
+#: Colour of text, arrows and lines; and of the outline of a task that never ended.
 INK, UNFINISHED = "#1C1C1C", "#B22222"
 
 
 def _rgb(colour: str) -> list[float]:
+    """Return red, green, blue (0..1) of a colour such as ``#74B9E7``."""
     return [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
 
 
 def chunks(device: NDArray[Any], stage: NDArray[Any]) -> NDArray[np.int64]:
-    """Return which of its device's stages each task is of, counted from 0 in stage order."""
+    """Return the chunk of each task: the index of its stage among its device's, in stage order."""
     pairs, index = np.unique(np.column_stack([device, stage]), axis=0, return_inverse=True)
     first = np.searchsorted(pairs[:, 0], pairs[:, 0])
     return (np.arange(len(pairs)) - first)[index.ravel()]
 
 
 def n_chunks(graph: TaskGraph) -> int:
-    """Return the most stages that any device runs."""
+    """Return the largest number of stages on one device."""
     return 1 + int(chunks(graph.device, graph.stage).max(initial=0))
 
 
 def whiteness(chunk: NDArray[Any]) -> Floats:
-    """Return how much white each chunk's colour has mixed in, 0..1; later chunks are lighter."""
+    """Return the share of white in each chunk's colour, 0..1; later chunks are lighter."""
     step = min(0.5, 0.75 / max(1, int(chunk.max(initial=0))))
     return chunk.astype(np.float64) * step
 
@@ -126,36 +128,36 @@ def shades(op: NDArray[Any], chunk: NDArray[Any], tint: float = 0.0) -> Floats:
     op, chunk
         One entry a task; see `chunks`.
     tint
-        How much white to mix in besides, 0..1.
+        Share of white to mix in besides, 0..1.
     """
     table = np.zeros((len(Op), 3))
-    for each, colour in PALETTE.items():
-        table[each] = _rgb(colour)
+    for operation, colour in PALETTE.items():
+        table[operation] = _rgb(colour)
     kept = ((1 - whiteness(chunk)) * (1 - tint))[:, None]
     colours: Floats = 1 - kept * (1 - table[op])
     return colours
 
 
 def device_colours(n_devices: int) -> Floats:
-    """Return red, green, blue (0..1) of each device; those of eight are used in turn."""
+    """Return red, green, blue (0..1) of each device; eight colours repeat."""
     colours: Floats = np.array([_rgb(DEVICES[k % len(DEVICES)]) for k in range(n_devices)])
     return colours
 
 
 def text_colours(colours: Floats) -> list[str]:
-    """Return dark or white for each background, whichever stands out more."""
+    """Return dark or white text for each background, whichever has more contrast."""
     linear = np.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
     luminance = linear @ np.array([0.2126, 0.7152, 0.0722])
     return [INK if value > 0.18 else "#FFFFFF" for value in luminance]
 
 
 def time_unit(seconds: float, unit: str | None = None) -> tuple[str, float]:
-    """Return a unit's sign and how many of it make a second; by default one that fits ``seconds``.
+    """Return a unit's sign and its number in a second; by default the unit fits ``seconds``.
 
     Raises
     ------
     UnknownNameError
-        If ``unit`` is none of ``s``, ``ms``, ``us``, ``ns``.
+        If ``unit`` is not ``s``, ``ms``, ``us`` or ``ns``.
     """
     if unit is None:
         small = (name for name, scale in TIME_UNITS.items() if abs(seconds) * scale >= 0.9995)
@@ -165,7 +167,7 @@ def time_unit(seconds: float, unit: str | None = None) -> tuple[str, float]:
 
 
 def byte_unit(nbytes: float) -> tuple[str, float]:
-    """Return the unit that fits, and how many bytes it has."""
+    """Return the unit that fits ``nbytes``, and its size in bytes."""
     power = 0
     while abs(nbytes) >= 1023.5 * 1024.0**power and power < len(_BYTE_UNITS) - 1:
         power += 1
@@ -173,7 +175,7 @@ def byte_unit(nbytes: float) -> tuple[str, float]:
 
 
 def _significant(value: float) -> str:
-    """Return three digits, and never an exponent."""
+    """Return a value with three digits, without an exponent."""
     if abs(value) >= 99.95:
         return f"{value:.0f}"
     if abs(value) >= 9.995:

@@ -1,4 +1,4 @@
-"""What a timeline is drawn with: cells, bubbles, arrows, and the entries of its legend.
+"""Parts of a timeline's figure: boxes of tasks, bubbles, arrows, and the entries of its legend.
 
 Imported when something is drawn, since it loads matplotlib.
 """
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COMPUTE, EXCHANGES, SENDS, Op
-from pipesim.plot.box_labels import Numbers, points_per_unit
-from pipesim.plot.lanes import Lanes
-from pipesim.plot.overlap_frames import draw_pairs, pair_entry
+from pipesim.plot.box_labels import BoxLabels, points_per_unit
+from pipesim.plot.lanes import TaskLanes
+from pipesim.plot.overlap_frames import draw_frames, frame_entry
 from pipesim.plot.style import (
     HATCHED,
     INK,
@@ -37,9 +37,10 @@ from pipesim.plot.style import (
 from pipesim.timeline.timeline import Timeline
 
 __all__ = [
-    "Cells",
+    "DASHES",
+    "TaskBoxes",
+    "draw_boxes",
     "draw_bubbles",
-    "draw_cells",
     "draw_dependencies",
     "legend_entries",
 ]
@@ -49,20 +50,30 @@ Indices = NDArray[np.int64]
 
 BUBBLE, GREY = "#EEEEEE", "#909090"
 HATCH, DASHES = "//////", (0, (3, 2))
-#: Points: narrower cells have no gaps between them, and no hatch.
-GAPLESS, HATCHLESS = 1.5, 3.0
+#: Narrower boxes have no gaps between them, and no hatch (points).
+MIN_WITH_GAP, MIN_WITH_HATCH = 1.5, 3.0
 
 
 @dataclass(frozen=True)
-class Cells:
+class TaskBoxes:
     """The tasks of a timeline as rectangles, one entry a task; times in units of the axis.
 
-    A task that never ended reaches beyond the axes. ``points`` is how wide nine in ten
-    computing cells are at least.
+    A task that never ended reaches beyond the axes.
+
+    Attributes
+    ----------
+    start, end
+        Of every task; NaN for tasks that never started.
+    lasting, instant, unfinished
+        Ids of tasks that took time, of transfers that took none, and of tasks that never ended.
+    colours
+        Red, green, blue (0..1) of every task.
+    points
+        Least width of nine in ten compute boxes (points).
     """
 
     graph: TaskGraph
-    lanes: Lanes
+    lanes: TaskLanes
     start: Floats
     end: Floats
     lasting: Indices
@@ -72,12 +83,14 @@ class Cells:
     points: float
 
     @classmethod
-    def of(cls, ax: Axes, timeline: Timeline, lanes: Lanes, scale: float, tint: float) -> Cells:
+    def lay_out(
+        cls, ax: Axes, timeline: Timeline, lanes: TaskLanes, scale: float, tint: float
+    ) -> TaskBoxes:
         """Lay out a timeline on axes whose limits are set."""
         graph = timeline.graph
         start, end = timeline.start * scale, timeline.end * scale
-        begun = ~np.isnan(lanes.y) & ~np.isnan(start)
-        lasting, unfinished = begun & (end > start), begun & np.isnan(end)
+        started = ~np.isnan(lanes.y) & ~np.isnan(start)
+        lasting, unfinished = started & (end > start), started & np.isnan(end)
         computing = (end - start)[lasting & graph.is_op(COMPUTE)]
         narrow = float(np.quantile(computing, 0.1)) if len(computing) else 0.0
         return cls(
@@ -86,15 +99,15 @@ class Cells:
             start,
             np.where(unfinished, ax.get_xlim()[1] * 1.02, end),
             np.flatnonzero(lasting),
-            # Computing that takes no time is not drawn.
-            np.flatnonzero(begun & (end == start) & ~graph.on_compute),
+            # A compute task that takes no time is not drawn.
+            np.flatnonzero(started & (end == start) & ~graph.on_compute),
             np.flatnonzero(unfinished),
             shades(graph.op, chunks(graph.device, graph.stage), tint),
             narrow * points_per_unit(ax)[0],
         )
 
     def corners(self, members: Indices) -> Any:
-        """Return the corners of some of them, shape ``(len(members), 4, 2)``."""
+        """Return the corners of the boxes of tasks ``members``, shape ``(len(members), 4, 2)``."""
         x0, x1 = self.start[members], self.end[members]
         return _corners(x0, x1, self.lanes.y[members], self.lanes.height[members])
 
@@ -102,28 +115,28 @@ class Cells:
 def _corners(x0: Floats, x1: Floats, y: Floats, height: Floats) -> Any:
     """Return the corners of rectangles, shape ``(n, 4, 2)``."""
     y0, y1 = y - height / 2, y + height / 2
-    around = ((x0, y0), (x1, y0), (x1, y1), (x0, y1))
-    return np.stack([np.stack(corner, axis=-1) for corner in around], axis=1)
+    corners = ((x0, y0), (x1, y0), (x1, y1), (x0, y1))
+    return np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
 
 
-def draw_bubbles(ax: Axes, lanes: Lanes, until: float) -> None:
-    """Fill the compute lanes to the makespan; what no cell covers is bubble."""
+def draw_bubbles(ax: Axes, lanes: TaskLanes, end: float) -> None:
+    """Fill the compute lanes to ``end``, the makespan. Parts that no box covers are bubble."""
     y, height = lanes.bands.T
-    corners = _corners(np.zeros_like(y), np.full_like(y, until), y, height)
+    corners = _corners(np.zeros_like(y), np.full_like(y, end), y, height)
     _add(ax, PolyCollection(corners, facecolors=BUBBLE, linewidths=0, zorder=1), "bubbles")
 
 
-def draw_cells(
+def draw_boxes(
     ax: Axes,
     timeline: Timeline,
-    lanes: Lanes,
+    lanes: TaskLanes,
     *,
     scale: float,
     name: str = "cells",
     tint: float = 0.0,
     numbers: bool = True,
 ) -> dict[Op, str | None]:
-    """Draw the tasks of a timeline; the axes' limits are set before.
+    """Draw the tasks of a timeline into axes whose limits are set.
 
     Parameters
     ----------
@@ -132,67 +145,67 @@ def draw_cells(
     name
         Each operation's collection has the gid ``name:op``, the numbers have ``name:numbers``.
     tint
-        How much white to mix in, 0..1; cells are then outlined in the full colour.
+        Share of white to mix in, 0..1. Above 0, boxes are outlined in the full colour.
     numbers
-        Whether cells carry the number of their micro-batch.
+        Whether boxes carry the number of their micro-batch.
 
     Returns
     -------
     dict
-        The operations that were drawn, each with its hatch.
+        Hatch of each operation that was drawn, or None.
     """
-    cells = Cells.of(ax, timeline, lanes, scale, tint)
+    boxes = TaskBoxes.lay_out(ax, timeline, lanes, scale, tint)
     drawn: dict[Op, str | None] = {}
-    others = np.concatenate([cells.instant, cells.unfinished])
+    others = np.concatenate([boxes.instant, boxes.unfinished])
     for op in Op:
-        lasting = cells.lasting[cells.graph.op[cells.lasting] == op]
-        if len(lasting) or (cells.graph.op[others] == op).any():
-            drawn[op] = HATCH if op in HATCHED and cells.points >= HATCHLESS else None
+        lasting = boxes.lasting[boxes.graph.op[boxes.lasting] == op]
+        if len(lasting) or (boxes.graph.op[others] == op).any():
+            drawn[op] = HATCH if op in HATCHED and boxes.points >= MIN_WITH_HATCH else None
         if len(lasting):
-            _draw_op(ax, cells, op, lasting, drawn[op], f"{name}:{op.name}", bool(tint))
-    draw_pairs(ax, timeline, lanes.y, lanes.height, scale, f"{name}:overlapped")
-    _draw_instants(ax, cells, f"{name}:instant")
-    if len(cells.unfinished):
-        _draw_unfinished(ax, cells, f"{name}:unfinished")
+            _draw_op(ax, boxes, op, lasting, drawn[op], f"{name}:{op.name}", bool(tint))
+    draw_frames(ax, timeline, lanes.y, lanes.height, scale, f"{name}:overlapped")
+    _draw_instants(ax, boxes, f"{name}:instant")
+    if len(boxes.unfinished):
+        _draw_unfinished(ax, boxes, f"{name}:unfinished")
     if numbers:
-        _draw_numbers(ax, cells, f"{name}:numbers")
+        _draw_numbers(ax, boxes, f"{name}:numbers")
     return drawn
 
 
 def _draw_op(
-    ax: Axes, cells: Cells, op: Op, members: Indices, hatch: str | None, gid: str, pale: bool
+    ax: Axes, boxes: TaskBoxes, op: Op, members: Indices, hatch: str | None, gid: str, pale: bool
 ) -> None:
-    """Draw the cells of one operation."""
-    gaps = cells.points >= GAPLESS
-    # matplotlib reads the hatch's width once, when a collection is made.
+    """Draw the boxes of one operation."""
+    gaps = boxes.points >= MIN_WITH_GAP
+    # matplotlib reads the hatch's width only when it creates a collection.
     with mpl.rc_context({"hatch.linewidth": 0.5}):
         collection = PolyCollection(
-            cells.corners(members),
-            facecolors=cells.colours[members],
+            boxes.corners(members),
+            facecolors=boxes.colours[members],
             edgecolors=OUTLINES[op] if pale else "white",
-            linewidths=min(0.5, 0.12 * cells.points) if gaps else 0.0,
+            linewidths=min(0.5, 0.12 * boxes.points) if gaps else 0.0,
             antialiaseds=gaps,
             hatch=hatch,
-            # The outline of a hatched cell lies under its neighbours'.
+            # The outline of a hatched box lies under its neighbours'.
             zorder=1.9 if op in HATCHED else 2.0,
         )
     _add(ax, collection, gid)
 
 
-def _draw_instants(ax: Axes, cells: Cells, gid: str) -> None:
+def _draw_instants(ax: Axes, boxes: TaskBoxes, gid: str) -> None:
     """Draw a tick for each message that takes no time."""
-    members = cells.instant
-    x, y, half = cells.start[members], cells.lanes.y[members], cells.lanes.height[members] / 2
+    members = boxes.instant
+    x, y, half = boxes.start[members], boxes.lanes.y[members], boxes.lanes.height[members] / 2
     ends = np.column_stack([x, y - half]), np.column_stack([x, y + half])
     segments: Any = np.stack(ends, axis=1)
-    _add(ax, LineCollection(segments, colors=cells.colours[members], linewidths=1.0, zorder=2), gid)
+    _add(ax, LineCollection(segments, colors=boxes.colours[members], linewidths=1.0, zorder=2), gid)
 
 
-def _draw_unfinished(ax: Axes, cells: Cells, gid: str) -> None:
+def _draw_unfinished(ax: Axes, boxes: TaskBoxes, gid: str) -> None:
     """Draw tasks that began and never ended: pale, dashed, open to the edge of the axes."""
     collection = PolyCollection(
-        cells.corners(cells.unfinished),
-        facecolors=0.4 * cells.colours[cells.unfinished] + 0.6,
+        boxes.corners(boxes.unfinished),
+        facecolors=0.4 * boxes.colours[boxes.unfinished] + 0.6,
         edgecolors=UNFINISHED,
         linestyles=[DASHES],
         linewidths=0.8,
@@ -201,60 +214,62 @@ def _draw_unfinished(ax: Axes, cells: Cells, gid: str) -> None:
     _add(ax, collection, gid)
 
 
-def _draw_numbers(ax: Axes, cells: Cells, gid: str) -> None:
-    """Put the number of its micro-batch into each cell on a compute stream.
+def _draw_numbers(ax: Axes, boxes: TaskBoxes, gid: str) -> None:
+    """Put the number of its micro-batch into each box on a compute stream.
 
-    A message of skips has the stage at its other end beside it, as in ``3>2`` or ``3<0``, an
-    exchange the letter of what it exchanges, as in ``2k``. Buckets say which they are: ``.1``.
+    The number of a skip's message is followed by the stage at its other end, as in ``3>2`` or
+    ``3<0``; that of an exchange by the letter of the data, as in ``2k``; that of a bucket by the
+    bucket, as in ``.1``.
     """
-    graph = cells.graph
-    members = np.concatenate([cells.lasting, cells.unfinished])
+    graph = boxes.graph
+    members = np.concatenate([boxes.lasting, boxes.unfinished])
     numbered = (graph.microbatch >= 0) | (graph.part >= 0)
     members = members[graph.on_compute[members] & numbered[members]]
-    start, end = cells.start[members], cells.end[members]
-    artist = Numbers(
+    start, end = boxes.start[members], boxes.end[members]
+    artist = BoxLabels(
         (start + end) / 2,
-        cells.lanes.y[members],
+        boxes.lanes.y[members],
         end - start,
-        cells.lanes.height[members],
-        _numbers(graph, members),
-        text_colours(cells.colours[members]),
+        boxes.lanes.height[members],
+        _texts(graph, members),
+        text_colours(boxes.colours[members]),
         graph.op[members],
     )
     artist.set_gid(gid)
     ax.add_artist(artist)
 
 
-def _numbers(graph: TaskGraph, members: Indices) -> list[str]:
-    """Return what the cells of tasks say."""
+def _texts(graph: TaskGraph, members: Indices) -> list[str]:
+    """Return the texts in the boxes of tasks."""
     shown = [str(number) for number in graph.microbatch[members].tolist()]
     for k in np.flatnonzero(graph.peer_stage[members] >= 0).tolist():
         task = graph.task(int(members[k]))
         shown[k] += f"{'>' if task.op in SENDS else '<'}{task.peer_stage}"
     for k in np.flatnonzero(graph.part[members] >= 0).tolist():
         task = graph.task(int(members[k]))
-        of = "" if task.microbatch is None else str(task.microbatch)
-        shown[k] = of + (f".{task.part}" if task.op == Op.REDUCE_GRAD else EXCHANGES[task.part][0])
+        number = "" if task.microbatch is None else str(task.microbatch)
+        suffix = f".{task.part}" if task.op == Op.REDUCE_GRAD else EXCHANGES[task.part][0]
+        shown[k] = number + suffix
     return shown
 
 
 def _add(ax: Axes, collection: PolyCollection | LineCollection, gid: str) -> None:
-    """Add a collection without moving the limits of the axes."""
+    """Add a collection without changing the limits of the axes."""
     collection.set_gid(gid)
     ax.add_collection(collection, autolim=False)
 
 
-def draw_dependencies(ax: Axes, timeline: Timeline, lanes: Lanes, *, scale: float) -> None:
-    """Draw an arrow from the end of a compute task to the start of each that needs it elsewhere."""
-    before, after = _across_devices(timeline.graph)
-    ran = timeline.ran[before] & timeline.ran[after]
-    before, after = before[ran], after[ran]
-    if not len(before):
+def draw_dependencies(ax: Axes, timeline: Timeline, lanes: TaskLanes, *, scale: float) -> None:
+    """Draw an arrow from the end of each compute task to the start of its consumers elsewhere."""
+    producer, consumer = _across_devices(timeline.graph)
+    ran = timeline.ran[producer] & timeline.ran[consumer]
+    producer, consumer = producer[ran], consumer[ran]
+    if not len(producer):
         return
-    x, y = timeline.end[before] * scale, lanes.y[before]
-    dx, dy = timeline.start[after] * scale - x, lanes.y[after] - y
-    # From inside one cell to inside the other, so that it is seen which two they are.
-    inset = np.sign(dy) * 0.18 * lanes.height[before]
+    x, y = timeline.end[producer] * scale, lanes.y[producer]
+    dx, dy = timeline.start[consumer] * scale - x, lanes.y[consumer] - y
+    # An arrow begins and ends inside the two boxes, so that the reader sees which two they are.
+    inset = np.sign(dy) * 0.18 * lanes.height[producer]
     arrows = ax.quiver(
         x, y + inset, dx, dy - 2 * inset,
         angles="xy", scale_units="xy", scale=1.0, units="inches", width=0.6 / 72,
@@ -265,15 +280,17 @@ def draw_dependencies(ax: Axes, timeline: Timeline, lanes: Lanes, *, scale: floa
 
 
 def _across_devices(graph: TaskGraph) -> tuple[Indices, Indices]:
-    """Return pairs of compute tasks on different devices, messages between them left out."""
-    after, before = graph.dependencies.rows, graph.dependencies.values
+    """Return producers and consumers on different devices: compute tasks, without messages."""
+    consumer, needed = graph.dependencies.rows, graph.dependencies.values
     sends = graph.is_op(SENDS)
-    producer = np.full(len(graph), -1, dtype=np.int64)
-    producer[after[sends[after]]] = before[sends[after]]
-    received = (graph.pair[before] >= 0) & ~sends[after]
-    before = np.where(received, producer[graph.pair[before]], before)
-    keep = (before >= 0) & (graph.pair[after] < 0) & (graph.device[before] != graph.device[after])
-    return before[keep], after[keep]
+    # Of each SEND, the task whose result it sends.
+    content = np.full(len(graph), -1, dtype=np.int64)
+    content[consumer[sends[consumer]]] = needed[sends[consumer]]
+    received = (graph.pair[needed] >= 0) & ~sends[consumer]
+    producer = np.where(received, content[graph.pair[needed]], needed)
+    across = graph.device[producer] != graph.device[consumer]
+    kept = (producer >= 0) & (graph.pair[consumer] < 0) & across
+    return producer[kept], consumer[kept]
 
 
 def legend_entries(
@@ -283,14 +300,14 @@ def legend_entries(
     compared: bool = False,
     unfinished: bool = False,
 ) -> tuple[list[Any], list[str]]:
-    """Return a legend's handles and labels: what is compared, operations, overlaps, chunks."""
+    """Return a legend's handles and labels: timelines, operations, overlaps, chunks, unfinished."""
     entries: dict[str, Patch] = {}
     if compared:
         entries["predicted"] = Patch(fc="#E6E6E6", ec=INK, lw=0.7, ls=DASHES)
         entries["measured"] = Patch(fc="#A8A8A8", ec=INK, lw=0.7)
     for op in sorted(drawn):
         entries[LABELS[op]] = Patch(fc=PALETTE[op], ec="white", lw=0, hatch=drawn[op])
-    entries |= pair_entry(graph)
+    entries |= frame_entry(graph)
     white = whiteness(np.arange(n_chunks(graph)))
     for chunk in (0, len(white) - 1) if len(white) > 1 else ():
         entries[f"chunk {chunk}"] = Patch(fc=GREY, alpha=1 - white[chunk], lw=0)

@@ -344,7 +344,7 @@ class Schedule:
         return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
-        from pipesim.plot.timelines import schedule_html
+        from pipesim.plot.html import schedule_html
 
         return schedule_html(self)
 

@@ -100,7 +100,7 @@ class Timeline:
         )
 
     def _repr_html_(self) -> str:
-        from pipesim.plot.timelines import timeline_html
+        from pipesim.plot.html import timeline_html
 
         return timeline_html(self)
 
@@ -242,7 +242,7 @@ class Timeline:
 
     def plot_idle(self, *, ax: Axes | None = None, **options: Any) -> Axes:
         """Draw `idle_by_cause` as bars; see `pipesim.plot.idle` for the options."""
-        from pipesim.plot.timelines import idle
+        from pipesim.plot.idle_chart import idle
 
         return idle(self, ax=ax, **options)
 

@@ -9,7 +9,7 @@ import pandas as pd
 
 import pipeexec as px
 import pipesim as ps
-from pipesim.plot.timelines import save as save_figure
+from pipesim.plot.paper_figure import save as save_figure
 
 SCHEDULE = ps.schedule("1f1b", 2, 2)
 GRAPH = ps.lower(SCHEDULE)

@@ -1,4 +1,4 @@
-"""Around a figure's content: sizes of papers, axes, titles, legends, files.
+"""Figures around their content: sizes of papers, axes, titles, legends, files.
 
 Font sizes are a paper's: 8 points for labels, 7 for the rest. matplotlib is imported when needed.
 """
@@ -25,26 +25,26 @@ __all__ = [
     "TWO_COLUMNS",
     "add_legend",
     "axes_or_new",
-    "checked",
+    "check_drawable",
     "end_of_axis",
     "figure",
-    "fits",
+    "figure_with_axes",
     "label",
     "legend_options",
-    "rows_of_devices",
     "save",
+    "set_device_rows",
     "set_title",
-    "sized",
-    "some_of",
+    "thinned_ticks",
+    "titles_fit",
 ]
 
 #: Widths of one and of two columns of an IEEE paper, inches.
 ONE_COLUMN, TWO_COLUMNS = 3.5, 7.16
-#: Points.
+#: Font sizes (points).
 FONT, SMALL = 8.0, 7.0
-#: Inches of a device's row, of what is around the rows, and the most that rows get.
-ROW, MARGIN, MOST = 0.25, 0.75, 5.0
-#: Points that a letter takes, of its size, and that a legend's entry takes beside its letters.
+#: Height of a device's row, of the space around all rows, and the most that all rows get (inches).
+ROW, MARGIN, MAX_ROWS = 0.25, 0.75, 5.0
+#: Width of a letter relative to its size, and of a legend's entry without its letters (points).
 LETTER, HANDLE = 0.56, 24.0
 _GREY = "#5A5A5A"
 _T = TypeVar("_T")
@@ -60,9 +60,9 @@ def figure(
     columns
         1 or 2: `ONE_COLUMN` or `TWO_COLUMNS` wide.
     rows
-        Rows of devices to make room for; sets the height.
+        Rows of devices; they set the height.
     height
-        Inches, instead.
+        Height (inches) instead of ``rows``.
 
     Raises
     ------
@@ -73,32 +73,34 @@ def figure(
 
     if check_count("columns", columns) > 2:
         raise ArgumentError(f"columns must be 1 or 2, got {columns}")
-    return sized(plt.figure, ONE_COLUMN if columns == 1 else TWO_COLUMNS, rows, height)
+    return figure_with_axes(plt.figure, ONE_COLUMN if columns == 1 else TWO_COLUMNS, rows, height)
 
 
-def sized(
+def figure_with_axes(
     make: Callable[..., Figure], width: float, rows: float, height: float | None = None
 ) -> tuple[Figure, Axes]:
-    """Let ``make`` make a figure with room for ``rows``; return it with axes."""
+    """Return a figure that ``make`` makes, with room for ``rows``, and axes in it."""
     for name, value in (("rows", rows), ("height", height)):
-        got = number(value)
-        if value is not None and (got is None or not 0 < got < math.inf):
+        real = number(value)
+        if value is not None and (real is None or not 0 < real < math.inf):
             raise ArgumentError(f"{name} must be a finite number > 0, got {value!r}")
     if height is None:
-        height = MARGIN + min(max(rows, 2) * ROW, MOST)
-    made = make(figsize=(width, height), layout="constrained")
-    return made, made.add_subplot()
+        height = MARGIN + min(max(rows, 2) * ROW, MAX_ROWS)
+    new = make(figsize=(width, height), layout="constrained")
+    return new, new.add_subplot()
 
 
 def save(what: Figure | Axes, *paths: Path | str) -> None:
-    """Write a figure: PDF and SVG with text as text, PNG at 300 dpi; each whole or not at all.
+    """Write a figure to files, each whole or not at all.
+
+    Text stays text in PDF and SVG. PNG has 300 dots an inch.
 
     Parameters
     ----------
     what
         A figure, or axes in it.
     *paths
-        Ending in ``.pdf``, ``.png`` or ``.svg``.
+        Files that end in ``.pdf``, ``.png`` or ``.svg``.
 
     Raises
     ------
@@ -110,8 +112,8 @@ def save(what: Figure | Axes, *paths: Path | str) -> None:
     whole = what.get_figure()
     if whole is None:
         raise ArgumentError("these axes are in no figure; draw into others")
-    whole = whole.figure  # of a part of a figure, the whole
-    # Type 42 is what publishers ask for. Without a date, the same figure is the same file.
+    whole = whole.figure  # a subfigure is part of a figure
+    # Publishers ask for fonts of type 42. Without a date, the same figure is the same file.
     settings: Any = {"pdf.fonttype": 42, "ps.fonttype": 42, "svg.fonttype": "none",
                                 "svg.hashsalt": "pipesim"}  # fmt: skip
     undated: dict[str, dict[str, None]] = {
@@ -134,8 +136,8 @@ def save(what: Figure | Axes, *paths: Path | str) -> None:
             write_whole(path, write)
 
 
-def checked(what: object, kind: type[_T]) -> _T:
-    """Return ``what`` if it is of the kind that is drawn.
+def check_drawable(what: object, kind: type[_T]) -> _T:
+    """Return ``what`` if it is of the kind that a function draws.
 
     Raises
     ------
@@ -148,10 +150,10 @@ def checked(what: object, kind: type[_T]) -> _T:
 
 
 def end_of_axis(timeline: Timeline) -> float:
-    """Return where a time axis ends (s): right after the last event; 1 if there was none."""
+    """Return the end of a time axis (s): right after the last event, or 1 without events."""
     began = timeline.start[~np.isnan(timeline.start)]
     last = max(timeline.makespan, float(began.max(initial=0.0)))
-    # Tasks that never ended need room to be seen.
+    # Tasks that never ended need space to be visible.
     return last * (1.005 if timeline.complete else 1.05) or 1.0
 
 
@@ -173,7 +175,7 @@ def axes_or_new(ax: Axes | None, rows: float) -> Axes:
 
 
 def label(ax: Axes, x: str, y: str) -> None:
-    """Name the axes, and take away what is in nobody's way but not needed either."""
+    """Label the axes and remove the top and right spines."""
     ax.set_xlabel(x, fontsize=FONT)
     ax.set_ylabel(y, fontsize=FONT)
     ax.tick_params(labelsize=SMALL, width=0.6, length=2.5)
@@ -181,11 +183,11 @@ def label(ax: Axes, x: str, y: str) -> None:
     ax.spines[["left", "bottom"]].set_linewidth(0.6)
 
 
-def rows_of_devices(ax: Axes, n_devices: int, until: float, unit: str) -> None:
-    """Set both axes: time in ``unit`` from 0 to ``until``, a row a device, device 0 on top."""
-    ax.set_xlim(0.0, until)
+def set_device_rows(ax: Axes, n_devices: int, end: float, unit: str) -> None:
+    """Set both axes: time in ``unit`` from 0 to ``end``, a row a device, device 0 on top."""
+    ax.set_xlim(0.0, end)
     ax.set_ylim(n_devices - 0.5, -0.5)
-    ax.set_yticks(some_of(n_devices, max(1, int(_size(ax)[1] / (SMALL + 1.5)))))
+    ax.set_yticks(thinned_ticks(n_devices, max(1, int(_size(ax)[1] / (SMALL + 1.5)))))
     label(ax, f"Time ({unit})", "Device")
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
@@ -198,8 +200,8 @@ def _size(ax: Axes) -> tuple[float, float]:
     return float(box.width * per_pixel), float(box.height * per_pixel)
 
 
-def some_of(count: int, most: int) -> list[int]:
-    """Return at most ``most`` of the numbers below ``count``, a power of two apart."""
+def thinned_ticks(count: int, most: int) -> list[int]:
+    """Return at most ``most`` ticks of the numbers below ``count``, a power of two apart."""
     step = 1
     while math.ceil(count / step) > most:
         step *= 2
@@ -207,11 +209,11 @@ def some_of(count: int, most: int) -> list[int]:
 
 
 def legend_options(labels: list[str], width: float) -> dict[str, Any]:
-    """Return how a legend of ``labels`` is laid out that may be ``width`` points wide."""
+    """Return the options of a legend of ``labels``, at most ``width`` points wide."""
     widest = max(len(text) for text in labels) * SMALL * LETTER + HANDLE
     total = sum(len(text) * SMALL * LETTER + HANDLE for text in labels)
     columns = len(labels) if total <= width else max(1, int(width // widest))
-    # As even as the number of lines allows.
+    # Lines as even as their number allows.
     columns = math.ceil(len(labels) / math.ceil(len(labels) / columns))
     return {"ncols": columns, "frameon": False, "fontsize": SMALL, "handlelength": 1.2,
             "handleheight": 1.0, "handletextpad": 0.5, "columnspacing": 1.2, "borderpad": 0.1,
@@ -219,11 +221,11 @@ def legend_options(labels: list[str], width: float) -> dict[str, Any]:
 
 
 def add_legend(ax: Axes, handles: list[Any], labels: list[str]) -> float:
-    """Put a legend above the axes, outside the cells; return its height in points."""
+    """Put a legend above the axes, outside the boxes; return its height (points)."""
     whole = ax.figure.figure
     engine = whole.get_layout_engine()
     if engine is not None:
-        engine.execute(whole)  # the axes' width is known only then
+        engine.execute(whole)  # sets the axes' width
     options = legend_options(labels, _size(ax)[0])
     ax.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2,
               **options)  # fmt: skip
@@ -238,7 +240,7 @@ def set_title(ax: Axes, left: str, right: str = "", height: float = 0.0) -> None
     ax.set_title(right, loc="right", fontsize=SMALL, pad=pad, color=_GREY)
 
 
-def fits(ax: Axes, *texts: str) -> bool:
-    """Tell whether texts have room beside each other above the axes."""
+def titles_fit(ax: Axes, *texts: str) -> bool:
+    """Return whether titles fit side by side above the axes."""
     needed = sum(map(len, texts)) * FONT * LETTER + 10.0
     return needed < _size(ax)[0]

@@ -1,4 +1,4 @@
-"""Chart: what each device's idle time waited for."""
+"""Chart of idle time: a bar a device, stacked by the cause of the waiting."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from pipesim.analysis.idle import CAUSES, Cause, idle_by_cause
 from pipesim.ops import Op
-from pipesim.plot.figure import (
+from pipesim.plot.paper_figure import (
     add_legend,
     axes_or_new,
-    checked,
-    rows_of_devices,
+    check_drawable,
+    set_device_rows,
     set_title,
 )
 from pipesim.plot.style import PALETTE, shades, text_colours, time_unit
@@ -28,8 +28,8 @@ __all__ = ["idle"]
 
 Floats = NDArray[np.float64]
 
-#: Colour and hatch of each cause. The colour is that of the operation it has most to do with;
-#: those without a hatch differ in lightness.
+#: Colour and hatch of each cause. The colour is that of the most related operation. Causes without
+#: a hatch differ in lightness.
 LOOKS: Mapping[Cause, tuple[Op, str]] = {
     Cause.WARM_UP: (Op.F, ""),
     Cause.COOL_DOWN: (Op.B, ""),
@@ -58,32 +58,32 @@ def idle(
     Parameters
     ----------
     timeline
-        Whole, simulated or measured; `pipesim.analysis.idle` says what the causes are.
+        A complete timeline, simulated or measured. `pipesim.analysis.idle` defines the causes.
     ax
-        Where to draw; its limits are set.
+        Axes to draw into; its limits are set. New axes by default.
     legend
-        Whether to have one, of the causes that there are.
+        Whether to draw a legend of the causes that occur.
     unit
-        Of the time axis: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
+        Unit of the time axis: ``"s"``, ``"ms"``, ``"us"``, ``"ns"``; by default the one that fits.
     title
-        None by default.
+        No title by default.
 
     Raises
     ------
     ArgumentError
-        If ``timeline`` or ``ax`` is something else.
+        If ``timeline`` is no `Timeline`, or ``ax`` no Axes.
     TimelineError
         If tasks of the timeline did not run.
     UnknownNameError
         For an unknown unit.
     """
-    table = idle_by_cause(checked(timeline, Timeline))
+    table = idle_by_cause(check_drawable(timeline, Timeline))
     longest = float(timeline.idle.max(initial=0.0))
     sign, scale = time_unit(longest, unit)
     ax = axes_or_new(ax, timeline.n_devices)
-    rows_of_devices(ax, timeline.n_devices, 1.005 * longest * scale or 1.0, sign)
+    set_device_rows(ax, timeline.n_devices, 1.005 * longest * scale or 1.0, sign)
     ax.set_xlabel(f"Idle ({sign})")
-    # A part that could not be seen is not named either.
+    # Parts that are too small to see are left out of the legend too.
     shown = [cause for cause in Cause if table[CAUSES[cause]].max() > 1e-9 * longest]
     handles, left = [], np.zeros(timeline.n_devices)
     for cause in shown:
@@ -97,7 +97,7 @@ def idle(
 
 
 def _draw_part(ax: Axes, cause: Cause, left: Floats, width: Floats) -> BarContainer:
-    """Draw the parts of all bars that are of one cause."""
+    """Draw one cause's part of every bar; ``left`` and ``width`` have one entry a device."""
     import matplotlib as mpl
 
     op, hatch = LOOKS[cause]

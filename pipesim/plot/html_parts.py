@@ -1,0 +1,66 @@
+"""Parts of what notebooks show: figures, tables, coloured cells and notes as HTML."""
+
+from __future__ import annotations
+
+import base64
+import io
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.plot.style import text_colours
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["CELL", "HEAD", "TABLE", "cell_html", "figure_html", "note_html", "table_html"]
+
+#: CSS of tables, of their coloured cells, and of the first cell of a row.
+TABLE = "border-collapse:separate;border-spacing:1px;font-size:11px;line-height:1.5"
+CELL = "text-align:center;min-width:1.7em;padding:0 2px"
+HEAD = "text-align:left;padding:0 8px 0 0;font-weight:normal"
+_NOTE = "margin:2px 0 4px;font-size:12px"
+
+
+def figure_html(figure: Figure, text: str) -> str:
+    """Return a figure as an inline PNG, with ``text`` as its alternative text."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(buffer, format="png", dpi=200)
+    image = base64.b64encode(buffer.getvalue()).decode("ascii")
+    width = round(figure.get_figwidth() * 110)
+    return (
+        f'<img alt="{escape(text)}" src="data:image/png;base64,{image}" '
+        f'style="width:{width}px;max-width:100%;background:white"/>'
+    )
+
+
+def note_html(text: str) -> str:
+    """Return a line of text."""
+    return f'<div style="{_NOTE}">{escape(text)}</div>'
+
+
+def table_html(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table with its first column aligned left, the others right."""
+
+    def line(cells: list[str], tag: str) -> str:
+        first = f'<th style="{HEAD}">{escape(cells[0])}</th>'
+        style = "text-align:right;padding:0 8px;font-weight:normal"
+        rest = (f'<{tag} style="{style}">{escape(cell)}</{tag}>' for cell in cells[1:])
+        return f"<tr>{first}{''.join(rest)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f'<table style="{TABLE}">{line(head, "th")}{body}</table>'
+
+
+def cell_html(text: str, colour: NDArray[np.float64], title: str, tag: str = "td") -> str:
+    """Return a cell with a background colour: red, green, blue (0..1)."""
+    red, green, blue = (colour * 255).round().astype(int)
+    ink = text_colours(colour[None])[0]
+    return (
+        f'<{tag} title="{title}" style="{CELL};background:rgb({red},{green},{blue});'
+        f'color:{ink}">{text}</{tag}>'
+    )
