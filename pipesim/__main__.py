@@ -1,4 +1,4 @@
-"""``python -m pipesim``, where the command is not installed."""
+"""``python -m pipesim``: the command, where it is not installed."""
 
 import sys
 

@@ -1,0 +1,283 @@
+"""Arguments of the command ``pipesim``: the parser, and the settings in its result."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipesim.costs.costs import VALUE_FIELDS
+from pipesim.errors import ArgumentError, suggestion
+from pipesim.sweeps.grid import version
+from pipesim.sweeps.settings import FLAT, SETTINGS, Settings, checked, place
+from pipesim.utils.atomic_write import check_path, check_target, writing
+from pipesim.utils.texts import real, whole
+
+__all__ = ["EPILOG", "SWEEP_EPILOG", "Command", "argument_settings", "parse_arguments"]
+
+#: A command takes the parsed arguments, and prints its result.
+Command = Callable[[argparse.Namespace], None]
+
+EPILOG = """\
+A TOML file (--config) holds the same settings; arguments override it:
+
+  devices = 4
+  microbatches = 8
+  recompute = "always"      # likewise overlap, streams, rendezvous, hosts, step, engine,
+                            # replicas, layout, grad_sync, n_buckets, shard_optimizer, sharded,
+                            # exchange_work, prefetch_keys, sparse_grad_sync
+  per = "device"            # costs are of all that a device holds, however many stages
+
+  [costs]                   # the fields of pipesim.Costs: one value, or one a stage
+  file = "costs.json"       # optional, beside this file; the keys below override it
+  forward = 1e-3
+  backward = [2e-3, 2e-3, 2e-3, 3e-3]
+  output_bytes = 4194304
+  network = { latency = 20e-6, bandwidth = 25e9 }    # or nodes, links, or a machine:
+  # network = { preset = "dgx_h100", gpus_per_device = 8, efficiency = 0.8 }
+
+  [[schedule]]              # a table a schedule; it may override any setting above
+  name = "gpipe"
+  options = { backward_order = "forward" }
+
+  [[schedule]]
+  name = "1f1b"
+  label = "1f1b, all kept"  # what tables and plots call it
+  recompute = "never"
+
+Where no schedule needs settings of its own, schedule = ["gpipe", "1f1b"] is enough.
+Names on the command line pick tables by label or name, or else name further schedules.
+A name may be a file, as orders.csv: a row a device, cells such as 0F0 and 0B0; or a grid
+as text. It says how many devices and micro-batches there are. In a TOML file it is
+beside that file.
+"""
+SWEEP_EPILOG = """\
+A TOML file (--config) holds settings as for pipesim compare, and the values to combine:
+
+  devices = 4
+  costs = { forward = 1e-3, backward = 2e-3 }
+
+  [grid]                    # every combination; the last key varies fastest
+  schedule = ["gpipe", "1f1b"]
+  microbatches = [4, 8, 16]
+  recompute = ["never", "always"]
+
+Keys of a grid: """
+
+#: Flag, metavar and help of each setting of the same name. Costs have arguments of their own.
+_FLAGS = (
+    ("--devices", "N", "number of devices"),
+    ("--microbatches", "N", "number of micro-batches of a step"),
+    ("--replicas", "N", "data-parallel replicas of the pipeline"),
+    ("--layout", "ORDER", "replica_major or stage_major: whose devices are numbered in a row"),
+    (
+        "--grad-sync",
+        "MODE",
+        "replicas reduce gradients last, after every micro-batch or every so "
+        "many, or bucketed; every/2/last: one a stage",
+    ),
+    ("--n-buckets", "N", "buckets of a stage's gradients"),
+    ("--sharded", "STAGES", "embeddings that are spread over the replicas, such as 0"),
+    ("--exchange-work", "STREAM", "collective or compute: stream of the work around exchanges"),
+    (
+        "--sparse-grad-sync",
+        "MODE",
+        "sharded stages exchange gradients of every micro-batch, or of all after the last",
+    ),
+    ("--recompute", "MODE", "listed (by the schedule), never, always or except_last"),
+    ("--skips", "PAIRS", "skip connections between stages, such as 0-3,1-2"),
+    ("--streams", "KIND", "copy streams per_peer, per_microbatch, or a single one a device"),
+    ("--hosts", "KIND", "one host that issues for all devices, one per_device, or 0,0,1,1"),
+    ("--issue-order", "ORDER", "hosts issue by clock_cycle, microbatch_major or stage_major"),
+    ("--step", "MODE", "flush: end with an optimizer step; none: with the gradients"),
+    ("--engine", "NAME", "engine that simulates"),
+    ("--per", "stage|device", "what costs are of: a stage, or all stages of a device together"),
+)
+#: Flag and help of settings that are true or false.
+_SWITCHES = (
+    ("--prefetch-keys", "stage 0, sharded, exchanges keys before the F of the micro-batch before"),
+    ("--overlap", "transfers run beside compute"),
+    ("--rendezvous", "a SEND waits until its RECV is reached"),
+    ("--host-threads", "hosts are threads of one process, which wait for each other"),
+    ("--portals", "a skip goes straight to its target, not from stage to stage"),
+    ("--shard-optimizer", "each replica steps its share of the parameters, as in ZeRO-1"),
+    ("--recompute-first", "every recompute of a stage comes before its first backward"),
+    ("--recompute-waits", "without overlap, a gradient is received before its recompute"),
+)
+_FIGURES = (".pdf", ".png", ".svg")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raise an error for wrong arguments, so that every mistake ends the same way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (see {self.prog} --help)")
+
+
+class _Version(argparse.Action):
+    """Look up the version only for ``--version``."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        print(f"pipesim {version()}")
+        parser.exit()
+
+
+def parse_arguments(
+    argv: Sequence[str] | None, commands: Mapping[str, tuple[Command, str]]
+) -> argparse.Namespace:
+    """Return the arguments of the command line; ``run`` is the command to run.
+
+    Parameters
+    ----------
+    argv
+        By default the arguments of the process.
+    commands
+        Function and summary of each command, by name.
+
+    Raises
+    ------
+    ArgumentError
+        For wrong arguments.
+    SystemExit
+        After ``--help`` or ``--version``.
+    """
+    parser = _Parser(
+        prog="pipesim", description="Predict when each task of a pipeline-parallel step runs."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (run, summary) in commands.items():
+        command = subparsers.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run, parser=command, verbose=False)
+        command.add_argument("--verbose", action="store_true", help="show all lines of an error")
+        if name == "schedules":
+            _add_flags(command, _FLAGS[:2])
+            _add_option(command)
+        else:
+            _add_settings(command, sweeps=name == "sweep")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = suggestion(unknown[0], re.findall(r"--[\w-]+", args.parser.format_usage()))
+        args.parser.error(f"unrecognized argument {unknown[0]}{near}")
+    return args
+
+
+def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool) -> None:
+    """Add the arguments of simulate and compare, or of sweep.
+
+    Settings are stored as ``settings.`` and their path.
+    """
+    command.epilog = f"{SWEEP_EPILOG}{', '.join(FLAT)}, options." if sweeps else EPILOG
+    add = command.add_argument
+    add("names", nargs="*", metavar="SCHEDULE", default=[],
+        help="pipesim schedules lists them; or a file of your own, .csv or .txt")  # fmt: skip
+    add("--config", type=Path, metavar="FILE.toml", help="settings; see below")
+    if sweeps:
+        add("--grid", action="append", type=_option, metavar="KEY=A,B,...", default=[],
+            help="values of a setting; overrides the file's")  # fmt: skip
+        add("--jobs", type=_value, metavar="N", default=-1, help="processes; -1: one a core")
+        add("--out", type=_writable, metavar="FILE.jsonl", default=None,
+            help="append rows as they come; run again, it goes on where it stopped")  # fmt: skip
+    else:
+        add("--plot", type=_figure, metavar="FILE", default=None, help=", ".join(_FIGURES))
+        add("--idle", action="store_true", default=False, help="show what idle time waited for")
+    add("--csv", type=_writable, metavar="FILE", default=None, help="what is shown, in s and bytes")
+    _add_flags(command, _FLAGS)
+    for flag, text in _SWITCHES:
+        action = argparse.BooleanOptionalAction
+        add(flag, dest=f"settings.{flag[2:].replace('-', '_')}", action=action, help=text)
+    _add_option(command)
+    _add_costs(command)
+
+
+def _add_costs(command: argparse.ArgumentParser) -> None:
+    """Add an argument for each field of `pipesim.Costs`, and the file to start from."""
+    costs = command.add_argument_group("costs", "one value, or one a stage between commas")
+    costs.add_argument("--costs", dest="settings.costs.file", metavar="FILE.json",
+                       help="costs to start from; the other arguments override it")  # fmt: skip
+    for name in VALUE_FIELDS:
+        flag = "--recompute-time" if name == "recompute" else "--" + name.replace("_", "-")
+        unit = "BYTES" if name.endswith("bytes") else "SECONDS"
+        costs.add_argument(flag, dest=f"settings.costs.{name}", type=_value, metavar=unit)
+    costs.add_argument("--skip-bytes", dest="settings.costs.skip_bytes", type=_value,
+                       metavar="BYTES", help="of each skip; the file has one for each")  # fmt: skip
+    costs.add_argument("--all-reduce", dest="settings.costs.all_reduce", metavar="ALGORITHM",
+                       help="of gradients, ring or tree")  # fmt: skip
+    for name, unit in (("latency", "SECONDS"), ("bandwidth", "BYTES_A_SECOND")):
+        dest = f"settings.costs.network.{name}"
+        costs.add_argument(f"--{name}", dest=dest, type=_value, metavar=unit)
+
+
+def _add_flags(command: argparse.ArgumentParser, flags: Iterable[tuple[str, str, str]]) -> None:
+    """Add an argument for each setting: flag, metavar and help."""
+    for flag, metavar, text in flags:
+        dest = f"settings.{flag[2:].replace('-', '_')}"
+        command.add_argument(flag, dest=dest, type=_value, metavar=metavar, help=text)
+
+
+def _add_option(command: argparse.ArgumentParser) -> None:
+    """Add the argument for options of schedules."""
+    command.add_argument(
+        "--option", dest="settings.options", action="append", type=_option, metavar="KEY=VALUE",
+        help="of the schedule itself, such as n_chunks=2")  # fmt: skip
+
+
+def _value(text: str) -> Any:
+    """Parse a number, true or false, or several of them between commas; other texts stay text.
+
+    The code that uses a value checks it. Python also reads ``1_0`` and digits of other scripts as
+    numbers; those stay text here.
+    """
+    if "," in text:
+        return [_value(part) for part in text.split(",")]
+    for parse in (whole, real):
+        if (value := parse(text)) is not None:
+            return value
+    return {"true": True, "false": False}.get(text, text)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Parse ``KEY=VALUE``."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    return key, _value(value)
+
+
+def _writable(text: str) -> Path:
+    """Return a path, if a file can be written there. The check is before the work, not after it."""
+    try:
+        path = check_path("path", text, "write")
+        with writing(path):
+            tempfile.TemporaryFile(dir=check_target(path).parent).close()
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return path
+
+
+def _figure(text: str) -> Path:
+    """Return the path of a figure, if its ending is known and it can be written."""
+    if not text.lower().endswith(_FIGURES):
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_FIGURES)}")
+    return _writable(text)
+
+
+def argument_settings(args: argparse.Namespace) -> Settings:
+    """Return the settings of the command line, as nested tables."""
+    layer: Settings = {}
+    for path, value in vars(args).items():
+        layer = place(layer, path.split("."), value)
+    settings: Settings = layer.get("settings", {})
+    if "options" in settings:
+        settings["options"] = dict(settings["options"])
+    return checked("arguments", settings, SETTINGS, Path())

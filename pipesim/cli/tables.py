@@ -1,0 +1,47 @@
+"""Format numbers and tables that the command prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from pipesim.analysis.idle import CAUSES, Cause
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["align_columns", "cause_columns", "format_numbers"]
+
+
+def format_numbers(values: Iterable[float], unit: float = 1.0) -> list[str]:
+    """Return values in ``unit``, all with as many decimals as show five digits of the largest.
+
+    NaN is ``-``.
+    """
+    scaled = [float(value) / unit for value in values]
+    largest = max((value for value in scaled if not math.isnan(value)), default=0.0)
+    digits = math.floor(math.log10(largest)) if 0 < largest < math.inf else 4
+    decimals = min(max(4 - digits, 0), 9)
+    return ["-" if math.isnan(value) else f"{value:.{decimals}f}" for value in scaled]
+
+
+def align_columns(columns: dict[str, list[str]], align: str = ">") -> str:
+    """Return a table as text: its first column aligned left, the others as ``align`` says."""
+    widths = [max(map(len, [head, *cells])) for head, cells in columns.items()]
+    aligns = ["<", *align * (len(widths) - 1)]
+    return "\n".join(
+        "  ".join(f"{c:{a}{w}}" for c, a, w in zip(row, aligns, widths, strict=True)).rstrip()
+        for row in [tuple(columns), *zip(*columns.values(), strict=True)]
+    )
+
+
+def cause_columns(
+    table: pd.DataFrame, format_column: Callable[[pd.Series[float]], list[str]]
+) -> dict[str, list[str]]:
+    """Return the columns of a table of idle time as text, for each cause that occurs."""
+    return {
+        str(cause): format_column(table[name])
+        for cause, name in zip(Cause, CAUSES, strict=True)
+        if (table[name] != 0).any()
+    }
