@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeexec.devices import transfer
-from pipeexec.devices.streams import CpuEvent, CpuStream, InlineStream
+from pipeexec.devices.cpu_streams import CpuEvent, CpuStream, InlineStream
 from pipeexec.distributed.channels import Channel
 from pipeexec.executor.step import Run
 from pipeexec.stages.stage import Stage

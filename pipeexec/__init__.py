@@ -4,8 +4,8 @@ from pipeexec.data_parallel.accumulation import GradientAccumulation
 from pipeexec.data_parallel.learning_rate import scaled_learning_rate
 from pipeexec.data_parallel.sync_lint.report import sync_report
 from pipeexec.data_parallel.sync_lint.watch_sync import watch_sync
-from pipeexec.devices.linked_workers import Worker, workers
-from pipeexec.devices.slices import Slice, slices
+from pipeexec.devices.emulated_links.linked_workers import Worker, workers
+from pipeexec.devices.gpu_slices.slices import Slice, slices
 from pipeexec.distributed.join import join
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 
-from pipeexec.devices.devices import CudaDevice
+from pipeexec.devices.cuda import CudaDevice
 
 __all__ = ["FakeCuda", "FakeEvent", "FakeGpu", "FakeStream", "Observer", "check_signature"]
 

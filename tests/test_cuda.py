@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.skip_models import unet
-from pipeexec.devices.gpu_kernels import load_kernels
+from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
 from pipeexec.executor.step import Planned, Run
 from pipesim.ops import COMPUTE, SENDS
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 from executing import within
 
-from pipeexec.devices import devices as devices_module
-from pipeexec.devices.devices import CpuDevice, CudaDevice, cores, make_devices
-from pipeexec.devices.streams import CpuStream, InlineStream
+from pipeexec.devices import make_devices as devices_module
+from pipeexec.devices.cpu import CpuDevice
+from pipeexec.devices.cpu_streams import CpuStream, InlineStream
+from pipeexec.devices.cuda import CudaDevice
+from pipeexec.devices.make_devices import cores, make_devices
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
 

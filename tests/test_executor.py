@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.registry import build_model, split
-from pipeexec.devices.devices import cores
+from pipeexec.devices.make_devices import cores
 from pipeexec.executor.op_handlers import WORK
 from pipeexec.stages.batches import split_batch
 from pipeexec.stages.random_numbers import OwnGenerator, task_seed

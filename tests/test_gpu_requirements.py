@@ -77,7 +77,7 @@ def test_a_gpu_that_does_not_do_is_named(
 
 def test_the_fewest_sms_of_a_slice_are_those_of_green_contexts(gpu_script: ModuleType) -> None:
     """They stand twice, as requirements are checked without loading torch."""
-    from pipeexec.devices import green_contexts
+    from pipeexec.devices.gpu_slices import green_contexts
 
     fewest = {major: each[0] for major, each in green_contexts._GRANULARITY.items()}
     assert fewest == part("requirements")._FEWEST

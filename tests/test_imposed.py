@@ -14,11 +14,13 @@ from torch import Tensor
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices import emulated_links, transfer
-from pipeexec.devices.devices import CpuDevice, Device, Values
-from pipeexec.devices.emulated_links import Links, Message, make_waits
-from pipeexec.devices.gpu_kernels import load_kernels
-from pipeexec.devices.streams import InlineStream
+from pipeexec.devices import transfer
+from pipeexec.devices.cpu import CpuDevice
+from pipeexec.devices.cpu_streams import InlineStream
+from pipeexec.devices.device import Device, Values
+from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
+from pipeexec.devices.emulated_links.links import Links, Message
+from pipeexec.devices.emulated_links.timers import CycleWaits, make_waits
 from pipesim.errors import AccuracyWarning, ArgumentError
 
 
@@ -185,15 +187,13 @@ def test_without_the_kernels_waits_count_cycles(monkeypatch: pytest.MonkeyPatch)
             return next(times)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: Listening())
-    monkeypatch.setattr("pipeexec.devices.gpu_kernels.torch.empty", missing)
+    monkeypatch.setattr("pipeexec.devices.emulated_links.gpu_kernels.torch.empty", missing)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Timer())
     with pytest.warns(AccuracyWarning, match=r"no libcuda.so.*added to those of the copies"):
         waits = make_waits(torch.device("cuda:0"))
     waits.until(waits.note(), 1e-3)
-    assert slept == [emulated_links.CycleWaits.CYCLES] * 3 + [
-        emulated_links.CycleWaits.CYCLES // 50
-    ]
+    assert slept == [CycleWaits.CYCLES] * 3 + [CycleWaits.CYCLES // 50]
 
 
 class Listening:

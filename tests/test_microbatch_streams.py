@@ -18,8 +18,9 @@ from strategies import named_schedules
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices.emulated_links import Links, SleepWaits
-from pipeexec.devices.slices import Slice
+from pipeexec.devices.emulated_links.links import Links
+from pipeexec.devices.emulated_links.timers import SleepWaits
+from pipeexec.devices.gpu_slices.slices import Slice
 from pipeexec.executor.remote_messages import connected
 from pipesim.analysis.blocking import message_latency
 from pipesim.errors import ArgumentError, CapacityError, GraphError
@@ -222,7 +223,8 @@ def test_slices_with_links_are_refused() -> None:
 
 
 def test_messages_between_processes_are_refused() -> None:
-    from pipeexec.devices.devices import CpuDevice, RemoteDevice
+    from pipeexec.devices.cpu import CpuDevice
+    from pipeexec.devices.remote import RemoteDevice
 
     class Two:
         rank = 0

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices.devices import CudaDevice
+from pipeexec.devices.cuda import CudaDevice
 from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.launch_environment import Launch
 from pipeexec.distributed.roll_call import roll_call

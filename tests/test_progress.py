@@ -13,7 +13,7 @@ from executing import cut, data, dense, mse, nap_stages, orders, pipeline, unspl
 from torch import Tensor, nn
 
 import pipesim as ps
-from pipeexec.devices.streams import CpuEvent
+from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.distributed.failure import Failure, stall_failure
 from pipeexec.distributed.status import Head, Status
 from pipeexec.executor.progress import Progress, StepHeads

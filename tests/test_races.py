@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
-from pipeexec.devices.devices import CudaDevice
 from pipeexec.executor.cuda_graph import Recorder
 from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
 from pipeexec.profiling.profile import Calibration

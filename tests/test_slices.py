@@ -13,14 +13,10 @@ import torch
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices import green_contexts
-from pipeexec.devices.green_contexts import (
-    GreenContextsMissingError,
-    LibCuda,
-    part_size,
-    split,
-    split_by_any,
-)
+from pipeexec.devices.gpu_slices import cuda_driver, green_contexts
+from pipeexec.devices.gpu_slices import slices as slices_module
+from pipeexec.devices.gpu_slices.cuda_driver import GreenContextsMissingError, LibCuda
+from pipeexec.devices.gpu_slices.green_contexts import part_size, split, split_by_any
 from pipesim.errors import ArgumentError, SharedSlicesWarning
 
 N_SMS = 132
@@ -94,7 +90,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(
-        sys.modules["pipeexec.devices.slices"],
+        slices_module,
         "_parts",
         lambda index, n, major: split(fake, index, n, major),
     )
@@ -241,8 +237,8 @@ def test_the_driver_through_ctypes() -> None:
 
 def test_resources_are_laid_out_as_in_the_header() -> None:
     """cuda.h, RESOURCE_ABI_VERSION 1: 4 + 92 + 48 bytes."""
-    assert ctypes.sizeof(green_contexts.Resource) == 144
-    assert green_contexts.Resource.sm.offset == 96
+    assert ctypes.sizeof(cuda_driver.Resource) == 144
+    assert cuda_driver.Resource.sm.offset == 96
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -251,11 +247,11 @@ def test_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open")
 
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    monkeypatch.setattr(green_contexts.ctypes, "CDLL", missing)
-    green_contexts.find_driver.cache_clear()
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", missing)
+    cuda_driver.find_driver.cache_clear()
     with pytest.raises(GreenContextsMissingError, match=r"no CUDA driver \(libcuda.so.1"):
-        green_contexts.find_driver()
-    green_contexts.find_driver.cache_clear()
+        cuda_driver.find_driver()
+    cuda_driver.find_driver.cache_clear()
 
 
 @pytest.mark.parametrize("error", [ImportError, RuntimeError, OSError, AttributeError])
@@ -267,11 +263,11 @@ def test_bindings_that_cannot_be_imported(
     def broken(name: str) -> None:
         raise error(f"{name} is broken")
 
-    monkeypatch.setattr(green_contexts.importlib, "import_module", broken)
-    monkeypatch.setattr(green_contexts, "load_driver", FakeDriver)
-    green_contexts.find_driver.cache_clear()
-    assert isinstance(green_contexts.find_driver(), FakeDriver)
-    green_contexts.find_driver.cache_clear()
+    monkeypatch.setattr(cuda_driver.importlib, "import_module", broken)
+    monkeypatch.setattr(cuda_driver, "load_driver", FakeDriver)
+    cuda_driver.find_driver.cache_clear()
+    assert isinstance(cuda_driver.find_driver(), FakeDriver)
+    cuda_driver.find_driver.cache_clear()
 
 
 def test_bindings_that_do_not_suit_the_driver_are_passed_by(
@@ -384,7 +380,7 @@ def test_links_must_be_a_network() -> None:
 @pytest.mark.usefixtures("driver")
 def test_links_are_between_the_slices_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """And are said to be imposed; messages to others are handed over."""
-    module = sys.modules["pipeexec.devices.slices"]
+    module = slices_module
     asked: list[float] = []
     waits = SimpleNamespace(
         says="at once",
@@ -414,7 +410,7 @@ def test_links_are_between_the_slices_that_have_them(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("driver")
 def test_slices_are_devices_of_a_pipeline_as_they_are() -> None:
     """As those that a user made."""
-    from pipeexec.devices.devices import make_devices
+    from pipeexec.devices.make_devices import make_devices
 
     made = px.slices("cuda:0", 2)
     assert make_devices(made) == made

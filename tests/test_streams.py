@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from executing import within
 
-from pipeexec.devices.streams import CpuEvent, CpuStream, InlineStream, Stream
+from pipeexec.devices.cpu_streams import CpuEvent, CpuStream, InlineStream
+from pipeexec.devices.streams import Stream
 
 #: Long against what a hand-over takes; whoever does not wait, is seen.
 NAP = 0.05

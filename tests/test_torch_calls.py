@@ -12,9 +12,9 @@ import importlib.util
 import pytest
 from torch_calls import ROOT, driver_uses, problem, sources, torch_uses
 
-from pipeexec.devices.green_contexts import LibCuda
+from pipeexec.devices.gpu_slices.cuda_driver import LibCuda
 
-GREEN = ROOT / "pipeexec" / "green.py"
+GREEN = ROOT / "pipeexec/devices/gpu_slices/green_contexts.py"
 
 
 def test_torch_has_every_name_and_takes_every_call() -> None:

@@ -3,8 +3,8 @@
 There is no list of names to keep up to date. Every dotted name that begins with an import of torch
 is looked up in the installed torch. Every call of one is bound to its signature, with as many
 arguments as the source gives. Methods are found where the source says the class: an annotation, or
-an assignment of a call. The driver's functions are those that `pipeexec.devices.green_contexts`
-calls by name.
+an assignment of a call. The driver's functions are those that
+`pipeexec.devices.gpu_slices.green_contexts` calls by name.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def torch_uses(path: Path, text: str | None = None) -> list[Use]:
 
 
 def driver_uses(path: Path) -> Iterator[Use]:
-    """Yield the functions of the CUDA driver that are called by name: ``_call(driver, name, ...)``.
+    """Yield the functions of the CUDA driver that ``call_driver(driver, name)`` calls by name.
 
     Other mentions of the driver's functions come without arguments.
     """
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.Call) and _dotted(node.func) == "_call":
+        if isinstance(node, ast.Call) and _dotted(node.func) == "call_driver":
             name = node.args[1]
             if isinstance(name, ast.Constant):
                 yield Use(where, str(name.value), len(node.args) - 2)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.registry import cross_entropy, gpt, split
-from pipeexec.devices.devices import DeviceLike
+from pipeexec.devices.device import DeviceLike
 from pipeexec.executor.cuda_graph import Recorder
 from pipesim.ops import COMPUTE, SENDS
 

@@ -18,7 +18,7 @@ import pipesim as ps
 from on_gpu.bench import GROUPS, Bench, lowered
 from pipeexec.demo_models.layer_costs import layer_costs
 from pipeexec.demo_models.roofline import Roofline
-from pipeexec.devices.green_contexts import part_size
+from pipeexec.devices.gpu_slices.green_contexts import part_size
 
 __all__ = ["SHEETS", "DataSheet", "predicted", "sheet_of"]
 

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.cuda_streams import CudaStream
-from pipeexec.devices.devices import CudaDevice, DeviceLike
+from pipeexec.devices.device import DeviceLike
 
 GpuStream = torch.cuda.Stream | None
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from pipeexec.devices.devices import DeviceLike
+    from pipeexec.devices.device import DeviceLike
     from pipeexec.distributed.processes import Processes
     from pipeexec.stages.loss import Loss
     from pipesim.graph.graph import TaskGraph
@@ -204,7 +204,7 @@ def _devices(
         n_ranks = 1 if processes is None else processes.n_ranks
         names: list[str] = arguments.devices or ["cpu"] * max(1, n_devices // n_ranks)
         return names
-    from pipeexec.devices.slices import slices
+    from pipeexec.devices.gpu_slices.slices import slices
 
     if not arguments.devices or len(arguments.devices) != 1 or processes is not None:
         raise ArgumentError(

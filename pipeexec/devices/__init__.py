@@ -1,6 +1,6 @@
 """Devices: CPU workers, GPUs and slices of a GPU, with their streams, events and transfers."""
 
-from pipeexec.devices.linked_workers import Worker, workers
-from pipeexec.devices.slices import Slice, slices
+from pipeexec.devices.emulated_links.linked_workers import Worker, workers
+from pipeexec.devices.gpu_slices.slices import Slice, slices
 
 __all__ = ["Slice", "Worker", "slices", "workers"]

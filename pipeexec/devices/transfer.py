@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeexec.devices.devices import Device, Values
+from pipeexec.devices.device import Device, Values
 from pipeexec.devices.streams import Stream
 
 __all__ = ["nbytes", "receive", "send"]

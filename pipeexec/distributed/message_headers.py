@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeexec.devices.devices import Values
+from pipeexec.devices.device import Values
 from pipeexec.distributed.signatures import Signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op

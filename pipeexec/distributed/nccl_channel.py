@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeexec.devices.devices import Values
+from pipeexec.devices.device import Values
 from pipeexec.distributed.channels import Asked, Channel, Expected, Lost, Route, Sent, real
 from pipeexec.distributed.message_headers import marked
 

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from pipeexec.devices.devices import Device, RemoteDevice
+from pipeexec.devices.device import Device
+from pipeexec.devices.remote import RemoteDevice
 from pipeexec.distributed.channels import Channel, Lost, Route
 from pipeexec.distributed.distinct_gpus import check_distinct, uuid_of
 from pipeexec.distributed.failure import Failure

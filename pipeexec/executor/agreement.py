@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipeexec.data_parallel.stage_replicas import RemoteStage
-from pipeexec.devices.devices import Device, RemoteDevice
+from pipeexec.devices.device import Device
+from pipeexec.devices.remote import RemoteDevice
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import (
     Signature,

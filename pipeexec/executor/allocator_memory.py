@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeexec.devices.devices import Device
+from pipeexec.devices.device import Device
 from pipeexec.executor.step import Planned, Run
 from pipesim.errors import ArgumentError
 from pipesim.plot.paper_figure import SMALL, axes_or_new, end_of_axis, label

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pipeexec.data_parallel.stage_replicas import sync_from_first
 from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
-from pipeexec.devices.devices import Device
+from pipeexec.devices.device import Device
 from pipeexec.executor.cuda_graph_checks import (
     Imprint,
     Optimizers,

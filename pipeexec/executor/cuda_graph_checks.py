@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeexec.devices.devices import Device
+from pipeexec.devices.device import Device
 from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph

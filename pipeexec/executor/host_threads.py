@@ -18,7 +18,7 @@ from time import perf_counter, sleep
 
 import numpy as np
 
-from pipeexec.devices.streams import CpuEvent
+from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.step import Planned, Run
 from pipesim.errors import AccuracyWarning

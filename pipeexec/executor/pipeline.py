@@ -29,7 +29,9 @@ from pipeexec.data_parallel.stage_replicas import (
     place_replicas,
     sync_from_first,
 )
-from pipeexec.devices.devices import Device, DeviceLike, RemoteDevice, make_devices, ranks_of
+from pipeexec.devices.device import Device, DeviceLike
+from pipeexec.devices.make_devices import make_devices
+from pipeexec.devices.remote import RemoteDevice, ranks_of
 from pipeexec.devices.thread_settings import autocast
 from pipeexec.distributed.channels import Expected
 from pipeexec.distributed.flight_recorder import GRAPH, N_ENDED

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipeexec.devices.devices import Device, RemoteDevice
-from pipeexec.devices.slices import Slice
+from pipeexec.devices.device import Device
+from pipeexec.devices.gpu_slices.slices import Slice
+from pipeexec.devices.remote import RemoteDevice
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.gradient_sync import Work, handing_over, marking
 from pipeexec.executor.op_handlers import WORK

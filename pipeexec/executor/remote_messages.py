@@ -9,8 +9,9 @@ import numpy as np
 from torch.distributed import ProcessGroup
 
 from pipeexec.devices import transfer
-from pipeexec.devices.devices import Device, RemoteDevice, ranks_of
-from pipeexec.devices.streams import InlineStream
+from pipeexec.devices.cpu_streams import InlineStream
+from pipeexec.devices.device import Device
+from pipeexec.devices.remote import RemoteDevice, ranks_of
 from pipeexec.distributed.channels import Channel, Expected, Route, Sent
 from pipeexec.distributed.flight_recorder import FIRST_TASK, MOST_STREAMS
 from pipeexec.distributed.message_headers import Content, header

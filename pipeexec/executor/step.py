@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pipeexec.devices import clocks
-from pipeexec.devices.devices import Device, RemoteDevice, ranks_of
-from pipeexec.devices.streams import CpuEvent, Event, Stream
+from pipeexec.devices.cpu_streams import CpuEvent
+from pipeexec.devices.device import Device
+from pipeexec.devices.remote import RemoteDevice, ranks_of
+from pipeexec.devices.streams import Event, Stream
 from pipeexec.distributed.channels import Asked, Channel, Expected
 from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from pipeexec.devices.devices import CpuDevice, CudaDevice, parse
+from pipeexec.devices.cpu import CpuDevice
+from pipeexec.devices.cuda import CudaDevice
+from pipeexec.devices.make_devices import parse
 from pipeexec.stages.batches import check_dense
 from pipesim.errors import (
     ArgumentError,

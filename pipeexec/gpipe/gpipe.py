@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
-from pipeexec.devices.devices import make_devices
+from pipeexec.devices.make_devices import make_devices
 from pipeexec.gpipe.arguments import (
     Place,
     check_microbatches,

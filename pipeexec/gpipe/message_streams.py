@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-from pipeexec.devices.devices import Device
+from pipeexec.devices.device import Device
 from pipeexec.devices.streams import Stream
 from pipeexec.gpipe.routes import Route, Ways
 from pipesim.ops import Op

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeexec.devices import transfer
-from pipeexec.devices.devices import Device, Values
+from pipeexec.devices.device import Device, Values
 from pipeexec.devices.streams import Stream
 from pipeexec.devices.thread_settings import thread_settings
 from pipeexec.gpipe.checkpoint import checkpointing, recomputing

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec.devices.devices import RemoteDevice
+from pipeexec.devices.remote import RemoteDevice
 from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.profiling.link_fit import STATES, Pair
 from pipesim.graph.graph import TaskGraph

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeexec.devices.devices import CudaDevice
+from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import guarded
 from pipeexec.executor.pipeline import Pipeline, StepResult

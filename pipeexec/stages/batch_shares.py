@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeexec.devices.devices import Device, RemoteDevice
+from pipeexec.devices.device import Device
+from pipeexec.devices.remote import RemoteDevice
 from pipeexec.distributed.processes import Processes
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from pipeexec.data_parallel.ddp_stage import ddp_stage
-from pipeexec.devices.devices import Values
+from pipeexec.devices.device import Values
 from pipeexec.devices.thread_settings import Casts
 from pipeexec.stages.activation_bytes import Meter, Receipt
 from pipeexec.stages.deferred_weight_grads import Deferred

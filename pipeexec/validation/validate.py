@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from pipeexec.devices.devices import DeviceLike
+from pipeexec.devices.device import DeviceLike
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import Processes, guarded
 from pipeexec.executor.pipeline import Pipeline, StepResult

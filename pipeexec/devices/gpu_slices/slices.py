@@ -21,16 +21,14 @@ from functools import cache
 
 import torch
 
+from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.cuda_streams import CudaStream
-from pipeexec.devices.devices import CudaDevice, Device, Values, parse
-from pipeexec.devices.emulated_links import Links, Message, check_links, make_waits
-from pipeexec.devices.green_contexts import (
-    GreenContextsMissingError,
-    Part,
-    find_driver,
-    part_size,
-    split_by_any,
-)
+from pipeexec.devices.device import Device, Values
+from pipeexec.devices.emulated_links.links import Links, Message, check_links
+from pipeexec.devices.emulated_links.timers import make_waits
+from pipeexec.devices.gpu_slices.cuda_driver import GreenContextsMissingError, find_driver
+from pipeexec.devices.gpu_slices.green_contexts import Part, part_size, split_by_any
+from pipeexec.devices.make_devices import parse
 from pipeexec.devices.streams import Stream
 from pipesim.errors import ArgumentError, SharedSlicesWarning, check_count
 from pipesim.network.network import Network

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import math
 
-from pipeexec.devices.devices import CpuDevice, Device, Values, make_devices
-from pipeexec.devices.emulated_links import Links, Message, SleepWaits, check_links
+from pipeexec.devices.cpu import CpuDevice
+from pipeexec.devices.device import Device, Values
+from pipeexec.devices.emulated_links.links import Links, Message, check_links
+from pipeexec.devices.emulated_links.timers import SleepWaits
+from pipeexec.devices.make_devices import make_devices
 from pipeexec.devices.streams import Stream
 from pipesim.errors import ArgumentError, check_count, number
 from pipesim.network.network import Network

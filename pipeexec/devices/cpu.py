@@ -1,0 +1,61 @@
+"""`CpuDevice`: a worker thread that computes on one core."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from pipeexec.devices.cpu_streams import CallerStream, CpuEvent, CpuStream, InlineStream
+from pipeexec.devices.device import NamedStreams, Values
+from pipeexec.devices.streams import Event, Stream, wait_for
+
+__all__ = ["CpuDevice"]
+
+
+class CpuDevice(NamedStreams):
+    """A worker thread that computes on one core; its messages are handed over by reference.
+
+    Its stream ``"caller"`` computes in the thread that gives it work.
+
+    Parameters
+    ----------
+    index
+        Number of the worker.
+    core
+        Core to pin the thread to, or None.
+    """
+
+    def __init__(self, index: int, core: int | None = None) -> None:
+        super().__init__()
+        self.name = f"cpu:{index}"
+        self.core = core
+        self.torch_device = torch.device("cpu")
+
+    def _make(self, name: str, blocks: bool) -> Stream:
+        if name == "compute":
+            return CpuStream(f"{self.name} {name}", self._prepare)
+        if name == "caller":
+            return CallerStream()
+        return CpuStream(f"{self.name} {name}") if blocks else InlineStream()
+
+    def _prepare(self) -> None:
+        """Give the calling thread one core and torch one thread in it."""
+        torch.set_num_threads(1)
+        if self.core is not None:
+            os.sched_setaffinity(0, {self.core})
+
+    def mark(self) -> Event:
+        """Return an event that passes now; all CPU workers have one clock."""
+        return CpuEvent.now()
+
+    def rejoin(self, event: Event, values: Values = ()) -> None:
+        """Block the caller until ``event`` has passed."""
+        wait_for(event)
+
+    def wait_for_host(self, event: Event) -> None:
+        """Block the caller until ``event`` has passed: the host does all the work."""
+        wait_for(event)
+
+    def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Do nothing: Python's references keep memory."""

@@ -1,0 +1,66 @@
+"""`CudaDevice`: a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
+from pipeexec.devices.device import NamedStreams, Values
+from pipeexec.devices.streams import Event, Stream
+
+__all__ = ["CudaDevice"]
+
+
+class CudaDevice(NamedStreams):
+    """A GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.torch_device = torch.device(device.type, device.index or 0)
+        self.name = str(self.torch_device)
+
+    def _make(self, name: str, blocks: bool) -> Stream:
+        return CudaStream(torch.cuda.Stream(self.torch_device))
+
+    def _prepare_host(self) -> None:
+        """Make this GPU, and its compute stream, the current ones of the calling thread.
+
+        Both are a thread's own in CUDA. A stream that is given work makes itself the current one
+        meanwhile, which takes less time on the current GPU.
+        """
+        compute = self.stream("compute")
+        assert isinstance(compute, CudaStream)
+        torch.cuda.set_stream(compute.stream)
+
+    def mark(self) -> Event:
+        """Return an event on an idle compute stream; `pipeexec.devices.clocks` joins those of GPUs.
+
+        What follows waits for the caller's own stream, on which batches are copied to the GPU and
+        parameters may have been changed.
+        """
+        compute = self.stream("compute")
+        assert isinstance(compute, CudaStream)
+        compute.stream.wait_stream(torch.cuda.current_stream(self.torch_device))
+        return compute.record()
+
+    def rejoin(self, event: Event, values: Values = ()) -> None:
+        """Let the caller's own stream on this GPU wait for ``event``; the caller does not."""
+        assert isinstance(event, CudaEvent)
+        current = torch.cuda.current_stream(self.torch_device)
+        current.wait_event(event.order)
+        for value in values:
+            if value is not None:
+                value.record_stream(current)
+
+    def wait_for_host(self, event: Event) -> None:
+        """Return at once: the host did its part, to launch kernels, when it gave the work."""
+
+    def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Let the allocator wait for ``stream`` before it uses the memory again.
+
+        The alternative, to hold references until the consumer's event, needs either a host that
+        polls events, or a wait on the stream that owns the memory: an edge that the graph does not
+        have. The allocator, too, polls, but only when it is asked for memory.
+        """
+        assert isinstance(stream, CudaStream)
+        tensor.record_stream(stream.stream)

@@ -1,0 +1,175 @@
+"""`Device`: the interface of every device, and the streams by name that real ones share."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import torch
+
+from pipeexec.devices.cpu_streams import CpuStream
+from pipeexec.devices.step_lock import StepLock
+from pipeexec.devices.streams import Event, Stream
+
+__all__ = ["Device", "DeviceLike", "NamedStreams", "Values"]
+
+#: What stages exchange: the tensors of a message. A gradient may be missing.
+Values = tuple[torch.Tensor | None, ...]
+
+
+class Device(Protocol):
+    """Where stages run."""
+
+    name: str
+    torch_device: torch.device
+    closed: bool
+    note: str
+    step_lock: StepLock
+    launch: float
+
+    def host(self) -> CpuStream:
+        """Return the thread that issues tasks of this device, where the caller does not."""
+        ...
+
+    def stream(self, name: str, *, blocks: bool = False) -> Stream:
+        """Return the stream called ``name``, made on first use; one whose work may block, or not.
+
+        Messages to other processes block.
+        """
+        ...
+
+    def has_thread(self, thread: threading.Thread) -> bool:
+        """Return whether a thread runs work of this device's streams."""
+        ...
+
+    def mark(self) -> Event:
+        """Return an event that passes now: the zero of this device's clock."""
+        ...
+
+    def rejoin(self, event: Event, values: Values = ()) -> None:
+        """Let the caller go on after ``event``, of this device: its own stream there, or itself.
+
+        Memory of ``values``, made on streams of this device, is kept until that has used it.
+        """
+        ...
+
+    def wait_for_host(self, event: Event) -> None:
+        """Block the caller until the host has done its part of all work before ``event``."""
+        ...
+
+    def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Keep memory of ``tensor``, made on another stream, until ``stream`` has used it."""
+        ...
+
+    def carry(self, values: Values, target: Device) -> Values:
+        """Return a message on the memory of ``target``; runs on a stream of this device."""
+        ...
+
+    def await_link(self, values: Values) -> None:
+        """Let a message take the rest of its time; runs on the stream that receives it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until every stream has run all it was given."""
+        ...
+
+    def close(self) -> None:
+        """End every stream."""
+        ...
+
+    def abandon(self) -> None:
+        """Take no more work, and leave what is under way to itself: it may never end."""
+        ...
+
+
+DeviceLike = str | torch.device | Device
+
+
+class NamedStreams:
+    """Streams by name, made on first use.
+
+    Attributes
+    ----------
+    torch_device
+        Whose memory it has.
+    note
+        What whoever reads its times should know; empty if nothing.
+    step_lock
+        Admits one caller at a time.
+    launch
+        Seconds that a host takes to issue a task, at least; imposed.
+    """
+
+    name: str
+    note = ""
+    launch = 0.0
+    torch_device: torch.device
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[str, bool], Stream] = {}
+        self._making = threading.Lock()
+        self.closed = False
+        self.step_lock = StepLock(self.has_thread)
+
+    def _make(self, name: str, blocks: bool) -> Stream:
+        raise NotImplementedError
+
+    def stream(self, name: str, *, blocks: bool = False) -> Stream:
+        """Return the stream called ``name``, made on first use; ``blocks`` as in `Device`."""
+        key = name, blocks and name != "compute"
+        if key not in self._streams:
+            with self._making:  # several threads may be the first
+                if key not in self._streams:
+                    self._streams[key] = self._make(*key)
+        return self._streams[key]
+
+    def host(self) -> CpuStream:
+        """Return the thread that issues tasks of this device, made on first use.
+
+        It ends with the streams, and counts as one of them.
+        """
+        key = "host", True
+        with self._making:
+            if key not in self._streams:
+                self._streams[key] = CpuStream(f"{self.name} host", self._prepare_host)
+            found = self._streams[key]
+        assert isinstance(found, CpuStream)
+        return found
+
+    def _prepare_host(self) -> None:
+        """Prepare the calling thread, which is a host's, to issue tasks."""
+
+    def has_thread(self, thread: threading.Thread) -> bool:
+        """Return whether a thread runs work of this device's streams."""
+        return any(
+            getattr(stream, "thread", None) is thread for stream in list(self._streams.values())
+        )
+
+    def carry(self, values: Values, target: Device) -> Values:
+        """Return a message on the memory of ``target``: the same tensors where it is the same."""
+        if self.torch_device == target.torch_device:
+            return values
+        return tuple(
+            None if value is None else value.to(target.torch_device, non_blocking=True)
+            for value in values
+        )
+
+    def await_link(self, values: Values) -> None:
+        """Do nothing: the copy has taken its time."""
+
+    def synchronize(self) -> None:
+        """Block until every stream has run all it was given."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def close(self) -> None:
+        """End every stream; the device takes no more work."""
+        if self.closed:
+            return
+        self.closed = True
+        for stream in self._streams.values():
+            stream.close()
+
+    def abandon(self) -> None:
+        """Take no more work, and leave what is under way to itself: it may never end."""
+        self.closed = True

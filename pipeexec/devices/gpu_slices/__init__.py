@@ -1,0 +1,1 @@
+"""Slices of a GPU: several devices on disjoint multiprocessors of one card."""

@@ -1,0 +1,181 @@
+"""Disjoint parts of a GPU's multiprocessors (SMs): the driver's green contexts.
+
+torch's own green contexts each split the whole GPU, so that two of them overlap. Here one call of
+`cuDevSmResourceSplitByCount` splits it into all parts at once, which are then disjoint. Work on a
+stream of a part's context runs on the part's SMs; level-2 cache and memory bandwidth stay shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeexec.devices.gpu_slices.cuda_driver import (
+    GreenContextsMissingError,
+    LibCuda,
+    call_driver,
+    load_driver,
+)
+from pipesim.errors import ArgumentError
+
+__all__ = ["Part", "part_size", "split", "split_by_any"]
+
+#: By major compute capability: fewest SMs of a part, and what they must be a multiple of
+#: (CUDA programming guide, "Green contexts").
+_GRANULARITY = {6: (1, 1), 7: (2, 2), 8: (4, 2)}
+_SINCE_HOPPER = (8, 8)
+_GREEN_CTX_DEFAULT_STREAM = 1  # required
+_STREAM_NON_BLOCKING = 1  # required
+
+
+@dataclass
+class Part:
+    """A green context, and the streams made from it so far.
+
+    Neither is ever destroyed: torch's allocator remembers the streams that used its memory.
+
+    Attributes
+    ----------
+    n_sms
+        Of the part.
+    """
+
+    driver: Any
+    context: Any
+    n_sms: int
+    _streams: dict[object, int] = field(default_factory=dict)
+
+    def stream(self, key: object) -> int:
+        """Return the handle of the stream with this key, made on first use."""
+        if key not in self._streams:
+            (stream,) = call_driver(
+                self.driver, "cuGreenCtxStreamCreate", self.context, _STREAM_NON_BLOCKING, 0
+            )
+            self._streams[key] = int(stream)
+        return self._streams[key]
+
+
+def granularity(major: int) -> tuple[int, int]:
+    """Return the fewest SMs of a part, and what they must be a multiple of."""
+    return _GRANULARITY.get(major, _SINCE_HOPPER)
+
+
+def part_size(n_sms: int, n_parts: int, major: int) -> int:
+    """Return the SMs of each of ``n_parts`` equal parts of a GPU of ``n_sms``.
+
+    Examples
+    --------
+    A Hopper GPU has 132, in multiples of 8; the 4 that are left over belong to no part:
+
+    >>> [part_size(132, n, major=9) for n in (2, 4, 8, 16)]
+    [64, 32, 16, 8]
+
+    Raises
+    ------
+    ArgumentError
+        If there are not enough SMs.
+    """
+    fewest, multiple = granularity(major)
+    size = n_sms // n_parts // multiple * multiple
+    if size < fewest:
+        raise ArgumentError(
+            f"{n_parts} slices are too many for {n_sms} SMs, which are given out {fewest} or more "
+            f"at a time, in multiples of {multiple}; give at most "
+            f"{n_sms // max(fewest, multiple)} slices"
+        )
+    return size
+
+
+def split(driver: Any, index: int, n_parts: int, major: int) -> tuple[list[Part], Part | None]:
+    """Split a GPU into disjoint parts of one size; return them, and a part of what is left over.
+
+    The size is `part_size`, or less where the driver makes too few parts of it.
+
+    Parameters
+    ----------
+    driver
+        From `find_driver`. The GPU's primary context must be active.
+    index
+        Of the GPU, as CUDA counts them.
+    n_parts
+        How many.
+    major
+        Of the GPU's compute capability.
+
+    Raises
+    ------
+    ArgumentError
+        If there are not enough SMs.
+    GreenContextsMissingError
+        If the driver refuses, whatever the size.
+    """
+    call_driver(driver, "cuInit", 0)
+    (device,) = call_driver(driver, "cuDeviceGet", index)
+    kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    (whole,) = call_driver(driver, "cuDeviceGetDevResource", device, kind)
+    groups, rest = _groups(driver, whole, n_parts, major)
+    parts = [_part(driver, device, group) for group in groups]
+    return parts, _rest(driver, device, rest)
+
+
+def _groups(driver: Any, whole: Any, n_parts: int, major: int) -> tuple[list[Any], Any]:
+    """Return ``n_parts`` groups of the most SMs that the driver makes so many of, and the rest.
+
+    A GPU's SMs lie in clusters (GPCs), whose sizes differ from die to die: one of 14 SMs may give
+    no more than one group of 8. So the driver may make fewer parts of a size than the number of SMs
+    suggests.
+    """
+    largest = part_size(int(whole.sm.smCount), n_parts, major)
+    fewest, multiple = granularity(major)
+    errors = []
+    for size in range(largest, fewest - 1, -multiple):
+        try:
+            return _groups_of(driver, whole, n_parts, size)
+        except GreenContextsMissingError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _groups_of(driver: Any, whole: Any, n_parts: int, size: int) -> tuple[list[Any], Any]:
+    """Return ``n_parts`` groups of ``size`` SMs, and the rest."""
+    groups, _, rest = call_driver(driver, "cuDevSmResourceSplitByCount", n_parts, whole, 0, size)
+    if len(groups) < n_parts:
+        raise GreenContextsMissingError(
+            f"the driver made {len(groups)} parts of {size} SMs, not {n_parts}; give fewer slices"
+        )
+    sizes = [int(group.sm.smCount) for group in groups[:n_parts]]
+    # Bindings of another release than the driver's may read a resource otherwise.
+    if min(sizes) < size or len(set(sizes)) > 1 or sum(sizes) > int(whole.sm.smCount):
+        raise GreenContextsMissingError(f"the driver made parts of {sizes} SMs, not of {size}")
+    return groups[:n_parts], rest
+
+
+def split_by_any(
+    driver: Any, index: int, n_parts: int, major: int
+) -> tuple[list[Part], Part | None]:
+    """Split a GPU as `split` does, without the bindings where they do not suit the driver."""
+    try:
+        return split(driver, index, n_parts, major)
+    except GreenContextsMissingError as error:
+        if isinstance(driver, LibCuda):
+            raise
+        try:
+            return split(load_driver(), index, n_parts, major)
+        except GreenContextsMissingError:
+            raise error from None
+
+
+def _part(driver: Any, device: Any, resource: Any) -> Part:
+    (description,) = call_driver(driver, "cuDevResourceGenerateDesc", [resource], 1)
+    (context,) = call_driver(
+        driver, "cuGreenCtxCreate", description, device, _GREEN_CTX_DEFAULT_STREAM
+    )
+    return Part(driver, context, int(resource.sm.smCount))
+
+
+def _rest(driver: Any, device: Any, resource: Any) -> Part | None:
+    """Return a part of the SMs left over; None if there are none, or the driver keeps them."""
+    try:
+        return _part(driver, device, resource) if int(resource.sm.smCount) else None
+    except GreenContextsMissingError:
+        return None

@@ -1,0 +1,75 @@
+"""`RemoteDevice`: a device of another process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from pipeexec.devices.cpu_streams import CpuStream
+from pipeexec.devices.device import Device, Values
+from pipeexec.devices.step_lock import StepLock
+from pipeexec.devices.streams import Event, Stream
+
+__all__ = ["RemoteDevice", "ranks_of"]
+
+
+class RemoteDevice:
+    """A device of another process: has a name, and runs nothing here."""
+
+    note = ""
+    launch = 0.0
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.name, self.rank = name, rank
+        self.torch_device = torch.device("meta")
+        self.closed = False
+        self.step_lock = StepLock(self.has_thread)
+
+    def stream(self, name: str, *, blocks: bool = False) -> Stream:
+        """Raise: its streams are in another process."""
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def host(self) -> CpuStream:
+        """Raise, as `stream` does."""
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def has_thread(self, thread: threading.Thread) -> bool:
+        """Return False: its streams are in another process."""
+        return False
+
+    def mark(self) -> Event:
+        """Raise, as `stream` does."""
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def rejoin(self, event: Event, values: Values = ()) -> None:
+        """Raise, as `stream` does."""
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def wait_for_host(self, event: Event) -> None:
+        """Do nothing."""
+
+    def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Do nothing."""
+
+    def carry(self, values: Values, target: Device) -> Values:
+        """Raise, as `stream` does."""
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
+    def await_link(self, values: Values) -> None:
+        """Do nothing."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+        self.closed = True
+
+    abandon = close
+
+
+def ranks_of(devices: Sequence[Device], own: int) -> list[int]:
+    """Return the rank of the process that each device is of; ``own`` is this one's."""
+    return [x.rank if isinstance(x, RemoteDevice) else own for x in devices]
