@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.stages.loss import LossFunction
+from pipeexec.stages.loss_function import LossFunction
 from pipesim.errors import ArgumentError, ExecutionError, LossWarning, StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

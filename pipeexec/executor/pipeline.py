@@ -66,7 +66,7 @@ from pipeexec.stages.activation_bytes import Meter
 from pipeexec.stages.batch_shares import Shares
 from pipeexec.stages.batches import Batch, check_batch
 from pipeexec.stages.earlier_gradients import EarlierGradients
-from pipeexec.stages.loss import Loss, LossFunction
+from pipeexec.stages.loss_function import Loss, LossFunction
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.stages.restore import preserved
 from pipeexec.stages.stage import Held, Stage, metered

@@ -29,9 +29,10 @@ from pipeexec.executor.task_times import Milestone, Readings
 from pipeexec.stages.batch_shares import Shares
 from pipeexec.stages.batches import Batch, moved, split_batches
 from pipeexec.stages.earlier_gradients import EarlierGradients
-from pipeexec.stages.loss import LossFunction, StepLoss
+from pipeexec.stages.loss_function import LossFunction
 from pipeexec.stages.random_numbers import task_seed
 from pipeexec.stages.stage import Stage, Values
+from pipeexec.stages.step_loss import StepLoss
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, nullcontext
 
-from pipeexec.stages.changed import changed
+from pipeexec.stages.restore import changed
 
 __all__ = ["checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.stages.batches import Batch
-from pipeexec.stages.changed import changed
-from pipeexec.stages.loss import Loss, combined
-from pipeexec.stages.restore import preserved
+from pipeexec.stages.loss_function import Loss, combined
+from pipeexec.stages.restore import changed, preserved
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
 from pipesim.network.network import Network

@@ -23,7 +23,7 @@ from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.profile import Calibration, Profile, with_stage_bytes
 from pipeexec.stages.batches import Batch
-from pipeexec.stages.loss import Loss
+from pipeexec.stages.loss_function import Loss
 from pipeexec.stages.optimizers import OptimizerFactory
 from pipeexec.validation.accuracy import Repeat, Step, op_errors, parts_of_steps
 from pipeexec.validation.gpipe_steps import (

@@ -1,0 +1,126 @@
+"""`LossFunction`: the user's loss function, called on one micro-batch and checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor
+
+from pipesim.errors import ExecutionError, check_function, check_name, number
+
+__all__ = ["Count", "Loss", "LossFunction", "combined"]
+
+Count = Tensor | float
+#: Takes the output of the last stage and the targets of a micro-batch.
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Count]]
+
+_FORMS = "let loss_fn return a loss tensor, or the tuple (sum, count)"
+
+
+class LossFunction:
+    """The loss function of a pipeline, and whether it returns a count.
+
+    Parameters
+    ----------
+    function
+        Returns the loss of a micro-batch, or its sum and the count to divide by.
+    reduction
+        How the losses of samples are reduced, where the function returns no count.
+    on_device
+        Whether a count must be a tensor, as a CUDA graph needs.
+
+    Attributes
+    ----------
+    returns_count
+        Whether the function returns ``(sum, count)``; None before the first call.
+    is_checked
+        Whether a step has compared the function with its definition; see
+        `pipeexec.stages.loss_check`.
+    """
+
+    def __init__(
+        self, function: Loss, reduction: Literal["mean", "sum"], *, on_device: bool = False
+    ) -> None:
+        check_function("loss_fn", function, "loss_fn(output, targets)")
+        check_name("loss_reduction", reduction, ("mean", "sum"))
+        self.function, self.reduction, self.on_device = function, reduction, on_device
+        self.returns_count: bool | None = None
+        self.is_checked = False
+
+    def __call__(self, output: object, targets: object) -> tuple[Tensor, Count | None]:
+        """Return the loss of a micro-batch and its count, None without one.
+
+        Raises
+        ------
+        ExecutionError
+            If the function returns something else, or not what it returned before.
+        """
+        value = self.function(output, targets)
+        if not isinstance(value, tuple) or len(value) != 2:
+            loss = _checked_loss(value)
+            self._note(False)
+            return loss, None
+        loss = _checked_loss(value[0])
+        self._note(True)
+        return loss, self._checked_count(value[1])
+
+    def _note(self, returns_count: bool) -> None:
+        if self.returns_count is None:
+            self.returns_count = returns_count
+        if self.returns_count != returns_count:
+            raise ExecutionError(
+                "loss_fn returned (sum, count) for one micro-batch and a loss alone for another; "
+                "return the same for all"
+            )
+        if returns_count and self.reduction == "sum":
+            raise ExecutionError(
+                "loss_fn returned (sum, count), which is a mean over the count, but loss_reduction "
+                "is 'sum'; leave loss_reduction out, or return the sum alone"
+            )
+
+    def _checked_count(self, count: object) -> Count:
+        """Return a count as a float; one on a GPU stays there, for the host not to wait for it."""
+        if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+            if count.requires_grad:
+                raise ExecutionError(
+                    "loss_fn returned a count that depends on parameters; the count of (sum, "
+                    "count) is a number of things, such as tokens: detach it"
+                )
+            count = count.detach().reshape(())
+            if count.device.type != "cpu":
+                return count.double()
+            if not self.on_device:
+                count = count.item()
+        if self.on_device:
+            raise ExecutionError(
+                f"loss_fn returned the count {count!r:.60}, which a CUDA graph would repeat in "
+                "every step; return a tensor with one element on the GPU, made from the targets"
+            )
+        value = float(count) if isinstance(count, bool) else number(count)
+        if value is None or not 0 <= value < math.inf:
+            raise ExecutionError(
+                f"loss_fn returned the count {count!r:.60}; the count of (sum, count) must be a "
+                "finite number of at least 0, or a tensor with one element"
+            )
+        return value
+
+
+def _checked_loss(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ExecutionError(f"the loss must be a tensor with one element, got {got}; {_FORMS}")
+    if not loss.is_floating_point():
+        raise ExecutionError(
+            f"the loss must be a real floating-point tensor, got {loss.dtype}; {_FORMS}"
+        )
+    return loss.reshape(())
+
+
+def combined(loss: Tensor | tuple[Tensor, Count]) -> Tensor:
+    """Return what a loss function returned for a whole batch as one loss."""
+    if not isinstance(loss, tuple):
+        return loss
+    total, count = loss
+    return total / count
