@@ -183,15 +183,15 @@ REFUSED = {
     "too large": ("0F0,0B99999999999\n", "0B99999999999 is out of range"),
     "SEND without RECV": (
         "0F0,0SEND_F0,0B0\n1F0,1B0\n",
-        "row 1 (device 0), column 2: '0SEND_F0' sends to nobody: the file has no 1RECV_F0",
+        "row 1 (device 0), column 2: '0SEND_F0' has no receiver: the file has no 1RECV_F0",
     ),
     "RECV without SEND": (
         "0F0,0RECV_B0,0B0\n1F0,1B0\n",
-        "'0RECV_B0' waits for nothing: the file has no 1SEND_B0",
+        "'0RECV_B0' has no sender: the file has no 1SEND_B0",
     ),
     "message twice": (
         "0F0,0SEND_F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0\n",
-        "column 3: '0SEND_F0' is listed before",
+        "column 3: '0SEND_F0' is listed twice",
     ),
     "halves mixed": (
         "0F0,0B0,1F1,1B1,1F2,1B2,0F3,0B3\n1F0,1B0,0F1,0B1,0F2,0B2,1F3,1B3\n",

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.ops import Op
+from pipesim.scheduling.order_columns import DeviceOrder
 from pipesim.scheduling.placement import linear
-from pipesim.scheduling.schedule import DeviceOrder, Schedule
+from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.host_memory import check_schedule
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Schedules: orders of actions on devices, where stages lie, the registry, and their files."""
+"""Schedules: orders of actions on devices, placements of stages, the registry, and files."""
 
 from pipesim.scheduling.placement import Placement, bidirectional, linear, looped, v_shaped, waves
 from pipesim.scheduling.registry import ClosedForm, Counts, register, schedule, schedules

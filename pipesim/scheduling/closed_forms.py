@@ -1,4 +1,4 @@
-"""`ClosedForm` and `Counts`: what is known of a schedule as functions of its counts."""
+"""`ClosedForm` and `Counts`: properties of a schedule as functions of its counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipesim.errors import ArgumentError, number
 
-__all__ = ["ClosedForm", "Counts", "called", "check_counts", "check_form"]
+__all__ = ["ClosedForm", "Counts", "call_with_known", "check_counts", "check_form"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class ClosedForm:
     text
         The formula.
     value
-        ``value(n_devices, n_microbatches, **options)``, the options by the names that the schedule
-        takes; those that the formula does not know are left out.
+        ``value(n_devices, n_microbatches, **options)``, the options by the names of the
+        schedule's parameters; options that the formula does not have are left out.
     assumes
-        What it takes for granted beside stages of equal cost and free transfers.
+        Assumptions besides stages of equal cost and free transfers.
     exact
-        Whether a simulation gives just that, or it is a bound or an approximation.
+        Whether a simulation gives exactly this value; else it is a bound or an approximation.
     """
 
     text: str
@@ -36,25 +36,25 @@ class ClosedForm:
     exact: bool = True
 
     def of(self, n_devices: int, n_microbatches: int, **options: Any) -> float:
-        """Return the number; NaN where the formula fails, so that one does not hide the rest."""
+        """Return the value; NaN if the formula fails, so that others can still be listed."""
         try:
-            value = number(called(self.value, n_devices, n_microbatches, options))
-        except Exception:  # whatever a formula of the user's own may raise
+            value = number(call_with_known(self.value, n_devices, n_microbatches, options))
+        except Exception:  # a user's formula may raise anything
             return math.nan
         return math.nan if value is None else value
 
 
 class Counts(NamedTuple):
-    """Which numbers of devices and micro-batches a schedule takes: in words, and as a test."""
+    """Numbers of devices and micro-batches that a schedule takes: in words, and as a test."""
 
     text: str = "any"
     allow: Callable[..., bool] = lambda p, m: True
 
 
-def called(function: Callable[..., Any], p: int, m: int, options: dict[str, Any]) -> Any:
-    """Call a formula, or a test, with the counts and those of the options that it knows."""
-    known = inspect.signature(function).parameters
-    return function(p, m, **{name: value for name, value in options.items() if name in known})
+def call_with_known(function: Callable[..., Any], p: int, m: int, options: dict[str, Any]) -> Any:
+    """Call a formula, or a test, with the counts and the options that it has parameters for."""
+    parameters = inspect.signature(function).parameters
+    return function(p, m, **{name: value for name, value in options.items() if name in parameters})
 
 
 def check_form(where: str, form: object) -> None:
@@ -67,14 +67,14 @@ def check_counts(where: str, counts: object) -> None:
     _check_kind(where, counts, Counts, ("text", "allow"))
 
 
-def _check_kind(where: str, given: object, kind: type, fields: tuple[str, str]) -> None:
+def _check_kind(where: str, value: object, kind: type, fields: tuple[str, str]) -> None:
     text, function = fields
-    if not isinstance(given, kind):
-        got = f"{given!r} ({type(given).__name__})"
-    elif not isinstance(getattr(given, text), str):
-        got = f"one with {text}={getattr(given, text)!r}"
-    elif not callable(getattr(given, function)):
-        got = f"one with {function}={getattr(given, function)!r}, which is no function"
+    if not isinstance(value, kind):
+        got = f"{value!r} ({type(value).__name__})"
+    elif not isinstance(getattr(value, text), str):
+        got = f"one with {text}={getattr(value, text)!r}"
+    elif not callable(getattr(value, function)):
+        got = f"one with {function}={getattr(value, function)!r}, which is no function"
     else:
         return
     raise ArgumentError(

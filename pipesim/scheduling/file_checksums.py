@@ -1,8 +1,9 @@
-"""The checksum in a file of orders, such that other readers of these files pass over it.
+"""Checksums in files of orders, at a place that other readers of these files ignore.
 
-In a CSV it stands behind an action, in its cell: ``1W3 sha256:0123456789abcdef``. The reader of
-torch.distributed.pipelining takes the action that a cell begins with, and no text behind it; a row
-or a cell of its own would be a rank or a step. In a grid it is the last word.
+In a CSV the checksum follows an action, in the same cell: ``1W3 sha256:0123456789abcdef``. The
+reader of torch.distributed.pipelining takes the action at the start of a cell, and ignores the text
+after it. A separate row or cell would count as a rank or a step. In a grid the checksum is the last
+word.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def signed_rows(orders: Sequence[Sequence[object]]) -> str:
     signature = _signature(_csv(rows))
     for row in reversed(rows):
         for column in reversed(range(len(row))):
-            if not row[column].startswith("("):  # behind two that overlap, torch takes no text
+            if not row[column].startswith("("):  # torch takes no text after an overlapped pair
                 row[column] += f" {signature}"
                 return _csv(rows)
     return _csv(rows)
@@ -43,20 +44,20 @@ def signed_grid(grid: str) -> str:
 
 
 def unsigned(text: str) -> tuple[str, str]:
-    """Return the text of a file without its checksum, and the checksum; empty if it has none."""
-    found = _SIGNATURE.search(text)
-    if found is None:
+    """Return the text of a file without its checksum, and the checksum, empty if it has none."""
+    match = _SIGNATURE.search(text)
+    if match is None:
         return text, ""
-    return text[: found.start()] + text[found.end() :], found[1]
+    return text[: match.start()] + text[match.end() :], match[1]
 
 
 def check_signature(where: str, text: str, signature: str) -> None:
-    """Raise if the checksum of a file is that of other content.
+    """Raise if the checksum of a file does not match its content.
 
     Raises
     ------
     ScheduleError
-        Saying how to have the file read all the same.
+        The message tells how to read the file all the same.
     """
     if signature and signature != _signature(text):
         raise ScheduleError(changed(where, f"delete {signature!r} from it"))

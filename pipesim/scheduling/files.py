@@ -1,7 +1,7 @@
-"""Files of a schedule: the CSV of torch.distributed.pipelining, and the grid as text.
+"""Files of schedules: the CSV of torch.distributed.pipelining, and the grid as text.
 
 In the CSV a row is a rank, which is a device, and a cell is an action, such as ``0F0`` or
-``(0F1;1B0)OVERLAP_F_B``; empty cells are idle steps. The grid is what `Schedule.grid` prints.
+``(0F1;1B0)OVERLAP_F_B``; empty cells are idle steps. The grid is the text of `Schedule.grid`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
-
 from pipesim.errors import ArgumentError, ScheduleError
 from pipesim.ops import LISTED, TRANSFERS, Action, Op, Overlapped, parse_action
-from pipesim.scheduling.csv_message_checks import Cell, check_messages, place, refuse
+from pipesim.scheduling.csv_message_checks import Cell, cell_place, check_messages, refuse
 from pipesim.scheduling.file_checksums import check_signature, signed_grid, signed_rows, unsigned
-from pipesim.scheduling.placement import Placement
+from pipesim.scheduling.infer_placement import infer_file_placement
+from pipesim.scheduling.order_columns import single_actions
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.atomic_write import check_path, read_bytes, write_text
 from pipesim.utils.texts import csv_rows
@@ -28,29 +27,29 @@ __all__ = ["read_schedule", "schedule_from_texts", "write_schedule"]
 _FORMS = "a CSV with a row a device, or a grid such as 'device 0 | 0F0 0B0'"
 _NEEDS = "path: a schedule's file must be"
 _LABEL = re.compile(r"\s*(?:(?:device|rank)\s+([0-9]{1,9}))?\s*\|")
-#: Characters of a text that may be an action: two overlapped ones, with numbers of 19 digits.
+#: Longest text of an action, in characters: two overlapped ones, with numbers of 19 digits.
 _LONGEST = 99
-#: What torch lists for stages whose parameters are sharded by FSDP; nothing here depends on it.
+#: Actions that torch lists for stages with parameters sharded by FSDP; they are ignored.
 _SHARDING = re.compile(r"\s*[0-9]+(?:UNSHARD|RESHARD)\s*")
 _Order = list[Action | Overlapped]
 
 
 def write_schedule(schedule: Schedule, path: Path | str) -> None:
-    """Do what `Schedule.save` says."""
+    """Write a schedule to a file, as `Schedule.save` describes."""
     path = check_path("path", path, "write", _NEEDS)
     if schedule.n_batches > 1 or schedule.weight_versions != "one":
         raise ScheduleError(
             f"cannot write {path}: schedule {schedule.name!r} has {schedule.n_batches} "
-            f"mini-batches and weight_versions={schedule.weight_versions!r}, for which its form "
-            "has no place; write schedule.with_updates(1, 'one'), and call with_updates again on "
-            "what is loaded"
+            f"mini-batches and weight_versions={schedule.weight_versions!r}, which the file "
+            "cannot hold; write schedule.with_updates(1, 'one'), and call with_updates again "
+            "after loading"
         )
     if path.suffix.lower() == ".txt":
         text = signed_grid(schedule.grid())
     elif (schedule.op == Op.R).any():
         raise ScheduleError(
-            f"cannot write {path}: schedule {schedule.name!r} lists recomputes (R), which torch's "
-            "CSV has no action for; write a grid, to a file whose name ends in .txt"
+            f"cannot write {path}: schedule {schedule.name!r} lists recomputes (R), for which "
+            "torch's CSV has no action; write a grid, to a file whose name ends in .txt"
         )
     else:
         text = signed_rows(schedule.orders)
@@ -58,27 +57,27 @@ def write_schedule(schedule: Schedule, path: Path | str) -> None:
 
 
 def read_schedule(path: Path | str, name: str | None = None) -> Schedule:
-    """Do what `Schedule.load` says."""
+    """Read a schedule from a file, as `Schedule.load` describes."""
     path = check_path("path", path, needs=_NEEDS)
     text, signature = unsigned(_content(path))
-    schedule = _schedule(str(path), _rows(str(path), text), name or path.stem)
-    check_signature(str(path), text, signature)  # last: an error that names a cell says more
+    schedule = _build(str(path), _rows(str(path), text), name or path.stem)
+    check_signature(str(path), text, signature)  # last: an error that names a cell is more useful
     return schedule
 
 
 def schedule_from_texts(
     where: str, orders: Sequence[Sequence[str]], name: str, n_microbatches: int | None = None
 ) -> Schedule:
-    """Return the schedule of the texts of actions, one sequence a device; ``where`` is for errors.
+    """Return the schedule of texts of actions, one sequence a device; errors name ``where``.
 
-    Messages, reductions and empty texts are left out, as `Schedule.load` does. Without a number of
-    micro-batches it is read off.
+    Messages, reductions and empty texts are left out, as by `Schedule.load`. By default the number
+    of micro-batches is inferred from the actions.
     """
     rows = [
         [Cell(text, device, device + 1, column + 1) for column, text in enumerate(order)]
         for device, order in enumerate(orders)
     ]
-    return _schedule(where, rows, name, n_microbatches)
+    return _build(where, rows, name, n_microbatches)
 
 
 def _content(path: Path) -> str:
@@ -136,9 +135,10 @@ def _grid_lines(where: str, text: str) -> Iterator[tuple[int, list[str]]]:
         device += 1
 
 
-def _schedule(
+def _build(
     where: str, rows: list[list[Cell]], name: str, n_microbatches: int | None = None
 ) -> Schedule:
+    """Return the schedule of the cells of each device."""
     orders: list[_Order] = []
     messages: dict[Action, Cell] = {}
     computed: dict[tuple[int, Action], Cell] = {}
@@ -148,10 +148,10 @@ def _schedule(
             action = _action(where, cell)
             if isinstance(action, Overlapped) or (action and action.op in LISTED):
                 order.append(action)
-                for part in _parts(action):
+                for part, _ in single_actions([action]):
                     computed.setdefault((cell.device, part), cell)
             elif action and action.op in TRANSFERS and messages.setdefault(action, cell) != cell:
-                refuse(where, cell, "is listed before")
+                refuse(where, cell, "is listed twice")
         orders.append(order)
     check_messages(where, messages, computed)
     if not any(orders):
@@ -162,7 +162,7 @@ def _schedule(
                 f"{where}: device {device} lists no F, B, I or W; every device runs at least one, "
                 f"so leave no row empty between rows that have actions ({len(rows)} rows)"
             )
-    placement = _placement(where, orders)
+    placement = infer_file_placement(where, orders)
     try:
         return Schedule.from_orders(
             orders, placement=placement, n_microbatches=n_microbatches, name=name
@@ -172,24 +172,24 @@ def _schedule(
 
 
 def _action(where: str, cell: Cell) -> Action | Overlapped | None:
-    """Return what a cell says, or None if it says nothing that a schedule is about."""
+    """Return the action of a cell; None for an empty cell and for FSDP's actions."""
     text = cell.text.strip()
     if not text or _SHARDING.fullmatch(text):
         return None
     if len(text) > _LONGEST:
         raise ScheduleError(
-            f"{place(where, cell)}: {len(text)} characters are no action; give {_FORMS}"
+            f"{cell_place(where, cell)}: {len(text)} characters are no action; give {_FORMS}"
         )
     try:
         action = parse_action(text)
     except ArgumentError as error:
-        raise ScheduleError(f"{place(where, cell)}: {error}{_advice(text)}") from error
+        raise ScheduleError(f"{cell_place(where, cell)}: {error}{_advice(text)}") from error
     if isinstance(action, Action) and action.peer_stage >= 0:
         refuse(where, cell, "is a message of a skip connection, which pipesim.lower(..., skips=) "
                             "adds; leave it out")  # fmt: skip
     if isinstance(action, Overlapped) or action.op in (*LISTED, *TRANSFERS):
-        if any(part.microbatch is None for part in _parts(action)):
-            refuse(where, cell, "names no micro-batch; write such as '2F0'")
+        if any(part.microbatch is None for part, _ in single_actions([action])):
+            refuse(where, cell, "names no micro-batch; write for example '2F0'")
     elif action.op != Op.REDUCE_GRAD:
         refuse(where, cell, "is no action that a schedule lists (F, B, I, W, R): pipesim.lower "
                              "adds the rest; leave it out")  # fmt: skip
@@ -197,78 +197,11 @@ def _action(where: str, cell: Cell) -> Action | Overlapped | None:
 
 
 def _advice(text: str) -> str:
-    """Return what to do about a text that is no action, where that can be told."""
+    """Return advice about a text that is no action, or an empty text."""
     if text.startswith("("):
-        return "; torch may run any actions as one, but only an F and a B can be simulated so"
+        return "; torch may run any actions as one, but only an F and a B can be simulated this way"
     if text.strip(".") == "":
-        return "; a grid that was cut is no whole schedule, and idle time is not written"
+        return "; a grid that was cut is not a whole schedule, and idle time is not written"
     if text[0] == ">" or text[-1] == "<":
         return "; remove the mark of an error message"
     return ""
-
-
-def _parts(action: Action | Overlapped) -> tuple[Action, ...]:
-    return (action,) if isinstance(action, Action) else (action.forward, action.backward)
-
-
-def _placement(where: str, orders: Sequence[_Order]) -> Placement | None:
-    """Return the placement of a path for each half of the micro-batches; None if there is one path.
-
-    A stage of one path lies where it is first named, so that `pipesim.verify` can show what is
-    elsewhere. Where no two paths fit, and a stage's F and B of one micro-batch are on two devices,
-    something is misplaced: a stage then lies where most of it is.
-    """
-    home: dict[tuple[int, int], int] = {}
-    homes: dict[int, set[int]] = {}
-    apart = False
-    for device, order in enumerate(orders):
-        for action in (part for listed in order for part in _parts(listed)):
-            apart |= home.setdefault((action.stage, action.microbatch or 0), device) != device
-            homes.setdefault(action.stage, set()).add(device)
-    shared = sum(len(found) > 1 for found in homes.values())
-    # In a bidirectional placement of an odd number of stages the middle one lies on one device.
-    if not shared or shared < len(homes) - len(homes) % 2 or max(homes) >= len(homes):
-        return None
-    try:
-        return _two_paths(where, home, len(homes))
-    except ScheduleError:
-        if apart:
-            return _likeliest(orders, len(homes))
-        raise
-
-
-def _likeliest(orders: Sequence[_Order], n_stages: int) -> Placement | None:
-    """Return where most actions of each stage are, an F before a B; None if a row has no stage."""
-    votes = np.zeros((n_stages, len(orders)), dtype=np.int64)
-    for device, order in enumerate(orders):
-        for action in (part for listed in order for part in _parts(listed)):
-            votes[action.stage, device] += 3 if action.op == Op.F else 2
-    device_of = votes.argmax(axis=1).tolist()
-    return Placement(device_of) if len(set(device_of)) == len(orders) else None
-
-
-def _two_paths(where: str, home: dict[tuple[int, int], int], n_stages: int) -> Placement:
-    """Return the placement in which each half of the micro-batches has a path of its own."""
-    n_microbatches = 1 + max(microbatch for _, microbatch in home)
-    paths: list[dict[int, int]] = [{}, {}]
-    for (stage, microbatch), device in sorted(home.items()):
-        half = microbatch * 2 // n_microbatches
-        if paths[half].setdefault(stage, device) != device:
-            raise ScheduleError(
-                f"{where}: device {device} lists stage {stage} of micro-batch {microbatch}, but "
-                f"device {paths[half][stage]} lists that stage of an earlier one of the same half; "
-                "where a stage lies on two devices, the first half of the micro-batches takes one "
-                "and the second half the other"
-            )
-    for half, path in enumerate(paths):
-        if len(path) < n_stages:
-            lacking = next(stage for stage in range(n_stages) if stage not in path)
-            raise ScheduleError(
-                f"{where}: stages lie on two devices, but no micro-batch of the "
-                f"{('first', 'second')[half]} half goes through stage {lacking}; list it, or give "
-                "each stage one device"
-            )
-    try:
-        return Placement(*([path[stage] for stage in range(n_stages)] for path in paths))
-    except ArgumentError as error:
-        raise ScheduleError(f"{where}: {error}") from error

@@ -34,7 +34,7 @@ class Placement:
     """``device_of[s]`` is the device that holds stage ``s``; every device holds at least one.
 
     In a bidirectional placement micro-batches take several paths through the devices, and each
-    path has a copy of the stages: ``paths[k][s]`` is the device of stage ``s`` on path ``k``, and
+    path has a copy of the stages. ``paths[k][s]`` is the device of stage ``s`` on path ``k``, and
     ``device_of`` is the first path.
 
     Raises
@@ -49,20 +49,20 @@ class Placement:
     paths: tuple[tuple[int, ...], ...]
 
     def __init__(self, device_of: Sequence[int], *others: Sequence[int]) -> None:
-        given = {"": device_of, **{f"others[{k}] of ": path for k, path in enumerate(others)}}
-        for which, path in given.items():
+        user_paths = {"": device_of, **{f"others[{k}] of ": path for k, path in enumerate(others)}}
+        for which, path in user_paths.items():
             if not isinstance(path, (Sequence, np.ndarray)) or isinstance(path, (str, bytes)):
                 raise ArgumentError(
                     f"{which}a placement must be a sequence of device numbers, one a stage, such "
                     f"as [0, 1, 1, 0], got {path!r:.60} ({type(path).__name__})"
                 )
-        check_stages(sum(map(len, given.values())))
+        check_stages(sum(map(len, user_paths.values())))
         paths = tuple(
             tuple(
                 check_count(f"the device of stage {s}{which and f' in {which[:-4]}'}", d, 0)
                 for s, d in enumerate(path)
             )
-            for which, path in given.items()
+            for which, path in user_paths.items()
         )
         for k, path in enumerate(paths[1:]):
             if len(path) != len(paths[0]):
@@ -98,7 +98,7 @@ class Placement:
 
     @property
     def n_paths(self) -> int:
-        """Number of paths, which is how many copies of each stage there are."""
+        """Number of paths, which is the number of copies of each stage."""
         return len(self.paths)
 
     @property
@@ -108,7 +108,7 @@ class Placement:
 
     @property
     def n_chunks(self) -> int:
-        """Most stages that any device holds, copies counted."""
+        """Largest number of stages on a device, copies counted."""
         return int(np.bincount(np.concatenate(self.paths)).max())
 
     def stages_of(self, device: int) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class Placement:
         return tuple(s for path in self.paths for s, d in enumerate(path) if d == device)
 
     def path_of(self, n_microbatches: int) -> NDArray[np.int64]:
-        """Return the path of each micro-batch: the first ones take the first, in equal shares.
+        """Return the path of each micro-batch: equal shares, the first micro-batches on path 0.
 
         Raises
         ------
@@ -146,7 +146,10 @@ def linear(n_devices: int) -> Placement:
 
 
 def looped(n_devices: int, n_chunks: int) -> Placement:
-    """Deal the stages round the devices, ``n_chunks`` times (Megatron-LM, arXiv 2104.04473)."""
+    """Place stage ``s`` on device ``s % n_devices``: ``n_chunks`` stages each.
+
+    Megatron-LM, arXiv 2104.04473.
+    """
     n_devices = check_count("n_devices", n_devices)
     n_chunks = check_count("n_chunks", n_chunks)
     check_stages(n_devices * n_chunks)
@@ -154,12 +157,15 @@ def looped(n_devices: int, n_chunks: int) -> Placement:
 
 
 def v_shaped(n_devices: int) -> Placement:
-    """Place two stages a device, down and up again, so that device 0 holds the first and last."""
+    """Place two stages a device, down and up again: device 0 holds the first and the last."""
     return waves(n_devices, 1)
 
 
 def waves(n_devices: int, n_waves: int) -> Placement:
-    """Go down and up the devices ``n_waves`` times (Hanayo, arXiv 2308.15762): two stages each."""
+    """Place stages down and up the devices ``n_waves`` times; each time has two stages a device.
+
+    Hanayo, arXiv 2308.15762.
+    """
     n_devices = check_count("n_devices", n_devices)
     n_waves = check_count("n_waves", n_waves)
     check_stages(2 * n_devices * n_waves)
@@ -173,7 +179,7 @@ def bidirectional(n_devices: int) -> Placement:
     Raises
     ------
     ArgumentError
-        If the number of devices is odd, so that the middle one would hold a stage twice.
+        If the number of devices is odd: the middle device would hold a stage twice.
     """
     n_devices = check_count("n_devices", n_devices)
     check_stages(2 * n_devices)
@@ -188,9 +194,10 @@ def bidirectional(n_devices: int) -> Placement:
 def replica_devices(n_replicas: int, n_devices: int, layout: Layout) -> NDArray[np.int64]:
     """Return the devices of each replica of a pipeline; shape ``(n_replicas, n_devices)``.
 
-    ``"replica_major"``: the devices of a replica have consecutive numbers, so that its stages are
-    neighbours. ``"stage_major"``: the replicas of a stage have, so that they reduce their gradients
-    inside a node.
+    - ``"replica_major"``: the devices of a replica have consecutive numbers, so that its stages
+      are neighbours.
+    - ``"stage_major"``: the devices of a stage's replicas have consecutive numbers, so that they
+      reduce their gradients inside a node.
 
     >>> replica_devices(2, 3, "replica_major").tolist()
     [[0, 1, 2], [3, 4, 5]]

@@ -1,4 +1,4 @@
-"""What `pipesim.register` checks: a schedule's name, its function, and what that returns."""
+"""Checks of `pipesim.register`: the name of a schedule, its function, and the result."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ __all__ = [
     "check_built",
     "check_required",
     "checked_name",
-    "of_user",
+    "name_user_errors",
 ]
 
 Build = Callable[..., Schedule]
-#: A device may list so many actions, or if that is more, 3 of each of so many stages.
+#: Most actions of a device: this many, or 3 for each of this many stages and each micro-batch.
 _ACTIONS, _STAGES = 10**5, 1000
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def checked_name(name: object) -> str:
-    """Return the name that a schedule is to have.
+    """Return the name for a schedule, checked.
 
     Raises
     ------
     ArgumentError
-        If it is no text or an empty one, such as the function that is to be decorated.
+        If it is not a text or empty; for example, if it is the decorated function.
     """
     if isinstance(name, str) and name.strip():
         return name
     if callable(name):
-        called = getattr(name, "__name__", "name")
+        example = getattr(name, "__name__", "name")
         raise ArgumentError(
             f"register takes the schedule's name, got {name!r}; "
-            f'write @ps.register("{called}") above the function'
+            f'write @ps.register("{example}") above the function'
         )
     raise ArgumentError(
         f"the name of a schedule must be a text that is not empty, got {name!r}; "
-        'write such as @ps.register("mine")'
+        'write for example @ps.register("my_schedule")'
     )
 
 
 def builder(name: str, function: Callable[..., Any]) -> tuple[Build, tuple[str, ...]]:
-    """Return what builds a schedule with ``function``, and the options it takes.
+    """Return a function that builds the schedule, and the options that it takes.
 
     Raises
     ------
@@ -76,24 +76,24 @@ def builder(name: str, function: Callable[..., Any]) -> tuple[Build, tuple[str, 
 
         try:
             orders = [
-                _watched(name, device, n_microbatches, functools.partial(order, device))
+                _device_order(name, device, n_microbatches, functools.partial(order, device))
                 for device in range(n_devices)
             ]
             return Schedule.from_orders(orders, n_microbatches=n_microbatches, name=name)
         except (ArgumentError, ScheduleError) as error:
-            raise _named(name, error) from error.__cause__ or error
+            raise _with_name(name, error) from error.__cause__ or error
 
     return build, parameters[3:]
 
 
 @contextmanager
-def of_user(where: str) -> Iterator[None]:
-    """Name the place of an error in a function of the user's that makes a schedule.
+def name_user_errors(where: str) -> Iterator[None]:
+    """Add ``where`` to errors of a user's function that makes a schedule.
 
     Raises
     ------
     ScheduleError
-        With that error as ``__cause__``; errors of pipesim's own keep their kind.
+        With the error as ``__cause__``; errors of pipesim keep their type.
     """
     try:
         yield
@@ -111,31 +111,32 @@ def of_user(where: str) -> Iterator[None]:
         ) from error
 
 
-def _watched(name: str, device: int, m: int, made: Callable[[], Any]) -> Any:
-    """Return one device's order, as something to iterate over that ends.
+def _device_order(name: str, device: int, m: int, make_order: Callable[[], Any]) -> Any:
+    """Return one device's order, as an iterable that ends.
 
     Raises
     ------
     ScheduleError
         If the user's function raises, with its error as ``__cause__``.
     """
-    with of_user(f"device {device}"):
-        order = made()
+    with name_user_errors(f"device {device}"):
+        order = make_order()
     if not isinstance(order, Iterable) or isinstance(order, str | Action | Overlapped):
-        return order  # refused by `Schedule.from_orders`, which says why
-    return _ending(name, device, m, order)
+        return order  # `Schedule.from_orders` refuses it with a reason
+    return _bounded(name, device, m, order)
 
 
-def _ending(name: str, device: int, m: int, order: Iterable[Any]) -> Iterator[Any]:
-    """Yield the actions of an order, unless there are more than any device could run."""
+def _bounded(name: str, device: int, m: int, order: Iterable[Any]) -> Iterator[Any]:
+    """Yield the actions of an order; raise if there are more than any device could run."""
     most = max(_ACTIONS, 3 * _STAGES * m)
-    with of_user(f"device {device}"):
+    with name_user_errors(f"device {device}"):
         for count, action in enumerate(order):
             if count == most:
                 raise CapacityError(
                     f"schedule {name!r}, device {device}: its function has yielded {count:,} "
-                    f"actions for {m} micro-batches, and goes on; a device runs at most 3 actions "
-                    "of each of its stages and micro-batches, so see that the function ends"
+                    f"actions for {m} micro-batches, and more follow; a device runs at most 3 "
+                    "actions of each of its stages and micro-batches, so make sure that the "
+                    "function ends"
                 )
             yield action
 
@@ -148,22 +149,24 @@ def _parameters(function: object) -> tuple[str, ...]:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # some functions in C have no signature
         return ()
-    return tuple(key for key, each in parameters.items() if each.kind not in _VARIADIC)
+    return tuple(k for k, parameter in parameters.items() if parameter.kind not in _VARIADIC)
 
 
-def _named(name: str, error: PipeError) -> PipeError:
+def _with_name(name: str, error: PipeError) -> PipeError:
     return type(error)(f"schedule {name!r}: {error}")
 
 
-def check_required(name: str, build: Build, options: Iterable[str], given: Iterable[str]) -> None:
-    """Raise `ArgumentError` where an option without a default is not given.
+def check_required(
+    name: str, build: Build, options: Iterable[str], user_options: Iterable[str]
+) -> None:
+    """Raise `ArgumentError` if the user left out an option that has no default.
 
     ``options`` are those that the schedule takes.
     """
-    parameters, given = inspect.signature(build).parameters, set(given)
+    parameters, user_options = inspect.signature(build).parameters, set(user_options)
     for option in options:
-        left_out = option in parameters and parameters[option].default is inspect.Parameter.empty
-        if left_out and option not in given:
+        required = option in parameters and parameters[option].default is inspect.Parameter.empty
+        if required and option not in user_options:
             raise ArgumentError(
                 f"schedule {name!r} needs its option {option!r}, which has no default; "
                 f"give {option}=..."
@@ -171,24 +174,24 @@ def check_required(name: str, build: Build, options: Iterable[str], given: Itera
 
 
 def check_built(name: str, built: object, n_devices: int, n_microbatches: int) -> Schedule:
-    """Return what a schedule's function built, if it is a schedule for these counts.
+    """Return the result of a schedule's function, if it is a schedule of these counts.
 
     Raises
     ------
     ScheduleError
-        Saying what was asked for and what came.
+        The message has the counts that were requested and the result.
     """
-    asked = f"{n_devices} devices and {n_microbatches} micro-batches"
+    requested = f"{n_devices} devices and {n_microbatches} micro-batches"
     if not isinstance(built, Schedule):
         raise ScheduleError(
             f"schedule {name!r}: its function returned {built!r:.60} ({type(built).__name__}); "
-            f"return a pipesim.Schedule of {asked}, or name its first parameter 'device' and "
+            f"return a pipesim.Schedule of {requested}, or name its first parameter 'device' and "
             "yield one device's actions"
         )
     if (built.n_devices, built.n_microbatches) != (n_devices, n_microbatches):
         raise ScheduleError(
-            f"schedule {name!r}: asked for {asked}, its function returned one of "
+            f"schedule {name!r}: asked for {requested}, its function returned one of "
             f"{built.n_devices} devices and {built.n_microbatches} micro-batches; return as many "
-            "as it is called with, or say with counts=pipesim.Counts(...) what it takes"
+            "as it is called with, or give counts=pipesim.Counts(...) to tell what it takes"
         )
     return built

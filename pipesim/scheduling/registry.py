@@ -17,14 +17,20 @@ from pipesim.errors import (
     check_text,
     suggestion,
 )
-from pipesim.scheduling.closed_forms import ClosedForm, Counts, called, check_counts, check_form
+from pipesim.scheduling.closed_forms import (
+    ClosedForm,
+    Counts,
+    call_with_known,
+    check_counts,
+    check_form,
+)
 from pipesim.scheduling.registration_checks import (
     Build,
     builder,
     check_built,
     check_required,
     checked_name,
-    of_user,
+    name_user_errors,
 )
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.host_memory import check_schedule
@@ -50,12 +56,12 @@ _ANY = Counts()
 
 @dataclass(frozen=True)
 class ScheduleInfo:
-    """What the registry knows of a named schedule.
+    """Entry of the registry: a named schedule.
 
     Attributes
     ----------
     name, summary, source
-        What it is called, what it does in a line, and the paper.
+        Its name, one line of description, and the paper.
     build
         ``build(n_devices, n_microbatches, **options)`` makes the schedule.
     options
@@ -64,12 +70,13 @@ class ScheduleInfo:
         Idle share of the devices, 0..1, for stages of equal cost and free transfers; F, I and W of
         equal length, B of two, unless the formula assumes otherwise.
     activations
-        Most activations that a device holds, without recompute, in those of one micro-batch
-        through ``1 / p`` of the model. Where backwards are split, W is taken to need them all.
+        Most activations that a device holds, without recompute. The unit is the activations of
+        one micro-batch through ``1 / p`` of the model. If backwards are split, all of them are
+        held until W.
     parameters
-        Sets of weights that a device holds, in those of ``1 / p`` of the model.
+        Sets of weights that a device holds. The unit is the weights of ``1 / p`` of the model.
     counts
-        Which numbers of devices and micro-batches it takes.
+        Numbers of devices and micro-batches that it takes.
     """
 
     name: str
@@ -93,34 +100,34 @@ class ScheduleInfo:
                 )
 
     def allows(self, n_devices: int, n_microbatches: int, **options: Any) -> bool:
-        """Whether the schedule exists for these counts; so too where their test fails.
+        """Return whether the schedule takes these counts; True too if the test itself fails.
 
-        Building then says what is wrong, such as an option that is no number.
+        Building then reports the mistake, such as an option that is no number.
         """
         try:
-            return bool(called(self.counts.allow, n_devices, n_microbatches, options))
-        except Exception:  # whatever a test of the user's own may raise
+            return bool(call_with_known(self.counts.allow, n_devices, n_microbatches, options))
+        except Exception:  # a user's test may raise anything
             return True
 
     def make(self, n_devices: int, n_microbatches: int, **options: Any) -> Schedule:
-        """Build the schedule; `schedule` says what of."""
+        """Build the schedule; arguments and errors are those of `schedule`."""
         self.check_options(options)
         check_required(self.name, self.build, self.options, options)
         n_devices = check_count("n_devices", n_devices)
         n_microbatches = check_count("n_microbatches", n_microbatches)
         check_schedule(self.name, 2 * n_devices * n_microbatches)  # F and B, on each device
         if not self.allows(n_devices, n_microbatches, **options):
-            given = "".join(f", {name}={value!r}" for name, value in options.items())
+            options_text = "".join(f", {name}={value!r}" for name, value in options.items())
             raise ArgumentError(
                 f"schedule {self.name!r} takes {self.counts.text}; "
-                f"got n_devices={n_devices}, n_microbatches={n_microbatches}{given}"
+                f"got n_devices={n_devices}, n_microbatches={n_microbatches}{options_text}"
             )
         try:
             built = self.build(n_devices, n_microbatches, **options)
         except PipeError:
             raise
-        except Exception:  # of a function of the user's own
-            with of_user(f"schedule {self.name!r}"):
+        except Exception:  # from a user's function
+            with name_user_errors(f"schedule {self.name!r}"):
                 raise
         return check_built(self.name, built, n_devices, n_microbatches)
 
@@ -140,18 +147,20 @@ def register(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function under ``name``; see `ScheduleInfo` for the arguments.
 
-    The function makes a `Schedule` of ``(n_devices, n_microbatches, **options)``. Or, if its first
-    parameter is named ``device``, it yields the actions (or their text) of one device at a time,
-    of ``(device, n_devices, n_microbatches, **options)``. Its options are the parameters that it
-    names.
+    The function has one of two forms. Its options are its other named parameters.
 
-    A function that is defined again, as by running a notebook's cell twice, replaces itself.
+    - ``function(n_devices, n_microbatches, **options)`` returns a `Schedule`.
+    - ``function(device, n_devices, n_microbatches, **options)`` yields the actions of one device,
+      or their texts. This form is recognized by the name of the first parameter, ``device``.
+
+    A function that is defined again, for example by running a notebook's cell twice, replaces its
+    earlier definition.
 
     Raises
     ------
     ArgumentError
-        If there is another schedule of that name, the function takes other arguments, or an
-        argument is of another kind.
+        If another schedule has that name, if the function takes other arguments, or if an
+        argument has another type.
 
     Examples
     --------
@@ -188,12 +197,12 @@ def register(
 
 
 def _origin(function: Callable[..., Any]) -> tuple[object, object]:
-    """Return where a function was defined: what is defined there again, as in a notebook's cell."""
+    """Return module and qualified name of a function; the same if its definition runs again."""
     return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
 
 
 def schedule_info(name: object) -> ScheduleInfo:
-    """Return what the registry knows of a schedule, or raise `UnknownNameError`."""
+    """Return the registry's entry of a schedule, or raise `UnknownNameError`."""
     return _REGISTRY[check_name("schedule", name, _REGISTRY)]
 
 
@@ -207,20 +216,20 @@ def schedule(name: str, n_devices: int, n_microbatches: int, **options: Any) -> 
     n_devices, n_microbatches
         Whole numbers of at least 1.
     **options
-        What the schedule takes besides, such as ``backward_order`` for ``"gpipe"``.
+        Options of the schedule, such as ``backward_order`` of ``"gpipe"``.
 
     Raises
     ------
     UnknownNameError
         For an unknown name or option, with the nearest known one.
     ArgumentError
-        For counts that are fractional, boolean, zero or negative, and for an option that is left
-        out and has no default.
+        For counts that are fractional, boolean, zero or negative, and for a missing option that
+        has no default.
     ScheduleError
-        If the function that was registered raises, with its error as ``__cause__``, or returns
-        something else than a schedule of these counts.
+        If the registered function raises, with its error as ``__cause__``, or does not return a
+        schedule of these counts.
     CapacityError
-        If it would not fit in memory, or a device's actions do not end.
+        If the schedule would not fit in memory, or if a device's actions do not end.
 
     Examples
     --------
@@ -243,9 +252,9 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
     Parameters
     ----------
     n_devices, n_microbatches
-        What the numbers are for.
+        Counts for which the closed forms are evaluated.
     **options
-        Options such as ``n_chunks``, for the formulas that know them.
+        Options such as ``n_chunks``, for the formulas that have them.
 
     Raises
     ------
@@ -258,15 +267,15 @@ def schedules(n_devices: int = 4, n_microbatches: int = 8, **options: Any) -> pd
         Indexed by name: ``summary``; ``bubble_formula``, ``bubble`` (0..1);
         ``activations_formula``, ``activations`` (of the fullest device, in micro-batches through
         ``1 / p`` of the model); ``parameters_formula``, ``parameters`` (sets of weights);
-        ``assumes``, ``counts``, ``options``, ``source``. A number is NaN where its formula fails,
-        or the schedule does not take these counts.
+        ``assumes``, ``counts``, ``options``, ``source``. A number is NaN if its formula fails, or
+        if the schedule does not take these counts.
     """
     import pandas as pd
 
     counts = check_count("n_devices", n_devices), check_count("n_microbatches", n_microbatches)
-    known = {name for info in _REGISTRY.values() for name in info.options}
+    known_options = {name for info in _REGISTRY.values() for name in info.options}
     for option in options:
-        check_name("option", option, known)
+        check_name("option", option, known_options)
     rows = {}
     for info in _REGISTRY.values():
         row: dict[str, Any] = {"summary": info.summary}
