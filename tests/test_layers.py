@@ -247,7 +247,7 @@ def test_bad_split(tmp_path: Path, split: Any, message: str) -> None:
         ("backward\n1\n", "line 1: column 'forward' is missing"),
         ("forward,input_grad\n1,2\n", "line 1: column 'weight_grad' is missing"),
         ("forward,backward,weight_grad\n1,2,3\n", "line 1: column 'input_grad' is missing"),
-        ("forward,backward,forward\n1,2,3\n", "line 1: column 'forward' is there twice"),
+        ("forward,backward,forward\n1,2,3\n", "line 1: column 'forward' occurs twice"),
         ("forward,backward,\n1,2,\n", "line 1: unknown column ''"),
         ("forward,backward\n1,2\n1\n", "line 3: 1 values for 2 columns; give one value a column"),
         ("forward,backward\n1,2,3\n", "line 2: 3 values for 2 columns"),

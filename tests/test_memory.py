@@ -12,7 +12,7 @@ from strategies import cases
 import pipesim as ps
 from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, Op
-from pipesim.timeline.memory import changes, static
+from pipesim.timeline.task_bytes import changes, static
 
 
 def simulated(orders: list[list[str]], costs: ps.Costs, recompute: str = "never") -> ps.Timeline:

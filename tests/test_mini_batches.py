@@ -7,7 +7,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, ScheduleError
-from pipesim.timeline.memory import weight_versions
+from pipesim.timeline.task_bytes import weight_versions
 
 
 def order(graph: ps.TaskGraph, device: int) -> str:

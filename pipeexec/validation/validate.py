@@ -49,7 +49,7 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.simulation.simulate import simulate
-from pipesim.timeline.memory import static
+from pipesim.timeline.task_bytes import static
 
 __all__ = ["validate"]
 

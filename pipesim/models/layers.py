@@ -282,7 +282,7 @@ def _check_header(
                 f"(known: {', '.join((_NAMES, *COLUMNS))})"
             )
         if names.count(name) > 1:
-            raise CostsError(f"{where}: column {name!r} is there twice; give it once")
+            raise CostsError(f"{where}: column {name!r} occurs twice; give it once")
     if "forward" not in names:
         raise CostsError(f"{where}: column 'forward' is missing; give the seconds of F")
     halves = {"input_grad", "weight_grad"} - set(names)

@@ -1,4 +1,4 @@
-"""Timelines as CSV files, with all that makes their graphs again."""
+"""CSV files of timelines, which include the columns and settings to rebuild their graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "save"]
 
-#: Columns that are the same in every row and left out where they have the first value.
+#: Columns with one value in all rows. A column is left out if it has the first of these values.
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "rendezvous": ("False", "True"),
     "hosts": HOSTS,
@@ -37,12 +37,12 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "host_threads": ("False", "True"),
 }
 _FLAGS = ("rendezvous", "portals", "host_threads")
-#: What columns that may be missing hold then.
+#: Columns that may be missing, and their values then.
 _DEFAULTS = {"replica": "0", "overlapped": "0", "peer_stage": "-1", "part": "-1"}
 
 
 def save(timeline: Timeline, path: Path | str) -> None:
-    """Write a timeline; `Timeline.save` says how."""
+    """Write a timeline; see `Timeline.save`."""
     path = check_path("path", path, "write")
     rows, graph = timeline.all_rows(), timeline.graph
     settings = {
@@ -69,11 +69,12 @@ def save(timeline: Timeline, path: Path | str) -> None:
 
 
 def _signed(text: str) -> str:
-    """Return a CSV with its checksum: a column whose first row has it, the others being empty."""
-    found, place = checksum(text), len(COLUMNS)
-    lines = [line.split(",", place) for line in text.removesuffix("\n").split("\n")]
-    for line, value in zip(lines, [CHECKSUM, found, *[""] * (len(lines) - 2)], strict=True):
-        line.insert(place, value)
+    """Return a CSV with a column for its checksum, which the first row has; others are empty."""
+    index = len(COLUMNS)
+    lines = [line.split(",", index) for line in text.removesuffix("\n").split("\n")]
+    column = [CHECKSUM, checksum(text), *[""] * (len(lines) - 2)]
+    for line, value in zip(lines, column, strict=True):
+        line.insert(index, value)
     return "".join(",".join(line) + "\n" for line in lines)
 
 
@@ -85,7 +86,7 @@ def _table(text: str) -> tuple[list[str], list[list[str]]]:
     (_, header), *rows = lines
     for name in header:
         if header.count(name) > 1:
-            raise TimelineError(f"column {name!r} is there twice; give it once")
+            raise TimelineError(f"column {name!r} occurs twice; give it once")
     for line, cells in rows:
         if len(cells) != len(header):
             raise TimelineError(
@@ -95,18 +96,18 @@ def _table(text: str) -> tuple[list[str], list[list[str]]]:
 
 
 def _check_checksum(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Raise if the file has a checksum, which is that of other content."""
+    """Raise `TimelineError` if the file has a checksum that does not match its content."""
     if CHECKSUM not in header:
         return
-    place = header.index(CHECKSUM)
-    given = "".join(row[place] for row in rows)
-    text = "".join(",".join([*row[:place], *row[place + 1 :]]) + "\n" for row in (header, *rows))
-    if given and given != checksum(text):
+    index = header.index(CHECKSUM)
+    signature = "".join(row[index] for row in rows)
+    text = "".join(",".join([*row[:index], *row[index + 1 :]]) + "\n" for row in (header, *rows))
+    if signature and signature != checksum(text):
         raise TimelineError(changed("it", f"empty its column {CHECKSUM!r}"))
 
 
 def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
-    """Read a timeline; `Timeline.load` says what of."""
+    """Read a timeline; see `Timeline.load`."""
     import pandas as pd
 
     path = check_path("path", path)
@@ -117,14 +118,37 @@ def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:
         header, rows = _table(text)
         frame = pd.DataFrame(rows, columns=header, dtype=str)
         timeline = _from_rows(frame, costs=costs, name=name or path.stem)
-        _check_checksum(header, rows)  # last: an error that names a cell says more
+        _check_checksum(header, rows)  # last: an error that names a cell is more helpful
     except (PipeError, ValueError) as error:
         raise TimelineError(f"{path} is no whole timeline: {error}") from error
     return timeline
 
 
 def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
-    """Check the columns of a saved timeline and wire its graph again."""
+    """Return the timeline of a table of texts: read and check its columns, build its graph."""
+    _read_columns(rows)
+    _check_columns(rows)
+    tasks = _tasks(rows)
+    settings = _settings(rows)
+    _check_all_tasks(tasks, settings["n_batches"])
+    graph = TaskGraph.wire(
+        tasks,
+        name=name,
+        **settings,
+        recompute="some" if (tasks.op == Op.R).any() else "never",
+        overlap=bool((tasks.stream != StreamKind.COMPUTE).any()),
+    )
+    verify(graph)
+    start, end, nbytes, *issued = (
+        rows[column].to_numpy(np.float64, copy=True)  # read-only arrays are another type for numba
+        for column in ("start", "end", "nbytes", "issued")
+        if column in rows
+    )
+    return Timeline(graph, start, end, nbytes, costs, issued=issued[0] if issued else None)
+
+
+def _read_columns(rows: pd.DataFrame) -> None:
+    """Convert the texts of columns to numbers; fill in missing columns that have a default."""
     missing = [column for column in COLUMNS if column not in rows]
     if missing:
         near = suggestion(missing[0], map(str, rows.columns))
@@ -135,10 +159,14 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         if column not in rows:
             rows[column] = value
     for column in ("device", "stage", "microbatch", *_DEFAULTS):
-        rows[column] = _read(rows, column, whole)
-    times = ("start", "end", "nbytes", *(["issued"] if "issued" in rows else []))
-    for column in times:
-        rows[column] = _read(rows, column, lambda text: real(text or "nan"))
+        rows[column] = _numbers(rows, column, whole)
+    for column in ("start", "end", "nbytes", "issued"):
+        if column in rows:
+            rows[column] = _numbers(rows, column, lambda text: real(text or "nan"))
+
+
+def _check_columns(rows: pd.DataFrame) -> None:
+    """Raise `TimelineError` for the first row with an impossible value, column by column."""
     _check_rows(rows, rows["op"].isin(Op.__members__), "names an unknown op")
     _check_rows(rows, rows["stream"].map(_is_stream), "names an unknown stream")
     for column in ("device", "stage", "microbatch", "replica"):
@@ -148,20 +176,26 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
     _check_rows(rows, rows["overlapped"].isin([0, 1]), "has no valid overlapped")
     in_range = (rows["peer_stage"] >= -1) & (rows["peer_stage"] <= rows["stage"].max())
     _check_rows(rows, in_range, "has no valid peer_stage")
-    _check_rows(rows, ~np.isinf(rows["start"]), "starts never")
+    _check_rows(rows, ~np.isinf(rows["start"]), "has an infinite start")
     ordered = (rows["end"] >= rows["start"]) | rows["end"].isna()
-    _check_rows(rows, ordered & ~np.isinf(rows["end"]), "ends before it starts, or never")
+    _check_rows(
+        rows, ordered & ~np.isinf(rows["end"]), "ends before it starts, or has an infinite end"
+    )
     _check_rows(rows, np.isfinite(rows["nbytes"]) & (rows["nbytes"] >= 0), "has no valid nbytes")
     if "issued" in rows:
         in_range = rows["issued"].isna() | (np.isfinite(rows["issued"]) & (rows["issued"] >= 0))
         _check_rows(rows, in_range, "has no valid issued")
-    streams = rows["stream"].map(StreamKind.code)  # of any size, until they are checked
+
+
+def _tasks(rows: pd.DataFrame) -> Tasks:
+    """Return the tasks of a table whose columns were checked; check and convert its streams."""
+    streams = rows["stream"].map(StreamKind.code)  # integers of any size, until they are checked
     last = StreamKind.recv(rows["device"].max())
     _check_rows(rows, streams <= last, "names a stream of no device")
     streams = streams.astype(np.int64)
-    of_devices = StreamKind.peer(streams.to_numpy()) <= rows["device"].max()
-    _check_rows(rows, of_devices, "names a stream of no device")
-    tasks = Tasks(
+    in_range = StreamKind.peer(streams.to_numpy()) <= rows["device"].max()
+    _check_rows(rows, in_range, "names a stream of no device")
+    return Tasks(
         op=np.array([Op[name] for name in rows["op"]], dtype=np.int64),
         device=rows["device"].to_numpy(np.int64),
         stage=rows["stage"].to_numpy(np.int64),
@@ -172,46 +206,32 @@ def _from_rows(rows: pd.DataFrame, costs: Costs | None, name: str) -> Timeline:
         peer_stage=rows["peer_stage"].to_numpy(np.int64),
         part=rows["part"].to_numpy(np.int64),
     )
-    settings = _settings(rows)
-    _check_whole(tasks, settings["n_batches"])
-    graph = TaskGraph.wire(
-        tasks,
-        name=name,
-        **settings,
-        recompute="some" if (tasks.op == Op.R).any() else "never",
-        overlap=bool((tasks.stream != StreamKind.COMPUTE).any()),
-    )
-    verify(graph)
-    start, end, nbytes, *issued = (
-        rows[column].to_numpy(np.float64, copy=True)  # or else it is read-only, for numba a type
-        for column in times
-    )
-    return Timeline(graph, start, end, nbytes, costs, issued=issued[0] if issued else None)
 
 
 def _settings(rows: pd.DataFrame) -> dict[str, Any]:
-    """Return what a graph was lowered with, as far as its tasks do not show it."""
-    found: dict[str, Any] = {}
+    """Return the options that a graph was lowered with and that its tasks do not show."""
+    settings: dict[str, Any] = {}
     for name in (*_SETTINGS, "grad_sync", "n_batches", "skips"):
         if name in rows:
-            found[name] = rows[name].iloc[0]
-            _check_rows(rows, rows[name] == found[name], f"has another {name} than the first")
+            settings[name] = rows[name].iloc[0]
+            _check_rows(rows, rows[name] == settings[name], f"has another {name} than the first")
     for name, values in _SETTINGS.items():
-        found.setdefault(name, values[0])
-        if name != "hosts":  # which may be a list, and are checked with the graph
-            check_name(name, found[name], values)
-    found["n_batches"] = int(_read(rows[:1], "n_batches", whole)[0]) if "n_batches" in found else 1
-    check_count("n_batches", found["n_batches"])
-    found["grad_sync"] = from_text(found.get("grad_sync", "last"))  # checked with the graph
-    found["skips"] = [skip_from_text(text) for text in found.get("skips", "").split()]
-    return found | {name: found[name] == "True" for name in _FLAGS}
+        settings.setdefault(name, values[0])
+        if name != "hosts":  # hosts may be a list, and are checked with the graph
+            check_name(name, settings[name], values)
+    has_batches = "n_batches" in settings
+    settings["n_batches"] = int(_numbers(rows[:1], "n_batches", whole)[0]) if has_batches else 1
+    check_count("n_batches", settings["n_batches"])
+    settings["grad_sync"] = from_text(settings.get("grad_sync", "last"))  # checked with the graph
+    settings["skips"] = [skip_from_text(text) for text in settings.get("skips", "").split()]
+    return settings | {name: settings[name] == "True" for name in _FLAGS}
 
 
-def _read(rows: pd.DataFrame, column: str, read: Callable[[str], float | None]) -> list[float]:
-    """Convert a column of texts, exactly; name the line of one that is no such number."""
+def _numbers(rows: pd.DataFrame, column: str, parse: Callable[[str], float | None]) -> list[float]:
+    """Convert a column of texts, exactly; raise `TimelineError` for the first that is no number."""
     values = []
     for line, text in enumerate(rows[column], start=2):
-        value = read(text)
+        value = parse(text)
         if value is None:
             raise TimelineError(f"line {line}: {column} is no number but {text!r}")
         values.append(value)
@@ -225,21 +245,21 @@ def _is_stream(name: object) -> bool:
         return False
 
 
-def _check_whole(tasks: Tasks, n_batches: int) -> None:
-    """Raise if tasks that every step has are missing, as in a file that was cut between lines."""
+def _check_all_tasks(tasks: Tasks, n_batches: int) -> None:
+    """Raise `TimelineError` if a task is missing, such as in a file that was cut between lines."""
     if (np.unique(tasks.device) != np.arange(len(np.unique(tasks.device)))).any():
         raise TimelineError(f"it has no tasks of some device below {tasks.device.max()}")
     replica = np.zeros_like(tasks.op) if tasks.replica is None else tasks.replica
     shape = replica.max() + 1, tasks.stage.max() + 1, tasks.microbatch.max() + 1
-    taken = np.zeros((shape[0], 1, shape[2]), dtype=bool)  # the micro-batches of each replica
-    of_any = tasks.microbatch >= 0
-    taken[replica[of_any], 0, tasks.microbatch[of_any]] = True
-    taken[:, 0, ~taken.any(axis=(0, 1))] = True  # what none has is missing everywhere
+    expected = np.zeros((shape[0], 1, shape[2]), dtype=bool)  # the micro-batches of each replica
+    rows = tasks.microbatch >= 0
+    expected[replica[rows], 0, tasks.microbatch[rows]] = True
+    expected[:, 0, ~expected.any(axis=(0, 1))] = True  # of no replica: missing in all of them
     for ops in ((Op.F,), (Op.B, Op.I), (Op.B, Op.W)):
-        there = np.zeros(shape, dtype=bool)
-        of_op = np.isin(tasks.op, ops)
-        there[replica[of_op], tasks.stage[of_op], tasks.microbatch[of_op]] = True
-        for _, stage, microbatch in np.argwhere(~there & taken):
+        exists = np.zeros(shape, dtype=bool)
+        rows = np.isin(tasks.op, ops)
+        exists[replica[rows], tasks.stage[rows], tasks.microbatch[rows]] = True
+        for _, stage, microbatch in np.argwhere(~exists & expected):
             raise TimelineError(f"{Action(int(stage), ops[0], int(microbatch))} is missing")
     n_steps, stages = int((tasks.op == Op.STEP).sum()), shape[0] * shape[1] * n_batches
     if n_steps not in (0, stages):
@@ -249,7 +269,7 @@ def _check_whole(tasks: Tasks, n_batches: int) -> None:
 def _check_rows(
     rows: pd.DataFrame, good: pd.Series[bool] | NDArray[np.bool_], problem: str
 ) -> None:
-    """Raise for the first row that is not good, by its line in the file."""
+    """Raise `TimelineError` for the first row that is not good, naming its line in the file."""
     bad = np.flatnonzero(~np.asarray(good, dtype=bool))
     if len(bad):
         values = ", ".join(map(str, rows.iloc[bad[0]].tolist()))

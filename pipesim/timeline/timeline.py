@@ -1,4 +1,8 @@
-"""`Timeline`: when each task of a graph ran, simulated or measured; saved and loaded as CSV."""
+"""`Timeline`: when each task of a graph ran, simulated or measured; saved and loaded as CSV.
+
+Longer than other files, as it is one class whose docstrings are half of it. Its methods hand over
+to the files that do their work, such as `pipesim.timeline.memory`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ __all__ = ["COLUMNS", "LONGEST", "Timeline"]
 
 #: Seconds up to which sums and squares of times are finite.
 LONGEST = 1e150
-
+#: Columns that every saved timeline has.
 COLUMNS = ("device", "stream", "op", "stage", "microbatch", "start", "end", "nbytes")
 
 
@@ -39,26 +43,25 @@ class Timeline:
     Attributes
     ----------
     graph
-        What ran.
+        The graph of the tasks.
     start, end
-        Seconds, shape ``(len(graph),)``; NaN for tasks that did not run, as after a failure.
+        Seconds, shape ``(len(graph),)``; NaN for tasks that did not run, such as after a failure.
     sizes
         Bytes of each message, 0 for other tasks; None to take them from ``costs``. See `nbytes`.
     costs
         Costs that memory is computed with, or None.
     name
-        What tables and plots call it; by default the graph's name.
+        Name in tables and plots; by default the graph's name.
     issued
-        Seconds at which the host had issued each task (rule 7), shape ``(len(graph),)``, NaN where
-        it is not known; None to take them from the ``launch`` of ``costs``. See `issue_times`.
+        Seconds at which the host had issued each task (rule 7), shape ``(len(graph),)``, NaN if
+        unknown. None to take them from the ``launch`` of ``costs``. See `issue_times`.
 
     Raises
     ------
     TimelineError
-        For a column that has not one number a task, and times that are infinite or beyond
-        1e150 s.
+        For a column without one number a task, and times that are infinite or beyond 1e150 s.
     ArgumentError
-        For another argument of another type.
+        For another argument of a wrong type.
     """
 
     graph: TaskGraph
@@ -80,7 +83,7 @@ class Timeline:
         if not check_text("name", self.name):
             object.__setattr__(self, "name", self.graph.name)
         for what, column in (("start", self.start), ("end", self.end)):
-            for extreme in (np.fmin, np.fmax):  # either passes over NaN
+            for extreme in (np.fmin, np.fmax):  # both ignore NaN
                 seconds = float(extreme.reduce(column, initial=0.0))
                 if not abs(seconds) <= LONGEST:
                     raise TimelineError(
@@ -115,9 +118,9 @@ class Timeline:
     def issue_times(self) -> NDArray[np.float64]:
         """Seconds at which the host had issued each task; shape ``(len(graph),)``.
 
-        `issued`, or else as the ``launch`` of `costs` has it (rule 7). 0 where neither says, so
-        that nothing is put down to a host of which nothing is known. `pipeexec` records them for
-        CPU workers alone: clocks of GPUs do not tell when the host did something.
+        They are `issued`, or else follow from the ``launch`` of `costs` (rule 7). Unknown times
+        are 0, so that no delay is attributed to the host. `pipeexec` records `issued` for CPU
+        workers only, since clocks of GPUs do not show the times of the host.
         """
         if self.issued is not None:
             return np.nan_to_num(self.issued, nan=0.0)
@@ -133,7 +136,7 @@ class Timeline:
 
     @property
     def ran(self) -> NDArray[np.bool_]:
-        """Mark the tasks that ran to their end."""
+        """True for each task that ran to its end; shape ``(len(graph),)``."""
         return ~np.isnan(self.end)
 
     @property
@@ -142,7 +145,7 @@ class Timeline:
         return bool(self.ran.all())
 
     def check_complete(self, purpose: str) -> None:
-        """Raise `TimelineError` if tasks did not run, saying what needs them all."""
+        """Raise `TimelineError` if tasks did not run; ``purpose`` is what needs all of them."""
         check_text("purpose", purpose)
         if not self.complete:
             raise TimelineError(
@@ -158,7 +161,7 @@ class Timeline:
 
     @property
     def duration(self) -> NDArray[np.float64]:
-        """Seconds of each task."""
+        """Seconds of each task; shape ``(len(graph),)``, NaN for tasks that did not run."""
         return self.end - self.start
 
     @cached_property
@@ -184,12 +187,12 @@ class Timeline:
         """Share of all devices' time that is not computing, 0..1; recompute counts as computing."""
         if not self.makespan:
             return 1.0
-        # A quotient of sums: exact where times are whole numbers, as the closed forms are.
+        # A quotient of sums: exact if times are whole numbers, as in the closed forms.
         return max(0.0, float(self.idle.sum()) / (self.n_devices * self.makespan))
 
     @property
     def throughput(self) -> float:
-        """Micro-batches a second, of all replicas; 0 where nothing takes time.
+        """Micro-batches a second of all replicas; 0 if the makespan is 0.
 
         Raises
         ------
@@ -214,9 +217,9 @@ class Timeline:
         Raises
         ------
         TimelineError
-            If the timeline has no costs, as when it was loaded without.
+            If the timeline has no costs, such as after loading it without.
         CostsError
-            If the bytes of a device are too many to be added.
+            If the sum of the bytes of a device is not finite.
         """
         from pipesim.timeline.memory import peak_memory
 
@@ -235,7 +238,7 @@ class Timeline:
         return critical_path(self)
 
     def idle_by_cause(self) -> pd.DataFrame:
-        """Return what each device's idle seconds waited for; see `pipesim.analysis.idle`."""
+        """Return each device's idle seconds by their cause; see `pipesim.analysis.idle`."""
         from pipesim.analysis.idle import idle_by_cause
 
         return idle_by_cause(self)
@@ -261,16 +264,20 @@ class Timeline:
         """The tasks that started, one row each, indexed by task id.
 
         Columns: ``device``, ``stream``, ``op``, ``stage``, ``microbatch`` (-1 for operations on a
-        whole stage), ``start``, ``end`` (s), ``nbytes`` (of messages); and where there are any,
-        ``replica``, ``overlapped`` (1 for the halves of overlapped actions), ``peer_stage`` (the
-        stage at the other end of a message of skips, else -1), and ``part`` (the bucket of a
-        REDUCE_GRAD, or which exchange an ALL_TO_ALL is, else -1).
+        whole stage), ``start``, ``end`` (s), ``nbytes`` (of messages).
+
+        Further columns, each only if the graph has such tasks:
+
+        - ``replica``;
+        - ``overlapped``: 1 for the halves of overlapped actions;
+        - ``peer_stage``: the stage at the other end of a message of skip connections, else -1;
+        - ``part``: the bucket of a REDUCE_GRAD, or the exchange of an ALL_TO_ALL, else -1.
         """
         frame = self.all_rows()
         return frame[frame["start"].notna()]
 
     def all_rows(self) -> pd.DataFrame:
-        """Return `frame` with the tasks that did not start, too."""
+        """Return `frame` including the tasks that did not start."""
         import pandas as pd
 
         graph = self.graph
@@ -299,16 +306,19 @@ class Timeline:
     def save(self, path: Path | str) -> None:
         """Write all tasks as CSV with the columns of `frame`, whole or not at all.
 
-        With a column ``issued`` where it is known when tasks were issued: recorded, or as ``costs``
-        with a ``launch`` have it.
-        And, where they are not the usual ones, `lower`'s ``rendezvous``, ``hosts``, ``grad_sync``,
-        ``skips`` and ``portals``, and the schedule's ``n_batches`` and ``weight_versions``, in
-        columns of their own. The first row of the column ``checksum`` has that of the file.
+        Further columns:
+
+        - ``issued``, if the times at which tasks were issued are recorded or follow from the
+          ``launch`` of ``costs``;
+        - `lower`'s ``rendezvous``, ``hosts``, ``host_threads``, ``grad_sync``, ``skips`` and
+          ``portals``, and the schedule's ``n_batches`` and ``weight_versions``, each if it is not
+          the default;
+        - ``checksum``, whose first row has the checksum of the file.
 
         Raises
         ------
         ArgumentError
-            For something that is no path, and a file that cannot be written.
+            For a value that is no path, and a file that cannot be written.
         """
         from pipesim.timeline.csv_files import save
 
@@ -316,17 +326,17 @@ class Timeline:
 
     @classmethod
     def load(cls, path: Path | str, *, costs: Costs | None = None, name: str = "") -> Timeline:
-        """Read a timeline that `save` wrote, its graph included.
+        """Read a timeline that `save` wrote, including its graph.
 
-        Without a checksum any such table is read. Empty that column where you change a file.
+        A table without a checksum is read too. Empty that column if you change a file by hand.
 
         Raises
         ------
         ArgumentError
-            For something that is no path, and costs or a name of another type.
+            For a value that is no path, and costs or a name of a wrong type.
         TimelineError
-            If the file is missing, lacks a column or has one twice, was truncated, holds impossible
-            values, naming the line, or was changed after it was written.
+            If the file is missing, lacks a column or has one twice, was truncated, has impossible
+            values (naming the line), or was changed after it was written.
         CapacityError
             For a file that is too large for memory.
         """
@@ -340,8 +350,8 @@ class Timeline:
     def to_chrome(self, path: Path | str) -> None:
         """Write a Chrome trace that ui.perfetto.dev shows; see `pipesim.trace.save`.
 
-        That function takes several timelines side by side too; ``pipesim.hta.save`` writes
-        what HolisticTraceAnalysis reads.
+        That function also takes several timelines. ``pipesim.hta.save`` writes files for
+        HolisticTraceAnalysis.
         """
         from pipesim.trace.chrome_export import save
 
@@ -361,63 +371,68 @@ class Timeline:
     ) -> Timeline:
         """Read one step of a run of another framework from torch.profiler's traces.
 
-        A range such as ``PP:1F3`` on the CPU says which action a call carried out; when that worked
-        is as `pipesim.trace.working_times.working_times` says: from the first to the last of its
-        kernels, those that the autograd thread launched meanwhile included, or without a GPU as
-        long as its call, but for waiting for a message. A range of two overlapped actions, such as
-        ``PP:(0F2;3B0)OVERLAP_F_B``, gives two tasks: at the times of ranges of theirs within it;
-        without, as its operations show where the B begins; without those, in halves
-        (`pipesim.trace.overlapped_ranges`). Clocks of ranks are joined by their messages:
-        `pipesim.trace.clock_offsets.align_clocks` says how. Transfers without a range are put where
-        the data went: `pipesim.trace.inferred_transfers.add_transfers` says when.
-        ``pipesim.trace.chrome_import.load`` returns the offsets of the clocks and what remains
-        wrong, too.
+        Each range of a trace's CPU, such as ``PP:1F3``, names the action of a call.
+
+        - Times of an action: from the first to the last of its kernels, including kernels that the
+          autograd thread launched meanwhile. Without a GPU: those of its call, without the time of
+          waiting for a message. See `pipesim.trace.working_times.working_times`.
+        - A range of two overlapped actions, such as ``PP:(0F2;3B0)OVERLAP_F_B``, gives two tasks.
+          Their times are those of ranges of single actions within it. Without such ranges, the B
+          begins where the operations show it; without operations, at half of the range. See
+          `pipesim.trace.overlapped_ranges`.
+        - Clocks of ranks are aligned by messages; see `pipesim.trace.clock_offsets.align_clocks`.
+        - Transfers without a range get the times at which their data moved; see
+          `pipesim.trace.inferred_transfers.add_transfers`.
+
+        ``pipesim.trace.chrome_import.load`` returns the clock offsets and the residual error, too.
 
         Parameters
         ----------
         paths
-            One file a rank, ``.json`` or ``.json.gz``, or their directory. Each is a device, in
-            order of the rank that the file says, or else of the files. Or one file in which each
+            One file a rank, ``.json`` or ``.json.gz``, or their directory. Each file is a device,
+            in order of the ranks that files name, or else of the files. Or one file in which each
             process with ranges is a rank, by its number, as `to_chrome` writes it.
         pattern
             A regular expression for the whole name of a range, with the groups ``op``,
-            ``microbatch`` and, unless each rank has one stage, ``stage``. By default torch's own
+            ``microbatch`` and, unless each rank has one stage, ``stage``. By default torch's
             names, or else those of `to_chrome` (`pipesim.trace.range_names.PATTERNS`). Operations
-            are ours, or such as ``forward``.
-            Each name is matched once; see to it that your pattern ends soon on any of them, since
-            one such as ``(a+)+b`` may search for ever.
+            are those of `pipesim.Op`, or names such as ``forward``.
+            Each name is matched once. Avoid patterns that backtrack without end, such as
+            ``(a+)+b``.
         step
-            Which of the whole steps in the traces; from -1 backwards, the default being the last.
+            Number of the step among the whole steps in the traces; negative numbers count from
+            the end. By default the last step.
         n_ranks
-            How many ranks there should be; by default as many as the traces say.
+            Expected number of ranks; by default the number that the traces show.
         output_bytes
             Bytes of each message, as in `Costs`.
         gaps
-            What becomes of time between tasks in which a device waited for no message, since it
-            posted or fetched one, or ran the program in between: ``"keep"`` it idle, or
-            ``"charge"`` it to the task that follows, so that costs and replays have it.
+            Treatment of time between tasks in which a device waited for no message, because it
+            posted or fetched one, or ran other code: ``"keep"`` leaves it idle, ``"charge"`` adds
+            it to the next task, so that costs and replays include it.
         name
-            By default the first file's.
+            Name of the timeline; by default that of the first file.
 
         Raises
         ------
         ArgumentError
             For a step or a number of ranks that is no whole number, a name that is no text, and
-            paths that are none.
+            values that are no paths.
         CapacityError
             For a file that is too large for memory, once decompressed.
         TimelineError
-            For a file that cannot be read or was cut, or a file of `to_chrome` that was changed,
-            compute ranges of one rank that ran at the
-            same time on several threads, ranks that are missing or there twice,
-            impossible times, a pattern that does not serve, names that match none, and actions
-            that are missing, unknown or there twice in a step.
+            - For a file that cannot be read or was cut, or a file of `to_chrome` that was changed.
+            - For compute ranges of one rank that ran at the same time on several threads.
+            - For ranks that are missing or occur twice.
+            - For impossible times.
+            - For a pattern that cannot be used, or that matches no name.
+            - For actions that are missing, unknown or occur twice in a step.
 
         Warns
         -----
         AccuracyWarning
-            If clocks cannot be joined well: a message stays used before it was sent by more than
-            1 % of the makespan.
+            If clocks cannot be aligned well: a message is still used before it was sent, by more
+            than 1 % of the makespan.
         """
         from pipesim.trace.chrome_import import load
 
@@ -434,7 +449,7 @@ class Timeline:
 
 
 def _numbers(name: str, column: object, n_tasks: int) -> NDArray[np.float64]:
-    """Return a column as an array of floats, one a task."""
+    """Return a column as an array of floats, one a task; raise `TimelineError` for others."""
     try:
         values = np.asarray(column)
     except ValueError:  # a sequence of sequences of different lengths

@@ -110,10 +110,10 @@ def test_columns_that_are_there_twice(tmp_path: Path) -> None:
     rows = TIMELINE.frame
     rows.insert(0, "start", rows["start"] * 2, allow_duplicates=True)
     rows.to_csv(path, index=False)
-    with pytest.raises(TimelineError, match="column 'start' is there twice; give it once"):
+    with pytest.raises(TimelineError, match="column 'start' occurs twice; give it once"):
         ps.Timeline.load(path)
     path.write_text("layer,layer,forward,backward\na,b,1,1\n")
-    with pytest.raises(CostsError, match="column 'layer' is there twice"):
+    with pytest.raises(CostsError, match="column 'layer' occurs twice"):
         ps.Layers.read(path)
     path.write_text("a,b\n1,2,3\n")
     with pytest.raises(TimelineError, match="line 2: 3 values for 2 columns"):

@@ -1,0 +1,179 @@
+"""Bytes that stages always hold, and that tasks allocate and release (rule 10 of docs/time.md)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import Costs
+from pipesim.errors import CostsError
+from pipesim.graph.graph import TaskGraph
+from pipesim.graph.skips import input_bytes
+from pipesim.ops import Op
+from pipesim.timeline.gradient_memory import waiting_gradients
+from pipesim.utils.csr import Ints, bincount
+from pipesim.utils.jit import kernel
+
+__all__ = [
+    "changes",
+    "dropped_activations",
+    "finite_bytes",
+    "kind_bytes",
+    "static",
+    "weight_versions",
+]
+
+Floats = NDArray[np.float64]
+
+
+def static(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
+    """Return bytes that each device holds throughout; shape ``(n_devices,)``.
+
+    - Parameters count once for each version that a stage holds; see `weight_versions`.
+    - A replica holds its share of a sharded optimizer's state, and all gradients, as in ZeRO-1.
+    - One gradient a parameter is held throughout. Further gradients, which wait for a reduction,
+      are among the `changes`.
+
+    Raises
+    ------
+    CostsError
+        If the sum of the bytes of a device is not finite.
+    """
+    parameters, gradients, optimizer = (
+        costs.per_stage(f"{name}_bytes", graph.n_stages)
+        for name in ("parameter", "gradient", "optimizer")
+    )
+    with np.errstate(over="ignore"):
+        held = weight_versions(graph) * parameters + gradients
+        held += optimizer / graph.optimizer_shares
+    return finite_bytes(bincount(graph.homes.ravel(), held.ravel(), graph.n_devices))
+
+
+def finite_bytes(nbytes: Floats) -> Floats:
+    """Return the bytes of each device, checked to be finite.
+
+    Raises
+    ------
+    CostsError
+        For bytes of a device whose sum is not finite.
+    """
+    infinite = np.flatnonzero(~np.isfinite(nbytes))
+    if len(infinite):
+        raise CostsError(
+            f"device {infinite[0]} would hold {nbytes[infinite[0]]} bytes: activation_bytes, "
+            "parameter_bytes and optimizer_bytes of its stages are too many to be added; check them"
+        )
+    return nbytes
+
+
+def weight_versions(graph: TaskGraph) -> NDArray[np.int64]:
+    """Return the most versions of its weights that each stage holds at once.
+
+    Usually one; two if weights are double-buffered. If they are stashed, a stage holds the newest
+    version and each version with which a micro-batch in flight began. Shape
+    ``(n_replicas, n_stages)``.
+    """
+    most = np.ones((graph.n_replicas, graph.n_stages), dtype=np.int64)
+    if graph.weight_versions == "double_buffered":
+        return most + 1
+    if graph.weight_versions == "stashed":
+        kinds = graph.kinds
+        role = np.select([kinds.op == Op.F, kinds.op == Op.STEP], [1, 3], 0)
+        role[kinds.is_op(frozenset({Op.B, Op.W}))] = 2
+        cell = kinds.replica * graph.n_stages + kinds.stage
+        version = np.zeros((most.size, graph.n_microbatches), dtype=np.int64)
+        in_flight = np.zeros((most.size, graph.n_batches + 1), dtype=np.int64)
+        _versions(graph.kind, graph.microbatch, role, cell, version, in_flight, most.reshape(-1))
+    return most
+
+
+@kernel()
+def _versions(
+    kind: Ints,
+    microbatch: Ints,
+    role: Ints,
+    cell: Ints,
+    version: Ints,
+    in_flight: Ints,
+    most: Ints,
+) -> None:
+    """Fill ``most``. Tasks of a kind begin a micro-batch (role 1), end it (2), or are STEPs (3).
+
+    ``cell`` numbers the stages of all replicas. ``version`` is the version of each micro-batch,
+    ``in_flight`` the number of micro-batches of each version; both must be zeros before.
+    """
+    newest, n_versions = np.zeros_like(most), np.zeros_like(most)
+    for task in range(len(kind)):
+        r, c, m = role[kind[task]], cell[kind[task]], microbatch[task]
+        if r == 0:
+            continue
+        if r == 1:
+            version[c, m] = newest[c]
+            in_flight[c, newest[c]] += 1
+            n_versions[c] += in_flight[c, newest[c]] == 1
+        elif r == 2:
+            in_flight[c, version[c, m]] -= 1
+            n_versions[c] -= in_flight[c, version[c, m]] == 0
+        else:
+            newest[c] += 1
+        most[c] = max(most[c], n_versions[c] + (in_flight[c, newest[c]] == 0))
+
+
+def changes(graph: TaskGraph, costs: Costs) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return bytes that each task allocates at its start, and that it releases at its end.
+
+    - F allocates its activations, or only its input if R allocates the rest.
+    - B releases all of them.
+    - I keeps ``weight_grad_bytes``, which W releases. If these are more than the activations, I
+      allocates the rest.
+    - The input of stage 0 belongs to the caller and counts as 0. Tensors of skip connections are
+      input too.
+    - Gradients that wait for a reduction are allocated by the first B or W that adds to them, and
+      released by their REDUCE_GRAD; see `pipesim.timeline.gradient_memory`.
+    """
+    kind_allocated, kept, kind_released = kind_bytes(graph, costs)
+    dropped, waiting = dropped_activations(graph), waiting_gradients(graph, costs)
+    allocated, released = kind_allocated[graph.kind], kind_released[graph.kind]
+    if len(dropped):
+        is_dropped = dropped[graph.replica, graph.stage, np.maximum(graph.microbatch, 0)]
+        allocated = np.where(is_dropped, kept[graph.kind], allocated)
+    allocated[waiting.backward] += waiting.nbytes
+    released[waiting.reduction] += waiting.nbytes
+    return allocated, released
+
+
+def kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
+    """Return bytes that each kind allocates, allocates if R allocates the rest, and releases."""
+    kinds = graph.kinds
+    activation, weight_grad = (
+        costs.per_stage(name, graph.n_stages)[kinds.stage]
+        for name in ("activation_bytes", "weight_grad_bytes")
+    )
+    inputs = np.concatenate([[0.0], costs.per_stage("output_bytes", graph.n_stages)[:-1]])
+    inputs += input_bytes(graph.n_stages, graph.skips, costs.skip_sizes)
+    kept_input = np.minimum(inputs[kinds.stage], activation)
+    zero = np.zeros(len(kinds))
+
+    def choose(*choices: tuple[Op, NDArray[np.float64]]) -> NDArray[np.float64]:
+        return np.select([kinds.op == op for op, _ in choices], [x for _, x in choices], zero)
+
+    more = np.maximum(0.0, weight_grad - activation)
+    allocated = choose((Op.F, activation), (Op.R, activation - kept_input), (Op.I, more))
+    less = np.maximum(0.0, activation - weight_grad)
+    released = choose((Op.B, activation), (Op.I, less), (Op.W, weight_grad))
+    return allocated, choose((Op.F, kept_input), (Op.R, allocated), (Op.I, more)), released
+
+
+def dropped_activations(graph: TaskGraph) -> NDArray[np.bool_]:
+    """Mark the micro-batches whose activations F drops and R recomputes.
+
+    Shape ``(n_replicas, n_stages, n_microbatches)``; empty if the graph has no R.
+    """
+    is_recompute = graph.kinds.op == Op.R
+    if not is_recompute.any():
+        return np.empty((0, 0, 0), dtype=bool)
+    dropped = np.zeros((graph.n_replicas, graph.n_stages, graph.n_microbatches), dtype=bool)
+    tasks = np.flatnonzero(is_recompute[graph.kind])
+    kind = graph.kind[tasks]
+    dropped[graph.kinds.replica[kind], graph.kinds.stage[kind], graph.microbatch[tasks]] = True
+    return dropped
