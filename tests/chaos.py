@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 from faults import Fault, Outcome, complaints, graph_of, inject, report, wrongs
+from places import BENCHMARKS
 
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import SENDS, Op
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 from _machine import header, publish, table
 
 _COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R, Op.STEP})

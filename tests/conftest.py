@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+from places import BENCHMARKS, HELPERS
 
 import pipesim as ps
 from pipesim.simulation.simulate import ENGINES
@@ -49,7 +50,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not asked or session.config.option.collectonly:
         return
     outcomes = Path(tempfile.mkdtemp())
-    script = Path(__file__).parent / "run_notebooks.py"
+    script = HELPERS / "run_notebooks.py"
     process = subprocess.Popen([sys.executable, str(script), str(outcomes), *asked])
     session.config.stash[_NOTEBOOKS] = process, outcomes
 
@@ -110,7 +111,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 @pytest.fixture
 def gpu_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Return the script of ``make gpu`` as a module."""
-    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    benchmarks = BENCHMARKS
     monkeypatch.syspath_prepend(str(benchmarks))
     monkeypatch.setattr(sys, "argv", [str(benchmarks / "gpu.py")])
     yield importlib.import_module("gpu")

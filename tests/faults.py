@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from forked import Forked
+from places import HELPERS, ROOT
 from ranks import environment, free_port
 
 import pipesim as ps
@@ -152,7 +153,7 @@ def run_commands(
     """
     mark, temporary = uuid.uuid4().hex, folder / "tmp"
     temporary.mkdir(exist_ok=True)
-    path = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+    path = [str(ROOT), str(HELPERS)]
     running: list[Any] = []
     for rank, command in enumerate(commands):
         variables = {

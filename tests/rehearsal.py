@@ -30,7 +30,8 @@ from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 
-ROOT = Path(__file__).parent.parent
+from places import ROOT
+
 OUT = ROOT / "results" / "gpu-rehearsal"
 PACKAGES = ("pipesim", "pipeexec")
 #: What the images of GPU machines lack, as wheels, for ``make gpu WHEELS=``.
@@ -112,7 +113,7 @@ def kernels() -> str:
 
 def cuda_tests() -> list[str]:
     """Return the files with tests of the CUDA paths."""
-    files = sorted((ROOT / "tests").glob("test_*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path) for path in files if _CUDA_PATHS.search(path.read_text())]
 
 

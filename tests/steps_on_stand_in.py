@@ -21,11 +21,12 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda, FakeGpu
+from places import BENCHMARKS
 
 import pipeexec as px
 from pipeexec.executor import cuda_graph as capture
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 bench = importlib.import_module("on_gpu.bench")
 report = importlib.import_module("on_gpu.report")
 steps = importlib.import_module("on_gpu.steps")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from executing import data
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT
 from sanitizing import sanitized
 from strategies import cases, skipping_cases
 from test_races import pipeline
@@ -168,7 +168,7 @@ def test_orders_that_deadlock_have_no_makespan() -> None:
 
 def test_the_page_of_gpipe_shows_a_true_table() -> None:
     """Rows of docs/gpipe.md: name, edges, redundant, seconds, needed."""
-    text = (Path(__file__).parents[1] / "docs" / "gpipe.md").read_text()
+    text = (ROOT / "docs" / "gpipe.md").read_text()
     lines = text.partition("| removed |")[2].partition("\n\n")[0].splitlines()[2:]
     costs = ps.Costs(1, 2, output_bytes=1, network=ps.Network(0.2, 2))
     table = ps.audit(lowered("gpipe", 4, 8, recompute="except_last"), costs)

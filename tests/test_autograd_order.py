@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from places import DATA
 from torch import nn
 
 import pipeexec as px
@@ -19,7 +20,7 @@ from pipesim.ops import Op
 from pipesim.scheduling.autograd_engine import engine_order
 
 #: Of torchgpipe 0.0.7 on CPUs; `torchgpipe_orders.py` records them.
-RECORDED = json.loads((Path(__file__).parent / "data" / "torchgpipe_orders.json").read_text())
+RECORDED = json.loads((DATA / "torchgpipe_orders.json").read_text())
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
 ORDERS = RECORDED["orders"]
 WITHOUT = [case for case in ORDERS if not case["dependencies"]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,13 @@ import pytest
 from drawing import draw, grid
 from hypothesis import given
 from hypothesis import strategies as st
+from places import PUBLISHED
 
 import pipesim as ps
 from pipesim.errors import CostsError
 from pipesim.scheduling.registry import schedule_info
 
-PUBLISHED = json.loads(
-    (Path(__file__).parent / "published" / "controllable_memory.json").read_text()
-)
+PUBLISHED = json.loads((PUBLISHED / "controllable_memory.json").read_text())
 FORMULAS = PUBLISHED["expected"]["hf"]
 NAMES = {"v_min": "V-Min", "v_half": "V-Half"}
 #: Stages are half of what a device holds, and so are their activations.

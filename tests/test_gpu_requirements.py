@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 from gpu_modules import part
-
-ROOT = Path(__file__).parent.parent
-
+from places import ROOT
 
 # Requirements
 

@@ -14,13 +14,12 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from places import PUBLISHED
 
 import pipesim as ps
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, CapacityError, CostsError, PipeError
 from pipesim.models.layers import COLUMNS
-
-PUBLISHED = Path(__file__).parent / "published"
 
 PROFILE = """\
 layer,forward,backward,recompute,output_bytes,activation_bytes,parameter_bytes,optimizer_bytes

@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from executing import within
+from places import HELPERS
 from torch import Tensor
 
 from pipeexec.gpipe import backward_order
@@ -24,7 +24,7 @@ Task = tuple[Op, int, int]
 @pytest.fixture(scope="module")
 def ran() -> dict[str, Any]:
     """Run backwards on a device that has a thread of the engine's own, in another process."""
-    program = Path(__file__).parent / "device_thread.py"
+    program = HELPERS / "device_thread.py"
     done = subprocess.run(
         [sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False
     )

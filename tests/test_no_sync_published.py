@@ -12,16 +12,14 @@ the simulator what ``no_sync`` makes of it.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
+from places import PUBLISHED
 
 import pipesim as ps
 from pipesim.graph.grad_sync import GradSync
 
-PUBLISHED = json.loads(
-    (Path(__file__).parent / "published" / "accelerate_no_sync.json").read_text()
-)
+PUBLISHED = json.loads((PUBLISHED / "accelerate_no_sync.json").read_text())
 SECONDS = PUBLISHED["expected"]["seconds_per_batch"]
 ONE, MANY = SECONDS["single-node"], SECONDS["multi-node"]
 SPREAD = PUBLISHED["expected"]["std"]["multi-node"][2]

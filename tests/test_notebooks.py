@@ -7,8 +7,9 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from places import ROOT
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks() -> None:

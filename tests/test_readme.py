@@ -9,13 +9,14 @@ from pathlib import Path
 
 import matplotlib as mpl
 import pytest
+from places import ROOT
 from ranks import Ranks
 
 import pipeexec as px
 from pipeexec.demo_models.registry import build_model, split
 from pipesim.cli import main
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 CODE = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 JOINED = [code for code in CODE if "px.join" in code]
 PYTHON = [code for code in CODE if code not in JOINED]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import PUBLISHED
 from ranks import Ranks
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits as loss_fn
@@ -161,7 +161,7 @@ def test_costs_by_hand() -> None:
 
 def test_published_batch_sizes() -> None:
     """Iterations of SOK's benchmark on 8 A100s: of two batch sizes one is fitted, one predicted."""
-    path = Path(__file__).parent / "published" / "sok_dlrm.json"
+    path = PUBLISHED / "sok_dlrm.json"
     published = json.loads(path.read_text())["expected"]
     graph = ps.lower(ps.schedule("looped_bfs", 1, 1, n_chunks=2), n_replicas=8, sharded=[0])
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 from drawing import draw, grid
 from hypothesis import given
 from hypothesis import strategies as st
+from places import PUBLISHED
 from strategies import custom_schedules, schedules
 
 import pipesim as ps
@@ -25,7 +25,6 @@ from pipesim.scheduling.registry import _REGISTRY, ClosedForm, register
 
 pytestmark = pytest.mark.usefixtures("each_engine")
 
-PUBLISHED = Path(__file__).parent / "published"
 NAMES = sorted(_REGISTRY)
 
 counts = st.integers(1, 9)

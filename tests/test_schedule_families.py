@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,13 @@ import pytest
 from drawing import draw, grid
 from hypothesis import given
 from hypothesis import strategies as st
+from places import PUBLISHED
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CapacityError, UnknownNameError
 from pipesim.ops import SCHEDULED
 from pipesim.scheduling.registry import _REGISTRY, schedule_info
 
-PUBLISHED = Path(__file__).parent / "published"
 NAMES = sorted(_REGISTRY)
 #: A second a forward and a gradient; B is both gradients. A byte an activation of a stage, which is
 #: held until W.

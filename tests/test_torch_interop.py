@@ -305,7 +305,7 @@ def test_what_torch_does_not_find(
 
 def test_private_names_in_one_file() -> None:
     """What torch may move without notice is imported in torch_private.py and nowhere else."""
-    for file in sorted(Path(px.__file__).parent.glob("*.py")):
+    for file in sorted(Path(px.__file__).parent.rglob("*.py")):
         names = [
             name.name
             for node in ast.walk(ast.parse(file.read_text()))

@@ -7,12 +7,12 @@ promise for other models, and the model was adjusted to the ablation (see the be
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from places import BENCHMARKS
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 
 from _amoebanet import amoebanet_d
 from _data_sheet import fit, predict, reached

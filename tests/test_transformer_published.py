@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from places import PUBLISHED
 
 import pipesim as ps
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
 from pipesim.costs.costs import VALUE_FIELDS
-
-PUBLISHED = Path(__file__).parent / "published"
 
 #: What follows from sizes; seconds of collectives are measured or the network's.
 SIZED = [name for name in VALUE_FIELDS if name not in MEASURED_COLLECTIVES.values()]

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from executing import dense, mse
+from places import BENCHMARKS
 from ranks import Ranks
 from test_accumulation import _parts, _replica, _sgd
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ import pipesim as ps
 from pipeexec.data_parallel.sync_lint.rules import CLEAR, STEP, Call, MicroStep, SyncReport, judge
 from pipesim.errors import ArgumentError, ExecutionError, TimelineError
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(BENCHMARKS))
 from _no_sync_variants import VARIANTS
 
 K = 4

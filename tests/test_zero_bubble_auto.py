@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from places import PUBLISHED
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, CostsWarning
 from pipesim.ops import SCHEDULED
 from pipesim.scheduling.registry import schedule_info
 
-TABLE_5 = json.loads(
-    (Path(__file__).parent / "published" / "zb_table5_bubble_rates.json").read_text()
-)
+TABLE_5 = json.loads((PUBLISHED / "zb_table5_bubble_rates.json").read_text())
 ROWS = list(zip(TABLE_5["inputs"]["rows"], TABLE_5["expected"], strict=True))
 FACTORS = {"zb_1p": 1, "zb_2p": 2}
 UNIFORM = ps.Costs(forward=1, input_grad=1, weight_grad=1, activation_bytes=1, weight_grad_bytes=1)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
+from places import DATA
 from torch import Tensor, nn
 
-OUT = Path(__file__).parent / "data" / "torchgpipe_orders.json"
+OUT = DATA / "torchgpipe_orders.json"
 #: Micro-batches and partitions.
 SHAPES = ((4, 1), (1, 3), (2, 2), (4, 3), (3, 4), (8, 4), (5, 6))
 MODES = ("always", "except_last", "never")

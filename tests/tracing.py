@@ -8,11 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from places import DATA as DATA_FOLDER
+
 import pipesim as ps
 from pipesim.ops import COMPUTE, Op
 
 Event = dict[str, Any]
-DATA = Path(__file__).parent / "data" / "torch_interleaved"
+DATA = DATA_FOLDER / "torch_interleaved"
 
 
 def event(

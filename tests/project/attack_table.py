@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from places import DATA
 
 import pipesim as ps
 
@@ -94,7 +95,7 @@ def _written(path: Path, save: Callable[[Path], None]) -> Path:
     return path
 
 
-RANKS = Path(__file__).parents[1] / "data" / "torch_interleaved"
+RANKS = DATA / "torch_interleaved"
 ORDERS = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 FORWARD = ps.Action(0, ps.Op.F, 0)
 BACKWARD = ps.Action(0, ps.Op.B, 1)

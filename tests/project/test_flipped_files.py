@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from places import ROOT
 
 import pipeexec as px
 import pipesim as ps
@@ -28,7 +29,6 @@ from pipesim.errors import PipeError
 from pipesim.sweeps.settings import cases, read_grid, run
 
 N_FLIPS = int(os.environ.get("FUZZ_EXAMPLES", "12"))
-ROOT = Path(__file__).parents[2]
 #: Seconds that a file may take to be read or refused.
 PATIENCE = 60
 
