@@ -31,13 +31,13 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports --no-logo
 
 fuzz: $(STAMP)  ## engines on 8,000 random graphs, replays of 2,000, 1,000 flipped bits of each kind of file
-	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/test_compiled_engine.py tests/test_collective_links.py --hypothesis-show-statistics
-	FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/test_replay.py --hypothesis-show-statistics
+	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/pipesim/simulation/test_compiled_engine.py tests/pipesim/network/test_collective_links.py --hypothesis-show-statistics
+	FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/pipesim/analysis/test_replay.py --hypothesis-show-statistics
 	FUZZ_EXAMPLES=1000 $(BIN)/python -m pytest tests/project/test_flipped_files.py
 
 chaos: $(STAMP)  ## every fault of the tests, then 50 random ones; writes results/benchmarks/chaos.txt
-	FAULTS=all $(BIN)/python -m pytest tests/test_faults.py
-	$(BIN)/python tests/chaos.py --out results/benchmarks/chaos.txt
+	FAULTS=all $(BIN)/python -m pytest tests/pipeexec/distributed/test_faults.py
+	$(BIN)/python tests/helpers/chaos.py --out results/benchmarks/chaos.txt
 
 bench: $(STAMP)  ## run every script in benchmarks/
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python "$$script"; done
@@ -55,7 +55,7 @@ gpu-unpack: $(STAMP)  ## put what make gpu packed (FILE=gpu.tar.gz) into results
 	@$(BIN)/python benchmarks/gpu.py --unpack "$(FILE)" $(call given,OUT,--out)
 
 gpu-rehearsal: $(REHEARSAL)/.stamp  ## make gpu and its code on a machine without a GPU, with $(PYTHON312); slow to install
-	$(REHEARSAL)/bin/python tests/rehearsal.py
+	$(REHEARSAL)/bin/python tests/project/make_gpu/rehearsal.py
 
 clean:  ## remove caches and build artefacts; leaves the environments and results/
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -199,7 +199,8 @@ def command_of(name: str, out: Path, dry: bool) -> list[str]:
     stale = "error:The AccumulateGrad node's stream does not match:UserWarning"
     return [sys.executable, "-m", "pytest", "-v", "-m", "cuda", "-p", "no:cacheprovider",
             "-o", "addopts=-ra", "-W", stale, "--tb", "short", "--durations", "10",
-            "tests/test_cuda.py", "tests/test_executor.py"]  # fmt: skip
+            "tests/pipeexec/executor/test_cuda.py",
+            "tests/pipeexec/executor/test_pipeline.py"]  # fmt: skip
 
 
 def install(wheels: Path, site: Path) -> str | None:

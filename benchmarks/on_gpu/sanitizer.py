@@ -2,7 +2,8 @@
 
 Torch reads ``TORCH_CUDA_SANITIZER`` when it is imported, so that this step has it from the start.
 CUDA graphs and imposed links are left out: the sanitizer sees neither replays nor kernels that are
-no operators. It does not see memory that is freed too early either; ``tests/test_races.py`` does.
+no operators. It does not see memory that is freed too early either:
+``tests/pipeexec/executor/test_races.py`` does.
 """
 
 from __future__ import annotations

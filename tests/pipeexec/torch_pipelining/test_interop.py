@@ -304,7 +304,7 @@ def test_what_torch_does_not_find(
 
 
 def test_private_names_in_one_file() -> None:
-    """What torch may move without notice is imported in torch_private.py and nowhere else."""
+    """What torch may move without notice is imported in private.py and nowhere else."""
     for file in sorted(Path(px.__file__).parent.rglob("*.py")):
         names = [
             name.name
@@ -313,4 +313,4 @@ def test_private_names_in_one_file() -> None:
             for name in node.names
             if name.name.startswith("_")
         ]
-        assert bool(names) == (file.name == "torch_private.py"), file.name
+        assert bool(names) == (file.name == "private.py"), file.name

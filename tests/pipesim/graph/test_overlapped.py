@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from drawing import times
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, DeadlockError, GraphError, ScheduleError
 from pipesim.ops import parse_action
-from tests.drawing import times
 
 ORDERS = [
     ["0F0", "0F1", "(0F2;0B0)OVERLAP_F_B", "0B1", "0B2"],

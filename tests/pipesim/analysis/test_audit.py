@@ -11,9 +11,8 @@ from executing import data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
-from sanitizing import sanitized
+from sanitizing import pipeline_on_slices, sanitized
 from strategies import cases, skipping_cases
-from test_races import pipeline
 
 import pipesim as ps
 from pipeexec.executor import pipeline as executor
@@ -250,7 +249,7 @@ def races(graph: ps.TaskGraph, kind: Kind) -> list[str]:
     """Run a step on the stand-in for CUDA without a kind of wait; return its races."""
     with pytest.MonkeyPatch.context() as patch, sanitized(patch) as watch:
         if kind.sort == "queue":
-            subject = pipeline(without(graph, kind))
+            subject = pipeline_on_slices(without(graph, kind))
         else:
             gone = pairs(kind.edges)
             inner = executor.plan
@@ -267,7 +266,7 @@ def races(graph: ps.TaskGraph, kind: Kind) -> list[str]:
                 ]
 
             patch.setattr(executor, "plan", plan)
-            subject = pipeline(graph)
+            subject = pipeline_on_slices(graph)
         batch = data(16)
         for stream in list(watch.cuda.streams):
             watch.synchronized(stream)

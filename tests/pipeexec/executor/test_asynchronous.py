@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
-
-import pipesim as ps
-from pipeexec.stages.weight_versions import Versions
-from pipesim.errors import ArgumentError
-from pipesim.ops import Op
-from tests.executing import (
+from executing import (
     assert_same,
     cut,
     data,
@@ -28,6 +21,13 @@ from tests.executing import (
     unsplit,
     within,
 )
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import pipesim as ps
+from pipeexec.stages.weight_versions import Versions
+from pipesim.errors import ArgumentError
+from pipesim.ops import Op
 
 CHIMERA = orders(
     "0F0 0F1 1F2 1B2 1F3 1B3 0B0 0B1",

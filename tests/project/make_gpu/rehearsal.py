@@ -40,8 +40,8 @@ WHEELS = Path(sys.prefix) / "wheels"
 ARCHITECTURES = ("90", "100")
 #: Files with tests of the CUDA paths mention one of these.
 _CUDA_PATHS = re.compile(
-    r"\b(fake_cuda|torch\.cuda|torch_calls|torch_private"
-    r"|device_thread|pipeexec\.(allocated|capture|clocks|cuda|gpipe\w*|gpu_kernels|green|imposed|slices|torch_interop))\b"
+    r"\b(fake_cuda|torch\.cuda|torch_calls|device_thread|allocator_memory|cuda_graph"
+    r"|pipeexec\.(devices|gpipe|torch_pipelining))\b"
 )
 _ENTRY = re.compile(r"\.entry\s+(\w+)")
 #: Warnings by files of this project.
@@ -134,10 +134,10 @@ def commands() -> dict[str, tuple[list[str], float]]:
     return {
         "versions": (step_command("versions"), 300),
         "syntax": (step_command("syntax"), 120),
-        "calls": (pytest_command("tests/test_torch_calls.py"), 300),
+        "calls": (pytest_command("tests/project/make_gpu/test_torch_calls.py"), 300),
         "kernels": (step_command("kernels"), 300),
         "tests": (pytest_command(*cuda_tests()), 1800),
-        "steps": ([sys.executable, "tests/steps_on_stand_in.py"], 900),
+        "steps": ([sys.executable, "tests/project/make_gpu/steps_on_stand_in.py"], 900),
         "make_gpu": (
             ["make", "gpu", "DRY_RUN=1", f"PYTHON={sys.executable}", f"WHEELS={WHEELS}"],
             600,

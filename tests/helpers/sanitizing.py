@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeEvent, FakeStream
+from executing import cut, dense, mse
+from fake_cuda import FakeCuda, FakeEvent, FakeGpu, FakeStream
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Sanitizer", "sanitized"]
+import pipeexec as px
+import pipesim as ps
+
+__all__ = ["Sanitizer", "momentum", "pipeline_on_slices", "sanitized"]
 
 
 def _imported() -> Any:
@@ -265,3 +269,17 @@ def sanitized(patch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
     )
     with watch:
         yield watch
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    """Return SGD with momentum, so that an optimizer has state."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def pipeline_on_slices(
+    graph: ps.TaskGraph, *, gpus: bool = False, optimizer: Any = momentum
+) -> px.Pipeline:
+    """Return a pipeline on slices of a GPU, or on as many GPUs."""
+    stages = cut(dense(graph.n_stages), [1] * graph.n_stages)
+    devices = [FakeGpu(index, index if gpus else None) for index in range(graph.n_devices)]
+    return px.Pipeline(stages, graph, devices, mse, optimizer)

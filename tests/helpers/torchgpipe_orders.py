@@ -1,7 +1,7 @@
 """Record the order in which torch runs the backward of torchgpipe 0.0.7 on CPUs.
 
-``python tests/torchgpipe_orders.py FOLDER``, with torchgpipe's package in ``FOLDER`` (such as
-``pip download --no-deps torchgpipe==0.0.7``, unpacked), writes ``data/torchgpipe_orders.json``.
+``python tests/helpers/torchgpipe_orders.py FOLDER``, with torchgpipe's package in ``FOLDER`` (such
+as ``pip download --no-deps torchgpipe==0.0.7``, unpacked), writes ``data/torchgpipe_orders.json``.
 """
 
 from __future__ import annotations

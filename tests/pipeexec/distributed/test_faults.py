@@ -30,8 +30,8 @@ from faults import (
     run_commands,
     wrongs,
 )
+from process_errors import make
 from ranks import Ranks, free_port
-from test_process_errors import make
 
 import pipeexec as px
 import pipesim as ps

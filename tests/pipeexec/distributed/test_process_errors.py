@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from executing import cut, data, dense, mse
+from process_errors import TIMEOUT, assert_said, ended, make
 from ranks import Ranks, environment, free_port, run_to_end
 from torch import Tensor, nn
 
@@ -33,9 +34,6 @@ from pipeexec.distributed.launch_environment import Launch
 from pipeexec.distributed.roll_call import roll_call
 from pipeexec.distributed.store import listening_address
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
-
-#: Seconds in which every process must have ended; the timeout is longer.
-PROMPT, TIMEOUT = 10.0, 30.0
 
 
 class Untensor(nn.Module):
@@ -59,23 +57,6 @@ class FailingStep(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         raise ValueError("no step")
-
-
-def make(
-    processes: px.Processes,
-    schedule: Any = "gpipe",
-    stages: list[nn.Module | None] | None = None,
-    devices: Any = ("cpu",),
-    loss_fn: Any = mse,
-    optimizer: Any = None,
-    **options: Any,
-) -> px.Pipeline:
-    """Return a pipeline of two processes, all right but for what is given."""
-    graph = options.pop("graph", None) or ps.lower(
-        ps.schedule(schedule, 2, 4) if isinstance(schedule, str) else schedule
-    )
-    stages = list(cut(dense(2), [1, 1])) if stages is None else stages
-    return px.Pipeline(stages, graph, devices, loss_fn, optimizer, processes=processes, **options)
 
 
 def other_graph(processes: px.Processes) -> None:
@@ -245,25 +226,6 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
 def refused(processes: px.Processes, name: str) -> tuple[str, float]:
     """Return the error that a case of this file raises, and after how long."""
     return ended(globals()[name], processes)
-
-
-def ended(case: Callable[[px.Processes], None], processes: px.Processes) -> tuple[str, float]:
-    """Return the error that a case raises, and after how long."""
-    began = time.monotonic()
-    try:
-        case(processes)
-    except (PipeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - began
-    finally:
-        torch.manual_seed(0)
-    return "no error", time.monotonic() - began
-
-
-def assert_said(found: list[tuple[str, float]], expected: Sequence[str]) -> None:
-    """Check what `ended` returned in each rank: the error, at once."""
-    for (message, seconds), pattern in zip(found, expected, strict=True):
-        assert re.match(pattern, message, re.DOTALL), message
-        assert seconds < PROMPT, message
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)

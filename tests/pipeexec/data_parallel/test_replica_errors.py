@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from executing import cut, data, dense, mse
+from process_errors import TIMEOUT, assert_said, ended
 from ranks import Ranks
-from test_embedding_stage import lowered, made, share
-from test_process_errors import TIMEOUT, assert_said, ended
+from sharded_stage import lowered, made, share
 from torch import nn
 
 import pipeexec as px

@@ -15,7 +15,7 @@ import pytest
 import torch
 from executing import Faulty, cut, data, dense, mse
 from fake_cuda import FakeEvent, FakeGpu, FakeStream
-from sanitizing import Sanitizer, sanitized
+from sanitizing import Sanitizer, momentum, pipeline_on_slices, sanitized
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -32,20 +32,9 @@ SIZES = {"dualpipe": (4, 8), "chimera": (4, 4)}
 switched = pytest.mark.parametrize("overlap", [True, False])
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def scheduled(schedule: str) -> ps.Schedule:
     """Return a small schedule."""
     return ps.schedule(schedule, *SIZES.get(schedule, (2, 4)))
-
-
-def pipeline(graph: ps.TaskGraph, *, gpus: bool = False, optimizer: Any = sgd) -> px.Pipeline:
-    """Return a pipeline on slices of a GPU, or on as many GPUs."""
-    stages = cut(dense(graph.n_stages), [1] * graph.n_stages)
-    devices = [FakeGpu(index, index if gpus else None) for index in range(graph.n_devices)]
-    return px.Pipeline(stages, graph, devices, mse, optimizer)
 
 
 def run_steps(subject: px.Pipeline, n: int = 2) -> None:
@@ -68,7 +57,7 @@ def check(watch: Sanitizer) -> None:
 @pytest.mark.parametrize("schedule", ps.schedules().index)
 def test_schedules_on_slices(monkeypatch: pytest.MonkeyPatch, schedule: str, overlap: bool) -> None:
     with sanitized(monkeypatch) as watch:
-        run_steps(pipeline(ps.lower(scheduled(schedule), overlap=overlap)))
+        run_steps(pipeline_on_slices(ps.lower(scheduled(schedule), overlap=overlap)))
     check(watch)
 
 
@@ -79,7 +68,7 @@ def test_schedules_on_two_gpus(
 ) -> None:
     """Messages are copies, and each GPU has a stream of the caller."""
     with sanitized(monkeypatch) as watch:
-        run_steps(pipeline(ps.lower(scheduled(schedule), overlap=overlap), gpus=True))
+        run_steps(pipeline_on_slices(ps.lower(scheduled(schedule), overlap=overlap), gpus=True))
     check(watch)
 
 
@@ -97,9 +86,9 @@ def test_schedules_on_two_gpus(
     ids=str,
 )
 def test_lowered_otherwise(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    optimizer = None if "step" in options else sgd
+    optimizer = None if "step" in options else momentum
     with sanitized(monkeypatch) as watch:
-        run_steps(pipeline(ps.lower(scheduled("gpipe"), **options), optimizer=optimizer))
+        run_steps(pipeline_on_slices(ps.lower(scheduled("gpipe"), **options), optimizer=optimizer))
     check(watch)
 
 
@@ -114,7 +103,9 @@ def test_replicas(
     graph = ps.lower(schedule, n_replicas=2, grad_sync=mode, n_buckets=2, overlap=overlap)
     stages = cut(dense(2 * n_devices), [2] * n_devices)
     with sanitized(monkeypatch) as watch:
-        run_steps(px.Pipeline(stages, graph, [FakeGpu() for _ in range(2 * n_devices)], mse, sgd))
+        run_steps(
+            px.Pipeline(stages, graph, [FakeGpu() for _ in range(2 * n_devices)], mse, momentum)
+        )
     check(watch)
 
 
@@ -148,7 +139,7 @@ def test_a_sharded_embedding_of_one_process(
     dense_part, keys = torch.rand(16, 4), torch.randint(8, (16, 1))
     with sanitized(monkeypatch) as watch:
         stages = [px.EmbeddingStage(embedding), _Summed()]
-        subject = px.Pipeline(stages, graph, [FakeGpu(), FakeGpu()], mse, sgd)
+        subject = px.Pipeline(stages, graph, [FakeGpu(), FakeGpu()], mse, momentum)
         for _ in range(2):
             subject.step((dense_part, keys), torch.rand(16, 4))
     check(watch)
@@ -158,7 +149,7 @@ def test_a_sharded_embedding_of_one_process(
 def test_a_calibration(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """Pipelines of other graphs share its stages, streams and memory, and give weights back."""
     with sanitized(monkeypatch) as watch:
-        subject = pipeline(ps.lower(scheduled(schedule)))
+        subject = pipeline_on_slices(ps.lower(scheduled(schedule)))
         subject.step(*data(16))
         calibration = Calibration(subject, *data(16))
         calibration.warm_up(1)
@@ -171,7 +162,9 @@ def test_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves is freed while streams may still use it."""
     layers = [nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), Faulty(ValueError(), forward=2))]
     with sanitized(monkeypatch) as watch:
-        subject = px.Pipeline(layers, ps.lower(scheduled("1f1b")), [FakeGpu(), FakeGpu()], mse, sgd)
+        subject = px.Pipeline(
+            layers, ps.lower(scheduled("1f1b")), [FakeGpu(), FakeGpu()], mse, momentum
+        )
         with pytest.raises(StageError):
             subject.step(*data(16))
         run_steps(subject)
@@ -187,7 +180,7 @@ def test_a_capture(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
         recorder.launch(recorder.record(run, tasks))
 
     with sanitized(monkeypatch) as watch:
-        subject = pipeline(ps.lower(scheduled(schedule)), optimizer=None)
+        subject = pipeline_on_slices(ps.lower(scheduled(schedule)), optimizer=None)
         run_steps(subject, 1)
         subject._step(*data(16), walk)
     check(watch)
@@ -224,7 +217,7 @@ def gpipe(gpus: bool = False, **options: Any) -> px.GPipe:
 
 def train(model: px.GPipe, *, input_grad: bool = True, n: int = 2) -> None:
     """Run steps as a user does: what goes in and comes out is of the caller's stream."""
-    optimizer = sgd(model.parameters())
+    optimizer = momentum(model.parameters())
     for seed in range(n):
         x, y = data(8, seed=seed)
         inputs = (x * 1.0).requires_grad_(input_grad)
@@ -325,13 +318,13 @@ def _of_gpipe() -> None:
 
 
 def _of_a_pipeline() -> None:
-    run_steps(pipeline(ps.lower(scheduled("1f1b"))))
+    run_steps(pipeline_on_slices(ps.lower(scheduled("1f1b"))))
 
 
 def _of_replicas() -> None:
     # Of three micro-batches the second reduction frees what the third backward may take.
     graph = ps.lower(ps.schedule("gpipe", 1, 3), n_replicas=2, grad_sync="every")
-    run_steps(px.Pipeline([dense(2)], graph, [FakeGpu(), FakeGpu()], mse, sgd))
+    run_steps(px.Pipeline([dense(2)], graph, [FakeGpu(), FakeGpu()], mse, momentum))
 
 
 @pytest.mark.parametrize(

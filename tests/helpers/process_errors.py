@@ -1,0 +1,57 @@
+"""Errors of pipelines of several processes: each process ends in time, with the right message."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from executing import cut, dense, mse
+from torch import nn
+
+import pipeexec as px
+import pipesim as ps
+from pipesim.errors import PipeError
+
+__all__ = ["PROMPT", "TIMEOUT", "assert_said", "ended", "make"]
+
+#: Seconds in which every process must have ended; the timeout is longer.
+PROMPT, TIMEOUT = 10.0, 30.0
+
+
+def make(
+    processes: px.Processes,
+    schedule: Any = "gpipe",
+    stages: list[nn.Module | None] | None = None,
+    devices: Any = ("cpu",),
+    loss_fn: Any = mse,
+    optimizer: Any = None,
+    **options: Any,
+) -> px.Pipeline:
+    """Return a pipeline of two processes, all right but for what is given."""
+    graph = options.pop("graph", None) or ps.lower(
+        ps.schedule(schedule, 2, 4) if isinstance(schedule, str) else schedule
+    )
+    stages = list(cut(dense(2), [1, 1])) if stages is None else stages
+    return px.Pipeline(stages, graph, devices, loss_fn, optimizer, processes=processes, **options)
+
+
+def ended(case: Callable[[px.Processes], None], processes: px.Processes) -> tuple[str, float]:
+    """Return the error that a case raises, and after how long."""
+    began = time.monotonic()
+    try:
+        case(processes)
+    except (PipeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    finally:
+        torch.manual_seed(0)
+    return "no error", time.monotonic() - began
+
+
+def assert_said(found: list[tuple[str, float]], expected: Sequence[str]) -> None:
+    """Check what `ended` returned in each rank: the error, at once."""
+    for (message, seconds), pattern in zip(found, expected, strict=True):
+        assert re.match(pattern, message, re.DOTALL), message
+        assert seconds < PROMPT, message
