@@ -1,4 +1,4 @@
-"""Costs from a model's sizes."""
+"""Costs of a pipeline from the sizes of a model: transformers, and profiled layers."""
 
 from pipesim.models.layers import Layers
 from pipesim.models.tensor_parallel import Shard

@@ -3,7 +3,7 @@
 Letters of the formulas, here and in `pipesim.models.tensor_parallel`: s tokens a sequence, b
 sequences a micro-batch (B a batch), h hidden size, a heads, k size of all keys of a token (h,
 unless heads share them), f inner size of the MLP, g matrices of the MLP that read its input (1, or
-2 where it is gated), v vocabulary, L layers, t tensor-parallel size.
+2 if it is gated), v vocabulary, L layers, t tensor-parallel size.
 
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
 arXiv 2104.04473. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
@@ -14,27 +14,19 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 from inspect import signature
-from math import inf
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import Partition, Split, checked_counts
-from pipesim.errors import ArgumentError, check_count, check_flag, check_name, number
+from pipesim.errors import ArgumentError, check_count, check_flag, check_name
+from pipesim.models.size_checks import check_divides, check_size, checked_rate
 from pipesim.network.network import Network
 
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = [
-    "RECOMPUTE",
-    "Recompute",
-    "Transformer",
-    "check_divides",
-    "check_size",
-    "checked_rate",
-    "costs_from_sizes",
-]
+__all__ = ["RECOMPUTE", "Recompute", "Transformer", "costs_from_sizes"]
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE = ("none", "selective", "full")
@@ -43,8 +35,6 @@ _COUNTS = (
     "hidden_size", "n_layers", "n_heads", "sequence_length", "vocabulary_size", "ffn_size",
     "n_kv_heads",
 )  # fmt: skip
-#: Sizes, and bytes or FLOP/s, up to which no product in a formula overflows.
-_LARGEST, _FASTEST = 10**15, 1e100
 _SWITCHES = ("gated_mlp", "biases", "learned_positions", "dropout", "tied_embeddings")
 
 
@@ -57,10 +47,10 @@ class Transformer:
     hidden_size, n_layers, n_heads, sequence_length, vocabulary_size
         h, L, a, s and v. Each head has h/a elements.
     ffn_size
-        f; 0 (the default) stands for 4h.
+        f; 0 (the default) for 4h.
     n_kv_heads
         Heads of keys and values, each shared by as many heads of queries (grouped-query
-        attention); 0 (the default) stands for a.
+        attention); 0 (the default) for a.
     gated_mlp
         Whether the MLP is ``down(act(gate(x)) * up(x))`` (SwiGLU), of three matrices.
     biases
@@ -69,10 +59,10 @@ class Transformer:
     learned_positions
         Whether positions have parameters, sh.
     dropout
-        Whether softmax, attention, MLP and embedding have dropout on what they put out.
+        Whether softmax, attention, MLP and embedding have dropout on their outputs.
     tied_embeddings
-        Whether the LM head's matrix is that of the embedding. First and last stage hold a copy
-        each, unless they are one.
+        Whether the LM head's matrix is that of the embedding. First and last stage hold one copy
+        each, unless they are the same stage.
     bytes_per_parameter, bytes_per_gradient, bytes_per_activation
         Bytes of an element; 2 for bfloat16.
     optimizer_bytes_per_parameter
@@ -138,7 +128,7 @@ class Transformer:
 
     @property
     def layer_matrices(self) -> int:
-        """Parameters of a layer's linear maps but for biases: h(h + 2k) + hh + (g + 1)hf."""
+        """Parameters of a layer's linear maps without biases: h(h + 2k) + hh + (g + 1)hf."""
         h = self.hidden_size
         return h * (2 * h + 2 * self.kv_size + (self.mlp_inputs + 1) * self.ffn_size)
 
@@ -181,26 +171,26 @@ class Transformer:
     def core_flops(self, microbatch_size: int = 1) -> int:
         """FLOPs of a layer's attention core (scores, and the sum of values), forward: 4bssh.
 
-        The causal mask is not counted as a saving, as in the papers.
+        The causal mask saves no FLOPs in this count, as in the papers.
         """
         return 4 * self._tokens(microbatch_size) * self.sequence_length * self.hidden_size
 
     def layer_flops(self, microbatch_size: int = 1) -> int:
-        """FLOPs of a layer, forward, matrix products alone (arXiv 2205.05198, appendix A)."""
+        """FLOPs of a layer, forward, matrix products only (arXiv 2205.05198, appendix A)."""
         return self.linear_flops(microbatch_size) + self.core_flops(microbatch_size)
 
     def head_flops(self, microbatch_size: int = 1) -> int:
-        """FLOPs of the LM head, forward: 2bshv. Looking up the embedding counts as none."""
+        """FLOPs of the LM head, forward: 2bshv. The look-up of the embedding counts as none."""
         return 2 * self._tokens(microbatch_size) * self.hidden_size * self.vocabulary_size
 
     def recomputed_flops(self, microbatch_size: int = 1, recompute: Recompute = "none") -> int:
-        """FLOPs of a layer that are done again: none, the attention core's, or the layer's."""
+        """FLOPs of a layer's recompute: none, those of the attention core, or of the layer."""
         check_name("recompute", recompute, RECOMPUTE)
         core, linear = self.core_flops(microbatch_size), self.linear_flops(microbatch_size)
         return {"none": 0, "selective": core, "full": core + linear}[recompute]
 
     def step_flops(self, batch_size: int = 1, recompute: Recompute = "none") -> int:
-        """FLOPs of a batch: forward, backward (twice as many), and what is done again.
+        """FLOPs of a batch: forward, backward (twice as many), and recompute.
 
         With GPT-3's shape 72BLshh(1 + s/6h + v/12hL) without recompute (arXiv 2205.05198,
         appendix A) and 96BLshh(1 + s/6h + v/16hL) with full recompute (arXiv 2104.04473,
@@ -209,7 +199,7 @@ class Transformer:
         Notes
         -----
         Selective recompute adds one forward of the attention core, 4Bssh a layer. The hardware
-        FLOPs of arXiv 2205.05198, 72BLshh(1 + s/3h + v/12hL), have three times that.
+        FLOPs of arXiv 2205.05198, 72BLshh(1 + s/3h + v/12hL), add three times as many.
 
         Raises
         ------
@@ -228,7 +218,7 @@ class Transformer:
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
     ) -> Shard:
-        """Return what one GPU holds and computes; see `pipesim.models.tensor_parallel.Shard`."""
+        """Return the share of one GPU; see `pipesim.models.tensor_parallel.Shard`."""
         from pipesim.models.tensor_parallel import Shard
 
         return Shard(self, microbatch_size, tensor_parallel, sequence_parallel, recompute)
@@ -247,35 +237,35 @@ class Transformer:
         launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
-        """Return the costs of stages; the embedding is on the first, the LM head on the last.
+        """Return the costs of stages; the first has the embedding, the last the LM head.
 
         Parameters
         ----------
         layers_per_stage
-            Layers of each stage, in order (first and last may have none), or a number of stages,
-            which get as many each unless ``partition`` says otherwise.
+            Layers of each stage, in order (first and last may have none), or a number of stages.
         microbatch_size
             Sequences of a micro-batch.
         flops_per_second
-            FLOP/s that a GPU achieves (not its peak), while it waits for messages of its
-            tensor-parallel group included.
+            FLOP/s that a GPU achieves (not its peak), averaged over its computing and its waiting
+            for messages of its tensor-parallel group.
         tensor_parallel, sequence_parallel, recompute
-            As in `pipesim.models.tensor_parallel.Shard`, whose ``costs`` says how each value is
-            computed.
+            As in `pipesim.models.tensor_parallel.Shard`, whose ``stages`` has the formulas of all
+            values.
         partition
-            How a number of stages is made of the layers: ``"even"`` (the default here), with as
-            many each, or ``"balanced"`` (the default of `Costs.from_layers`), so that the slowest
-            stage, the LM head counted, takes as little time as it can.
+            How layers are divided among a number of stages. ``"even"`` (the default here): each
+            stage has as many. ``"balanced"`` (the default of `Costs.from_layers`): the slowest
+            stage, including the LM head, takes as little time as possible.
         optimizer_step, launch, network
             As in `Costs`.
 
         Raises
         ------
         ArgumentError
-            For layers that do not sum to the model's or do not divide evenly, a tensor-parallel
-            size that does not divide what it splits, a rate that is not positive, an unknown
-            ``recompute`` or ``partition`` (`UnknownNameError`), and a ``partition`` beside the
-            layers of each stage.
+            - For layers that do not sum to the model's or do not divide evenly.
+            - For a tensor-parallel size that does not divide the sizes it splits.
+            - For a rate that is not positive.
+            - For an unknown ``recompute`` or ``partition`` (`UnknownNameError`).
+            - For a ``partition`` together with the layers of each stage.
 
         Warns
         -----
@@ -295,13 +285,14 @@ class Transformer:
         return Costs(**values, **others, network=Network() if network is None else network)
 
     def _tokens(self, microbatch_size: int) -> int:
+        """Tokens of a micro-batch."""
         return check_size("microbatch_size", microbatch_size) * self.sequence_length
 
 
 def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
     """Return ``Transformer(...).costs(layers_per_stage, ...)``; settings are those of both.
 
-    ``n_layers`` may be left out where the layers of each stage are given.
+    ``n_layers`` may be left out if the layers of each stage are given.
     """
     sizes = {field.name: field.default for field in fields(Transformer)}
     options = signature(Transformer.costs).parameters
@@ -318,40 +309,3 @@ def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
         raise ArgumentError(f"{missing[0]} is missing; a transformer needs {', '.join(needed)}")
     model = Transformer(**{name: value for name, value in settings.items() if name in sizes})
     return model.costs(layers_per_stage, **{k: v for k, v in settings.items() if k in named})
-
-
-def check_size(name: str, value: object, minimum: int = 1) -> int:
-    """Return a whole number of at least ``minimum`` and so small that no formula overflows.
-
-    Raises
-    ------
-    ArgumentError
-        For anything else.
-    """
-    size = check_count(name, value, minimum)
-    if size > _LARGEST:
-        raise ArgumentError(f"{name} must be at most {_LARGEST:g}, got {_shortened(size)}")
-    return size
-
-
-def _shortened(value: int) -> str:
-    return f"{value}" if value < 10**30 else "a number of more than 30 digits"
-
-
-def check_divides(name: str, value: int, of: str, whole: int) -> None:
-    """Raise if ``value`` does not divide ``whole``."""
-    if whole % value:
-        raise ArgumentError(
-            f"{name}={value} does not divide {of}={whole}; choose {name} such that it does"
-        )
-
-
-def checked_rate(name: str, value: object, unit: str) -> float:
-    """Return ``value`` as a float if it is finite and at least 0, or above it of a rate."""
-    got = number(value)
-    least = "> 0" if unit == "FLOP/s" else ">= 0"
-    if got is None or not 0 <= got < inf or (got == 0 and unit == "FLOP/s"):
-        raise ArgumentError(f"{name} must be finite {unit} {least}, got {value!r}")
-    if got > _FASTEST:
-        raise ArgumentError(f"{name} must be at most {_FASTEST:g} {unit}, got {value!r}")
-    return got

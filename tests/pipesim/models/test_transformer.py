@@ -314,7 +314,7 @@ def test_an_even_split_that_costs_time_is_told() -> None:
 @pytest.mark.parametrize(
     ("split", "partition", "message"),
     [
-        ([4, 4], "even", "gives the layers of each stage, so that there is nothing for partition="),
+        ([4, 4], "even", "gives the layers of each stage, so that partition="),
         (2, "fair", "unknown partition 'fair'"),
         (10, "balanced", "8 layers"),
         (3, "even", "8 layers do not divide into 3 stages"),

@@ -1,0 +1,63 @@
+"""Layers of each stage of a transformer whose last stage has the LM head as well."""
+
+from __future__ import annotations
+
+import warnings
+
+from pipesim.costs.layer_split import (
+    Partition,
+    Split,
+    balanced_split,
+    check_partition,
+    checked_split,
+)
+from pipesim.errors import ArgumentError, CostsWarning, check_count
+
+__all__ = ["stage_sizes"]
+
+#: Ratio of the slowest stage of an even split to that of a balanced one which is worth a warning.
+_UNEVEN = 1.05
+#: Most layers of a model for which the balanced split is found only for that warning.
+_FEW_LAYERS = 1000
+
+
+def stage_sizes(
+    layers_per_stage: Split, partition: Partition | None, n_layers: int, layer: int, head: int
+) -> tuple[int, ...]:
+    """Return the layers of each stage; see `Transformer.costs` for arguments, errors and warnings.
+
+    ``layer`` and ``head`` are the FLOPs of one layer and of the LM head, forward and backward.
+    """
+    is_number = check_partition(partition, layers_per_stage, "layers_per_stage")
+    if is_number and partition == "balanced":
+        return _balanced_sizes(layers_per_stage, n_layers, layer, head)
+    sizes = checked_split(layers_per_stage, n_layers, "layers_per_stage", ends_may_be_empty=True)
+    if is_number and partition is None and n_layers <= _FEW_LAYERS:
+        balanced = _balanced_sizes(layers_per_stage, n_layers, layer, head)
+        slowest, least = _slowest(sizes, layer, head), _slowest(balanced, layer, head)
+        if slowest > _UNEVEN * least:
+            warnings.warn(
+                f"layers_per_stage={layers_per_stage} has as many layers on each stage; with "
+                f"the LM head, the last takes {slowest / least:.2f} times as long as the slowest "
+                'of a balanced split would; give partition="balanced", or "even" if that is meant',
+                CostsWarning,
+                stacklevel=4,
+            )
+    return sizes
+
+
+def _balanced_sizes(n_stages: object, n_layers: int, layer: int, head: int) -> tuple[int, ...]:
+    """Return the split whose slowest stage is fastest; the last stage may have the head alone."""
+    count = check_count("layers_per_stage", n_stages)
+    if count > n_layers + 1:
+        raise ArgumentError(
+            f"layers_per_stage={count}: {n_layers} layers and the LM head cannot "
+            f"be split into {count} stages; give at most {n_layers + 1}"
+        )
+    *sizes, last = balanced_split([layer] * n_layers + [head], count)
+    return (*sizes, last - 1)
+
+
+def _slowest(sizes: tuple[int, ...], layer: int, head: int) -> int:
+    """Return the FLOPs of the slowest stage."""
+    return max(layer * n + head * (stage == len(sizes) - 1) for stage, n in enumerate(sizes))
