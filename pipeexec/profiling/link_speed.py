@@ -115,7 +115,7 @@ def _hop(result: StepResult, op: Op) -> float:
     graph = timeline.graph
     stage = 0 if op is Op.SEND_F else 1
     send = int(np.flatnonzero((graph.op == op) & (graph.stage == stage))[0])
-    consumers = graph.dependencies.transposed()[int(graph.pair[send])]
+    consumers = graph.dependencies.transpose()[int(graph.pair[send])]
     return max(float(timeline.start[consumers].min() - timeline.start[send]), 1e-9)
 
 

@@ -114,7 +114,7 @@ def _of_use(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.floa
     host or link. Else at its arrival, or NaN if ``waited_only``.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
-    consumers = graph.dependencies.transposed()
+    consumers = graph.dependencies.transpose()
     held = held_links(timeline)
     free = np.maximum(
         issued_together(graph, timeline.issue_times), np.where(held >= 0, end[held], 0.0)

@@ -13,7 +13,7 @@ from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, suggestion
 from pipesim.sweeps.grid import version
 from pipesim.sweeps.settings import FLAT, SETTINGS, Settings, checked, place
-from pipesim.utils.atomic_write import check_path, check_target, writing
+from pipesim.utils.atomic_write import check_path, check_target, write_errors
 from pipesim.utils.texts import real, whole
 
 __all__ = ["EPILOG", "SWEEP_EPILOG", "Command", "argument_settings", "parse_arguments"]
@@ -258,7 +258,7 @@ def _writable(text: str) -> Path:
     """Return a path, if a file can be written there. The check is before the work, not after it."""
     try:
         path = check_path("path", text, "write")
-        with writing(path):
+        with write_errors(path):
             tempfile.TemporaryFile(dir=check_target(path).parent).close()
     except ArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from error

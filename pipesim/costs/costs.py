@@ -28,7 +28,7 @@ from pipesim.network.network import ALL_REDUCE, Network
 from pipesim.scheduling.placement import Placement
 from pipesim.utils.atomic_write import check_path, read_json, write_text
 from pipesim.utils.host_memory import check_stages
-from pipesim.utils.texts import CHECKSUM, changed, checksum
+from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -364,7 +364,7 @@ class Costs:
             raise CostsError(f"{path} holds no costs, but {type(values).__name__}")
         costs = cls.from_dict({key: value for key, value in values.items() if key != CHECKSUM})
         if CHECKSUM in values and values[CHECKSUM] != checksum(values):
-            raise CostsError(changed(path, f'delete the line "{CHECKSUM}"'))
+            raise CostsError(checksum_mismatch(path, f'delete the line "{CHECKSUM}"'))
         return costs
 
     @classmethod

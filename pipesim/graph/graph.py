@@ -525,7 +525,7 @@ class TaskGraph:
             for number in range(len(self.collectives)):
                 members = self.collectives[number]
                 # Of each stream the last, since that has the others before it.
-                needed = np.sort(own.of(members))[::-1]
+                needed = np.sort(own.gather(members))[::-1]
                 needed = needed[np.unique(self.stream[needed], return_index=True)[1]]
                 rows.append(np.repeat(members, len(needed)))
                 values.append(np.tile(needed, len(members)))

@@ -37,7 +37,7 @@ def with_starts(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> C
         return needs
     forward, backward = overlapped_pairs(kinds, kind, stream_of_kind)
     rows = np.repeat(forward, np.diff(needs.ptr)[backward])
-    return _joined(needs, rows, needs.of(backward))
+    return _joined(needs, rows, needs.gather(backward))
 
 
 def with_ends(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CSR:

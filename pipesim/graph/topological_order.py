@@ -99,7 +99,7 @@ def levels(
 def stable_topological_order(waits: CSR) -> Ints:
     """Return a topological order that takes the smallest id it can; short if there is a circle."""
     remaining = np.diff(waits.ptr).tolist()
-    followers = waits.transposed()
+    followers = waits.transpose()
     ready = [task for task, count in enumerate(remaining) if count == 0]
     order = []
     while ready:

@@ -157,7 +157,7 @@ def _messages(
     to, is_skip = to[first], is_skip[first]
     of_place = CSR.group(kinds.replica[of] * n_stages + kinds.stage[of], homes.size)
     at = replica * n_stages + to
-    needs = of[of_place.of(at)]
+    needs = of[of_place.gather(at)]
     needed = np.repeat(np.arange(len(at)), np.diff(of_place.ptr)[at])
     return _Messages(makes, made, needs, needed, replica, stage, to, is_skip)
 

@@ -72,7 +72,7 @@ def _passes(graph: TaskGraph) -> Ints:
 
 def _topological_order(waits: CSR, rank: Ints, by_rank: Ints) -> Ints:
     """Return a topological order that takes the task of the smallest rank it can."""
-    followers = waits.transposed()
+    followers = waits.transpose()
     order = np.empty(len(rank), dtype=np.int64)
     heap = np.empty(len(rank), dtype=np.int64)
     remaining = np.diff(waits.ptr).astype(np.int64)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from pipesim.errors import ScheduleError
-from pipesim.utils.texts import changed, checksum
+from pipesim.utils.texts import checksum, checksum_mismatch
 
 __all__ = ["check_signature", "signed_grid", "signed_rows", "unsigned"]
 
@@ -60,7 +60,7 @@ def check_signature(where: str, text: str, signature: str) -> None:
         The message tells how to read the file all the same.
     """
     if signature and signature != _signature(text):
-        raise ScheduleError(changed(where, f"delete {signature!r} from it"))
+        raise ScheduleError(checksum_mismatch(where, f"delete {signature!r} from it"))
 
 
 def _csv(rows: Sequence[Sequence[str]]) -> str:

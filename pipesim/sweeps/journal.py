@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from pipesim.errors import ArgumentError
-from pipesim.utils.atomic_write import check_path, check_target, writing
+from pipesim.utils.atomic_write import check_path, check_target, write_errors
 from pipesim.utils.texts import CHECKSUM, checksum, parse_json
 
 __all__ = ["Journal"]
@@ -83,14 +83,14 @@ class Journal:
         record[CHECKSUM] = checksum(record)
         line = json.dumps(record, ensure_ascii=False, allow_nan=False)
         data = memoryview(line.encode() + b"\n")
-        with writing(self.path):
+        with write_errors(self.path):
             while data:  # a write may be short where the disk is full; the next one then says so
                 data = data[self._file.write(data) :]
         self.rows[digest] = dict(row)
 
     def _open(self) -> None:
         check_target(self.path)
-        with writing(self.path):
+        with write_errors(self.path):
             self._file = self.path.open("a+b", buffering=0)
 
     def _lock(self) -> None:

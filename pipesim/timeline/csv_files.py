@@ -21,7 +21,7 @@ from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.scheduling.schedule import VERSIONS
 from pipesim.timeline.timeline import COLUMNS, Timeline
 from pipesim.utils.atomic_write import check_path, read_text, write_text
-from pipesim.utils.texts import CHECKSUM, changed, checksum, csv_rows, real, whole
+from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch, csv_rows, real, whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,7 +103,7 @@ def _check_checksum(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
     signature = "".join(row[index] for row in rows)
     text = "".join(",".join([*row[:index], *row[index + 1 :]]) + "\n" for row in (header, *rows))
     if signature and signature != checksum(text):
-        raise TimelineError(changed("it", f"empty its column {CHECKSUM!r}"))
+        raise TimelineError(checksum_mismatch("it", f"empty its column {CHECKSUM!r}"))
 
 
 def load(path: Path | str, *, costs: Costs | None, name: str) -> Timeline:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipesim.errors import TimelineError, number
 from pipesim.utils.atomic_write import gunzip, read_bytes
-from pipesim.utils.texts import changed, checksum, parse_json, unique
+from pipesim.utils.texts import checksum, checksum_mismatch, parse_json, unique
 
 __all__ = ["SIGNATURE", "load", "read_header", "seconds"]
 
@@ -81,7 +81,9 @@ def _check_signature(path: Path, content: Mapping[str, Any]) -> None:
     if isinstance(other, dict) and SIGNATURE in other:
         rest = {key: value for key, value in content.items() if key != "otherData"}
         if other[SIGNATURE] != checksum(rest):
-            raise TimelineError(changed(path, f'delete "{SIGNATURE}" from its "otherData"'))
+            raise TimelineError(
+                checksum_mismatch(path, f'delete "{SIGNATURE}" from its "otherData"')
+            )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

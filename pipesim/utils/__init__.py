@@ -1,1 +1,1 @@
-"""Arrays, compiled loops, texts and files: what knows nothing of pipelines."""
+"""Arrays, compiled loops, texts and files: helpers that know nothing of pipelines."""

@@ -1,7 +1,7 @@
-"""Paths from users, and files: read as a whole within memory, written whole or not at all.
+"""Users' paths, and files: read completely if memory allows, written whole or not at all.
 
-Only regular files are read and replaced. A pipe would wait for its other end, a device may never
-end, and writing over either would put a file in its place.
+Only regular files are read and replaced. Reading a pipe would wait for its other end, and a device
+may never end. Writing would replace either by a file.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
     "read_bytes",
     "read_json",
     "read_text",
+    "write_errors",
     "write_text",
     "write_whole",
-    "writing",
 ]
 
-#: Bytes of memory that a byte of a file may come to need: parsed JSON takes about so many.
+#: Bytes of memory that a byte of a file may need: parsed JSON needs about this many.
 _PER_BYTE = 16
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -48,21 +48,21 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-#: Names of a folder that a missing file's name is compared with, at most.
+#: Most names of a folder that the name of a missing file is compared with.
 _NAMES = 1000
 
 
-def check_path(name: str, value: object, does: str = "read", needs: str = "") -> Path:
-    """Return the path that a user gave as argument ``name``, to read or to write.
+def check_path(name: str, value: object, verb: str = "read", needs: str = "") -> Path:
+    """Return the path of a user's argument ``name``; ``verb`` is ``"read"`` or ``"write"``.
 
     ``needs`` replaces ``"<name> must be"`` in the message.
 
     Raises
     ------
     ArgumentTypeError
-        For anything but a text or a path object; bytes and numbers of open files are neither.
+        For anything but a text or a path object; bytes and file descriptors are refused too.
     ArgumentError
-        For a null character, and for characters that no file's name can have.
+        For a null character, and for characters that no file name can have.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -74,13 +74,13 @@ def check_path(name: str, value: object, does: str = "read", needs: str = "") ->
     except UnicodeEncodeError as error:
         reason = f"no file's name can have {text[error.start]!a}"
     if reason:
-        raise ArgumentError(f"cannot {does} {text}: {reason}; give another {name}")
+        raise ArgumentError(f"cannot {verb} {text}: {reason}; give another {name}")
     return Path(text)
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is that of a folder; a path that the system refuses is none."""
-    with suppress(OSError):  # such as a name that is too long: reading the file then says so
+    """Return whether a path is a folder; False for a path that the system refuses."""
+    with suppress(OSError):  # such as a name that is too long: reading the file then reports it
         return path.is_dir()
     return False
 
@@ -93,20 +93,20 @@ def read_bytes(path: Path, what: str, error: type[PipeError], *, first: int | No
     path
         Checked by `check_path`.
     what
-        What messages call the content, with a preposition where there is one: ``"costs from"``.
+        Name of the content in messages, with its preposition, if any: ``"costs from"``.
     error
-        Raised where the file cannot be read.
+        Error to raise if the file cannot be read.
     first
-        Read no more than so many bytes; by default all, if memory allows.
+        Most bytes to read; by default all, if memory allows.
 
     Raises
     ------
     CapacityError
-        For a file of more bytes than memory has room for.
+        For a file that does not fit in memory.
     """
     try:
         _check_regular(os.stat(path))
-        # Should a pipe have taken its place meanwhile, opening does not wait for a writer.
+        # If a pipe has replaced the file meanwhile, O_NONBLOCK avoids waiting for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:
             _check_regular(os.fstat(handle))
@@ -125,7 +125,7 @@ def read_text(path: Path, what: str, error: type[PipeError]) -> str:
 
 
 def read_json(path: Path, what: str, error: type[PipeError]) -> Any:
-    """Return what a regular file of JSON holds; as `read_bytes`, and as `parse_json`."""
+    """Return the value of a regular JSON file; as `read_bytes`, and as `parse_json`."""
     text = read_text(path, what, error)
     try:
         return parse_json(text)
@@ -134,7 +134,7 @@ def read_json(path: Path, what: str, error: type[PipeError]) -> Any:
 
 
 def gunzip(data: bytes, path: Path, what: str, error: type[PipeError]) -> bytes:
-    """Return what gzip compressed to ``data``; the limit is that of `read_bytes`."""
+    """Decompress ``data``; the limit is that of `read_bytes`."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
             return _bounded(file, path, what)
@@ -143,7 +143,7 @@ def gunzip(data: bytes, path: Path, what: str, error: type[PipeError]) -> bytes:
 
 
 def _bounded(file: IO[bytes] | gzip.GzipFile, path: Path, what: str) -> bytes:
-    """Read to the end, or until it is too much."""
+    """Read to the end; raise `CapacityError` if the content does not fit in memory."""
     limit = available_memory() // _PER_BYTE
     parts, room = [], limit + 1
     while room and (part := file.read(min(room, 1 << 24))):
@@ -169,7 +169,7 @@ def _check_regular(state: os.stat_result) -> None:
 
 
 def _near(path: Path) -> str:
-    """Return the name in the folder that a missing file may have been meant to have."""
+    """Return a hint with the name in the folder that is nearest to a missing file's."""
     with suppress(OSError):
         # Stems are compared: a common suffix alone makes names alike.
         names = {file.stem: file.name for file in islice(path.parent.iterdir(), _NAMES)}
@@ -179,14 +179,14 @@ def _near(path: Path) -> str:
 
 
 def check_target(path: Path) -> Path:
-    """Return where content for ``path`` goes: the path itself, or what it links to.
+    """Return the file to write for ``path``: the path itself, or the target of its link.
 
     Raises
     ------
     ArgumentError
         For a folder, a device or a pipe, and a file that may not be written.
     """
-    with writing(path):
+    with write_errors(path):
         try:
             state = os.stat(path)
         except FileNotFoundError:
@@ -194,7 +194,7 @@ def check_target(path: Path) -> Path:
         if not stat.S_ISREG(state.st_mode):
             raise ArgumentError(
                 f"cannot write {path}: it is a folder, a device or a pipe; name a regular file, or "
-                "one that is not there yet"
+                "one that does not exist yet"
             )
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -202,8 +202,8 @@ def check_target(path: Path) -> Path:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise what the system has to say against writing ``path`` as an error that names it.
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the system while writing ``path`` into one that names the path.
 
     Raises
     ------
@@ -221,20 +221,20 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file in the same folder, then rename it to ``path``.
+    """Call ``write`` on a temporary file in the same folder, then rename it to ``path``.
 
-    A link stays a link: the file that it leads to is replaced. A file that was there keeps its
-    mode; a new one has that of the process (``umask``).
+    A link stays a link: its target is replaced. An existing file keeps its mode; a new one gets
+    the mode of the process (``umask``).
 
     Raises
     ------
     ArgumentError
         Naming ``path``: if its folder is missing or cannot be written in, the disk is full, or
-        ``path`` is something else than a regular file. What was there stays as it was.
+        ``path`` is no regular file. An existing file stays unchanged.
     """
     target = check_target(path)
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(6)}.part")
-    with writing(path):
+    with write_errors(path):
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         try:
             write(temporary)

@@ -12,7 +12,7 @@ from pipesim.utils.jit import kernel
 
 __all__ = ["CSR", "Ints", "bincount", "count", "ids_dtype"]
 
-#: Arrays of task ids and counts: 32 bits where they suffice, which halves what engines read.
+#: Arrays of task ids and counts: 32 bits if they suffice, to halve the bytes that engines read.
 Ints = NDArray[Any]
 
 
@@ -30,9 +30,9 @@ class CSR:
 
     @classmethod
     def group(cls, labels: Ints, n_rows: int, row_of: Ints | None = None) -> CSR:
-        """Return the positions at which each row's number stands in ``labels``, in order.
+        """Return, for each row, the positions in ``labels`` that hold its number, in order.
 
-        With ``row_of``, each label's row is looked up there.
+        With ``row_of``, the row of a label is ``row_of[label]``.
         """
         dtype = ids_dtype(len(labels))
         ptr, values = np.zeros(n_rows + 1, dtype), np.empty(len(labels), dtype)
@@ -43,7 +43,7 @@ class CSR:
     def from_pairs(cls, rows: Ints, values: Ints, n_rows: int) -> CSR:
         """Group ``values`` by ``rows``, keeping their order within a row.
 
-        ``values`` are ids. They get the type of `ids_dtype`, for which engines are compiled.
+        ``values`` are ids. Their type becomes that of `ids_dtype`, for which engines are compiled.
         """
         grouped = cls.group(rows, n_rows)
         dtype = ids_dtype(int(values.max(initial=0)))
@@ -61,27 +61,27 @@ class CSR:
         rows: Ints = np.repeat(np.arange(len(self)), np.diff(self.ptr))
         return rows
 
-    def transposed(self) -> CSR:
-        """Exchange rows and values (square: as many rows as different values)."""
+    def transpose(self) -> CSR:
+        """Exchange rows and values; values are numbers of rows."""
         return CSR.from_pairs(self.values, self.rows, len(self))
 
-    def of(self, rows: Ints) -> Ints:
-        """Return the values of all ``rows``, one after the other."""
+    def gather(self, rows: Ints) -> Ints:
+        """Return the values of some rows, concatenated in the order of ``rows``."""
         counts = self.ptr[rows + 1] - self.ptr[rows]
         first = np.repeat(self.ptr[rows] - np.cumsum(counts) + counts, counts)
-        found: Ints = self.values[first + np.arange(counts.sum())]
-        return found
+        values: Ints = self.values[first + np.arange(counts.sum())]
+        return values
 
 
 def count(labels: Ints, n_labels: int) -> NDArray[np.int64]:
-    """Return how often each label stands in ``labels``."""
+    """Return the number of times that each label occurs in ``labels``."""
     counts = np.zeros(n_labels, dtype=np.int64)
     _count(labels, counts)
     return counts
 
 
 def bincount(rows: Ints, values: NDArray[np.float64], n_rows: int) -> NDArray[np.float64]:
-    """Return the sum of ``values`` of each row; shape ``(n_rows,)``."""
+    """Return the sum of the ``values`` of each row; shape ``(n_rows,)``."""
     return np.bincount(rows, values, minlength=n_rows).astype(np.float64)
 
 
@@ -93,7 +93,7 @@ def _count(labels: Ints, counts: Ints) -> None:
 
 @kernel()
 def _group(labels: Ints, row_of: Ints, ptr: Ints, values: Ints) -> None:
-    """Sort positions by counting; ``ptr`` comes in as zeros."""
+    """Sort positions by counting; ``ptr`` must contain zeros."""
     n_rows = len(ptr) - 1
     for k in range(len(labels)):
         ptr[row_of[labels[k]] + 1] += 1
@@ -103,6 +103,6 @@ def _group(labels: Ints, row_of: Ints, ptr: Ints, values: Ints) -> None:
         row = row_of[labels[k]]
         values[ptr[row]] = k
         ptr[row] += 1
-    for row in range(n_rows, 0, -1):  # each row's end is the next one's beginning
+    for row in range(n_rows, 0, -1):  # ``ptr[row]`` is now the end of the row: shift
         ptr[row] = ptr[row - 1]
     ptr[0] = 0

@@ -1,4 +1,4 @@
-"""Refuse what does not fit in memory before it is allocated."""
+"""Check that arrays fit in this machine's memory, before they are allocated."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ __all__ = [
     "check_tasks",
 ]
 
-#: What a graph holds of each task, and what wiring it needs besides (8).
+#: Bytes of each task in a graph, and 8 more while the graph is built.
 BYTES_PER_TASK = 32
-#: Start and end of a task, in seconds.
+#: Bytes of the start and the end of a task.
 _BYTES_OF_TIMES = 16
-#: What building a named schedule takes of each action at its peak; 9 of them stay.
+#: Peak bytes of each action while a named schedule is built; 9 of them remain.
 _BYTES_PER_ACTION = 24
-#: What a placement takes of each stage while it is made, and a sweep of each row, by measurement.
+#: Bytes of each stage while a placement is built, and of each row of a sweep; both measured.
 _BYTES_PER_STAGE, _BYTES_PER_ROW = 120, 4000
-#: Integers of each micro-batch: its number, that times the number of paths, and its path.
+#: Bytes of each micro-batch: its number, that times the number of paths, and its path.
 _BYTES_PER_MICROBATCH = 24
-#: Stages or micro-batches that any machine has memory for.
+#: Number of stages or micro-batches for which every machine has memory.
 _FEW = 100_000
-#: About: each forward and backward comes with its SEND and RECV, save at the pipeline's ends.
+#: About: each forward and backward has a SEND and a RECV, except at the ends of the pipeline.
 _TASKS_PER_ACTION = 3
-#: A whole number that is still a float; larger ones are said to be as large.
+#: Largest number that messages show; it still is a float. Larger ones are shown as this one.
 _MOST = 10**300
 _ADVICE = "use fewer micro-batches, devices or replicas"
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can still get: of the machine, its cgroup, and ulimit."""
-    return min([_of_machine(), *_of_cgroup(), *_of_process()])
+    """Return the bytes that this process can still allocate: machine, cgroup and ulimit."""
+    return min([_machine_bytes(), *_cgroup_bytes(), *_process_bytes()])
 
 
-def _of_process() -> list[int]:
-    """Return what is left under the limit of this process's address space, if there is one."""
+def _process_bytes() -> list[int]:
+    """Return the bytes left under the limit of this process's address space, if it has one."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return []
@@ -56,8 +56,8 @@ def _of_process() -> list[int]:
     return [max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))]
 
 
-def _of_cgroup() -> list[int]:
-    """Return what is left under the limit of a container or job, if there is one (cgroup v2)."""
+def _cgroup_bytes() -> list[int]:
+    """Return the bytes left under the limit of a container or job, if any (cgroup v2)."""
     try:
         name = Path("/proc/self/cgroup").read_text().split("0::", 1)[1].split("\n", 1)[0]
         folder = Path("/sys/fs/cgroup") / name.lstrip("/")
@@ -67,7 +67,7 @@ def _of_cgroup() -> list[int]:
         return []
 
 
-def _of_machine() -> int:
+def _machine_bytes() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -78,17 +78,18 @@ def _of_machine() -> int:
 
 
 def check_memory(what: str, nbytes: int, advice: str = _ADVICE) -> None:
-    """Raise if ``nbytes`` are more than the machine has left.
+    """Raise if ``nbytes`` are more than this process can still allocate.
 
     Raises
     ------
     CapacityError
-        Saying how much is needed and how much there is.
+        The message has the bytes that are needed and those that are available.
     """
-    there = available_memory()
-    if nbytes > there:
+    available = available_memory()
+    if nbytes > available:
         raise CapacityError(
-            f"{what} needs {_gigabytes(nbytes)}, and {_gigabytes(there)} are available; {advice}"
+            f"{what} needs {_gigabytes(nbytes)}, and {_gigabytes(available)} are available; "
+            f"{advice}"
         )
 
 
@@ -98,39 +99,40 @@ def check_schedule(name: str, n_actions: int) -> None:
     Raises
     ------
     CapacityError
-        Saying also what its graph would need.
+        The message also has the bytes of its graph.
     """
-    there, nbytes = available_memory(), n_actions * _BYTES_PER_ACTION
-    if nbytes > there:
+    available, nbytes = available_memory(), n_actions * _BYTES_PER_ACTION
+    if nbytes > available:
         n_tasks = _TASKS_PER_ACTION * n_actions
         needed = f"{_gigabytes(nbytes)} and its graph of {_count(n_tasks)} tasks "
         raise CapacityError(
             f"schedule {name!r} of {_count(n_actions)} actions needs {needed}"
-            f"{_gigabytes(_graph_bytes(n_tasks))}, but {_gigabytes(there)} are available; {_ADVICE}"
+            f"{_gigabytes(_graph_bytes(n_tasks))}, but {_gigabytes(available)} are available; "
+            f"{_ADVICE}"
         )
 
 
 def check_stages(n_stages: int) -> None:
-    """Raise if a placement of so many stages, copies counted, would not fit.
+    """Raise if a placement of ``n_stages``, copies counted, would not fit.
 
     Raises
     ------
     CapacityError
-        Saying how many stages that are, and what they need.
+        The message has the number of stages and their bytes.
     """
-    if n_stages <= _FEW:  # asked often, and reading what is left takes longer than such a placement
+    if n_stages <= _FEW:  # called often, and reading the available memory takes longer than this
         return
     nbytes = n_stages * _BYTES_PER_STAGE
     check_memory(f"a placement of {_count(n_stages)} stages", nbytes, "use fewer devices or stages")
 
 
 def check_microbatches(n_microbatches: int) -> None:
-    """Raise if an array of so many micro-batches would not fit.
+    """Raise if an array of ``n_microbatches`` would not fit.
 
     Raises
     ------
     CapacityError
-        Saying how many micro-batches that are, and what they need.
+        The message has the number of micro-batches and their bytes.
     """
     if n_microbatches <= _FEW:  # as for stages
         return
@@ -139,35 +141,35 @@ def check_microbatches(n_microbatches: int) -> None:
 
 
 def check_rows(n_rows: int) -> None:
-    """Raise if a sweep of so many rows would not fit.
+    """Raise if a sweep of ``n_rows`` would not fit.
 
     Raises
     ------
     CapacityError
-        Saying how many rows that are, and what they need.
+        The message has the number of rows and their bytes.
     """
     nbytes = n_rows * _BYTES_PER_ROW
     check_memory(f"a sweep of {_count(n_rows)} rows", nbytes, "give fewer values to its keys")
 
 
 def check_tasks(n_actions: int) -> None:
-    """Raise if the graph of ``n_actions`` compute actions would not fit, as far as is known yet.
+    """Raise if the graph of ``n_actions`` compute actions would not fit, by an estimate.
 
     Raises
     ------
     CapacityError
-        Saying how many tasks that are, and what they need.
+        The message has the number of tasks and their bytes.
     """
     check_graph(_TASKS_PER_ACTION * n_actions)
 
 
 def check_graph(n_tasks: int) -> None:
-    """Raise if a graph of so many tasks, and their times, would not fit.
+    """Raise if a graph of ``n_tasks``, with their times, would not fit.
 
     Raises
     ------
     CapacityError
-        Saying how many tasks that are, and what they need.
+        The message has the number of tasks and their bytes.
     """
     check_memory(f"a graph of {_count(n_tasks)} tasks", _graph_bytes(n_tasks))
 

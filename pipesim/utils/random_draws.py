@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, not on how many were drawn before.
+"""Random numbers that depend on their purpose, not on the number of earlier draws.
 
 Every draw is a function of a key and an index (SplitMix64: Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014), so that a scenario is the same on one core or many,
+pseudorandom number generators", OOPSLA 2014). A scenario is thus the same on one core or many,
 alone or among thousands. A distribution is a table of its quantiles.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["BINS", "factors", "keys", "look_up", "mixed", "quantile_table", "sha
 
 Floats = NDArray[np.float64]
 
-#: What draws are for; with seed and scenario it makes their key.
+#: Purposes of draws; the key of a draw depends on seed, scenario and purpose.
 N_PURPOSES = 3
 OF_TASKS, OF_DEVICES, OF_FAILURES = range(N_PURPOSES)
 
@@ -25,14 +25,14 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _11, _27, _30, _31 = np.uint64(11), np.uint64(27), np.uint64(30), np.uint64(31)
 _BITS = 14
-#: Equally likely steps of a distribution; its two outermost are divided as often again.
+#: Equally likely bins of a distribution; its first and last bin are divided into as many again.
 BINS = 1 << _BITS
 _TO_BIN, _TO_PART = np.uint64(64 - _BITS), np.uint64(64 - 2 * _BITS)
 _MASK = np.uint64(BINS - 1)
 
 
 def mixed(seed: Any, index: Any) -> Any:
-    """Return 64 random bits (uint64) for each index; also compiled."""
+    """Return 64 random bits (uint64) for each index; plain and compiled."""
     bits = seed + (index + np.uint64(1)) * _GOLDEN
     bits = (bits ^ (bits >> _30)) * _FIRST
     bits = (bits ^ (bits >> _27)) * _SECOND
@@ -40,7 +40,7 @@ def mixed(seed: Any, index: Any) -> Any:
 
 
 def look_up(table: Any, bits: Any) -> Any:
-    """Return the quantile that 64 random bits stand for; compiled only."""
+    """Return the quantile that 64 random bits select; compiled only."""
     part = bits >> _TO_BIN
     if part == np.uint64(0):
         return table[1, (bits >> _TO_PART) & _MASK]
@@ -50,34 +50,36 @@ def look_up(table: Any, bits: Any) -> Any:
 
 
 def factors(table: Floats, bits: NDArray[np.uint64]) -> Floats:
-    """Do what `look_up` does, for an array."""
+    """Return the quantiles that random bits select; `look_up` for an array."""
     part = (bits >> _TO_BIN).astype(np.int64)
-    within = ((bits >> _TO_PART) & _MASK).astype(np.int64)
+    subpart = ((bits >> _TO_PART) & _MASK).astype(np.int64)
     row = np.where(part == 0, 1, np.where(part == BINS - 1, 2, 0))
-    found: Floats = table[row, np.where(row > 0, within, part)]
-    return found
+    quantiles: Floats = table[row, np.where(row > 0, subpart, part)]
+    return quantiles
 
 
 def shares(bits: Any) -> Any:
-    """Return numbers from 0 to below 1 for random bits; also compiled."""
+    """Return numbers from 0 to below 1 for random bits; plain and compiled."""
     return (bits >> _11) * 2.0**-53
 
 
 def keys(seed: int, scenarios: Any) -> NDArray[np.uint64]:
     """Return the keys of draws for each purpose in each scenario; shape ``(n, N_PURPOSES)``."""
-    of_seed = np.array([[seed % 2**64]], dtype=np.uint64)
-    of_scenario = mixed(of_seed, np.asarray(scenarios, dtype=np.uint64)[:, None])
-    found: NDArray[np.uint64] = mixed(of_scenario, np.arange(N_PURPOSES, dtype=np.uint64)[None, :])
-    return found
+    seed_bits = np.array([[seed % 2**64]], dtype=np.uint64)
+    scenario_bits = mixed(seed_bits, np.asarray(scenarios, dtype=np.uint64)[:, None])
+    purposes = np.arange(N_PURPOSES, dtype=np.uint64)[None, :]
+    bits: NDArray[np.uint64] = mixed(scenario_bits, purposes)
+    return bits
 
 
 def quantile_table(quantile: Any, slowest_of: int = 1) -> Floats:
-    """Tabulate a quantile function, or that of the largest of several draws.
+    """Tabulate a quantile function, or that of the largest of ``slowest_of`` draws.
 
     Returns
     -------
     numpy.ndarray
-        Shape ``(3, BINS)``: at the middle of each bin; the first bin, and the last, divided again.
+        Shape ``(3, BINS)``: row 0 has the quantile at the middle of each bin. Rows 1 and 2 divide
+        the first and the last bin into ``BINS`` again.
     """
     middle = (np.arange(BINS) + 0.5) / BINS
     levels = np.stack([middle, middle / BINS, 1.0 - (1.0 - middle) / BINS])

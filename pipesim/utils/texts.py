@@ -1,7 +1,7 @@
-"""Texts of files and of the command line: numbers, CSV, JSON, and checksums of them.
+"""Parse texts of files and of the command line: numbers, CSV, JSON, and their checksums.
 
-Python reads more than these formats have: ``1_0`` and digits of every script as numbers, and JSON
-that names a key twice.
+Python accepts more than these formats allow: ``1_0`` and digits of every script as numbers, and
+JSON that has a key twice.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pipesim.errors import CapacityError
 
 __all__ = [
     "CHECKSUM",
-    "changed",
     "checksum",
+    "checksum_mismatch",
     "csv_rows",
     "parse_json",
     "real",
@@ -27,12 +27,12 @@ __all__ = [
     "whole",
 ]
 
-#: The key, or the column, of a checksum.
+#: JSON key or CSV column of a checksum.
 CHECKSUM = "checksum"
 
 
 def whole(text: str) -> int | None:
-    """Return the whole number that a text is, in the digits 0 to 9; None if it is none."""
+    """Parse a whole number in the digits 0 to 9; return None if the text is none."""
     try:
         return int(text) if _plain(text) else None
     except ValueError:
@@ -40,7 +40,7 @@ def whole(text: str) -> int | None:
 
 
 def real(text: str) -> float | None:
-    """Return the number that a text is, ``inf`` and ``nan`` included; None if it is none."""
+    """Parse a number, ``inf`` and ``nan`` included; return None if the text is none."""
     try:
         return float(text) if _plain(text) else None
     except ValueError:
@@ -48,7 +48,7 @@ def real(text: str) -> float | None:
 
 
 def reals(texts: Sequence[str]) -> list[float] | None:
-    """Return all numbers, fast; None if one of the texts is none."""
+    """Parse many numbers fast; return None if one of the texts is none."""
     try:
         return [*map(float, texts)] if _plain("".join(texts)) else None
     except ValueError:
@@ -60,12 +60,12 @@ def _plain(text: str) -> bool:
 
 
 def csv_rows(text: str, line: str = "line") -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the line and the cells of each row of a CSV, empty lines included.
+    """Yield the line number and the cells of each row of a CSV, empty lines included.
 
     Raises
     ------
     ValueError
-        For a row that is no CSV, by its line, which messages call ``line``.
+        For a row that is no CSV. The message has its line number, after the word ``line``.
     """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
@@ -76,13 +76,13 @@ def csv_rows(text: str, line: str = "line") -> Iterator[tuple[int, list[str]]]:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """Return what a JSON text holds; ``options`` are those of `json.loads`.
+    """Return the value of a JSON text; ``options`` are those of `json.loads`.
 
     Raises
     ------
     ValueError
-        For a text that is no JSON (`json.JSONDecodeError` where there is a place to name), a key
-        that an object has twice, and nesting that is too deep to read.
+        For a text that is no JSON (`json.JSONDecodeError` if the error has a position), a key that
+        an object has twice, and nesting that is too deep to parse.
     CapacityError
         If there is not enough memory.
     """
@@ -96,26 +96,26 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; raise `ValueError` for a key that it has twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique_pairs = dict(pairs)
+    if len(unique_pairs) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"key {twice!r} is there twice; give it once")
-    return found
+    return unique_pairs
 
 
 def checksum(content: Mapping[str, Any] | str) -> str:
     """Return the SHA-256 of a text, or of a JSON object without its key ``checksum``.
 
-    That of an object is of its values and the order of its keys: blanks and line ends are free.
+    The checksum of an object depends on its values and the order of its keys, not on white space.
     """
     if not isinstance(content, str):
         content = json.dumps({key: value for key, value in content.items() if key != CHECKSUM})
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def changed(where: object, remedy: str) -> str:
-    """Return the message for a checksum that does not match."""
+def checksum_mismatch(where: object, remedy: str) -> str:
+    """Return the error message for a checksum that does not match."""
     return (
         f"{where} was changed after it was written: its checksum does not match; restore it, or if "
         f"the change is meant, {remedy}"

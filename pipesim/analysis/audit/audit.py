@@ -216,7 +216,7 @@ class _Races:
             # A milestone comes after what its backward waits for, and before its end.
             into = CSR.group(edges.after, n)
             counts = np.diff(into.ptr)[backward]
-            starts = edges.before[into.of(backward)]
+            starts = edges.before[into.gather(backward)]
             number = n + np.arange(len(backward))
             reached = Edges(starts, np.repeat(number, counts))
             edges = Edges.joined(edges, reached, Edges(number, backward))

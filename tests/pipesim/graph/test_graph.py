@@ -297,12 +297,12 @@ def test_csr(pairs: list[tuple[int, int]], wanted: list[int]) -> None:
     assert [csr[row].tolist() for row in range(6)] == listed
     assert len(csr) == 6
     assert sorted(zip(csr.rows.tolist(), csr.values.tolist(), strict=True)) == sorted(pairs)
-    across = csr.transposed()
+    across = csr.transpose()
     assert [across[v].tolist() for v in range(6)] == [
         sorted(r for r, x in pairs if x == v) for v in range(6)
     ]
     chosen = np.array(wanted[:3], dtype=np.int64)
-    assert csr.of(chosen).tolist() == [v for row in wanted[:3] for v in listed[row]]
+    assert csr.gather(chosen).tolist() == [v for row in wanted[:3] for v in listed[row]]
 
 
 @pytest.mark.parametrize("peer", [0, 1, 17])

@@ -22,8 +22,8 @@ def test_by_hand() -> None:
     assert csr.ptr.tolist() == [0, 1, 1, 3, 4]
     assert [csr[row].tolist() for row in range(len(csr))] == [[6], [], [5, 7], [8]]
     assert csr.rows.tolist() == [0, 2, 2, 3]
-    assert csr.of(np.array([2, 1, 0, 2])).tolist() == [5, 7, 6, 5, 7]
-    assert csr.of(np.array([], dtype=np.int64)).tolist() == []
+    assert csr.gather(np.array([2, 1, 0, 2])).tolist() == [5, 7, 6, 5, 7]
+    assert csr.gather(np.array([], dtype=np.int64)).tolist() == []
 
 
 def test_ids_are_of_one_type() -> None:
@@ -66,28 +66,28 @@ def test_group(mode: type, case: tuple[int, list[int]]) -> None:
         )
     )
 )
-def test_transposed(case: tuple[int, list[tuple[int, int]]]) -> None:
+def test_transpose(case: tuple[int, list[tuple[int, int]]]) -> None:
     """The same pairs the other way round; twice is the same again, sorted."""
     n, pairs = case
     rows, values = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     csr = CSR.from_pairs(rows, values, n)
-    back = csr.transposed()
+    back = csr.transpose()
     assert sorted(zip(back.rows.tolist(), back.values.tolist(), strict=True)) == sorted(
         (b, a) for a, b in pairs
     )
-    again = back.transposed()
+    again = back.transpose()
     assert (again.ptr == csr.ptr).all()
     assert [again[k].tolist() for k in range(n)] == [sorted(csr[k].tolist()) for k in range(n)]
 
 
 @given(rows_of_values, st.data())
-def test_of(case: tuple[int, list[int]], data: st.DataObject) -> None:
+def test_gather(case: tuple[int, list[int]], data: st.DataObject) -> None:
     """The values of rows, one row after the other."""
     n_rows, numbers = case
     csr = CSR.group(np.array(numbers, dtype=np.int64), n_rows)
     asked = data.draw(st.lists(st.integers(0, n_rows - 1), max_size=5))
     wanted = [value for row in asked for value in csr[row].tolist()]
-    assert csr.of(np.array(asked, dtype=np.int64)).tolist() == wanted
+    assert csr.gather(np.array(asked, dtype=np.int64)).tolist() == wanted
 
 
 def test_width_of_ids() -> None:
