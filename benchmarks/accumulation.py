@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.registry import build_model
-from pipeexec.stages.activation_bytes import Meter
+from pipeexec.stages.activation_bytes import ActivationMeter
 from pipesim.errors import PipeWarning
 
 SAMPLES, MICROBATCHES = 32, (1, 2, 4, 8, 16, 32)
@@ -63,7 +63,7 @@ def held(name: str, k: int, built: Model, n_samples: int = SAMPLES) -> float:
 def held_by_torch(k: int, built: Model) -> float:
     """Return the same for a loop of K forwards and backwards."""
     layers, loss, inputs, targets = built
-    meter = Meter([*layers.parameters(), *layers.buffers()], [inputs, targets])
+    meter = ActivationMeter([*layers.parameters(), *layers.buffers()], [inputs, targets])
     for x, y in zip(inputs.chunk(k), targets.chunk(k), strict=True):
         with meter.saved_tensors():
             result = loss(layers(x), y) / k

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pipeexec.demo_models.registry import convnet, gpt
-from pipeexec.stages.activation_bytes import Meter
-from pipeexec.stages.stage import Held, Stage
+from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.stages.stage import ActivationCounter, Stage
 
 COLUMNS = ("stage", "F", "F split", "B", "I", "W", "(I+W)/B", "torch", "after F", "I", "W")
 OUT = ROOT / "results" / "benchmarks" / "split_backward.txt"
@@ -73,7 +73,7 @@ class Turns:
 
     def __init__(self, case: Case) -> None:
         self.module, self.input = case.module, case.input
-        self.stage = Stage(case.module, 1, torch.device("cpu"), Held())
+        self.stage = Stage(case.module, 1, torch.device("cpu"), ActivationCounter())
         self.gradient = torch.randn_like(case.module(case.input)).detach()
         self.times: dict[str, list[float]] = {}
 
@@ -113,7 +113,7 @@ class Turns:
     def held(self) -> list[int]:
         """Return the bytes that ours holds after F, I and W."""
         stage = self.stage
-        stage.meter = meter = Meter([*self.module.parameters(), *self.module.buffers()])
+        stage.meter = meter = ActivationMeter([*self.module.parameters(), *self.module.buffers()])
         found = []
         for call in (
             lambda: stage.forward(0, (self.input,), 0, False, True),
@@ -121,7 +121,7 @@ class Turns:
             lambda: stage.weight_grad(0),
         ):
             call()
-            found.append(meter.now)
+            found.append(meter.current)
         stage.meter = None
         return found
 

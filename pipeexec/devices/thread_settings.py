@@ -1,4 +1,4 @@
-"""Settings of torch that belong to a thread, handed on to the threads that work for it."""
+"""Pass a thread's settings of torch to the threads that run its tasks."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from functools import partial
 
 import torch
 
-__all__ = ["Casts", "autocast", "one_thread", "thread_settings"]
+__all__ = ["ContextFactory", "current_autocast", "one_thread", "thread_settings"]
 
-#: Makes the context of autocast.
-Casts = Callable[[], AbstractContextManager[None]]
+#: Makes a context.
+ContextFactory = Callable[[], AbstractContextManager[None]]
 
 
-def thread_settings() -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes a context with this thread's gradient mode, inference mode and autocast."""
-    tracks, infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    casts = autocast()
-    if not infers and casts is None:
-        return partial(torch.set_grad_enabled, tracks)
+def thread_settings() -> ContextFactory:
+    """Return a factory of contexts with this thread's gradient and inference mode, and autocast."""
+    has_grad, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = current_autocast()
+    if not is_inference and autocast is None:
+        return partial(torch.set_grad_enabled, has_grad)
 
     @contextlib.contextmanager
     def settings() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if infers:
+            if is_inference:
                 stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(tracks))
-            if casts is not None:
-                stack.enter_context(casts())
+            stack.enter_context(torch.set_grad_enabled(has_grad))
+            if autocast is not None:
+                stack.enter_context(autocast())
             yield
 
     return settings
 
 
-def autocast() -> Casts | None:
-    """Return what makes a context with this thread's autocast; None without autocast.
+def current_autocast() -> ContextFactory | None:
+    """Return a factory of contexts with this thread's autocast; None without autocast.
 
-    Casts are not cached: one made without a graph, for a forward that is recomputed, must not serve
-    one that needs it.
+    Casts are not cached: a cast made without a graph, in a forward that will be recomputed, must
+    not serve a forward that needs the graph.
     """
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if not kinds:
@@ -47,22 +47,22 @@ def autocast() -> Casts | None:
     dtypes = [torch.get_autocast_dtype(kind) for kind in kinds]
 
     @contextlib.contextmanager
-    def casts() -> Iterator[None]:
+    def autocast() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for kind, dtype in zip(kinds, dtypes, strict=True):
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
             yield
 
-    return casts
+    return autocast
 
 
 def one_thread() -> AbstractContextManager[None]:
-    """Return a context in which torch computes with one thread, as workers do."""
-    return contextlib.nullcontext() if torch.get_num_threads() == 1 else _one_of_several()
+    """Return a context in which torch computes with one thread, as CPU workers do."""
+    return contextlib.nullcontext() if torch.get_num_threads() == 1 else _set_one_thread()
 
 
 @contextlib.contextmanager
-def _one_of_several() -> Iterator[None]:
+def _set_one_thread() -> Iterator[None]:
     n = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipeexec.devices.thread_settings import autocast
+from pipeexec.devices.thread_settings import current_autocast
 from pipesim.errors import ExecutionError
 
 __all__ = ["Entry", "Signature", "check_values", "from_json", "output_signature", "signature"]
@@ -66,7 +66,7 @@ def output_signature(
         return said
     try:
         # Autocast does not know tensors without data, which would keep their types.
-        output = _on_meta(module, inputs) if autocast() is None else None
+        output = _on_meta(module, inputs) if current_autocast() is None else None
     except Exception:  # whatever a module does that needs data
         output = None
     if output is None:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from pipeexec.devices.device import Values
 from pipeexec.distributed.signatures import Entry, Signature
 from pipeexec.embedding.key_exchange import Exchange
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
-from pipeexec.stages.stage import Held, Seed, Stage, Values
+from pipeexec.stages.module_call import Seed
+from pipeexec.stages.stage import ActivationCounter, Stage
 from pipesim.errors import ArgumentError, ExecutionError, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import EXCHANGES, Op
@@ -127,7 +129,7 @@ class ShardedStage(Stage):
         module: EmbeddingStage,
         index: int,
         device: torch.device,
-        held: Held,
+        held: ActivationCounter,
         *,
         reorders: bool = False,
         accumulates: bool = False,
@@ -208,7 +210,7 @@ class ShardedStage(Stage):
     ) -> Values:
         """Run F: look up the rows that this process was asked for."""
         self._exchanges[microbatch].lookup()
-        self.held.take()
+        self.counter.acquire()
         return values
 
     def backward(self, microbatch: int, gradients: Values) -> Values:
@@ -230,7 +232,7 @@ class ShardedStage(Stage):
             exchange.accumulate()
         else:
             self._accumulated.add(exchange.summed())
-        self.held.give()
+        self.counter.release()
 
     def reset(self) -> None:
         """Forget the micro-batches in flight, after a failure."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipeexec.data_parallel.stage_replicas import RemoteStage
-from pipeexec.devices.device import Device
+from pipeexec.devices.device import Device, Values
 from pipeexec.devices.remote import RemoteDevice
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import (
@@ -22,7 +22,6 @@ from pipeexec.distributed.signatures import (
     signature,
     to_json,
 )
-from pipeexec.stages.stage import Values
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify

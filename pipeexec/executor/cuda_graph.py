@@ -38,7 +38,7 @@ from pipeexec.executor.cuda_graph_checks import (
 )
 from pipeexec.executor.step import Planned, Run
 from pipeexec.stages.batches import Batch
-from pipeexec.stages.stage import Stage
+from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
@@ -123,7 +123,7 @@ class Captured:
         graph: TaskGraph,
         devices: Sequence[Device],
         modules: Sequence[nn.Module],
-        stages: Sequence[Stage],
+        stages: Sequence[StageLike],
         optimizers: Optimizers,
         *,
         zero_grad: bool,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.devices.device import Device
-from pipeexec.stages.stage import Stage
+from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
@@ -116,7 +116,7 @@ def _numbers(group: Mapping[str, Any]) -> list[object]:
     ]
 
 
-def check_not_random(stages: Sequence[Stage]) -> None:
+def check_not_random(stages: Sequence[StageLike]) -> None:
     """Raise `ExecutionError` if a stage draws random numbers, or has not run in this mode yet."""
     for stage in stages:
         if stage.is_random.get(stage.module.training, True):

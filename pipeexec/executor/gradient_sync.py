@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeexec.data_parallel.gradient_reduction import sum_gradients
 from pipeexec.executor.step import Planned, Run
-from pipeexec.stages.earlier_gradients import added
+from pipeexec.stages.earlier_gradients import add_gradients
 from pipesim.errors import ExecutionError
 
 __all__ = [
@@ -56,7 +56,7 @@ def marking(work: Work) -> Work:
 
 def _mark(work: Work, run: Run, task: Planned) -> None:
     reach = [run.milestones[task.id, bucket][1] for bucket in range(task.marks)]
-    pending = task.stage.pending(task.microbatch)
+    pending = task.stage.pending_parameters(task.microbatch)
     of_buckets = [
         [p for p in bucket if p.requires_grad and (pending is None or id(p) in pending)]
         for bucket in _buckets(run, task.slot, task.marks)
@@ -147,7 +147,7 @@ def reduce_gradients(run: Run, task: Planned) -> None:
         totals = sums if number == 0 else _copied(sums, gradients[number], parameters)
         if each:
             before = run.reduced.get(slot)
-            run.reduced[slot] = totals if before is None else added(before, totals)
+            run.reduced[slot] = totals if before is None else add_gradients(before, totals)
             continue
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total

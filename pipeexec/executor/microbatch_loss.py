@@ -38,7 +38,7 @@ class Finish:
         """
         run = self.run
         assert run is not None
-        loss = run.loss.of_microbatch(run.shares.number(replica, microbatch), output)
+        loss = run.loss.microbatch_loss(run.shares.number(replica, microbatch), output)
         if torch.is_grad_enabled() and not loss.requires_grad:
             _check_frozen(run)
         return loss

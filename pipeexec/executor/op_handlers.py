@@ -13,11 +13,11 @@ from torch.distributed import (
 )
 
 from pipeexec.devices import transfer
+from pipeexec.devices.device import Values
 from pipeexec.distributed.channels import Lost
 from pipeexec.embedding.stage import ShardedStage
 from pipeexec.executor.gradient_sync import reduce_gradients, settle
 from pipeexec.executor.step import Planned, Run
-from pipeexec.stages.stage import Values
 from pipesim.ops import EXCHANGES, Op
 
 __all__ = ["WORK"]
@@ -32,7 +32,7 @@ def _forward(run: Run, task: Planned) -> None:
     values = task.stage.forward(
         task.microbatch, _given(run, task), run.seed_of(task), task.recomputed, task.split
     )
-    if task.stage.finish is None:
+    if task.stage.loss_fn is None:
         run.values[task.id] = values
 
 
@@ -132,7 +132,7 @@ def _step(run: Run, task: Planned) -> None:
     optimizer = run.optimizers[task.slot]
     if optimizer is not None:
         optimizer.step()
-    task.stage.stepped(zero_grad=optimizer is not None)
+    task.stage.after_optimizer_step(zero_grad=optimizer is not None)
 
 
 #: How each operation is run.

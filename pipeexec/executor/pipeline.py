@@ -32,7 +32,7 @@ from pipeexec.data_parallel.stage_replicas import (
 from pipeexec.devices.device import Device, DeviceLike
 from pipeexec.devices.make_devices import make_devices
 from pipeexec.devices.remote import RemoteDevice, ranks_of
-from pipeexec.devices.thread_settings import autocast
+from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.distributed.channels import Expected
 from pipeexec.distributed.flight_recorder import GRAPH, N_ENDED
 from pipeexec.distributed.message_headers import set_step
@@ -62,15 +62,16 @@ from pipeexec.executor.remote_messages import expected_messages
 from pipeexec.executor.step import Planned, Run
 from pipeexec.executor.step_memory import Bytes, Counted, StepMemory
 from pipeexec.executor.step_result import StepResult, kept_losses, unread_result
-from pipeexec.stages.activation_bytes import Meter
-from pipeexec.stages.batch_shares import Shares
+from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.stages.batch_shares import BatchShares
 from pipeexec.stages.batches import Batch, check_batch
 from pipeexec.stages.earlier_gradients import EarlierGradients
 from pipeexec.stages.loss_function import Loss, LossFunction
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
-from pipeexec.stages.restore import preserved
-from pipeexec.stages.stage import Held, Stage, metered
-from pipeexec.stages.weight_versions import Versions
+from pipeexec.stages.restore import restore_afterwards
+from pipeexec.stages.stage import ActivationCounter, Stage, attach_meters
+from pipeexec.stages.stage_like import StageLike
+from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -258,16 +259,16 @@ class Pipeline:
         verify(graph)
         if self.processes is not None:
             self._graph_number = agree_on_graph(graph, self.processes)
-        self.graph, self.shares = graph, Shares(graph, self.devices)
+        self.graph, self.shares = graph, BatchShares(graph, self.devices)
         self._has_steps = bool((graph.op == Op.STEP).any())
         self._messages: dict[int, Expected] | None = None
-        self.held = [Held() for _ in self.devices]
+        self.held = [ActivationCounter() for _ in self.devices]
         self._finish = Finish()
         n = graph.n_stages
         several = graph.n_batches > 1
         size = graph.n_microbatches // graph.n_batches
         delayed = graph.weight_versions == "double_buffered"
-        self.stages = [
+        self.stages: list[StageLike] = [
             ShardedStage(
                 module,
                 index % n,
@@ -282,7 +283,7 @@ class Pipeline:
                 self.devices[device].torch_device,
                 self.held[device],
                 partial(self._finish, index // n) if index % n == n - 1 else None,
-                Versions(module, size, delayed) if several else None,
+                WeightVersions(module, size, delayed) if several else None,
                 size,
             )
             for index, (module, device) in enumerate(
@@ -522,7 +523,7 @@ class Pipeline:
 
     def _result(self, run: Run, *, may_wait: bool = False) -> StepResult:
         """Return the result of a step; its events are read when asked for, if that ``may_wait``."""
-        losses, nan = kept_losses(run.loss.shares_of_loss())
+        losses, nan = kept_losses(run.loss.loss_shares())
         for microbatch in nan:
             warnings.warn(
                 f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
@@ -598,19 +599,19 @@ class Pipeline:
             is_copy = index >= self.graph.n_stages and index % self.graph.n_stages not in sharded
             if self.zero_grad or is_copy:
                 module.zero_grad(set_to_none=True)
-        casts = autocast()
+        autocast = current_autocast()
         for stage, number in zip(self.stages, self.graph.homes.ravel().tolist(), strict=False):
-            stage.begin(casts)
+            stage.begin_step(autocast)
             # Versions of weights are made on the caller's stream, and freed within the step.
-            for weight in () if stage.versions is None else stage.versions.weights():
+            for weight in () if stage.versions is None else stage.versions.parameters():
                 device = self.devices[number]
                 device.adopt(weight, device.stream("compute"))
         for held in self.held:
-            held.now = held.peak = 0
+            held.current = held.peak = 0
         if not self.zero_grad and not self.cuda_graph:
             # DistributedDataParallel takes the mean of earlier gradients too, after no_sync().
             run.earlier_gradients = EarlierGradients(
-                {slot: stage.module for slot, stage in enumerate(self.stages) if stage.ddp is None},
+                {slot: stage.module for slot, stage in enumerate(self.stages) if not stage.is_ddp},
                 is_separate=self._loss.returns_count is not False,
             )
         return run
@@ -619,7 +620,7 @@ class Pipeline:
         """End a step; gradients of one that failed are those from before, where they are kept."""
         self.n_steps += 1
         if run.earlier_gradients is not None and (run.failure is not None or run.abandoned):
-            run.earlier_gradients.put_back()
+            run.earlier_gradients.restore()
         if run.abandoned or (run.failure is not None and self.processes is not None):
             for device in self.devices:
                 device.abandon()
@@ -630,7 +631,7 @@ class Pipeline:
             self.processes.reporter.end_step(status)
             self.processes.recorder.own[N_ENDED] = self.n_steps
         for stage in self.stages:
-            stage.done()
+            stage.end_step()
         if run.failure is not None:
             for stage in self.stages:
                 stage.reset()
@@ -743,7 +744,7 @@ class Pipeline:
         """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
         n_steps = self.n_steps
         try:
-            with self._held("preserved"), preserved(self.modules, self.optimizers):
+            with self._held("preserved"), restore_afterwards(self.modules, self.optimizers):
                 yield
         finally:
             self.n_steps = n_steps
@@ -760,7 +761,7 @@ class Pipeline:
     def left_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes that each stage holds at the end of an I, counted as above."""
         meters = self._metered(inputs, targets, range(len(self.stages)))
-        return list(map(int, self.total([meter.left for meter in meters])))
+        return list(map(int, self.total([meter.deferred_peak for meter in meters])))
 
     def device_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes of activations that each device holds, counted as above."""
@@ -780,7 +781,7 @@ class Pipeline:
         with (
             self._held("memory"),
             self.preserved(),
-            metered(self.stages, [meters[at] for at in graph.homes.ravel().tolist()]),
+            attach_meters(self.stages, [meters[at] for at in graph.homes.ravel().tolist()]),
         ):
             run = self._step(inputs, targets, partial(_walk_alone, tasks))
             result = self._result(run)
@@ -798,22 +799,22 @@ class Pipeline:
             values[counted.columns.size :].reshape(graph.homes.shape),
         )
 
-    def _meters(self, inputs: Batch, targets: Any, n: int) -> list[Meter]:
+    def _meters(self, inputs: Batch, targets: Any, n: int) -> list[ActivationMeter]:
         """Return meters that leave out what a step does not make: weights and the batch."""
         check_batch(inputs, targets)
         modules = [stage.module for stage in self.stages]
         weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
         given = [x if isinstance(x, tuple) else (x,) for x in (inputs, targets)]
         batch = [x for values in given for x in values if isinstance(x, Tensor)]
-        return [Meter(weights, batch) for _ in range(n)]
+        return [ActivationMeter(weights, batch) for _ in range(n)]
 
-    def _metered(self, inputs: Batch, targets: Any, place: Sequence[int]) -> list[Meter]:
+    def _metered(self, inputs: Batch, targets: Any, place: Sequence[int]) -> list[ActivationMeter]:
         """Run a step that leaves no trace, and count what stages hold, together by their place."""
         meters = self._meters(inputs, targets, max(place) + 1)
         with (
             self._held("held_bytes, left_bytes or device_bytes"),
             self.preserved(),
-            metered(self.stages, [meters[at] for at in place]),
+            attach_meters(self.stages, [meters[at] for at in place]),
         ):
             self._step(inputs, targets, Run.walk)  # eagerly: a replay takes no memory
         return meters

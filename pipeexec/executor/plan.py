@@ -14,8 +14,8 @@ from pipeexec.executor.gradient_sync import Work, handing_over, marking
 from pipeexec.executor.op_handlers import WORK
 from pipeexec.executor.remote_messages import connected
 from pipeexec.executor.step import Planned
-from pipeexec.stages.batch_shares import Shares
-from pipeexec.stages.stage import Stage
+from pipeexec.stages.batch_shares import BatchShares
+from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Task
@@ -45,9 +45,9 @@ _SOURCES: Mapping[tuple[Op, int], Sequence[tuple[Op, int]]] = {
 
 def plan(
     graph: TaskGraph,
-    stages: Sequence[Stage],
+    stages: Sequence[StageLike],
     devices: Sequence[Device],
-    shares: Shares,
+    shares: BatchShares,
     processes: Processes | None = None,
 ) -> list[Planned]:
     """Look up everything about each task of this process that does not change from step to step.

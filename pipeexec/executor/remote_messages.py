@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from pipeexec.devices import transfer
 from pipeexec.devices.cpu_streams import InlineStream
-from pipeexec.devices.device import Device
+from pipeexec.devices.device import Device, Values
 from pipeexec.devices.remote import RemoteDevice, ranks_of
 from pipeexec.distributed.channels import Channel, Expected, Route, Sent
 from pipeexec.distributed.flight_recorder import FIRST_TASK, MOST_STREAMS
@@ -18,7 +18,6 @@ from pipeexec.distributed.message_headers import Content, header
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import Signature, check_values
 from pipeexec.executor.step import Planned, Run
-from pipeexec.stages.stage import Values
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op

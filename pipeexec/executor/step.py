@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from pipeexec.devices import clocks
 from pipeexec.devices.cpu_streams import CpuEvent
-from pipeexec.devices.device import Device
+from pipeexec.devices.device import Device, Values
 from pipeexec.devices.remote import RemoteDevice, ranks_of
 from pipeexec.devices.streams import Event, Stream
 from pipeexec.distributed.channels import Asked, Channel, Expected
@@ -26,12 +26,12 @@ from pipeexec.distributed.status import Status
 from pipeexec.executor.process_results import Part
 from pipeexec.executor.progress import Progress, StepHeads
 from pipeexec.executor.task_times import Milestone, Readings
-from pipeexec.stages.batch_shares import Shares
-from pipeexec.stages.batches import Batch, moved, split_batches
+from pipeexec.stages.batch_shares import BatchShares
+from pipeexec.stages.batches import Batch, split_batches, to_devices
 from pipeexec.stages.earlier_gradients import EarlierGradients
 from pipeexec.stages.loss_function import LossFunction
 from pipeexec.stages.random_numbers import task_seed
-from pipeexec.stages.stage import Stage, Values
+from pipeexec.stages.stage_like import StageLike
 from pipeexec.stages.step_loss import StepLoss
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
@@ -53,7 +53,7 @@ class Planned(NamedTuple):
     work: Callable[[Run, Planned], None]
     stream: Stream
     device: Device
-    stage: Stage
+    stage: StageLike
     microbatch: int
     waits: tuple[int, ...]
     source: int
@@ -90,9 +90,9 @@ class Run:
     def __init__(
         self,
         graph: TaskGraph,
-        shares: Shares,
+        shares: BatchShares,
         devices: Sequence[Device],
-        stages: Sequence[Stage],
+        stages: Sequence[StageLike],
         optimizers: Sequence[torch.optim.Optimizer | None],
         inputs: Batch | None,
         targets: Batch | None,
@@ -103,24 +103,24 @@ class Run:
         processes: Processes | None = None,
         hosts: Issuer | None = None,
     ) -> None:
-        m = shares.n * shares.n_microbatches
+        m = shares.n_shares * shares.n_microbatches
         self.graph, self.devices, self.shares = graph, devices, shares
         own = [d for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)]
         self.numbers = {device: number for number, device in enumerate(own)}  # of those here
         self.stages, self.modules = stages, [stage.module for stage in stages]
         self.optimizers = optimizers
         self.number, self.timeout, self.processes = number, timeout, processes
-        here = shares.numbers_here()
+        here = shares.local_numbers()
         parts, labels, sizes = split_batches(
-            inputs, targets, shares.n_microbatches, len(shares.here)
+            inputs, targets, shares.n_microbatches, len(shares.local)
         )
         homes = graph.homes[shares.replica.ravel()[here]]
         first, last = ([devices[d].torch_device for d in homes[:, stage]] for stage in (0, -1))
         self.inputs: list[Values] = [()] * m
         labelled: list[Any] = [None] * m
-        for number, part in zip(here, moved(parts, first), strict=True):
+        for number, part in zip(here, to_devices(parts, first), strict=True):
             self.inputs[number] = part
-        for number, label in zip(here, moved(labels, last), strict=True):
+        for number, label in zip(here, to_devices(labels, last), strict=True):
             one = not isinstance(targets, tuple)
             labelled[number] = (label[0] if label else None) if one else label
         sizes = shares.agree(
@@ -389,7 +389,7 @@ class Run:
         """Return what this process measured, on rank 0's clock."""
         zero = self.zero if self.processes is None else self.processes.clock.to_first(self.zero)
         has_failed = self.failure is not None or self.abandoned  # then counts may be missing
-        losses_here = [] if has_failed else self.loss.shares_of_loss()
+        losses_here = [] if has_failed else self.loss.loss_shares()
         found = {m: x for m, x in enumerate(losses_here) if x is not None}
         losses = {m: float(x) for m, x in found.items()}
         dtype = str(next(iter(found.values())).dtype).removeprefix("torch.") if found else ""

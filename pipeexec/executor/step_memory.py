@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeexec.executor.gradient_sync import group_of, parameters_of
 from pipeexec.executor.step import Planned, Run
-from pipeexec.stages.activation_bytes import Meter
+from pipeexec.stages.activation_bytes import ActivationMeter
 from pipesim.ops import Op
 from pipesim.timeline.memory import in_order_of_time
 from pipesim.timeline.timeline import Timeline
@@ -139,7 +139,7 @@ class Counted:
         Of the devices' activations; set in the stages.
     """
 
-    def __init__(self, n_tasks: int, meters: Sequence[Meter]) -> None:
+    def __init__(self, n_tasks: int, meters: Sequence[ActivationMeter]) -> None:
         self.meters = meters
         self.columns = np.zeros((6, n_tasks))
         self.activations, self.gradients, self.buffers = (
@@ -162,11 +162,11 @@ class Counted:
     def _compute(self, run: Run, task: Planned, work: Callable[[Run, Planned], None]) -> None:
         """Count a task on a compute stream, where a device's activations change."""
         meter = self.meters[int(run.graph.device[task.id])]
-        before = meter.high = meter.now
+        before = meter.window_peak = meter.current
         with self._counting(run, task, [task.slot], [task.id]):
             work(run, task)
-        self.activations.taken[task.id] = meter.high - before
-        self.activations.given[task.id] = meter.high - meter.now
+        self.activations.taken[task.id] = meter.window_peak - before
+        self.activations.given[task.id] = meter.window_peak - meter.current
 
     def _reduce(self, run: Run, task: Planned, work: Callable[[Run, Planned], None]) -> None:
         """Count the reduction of all local copies of a stage."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipeexec.gpipe.layer_by_layer import ends, one_by_one
-from pipeexec.stages.activation_bytes import Meter
+from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.batches import Batch
 from pipesim.errors import ArgumentError, check_count
 
@@ -109,7 +109,7 @@ def balance_by_size(
     )
     sizes = []
     for layer, (run, given) in zip(module, one_by_one(module, first, where), strict=True):
-        meter = Meter(ignored=[*run.parameters(), *run.buffers()])
+        meter = ActivationMeter(ignored=[*run.parameters(), *run.buffers()])
         with meter.saved_tensors():
             run(given)
         parameters = sum(p.nbytes for p in layer.parameters())

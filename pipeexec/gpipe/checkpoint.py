@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, nullcontext
 
-from pipeexec.stages.restore import changed
+from pipeexec.stages.restore import temporary_attribute
 
 __all__ = ["checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
 
@@ -33,9 +33,9 @@ def is_recomputing() -> bool:
 
 def checkpointing() -> AbstractContextManager[None]:
     """Return a context in which `is_checkpointing` is true in this thread."""
-    return changed(_LOCAL, "is_checkpointing", True)
+    return temporary_attribute(_LOCAL, "is_checkpointing", True)
 
 
 def recomputing(again: bool = True) -> AbstractContextManager[None]:
     """Return a context in which `is_recomputing` is true in this thread, or one of no meaning."""
-    return changed(_LOCAL, "is_recomputing", True) if again else nullcontext()
+    return temporary_attribute(_LOCAL, "is_recomputing", True) if again else nullcontext()

@@ -33,10 +33,10 @@ from pipeexec.gpipe.partition_tasks import Machine, Work
 from pipeexec.gpipe.routes import routes, ways
 from pipeexec.gpipe.skip import verify_skippables
 from pipeexec.gpipe.timeline import graph_of, of_partitions, timeline_of
-from pipeexec.stages.activation_bytes import Meter
+from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.random_numbers import next_seed, use_seed
-from pipeexec.stages.stage import Held, Stage, metered
+from pipeexec.stages.stage import ActivationCounter, Stage, attach_meters
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -344,7 +344,7 @@ class GPipe(nn.Module):
             for j, part in enumerate(parts)
         ]
         stages = [
-            Stage(partition, j, device, Held())
+            Stage(partition, j, device, ActivationCounter())
             for j, (partition, device) in enumerate(zip(partitions, self.devices, strict=True))
         ]
         devices = make_devices(self._places)
@@ -411,12 +411,12 @@ class GPipe(nn.Module):
         return found
 
     @contextmanager
-    def metered(self) -> Iterator[list[Meter]]:
+    def metered(self) -> Iterator[list[ActivationMeter]]:
         """Count, in this block, the bytes that each partition holds for its backward."""
         machine = self._ready()
         weights = [*self.parameters(), *self.buffers()]
-        meters = [Meter(weights) for _ in machine.stages]
-        with metered(machine.stages, meters):
+        meters = [ActivationMeter(weights) for _ in machine.stages]
+        with attach_meters(machine.stages, meters):
             yield meters
 
     def timeline(self) -> Timeline:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeexec.stages.batch_shares import Shares
+from pipeexec.stages.batch_shares import BatchShares
 from pipesim.analysis.measured_collectives import measured_collectives
 from pipesim.costs.collective_costs import Buckets
 from pipesim.errors import ArgumentError
@@ -37,22 +37,24 @@ def base_placement(graph: TaskGraph) -> Placement:
     return Placement(np.unique(graph.device_of_stage, return_inverse=True)[1].tolist())
 
 
-def lowered_like(graph: TaskGraph, schedule: Schedule, shares: Shares, **options: Any) -> TaskGraph:
+def lowered_like(
+    graph: TaskGraph, schedule: Schedule, shares: BatchShares, **options: Any
+) -> TaskGraph:
     """Lower a schedule for the replicas of a graph, on their devices.
 
     Of a bidirectional pipeline, for the first path of the first replica alone. The hosts are those
     of the graph, where they have the same devices.
     """
-    if shares.n * schedule.n_devices == graph.n_devices:
+    if shares.n_shares * schedule.n_devices == graph.n_devices:
         options |= {"hosts": graph.host, "host_threads": graph.host_threads}
-    if shares.n == 1:
+    if shares.n_shares == 1:
         return lower(schedule, **_exchanges(graph), **options)
-    major = replica_devices(shares.n, schedule.n_devices, "replica_major")
+    major = replica_devices(shares.n_shares, schedule.n_devices, "replica_major")
     first = np.array(schedule.placement.device_of)
     is_major = (major[:, first] == graph.homes[:: shares.n_paths]).all()
     return lower(
         schedule,
-        n_replicas=shares.n,
+        n_replicas=shares.n_shares,
         layout="replica_major" if is_major else "stage_major",
         **_exchanges(graph),
         **options,

@@ -218,7 +218,7 @@ class Calibration:
         check_exchanges(graph, graphs)
         self.splits = any(bool((g.op == Op.W).any()) for g in graphs)
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
-        n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.here)
+        n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.local)
         *_, sizes = split_batches(inputs, targets, graph.n_microbatches, n_here)
         self.size = min(sizes)
         self.batch, self.one = (

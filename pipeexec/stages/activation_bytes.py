@@ -1,4 +1,4 @@
-"""Bytes that a stage really holds for its backward, counted tensor by tensor."""
+"""`ActivationMeter`: the bytes that a stage holds for its backward, counted tensor by tensor."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["Meter"]
+__all__ = ["ActivationMeter", "CountedTensor"]
 
 
-class Meter:
+class ActivationMeter:
     """Counts the storages that activations hold, each once however many tensors share it.
 
-    Slows a step down, so steps with a meter are not timed. Used from one thread.
+    A meter slows a step down, so steps with one are not timed. One thread uses it.
 
     Parameters
     ----------
     ignored
         Tensors that are held anyway: parameters and buffers.
     batch
-        Tensors whose parts count by themselves: a micro-batch is a part of the batch.
+        Tensors whose parts are counted one by one: a micro-batch is a part of the batch.
 
     Attributes
     ----------
-    now, peak
-        Bytes held, and the most that ever were.
-    left
+    current, peak
+        Bytes held now, and the most bytes held so far.
+    deferred_peak
         The most bytes held at the end of an I.
-    high
-        The most bytes held since it was last set to ``now``.
+    window_peak
+        The most bytes held since the caller last set it to ``current``.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = (), batch: Iterable[Tensor] = ()) -> None:
-        self.now = 0
+        self.current = 0
         self.peak = 0
-        self.left = 0
-        self.high = 0
+        self.deferred_peak = 0
+        self.window_peak = 0
         self._ignored = _storages(ignored)
         self._batch = _storages(batch)
         self._weights: dict[int, set[int]] = {}
         self._holders: Counter[int] = Counter()
 
     def ignore_weights(self, stage: int, weights: Iterable[Tensor]) -> None:
-        """Leave out the versions of weights that a stage has now, in place of those it had."""
+        """Ignore the versions of weights that a stage has now; count its former ones again."""
         self._weights[stage] = _storages(weights)
 
-    def take(self, tensor: Tensor) -> tuple[int, int]:
-        """Count a tensor as held; return the receipt that `give` takes."""
+    def acquire(self, tensor: Tensor) -> tuple[int, int]:
+        """Count a tensor as held; return the key and bytes that `release` takes."""
         storage = tensor.untyped_storage()
         key, nbytes = storage.data_ptr(), storage.nbytes()
         if key in self._batch:
@@ -57,24 +57,24 @@ class Meter:
             return 0, 0
         self._holders[key] += 1
         if self._holders[key] == 1:
-            self.now += nbytes
-            self.peak, self.high = max(self.peak, self.now), max(self.high, self.now)
+            self.current += nbytes
+            self.peak = max(self.peak, self.current)
+            self.window_peak = max(self.window_peak, self.current)
         return key, nbytes
 
-    def give(self, receipt: tuple[int, int]) -> None:
-        """Count a tensor as let go."""
-        key, nbytes = receipt
+    def release(self, key: int, nbytes: int) -> None:
+        """Count a tensor as freed."""
         if not nbytes:
             return
         self._holders[key] -= 1
         if not self._holders[key]:
             del self._holders[key]
-            self.now -= nbytes
+            self.current -= nbytes
 
     def saved_tensors(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which whatever autograd saves is counted until it is let go."""
+        """Return a context in which each tensor saved by autograd counts until it is freed."""
         return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: Receipt(self, tensor), lambda receipt: receipt.tensor
+            lambda tensor: CountedTensor(self, tensor), lambda counted: counted.tensor
         )
 
 
@@ -82,18 +82,19 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-class Receipt:
-    """Holds a tensor's values, counted by a meter for as long as this object lives.
+class CountedTensor:
+    """Holds a tensor's values; a meter counts them as long as this object lives.
 
-    Not the tensor itself: autograd also saves outputs, which would hold the graph that holds them.
+    It does not hold the tensor itself: autograd also saves outputs, which would hold the graph
+    that holds them.
     """
 
-    __slots__ = ("_meter", "_receipt", "tensor")
+    __slots__ = ("_key", "_meter", "_nbytes", "tensor")
 
-    def __init__(self, meter: Meter, tensor: Tensor) -> None:
+    def __init__(self, meter: ActivationMeter, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
         self._meter = meter
-        self._receipt = meter.take(tensor)
+        self._key, self._nbytes = meter.acquire(tensor)
 
     def __del__(self) -> None:
-        self._meter.give(self._receipt)
+        self._meter.release(self._key, self._nbytes)

@@ -1,4 +1,4 @@
-"""Data-parallel replicas of a pipeline, and the shares of a batch that they take."""
+"""`BatchShares`: the share of a batch that each data-parallel replica of a pipeline takes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
 
-__all__ = ["Shares"]
+__all__ = ["BatchShares"]
 
 
-class Shares:
-    """Which replica of a graph takes which part of a batch.
+class BatchShares:
+    """Assigns the parts of a batch to the replicas of a graph.
 
-    A *share* is what one data-parallel replica takes of a batch: one graph replica, or as many as a
-    bidirectional pipeline has paths. All micro-batches are numbered through, share after share.
+    A *share* is the part of a batch that one data-parallel replica takes. It belongs to one graph
+    replica, or in a bidirectional pipeline to one replica for each path. Micro-batches are numbered
+    over all shares, share after share.
 
     Attributes
     ----------
-    n, n_microbatches
-        Number of shares, and of micro-batches of each.
+    n_shares, n_microbatches
+        Number of shares, and of micro-batches of each share.
     replica
-        The graph's replica that takes each micro-batch, shape ``(n, n_microbatches)``.
+        The graph's replica that takes each micro-batch, shape ``(n_shares, n_microbatches)``.
     batch_size
-        Micro-batches of each in a mini-batch.
+        Micro-batches of each share in a mini-batch.
     n_paths
         Graph replicas of each share.
-    here
+    local
         Shares of which this process has a stage.
     """
 
@@ -40,36 +41,36 @@ class Shares:
         first = np.flatnonzero((graph.op == Op.F) & (graph.stage == 0))
         self.n_microbatches = graph.n_microbatches
         self.batch_size = graph.n_microbatches // graph.n_batches
-        self.n = len(first) // graph.n_microbatches
-        self.n_paths = graph.n_replicas // self.n
-        self.replica = np.zeros((self.n, self.n_microbatches), dtype=np.int64)
+        self.n_shares = len(first) // graph.n_microbatches
+        self.n_paths = graph.n_replicas // self.n_shares
+        self.replica = np.zeros((self.n_shares, self.n_microbatches), dtype=np.int64)
         replica = graph.replica[first]
         self.replica[replica // self.n_paths, graph.microbatch[first]] = replica
-        here = [not isinstance(device, RemoteDevice) for device in devices]
-        of_replica = np.array(here)[graph.homes].any(axis=1)
-        self.here = tuple(np.unique(np.flatnonzero(of_replica) // self.n_paths).tolist())
+        is_local = np.array([not isinstance(device, RemoteDevice) for device in devices])
+        local_replicas = np.flatnonzero(is_local[graph.homes].any(axis=1))
+        self.local = tuple(np.unique(local_replicas // self.n_paths).tolist())
         self._agreed: list[int] | None = None
 
     def number(self, replica: int, microbatch: int) -> int:
-        """Return the number of a micro-batch of a graph's replica, counted through all shares."""
+        """Return the number, over all shares, of a micro-batch of a graph replica."""
         return replica // self.n_paths * self.n_microbatches + microbatch
 
-    def numbers_here(self) -> list[int]:
+    def local_numbers(self) -> list[int]:
         """Return the numbers of the micro-batches of which this process has a stage."""
         m = self.n_microbatches
-        return [share * m + k for share in self.here for k in range(m)]
+        return [share * m + k for share in self.local for k in range(m)]
 
     def agree(
         self, inputs: Sequence[int], targets: Sequence[int], processes: Processes | None
     ) -> list[int]:
         """Return the samples of every micro-batch of all shares.
 
-        Processes tell each other once, before the first step.
+        Processes exchange them once, before the first step.
 
         Parameters
         ----------
         inputs, targets
-            Samples of each micro-batch of this process's shares; empty where they are not given.
+            Samples of each micro-batch of this process's shares; empty if it does not give them.
 
         Raises
         ------
@@ -80,12 +81,11 @@ class Shares:
         if processes is None:
             return list(inputs or targets)
         if self._agreed is None:
-            said = processes.share([self.here, inputs, targets])
-            self._agreed = self._joined(said)
+            self._agreed = self._merge_sizes(processes.share([self.local, inputs, targets]))
         own = list(inputs or targets)
-        if self.n == 1:
+        if self.n_shares == 1:
             return own or self._agreed
-        agreed = [self._agreed[number] for number in self.numbers_here()]
+        agreed = [self._agreed[number] for number in self.local_numbers()]
         if own and own != agreed:
             raise ArgumentError(
                 f"this process gives {sum(own)} samples, but {sum(agreed)} were agreed on before "
@@ -94,22 +94,24 @@ class Shares:
             )
         return self._agreed
 
-    def _joined(
-        self, said: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
+    def _merge_sizes(
+        self, by_rank: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
     ) -> list[int]:
-        """Return the samples of every micro-batch, which those who give them agree on."""
+        """Return the samples of every micro-batch, from the shares and sizes of each rank."""
         m = self.n_microbatches
-        found: dict[int, tuple[str, list[int]]] = {}
-        for rank, (here, *given) in enumerate(said):
-            for name, sizes in zip(("inputs", "targets"), given, strict=True):
-                for k, share in enumerate(here if sizes else ()):
+        sizes_by_share: dict[int, tuple[str, list[int]]] = {}
+        for rank, (local, *lengths) in enumerate(by_rank):
+            for name, sizes in zip(("inputs", "targets"), lengths, strict=True):
+                for k, share in enumerate(local if sizes else ()):
                     own = list(sizes[k * m : (k + 1) * m])
-                    who, other = found.setdefault(share, (f"{name} of rank {rank}", own))
+                    source, other = sizes_by_share.setdefault(
+                        share, (f"{name} of rank {rank}", own)
+                    )
                     if own != other:
-                        of = f" of replica {share}" if self.n > 1 else ""
+                        suffix = f" of replica {share}" if self.n_shares > 1 else ""
                         raise ArgumentError(
-                            f"{who} have {sum(other)} samples{of}, {name} of rank {rank} "
+                            f"{source} have {sum(other)} samples{suffix}, {name} of rank {rank} "
                             f"{sum(own)}; give every process of a replica the same batch, "
                             "or None where it is not needed"
                         )
-        return [size for share in range(self.n) for size in found[share][1]]
+        return [size for share in range(self.n_shares) for size in sizes_by_share[share][1]]

@@ -1,4 +1,4 @@
-"""A batch, its micro-batches, and where they go."""
+"""Check a batch, split it into micro-batches, and move these to devices."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeexec.stages.stage import Values
+from pipeexec.devices.device import Values
 from pipesim.errors import ArgumentError
 
-__all__ = ["Batch", "check_batch", "check_dense", "moved", "split_batch", "split_batches"]
+__all__ = ["Batch", "check_batch", "check_dense", "split_batch", "split_batches", "to_devices"]
 
 Batch = Tensor | tuple[Tensor, ...]
 
 
-def moved(parts: Sequence[Values], devices: Sequence[torch.device]) -> list[Values]:
-    """Return the micro-batches on the devices that take them; none for those elsewhere."""
+def to_devices(parts: Sequence[Values], devices: Sequence[torch.device]) -> list[Values]:
+    """Return each micro-batch on its device; empty for a device of another process."""
     if not parts:
         return [()] * len(devices)
     return [
@@ -27,13 +27,13 @@ def moved(parts: Sequence[Values], devices: Sequence[torch.device]) -> list[Valu
 
 
 def check_batch(inputs: object, targets: object) -> None:
-    """Raise unless a batch has tensors of data alone, which can be split; either may be None.
+    """Raise unless inputs and targets are dense tensors of data; either may be None.
 
     Raises
     ------
     ArgumentError
-        For what is no tensor of samples, tensors that require gradients, which a step would not
-        compute, and sparse ones.
+        For an object that is no tensor of samples, tensors that require gradients, which a step
+        would not compute, and sparse tensors.
     """
     for name, batch in (("inputs", inputs), ("targets", targets)):
         for tensor in () if batch is None else _tensors(batch, name):
@@ -59,8 +59,8 @@ def split_batches(
 ) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor, ...]], list[int]]:
     """Return the micro-batches of inputs and of targets, and their sizes; see `split_batch`.
 
-    Either may be None, which has no micro-batches. There are ``n_microbatches`` of each of
-    ``n_shares`` replicas.
+    Either may be None, which has no micro-batches. Each of ``n_shares`` replicas has
+    ``n_microbatches`` of them.
 
     Raises
     ------
@@ -99,9 +99,9 @@ def split_batch(
         raise ArgumentError(f"the tensors of {name} have {sorted(lengths)} samples; give as many")
     n_parts = n_shares * n_microbatches
     if min(lengths) < n_parts:
-        each = f", {n_microbatches} of each of {n_shares} replicas" if n_shares > 1 else ""
+        suffix = f", {n_microbatches} of each of {n_shares} replicas" if n_shares > 1 else ""
         raise ArgumentError(
-            f"{name} have {min(lengths)} samples, too few for {n_parts} micro-batches{each}; "
+            f"{name} have {min(lengths)} samples, too few for {n_parts} micro-batches{suffix}; "
             "give a larger batch, or lower a schedule of fewer micro-batches"
         )
     parts = list(zip(*(x.tensor_split(n_parts) for x in tensors), strict=True))
@@ -109,16 +109,16 @@ def split_batch(
 
 
 def _tensors(batch: object, name: str) -> tuple[Tensor, ...]:
-    """Return the tensors of a batch, if that is what it has."""
+    """Return the tensors of a batch; raise `ArgumentError` for anything else."""
     tensors = batch if isinstance(batch, tuple) else (batch,)
     if not tensors or not all(isinstance(x, Tensor) and x.dim() > 0 for x in tensors):
         raise ArgumentError(
             f"{name} must be a tensor of samples or a tuple of them, got "
             f"{type(batch).__name__}"
-            + (f" of {', '.join(map(_described, batch))}" if isinstance(batch, tuple) else "")
+            + (f" of {', '.join(map(_describe, batch))}" if isinstance(batch, tuple) else "")
         )
     return tensors
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     return f"{value.dim()}-d tensor" if isinstance(value, Tensor) else type(value).__name__

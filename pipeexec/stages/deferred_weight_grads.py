@@ -1,17 +1,20 @@
-"""Weight gradients that wait: the backward of I computes those of inputs, and W the rest.
+"""Deferred weight gradients: the backward of I computes those of inputs, and W the rest.
 
-While `Deferred.deferring` is active in a thread, layers (see `pipeexec.stages.splittable_layers`)
-whose weight is a parameter run as an autograd function of our own. Its backward returns the
-gradient of the layer's input alone, and notes what the weight's needs: the layer's input and the
-gradient of its output. So the graph is let go at the end of I, and W has nothing to compute twice.
+While `DeferredGradients.interception` is active in a thread, a layer (see
+`pipeexec.stages.splittable_layers`) whose weight is a parameter runs as the autograd function
+`_SplitLayer`. Its backward returns the gradient of the layer's input alone. It keeps what the
+weight's gradient needs: the layer's input and the gradient of its output. So the graph is freed at
+the end of I, and W computes nothing twice.
 
-What does not wait gets its gradient in I, through autograd as ever: whatever is not in the table
-of `pipeexec.stages.splittable_layers`, such as norms, recurrent layers, einsum, bmm, bilinear
-layers, bags of embeddings and single samples; `torch.nn.MultiheadAttention` (torch calls the layers
-in it out of our sight); weights that are
-computed, frozen or complex, or have hooks; tensor subclasses and sparse gradients; and whatever
-runs without gradients, under autocast, `torch.func` or `torch.compile`, or within saved-tensor
-hooks of its own, as in `torch.utils.checkpoint`.
+Autograd computes the other weight gradients in I:
+
+- of operations without a row in `pipeexec.stages.splittable_layers`, such as norms, recurrent
+  layers, einsum, bmm, bilinear layers, bags of embeddings and single samples;
+- of `torch.nn.MultiheadAttention`, whose layers torch calls where they cannot be intercepted;
+- of weights that are computed, frozen or complex, or have hooks;
+- of tensor subclasses, and sparse gradients;
+- of operations without gradients, under autocast, `torch.func` or `torch.compile`, or within
+  separate saved-tensor hooks, as in `torch.utils.checkpoint`.
 """
 
 from __future__ import annotations
@@ -24,115 +27,121 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipeexec.stages.activation_bytes import Meter, Receipt
-from pipeexec.stages.splittable_layers import LAYERS, Call, Found, Layer
+from pipeexec.stages.activation_bytes import ActivationMeter, CountedTensor
+from pipeexec.stages.splittable_layers import LAYERS, Call, Layer, WeightGradients
 
-__all__ = ["Deferred"]
+__all__ = ["DeferredGradients"]
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class Deferred:
+class DeferredGradients:
     """The weight gradients that one micro-batch of a stage leaves for W.
 
     Parameters
     ----------
     meter
-        Counts the bytes held from I to W, where there is one.
+        Counts the bytes held from I to W; None if they are not counted.
     """
 
-    def __init__(self, meter: Meter | None = None) -> None:
+    def __init__(self, meter: ActivationMeter | None = None) -> None:
         self.meter = meter
-        self.collects = False
-        self._work: deque[_Work] = deque()
+        self.is_collecting = False
+        self._layers: deque[_DeferredLayer] = deque()
 
-    def deferring(self) -> TorchFunctionMode:
-        """Return a context, for F or R, in which layers are made such that they can wait."""
-        return _Deferring(self)
+    def interception(self) -> TorchFunctionMode:
+        """Return a context, for F or R, in which layers can defer their weight gradients."""
+        return _InterceptionMode(self)
 
     def collect(self, outputs: Sequence[Any], gradients: Sequence[Tensor]) -> None:
-        """Go back from the outputs, and note the work of the layers on the way: that of I.
+        """Run the backward of I from the outputs, and keep what W needs of each layer.
 
-        In any other backward, as of a module that differentiates within its forward, layers do not
-        wait.
+        In any other backward, such as one within a module's forward, layers compute their weight
+        gradients at once.
         """
-        self.collects = True
+        self.is_collecting = True
         try:
             torch.autograd.backward(outputs, gradients)
         finally:
-            self.collects = False
+            self.is_collecting = False
 
-    def note(self, ctx: Any, x: Tensor, gradient: Tensor) -> None:
-        """Keep what the weight and bias of a layer need."""
-        x = x.detach()  # or it would hold the graph that made it
+    def defer(self, ctx: Any, x: Tensor, gradient: Tensor) -> None:
+        """Keep what the gradients of a layer's weight and bias need."""
+        x = x.detach()  # otherwise it holds the graph that made it
         meter = self.meter
-        receipts = () if meter is None else (Receipt(meter, x), Receipt(meter, gradient))
-        self._work.append(
-            _Work(ctx.layer, ctx.options, x, gradient, ctx.parameters, ctx.wanted, receipts)
+        counted: tuple[CountedTensor, ...] = ()
+        if meter is not None:
+            counted = CountedTensor(meter, x), CountedTensor(meter, gradient)
+        self._layers.append(
+            _DeferredLayer(ctx.layer, ctx.options, x, gradient, ctx.parameters, ctx.needed, counted)
         )
 
-    def parameters(self) -> set[int]:
+    def parameter_ids(self) -> set[int]:
         """Return the ids of the parameters whose gradients are still to come."""
-        return {id(p) for work in self._work for p in work.parameters if p is not None}
+        return {id(p) for layer in self._layers for p in layer.parameters if p is not None}
 
     @torch.no_grad()
     def run(self) -> None:
-        """Add the gradients to those of the parameters; let go of what they needed."""
-        left = Counter(id(p) for work in self._work for p in work.parameters)
+        """Add the gradients to those of the parameters, and free the tensors kept for them."""
+        n_uses = Counter(id(p) for layer in self._layers for p in layer.parameters)
         sums: dict[int, Tensor] = {}
-        while self._work:
-            work = self._work.popleft()
-            for parameter, gradient in zip(work.parameters, work.gradients(), strict=True):
+        while self._layers:
+            layer = self._layers.popleft()
+            for parameter, gradient in zip(layer.parameters, layer.gradients(), strict=True):
                 if parameter is None or gradient is None:
                     continue
                 key = id(parameter)
-                left[key] -= 1
-                if key in sums:  # autograd, too, adds up the uses of a parameter first
+                n_uses[key] -= 1
+                if key in sums:  # as autograd does: sum the uses of a parameter first
                     gradient = sums.pop(key).add_(gradient)
-                if left[key]:
+                if n_uses[key]:
                     sums[key] = gradient
                 else:
                     _accumulate(parameter, gradient)
 
 
-class _Work(NamedTuple):
-    """What the gradients of a layer's weight and bias need, from I to W."""
+class _DeferredLayer(NamedTuple):
+    """Tensors from which W computes the gradients of a layer's weight and bias."""
 
     layer: Layer
     options: Any
     input: Tensor
     gradient: Tensor
     parameters: tuple[Tensor, Tensor | None]
-    wanted: tuple[bool, bool]
-    receipts: tuple[Receipt, ...]
+    needed: tuple[bool, bool]
+    counted: tuple[CountedTensor, ...]
 
-    def gradients(self) -> Found:
+    def gradients(self) -> WeightGradients:
         weight = self.parameters[0]
-        return self.layer.of_weights(self.gradient, self.input, weight, self.wanted, self.options)
+        return self.layer.weight_gradients(
+            self.gradient, self.input, weight, self.needed, self.options
+        )
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Do as autograd: a first gradient takes the parameter's layout, others are added to it."""
-    before = parameter.grad
-    if before is None:
+    """Accumulate as autograd does: a first gradient takes the parameter's layout."""
+    sum_so_far = parameter.grad
+    if sum_so_far is None:
         fits = gradient.stride() == parameter.stride()
         parameter.grad = gradient if fits else torch.empty_like(parameter).copy_(gradient)
-    elif before.is_sparse:  # of another use of the parameter
-        parameter.grad = gradient + before
+    elif sum_so_far.is_sparse:  # from another use of the parameter
+        parameter.grad = gradient + sum_so_far
     else:
-        before.add_(gradient)
+        sum_so_far.add_(gradient)
     hooks: Mapping[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    for hook in tuple(hooks.values()):  # set since the forward, or the gradient would not be here
+    for hook in tuple(
+        hooks.values()
+    ):  # set after the forward, otherwise the gradient is not deferred
         hook(parameter)
 
 
-class _Split(torch.autograd.Function):
-    """A layer, whose backward leaves the weight's part for later."""
+class _SplitLayer(torch.autograd.Function):
+    """A layer whose backward defers the weight's part."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        store: Deferred,
+        store: DeferredGradients,
         layer: Layer,
         options: Any,
         x: Tensor,
@@ -140,7 +149,7 @@ class _Split(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.store, ctx.layer, ctx.options, ctx.parameters = store, layer, options, (weight, bias)
-        ctx.wanted = ctx.needs_input_grad[4:]
+        ctx.needed = ctx.needs_input_grad[4:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         return layer.forward(x, weight, bias, options)
@@ -151,18 +160,20 @@ class _Split(torch.autograd.Function):
             return (None,) * 6
         x, weight = ctx.saved_tensors
         layer, options = ctx.layer, ctx.options
-        of_input = layer.of_input(gradient, x, weight, options) if ctx.needs_input_grad[3] else None
-        if not ctx.store.collects:
-            now = layer.of_weights(gradient, x, weight, ctx.wanted, options)
-            return None, None, None, of_input, *now
-        ctx.store.note(ctx, x, gradient)
-        return None, None, None, of_input, None, None
+        input_gradient = None
+        if ctx.needs_input_grad[3]:
+            input_gradient = layer.input_gradient(gradient, x, weight, options)
+        if not ctx.store.is_collecting:
+            others = layer.weight_gradients(gradient, x, weight, ctx.needed, options)
+            return None, None, None, input_gradient, *others
+        ctx.store.defer(ctx, x, gradient)
+        return None, None, None, input_gradient, None, None
 
 
-class _Deferring(TorchFunctionMode):
-    """Runs layers that can wait through `_Split`, and everything else as it is."""
+class _InterceptionMode(TorchFunctionMode):
+    """Runs layers that can defer through `_SplitLayer`, and everything else unchanged."""
 
-    def __init__(self, store: Deferred) -> None:
+    def __init__(self, store: DeferredGradients) -> None:
         super().__init__()
         self.store = store
         self.hooks = _saved_tensor_hooks()
@@ -177,26 +188,26 @@ class _Deferring(TorchFunctionMode):
         """Run ``func``, or its layer."""
         kwargs = kwargs or {}
         call = None
-        read = LAYERS.get(func)
-        if read is not None:
+        parse = LAYERS.get(func)
+        if parse is not None:
             try:
-                call = read(*args, **kwargs)
-            except (TypeError, AttributeError):  # torch may know better, or say what is wrong
+                call = parse(*args, **kwargs)
+            except (TypeError, AttributeError):  # torch accepts the arguments, or raises its error
                 call = None
-        if call is None or not self._can_wait(call):
+        if call is None or not self._can_defer(call):
             return func(*args, **kwargs)
         layer, x, weight, bias, options = call
         folds = layer.is_matrix and x.dim() > 2
         rows = x.flatten(0, -2) if folds else x
         y: Tensor
-        y = _Split.apply(self.store, layer, options, rows, weight, bias)  # type: ignore[no-untyped-call]
+        y = _SplitLayer.apply(self.store, layer, options, rows, weight, bias)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], y.shape[-1]) if folds else y
 
-    def _can_wait(self, call: Call) -> bool:
+    def _can_defer(self, call: Call) -> bool:
         x, bias = call.input, call.bias
         return (
-            _waits(call.weight)
-            and (bias is None or _waits(bias) or _is_frozen(bias))
+            _is_deferrable(call.weight)
+            and (bias is None or _is_deferrable(bias) or _is_frozen(bias))
             and type(x) in _PLAIN
             and torch.is_grad_enabled()
             and not torch.is_autocast_enabled(x.device.type)
@@ -206,8 +217,8 @@ class _Deferring(TorchFunctionMode):
         )
 
 
-def _waits(parameter: Tensor) -> bool:
-    """Whether the gradient of a weight can come later: it is a parameter that nobody watches."""
+def _is_deferrable(parameter: Tensor) -> bool:
+    """Return whether a weight's gradient can be deferred: a floating-point parameter, no hooks."""
     return (
         type(parameter) is nn.Parameter
         and parameter.requires_grad
@@ -222,6 +233,6 @@ def _is_frozen(bias: Tensor) -> bool:
 
 
 def _saved_tensor_hooks() -> object:
-    """Return what packs the tensors that autograd saves in this thread; None without hooks."""
+    """Return the hook that packs the tensors saved by autograd in this thread; None without."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None else hooks[0]

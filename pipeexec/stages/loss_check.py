@@ -1,11 +1,11 @@
 """Compare the combined loss of micro-batches with the loss of all of them at once.
 
-A mean over unmasked tokens, say, is no mean over samples: weighted by samples, the micro-batches
-give another loss, and other gradients, than the batch at once. In the first step, outputs of the
-last stage and their gradients are kept, up to `MOST_BYTES` but of two micro-batches at least.
-Outputs beyond `LARGEST` are not kept. After the step the loss function is called on all of them,
-twice: a loss that draws random numbers has two values. Gradients show a difference even where all
-losses are equal, as they may be before training.
+A mean over unmasked tokens, for example, is no mean over samples. Weighted by samples, the
+micro-batches give another loss, and other gradients, than the batch at once. So the first step
+keeps outputs of the last stage and their gradients: up to `MOST_BYTES`, but of two micro-batches at
+least. Outputs beyond `LARGEST` are not kept. After the step the loss function is called on all of
+them. It is called twice: a loss that draws random numbers has two values. Gradients show a
+difference even if all losses are equal, as they may be before training.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 
 __all__ = ["Difference", "LossCheck"]
 
-#: Outputs that the check keeps, where those of two micro-batches are not more.
+#: Bytes of outputs that the check keeps, unless two micro-batches have more.
 MOST_BYTES = 64 << 20
-#: Bytes of an output beyond which nothing is checked: the check needs some copies of two.
+#: Bytes of an output beyond which nothing is checked: the check copies two outputs several times.
 LARGEST = 256 << 20
 #: Relative difference that rounding does not explain, in single precision and better.
 _TOLERANCE = 1e-3
@@ -31,11 +31,11 @@ _TOLERANCE = 1e-3
 _ULPS = 4
 
 #: Returns the loss of an output and its targets, and its count if it has one.
-Parsed = Callable[[object, object], tuple[Tensor, Tensor | float | None]]
+LossAndCount = Callable[[object, object], tuple[Tensor, Tensor | float | None]]
 
 
 class Difference(NamedTuple):
-    """Losses and counts that micro-batches add up to, and those of the micro-batches at once.
+    """Loss and count summed over micro-batches, and the same of these micro-batches at once.
 
     Attributes
     ----------
@@ -65,13 +65,17 @@ class LossCheck:
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._is_tuple = False
         self._nbytes = 0
-        self._noting = threading.Lock()  # last stages of several paths or replicas are here
+        self._lock = threading.Lock()  # last stages of several paths or replicas call `note`
 
     def note(self, microbatch: int, output: object) -> None:
-        """Keep an output, and its gradient once the backward has made it."""
+        """Keep an output, and its gradient once the backward has computed it."""
         tensors = output if isinstance(output, tuple) else (output,)
-        with self._noting:
-            if microbatch in self._outputs or not _splits(tensors) or not self._has_room(tensors):
+        with self._lock:
+            if (
+                microbatch in self._outputs
+                or not _are_samples(tensors)
+                or not self._has_room(tensors)
+            ):
                 return
             self._is_tuple = isinstance(output, tuple)
             self._outputs[microbatch] = tuple(x.detach() for x in tensors)
@@ -91,19 +95,19 @@ class LossCheck:
 
     def difference(
         self,
-        function: Parsed,
+        function: LossAndCount,
         targets: Sequence[Any],
         losses: Sequence[Tensor | None],
         factors: Callable[[Sequence[int]], tuple[list[float], float]],
     ) -> Difference | None:
-        """Return the difference; None without one, or where nothing can be compared.
+        """Return the difference; None if there is none, or if nothing can be compared.
 
         Parameters
         ----------
         function
             Returns the loss of an output and its targets, and its count if it has one.
         targets, losses
-            Of each micro-batch, losses as the step has weighted them.
+            Targets and losses of each micro-batch; losses are weighted as in the step.
         factors
             Returns factors that turn these weights into those of a batch of some micro-batches,
             and their total count.
@@ -113,21 +117,21 @@ class LossCheck:
             return None
         scales, combined_count = factors(kept)
         try:
-            outputs, gradients = self._joined(kept, scales)
-            labels = _joined_targets([targets[number] for number in kept])
-            given = outputs if self._is_tuple else outputs[0]
-            with torch.random.fork_rng(_gpus(outputs)), torch.enable_grad():
-                loss, count = function(given, labels)
+            outputs, gradients = self._join_outputs(kept, scales)
+            labels = _join_targets([targets[number] for number in kept])
+            argument = outputs if self._is_tuple else outputs[0]
+            with torch.random.fork_rng(_gpu_indices(outputs)), torch.enable_grad():
+                loss, count = function(argument, labels)
                 whole = torch.autograd.grad(loss, outputs, allow_unused=True)
-                again, _ = function(given, labels)
-        except Exception:  # a loss that takes one size of micro-batch: there is nothing to compare
+                again, _ = function(argument, labels)
+        except Exception:  # the loss takes micro-batches of one size only: nothing to compare
             return None
         weighted = [
             float(x) * scale
             for number, scale in zip(kept, scales, strict=True)
             if (x := losses[number]) is not None
         ]
-        found = Difference(
+        difference = Difference(
             sum(weighted) / (combined_count or math.nan),
             float(loss.detach()) / (float(1 if count is None else count) or math.nan),
             _relative(gradients, whole),
@@ -137,10 +141,10 @@ class LossCheck:
         )
         limit = max(_TOLERANCE, _ULPS * max(torch.finfo(x.dtype).eps for x in (*outputs, loss)))
         draws = abs(float(again.detach() - loss.detach())) > limit * abs(float(loss.detach()))
-        counts_differ = abs(found.whole_count - combined_count) > limit * combined_count
-        return found if not draws and (found.gradients > limit or counts_differ) else None
+        counts_differ = abs(difference.whole_count - combined_count) > limit * combined_count
+        return difference if not draws and (difference.gradients > limit or counts_differ) else None
 
-    def _joined(
+    def _join_outputs(
         self, kept: Sequence[int], factors: Sequence[float]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Return the outputs of all micro-batches, as leaves, and their gradients."""
@@ -161,20 +165,20 @@ class LossCheck:
 def _relative(gradients: Sequence[Tensor], whole: Sequence[Tensor | None]) -> float:
     """Return the norm of the difference of gradients, relative to that of ``whole``."""
     pairs = [(x, y) for x, y in zip(gradients, whole, strict=True) if y is not None]
-    apart = torch.stack([(x - y).float().norm() for x, y in pairs]).norm()
-    return float(apart / torch.stack([y.float().norm() for _, y in pairs]).norm())
+    difference = torch.stack([(x - y).float().norm() for x, y in pairs]).norm()
+    return float(difference / torch.stack([y.float().norm() for _, y in pairs]).norm())
 
 
-def _splits(tensors: tuple[object, ...]) -> bool:
-    """Return whether these are tensors of samples that get gradients."""
+def _are_samples(tensors: tuple[object, ...]) -> bool:
+    """Return whether all are tensors of samples that get gradients."""
     return all(isinstance(x, Tensor) and x.dim() > 0 and x.requires_grad for x in tensors)
 
 
-def _joined_targets(targets: list[Any]) -> Any:
+def _join_targets(targets: list[Any]) -> Any:
     if isinstance(targets[0], tuple):
         return tuple(torch.cat(column) for column in zip(*targets, strict=True))
     return torch.cat(targets)
 
 
-def _gpus(tensors: tuple[Tensor, ...]) -> list[int]:
+def _gpu_indices(tensors: tuple[Tensor, ...]) -> list[int]:
     return sorted({x.device.index or 0 for x in tensors if x.device.type == "cuda"})

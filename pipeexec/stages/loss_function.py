@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipesim.errors import ExecutionError, check_function, check_name, number
 
-__all__ = ["Count", "Loss", "LossFunction", "combined"]
+__all__ = ["Count", "Loss", "LossFunction", "combined_loss"]
 
 Count = Tensor | float
 #: Takes the output of the last stage and the targets of a micro-batch.
@@ -27,7 +27,7 @@ class LossFunction:
     function
         Returns the loss of a micro-batch, or its sum and the count to divide by.
     reduction
-        How the losses of samples are reduced, where the function returns no count.
+        How the losses of samples are reduced, if the function returns no count.
     on_device
         Whether a count must be a tensor, as a CUDA graph needs.
 
@@ -36,8 +36,8 @@ class LossFunction:
     returns_count
         Whether the function returns ``(sum, count)``; None before the first call.
     is_checked
-        Whether a step has compared the function with its definition; see
-        `pipeexec.stages.loss_check`.
+        Whether a step has compared the combined loss with that of several micro-batches at once;
+        see `pipeexec.stages.loss_check`.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class LossFunction:
         Raises
         ------
         ExecutionError
-            If the function returns something else, or not what it returned before.
+            If the function returns something else, or another form than before.
         """
         value = self.function(output, targets)
         if not isinstance(value, tuple) or len(value) != 2:
-            loss = _checked_loss(value)
+            loss = _check_loss(value)
             self._note(False)
             return loss, None
-        loss = _checked_loss(value[0])
+        loss = _check_loss(value[0])
         self._note(True)
-        return loss, self._checked_count(value[1])
+        return loss, self._check_count(value[1])
 
     def _note(self, returns_count: bool) -> None:
         if self.returns_count is None:
@@ -80,8 +80,8 @@ class LossFunction:
                 "is 'sum'; leave loss_reduction out, or return the sum alone"
             )
 
-    def _checked_count(self, count: object) -> Count:
-        """Return a count as a float; one on a GPU stays there, for the host not to wait for it."""
+    def _check_count(self, count: object) -> Count:
+        """Return a count as a float; one on a GPU stays there, so that the host does not wait."""
         if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
             if count.requires_grad:
                 raise ExecutionError(
@@ -107,10 +107,10 @@ class LossFunction:
         return value
 
 
-def _checked_loss(loss: object) -> Tensor:
+def _check_loss(loss: object) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ExecutionError(f"the loss must be a tensor with one element, got {got}; {_FORMS}")
+        actual = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ExecutionError(f"the loss must be a tensor with one element, got {actual}; {_FORMS}")
     if not loss.is_floating_point():
         raise ExecutionError(
             f"the loss must be a real floating-point tensor, got {loss.dtype}; {_FORMS}"
@@ -118,8 +118,8 @@ def _checked_loss(loss: object) -> Tensor:
     return loss.reshape(())
 
 
-def combined(loss: Tensor | tuple[Tensor, Count]) -> Tensor:
-    """Return what a loss function returned for a whole batch as one loss."""
+def combined_loss(loss: Tensor | tuple[Tensor, Count]) -> Tensor:
+    """Return the loss of a whole batch from the value of a loss function."""
     if not isinstance(loss, tuple):
         return loss
     total, count = loss

@@ -1,4 +1,4 @@
-"""The optimizers of a pipeline's stages, as a factory of the user's makes them."""
+"""Make the optimizers of a pipeline's stages with the user's factory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,16 @@ def make_optimizers(
     if factory is None:
         return [None] * len(modules)
     check_function("optimizer", factory, "torch.optim.AdamW(parameters)")
-    return [_made(factory, module, slot % n_stages) for slot, module in enumerate(modules)]
+    return [
+        _make_optimizer(factory, module, slot % n_stages) for slot, module in enumerate(modules)
+    ]
 
 
-def _made(factory: OptimizerFactory, module: nn.Module, stage: int) -> torch.optim.Optimizer | None:
-    own = list(module.parameters())
-    if not own:
+def _make_optimizer(
+    factory: OptimizerFactory, module: nn.Module, stage: int
+) -> torch.optim.Optimizer | None:
+    own_ids = set(map(id, module.parameters()))
+    if not own_ids:
         return None
     optimizer = factory(module.parameters())
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -41,12 +45,11 @@ def _made(factory: OptimizerFactory, module: nn.Module, stage: int) -> torch.opt
             f"optimizer returned {optimizer!r:.60} for the parameters of stage {stage}; it must "
             "return a torch.optim.Optimizer"
         )
-    known = set(map(id, own))
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    n_others = sum(id(p) not in known for p in given)
-    if n_others or not given:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    n_others = sum(id(p) not in own_ids for p in parameters)
+    if n_others or not parameters:
         raise ArgumentError(
-            f"the optimizer of stage {stage} has {len(given)} parameters, {n_others} of which are "
-            "not the stage's; make it from the parameters that it is called with"
+            f"the optimizer of stage {stage} has {len(parameters)} parameters, {n_others} of which "
+            "are not the stage's; make it from the parameters that it is called with"
         )
     return optimizer

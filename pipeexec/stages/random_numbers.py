@@ -1,9 +1,9 @@
 """Random numbers that do not depend on the schedule: a generator for each stage and micro-batch.
 
-torch's generator of a device is shared by all threads of the process, so that two stages that draw
-at the same time race for its numbers, and a recompute cannot go back to where its forward began.
-Here every forward draws from a generator of its own, seeded by the step, the stage and the
-micro-batch, and its recompute from the same seed.
+All threads of the process share torch's generator of a device. So two stages that draw at the same
+time race for its numbers, and a recompute cannot return to the state at which its forward began.
+Here every forward draws from its own generator, seeded by the step, the stage and the micro-batch.
+Its recompute draws from the same seed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def task_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
 class OwnGenerator(TorchDispatchMode):
     """While active in a thread, random operations of that thread draw from one seed, or state.
 
-    Operations that take a generator are given this one; others run with the process's generator
-    set to this one's state, one thread at a time.
+    Operations with a generator argument get this generator. Others run with the process's
+    generator set to this one's state, one thread at a time.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class OwnGenerator(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not to be kept from the compiler, for which torch would load it: 3 s in a first step."""
+        """Return False: torch would load the compiler to skip this mode, 3 s in a first step."""
         return False
 
     def __torch_dispatch__(
@@ -67,7 +67,7 @@ class OwnGenerator(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``, with our generator if it is random."""
+        """Run ``func``; a random operation draws from this generator."""
         kwargs = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -78,37 +78,37 @@ class OwnGenerator(TorchDispatchMode):
             return func(*args, **kwargs)
         default = _default_generator(self.generator.device)
         with _DEFAULT_GENERATOR:
-            theirs, ours = default.get_state(), self.generator.get_state()
-            default.set_state(ours)
+            process_state, own_state = default.get_state(), self.generator.get_state()
+            default.set_state(own_state)
             try:
                 return func(*args, **kwargs)
             finally:
-                after = default.get_state()
-                default.set_state(theirs)
-                # Attention, for one, counts as random, but draws nothing without dropout.
-                if not torch.equal(after, ours):
+                new_state = default.get_state()
+                default.set_state(process_state)
+                # Attention, for example, counts as random but draws nothing without dropout.
+                if not torch.equal(new_state, own_state):
                     self.drew = True
-                    self.generator.set_state(after)
+                    self.generator.set_state(new_state)
 
 
 def default_state(device: torch.device) -> torch.Tensor:
-    """Return where the random numbers of a device go on."""
+    """Return the state of the process's generator of a device."""
     return _default_generator(device).get_state()
 
 
 def set_default_state(device: torch.device, state: torch.Tensor) -> None:
-    """Let the random numbers of a device go on where they did when that was their state."""
+    """Set the state of the process's generator of a device."""
     _default_generator(device).set_state(state)
 
 
 def next_seed() -> int:
-    """Return a seed that the process's generator gives, which stays as it is; see `use_seed`."""
+    """Return the next seed of the process's generator without advancing it; see `use_seed`."""
     generator = torch.Generator().set_state(torch.get_rng_state())
     return int(torch.randint(2**62, (), generator=generator))
 
 
 def use_seed() -> None:
-    """Let the process's generator give another seed next time."""
+    """Advance the process's generator, so that its next seed is another."""
     torch.randint(2**62, ())
 
 

@@ -15,48 +15,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["changed", "preserved", "put_back"]
+__all__ = ["restore_afterwards", "restore_optimizer", "temporary_attribute"]
 
 
 @contextmanager
-def preserved(
+def restore_afterwards(
     modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer | None] = ()
 ) -> Iterator[None]:
     """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
     states = [copy.deepcopy(module.state_dict()) for module in modules]
-    # Buffers need not be in the state.
+    # Buffers may be missing in the state.
     buffers = [[b.clone() for b in module.buffers()] for module in modules]
     gradients = [[None if p.grad is None else p.grad.clone() for p in module.parameters()]
                  for module in modules]  # fmt: skip
-    kept = [None if o is None else copy.deepcopy(o.state_dict()) for o in optimizers]
+    optimizer_states = [None if o is None else copy.deepcopy(o.state_dict()) for o in optimizers]
     try:
         yield
     finally:
         for module, state, values, grads in zip(modules, states, buffers, gradients, strict=True):
             module.load_state_dict(state)
-            for buffer, before in zip(module.buffers(), values, strict=True):
-                buffer.copy_(before)
+            for buffer, value in zip(module.buffers(), values, strict=True):
+                buffer.copy_(value)
             for parameter, gradient in zip(module.parameters(), grads, strict=True):
                 parameter.grad = gradient
-        for optimizer, saved in zip(optimizers, kept, strict=True):
+        for optimizer, saved in zip(optimizers, optimizer_states, strict=True):
             if optimizer is not None and saved is not None:
-                put_back(optimizer, saved)
+                restore_optimizer(optimizer, saved)
 
 
 @contextmanager
-def changed(owner: object, name: str, value: object) -> Iterator[None]:
+def temporary_attribute(owner: object, name: str, value: object) -> Iterator[None]:
     """Give an attribute another value in a block."""
-    before = getattr(owner, name)
+    old_value = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        setattr(owner, name, old_value)
 
 
 @torch.no_grad()
-def put_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Give an optimizer back what it kept, in its own tensors where they still fit.
+def restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Restore an optimizer's state, in its present tensors wherever they fit.
 
     Parameters
     ----------
@@ -73,12 +73,12 @@ def put_back(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         _copy(group, {name: value for name, value in values.items() if name != "params"})
 
 
-def _fits(now: Mapping[Any, Any], saved: Mapping[Any, Any]) -> bool:
-    """Whether both have tensors of the same shapes for the same parameters."""
-    return now.keys() == saved.keys() and all(
+def _fits(present: Mapping[Any, Any], saved: Mapping[Any, Any]) -> bool:
+    """Return whether both have tensors of the same shapes for the same parameters."""
+    return present.keys() == saved.keys() and all(
         isinstance(values, dict)
-        and now[key].keys() == values.keys()
-        and all(_signature(now[key][name]) == _signature(x) for name, x in values.items())
+        and present[key].keys() == values.keys()
+        and all(_signature(present[key][name]) == _signature(x) for name, x in values.items())
         for key, values in saved.items()
     )
 
@@ -87,11 +87,11 @@ def _signature(value: object) -> object:
     return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else None
 
 
-def _copy(into: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set entries; tensors are copied into those of the same kind."""
+def _copy(target: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set entries; a tensor is copied into a present one of its shape, type and device."""
     for name, value in values.items():
-        mine = into.get(name)
-        if isinstance(mine, Tensor) and _signature(mine) == _signature(value):
-            mine.copy_(value)
+        present = target.get(name)
+        if isinstance(present, Tensor) and _signature(present) == _signature(value):
+            present.copy_(value)
         else:
-            into[name] = value
+            target[name] = value

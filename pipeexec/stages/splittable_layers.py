@@ -1,8 +1,8 @@
 """Layers whose weight gradient can be computed apart from that of their input.
 
-A `Layer` is three functions: forward, and the two halves of its backward. They compute what
-autograd does for the same call, to the last bit. ``LAYERS`` says which calls are layers: a new kind
-is one row.
+A `Layer` is three functions: forward, and the two halves of its backward. Their results equal
+autograd's for the same call, to the last bit. ``LAYERS`` lists the calls that are layers: a new
+kind is one row.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["LAYERS", "Call", "Found", "Layer"]
+__all__ = ["LAYERS", "Call", "Layer", "WeightGradients"]
 
-#: Gradients of weight and bias; None for what is not wanted.
-Found = tuple[Tensor | None, Tensor | None]
-#: Which of weight and bias want a gradient.
-Wanted = tuple[bool, bool]
+#: Gradients of weight and bias; None for one that is not needed.
+WeightGradients = tuple[Tensor | None, Tensor | None]
+#: Whether weight and bias need a gradient.
+Needed = tuple[bool, bool]
 
 
 class Layer(NamedTuple):
@@ -29,16 +29,16 @@ class Layer(NamedTuple):
     ----------
     forward
         ``forward(x, weight, bias, options)``; the output is no view of anything.
-    of_input, of_weights
-        ``of_input(gradient, x, weight, options)`` and ``of_weights(gradient, x, weight, wanted,
-        options)``, where ``gradient`` is that of the output.
+    input_gradient, weight_gradients
+        ``input_gradient(gradient, x, weight, options)`` and ``weight_gradients(gradient, x, weight,
+        needed, options)``, where ``gradient`` is that of the output.
     is_matrix
-        Whether ``x`` and the output have two dimensions; others are folded into the first.
+        Whether ``x`` and the output have two dimensions; further ones are folded into the first.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None, Any], Tensor]
-    of_input: Callable[[Tensor, Tensor, Tensor, Any], Tensor | None]
-    of_weights: Callable[[Tensor, Tensor, Tensor, Wanted, Any], Found]
+    input_gradient: Callable[[Tensor, Tensor, Tensor, Any], Tensor | None]
+    weight_gradients: Callable[[Tensor, Tensor, Tensor, Needed, Any], WeightGradients]
     is_matrix: bool = False
 
 
@@ -58,18 +58,18 @@ class Call(NamedTuple):
 _LINEAR = Layer(
     lambda x, w, b, _: F.linear(x, w, b),
     lambda g, x, w, _: g.mm(w),
-    lambda g, x, w, wanted, _: (
-        g.t().mm(x) if wanted[0] else None,
-        g.sum(0) if wanted[1] else None,
+    lambda g, x, w, needed, _: (
+        g.t().mm(x) if needed[0] else None,
+        g.sum(0) if needed[1] else None,
     ),
     is_matrix=True,
 )
 _MATMUL = Layer(
     lambda x, w, b, _: x.mm(w) if b is None else torch.addmm(b, x, w),
     lambda g, x, w, _: g.mm(w.t()),
-    lambda g, x, w, wanted, _: (
-        x.t().mm(g) if wanted[0] else None,
-        g.sum(0) if wanted[1] else None,
+    lambda g, x, w, needed, _: (
+        x.t().mm(g) if needed[0] else None,
+        g.sum(0) if needed[1] else None,
     ),
     is_matrix=True,
 )
@@ -84,7 +84,7 @@ def _matmul(input: Tensor, other: Tensor) -> Call | None:
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> Call | None:
-    # A bias of another shape would need its gradient summed otherwise.
+    # The gradient of a bias of another shape is summed over other dimensions.
     fits = input.dim() == 1 and mat2.dim() == 2 and len(input) == mat2.shape[1]
     return Call(_MATMUL, mat1, mat2, input) if fits else None
 
@@ -108,28 +108,28 @@ def _convolution_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of input, weight and bias that ``mask`` asks for."""
     bias_shape = [gradient.shape[1]] if mask[2] else None
-    found: tuple[Tensor | None, Tensor | None, Tensor | None]
-    found = torch.ops.aten.convolution_backward(gradient, x, weight, bias_shape, *options, mask)
-    return found
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None]
+    gradients = torch.ops.aten.convolution_backward(gradient, x, weight, bias_shape, *options, mask)
+    return gradients
 
 
 _CONVOLUTION = Layer(
     lambda x, w, b, options: torch.convolution(x, w, b, *options),
     lambda g, x, w, options: _convolution_backward(g, x, w, (True, False, False), options)[0],
-    lambda g, x, w, wanted, options: _convolution_backward(g, x, w, (False, *wanted), options)[1:],
+    lambda g, x, w, needed, options: _convolution_backward(g, x, w, (False, *needed), options)[1:],
 )
 
 
-def _each(value: Any, n: int) -> Sequence[int]:
-    """Return an option as one number a dimension."""
+def _per_dimension(value: Any, n: int) -> Sequence[int]:
+    """Return an option as one number for each dimension."""
     values = [value] if isinstance(value, int) else list(value)
     return values * n if len(values) == 1 else values
 
 
 def _convolution(n: int) -> Callable[..., Call | None]:
-    """Return what reads a call of ``F.conv1d`` and its kind."""
+    """Return a parser of calls of ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``."""
 
-    def read(
+    def parse(
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -141,23 +141,26 @@ def _convolution(n: int) -> Callable[..., Call | None]:
         if input.dim() != n + 2:  # a single sample
             return None
         if isinstance(padding, str):
-            whole = [a * (b - 1) for a, b in zip(_each(dilation, n), weight.shape[2:], strict=True)]
+            whole = [
+                a * (b - 1)
+                for a, b in zip(_per_dimension(dilation, n), weight.shape[2:], strict=True)
+            ]
             if padding == "same" and (
-                any(size % 2 for size in whole) or set(_each(stride, n)) != {1}
+                any(size % 2 for size in whole) or set(_per_dimension(stride, n)) != {1}
             ):
                 return None  # one side is padded more than the other, or torch refuses it
             padding = [size // 2 if padding == "same" else 0 for size in whole]
-        sizes = _each(stride, n), _each(padding, n), _each(dilation, n)
+        sizes = _per_dimension(stride, n), _per_dimension(padding, n), _per_dimension(dilation, n)
         options = _Geometry(*sizes, transposed=False, output_padding=[0] * n, groups=groups)
         return Call(_CONVOLUTION, input, weight, bias, options)
 
-    return read
+    return parse
 
 
 def _transposed(n: int) -> Callable[..., Call | None]:
-    """Return what reads a call of ``F.conv_transpose1d`` and its kind."""
+    """Return a parser of calls of ``F.conv_transpose1d`` to ``F.conv_transpose3d``."""
 
-    def read(
+    def parse(
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
@@ -169,17 +172,19 @@ def _transposed(n: int) -> Callable[..., Call | None]:
     ) -> Call | None:
         if input.dim() != n + 2:
             return None
-        sizes = _each(stride, n), _each(padding, n), _each(dilation, n)
-        options = _Geometry(*sizes, True, _each(output_padding, n), groups)
+        sizes = _per_dimension(stride, n), _per_dimension(padding, n), _per_dimension(dilation, n)
+        options = _Geometry(*sizes, True, _per_dimension(output_padding, n), groups)
         return Call(_CONVOLUTION, input, weight, bias, options)
 
-    return read
+    return parse
 
 
 # Embeddings: indices to (*indices, width)
 
 
-def _embedding_rows(g: Tensor, x: Tensor, w: Tensor, _: Wanted, options: tuple[int, bool]) -> Found:
+def _embedding_rows(
+    g: Tensor, x: Tensor, w: Tensor, _: Needed, options: tuple[int, bool]
+) -> WeightGradients:
     return torch.ops.aten.embedding_dense_backward(g, x, len(w), *options), None
 
 
@@ -206,8 +211,9 @@ def _embedding(
     return Call(_EMBEDDING, input, weight, None, (row, scale_grad_by_freq))
 
 
-#: What reads the arguments of a call, by the function that torch announces. It returns None for a
-#: call that is no layer, and raises TypeError for arguments that it does not know.
+#: Parser of the arguments of a call, by the function that torch passes to `__torch_function__`. It
+#: returns None for a call that is no layer, and raises TypeError for arguments that it does not
+#: know.
 LAYERS: Mapping[Any, Callable[..., Call | None]] = {
     F.linear: _linear,
     torch.matmul: _matmul,

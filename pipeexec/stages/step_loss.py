@@ -1,10 +1,9 @@
-"""`StepLoss`: how the losses of micro-batches combine to that of the whole batch.
+"""`StepLoss`: combine the losses of micro-batches to the loss of the whole batch.
 
-A loss that is a mean over samples is weighted with the samples of its micro-batch, which are known
-before the step. A loss that is a mean over something else, such as the tokens that are not masked,
-comes as ``(sum, count)``: backwards begin before the last count is known, so they are those of
-sums, and gradients are divided by the total count when the optimizer steps. Megatron-LM does the
-same (``calculate_per_token_loss``).
+A mean over samples is weighted by the samples of its micro-batch, which are known before the step.
+A mean over something else, such as tokens that are not masked, comes as ``(sum, count)``. Backwards
+begin before the last count is known, so they start from sums, and gradients are divided by the
+total count when the optimizer steps. Megatron-LM does the same (``calculate_per_token_loss``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.distributed.processes import Processes
-from pipeexec.stages.batch_shares import Shares
+from pipeexec.stages.batch_shares import BatchShares
 from pipeexec.stages.loss_check import Difference, LossCheck
 from pipeexec.stages.loss_function import Count, LossFunction
 from pipesim.errors import ExecutionError
@@ -38,20 +37,20 @@ class StepLoss:
     Parameters
     ----------
     function
-        The pipeline's.
+        Loss function of the pipeline.
     sizes
         Samples of each micro-batch.
     targets
-        Of each micro-batch; None for those of other processes.
+        Targets of each micro-batch; None for those of other processes.
     shares, n_batches
         Shares of the batch, and mini-batches of each.
     devices
-        Where stages of this process are: counts on a GPU are copied to the others.
+        Devices of this process's stages: counts on a GPU are copied to the others.
     processes
-        Of the pipeline, or None.
+        Processes of the pipeline, or None.
     own, owners
         Micro-batches whose last stage is in this process, and ranks of the processes that have a
-        last stage; used where there are ``processes``.
+        last stage; used with ``processes``.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class StepLoss:
         function: LossFunction,
         sizes: Sequence[int],
         targets: Sequence[Any],
-        shares: Shares,
+        shares: BatchShares,
         n_batches: int,
         devices: Iterable[torch.device],
         processes: Processes | None = None,
@@ -69,9 +68,9 @@ class StepLoss:
         self.function, self.targets, self.sizes = function, targets, sizes
         is_mean = function.reduction == "mean"
         #: Numbers of the micro-batches, by share and mini-batch.
-        self._numbers = np.arange(len(sizes)).reshape(shares.n, n_batches, -1)
+        self._numbers = np.arange(len(sizes)).reshape(shares.n_shares, n_batches, -1)
         self.weights = _weights(sizes, self._numbers) if is_mean else [1.0] * len(sizes)
-        #: How many losses `StepResult.loss` is a mean of.
+        #: Number of losses that `StepResult.loss` is a mean of.
         self.n_losses = n_batches if is_mean else 1
         self.losses: list[Tensor | None] = [None] * len(sizes)
         self._counts: list[_Counts | None] = [None] * len(sizes)
@@ -83,7 +82,7 @@ class StepLoss:
         self._name = "" if processes is None else f"count/{processes.next_number()}"
         self.check = None if function.is_checked else LossCheck()
 
-    def of_microbatch(self, microbatch: int, output: object) -> Tensor:
+    def microbatch_loss(self, microbatch: int, output: object) -> Tensor:
         """Return the loss of a micro-batch whose gradients add up over the step, and note it."""
         is_first = self.function.returns_count is None
         loss, count = self.function(output, self.targets[microbatch])
@@ -101,35 +100,35 @@ class StepLoss:
     def _note_count(self, microbatch: int, count: Count) -> None:
         """Keep a count. With the last of a mini-batch, publish their sum if all are on the host.
 
-        Copies to other GPUs are queued on the stream of the last stage, before its backward: a
-        STEP, which follows that backward, finds them there.
+        Copies to other GPUs are queued on the stream of the last stage, before its backward. A STEP
+        follows that backward, so it finds them there.
         """
         if isinstance(count, Tensor):
             self._counts[microbatch] = {x: count.to(x, non_blocking=True) for x in self._gpus}
             return
         self._counts[microbatch] = count
         if self._processes is not None:
-            batch = self._batch_of(microbatch)
-            if all(isinstance(self._counts[k], float) for k in self._own_of(batch)):
+            batch = self._mini_batch(microbatch)
+            if all(isinstance(self._counts[k], float) for k in self._local_microbatches(batch)):
                 self._publish(batch)
 
-    def _batch_of(self, microbatch: int) -> int:
+    def _mini_batch(self, microbatch: int) -> int:
         _, n_batches, size = self._numbers.shape
         return microbatch // size % n_batches
 
-    def _own_of(self, batch: int) -> list[int]:
+    def _local_microbatches(self, batch: int) -> list[int]:
         """Return the micro-batches of a mini-batch whose last stage is in this process."""
         numbers: list[int] = self._numbers[:, batch].ravel().tolist()
         return [k for k in numbers if self._processes is None or k in self._own]
 
-    def shares_of_loss(self) -> list[Tensor | None]:
+    def loss_shares(self) -> list[Tensor | None]:
         """Return the share of each micro-batch in the loss of its mini-batch."""
         if not self.is_counted():
             return list(self.losses)
         return [
             None
             if loss is None
-            else (loss / self._total(self._batch_of(k), loss.device)).to(loss.dtype)
+            else (loss / self._total(self._mini_batch(k), loss.device)).to(loss.dtype)
             for k, loss in enumerate(self.losses)
         ]
 
@@ -137,13 +136,13 @@ class StepLoss:
     def divide(self, module: nn.Module, batch: int, mean: Callable[[Count], Count]) -> None:
         """Divide the gradients of a stage by the count of a mini-batch.
 
-        ``mean`` takes the mean over replicas that the pipeline does not know, which
-        DistributedDataParallel takes of gradients.
+        ``mean`` returns the mean of a count over replicas that the pipeline does not know. It is
+        the mean that DistributedDataParallel takes of gradients.
 
         Raises
         ------
         ExecutionError
-            If the count is 0, unless it is on a GPU: gradients are NaN then.
+            If the count is 0 and on the host; a count of 0 on a GPU gives gradients of NaN.
         """
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         if not gradients:
@@ -158,9 +157,9 @@ class StepLoss:
             gradient.div_(total)
 
     def difference(self) -> Difference | None:
-        """Return by how much the loss differs from that of several micro-batches at once.
+        """Return the difference of the loss from that of several micro-batches at once.
 
-        None if it does not, after the first step, and where it cannot be compared.
+        None if there is none, after the first step, and if they cannot be compared.
         """
         if self.check is None:
             return None
@@ -169,12 +168,12 @@ class StepLoss:
         return check.difference(self.function, self.targets, self.losses, self._factors)
 
     def _factors(self, microbatches: Sequence[int]) -> tuple[list[float], float]:
-        """Return what turns the weights of a step into those of a batch of some micro-batches.
+        """Return factors that turn a step's weights into those of a batch of some micro-batches.
 
-        And their total count, 1 without counts.
+        Also return the total count of these micro-batches, 1 without counts.
         """
         if self.function.returns_count:
-            counts = [_on_host(x) for k in microbatches if (x := self._counts[k]) is not None]
+            counts = [_to_float(x) for k in microbatches if (x := self._counts[k]) is not None]
             return [1.0] * len(microbatches), math.fsum(counts)
         if self.function.reduction == "sum":
             return [1.0] * len(microbatches), 1.0
@@ -190,20 +189,20 @@ class StepLoss:
     def _total(self, batch: int, device: torch.device) -> Count:
         """Return the count of a mini-batch, over all replicas; on a GPU for tensors there.
 
-        All counts are there: a stage steps after the last backward of the mini-batch.
+        No count is missing: a stage steps after the last backward of the mini-batch.
         """
-        counts = [x for k in self._own_of(batch) if (x := self._counts[k]) is not None]
+        counts = [x for k in self._local_microbatches(batch) if (x := self._counts[k]) is not None]
         on_gpu = [x[device] for x in counts if not isinstance(x, float)]
-        if on_gpu and self._processes is None:  # summed anew by each STEP, on its own stream
+        if on_gpu and self._processes is None:  # each STEP sums again, on its own stream
             return torch.stack(on_gpu).sum()
         with self._lock:
             if batch not in self._totals:
-                self._totals[batch] = self._summed(batch)
+                self._totals[batch] = self._sum_over_processes(batch)
             return self._totals[batch]
 
-    def _summed(self, batch: int) -> float:
+    def _sum_over_processes(self, batch: int) -> float:
         if self._processes is None:
-            return self._sum_of_own(batch)
+            return self._local_sum(batch)
         if self._processes.rank in self._owners:
             self._publish(batch)
         return math.fsum(
@@ -211,17 +210,17 @@ class StepLoss:
         )
 
     def _publish(self, batch: int) -> None:
-        """Let other processes read the count of this process's micro-batches, once."""
+        """Publish the count of this process's micro-batches to other processes, once."""
         assert self._processes is not None
         with self._lock:
             if batch not in self._published:
                 self._published.add(batch)
                 name = f"{self._name}/{batch}/{self._processes.rank}"
-                self._processes.publish(name, self._sum_of_own(batch))
+                self._processes.publish(name, self._local_sum(batch))
 
-    def _sum_of_own(self, batch: int) -> float:
-        counts = [self._counts[k] for k in self._own_of(batch)]
-        return math.fsum(_on_host(x) for x in counts if x is not None)
+    def _local_sum(self, batch: int) -> float:
+        counts = [self._counts[k] for k in self._local_microbatches(batch)]
+        return math.fsum(_to_float(x) for x in counts if x is not None)
 
 
 def _weights(sizes: Sequence[int], numbers: np.ndarray[Any, Any]) -> list[float]:
@@ -231,6 +230,6 @@ def _weights(sizes: Sequence[int], numbers: np.ndarray[Any, Any]) -> list[float]
     return weights
 
 
-def _on_host(counts: _Counts) -> float:
+def _to_float(counts: _Counts) -> float:
     """Return a count as a float; the host waits for one on a GPU."""
     return counts if isinstance(counts, float) else float(next(iter(counts.values())))

@@ -1,4 +1,4 @@
-"""Versions of a stage's weights, where it steps while micro-batches are in flight."""
+"""Versions of the weights of a stage that steps while micro-batches are in flight."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["Versions"]
+__all__ = ["WeightVersions"]
 
 
-class Versions:
-    """Gives each micro-batch the weights that its schedule says, from its F to its backward.
+class WeightVersions:
+    """Gives each micro-batch, from its F to its backward, the weights that its schedule prescribes.
 
-    Version ``v`` is the weights after ``v`` optimizer steps, kept as parameters of its own: the
-    optimizer changes the stage's in place, and a backward needs what its forward has seen. It is
-    kept as long as a micro-batch in flight has it, or one is still to get it; the newest is there
+    Version ``v`` is the weights after ``v`` optimizer steps. It is a copy with its own parameters:
+    the optimizer changes the stage's in place, and a backward needs the weights of its forward. A
+    version is kept while a micro-batch in flight uses it, or a later one will. The newest exists
     twice, once for the optimizer.
 
     Parameters
     ----------
     module
-        The stage's.
+        Module of the stage.
     batch_size
         Micro-batches of a mini-batch.
     double_buffered
-        Whether a forward sees the weights of the step before the last mini-batch's, or else the
+        Whether a forward uses the weights of the step before the last mini-batch's, or else the
         newest; see `pipesim.Schedule`.
     """
 
@@ -41,12 +41,12 @@ class Versions:
         self._keep()
 
     def clear(self) -> None:
-        """Let go of all versions."""
+        """Free all versions."""
         self.newest = 0
         self.kept.clear()
         self.in_flight.clear()
 
-    def weights(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of all versions."""
         return (parameter for weights in self.kept.values() for parameter in weights.values())
 
@@ -56,21 +56,21 @@ class Versions:
             for name, p in self.module.named_parameters()
         }
 
-    def begin(self, microbatch: int) -> None:
-        """Choose the weights that F of a micro-batch sees."""
+    def begin_microbatch(self, microbatch: int) -> None:
+        """Choose the weights for F of a micro-batch."""
         version = self.newest
         if self.double_buffered:
             # Without optimizer steps the first version is the only one.
             version = min(self.newest, max(0, microbatch // self.batch_size - 1))
         self.in_flight[microbatch] = version
 
-    def of(self, microbatch: int) -> dict[str, nn.Parameter]:
-        """Return the weights that its F has seen."""
+    def weights(self, microbatch: int) -> dict[str, nn.Parameter]:
+        """Return the weights of the forward of a micro-batch."""
         return self.kept[self.in_flight[microbatch]]
 
-    def end(self, microbatch: int) -> None:
+    def end_microbatch(self, microbatch: int) -> None:
         """Add the gradients of a micro-batch to the stage's own parameters."""
-        weights = self.of(microbatch)
+        weights = self.weights(microbatch)
         del self.in_flight[microbatch]
         for name, parameter in self.module.named_parameters():
             gradient, weights[name].grad = weights[name].grad, None
@@ -83,14 +83,14 @@ class Versions:
         self._drop()
 
     @torch.no_grad()
-    def stepped(self) -> None:
-        """Note an optimizer step, and keep the new weights."""
+    def add_version(self) -> None:
+        """Keep the weights after an optimizer step as the newest version."""
         self.newest += 1
         self._drop()
         self._keep()
 
     def _drop(self) -> None:
-        """Let go of versions that nobody will ask for."""
+        """Free the versions that no micro-batch will use."""
         oldest = self.newest - 1 if self.double_buffered else self.newest
         needed = {*range(max(0, oldest), self.newest + 1), *self.in_flight.values()}
         for version in [v for v in self.kept if v not in needed]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.stages.batches import Batch
-from pipeexec.stages.loss_function import Loss, combined
-from pipeexec.stages.restore import changed, preserved
+from pipeexec.stages.loss_function import Loss, combined_loss
+from pipeexec.stages.restore import restore_afterwards, temporary_attribute
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
 from pipesim.network.network import Network
@@ -99,8 +99,8 @@ class GPipeSteps:
     def step(self, inputs: Batch, targets: Any) -> GPipeStep:
         """Run forward, loss and backward, and let the optimizer step; gradients end as None."""
         targets = self._moved(targets)  # first: a copy to a GPU waits for what its stream has
-        with changed(self.model, "threads", True):
-            loss = combined(self.loss_fn(self.model(inputs), targets))
+        with temporary_attribute(self.model, "threads", True):
+            loss = combined_loss(self.loss_fn(self.model(inputs), targets))
             loss.backward()
         timeline = self.model.timeline()
         if self.optimizer is not None:
@@ -110,14 +110,14 @@ class GPipeSteps:
 
     def calibrate(self, inputs: Batch, targets: Any) -> Costs:
         """Return what a step that leaves no trace cost."""
-        with preserved([self.model], [self.optimizer]):
+        with restore_afterwards([self.model], [self.optimizer]):
             timeline = self.step(inputs, targets).timeline
         return Costs.from_timeline(timeline, skip_bytes=self.model.skip_bytes())
 
     def with_bytes(self, costs: Costs, inputs: Batch, targets: Any) -> Costs:
         """Return costs with the bytes of parameters and optimizer, and of activations."""
         model = self.model
-        with changed(model, "checkpoint", "never"):
+        with temporary_attribute(model, "checkpoint", "never"):
             held = self.held_bytes(inputs, targets)
         first = inputs[0] if isinstance(inputs, tuple) else inputs
         m = len(first.chunk(model.chunks))
@@ -136,7 +136,7 @@ class GPipeSteps:
 
     def held_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes of activations that each partition holds, counted in a step."""
-        with preserved([self.model], [self.optimizer]), self.model.metered() as meters:
+        with restore_afterwards([self.model], [self.optimizer]), self.model.metered() as meters:
             self.step(inputs, targets)
             return [meter.peak for meter in meters]
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.stages.stage import Held, Stage
+from pipeexec.stages.stage import ActivationCounter, Stage
 from pipesim.errors import ArgumentError, StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -235,7 +235,7 @@ def _refusals_case(processes: px.Processes) -> None:
     chimera = ps.lower(ps.schedule("chimera", n_devices=2, n_microbatches=4))
     refused("2 copies of each stage", [ddp(one), ddp(two)], chimera)
     with pytest.raises(ArgumentError, match=r"only pipeexec\.Pipeline can run"):
-        Stage(ddp(one), 0, torch.device("cpu"), Held())
+        Stage(ddp(one), 0, torch.device("cpu"), ActivationCounter())
 
 
 def test_what_cannot_be_a_stage(two_ranks: Ranks) -> None:

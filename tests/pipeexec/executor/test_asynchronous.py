@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pipesim as ps
-from pipeexec.stages.weight_versions import Versions
+from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import ArgumentError
 from pipesim.ops import Op
 
@@ -205,23 +205,23 @@ def test_weights_are_those_that_the_schedule_says(
 def test_versions_are_let_go() -> None:
     """No more are kept than the newest and those in flight; two where they are double-buffered."""
     layer = nn.Linear(2, 2)
-    stashed = Versions(layer, batch_size=1, double_buffered=False)
+    stashed = WeightVersions(layer, batch_size=1, double_buffered=False)
     stashed.reset()
     for microbatch in range(3):
-        stashed.begin(microbatch)
+        stashed.begin_microbatch(microbatch)
     for microbatch in range(3):
-        stashed.end(microbatch)
-        stashed.stepped()
-        stashed.begin(microbatch + 3)
+        stashed.end_microbatch(microbatch)
+        stashed.add_version()
+        stashed.begin_microbatch(microbatch + 3)
     assert sorted(stashed.kept) == [1, 2, 3]
-    double = Versions(layer, batch_size=2, double_buffered=True)
+    double = WeightVersions(layer, batch_size=2, double_buffered=True)
     double.reset()
     for microbatch in range(8):
-        double.begin(microbatch)
-        assert double.of(microbatch) is double.kept[max(0, microbatch // 2 - 1)]
-        double.end(microbatch)
+        double.begin_microbatch(microbatch)
+        assert double.weights(microbatch) is double.kept[max(0, microbatch // 2 - 1)]
+        double.end_microbatch(microbatch)
         if microbatch % 2:
-            double.stepped()
+            double.add_version()
         assert len(double.kept) <= 2
     double.clear()
-    assert not list(double.weights())
+    assert not list(double.parameters())

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.registry import convnet, gpt
-from pipeexec.stages.activation_bytes import Meter
-from pipeexec.stages.stage import Held, Stage
+from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.stages.stage import ActivationCounter, Stage
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
@@ -34,7 +34,7 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 
 
 def stage(module: nn.Module, index: int = 1) -> Stage:
-    return Stage(module, index, CPU, Held())
+    return Stage(module, index, CPU, ActivationCounter())
 
 
 def run(subject: Stage, inputs: tuple[Tensor, ...], how: str, microbatch: int = 0) -> list[Any]:
@@ -329,7 +329,7 @@ def test_i_and_w_are_b(name: str, how: str, index: int) -> None:
                 torch.testing.assert_close(gradient, expected_gradients[key])
                 if gradient is not None:
                     assert gradient.stride() == expected_gradients[key].stride()
-    assert mine.held.now == 0
+    assert mine.counter.current == 0
 
 
 # What waits
@@ -475,15 +475,15 @@ def metered(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[int]:
     """Return bytes held after F, I and W, in a second micro-batch: a first is given copies."""
     subject = stage(module)
     run(subject, inputs, "FIW")
-    subject.meter = meter = Meter([*module.parameters(), *module.buffers()])
+    subject.meter = meter = ActivationMeter([*module.parameters(), *module.buffers()])
     (output,) = subject.forward(0, inputs, 5, False, True)
-    found = [meter.now]
+    found = [meter.current]
     gradient = torch.ones_like(output)
     subject.input_grad(0, (gradient,))
-    found.append(meter.now)
-    assert meter.left == meter.now
+    found.append(meter.current)
+    assert meter.deferred_peak == meter.current
     subject.weight_grad(0)
-    return [*found, meter.now]
+    return [*found, meter.current]
 
 
 @pytest.mark.parametrize(
@@ -621,7 +621,7 @@ def test_a_failed_i_leaves_nothing_behind() -> None:
         for module in stages:
             module.zero_grad()
         subject.step(inputs, targets)
-        assert [held.now for held in subject.held] == [0, 0]
+        assert [held.current for held in subject.held] == [0, 0]
     unsplit(whole, graph, inputs, targets)
     for mine, its in zip(stages, whole, strict=True):
         torch.testing.assert_close(of_parameters(mine), of_parameters(its))

@@ -11,10 +11,10 @@ import torch
 from executing import mse, one_thread, within
 from torch import Tensor, nn
 
-import pipeexec.stages.stage
-from pipeexec.stages.activation_bytes import Meter
+import pipeexec.stages.module_call
+from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.random_numbers import OwnGenerator, task_seed
-from pipeexec.stages.stage import Held, Stage
+from pipeexec.stages.stage import ActivationCounter, Stage
 from pipesim.errors import ExecutionError
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def stage(module: nn.Module, index: int = 1, target: Tensor | None = None) -> Stage:
     """Return a stage; with a target it is the last one, and ends in a loss."""
     finish = None if target is None else (lambda output, microbatch: mse(output, target))
-    return Stage(module, index, CPU, Held(), finish)
+    return Stage(module, index, CPU, ActivationCounter(), finish)
 
 
 def run(stage: Stage, x: Tensor, gradient: Tensor, how: str) -> tuple[Tensor, Tensor | None]:
@@ -31,7 +31,7 @@ def run(stage: Stage, x: Tensor, gradient: Tensor, how: str) -> tuple[Tensor, Te
     outputs = stage.forward(0, (x,), seed=5, recomputed="R" in how)
     if "R" in how:
         stage.recompute(0, seed=5)
-    gradients = () if stage.finish is not None else (gradient,)
+    gradients = () if stage.loss_fn is not None else (gradient,)
     if "B" in how:
         (found,) = stage.backward(0, gradients)
     else:
@@ -74,7 +74,7 @@ def test_a_stage_computes_what_its_module_does(how: str, x: Tensor, gradient: Te
     assert torch.equal(found, leaf.grad)
     for mine, its in zip(module.parameters(), same.parameters(), strict=True):
         assert torch.equal(mine.grad, its.grad)
-    assert (subject.held.now, subject.held.peak) == (0, 1)
+    assert (subject.counter.current, subject.counter.peak) == (0, 1)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -227,14 +227,14 @@ def test_a_recompute_sees_a_buffer_that_was_replaced(x: Tensor, gradient: Tensor
 
 def test_a_reset_stage_holds_nothing(x: Tensor) -> None:
     subject = stage(layers())
-    subject.meter = Meter()
+    subject.meter = ActivationMeter()
     subject.forward(0, (x,), 0, False)
     subject.forward(1, (x,), 0, True)
-    assert subject.held.now == 1
-    assert subject.meter.now > 0
+    assert subject.counter.current == 1
+    assert subject.meter.current > 0
     subject.reset()
-    assert subject.held.now == 0
-    assert subject.meter.now == 0
+    assert subject.counter.current == 0
+    assert subject.meter.current == 0
 
 
 # Random numbers
@@ -327,7 +327,7 @@ def test_a_module_is_watched_for_randomness_once_a_mode(
             entered.append(1)
             return super().__enter__()
 
-    monkeypatch.setattr(pipeexec.stages.stage, "OwnGenerator", Counting)
+    monkeypatch.setattr(pipeexec.stages.module_call, "OwnGenerator", Counting)
 
     def times(subject: Stage) -> int:
         entered.clear()
@@ -351,9 +351,9 @@ def held(module: nn.Module, x: Tensor, how: str = "FB") -> int:
     """Return the most bytes that a stage holds for one micro-batch, and see that they go."""
     subject = stage(module)
     run(subject, x, torch.ones_like(module(x)), "FB")  # a first forward is given a copy
-    subject.meter = Meter([*module.parameters(), *module.buffers()])
+    subject.meter = ActivationMeter([*module.parameters(), *module.buffers()])
     run(subject, x, torch.ones_like(module(x)), how)
-    assert subject.meter.now == 0
+    assert subject.meter.current == 0
     return subject.meter.peak
 
 
@@ -387,10 +387,10 @@ def test_a_dropped_forward_holds_its_input_only(x: Tensor) -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     subject = stage(module)
     subject.modifies_input = {True: False}
-    subject.meter = Meter(module.parameters())
+    subject.meter = ActivationMeter(module.parameters())
     subject.forward(0, (x,), 0, True)
-    assert subject.meter.now == 4 * 5 * 4
-    assert subject.held.now == 0
+    assert subject.meter.current == 4 * 5 * 4
+    assert subject.counter.current == 0
 
 
 @pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.5, True)])
