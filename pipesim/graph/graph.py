@@ -26,7 +26,7 @@ from pipesim.graph.hosts import Hosts, host_of_devices
 from pipesim.graph.options import LoweringOptions
 from pipesim.graph.overlaps import with_ends
 from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks
-from pipesim.graph.topological_order import levels, stable_topological_order
+from pipesim.graph.topological_order import LevelInputs, levels, stable_topological_order
 from pipesim.graph.wiring import apply_rules
 from pipesim.ops import RECVS, SENDS, Op
 from pipesim.scheduling.schedule import Versions
@@ -552,24 +552,23 @@ class TaskGraph:
     @cached_property
     def levels(self) -> Ints:
         """Distance of each task from the first, in tasks; -1 for those that can never start."""
-        level = np.full(len(self), -1, dtype=np.int32)
         sizes = np.diff(self.collectives.ptr).astype(np.int64)
-        levels(
-            self.kind,
-            self.stream_of_kind,
-            self.kinds.is_op(RECVS),
-            self.kinds.is_op(SENDS),
-            self.queues.ptr,
-            self.queues.values,
-            self.dependencies.ptr,
-            self.dependencies.values,
-            self.pair,
-            self.rendezvous,
-            self.group if len(sizes) else np.empty(0, np.int32),
-            sizes,
-            level,
+        return levels(
+            LevelInputs(
+                self.kind,
+                self.stream_of_kind,
+                self.kinds.is_op(RECVS),
+                self.kinds.is_op(SENDS),
+                self.queues.ptr,
+                self.queues.values,
+                self.dependencies.ptr,
+                self.dependencies.values,
+                self.pair,
+                self.group if len(sizes) else np.empty(0, np.int32),
+                sizes,
+                self.rendezvous,
+            )
         )
-        return level
 
 
 def reordered(graph: TaskGraph, order: Ints) -> TaskGraph:

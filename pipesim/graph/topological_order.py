@@ -3,97 +3,165 @@
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["levels", "stable_topological_order"]
+__all__ = ["LevelInputs", "levels", "stable_topological_order"]
 
 
-@kernel()
-def levels(
-    kind: Ints,
-    stream_of: Ints,
-    is_recv: Ints,
-    is_send: Ints,
-    queue_ptr: Ints,
-    queue: Ints,
-    needs_ptr: Ints,
-    needs: Ints,
-    pair: Ints,
-    rendezvous: bool,
-    group: Ints,
-    group_size: Ints,
-    level: Ints,
-) -> int:
-    """Fill ``level`` (comes in as -1) with distances from the first task; return how many can run.
+class LevelInputs(NamedTuple):
+    """The columns of a graph from which levels are counted.
 
-    Each stream walks along its queue until a task waits for another; it is then listed with that
-    other task, and walks on when that one is done: no step is taken in vain.
+    Attributes
+    ----------
+    kind, pair, group
+        One entry a task; see `TaskGraph`. ``group`` is empty without collectives.
+    stream_of_kind, is_recv, is_send
+        One entry a kind.
+    queue_ptr, queue
+        CSR: the tasks of each stream, in order.
+    needs_ptr, needs
+        CSR: the dependencies of each task.
+    group_size
+        Number of members of each collective.
+    rendezvous
+        Whether a SEND waits until its RECV is reached.
     """
-    n_streams, n_groups = len(queue_ptr) - 1, len(group_size)
-    cursor = queue_ptr[:-1].copy()
-    last = np.full(n_streams, -1, np.int64)  # level of the stream's last task
-    waiting = np.full(len(kind) + n_groups, -1, np.int32)  # first stream that waits for a task
-    next_waiting = np.full(n_streams, -1, np.int32)
-    arrived, group_level = np.zeros(n_groups, np.int64), np.full(n_groups, -1, np.int64)
-    joined = np.zeros(n_streams, np.bool_)  # whether the stream's head is among the arrived
-    todo, n_todo, done = np.arange(n_streams), n_streams, 0
+
+    kind: Ints
+    stream_of_kind: Ints
+    is_recv: Ints
+    is_send: Ints
+    queue_ptr: Ints
+    queue: Ints
+    needs_ptr: Ints
+    needs: Ints
+    pair: Ints
+    group: Ints
+    group_size: Ints
+    rendezvous: bool
+
+
+class _Walk(NamedTuple):
+    """How far each stream has walked along its queue.
+
+    Attributes
+    ----------
+    level
+        Level of each task, -1 before it is reached.
+    cursor, last
+        Position in the queue of each stream's head, and level of the task before the head.
+    first_waiter, next_waiter
+        Linked lists of the streams that wait for a task, or for a collective (numbered after the
+        tasks): the first stream of each list, and the stream behind each stream; -1 at the end.
+    arrived, group_level
+        Number of members of each collective that are heads or done, and the level before them.
+    has_arrived
+        Whether the head of each stream is among ``arrived``.
+    todo
+        Stack of the streams that can walk on.
+    """
+
+    level: Ints
+    cursor: Ints
+    last: Ints
+    first_waiter: Ints
+    next_waiter: Ints
+    arrived: Ints
+    group_level: Ints
+    has_arrived: NDArray[np.bool_]
+    todo: Ints
+
+
+def levels(inputs: LevelInputs) -> NDArray[np.int32]:
+    """Return the distance of each task from the first, in tasks; -1 if it can never start."""
+    n_tasks, n_streams = len(inputs.kind), len(inputs.queue_ptr) - 1
+    n_groups = len(inputs.group_size)
+    walk = _Walk(
+        level=np.full(n_tasks, -1, np.int32),
+        cursor=inputs.queue_ptr[:-1].copy(),
+        last=np.full(n_streams, -1, np.int64),
+        first_waiter=np.full(n_tasks + n_groups, -1, np.int32),
+        next_waiter=np.full(n_streams, -1, np.int32),
+        arrived=np.zeros(n_groups, np.int64),
+        group_level=np.full(n_groups, -1, np.int64),
+        has_arrived=np.zeros(n_streams, np.bool_),
+        todo=np.arange(n_streams),
+    )
+    _fill_levels(inputs, walk)
+    return walk.level
+
+
+def _wake(first_waiter: Ints, next_waiter: Ints, todo: Ints, n_todo: int, blocker: int) -> int:
+    """Put the streams that wait for a task or a collective on the stack; return its new height."""
+    waiter = first_waiter[blocker]
+    first_waiter[blocker] = -1
+    while waiter >= 0:
+        todo[n_todo] = waiter
+        n_todo += 1
+        waiter = next_waiter[waiter]
+    return n_todo
+
+
+@kernel(_wake)
+def _fill_levels(inputs: LevelInputs, walk: _Walk) -> None:
+    """Fill ``walk.level``.
+
+    Each stream walks along its queue until its head waits for another task. The stream is then
+    queued on that task, and resumes when it is done, so that no task is visited in vain. One loop:
+    as a helper that gets all columns, its checks take 30 times as long (compiled code then counts
+    references to each column, task by task).
+    """
+    kind, stream_of_kind, is_recv, is_send, queue_ptr, queue, needs_ptr, needs = inputs[:8]
+    pair, group, group_size, rendezvous = inputs[8:]
+    level, cursor, last, first_waiter, next_waiter, arrived, group_level, has_arrived, todo = walk
+    n_todo = len(todo)
     while n_todo > 0:
         n_todo -= 1
         stream = todo[n_todo]
         while cursor[stream] < queue_ptr[stream + 1]:
             task = queue[cursor[stream]]
-            of, after, blocker = kind[task], last[stream], -1
+            own, other = kind[task], pair[task]
+            number = group[task] if len(group) else -1
+            before, blocker = last[stream], -1
             for k in range(needs_ptr[task], needs_ptr[task + 1]):
                 if level[needs[k]] < 0:
                     blocker = needs[k]
                     break
-                after = max(after, level[needs[k]])
-            other = pair[task]
-            if blocker < 0 and other >= 0 and is_recv[of]:
+                before = max(before, level[needs[k]])
+            if blocker < 0 and other >= 0 and is_recv[own]:
                 if level[other] < 0:
                     blocker = other
-                after = max(after, level[other])
-            if blocker < 0 and other >= 0 and rendezvous and is_send[of]:
-                there = stream_of[kind[other]]
-                if cursor[there] >= queue_ptr[there + 1] or queue[cursor[there]] != other:
+                before = max(before, level[other])
+            if blocker < 0 and other >= 0 and rendezvous and is_send[own]:
+                peer = stream_of_kind[kind[other]]
+                if cursor[peer] >= queue_ptr[peer + 1] or queue[cursor[peer]] != other:
                     blocker = other
-                after = max(after, last[there])
-            if blocker < 0 and len(group) and group[task] >= 0:
-                number = group[task]
-                group_level[number] = max(group_level[number], after)
-                after = group_level[number]
-                if not joined[stream]:
-                    joined[stream] = True
+                before = max(before, last[peer])
+            if blocker < 0 and number >= 0:
+                before = group_level[number] = max(group_level[number], before)
+                if not has_arrived[stream]:
+                    has_arrived[stream] = True
                     arrived[number] += 1
                 if arrived[number] < group_size[number]:
                     blocker = len(kind) + number
             if blocker >= 0:
-                next_waiting[stream] = waiting[blocker]
-                waiting[blocker] = stream
+                next_waiter[stream] = first_waiter[blocker]
+                first_waiter[blocker] = stream
                 break
-            level[task] = last[stream] = after + 1
-            joined[stream] = False
+            level[task] = last[stream] = before + 1
+            has_arrived[stream] = False
             cursor[stream] += 1
-            done += 1
-            freed = task
-            for _ in range(3):  # those who wait for the task, for its group, for the next head
-                waiter = waiting[freed]
-                waiting[freed] = -1
-                while waiter >= 0:
-                    todo[n_todo] = waiter
-                    n_todo += 1
-                    waiter = next_waiting[waiter]
-                if freed == task and len(group) and group[task] >= 0:
-                    freed = len(kind) + group[task]
-                elif rendezvous and cursor[stream] < queue_ptr[stream + 1]:
-                    freed = queue[cursor[stream]]
-                else:
-                    break
-    return done
+            n_todo = _wake(first_waiter, next_waiter, todo, n_todo, task)
+            if number >= 0:
+                n_todo = _wake(first_waiter, next_waiter, todo, n_todo, len(kind) + number)
+            if rendezvous and cursor[stream] < queue_ptr[stream + 1]:
+                n_todo = _wake(first_waiter, next_waiter, todo, n_todo, queue[cursor[stream]])
 
 
 def stable_topological_order(waits: CSR) -> Ints:

@@ -1,10 +1,4 @@
-"""The order in which a host issues tasks, by clock cycle, and when it has issued each.
-
-Messages and reductions have one order.
-
-Longer than most functions here: one loop has to see compute tasks, messages and reductions of a
-cycle in turn, and a kernel's helpers cannot be given all the columns that it reads.
-"""
+"""The order in which a host issues tasks, by clock cycle; messages and reductions included."""
 
 from __future__ import annotations
 
@@ -19,19 +13,29 @@ from pipesim.utils.csr import CSR, Ints, count
 from pipesim.utils.host_memory import check_graph
 from pipesim.utils.jit import kernel
 
-__all__ = ["Issued", "Partners", "issue", "issue_times", "replicated"]
+__all__ = ["Issued", "Partners", "issue", "replicated"]
 
 
 class Partners(NamedTuple):
     """Kinds of task that come with each kind of compute task.
 
-    ``send`` and ``recv`` are the kinds of the two ends of each message, ``channel`` numbers its
-    pair of devices. Row ``k`` of ``out`` are the messages of what kind ``k`` makes, of ``into``
-    those that it needs. ``adds_to`` is the row of ``reduce`` that waits for all tasks of a kind, -1
-    for none: ``reduce[s, b]`` are the kinds that sum bucket ``b`` of the gradients of stage ``s``
-    over all paths, and ``reduce[n_stages + s, 0]``, where replicas share the steps, those that
-    gather its parameters; -1 for fewer buckets. Row ``k`` of ``before`` and ``after`` are the
-    exchanges that come before a task of kind ``k``, and after it.
+    Attributes
+    ----------
+    send, recv
+        Kinds of the two ends of each message.
+    channel
+        Number of each message's pair of devices.
+    out, into
+        CSR: row ``k`` has the messages of the result of kind ``k``, and those that kind ``k``
+        needs.
+    adds_to
+        Row of ``reduce`` that waits for all tasks of a kind, -1 for none.
+    reduce
+        ``reduce[s, b]`` are the kinds that sum bucket ``b`` of the gradients of stage ``s`` over
+        all paths. If replicas share the optimizer steps, ``reduce[n_stages + s, 0]`` are the kinds
+        that gather the parameters of stage ``s``. -1 where a stage has fewer buckets.
+    before, after
+        CSR: row ``k`` has the exchanges that come before a task of kind ``k``, and after it.
     """
 
     send: Ints
@@ -46,11 +50,107 @@ class Partners(NamedTuple):
 
 
 class Issued(NamedTuple):
-    """Tasks in issue order, and where the phases of each clock cycle end, and each collective."""
+    """Tasks in issue order.
+
+    Attributes
+    ----------
+    kind, microbatch
+        One entry a task.
+    ends
+        Where each phase ends: the phases of each clock cycle, and each collective.
+    """
 
     kind: NDArray[np.int32]
     microbatch: NDArray[np.int32]
     ends: Ints
+
+
+class _Inputs(NamedTuple):
+    """The columns that the loop over cycles reads.
+
+    Attributes
+    ----------
+    starts_ptr, starts, runs_ptr, runs, finishes_ptr, finishes
+        CSR: the compute tasks of each cycle, as `_cycles` returns them.
+    kind, microbatch
+        One entry a compute task.
+    out_ptr, out, into_ptr, into, before_ptr, before, after_ptr, after
+        CSR: those of `Partners`.
+    send, recv, channel, adds_to, reduce
+        Those of `Partners`; channels are numbered from 0 without gaps.
+    row_size
+        Number of micro-batches of a reduction, for each row of ``reduce``.
+    numbered
+        Whether the reductions of a row have the number of their last micro-batch; else -1.
+    overlap
+        Whether transfers overlap compute.
+    """
+
+    starts_ptr: Ints
+    starts: Ints
+    runs_ptr: Ints
+    runs: Ints
+    finishes_ptr: Ints
+    finishes: Ints
+    kind: Ints
+    microbatch: Ints
+    out_ptr: Ints
+    out: Ints
+    into_ptr: Ints
+    into: Ints
+    before_ptr: Ints
+    before: Ints
+    after_ptr: Ints
+    after: Ints
+    send: Ints
+    recv: Ints
+    channel: Ints
+    adds_to: Ints
+    reduce: Ints
+    row_size: Ints
+    numbered: NDArray[np.bool_]
+    overlap: bool
+
+
+class _Progress(NamedTuple):
+    """What the loop over cycles notes as it goes.
+
+    Attributes
+    ----------
+    left
+        Number of tasks that each row of ``reduce`` and mini-batch, or group, still waits for.
+    sent, received
+        Positions in ``messages`` of the next message that each channel sends, and receives.
+    messages
+        Number and micro-batch of each message sent, channel after channel; empty with overlap.
+    position
+        Position in ``messages`` of each message and micro-batch; empty with overlap.
+    """
+
+    left: Ints
+    sent: Ints
+    received: Ints
+    messages: Ints
+    position: Ints
+
+
+class _Output(NamedTuple):
+    """The columns that the loop over cycles fills.
+
+    Attributes
+    ----------
+    kind, microbatch
+        One entry a task, in issue order.
+    ends
+        Where the three phases of each cycle end: receives, compute tasks, sends.
+    joined
+        Where collectives end, and where exchanges begin: each of their members is its own phase.
+    """
+
+    kind: NDArray[np.int32]
+    microbatch: NDArray[np.int32]
+    ends: Ints
+    joined: Ints
 
 
 def issue(
@@ -63,22 +163,90 @@ def issue(
 ) -> Issued:
     """Return one replica's tasks in issue order: cycle by cycle, and in a cycle by device.
 
-    Overlapped transfers are issued after the compute tasks of the cycle that produces them, each
-    SEND followed by its RECV: one order of messages for all devices, in which none can wait for
-    another in a circle. Likewise the members of a collective are issued together. Otherwise a SEND
-    follows its producer, and a RECV comes right before its consumer, or before that of a message
-    which its sender sends later. Stages reduce gradients after as many micro-batches as ``groups``
-    has, 0 for those of a mini-batch.
+    - With overlap, transfers are issued after the compute tasks of their producers' cycle, each
+      SEND followed by its RECV. All devices have one order of messages, in which no messages can
+      wait for each other in a circle. Likewise the members of a collective are issued together.
+    - Without overlap, a SEND follows its producer. A RECV comes right before its consumer, or
+      before the consumer of a message that its sender sends later.
+
+    Parameters
+    ----------
+    compute
+        The compute tasks.
+    cycle
+        Clock cycle of each.
+    partners
+        Kinds of the tasks to add.
+    overlap
+        Whether transfers overlap compute.
+    n_replicas
+        Number of replicas, for which the tasks must fit in memory.
+    groups
+        Micro-batches after which each stage reduces its gradients, 0 for those of a mini-batch.
+
+    Raises
+    ------
+    CapacityError
+        If the tasks of all replicas would not fit in memory.
     """
     counts = count(compute.kind, len(partners.adds_to))
     sent = np.zeros(len(partners.send), dtype=np.int64)  # how often each message is sent
     np.add.at(sent, partners.out.values, counts[partners.out.rows])
     n_messages = int(sent.sum())
+    left, row_size, numbered, n_reductions = _reduction_rows(compute, partners, counts, groups)
+    n_exchanges = sum(
+        int((counts * np.diff(rows.ptr)).sum()) for rows in (partners.before, partners.after)
+    )
+    n_tasks = len(compute) + 2 * n_messages + n_reductions + n_exchanges
+    check_graph(n_tasks * n_replicas)
+    starts, runs, finishes = _cycles(compute, cycle)
+    channels, channel = np.unique(partners.channel, return_inverse=True)
+    begins = np.zeros(len(channels) + 1, dtype=np.int64)  # of each channel's messages
+    np.add.at(begins, channel + 1, sent)
+    begins = np.cumsum(begins)[:-1]
+    output = _Output(
+        np.empty(n_tasks, np.int32),
+        np.empty(n_tasks, np.int32),
+        np.empty((len(runs), 3), dtype=np.int64),
+        np.zeros(n_reductions + 2 * n_exchanges, dtype=np.int64),
+    )
+    _issue_tasks(
+        _Inputs(
+            *(starts.ptr, starts.values, runs.ptr, runs.values, finishes.ptr, finishes.values),
+            *(compute.kind, compute.microbatch),
+            *(partners.out.ptr, partners.out.values, partners.into.ptr, partners.into.values),
+            *(partners.before.ptr, partners.before.values),
+            *(partners.after.ptr, partners.after.values),
+            *(partners.send, partners.recv, channel, partners.adds_to, partners.reduce),
+            row_size,
+            numbered,
+            overlap,
+        ),
+        _Progress(
+            left,
+            begins.copy(),
+            begins.copy(),
+            np.empty((0 if overlap else n_messages, 2), np.int32),
+            np.empty((0 if overlap else len(sent), compute.n_microbatches), np.int64),
+        ),
+        output,
+    )
+    ends = np.sort(np.concatenate([output.ends.ravel(), output.joined]))
+    return Issued(output.kind, output.microbatch, ends)
+
+
+def _reduction_rows(
+    compute: TaskGraph, partners: Partners, counts: Ints, groups: Ints
+) -> tuple[Ints, Ints, NDArray[np.bool_], int]:
+    """Return ``left``, ``row_size`` and ``numbered`` of the loop, and the number of reductions.
+
+    ``counts`` is the number of tasks of each kind. Gradients are of a group or a mini-batch. Steps
+    are shared only in schedules of one mini-batch.
+    """
     n_batches, size = compute.n_batches, compute.n_microbatches // compute.n_batches
     adds = partners.adds_to >= 0
     gradients = np.zeros(len(partners.reduce), dtype=np.int64)
     np.add.at(gradients, partners.adds_to[adds], counts[adds])
-    # Gradients are of a group or a mini-batch; steps are shared where there is one mini-batch.
     row_size = np.full(len(gradients), compute.n_microbatches)
     row_size[: compute.n_stages] = np.where(groups > 0, groups, size)[: len(gradients)]
     numbered = np.zeros(len(gradients), dtype=bool)
@@ -86,227 +254,117 @@ def issue(
     rounds = compute.n_microbatches // row_size
     left = np.repeat((gradients // rounds)[:, None], rounds.max(initial=1), axis=1)
     sizes = (partners.reduce >= 0).sum(axis=(1, 2))
-    n_reductions = int((rounds * sizes)[gradients > 0].sum())
-    n_exchanges = sum(
-        int((counts * np.diff(rows.ptr)).sum()) for rows in (partners.before, partners.after)
-    )
-    n_tasks = len(compute) + 2 * n_messages + n_reductions + n_exchanges
-    check_graph(n_tasks * n_replicas)
-    kind, microbatch = np.empty(n_tasks, np.int32), np.empty(n_tasks, np.int32)
-    starts, turns, finishes = _cycles(compute, cycle)
-    ends = np.empty((len(turns), 3), dtype=np.int64)
-    joined = np.zeros(n_reductions + 2 * n_exchanges, dtype=np.int64)
-    channels, channel = np.unique(partners.channel, return_inverse=True)
-    begins = np.zeros(len(channels) + 1, dtype=np.int64)  # each channel's messages
-    np.add.at(begins, channel + 1, sent)
-    begins = np.cumsum(begins)[:-1]
-    of_order = 0 if overlap else n_messages  # what only tells which RECV comes next
-    _issue_tasks(
-        starts.ptr,
-        starts.values,
-        turns.ptr,
-        turns.values,
-        finishes.ptr,
-        finishes.values,
-        compute.kind,
-        compute.microbatch,
-        partners.out.ptr,
-        partners.out.values,
-        partners.into.ptr,
-        partners.into.values,
-        partners.before.ptr,
-        partners.before.values,
-        partners.after.ptr,
-        partners.after.values,
-        partners.send,
-        partners.recv,
-        channel,
-        partners.adds_to,
-        partners.reduce,
-        left,
-        row_size,
-        numbered,
-        begins.copy(),
-        begins.copy(),
-        np.empty((of_order, 2), np.int32),
-        np.empty((0 if overlap else len(sent), compute.n_microbatches), np.int64),
-        overlap,
-        kind,
-        microbatch,
-        ends,
-        joined,
-    )
-    return Issued(kind, microbatch, np.sort(np.concatenate([ends.ravel(), joined])))
+    return left, row_size, numbered, int((rounds * sizes)[gradients > 0].sum())
 
 
 def _cycles(compute: TaskGraph, cycle: Ints) -> tuple[CSR, CSR, CSR]:
-    """Return the tasks of each cycle: whose action starts in it, that run in it, whose ends.
+    """Return the tasks of each cycle: those that start in it, run in it, and end in it.
 
-    An overlapped action starts with what both halves need, and what it computes is there at its
-    end, so that the messages to both come before the first half, and those of both follow the
-    second.
+    They differ for overlapped actions. Such an action starts when both halves can, and its results
+    are there at its end: the messages to both halves come before the first, and the messages from
+    both follow the second.
     """
     n_cycles = int(cycle.max()) + 1
-    turns = CSR.group(cycle, n_cycles)
+    runs = CSR.group(cycle, n_cycles)
     if not compute.kinds.overlapped.any():
-        return turns, turns, turns
+        return runs, runs, runs
     forward, backward = overlapped_pairs(compute.kinds, compute.kind, compute.stream_of_kind)
     start, end = cycle.copy(), cycle.copy()
     start[backward], end[forward] = cycle[forward], cycle[backward]
-    return CSR.group(start, n_cycles), turns, CSR.group(end, n_cycles)
+    return CSR.group(start, n_cycles), runs, CSR.group(end, n_cycles)
 
 
 @kernel()
-def _issue_tasks(
-    starts_ptr: Ints,
-    starts: Ints,
-    turns_ptr: Ints,
-    turns: Ints,
-    finishes_ptr: Ints,
-    finishes: Ints,
-    kind: Ints,
-    microbatch: Ints,
-    out_ptr: Ints,
-    out: Ints,
-    into_ptr: Ints,
-    into: Ints,
-    before_ptr: Ints,
-    before: Ints,
-    after_ptr: Ints,
-    after: Ints,
-    send: Ints,
-    recv: Ints,
-    channel: Ints,
-    adds_to: Ints,
-    reduce: Ints,
-    left: Ints,
-    row_size: Ints,
-    numbered: NDArray[np.bool_],
-    sent: Ints,
-    received: Ints,
-    messages: Ints,
-    place: Ints,
-    overlap: bool,
-    issued_kind: Ints,
-    issued_microbatch: Ints,
-    ends: Ints,
-    joined: Ints,
-) -> None:
-    """Fill the last four; see `issue`.
+def _issue_tasks(inputs: _Inputs, progress: _Progress, output: _Output) -> None:
+    """Fill ``output``; see `issue`.
 
-    ``messages`` holds number and micro-batch of those sent, channel by channel, and ``place``
-    where in it each is. ``joined`` gets where collectives end, and where they begin unless another
-    does: each of their members is a phase of its own.
+    One loop over cycles: receives, exchanges and compute tasks, then exchanges and sends, then
+    reductions. Compiled code counts references to each column that a helper gets, task by task, so
+    that helpers for these phases would take several times as long.
     """
+    starts_ptr, starts, runs_ptr, runs, finishes_ptr, finishes, kind, microbatch = inputs[:8]
+    out_ptr, out, into_ptr, into, before_ptr, before, after_ptr, after = inputs[8:16]
+    send, recv, channel, adds_to, reduce, row_size, numbered, overlap = inputs[16:]
+    left, sent, received, messages, position = progress
+    issued_kind, issued_microbatch, ends, joined = output
     n, n_joined = 0, 0
-    for cycle in range(len(turns_ptr) - 1):
+    for cycle in range(len(runs_ptr) - 1):
         for k in range(starts_ptr[cycle], starts_ptr[cycle + 1]):
-            task, m = kind[starts[k]], microbatch[starts[k]]
-            for j in range(into_ptr[task], into_ptr[task + 1]) if not overlap else range(0):
+            own, m = kind[starts[k]], microbatch[starts[k]]
+            for j in range(into_ptr[own], into_ptr[own + 1]) if not overlap else range(0):
                 line = channel[into[j]]
-                at = received[line]
-                while at <= place[into[j], m]:
-                    issued_kind[n], issued_microbatch[n] = recv[messages[at, 0]], messages[at, 1]
-                    at += 1
+                slot = received[line]
+                while slot <= position[into[j], m]:
+                    issued_kind[n] = recv[messages[slot, 0]]
+                    issued_microbatch[n] = messages[slot, 1]
+                    slot += 1
                     n += 1
-                received[line] = at
-            for j in range(before_ptr[task], before_ptr[task + 1]):
+                received[line] = slot
+            for j in range(before_ptr[own], before_ptr[own + 1]):
                 joined[n_joined] = n
                 issued_kind[n], issued_microbatch[n] = before[j], m
                 n += 1
                 joined[n_joined + 1] = n
                 n_joined += 2
         ends[cycle, 0] = n
-        for k in range(turns_ptr[cycle], turns_ptr[cycle + 1]):
-            issued_kind[n] = kind[turns[k]]
-            issued_microbatch[n] = microbatch[turns[k]]
+        for k in range(runs_ptr[cycle], runs_ptr[cycle + 1]):
+            issued_kind[n], issued_microbatch[n] = kind[runs[k]], microbatch[runs[k]]
             n += 1
         ends[cycle, 1] = n
         for k in range(finishes_ptr[cycle], finishes_ptr[cycle + 1]):
-            task, m = kind[finishes[k]], microbatch[finishes[k]]
-            for j in range(after_ptr[task], after_ptr[task + 1]):
+            own, m = kind[finishes[k]], microbatch[finishes[k]]
+            for j in range(after_ptr[own], after_ptr[own + 1]):
                 joined[n_joined] = n
                 issued_kind[n], issued_microbatch[n] = after[j], m
                 n += 1
                 joined[n_joined + 1] = n
                 n_joined += 2
-            for j in range(out_ptr[task], out_ptr[task + 1]):
-                of = out[j]
-                issued_kind[n], issued_microbatch[n] = send[of], m
+            for j in range(out_ptr[own], out_ptr[own + 1]):
+                message = out[j]
+                issued_kind[n], issued_microbatch[n] = send[message], m
                 n += 1
                 if overlap:
-                    issued_kind[n], issued_microbatch[n] = recv[of], m
+                    issued_kind[n], issued_microbatch[n] = recv[message], m
                     n += 1
                 else:
-                    line = channel[of]
-                    at = sent[line]
-                    place[of, m], messages[at, 0], messages[at, 1] = at, of, m
-                    sent[line] = at + 1
+                    line = channel[message]
+                    slot = sent[line]
+                    position[message, m] = slot
+                    messages[slot, 0], messages[slot, 1] = message, m
+                    sent[line] = slot + 1
         ends[cycle, 2] = n
-        for k in range(turns_ptr[cycle], turns_ptr[cycle + 1]) if len(reduce) else range(0):
-            of = adds_to[kind[turns[k]]]
-            if of < 0:
+        for k in range(runs_ptr[cycle], runs_ptr[cycle + 1]) if len(reduce) else range(0):
+            row = adds_to[kind[runs[k]]]
+            if row < 0:
                 continue
-            batch = max(microbatch[turns[k]], 0) // row_size[of]
-            left[of, batch] -= 1
-            for bucket in range(reduce.shape[1]) if left[of, batch] == 0 else range(0):
-                if reduce[of, bucket, 0] < 0:
+            batch = max(microbatch[runs[k]], 0) // row_size[row]
+            left[row, batch] -= 1
+            for bucket in range(reduce.shape[1]) if left[row, batch] == 0 else range(0):
+                if reduce[row, bucket, 0] < 0:
                     continue
                 for path in range(reduce.shape[2]):
-                    issued_kind[n] = reduce[of, bucket, path]
+                    issued_kind[n] = reduce[row, bucket, path]
                     issued_microbatch[n] = -1
-                    if numbered[of]:
-                        issued_microbatch[n] = (batch + 1) * row_size[of] - 1
+                    if numbered[row]:
+                        issued_microbatch[n] = (batch + 1) * row_size[row] - 1
                     n += 1
                 joined[n_joined] = n
                 n_joined += 1
 
 
 def replicated(issued: Issued, n_replicas: int, n_kinds: int) -> Issued:
-    """Repeat each phase of each cycle for each replica."""
+    """Repeat each phase of each cycle for each replica.
+
+    Kinds of replica ``r`` are those of replica 0 plus ``r * n_kinds``.
+    """
     starts = np.concatenate([[0], issued.ends[:-1]])
     sizes = issued.ends - starts
     phase = np.repeat(np.arange(len(sizes)), sizes)
-    within = np.arange(len(issued.kind)) - starts[phase]
+    offset = np.arange(len(issued.kind)) - starts[phase]
     kind = np.empty(n_replicas * len(issued.kind), dtype=np.int32)
     microbatch = np.empty_like(kind)
     for replica in range(n_replicas):
-        position = n_replicas * starts[phase] + replica * sizes[phase] + within
+        position = n_replicas * starts[phase] + replica * sizes[phase] + offset
         kind[position] = issued.kind + replica * n_kinds
         microbatch[position] = issued.microbatch
     return Issued(kind, microbatch, n_replicas * issued.ends)
-
-
-def issue_times(graph: TaskGraph, launch: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return when each host has issued each of its tasks, in order of ids (rule 7).
-
-    ``launch`` are the seconds that issuing each task takes; both have shape ``(len(graph),)``.
-    """
-    issued = np.zeros(len(graph))
-    host = graph.host[graph.device]
-    if graph.host_threads and graph.host.any():
-        first = graph.issued_first
-        _issue_in_threads(host, launch, first.ptr, first.values, np.zeros(len(graph.host)), issued)
-        return issued
-    tasks_of = CSR.group(host, graph.n_devices)
-    for number in np.unique(host):
-        issued[tasks_of[number]] = np.cumsum(launch[tasks_of[number]])
-    return issued
-
-
-@kernel()
-def _issue_in_threads(
-    host: Ints,
-    launch: NDArray[np.float64],
-    ptr: Ints,
-    first: Ints,
-    clock: NDArray[np.float64],
-    issued: NDArray[np.float64],
-) -> None:
-    """Fill ``issued``, where a host waits for tasks that others have to issue first."""
-    for task in range(len(host)):
-        by = host[task]
-        for k in range(ptr[task], ptr[task + 1]):
-            clock[by] = max(clock[by], issued[first[k]])
-        clock[by] += launch[task]
-        issued[task] = clock[by]

@@ -19,7 +19,7 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
-from pipesim.lowering.clock_cycles import issue_times
+from pipesim.lowering.issue_times import issue_times
 from pipesim.simulation.engines import compiled, simpy_engine
 from pipesim.simulation.noise import Noise
 from pipesim.timeline.timeline import LONGEST, Timeline

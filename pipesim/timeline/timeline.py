@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipesim.costs.costs import Costs
 from pipesim.errors import TimelineError, check_text, check_type
 from pipesim.graph.graph import TaskGraph
-from pipesim.lowering.clock_cycles import issue_times
+from pipesim.lowering.issue_times import issue_times
 from pipesim.ops import COMPUTE, Op
 from pipesim.utils.csr import Ints, bincount, count
 from pipesim.utils.jit import kernel

@@ -145,7 +145,14 @@ def test_kernels_say_the_same_as_python(case: Lowering, data: st.DataObject) -> 
 def test_every_kernel_is_found() -> None:
     """So that "every kernel" above means it."""
     names = {kernel.__name__ for kernel in every_kernel()}
-    assert {"_group", "levels", "_wire", "_index_tasks", "_issue_tasks", "_lists_all"} <= names
+    assert {
+        "_group",
+        "_fill_levels",
+        "_wire",
+        "_index_tasks",
+        "_issue_tasks",
+        "_lists_all",
+    } <= names
     assert {"one_pass", "events", "issue", "prune", "pass_many", "_peaks"} <= names
 
 
