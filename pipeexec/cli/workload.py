@@ -219,11 +219,11 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
     import pipesim
     from pipesim.errors import check_count, check_name
     from pipesim.graph.grad_sync import GRAD_SYNC, from_text, of_stages
-    from pipesim.sweeps.schedule_sources import info_of
+    from pipesim.sweeps.schedule_sources import source_info
 
     if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:
         raise ArgumentError("name at least one schedule, one recompute mode and one --grad-sync")
-    infos = {name: info_of(name) for name in arguments.schedules}
+    infos = {name: source_info(name) for name in arguments.schedules}
     several = _n_devices(arguments, processes)
     n_replicas = check_count("n_replicas", arguments.replicas)
     if several % n_replicas:
@@ -268,10 +268,10 @@ def _n_devices(arguments: argparse.Namespace, processes: Processes | None) -> in
 def _count(arguments: argparse.Namespace, flag: str, what: str, default: Callable[[], int]) -> int:
     """Return a count that a flag or the files of schedules give, or else the default."""
     from pipesim.errors import check_count
-    from pipesim.sweeps.schedule_sources import counts_of_file
+    from pipesim.sweeps.schedule_sources import file_counts
 
     key = f"n_{what.replace('-', '')}"  # n_devices, n_microbatches
-    found = {name: counts_of_file(name).get(key) for name in arguments.schedules}
+    found = {name: file_counts(name).get(key) for name in arguments.schedules}
     if getattr(arguments, flag) is not None:
         found[f"--{flag}"] = check_count(f"n_{flag}", getattr(arguments, flag))
     counts = {where: count for where, count in found.items() if count is not None}

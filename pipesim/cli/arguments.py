@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, suggestion
 from pipesim.sweeps.grid import version
-from pipesim.sweeps.settings import FLAT, SETTINGS, Settings, checked, place
+from pipesim.sweeps.settings import FLAT, SETTINGS, Settings, check_layer, set_value
 from pipesim.utils.atomic_write import check_path, check_target, write_errors
 from pipesim.utils.texts import real, whole
 
@@ -276,8 +276,8 @@ def argument_settings(args: argparse.Namespace) -> Settings:
     """Return the settings of the command line, as nested tables."""
     layer: Settings = {}
     for path, value in vars(args).items():
-        layer = place(layer, path.split("."), value)
+        layer = set_value(layer, path.split("."), value)
     settings: Settings = layer.get("settings", {})
     if "options" in settings:
         settings["options"] = dict(settings["options"])
-    return checked("arguments", settings, SETTINGS, Path())
+    return check_layer("arguments", settings, SETTINGS, Path())

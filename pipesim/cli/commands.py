@@ -114,7 +114,7 @@ def sweep(args: argparse.Namespace) -> None:
     names = args.names or ([listed] if isinstance(listed, str) else listed)
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ArgumentError(f"grid: schedule must be a list of names, got {listed!r}")
-    settings = cases(names, config, argument_settings(args), more=("grid",))
+    settings = cases(names, config, argument_settings(args), other_tables=("grid",))
     show = sys.stderr.isatty()
     rows = grid_rows(settings, grid)
     table = run_rows(rows, path=args.out, n_jobs=args.jobs, backend=None, progress=show)

@@ -1,4 +1,4 @@
-"""Simulate many configurations, one row of a table each."""
+"""Simulate many configurations; each is one row of a table."""
 
 from pipesim.sweeps.sweep import sweep
 

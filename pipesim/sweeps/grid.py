@@ -1,4 +1,4 @@
-"""Configurations of a sweep: a grid or a list of them, to rows of settings that can be run."""
+"""Turn the configurations of a sweep, a grid or a list, into rows of settings that can be run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipesim.errors import ArgumentError, PipeError, UnknownNameError, suggestio
 from pipesim.errors import number as real_number
 from pipesim.network.network import Network
 from pipesim.scheduling.registry import options_of_schedules
-from pipesim.sweeps.schedule_sources import counts_of_file, digest_of_file, info_of, is_file
+from pipesim.sweeps.schedule_sources import file_counts, file_digest, is_file, source_info
 from pipesim.sweeps.settings import (
     COUNTS,
     FLAT,
@@ -28,30 +28,34 @@ from pipesim.sweeps.settings import (
     SETTINGS,
     Settings,
     check_counts,
-    checked,
+    check_layer,
     drop_foreign_options,
-    merged,
-    nested,
-    path_of,
+    merge,
+    nest,
+    setting_path,
 )
 from pipesim.utils.host_memory import check_rows
 
-__all__ = ["Row", "cell", "grid_rows", "rows", "version"]
+__all__ = ["SweepRow", "cell_text", "grid_rows", "sweep_rows", "version"]
 
 Flat = dict[str, Any]
 
-#: Part of each row's digest, as what a row's results mean may change with it.
+#: Version of a row's results. It is part of each row's digest.
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Row:
-    """A configuration: its columns of the table, and its settings.
+class SweepRow:
+    """A configuration of a sweep.
 
     Attributes
     ----------
+    shown
+        Its columns of the table.
+    case
+        Its settings.
     digest
-        Of all that the row's results depend on.
+        Digest of everything that the row's results depend on.
     """
 
     shown: Flat
@@ -59,57 +63,58 @@ class Row:
     digest: str
 
 
-def rows(configurations: object, base: object) -> list[Row]:
-    """Return the rows of `pipesim.sweep`'s arguments; it names the errors."""
-    known = _known()
+def sweep_rows(configurations: object, base: object) -> list[SweepRow]:
+    """Return the rows of `pipesim.sweep`'s arguments; see there for the errors."""
+    keys = _row_keys()
     if isinstance(configurations, Mapping):
-        given, is_grid = _product(configurations, known), True
+        shown, is_grid = _product(configurations, keys), True
     elif isinstance(configurations, Sequence) and not isinstance(configurations, str):
-        given = [_flat(f"row {k}", row, known) for k, row in enumerate(configurations)]
+        shown = [_flat(f"row {k}", row, keys) for k, row in enumerate(configurations)]
         is_grid = False
     else:
         raise ArgumentError(
             "sweep takes a mapping of keys to lists of values, or a sequence of mappings, got "
             f"{configurations!r}"
         )
-    shared = _flat("base", base, known)
-    layers = [_over(shared, row) for row in given]
+    shared = _flat("base", base, keys)
+    layers = [_override(shared, row) for row in shown]
     cases = [_case(f"row {number}", row) for number, row in enumerate(layers)]
-    found = _rows(given, cases, [[] if is_grid else list(row) for row in given])
-    return _unlike(found) if is_grid else found
+    rows = _make_rows(shown, cases, [[] if is_grid else list(row) for row in shown])
+    return _distinct(rows) if is_grid else rows
 
 
-def grid_rows(cases: Sequence[Settings], grid: Mapping[str, Any]) -> list[Row]:
-    """Return a row for each case and combination of values of a grid."""
+def grid_rows(cases: Sequence[Settings], grid: Mapping[str, Any]) -> list[SweepRow]:
+    """Return a row for each pair of a case and a combination of the grid's values."""
     grid = {{**LOWERING, **COUNTS}.get(key, key): values for key, values in grid.items()}
-    shown, found, own = [], [], []
-    for case, point in itertools.product(cases, _product(grid, _known(), len(cases))):
+    shown, row_cases, own = [], [], []
+    for case, point in itertools.product(cases, _product(grid, _row_keys(), len(cases))):
         shown.append({"schedule": case["label"], **point})
-        layer = checked(f"grid, {_text(point)}", nested(point), SETTINGS, Path())
-        found.append(merged(case, layer))
-        check_counts(found[-1])
+        layer = check_layer(f"grid, {_row_text(point)}", nest(point), SETTINGS, Path())
+        row_cases.append(merge(case, layer))
+        check_counts(row_cases[-1])
         own.append(list(case["options"]))
-    return _unlike(_rows(shown, found, own))
+    return _distinct(_make_rows(shown, row_cases, own))
 
 
-def cell(value: Any) -> Any:
-    """Return a value as a table shows it: what has parts as JSON."""
+def cell_text(value: Any) -> Any:
+    """Return a value as a table shows it: mappings and lists as JSON."""
     return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 
-def _text(row: Flat) -> str:
-    return ", ".join(f"{key} {cell(value)}" for key, value in row.items())
+def _row_text(row: Flat) -> str:
+    """Return a row as text: keys and values."""
+    return ", ".join(f"{key} {cell_text(value)}" for key, value in row.items())
 
 
-def _known() -> tuple[str, ...]:
+def _row_keys() -> tuple[str, ...]:
     """Return the keys that a row may have: settings, and the options of all schedules."""
-    options = {option for taken in options_of_schedules().values() for option in taken}
+    options = {option for options in options_of_schedules().values() for option in options}
     return (*FLAT, *sorted(options - set(FLAT)))
 
 
-def _product(grid: Mapping[str, Any], known: Sequence[str], n_cases: int = 1) -> list[Flat]:
-    """Return every combination of a grid's values, if there is memory for them in all cases."""
-    _flat("grid", dict.fromkeys(grid), known)
+def _product(grid: Mapping[str, Any], keys: Sequence[str], n_cases: int = 1) -> list[Flat]:
+    """Return every combination of a grid's values, if memory holds them for all cases."""
+    _flat("grid", dict.fromkeys(grid), keys)
     for key, values in grid.items():
         if not isinstance(values, (list, tuple, range, np.ndarray)) or _length(values) == 0:
             raise ArgumentError(
@@ -122,22 +127,20 @@ def _product(grid: Mapping[str, Any], known: Sequence[str], n_cases: int = 1) ->
 
 
 def _length(values: Any) -> int:
-    """Return how many values there are; of a range, more than ``len`` can say."""
+    """Return the number of values; ``len`` raises for a very long range."""
     if isinstance(values, range):
         return max(0, -((values.start - values.stop) // values.step))
     return len(values)
 
 
-def _flat(where: str, row: Any, known: Sequence[str]) -> Flat:
-    """Return the values of a row that are given, as plain ones, if its keys are ``known``."""
+def _flat(where: str, row: Any, keys: Sequence[str]) -> Flat:
+    """Return the values of a row except None, as plain values, if its keys are in ``keys``."""
     if not isinstance(row, Mapping):
         raise ArgumentError(f"{where} must be a mapping of keys to values, got {row!r}")
     for key in row:
-        if key not in known:
-            near = suggestion(key, known)
-            raise UnknownNameError(
-                f"{where}: unknown key {key!r}{near} (known: {', '.join(known)})"
-            )
+        if key not in keys:
+            near = suggestion(key, keys)
+            raise UnknownNameError(f"{where}: unknown key {key!r}{near} (known: {', '.join(keys)})")
     return {key: _value(where, key, value) for key, value in row.items() if value is not None}
 
 
@@ -151,7 +154,7 @@ def _value(where: str, key: str, value: object) -> Any:
 
 
 def _plain(where: str, value: Any) -> Any:
-    """Return a value as JSON and TOML have it."""
+    """Return a value as types of JSON and TOML."""
     if isinstance(value, (Costs, Network)):
         return value.to_dict()
     if isinstance(value, (np.generic, np.ndarray)):
@@ -162,77 +165,78 @@ def _plain(where: str, value: Any) -> Any:
         return [_plain(where, part) for part in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    if (got := real_number(value)) is not None:  # such as a Fraction
-        return got
+    if (real := real_number(value)) is not None:  # such as a Fraction
+        return real
     raise ArgumentError(
         f"{where} must be numbers, text, a Costs or a Network, got {value!r}; give a schedule of "
         "your own a name with pipesim.register"
     )
 
 
-def _over(base: Flat, row: Flat) -> Flat:
-    """Return a row over what all share; whole costs replace the parts of others."""
+def _override(base: Flat, row: Flat) -> Flat:
+    """Return ``base`` overridden by a row; whole costs replace all fields of the base's."""
     row = {key: value for key, value in row.items() if value is not None}
-    paths = [path_of(key) for key in row]
+    paths = [setting_path(key) for key in row]
     kept = {
         key: value
         for key, value in base.items()
-        if not any(path_of(key)[: len(path)] == path for path in paths)
+        if not any(setting_path(key)[: len(path)] == path for path in paths)
     }
     return kept | row
 
 
 def _case(where: str, row: Flat) -> Settings:
-    """Return a row's settings, if it has those without which nothing can be run."""
-    row = {**counts_of_file(row.get("schedule")), **row}
+    """Return a row's settings, if it has a schedule and its counts."""
+    row = {**file_counts(row.get("schedule")), **row}
     for key in ("schedule", *COUNTS.values()):
         if key not in row:
             raise ArgumentError(f"{where} has no {key}; give it there or in base")
-    case = checked(where, nested(row), ("name", *SETTINGS), Path())
+    case = check_layer(where, nest(row), ("name", *SETTINGS), Path())
     return {"label": str(case["name"]), **case}
 
 
-def _rows(shown: list[Flat], cases: list[Settings], own: list[list[str]]) -> list[Row]:
-    """Return rows, if their schedules and options are known; ``own`` as for foreign options."""
+def _make_rows(shown: list[Flat], cases: list[Settings], own: list[list[str]]) -> list[SweepRow]:
+    """Return rows, if their schedules and options exist; ``own`` as in `drop_foreign_options`."""
     if not cases:
         raise ArgumentError("there is nothing to sweep; give at least one configuration")
     for number, case in enumerate(cases):
-        _named(number, info_of, case["name"])
+        _check_name(number, source_info, case["name"])
     drop_foreign_options(cases, own)
     rows = []
     for number, (row, case) in enumerate(zip(shown, cases, strict=True)):
-        _named(number, info_of(case["name"]).check_options, case["options"])
+        _check_name(number, source_info(case["name"]).check_options, case["options"])
         dropped = {k for k in row if k not in FLAT and k not in case["options"]}
         visible = {k: None if k in dropped else v for k, v in row.items()}
-        rows.append(Row(visible, case, _digest(case)))
+        rows.append(SweepRow(visible, case, _digest(case)))
     return rows
 
 
-def _named(number: int, check: Callable[[Any], object], value: object) -> None:
+def _check_name(number: int, check: Callable[[Any], object], value: object) -> None:
+    """Call ``check``; put the number of the row in front of its error."""
     try:
         check(value)
     except UnknownNameError as error:
         raise UnknownNameError(f"row {number}: {error}") from error
 
 
-def _unlike(rows: list[Row]) -> list[Row]:
-    """Return the rows without those that are alike but for options which they do not take."""
-    return list({(row.digest, _text(row.shown)): row for row in rows}.values())
+def _distinct(rows: list[SweepRow]) -> list[SweepRow]:
+    """Return rows without repetitions: rows that differ only in options that they do not take."""
+    return list({(row.digest, _row_text(row.shown)): row for row in rows}.values())
 
 
 def _digest(case: Settings) -> str:
-    """Return a digest of the settings, which is the same however their costs were given."""
+    """Return a digest of the settings. It does not depend on the form of their costs."""
     settings = {key: value for key, value in case.items() if key != "label"}
     if is_file(case["name"]):
-        settings["orders"] = digest_of_file(case["name"])
-    with suppress(PipeError):  # the row will say what is wrong
+        settings["orders"] = file_digest(case["name"])
+    with suppress(PipeError):  # the row reports the error
         settings["costs"] = Costs.from_dict(settings.get("costs", {})).to_dict()
     text = json.dumps([_FORMAT, version(), settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def version() -> str:
-    """Return the version of pipesim, on which results depend; a checkout need not be installed."""
+    """Return the version of pipesim, or "not installed" for a checkout. Results depend on it."""
     try:
         return importlib.metadata.version("pipesim")
     except importlib.metadata.PackageNotFoundError:

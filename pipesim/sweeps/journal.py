@@ -1,4 +1,4 @@
-"""`Journal`: rows of results in a file that survives being killed, and has one writer at a time."""
+"""`Journal`: rows of results in a file. It survives a kill, and has one writer at a time."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ _START = b'{"digest": "'
 
 
 class Journal:
-    """JSON lines, one a row, appended as they come; a later line of a digest replaces an earlier.
+    """A file of JSON lines, one a row, appended one by one.
 
-    While it is open the file is locked (``flock``, which ends with the process, however it ends).
-    A last line that was cut short by a kill is dropped. Each line has a checksum of its own; lines
-    of older versions have none, and are read all the same.
+    - A later line of a digest replaces an earlier one.
+    - While the journal is open its file is locked (``flock``). The lock ends with the process,
+      even with a killed one.
+    - A last line that a kill cut short is dropped.
+    - Each line has a checksum. Lines of older versions have none, and are read too.
 
     Parameters
     ----------
     path
-        The file; made if it is not there.
+        The file; it is created if it does not exist.
     problem
-        Returns what is wrong with a row that was read, or an empty text.
+        Function that returns the problem of a row that was read, or an empty text.
 
     Attributes
     ----------
@@ -41,8 +43,8 @@ class Journal:
     Raises
     ------
     ArgumentError
-        If the file cannot be written or locked, is being written, is no regular file (a device
-        might be read without end), or holds something else, naming the line.
+        If the file cannot be written or locked, another process is writing it, it is no regular
+        file (reading a device might never end), or a line is no row; the message names the line.
     """
 
     def __init__(
@@ -72,43 +74,45 @@ class Journal:
         self._file.close()
 
     def append(self, digest: str, row: Mapping[str, Any]) -> None:
-        """Write a row, in one go.
+        """Append a row to the file.
 
         Raises
         ------
         ArgumentError
-            If the disk is full, or the like; rows that were written before stay.
+            If the file cannot be written, as on a full disk. Earlier rows stay.
         """
         record = {"digest": digest, **row}
         record[CHECKSUM] = checksum(record)
         line = json.dumps(record, ensure_ascii=False, allow_nan=False)
         data = memoryview(line.encode() + b"\n")
         with write_errors(self.path):
-            while data:  # a write may be short where the disk is full; the next one then says so
+            while data:  # on a full disk a write may be short; the next one then raises
                 data = data[self._file.write(data) :]
         self.rows[digest] = dict(row)
 
     def _open(self) -> None:
+        """Open the file, if it is a regular one that can be written."""
         check_target(self.path)
         with write_errors(self.path):
             self._file = self.path.open("a+b", buffering=0)
 
     def _lock(self) -> None:
+        """Lock the file for this process."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ArgumentError(
-                f"another sweep is writing {self.path}; wait for it, or name another file"
+                f"another process is writing {self.path}; wait for it, or name another file"
             ) from error
         except OSError as error:  # a network file system may have no locks
             raise ArgumentError(
                 f"cannot lock {self.path}: {error.strerror}; its file system may have no locks "
-                "(flock), without which two sweeps could write at once; name a file on another, "
+                "(flock), without which two processes could write at once; name a file on another, "
                 "such as a local disk"
             ) from error
 
     def _read(self) -> None:
-        """Read the rows, and drop a line that was not finished."""
+        """Read the rows, and drop an unfinished last line."""
         number, whole, rest = 0, 0, b""
         with open(self._file.fileno(), "rb", closefd=False) as file:
             file.seek(0)
@@ -119,18 +123,19 @@ class Journal:
                 self._read_line(number, line)
                 whole += len(line)
         if rest and not (rest.startswith(_START) or _START.startswith(rest)):
-            raise self._foreign(number)
+            raise self._not_a_row(number)
         os.ftruncate(self._file.fileno(), whole)
 
     def _read_line(self, number: int, line: bytes) -> None:
+        """Add the row of a line to ``rows``."""
         try:
             row = parse_json(line)
         except ValueError as error:
-            raise self._foreign(number, str(error)) from error
+            raise self._not_a_row(number, str(error)) from error
         if not isinstance(row, dict) or not isinstance(row.get("digest"), str):
-            raise self._foreign(number)
-        found = checksum(row)
-        if row.pop(CHECKSUM, found) != found:
+            raise self._not_a_row(number)
+        expected = checksum(row)
+        if row.pop(CHECKSUM, expected) != expected:
             raise ArgumentError(
                 f"{self.path}, line {number} was changed after it was written: its checksum does "
                 "not match; remove the line to have its row run again"
@@ -142,8 +147,9 @@ class Journal:
             )
         self.rows[digest] = row
 
-    def _foreign(self, number: int, reason: str = "") -> ArgumentError:
+    def _not_a_row(self, number: int, reason: str = "") -> ArgumentError:
+        """Return the error for a line that is no row."""
         return ArgumentError(
-            f"{self.path}, line {number} is no row of a sweep; name another file, or remove the "
+            f"{self.path}, line {number} is no row of results; name another file, or remove the "
             f"line to have its row run again{reason and f' ({reason})'}"
         )

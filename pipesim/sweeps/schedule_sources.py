@@ -1,4 +1,4 @@
-"""What a schedule is called in settings: its name in the registry, or the file that holds it."""
+"""Schedules in settings: a name in the registry, or a file that holds the orders."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from pipesim.scheduling.registry import Counts, ScheduleInfo, options_of_schedules, schedule_info
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["counts_of_file", "digest_of_file", "info_of", "is_file"]
+__all__ = ["file_counts", "file_digest", "is_file", "source_info"]
 
 _SUFFIXES = (".csv", ".txt")
 
 
 def is_file(name: object) -> bool:
-    """Whether a name is that of a file: it ends in .csv or .txt, or has a slash."""
+    """Return whether a name is that of a file: it ends in .csv or .txt, or has a slash."""
     return (
         isinstance(name, str)
         and name not in options_of_schedules()
@@ -23,13 +23,13 @@ def is_file(name: object) -> bool:
     )
 
 
-def info_of(name: str) -> ScheduleInfo:
-    """Return what is known of a registered schedule, or of the one in a file.
+def source_info(name: str) -> ScheduleInfo:
+    """Return the information on a registered schedule, or on the schedule in a file.
 
     Raises
     ------
     UnknownNameError
-        For a name that is neither registered nor a file's.
+        For a name that is neither registered nor that of a file.
     ScheduleError
         For a file that cannot be read.
     """
@@ -50,28 +50,29 @@ def info_of(name: str) -> ScheduleInfo:
     )
 
 
-def counts_of_file(name: object) -> dict[str, int]:
-    """Return ``n_devices`` and ``n_microbatches`` of the schedule in a file; else nothing."""
+def file_counts(name: object) -> dict[str, int]:
+    """Return ``n_devices`` and ``n_microbatches`` of the schedule in a file; {} for other names."""
     if not isinstance(name, str) or not is_file(name):
         return {}
     schedule = _load(name)
     return {"n_devices": schedule.n_devices, "n_microbatches": schedule.n_microbatches}
 
 
-def digest_of_file(name: str) -> str:
+def file_digest(name: str) -> str:
     """Return a digest of the orders in a file."""
     return hashlib.sha256(_load(name).grid().encode()).hexdigest()[:32]
 
 
 def _load(name: str) -> Schedule:
+    """Return the schedule in a file, read again only after the file has changed."""
     try:
         state = Path(name).stat()
     except (OSError, ValueError):  # ValueError: no path can have a null character
-        return Schedule.load(name)  # says what is wrong
-    return _loaded(name, state.st_mtime_ns, state.st_size)
+        return Schedule.load(name)  # raises the right error
+    return _cached_load(name, state.st_mtime_ns, state.st_size)
 
 
 @lru_cache(maxsize=8)
-def _loaded(name: str, *state: int) -> Schedule:
-    """Load a file once for all rows of a sweep, as long as it stays the same."""
+def _cached_load(name: str, *state: int) -> Schedule:
+    """Load a file, once for all rows of a sweep; ``state`` is its time of change (ns) and size."""
     return Schedule.load(name)

@@ -1,8 +1,8 @@
 """Settings of simulations in layers of nested tables, from arguments and from TOML files.
 
-A later layer overrides an earlier one key by key: a file's shared settings, then a
-``[[schedule]]`` table's own, then the arguments. ``pipesim simulate --help`` shows the file.
-A sweep names settings flat, without tables: `FLAT` says where each belongs.
+A later layer overrides an earlier one key by key: the shared settings of a file, then those of a
+``[[schedule]]`` table, then the arguments. ``pipesim simulate --help`` shows such a file. A sweep
+has flat settings, without tables: `FLAT` maps each to its path in the tables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipesim.network.sources import KEYS
 from pipesim.scheduling.registry import ScheduleInfo, options_of_schedules
 from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
-from pipesim.sweeps.schedule_sources import counts_of_file, info_of, is_file
+from pipesim.sweeps.schedule_sources import file_counts, is_file, source_info
 from pipesim.timeline.timeline import Timeline
 from pipesim.utils.atomic_write import read_text
 
@@ -33,20 +33,21 @@ __all__ = [
     "Settings",
     "cases",
     "check_counts",
-    "checked",
+    "check_layer",
     "drop_foreign_options",
-    "merged",
-    "nested",
-    "path_of",
-    "place",
+    "merge",
+    "nest",
     "read_grid",
     "run",
+    "set_value",
+    "setting_path",
 ]
 
 Settings = dict[str, Any]
 
+#: Number of devices and of micro-batches: setting, and name in the library.
 COUNTS = {"devices": "n_devices", "microbatches": "n_microbatches"}
-#: The argument of `lower` that each setting is.
+#: Argument of `lower` for each setting.
 LOWERING = {
     "replicas": "n_replicas",
     **{k: k for k in ("recompute", "recompute_first", "overlap", "streams", "rendezvous")},
@@ -56,9 +57,10 @@ LOWERING = {
     **{k: k for k in ("exchange_work", "prefetch_keys", "sparse_grad_sync")},
 }
 _NODES = tuple(field.name for field in fields(Nodes))
+#: Keys of a layer, besides the name and label of a schedule.
 SETTINGS = (*COUNTS, *LOWERING, "engine", "options", "per", "costs")
 
-#: Where a setting that is named flat belongs; names that are not here are options of a schedule.
+#: Path in the tables of each flat setting. Other names are options of a schedule.
 FLAT: dict[str, tuple[str, ...]] = {
     "schedule": ("name",),
     **{flat: (key,) for key, flat in COUNTS.items()},
@@ -73,68 +75,75 @@ FLAT: dict[str, tuple[str, ...]] = {
 }
 
 
-def merged(*layers: Settings) -> Settings:
-    """Return settings in which a later layer overrides an earlier one, key by key."""
+def merge(*layers: Settings) -> Settings:
+    """Return settings in which later layers override earlier ones, key by key."""
     result: Settings = {}
     for layer in layers:
         for key, new in layer.items():
             old = result.get(key)
             both = isinstance(old, dict) and isinstance(new, dict)
-            result[key] = merged(result[key], new) if both else new
+            result[key] = merge(result[key], new) if both else new
     return result
 
 
-def place(layer: Settings, path: Sequence[str], value: Any) -> Settings:
-    """Return settings with ``value`` at the end of a path of keys."""
-    for part in reversed(path):
-        value = {part: value}
-    return merged(layer, value)
+def set_value(layer: Settings, path: Sequence[str], value: Any) -> Settings:
+    """Return settings with ``value`` at a path of keys."""
+    for key in reversed(path):
+        value = {key: value}
+    return merge(layer, value)
 
 
-def path_of(key: str) -> tuple[str, ...]:
-    """Return where a setting that is named flat belongs."""
+def setting_path(key: str) -> tuple[str, ...]:
+    """Return the path in the tables of a flat setting."""
     return FLAT.get(key, ("options", key))
 
 
-def nested(flat: Mapping[str, Any]) -> Settings:
-    """Return flat settings as tables; whole costs and networks first, parts override them."""
+def nest(flat: Mapping[str, Any]) -> Settings:
+    """Return flat settings as tables. Single fields override whole costs and networks."""
     layer: Settings = {}
     for key in sorted(flat, key=lambda key: len(FLAT.get(key, ()))):
-        layer = place(layer, path_of(key), flat[key])
+        layer = set_value(layer, setting_path(key), flat[key])
     return layer
 
 
-def checked(where: str, layer: object, known: tuple[str, ...], folder: Path) -> Settings:
-    """Return a layer whose keys are all known, with its file of costs read in."""
-    table = _table(where, layer, known)
+def check_layer(where: str, layer: object, keys: tuple[str, ...], folder: Path) -> Settings:
+    """Return a layer, if all its keys are valid, with the costs of its file (in ``folder``).
+
+    Raises
+    ------
+    ArgumentError
+        For an unknown key, or something else than a table. The message starts with ``where``.
+    """
+    table = _check_table(where, layer, keys)
     if "options" in table:
-        _table(f"{where}: options", table["options"], None)  # the schedule knows its own
+        _check_table(f"{where}: options", table["options"], None)  # the schedule checks the keys
     if "costs" not in table:
         return table
-    known = ("file", "network", *OTHER_FIELDS, *VALUE_FIELDS)
-    costs = _table(f"{where}: costs", table["costs"], known)
+    cost_keys = ("file", "network", *OTHER_FIELDS, *VALUE_FIELDS)
+    costs = _check_table(f"{where}: costs", table["costs"], cost_keys)
     if "network" in costs:
-        network = _table(f"{where}: costs.network", costs["network"], KEYS)
+        network = _check_table(f"{where}: costs.network", costs["network"], KEYS)
         if "nodes" in network:
-            _table(f"{where}: costs.network.nodes", network["nodes"], _NODES)
+            _check_table(f"{where}: costs.network.nodes", network["nodes"], _NODES)
     if "file" in costs:
-        costs = merged(Costs.load(folder / str(costs.pop("file"))).to_dict(), costs)
+        costs = merge(Costs.load(folder / str(costs.pop("file"))).to_dict(), costs)
     return {**table, "costs": costs}
 
 
-def _table(where: str, value: object, known: tuple[str, ...] | None) -> Settings:
-    """Return a copy of a table, whose keys must be among ``known``."""
+def _check_table(where: str, value: object, keys: tuple[str, ...] | None) -> Settings:
+    """Return a copy of a table, if its keys are among ``keys``; any key if that is None."""
     if not isinstance(value, dict):
         raise ArgumentError(f"{where} must be a table of settings, got {value!r}")
     for key in value:
-        if known is not None and key not in known:
+        if keys is not None and key not in keys:
             raise UnknownNameError(
-                f"{where}: unknown key {key!r}{suggestion(key, known)} (known: {', '.join(known)})"
+                f"{where}: unknown key {key!r}{suggestion(key, keys)} (known: {', '.join(keys)})"
             )
     return dict(value)
 
 
-def _content(path: Path) -> Settings:
+def _read_toml(path: Path) -> Settings:
+    """Return the content of a TOML file."""
     text = read_text(path, "settings from", ArgumentError)
     try:
         return tomllib.loads(text)
@@ -147,107 +156,115 @@ def _content(path: Path) -> Settings:
 
 
 def read_grid(path: Path) -> Settings:
-    """Return the table ``[grid]`` of a TOML file, which is empty where there is none."""
-    return _table(f"{path}: grid", _content(path).get("grid", {}), None)
+    """Return the table ``[grid]`` of a TOML file; {} if it has none."""
+    return _check_table(f"{path}: grid", _read_toml(path).get("grid", {}), None)
 
 
-def _read(path: Path, more: tuple[str, ...]) -> tuple[Settings, list[Settings]]:
-    """Return the shared settings of a TOML file, and its schedules' own."""
-    content = _content(path)
+def _read_layers(path: Path, other_tables: tuple[str, ...]) -> tuple[Settings, list[Settings]]:
+    """Return the shared settings of a TOML file, and the table of each of its schedules."""
+    content = _read_toml(path)
     listed = content.get("schedule", [])
     tables = []
     for number, table in enumerate(listed if isinstance(listed, list) else [listed], 1):
         where = f"{path}: schedule {number}"
         table = {"name": table} if isinstance(table, str) else table
-        tables.append(checked(where, table, ("name", "label", *SETTINGS), path.parent))
+        tables.append(check_layer(where, table, ("name", "label", *SETTINGS), path.parent))
         if not isinstance(tables[-1].get("name"), str):
             raise ArgumentError(f"{where} has no name; pipesim schedules lists them")
-        if is_file(tables[-1]["name"]):  # beside this file, as files of costs are
+        if is_file(tables[-1]["name"]):  # relative to this file, as are files of costs
             table = {"label": tables[-1]["name"], **tables[-1]}
             tables[-1] = {**table, "name": str(path.parent / table["name"])}
-    shared = checked(str(path), content, ("schedule", *more, *SETTINGS), path.parent)
+    keys = ("schedule", *other_tables, *SETTINGS)
+    shared = check_layer(str(path), content, keys, path.parent)
     return {key: value for key, value in shared.items() if key in SETTINGS}, tables
 
 
 def cases(
-    names: Sequence[str], config: Path | None, given: Settings, *, more: tuple[str, ...] = ()
+    names: Sequence[str],
+    config: Path | None,
+    arguments: Settings,
+    *,
+    other_tables: tuple[str, ...] = (),
 ) -> list[Settings]:
-    """Return the settings of each schedule that is to be simulated.
+    """Return the settings of each schedule to simulate.
 
     Parameters
     ----------
     names
-        Labels or names of the file's tables, or else of further schedules, or files that hold one;
-        empty for all tables.
+        Labels or names of the file's tables, names of further schedules, or files that hold a
+        schedule; empty for all tables.
     config
-        The TOML file, if there is one.
-    given
-        The arguments' layer.
-    more
-        Tables of the file that are read elsewhere.
+        The TOML file, if any.
+    arguments
+        The layer of the arguments.
+    other_tables
+        Tables of the file that other functions read.
 
     Raises
     ------
     ArgumentError
         For a file that cannot be read, unknown keys, or no schedule at all.
     """
-    shared, tables = ({}, []) if config is None else _read(config, more)
+    shared, tables = ({}, []) if config is None else _read_layers(config, other_tables)
     if names:
-        found = ([t for t in tables if name in (t.get("label"), t["name"])] or [{"name": name}]
-                 for name in names)  # fmt: skip
-        tables = [table for some in found for table in some]
+        tables = [
+            table
+            for name in names
+            for table in [t for t in tables if name in (t.get("label"), t["name"])]
+            or [{"name": name}]
+        ]
     if not tables:
         raise ArgumentError("no schedule is named; pipesim schedules lists them")
-    found_cases = [merged({"label": t["name"]}, shared, t, given) for t in tables]
-    for case in found_cases:
-        counts = counts_of_file(case["name"])
+    named_cases = [merge({"label": t["name"]}, shared, t, arguments) for t in tables]
+    for case in named_cases:
+        counts = file_counts(case["name"])
         case.update(
             {key: counts[flat] for key, flat in COUNTS.items() if counts and key not in case}
         )
-    drop_foreign_options(found_cases, [t.get("options", ()) for t in tables])
-    return found_cases
+    drop_foreign_options(named_cases, [t.get("options", ()) for t in tables])
+    return named_cases
 
 
 def drop_foreign_options(cases: Sequence[Settings], own: Sequence[Iterable[str]]) -> None:
-    """Leave a shared option to the schedules that take it, if there is one.
+    """Drop a shared option from the schedules that do not take it, if another schedule does.
 
-    Options in ``own`` were given to that very case: they stay, and are refused where wrong.
+    ``own`` lists the options that were set for that one case. They stay: wrong ones are refused.
     """
     takes = {name: set(options) for name, options in options_of_schedules().items()}
     takes |= {case["name"]: set() for case in cases if is_file(case["name"])}
     others = set().union(*(takes.get(case["name"], ()) for case in cases))
-    for case, mine in zip(cases, own, strict=True):
-        foreign = others - takes.get(case["name"], others) - set(mine)
+    for case, own_options in zip(cases, own, strict=True):
+        foreign = others - takes.get(case["name"], others) - set(own_options)
         case["options"] = {k: v for k, v in case.get("options", {}).items() if k not in foreign}
 
 
 def check_counts(case: Settings) -> None:
-    """Raise unless a case says how many devices and micro-batches there are."""
+    """Raise unless a case has its numbers of devices and micro-batches."""
     for key in COUNTS:
         if key not in case:
             raise ArgumentError(f"{key} is missing; give --{key}, or {key} in the TOML file")
 
 
-def _order(info: ScheduleInfo, case: Settings, costs: Costs | None = None) -> Schedule:
-    """Return the schedule of a case, made for costs where it takes any."""
+def _make_schedule(info: ScheduleInfo, case: Settings, costs: Costs | None = None) -> Schedule:
+    """Return the schedule of a case, with ``costs`` if it takes them."""
     options = {"costs": costs} if costs and "costs" in info.options else {}
     return info.make(case["devices"], case["microbatches"], **{**options, **case["options"]})
 
 
 def run(case: Settings, info: ScheduleInfo | None = None) -> Timeline:
-    """Simulate the schedule of one case, and give the timeline its label.
+    """Simulate the schedule of one case; return the timeline, with the case's label.
 
-    ``info`` is that of the case's schedule, where this process may not have it registered.
+    ``info`` is that of the case's schedule, since this process may not have registered it.
     """
     check_counts(case)
     for key in case["options"]:
         if key in ("name", *COUNTS.values()):
             raise ArgumentError(f"{key} is no option of a schedule; see pipesim simulate --help")
-    info = info or info_of(case["name"])
+    info = info or source_info(case["name"])
     costs = Costs.from_dict(case.get("costs", {}))
     if check_name("per", case.get("per", "stage"), ("stage", "device")) == "device":
-        costs = costs.in_chunks(_order(info, case).placement)
-    order = _order(info, case, costs)
+        costs = costs.in_chunks(_make_schedule(info, case).placement)
+    order = _make_schedule(info, case, costs)
     graph = lower(order, **{name: case[key] for key, name in LOWERING.items() if key in case})
     engine = {"engine": case["engine"]} if "engine" in case else {}
     timeline = simulate(graph, costs, **engine)

@@ -1,4 +1,4 @@
-"""`sweep`: many configurations to one table, in parallel, resumable, on a machine or a cluster."""
+"""`sweep`: simulate many configurations, in parallel, resumable, on a machine or a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 from pipesim.analysis.compare import summary, warn_of_other_models
 from pipesim.errors import ArgumentError, PipeError, check_count, check_flag, check_text, number
 from pipesim.scheduling.registry import ScheduleInfo
-from pipesim.sweeps.grid import Row, cell, rows, version
+from pipesim.sweeps.grid import SweepRow, cell_text, sweep_rows, version
 from pipesim.sweeps.journal import Journal
-from pipesim.sweeps.schedule_sources import info_of
+from pipesim.sweeps.schedule_sources import source_info
 from pipesim.sweeps.settings import Settings, run
-from pipesim.sweeps.worker_pool import Lost, spread
+from pipesim.sweeps.worker_pool import LostCall, run_calls
 
 if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["RESULTS", "run_rows", "sweep"]
 
-#: Results that a row without an error may lack: those that were not finite.
+#: Results that a row without an error may lack, since they were not finite.
 _MAY_LACK = frozenset({"bubble_fraction", "throughput", "peak_memory"})
-#: Key of the number of stages of a row's graph in a file; rows of older versions lack it. The dot
-#: keeps it apart from options of schedules, which are names of parameters.
+#: Key in a file of the number of stages of a row's graph; rows of older versions lack it. No option
+#: of a schedule has a dot: options are names of parameters.
 _STAGES = "graph.n_stages"
 #: Columns of results, after those of the configuration.
 RESULTS = (
@@ -57,24 +57,23 @@ def sweep(
         `lower` takes; ``engine``; the fields of `Costs` (``recompute_time`` for the seconds of R)
         or whole ``costs``; ``network``, ``latency`` and ``bandwidth``. Parts override the whole.
         ``per`` says whether costs are those of a ``"stage"`` (the default) or of all stages of a
-        ``"device"``, which they share evenly: take that to compare schedules with one and with
-        several stages a device for one model. A grid's option goes to the schedules that take it;
-        rows that are then alike are one.
+        ``"device"``, which share them evenly: use that to compare schedules with one and with
+        several stages a device for one model. An option of a grid applies to the schedules that
+        take it; rows that are then equal become one.
     base
-        Values of keys that all configurations share, unless they say otherwise.
+        Values of keys that all configurations share, unless a configuration overrides them.
     path
-        A file of JSON lines, to which each row is appended as it comes. Rows that it holds
-        already are not run again, unless their worker was killed or they failed unforeseen. A line
-        has a checksum, so that one that was changed is refused. It may
-        hold rows of several sweeps, one of which writes at a time. A row counts as the same if
-        configuration and version of pipesim are; remove the file after changing a schedule of
-        your own.
+        A file of JSON lines, to which each row is appended when it is done. Rows that it already
+        holds are not run again, unless their worker was killed or an unexpected error occurred. A
+        line has a checksum; a changed line is refused. The file may hold rows of several sweeps;
+        one sweep writes at a time. Two rows are the same if their configuration and version of
+        pipesim are. Remove the file after changing a schedule of your own.
     n_jobs
-        Number of processes; -1 for one a core and two at least, 1 for none but this one, which a
-        row may then kill. Dask uses all its workers.
+        Number of processes; -1 for one a core, at least two; 1 for this process alone, which a row
+        may then kill. Dask uses all its workers.
     backend
         Of joblib: ``"loky"`` (processes), ``"dask"``, ``"ray"`` (after ``register_ray()`` of
-        ``ray.util.joblib``), ``"threading"``. By default that of the enclosing
+        ``ray.util.joblib``), ``"threading"``. The default is that of the enclosing
         ``joblib.parallel_config``, or else processes.
     progress
         Whether to show a progress bar.
@@ -84,18 +83,18 @@ def sweep(
     pandas.DataFrame
         In the order of ``configurations``: their keys (`Costs`, networks and values of each stage
         as JSON), then ``n_tasks``, ``makespan`` (s), ``bubble_fraction`` (0..1), ``throughput``
-        (micro-batches a second), ``peak_memory`` (bytes of the fullest device), ``seconds`` (that
-        the row took to compute), and ``error``: what was wrong with the row, whose results are
-        missing then, or missing itself. A row that kills its worker says so; the others go on.
+        (micro-batches a second), ``peak_memory`` (bytes of the fullest device), ``seconds`` (to
+        compute the row), and ``error``: the problem of a row, whose results are then missing; or
+        missing. If a row kills its worker, its ``error`` says so, and the other rows still run.
 
     Raises
     ------
     UnknownNameError
         For unknown keys, schedules and options, before anything is run.
     ArgumentError
-        For configurations of another form, arguments of another type, a backend that joblib cannot
-        use, or a file that cannot be written, is no sweep's, is being written by another sweep, or
-        has a line whose values are wrong or were changed.
+        For configurations of another form, arguments of another type, or a backend that joblib
+        cannot use; and for a file that cannot be written, is not of a sweep, is being written by
+        another sweep, or has a line with wrong or changed values.
     CapacityError
         If the combinations of a grid would not fit in memory.
 
@@ -124,28 +123,28 @@ def sweep(
     check_flag("progress", progress)
     if backend is not None:
         check_text("backend", backend)
-    asked = rows(configurations, {} if base is None else base)
-    return run_rows(asked, path=path, n_jobs=n_jobs, backend=backend, progress=progress)
+    rows = sweep_rows(configurations, {} if base is None else base)
+    return run_rows(rows, path=path, n_jobs=n_jobs, backend=backend, progress=progress)
 
 
 def run_rows(
-    asked: Sequence[Row],
+    rows: Sequence[SweepRow],
     *,
     path: Path | str | None,
     n_jobs: int,
     backend: str | None,
     progress: bool,
 ) -> pd.DataFrame:
-    """Run what is missing of the rows, and return all as `sweep` does."""
+    """Run the rows whose results are missing, and return all as `sweep` does."""
     from tqdm.auto import tqdm
 
     if not isinstance(n_jobs, int) or isinstance(n_jobs, bool) or n_jobs == 0:
         raise ArgumentError(f"n_jobs must be a whole number but 0 (-1: all cores), got {n_jobs!r}")
-    wanted = {row.digest: row for row in asked}
-    infos = {row.case["name"]: info_of(row.case["name"]) for row in asked}
+    wanted = {row.digest: row for row in rows}
+    infos = {row.case["name"]: source_info(row.case["name"]) for row in rows}
     with nullcontext() if path is None else Journal(path, _problem) as journal:
-        held = {} if journal is None else journal.rows
-        results = {d: held[d] for d in wanted if d in held and not held[d].get("again")}
+        stored = {} if journal is None else journal.rows
+        results = {d: stored[d] for d in wanted if d in stored and not stored[d].get("again")}
         calls = {
             digest: (row.case, infos[row.case["name"]])
             for digest, row in wanted.items()
@@ -153,33 +152,32 @@ def run_rows(
         }
         bar = tqdm(total=len(wanted), initial=len(results), disable=not progress, unit="row")
         n_jobs = min(n_jobs, max(2, len(calls)))
-        spreading = closing(spread(_measured, calls, n_jobs=n_jobs, backend=backend))
-        with bar, spreading as finished:
+        running = closing(run_calls(_simulate_row, calls, n_jobs=n_jobs, backend=backend))
+        with bar, running as finished:
             for digest, result in finished:
-                if isinstance(result, Lost):
+                if isinstance(result, LostCall):
                     result = _failed(result.reason, again=True)
                 results[digest] = result
                 if journal is not None:
                     journal.append(digest, _record(wanted[digest], result))
                 bar.update()
-    warn_of_other_models(
-        (
-            (
-                row.case["name"],
-                row.case["devices"],
-                stages,
-                json.dumps(row.case.get("costs"), sort_keys=True),
-            )
-            for row in asked
-            if (stages := results[row.digest].get(_STAGES)) is not None and "per" not in row.case
-        ),
-        stacklevel=4,
-    )
-    return _frame(asked, results)
+    warn_of_other_models(_costs_per_stage(rows, results), stacklevel=4)
+    return _frame(rows, results)
 
 
-def _measured(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
-    """Return the results of one row, in a worker; whatever goes wrong is one."""
+def _costs_per_stage(
+    rows: Sequence[SweepRow], results: Mapping[str, dict[str, Any]]
+) -> Iterator[tuple[str, int, int, str]]:
+    """Yield schedule, devices, stages and costs of each row whose costs are those of a stage."""
+    for row in rows:
+        n_stages = results[row.digest].get(_STAGES)
+        if n_stages is not None and "per" not in row.case:
+            costs = json.dumps(row.case.get("costs"), sort_keys=True)
+            yield row.case["name"], row.case["devices"], n_stages, costs
+
+
+def _simulate_row(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
+    """Return the results of one row, in a worker; an error is one of them."""
     began = time.perf_counter()
     try:
         timeline = run(case, info)
@@ -190,15 +188,15 @@ def _measured(case: Settings, info: ScheduleInfo) -> dict[str, Any]:
         cause = error.__cause__
         if cause is None or isinstance(cause, PipeError):
             result = _failed(str(error))
-        else:  # of a function of the user's own, who may mend it
+        else:  # in a function of the user's, who may correct it
             result = _failed(f"{type(cause).__name__}: {cause}", again=True)
-    except Exception as error:  # of a schedule of the user's own, or for want of memory
+    except Exception as error:  # in a schedule of the user's, or out of memory
         result = _failed(f"{type(error).__name__}: {error}", again=True)
     return {**result, "seconds": time.perf_counter() - began}
 
 
 def _problem(row: Mapping[str, Any]) -> str:
-    """Return what is wrong with the results of a row of a file, if anything is."""
+    """Return the problem of the results in a row of a file, or an empty text."""
     error = row.get("error")
     if not isinstance(error, str | None):
         return f"error must be a text or null, got {error!r:.60}"
@@ -213,9 +211,9 @@ def _problem(row: Mapping[str, Any]) -> str:
         value = row.get(name)
         if value is None and (error is not None or name in _MAY_LACK):
             continue
-        got = number(value)
-        least = -math.inf if name == "bubble_fraction" else 0.0  # which is rounded
-        if got is None or not least <= got or math.isinf(got):
+        real = number(value)
+        least = -math.inf if name == "bubble_fraction" else 0.0  # rounding may make it negative
+        if real is None or not least <= real or math.isinf(real):
             return f"{name} must be a finite number, and no less than 0, got {value!r:.60}"
         if name == "n_tasks" and not isinstance(value, int):
             return f"n_tasks must be a whole number, got {value!r}"
@@ -223,30 +221,31 @@ def _problem(row: Mapping[str, Any]) -> str:
 
 
 def _failed(message: str, *, again: bool = False) -> dict[str, Any]:
-    """Return the results of a row that has none; ``again``: a later sweep is to try it."""
+    """Return the results of a row that failed; with ``again`` a later sweep runs it again."""
     error = textwrap.shorten(message, 300, placeholder=" ...")
     return {**dict.fromkeys(RESULTS), "error": error, **({"again": True} if again else {})}
 
 
-def _frame(asked: Sequence[Row], results: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
+def _frame(rows: Sequence[SweepRow], results: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
+    """Return the table of rows and their results."""
     import pandas as pd
 
-    keys = list(dict.fromkeys(key for row in asked for key in row.shown))
-    shown = {key: [cell(row.shown.get(key)) for row in asked] for key in keys}
-    got = {key: [results[row.digest].get(key) for row in asked] for key in RESULTS}
+    keys = list(dict.fromkeys(key for row in rows for key in row.shown))
+    shown = {key: [cell_text(row.shown.get(key)) for row in rows] for key in keys}
+    values = {key: [results[row.digest].get(key) for row in rows] for key in RESULTS}
     types = {"n_tasks": "Int64", "error": "string"}
-    columns = {key: pd.array(got[key], dtype=types.get(key, "float64")) for key in RESULTS}  # type: ignore[call-overload]  # names of types by variable
+    columns = {key: pd.array(values[key], dtype=types.get(key, "float64")) for key in RESULTS}  # type: ignore[call-overload]  # names of types by variable
     return pd.DataFrame({**shown, **columns})
 
 
-def _record(row: Row, result: dict[str, Any]) -> dict[str, Any]:
-    """Return what a file says of a row; the settings are there for the reader."""
+def _record(row: SweepRow, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a row in a file; its settings are for readers only."""
     record = {**row.shown, **result, "settings": row.case, "version": version()}
     return {key: _finite(value) for key, value in record.items()}
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with text for numbers that JSON has not."""
+    """Return a value with texts for numbers that JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list):

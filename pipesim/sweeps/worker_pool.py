@@ -1,4 +1,4 @@
-"""Calls spread over joblib's workers; one that kills its worker costs no other its result."""
+"""Run calls on joblib's workers; a call that kills its worker costs no other call its result."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from pipesim.errors import ArgumentError
 if TYPE_CHECKING:
     import joblib
 
-__all__ = ["Lost", "spread"]
+__all__ = ["LostCall", "run_calls"]
 
 T = TypeVar("T")
 #: Backends of joblib that run calls in this process.
-_HERE = ("SequentialBackend", "ThreadingBackend")
+_IN_PROCESS = ("SequentialBackend", "ThreadingBackend")
 
 Calls = list[tuple[str, tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
-class Lost:
-    """Stands for the result of a call that killed its worker, or that never reached one."""
+class LostCall:
+    """The result of a call that killed its worker, or that was never sent to one."""
 
     reason: str
 
 
-def spread(
+def run_calls(
     function: Callable[..., T],
     calls: Mapping[str, tuple[Any, ...]],
     *,
     n_jobs: int,
     backend: str | None,
-) -> Generator[tuple[str, T | Lost]]:
-    """Yield ``key, function(*arguments)`` of each call, as they come.
+) -> Generator[tuple[str, T | LostCall]]:
+    """Yield ``key, function(*arguments)`` of each call, in the order in which they end.
 
-    Where a worker dies, joblib gives up all that it has under way. Those calls are then run one at
-    a time, so that the one that does it again is known; the rest goes on in parallel.
+    If a worker dies, joblib gives up all calls that it has started. Those are then run one at a
+    time, which shows the call that kills its worker. The others run in parallel again.
 
     Parameters
     ----------
     function
-        Must not raise; a result may come from any process.
+        Function that must not raise. It may run in any process.
     calls
         Arguments by key.
     n_jobs, backend
-        As joblib takes them; without a backend that of the enclosing ``joblib.parallel_config``,
-        or else processes.
+        As for joblib. The default backend is that of the enclosing ``joblib.parallel_config``, or
+        else processes.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def spread(
     left = dict(calls)
     while left:
         started: list[str] = []
-        results = _round(function, list(left.items()), started, n_jobs, backend)
+        results = _run_round(function, list(left.items()), started, n_jobs, backend)
         with closing(results):
             try:
                 for key, result in results:
@@ -71,31 +71,31 @@ def spread(
                     yield key, result
             except Exception:
                 if not set(started) & set(left):
-                    raise  # not the fault of a call: there are no workers
+                    raise  # no call caused it: there are no workers
         for key in [key for key in started if key in left]:
-            yield key, _alone(function, key, left.pop(key), n_jobs, backend)
+            yield key, _run_alone(function, key, left.pop(key), n_jobs, backend)
 
 
-def _round(
+def _run_round(
     function: Callable[..., T], calls: Calls, started: list[str], n_jobs: int, backend: str | None
-) -> Generator[tuple[str, T | Lost]]:
-    """Run calls in parallel; note in ``started`` which joblib has taken."""
+) -> Generator[tuple[str, T | LostCall]]:
+    """Run calls in parallel; add to ``started`` the keys of calls that joblib has started."""
     import joblib
 
     parallel, sends = _parallel(n_jobs, backend)
-    unsent: list[tuple[str, Lost]] = []
+    unsent: list[tuple[str, LostCall]] = []
 
-    def taken() -> Iterator[Any]:
+    def start() -> Iterator[Any]:
         for key, arguments in calls:
-            # Checked here because joblib's Dask backend would wait for such a call for ever.
+            # joblib's Dask backend would wait forever for a call that cannot be sent.
             reason = _why_unsendable(function, arguments) if sends else ""
             if reason:
-                unsent.append((key, Lost(reason)))
+                unsent.append((key, LostCall(reason)))
             else:
                 started.append(key)
-                yield joblib.delayed(_keyed)(function, key, arguments)
+                yield joblib.delayed(_call_with_key)(function, key, arguments)
 
-    with closing(cast("Generator[tuple[str, T]]", parallel(taken()))) as unordered:
+    with closing(cast("Generator[tuple[str, T]]", parallel(start()))) as unordered:
         yield from unordered
     yield from unsent
 
@@ -111,12 +111,15 @@ def _why_unsendable(function: Callable[..., T], arguments: tuple[Any, ...]) -> s
     return ""
 
 
-def _keyed(function: Callable[..., T], key: str, arguments: tuple[Any, ...]) -> tuple[str, T]:
+def _call_with_key(
+    function: Callable[..., T], key: str, arguments: tuple[Any, ...]
+) -> tuple[str, T]:
+    """Return the key of a call, and its result."""
     return key, function(*arguments)
 
 
 def _end_with(parent: int) -> None:
-    """End this worker when its parent ends; loky's would outlive its being killed by minutes."""
+    """End this worker when its parent ends; loky's workers outlive a killed parent by minutes."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -126,29 +129,29 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
-def _alone(
+def _run_alone(
     function: Callable[..., T],
     key: str,
     arguments: tuple[Any, ...],
     n_jobs: int,
     backend: str | None,
-) -> T | Lost:
-    """Return the result of a call with no other beside it, or why there is none."""
+) -> T | LostCall:
+    """Return the result of a call that runs without others, or why it has none."""
     started: list[str] = []
     try:
-        return next(_round(function, [(key, arguments)], started, n_jobs, backend))[1]
+        return next(_run_round(function, [(key, arguments)], started, n_jobs, backend))[1]
     except Exception as error:
         if not started:
             raise
-        return Lost(_reason(error))
+        return LostCall(_reason(error))
 
 
 def _reason(error: Exception) -> str:
-    """Say in a line why a call has no result; backends have errors of their own for a death."""
+    """Return in one line why a call has no result; each backend has its own error for a death."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & {"TerminatedWorkerError", "KilledWorker", "WorkerCrashedError"}:
-        found = re.search(r"\{(.+?)\}", str(error))  # loky's "exit codes ... are {SIGKILL(-9)}"
-        return f"worker was killed ({found[1] if found else 'signal unknown'}; out of memory?)"
+        signals = re.search(r"\{(.+?)\}", str(error))  # loky's "exit codes ... are {SIGKILL(-9)}"
+        return f"worker was killed ({signals[1] if signals else 'signal unknown'}; out of memory?)"
     if type(error.__cause__).__name__ == "_RemoteTraceback":  # loky's: the text of a traceback
         text = str(error.__cause__).strip('"\n ')
     else:
@@ -174,7 +177,7 @@ def _parallel(n_jobs: int, backend: str | None) -> tuple[joblib.Parallel[Any], b
             ) from error
         kind = type(active).__name__
         if kind == "LokyBackend":
-            # Joblib runs what is for one process in this one, which has to be safe.
+            # With one process joblib would run calls in this process, which must be safe.
             n_jobs = n_jobs if n_jobs > 0 else max(2, active.effective_n_jobs(n_jobs))
             options = {"initializer": _end_with, "initargs": (os.getpid(),)}
             stack.enter_context(
@@ -185,16 +188,16 @@ def _parallel(n_jobs: int, backend: str | None) -> tuple[joblib.Parallel[Any], b
                 )
             )
         elif kind == "DaskDistributedBackend":
-            stack.enter_context(joblib.parallel_config(backend=_reporting(active)))
-        sends = kind not in _HERE and (kind != "LokyBackend" or n_jobs > 1)
+            stack.enter_context(joblib.parallel_config(backend=_dask_backend(active)))
+        sends = kind not in _IN_PROCESS and (kind != "LokyBackend" or n_jobs > 1)
         return joblib.Parallel(n_jobs=n_jobs, return_as="generator_unordered"), sends
 
 
-def _reporting(backend: Any) -> Any:
-    """Return joblib's Dask backend for the same client, which also tells of killed workers.
+def _dask_backend(backend: Any) -> Any:
+    """Return a Dask backend of joblib for the same client that also reports killed workers.
 
-    Joblib 1.6 calls back for results only: a batch that Dask gives up would be awaited for ever.
-    And what is for one worker, it runs in this process: it is told of two at least.
+    - joblib 1.6 calls back for results only: it would wait forever for a batch that Dask gives up.
+    - joblib runs calls for one worker in this process: this backend reports at least two.
     """
     from joblib._dask import DaskDistributedBackend
 

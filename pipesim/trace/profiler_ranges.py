@@ -151,12 +151,7 @@ def _add_event(
     args = event.get("args")
     correlation = args.get("correlation") if isinstance(args, dict) else None
     thread = (str(event.get("pid")), str(event.get("tid")))
-    for what, value in (("category", category), ("correlation", correlation)):
-        if isinstance(value, (list, dict)):
-            raise TimelineError(
-                f"{trace.path}: the {what} of event {index}, {name!r}, must be text or a number, "
-                f"got {value!r}; export the trace again"
-            )
+    _check_plain(trace, index, name, {"category": category, "correlation": correlation})
     if category == _COPIES:
         return
     communicates = name.startswith(_COMMUNICATION)
@@ -182,6 +177,16 @@ def _add_event(
             trace.autograd_operations.append(span)
     elif len(names) < _N_NAMES:
         names[name] = None
+
+
+def _check_plain(trace: Trace, index: int, name: str, values: Mapping[str, object]) -> None:
+    """Raise if a value of an event is a list or an object."""
+    for what, value in values.items():
+        if isinstance(value, (list, dict)):
+            raise TimelineError(
+                f"{trace.path}: the {what} of event {index}, {name!r}, must be text or a number, "
+                f"got {value!r}; export the trace again"
+            )
 
 
 def ranges_by_thread(ranges: Iterable[Range]) -> dict[object, list[Range]]:

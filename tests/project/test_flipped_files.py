@@ -140,7 +140,7 @@ def loaded_run(folder: Path) -> list[Any]:
 
 def settings(path: Path) -> list[Any]:
     """Return what a TOML file makes of a simulation, and its grid."""
-    timelines = [run(case) for case in cases([], path, {}, more=("grid",))]
+    timelines = [run(case) for case in cases([], path, {}, other_tables=("grid",))]
     return [read_grid(path), [(each.name, each.makespan) for each in timelines]]
 
 

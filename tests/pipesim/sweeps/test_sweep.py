@@ -363,14 +363,14 @@ def test_a_line_that_was_cut_short_is_run_again(log: Path, tmp_path: Path) -> No
 def test_a_file_of_something_else_stays_as_it_is(content: str, tmp_path: Path) -> None:
     path = tmp_path / "notes"
     path.write_text(content)
-    with pytest.raises(ArgumentError, match="line 1 is no row of a sweep; name another file"):
+    with pytest.raises(ArgumentError, match="line 1 is no row of results; name another file"):
         sweep([GOOD], path=path)
     assert path.read_text() == content
 
 
 def test_one_sweep_writes_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    with Journal(path), pytest.raises(ArgumentError, match="another sweep is writing"):
+    with Journal(path), pytest.raises(ArgumentError, match="another process is writing"):
         sweep([GOOD], path=path)
     sweep([GOOD], path=path)
 
