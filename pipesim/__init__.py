@@ -1,4 +1,13 @@
-"""Simulate pipeline-parallel training schedules; pipeexec runs the same task graphs for real."""
+"""Simulate schedules of pipeline-parallel training; `pipeexec` runs the same task graphs.
+
+A `Schedule` is lowered to a `TaskGraph`. Simulating the graph with `Costs` gives a `Timeline`:
+
+>>> import pipesim as ps
+>>> schedule = ps.schedule("1f1b", n_devices=4, n_microbatches=8)
+>>> timeline = ps.simulate(ps.lower(schedule), ps.Costs(forward=1, backward=2))
+>>> float(timeline.makespan)
+33.0
+"""
 
 from pipesim import trace
 from pipesim.analysis.audit.audit import audit

@@ -49,7 +49,7 @@ def list_orders(problem: Problem, key: PriorityKey, patience: float = 0.0) -> li
     return [device.order for device in scheduler.devices]
 
 
-class _Device:
+class _DeviceState:
     """One device: its future and ready actions, and its order so far."""
 
     def __init__(self, copies: Sequence[int], admission: Admission) -> None:
@@ -96,7 +96,7 @@ class _ListScheduler:
         self.devices = [self._device(device) for device in range(placement.n_devices)]
         self.events: list[tuple[float, int]] = []
 
-    def _device(self, device: int) -> _Device:
+    def _device(self, device: int) -> _DeviceState:
         paths = [
             [stage for stage, home in enumerate(path) if home == device]
             for path in self.problem.placement.paths
@@ -105,7 +105,7 @@ class _ListScheduler:
         admission = Admission(
             self.problem.limits[device], needed, [len(stages) for stages in paths], self.path_of
         )
-        return _Device([c for c, home in enumerate(self.home) if home == device], admission)
+        return _DeviceState([c for c, home in enumerate(self.home) if home == device], admission)
 
     def run(self) -> None:
         """Process events in order of time: a device is free, or an action becomes ready."""
@@ -128,7 +128,7 @@ class _ListScheduler:
         heapq.heappush(self.devices[self.home[copy]].future[phase], (time, choice))
         heapq.heappush(self.events, (time, self.home[copy]))
 
-    def _choose(self, device: _Device, now: float) -> Choice | None:
+    def _choose(self, device: _DeviceState, now: float) -> Choice | None:
         """Return the action that a device starts now; None: wait for the next event."""
         best = device.backwards[0] if device.backwards else None
         blocked = None  # the first F that waits for the room of a W
@@ -152,7 +152,7 @@ class _ListScheduler:
             return weight if weight.key < best.key else best
         return weight if self._weight_may_start(device, weight, now) else None
 
-    def _first_allowed(self, device: _Device, copy: int) -> Choice | None:
+    def _first_allowed(self, device: _DeviceState, copy: int) -> Choice | None:
         """Return the F of lowest key that may start; there is room for each of them."""
         heap = device.forwards[copy]
         if self._allows(device, heap[0]):
@@ -162,7 +162,7 @@ class _ListScheduler:
             return None
         return next(choice for choice in sorted(heap) if self._allows(device, choice))
 
-    def _allows(self, device: _Device, choice: Choice) -> bool:
+    def _allows(self, device: _DeviceState, choice: Choice) -> bool:
         nbytes = self.problem.f_bytes[choice.stage]
         return self._in_flight_allows(choice) and device.admission.is_safe(
             choice.microbatch, nbytes
@@ -173,7 +173,7 @@ class _ListScheduler:
         places = self.problem.in_flight[choice.stage] - self.n_in_flight[choice.copy]
         return places >= 2 or choice.microbatch == self.next_in_order[choice.copy]
 
-    def _weight_may_start(self, device: _Device, weight: Choice, now: float) -> bool:
+    def _weight_may_start(self, device: _DeviceState, weight: Choice, now: float) -> bool:
         """Return whether W would not delay the next F or backward too much."""
         forwards, backwards, _ = device.future
         soonest = backwards[0][0] if backwards else math.inf
@@ -184,7 +184,7 @@ class _ListScheduler:
                 soonest = min(soonest, ready)
         return soonest - now >= self.patience * self.problem.seconds[WEIGHT][weight.stage]
 
-    def _start(self, device: _Device, choice: Choice, now: float) -> float:
+    def _start(self, device: _DeviceState, choice: Choice, now: float) -> float:
         """Run an action, add the actions that it makes ready, and return its end (s)."""
         heap = device.ready_heap(choice)
         if heap[0] is choice:
@@ -197,7 +197,7 @@ class _ListScheduler:
         (self._forward, self._backward, self._weight)[choice.phase](device, choice)
         return device.free
 
-    def _forward(self, device: _Device, choice: Choice) -> None:
+    def _forward(self, device: _DeviceState, choice: Choice) -> None:
         _, _, stage, microbatch, copy = choice
         device.admission.count_forward(microbatch, self.problem.f_bytes[stage])
         self.n_in_flight[copy] += 1
@@ -211,7 +211,7 @@ class _ListScheduler:
         else:
             self._add_future(device.free, BACKWARD, stage, microbatch)
 
-    def _backward(self, device: _Device, choice: Choice) -> None:
+    def _backward(self, device: _DeviceState, choice: Choice) -> None:
         _, _, stage, microbatch, copy = choice
         w_bytes = self.problem.w_bytes[stage] if self.problem.is_split else 0.0
         device.admission.count_backward(microbatch, self.problem.f_bytes[stage], w_bytes)
@@ -222,5 +222,5 @@ class _ListScheduler:
             arrival = device.free + self.problem.backward_delay[copy]
             self._add_future(arrival, BACKWARD, stage - 1, microbatch)
 
-    def _weight(self, device: _Device, choice: Choice) -> None:
+    def _weight(self, device: _DeviceState, choice: Choice) -> None:
         device.admission.count_weight(self.problem.w_bytes[choice.stage])

@@ -36,14 +36,14 @@ _INTERVAL = 6
 _SOURCE = "Controllable Memory, arXiv 2405.15362"
 
 
-class _Block(NamedTuple):
+class _BuildingBlock(NamedTuple):
     """Times at which F and I of micro-batch 0 begin on each stage, in units."""
 
     forward: list[int]
     input_grad: list[int]
 
 
-def _v_min_block(p: int) -> _Block:
+def _v_min_block(p: int) -> _BuildingBlock:
     """Return the block in which a micro-batch passes one stage a unit: down, up, and back.
 
     The gap keeps F and I of a device apart when the block is repeated. Without it the F of one
@@ -51,10 +51,10 @@ def _v_min_block(p: int) -> _Block:
     """
     gap = 2 if p % 3 == 0 else 0
     stages = range(2 * p)
-    return _Block(list(stages), [4 * p - 1 + gap - s for s in stages])
+    return _BuildingBlock(list(stages), [4 * p - 1 + gap - s for s in stages])
 
 
-def _v_half_block(p: int) -> _Block:
+def _v_half_block(p: int) -> _BuildingBlock:
     """Return the block with two units a stage down the devices and one up, for F and for I.
 
     The gap is as in `_v_min_block`.
@@ -64,14 +64,14 @@ def _v_half_block(p: int) -> _Block:
     forward = [*(2 * s for s in down), *(p - 1 + s for s in up)]
     last = 3 * p - 1 + gap
     backward = [last + 2 * (2 * p - 1 - s) for s in up]
-    return _Block(forward, [*(6 * p - 2 + gap - s for s in down), *backward])
+    return _BuildingBlock(forward, [*(6 * p - 2 + gap - s for s in down), *backward])
 
 
 @dataclass(frozen=True)
 class _BlockPriority:
     """A priority: F and I at the times of the repeated block, W after all others."""
 
-    block: _Block
+    block: _BuildingBlock
 
     def __call__(self, action: Action, ready: float) -> tuple[int, int]:
         starts = self.block.forward if action.op == Op.F else self.block.input_grad
@@ -84,8 +84,8 @@ class _BlockPriority:
         return [-(-(end - start) // _INTERVAL) for start, end in pairs]
 
 
-def _order(
-    name: str, n_microbatches: int, block: _Block, most: int, costs: Costs | None
+def _block_schedule(
+    name: str, n_microbatches: int, block: _BuildingBlock, most: int, costs: Costs | None
 ) -> Schedule:
     """Return the repeated and squeezed block, with at most ``most`` micro-batches on a device.
 
@@ -160,7 +160,7 @@ def v_min(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> Sc
         Memory is counted in micro-batches.
     """
     block = _v_min_block(n_devices)
-    return _order("v_min", n_microbatches, block, (n_devices + 4) // 3, costs)
+    return _block_schedule("v_min", n_microbatches, block, (n_devices + 4) // 3, costs)
 
 
 @register(
@@ -194,4 +194,4 @@ def v_half(n_devices: int, n_microbatches: int, costs: Costs | None = None) -> S
         As for `v_min`.
     """
     block = _v_half_block(n_devices)
-    return _order("v_half", n_microbatches, block, (n_devices + 2) // 2, costs)
+    return _block_schedule("v_half", n_microbatches, block, (n_devices + 2) // 2, costs)

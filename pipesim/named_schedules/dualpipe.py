@@ -1,7 +1,7 @@
 """DualPipe and DualPipeV: F overlapped with B (DeepSeek-V3, arXiv 2412.19437, 3.2.1).
 
-DualPipeV is DualPipe folded in the middle (github.com/deepseek-ai/DualPipe): device ``i`` of ``p``
-runs what device ``i`` of ``2p`` runs in DualPipe, on both of its stages.
+DualPipeV is DualPipe folded in the middle (github.com/deepseek-ai/DualPipe). Its device ``i`` of
+``p`` runs the actions of device ``i`` of ``2p`` in DualPipe, on its two stages.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def hanayo(n_devices: int, n_microbatches: int, n_waves: int = 1) -> Schedule:
         device 0 | 0F0 0F1 0F2 3F0 3B0 3F1 3B1 ..  3F2 3B2 0B0 0B1 ..  0B2
         device 1 | ..  1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 2B1 1B1 2B2 1B2 ..
 
-    A micro-batch goes down the devices and up again, ``n_waves`` times. A device runs what is
-    ready. If both a forward and a backward are ready, it alternates them; of several forwards or
+    A micro-batch goes down the devices and up again, ``n_waves`` times. A device runs ready
+    actions. If both a forward and a backward are ready, it alternates them; of several forwards or
     backwards it takes the one that is furthest along its path. These choices are this project's,
     for any ``m``. The order is that of a run in which B lasts as long as two F.
 

@@ -72,7 +72,7 @@ class _OrderInputs:
         )
 
 
-def _automatic(
+def _automatic_schedule(
     name: str, p: int, m: int, costs: Costs | None, memory_limit: Limit | None, factor: int
 ) -> Schedule:
     """Return the best order within the limit; by default that of ``factor * p`` micro-batches."""
@@ -83,21 +83,23 @@ def _automatic(
         user_limit = factor * p * held if memory_limit is None else memory_limit
         limits = checked_limits(user_limit, linear(p), held)
         places = np.divide(limits, held, out=np.full(p, math.inf), where=held > 0)
-        by_costs = _order(_OrderInputs(name, p, counted, limits), m)
+        by_costs = _best_order(_OrderInputs(name, p, counted, limits), m)
     if costs is None:
         return by_costs
     equal = _with_bytes(checked_costs(None), p)
-    return shortest([by_costs, _order(_OrderInputs(name, p, equal, places.tolist()), m)], counted)
+    return shortest(
+        [by_costs, _best_order(_OrderInputs(name, p, equal, places.tolist()), m)], counted
+    )
 
 
-def _order(inputs: _OrderInputs, m: int) -> Schedule:
+def _best_order(inputs: _OrderInputs, m: int) -> Schedule:
     """Return the order of the best variant."""
     compared = min(m, _COMPARED * inputs.n_devices)
-    variant, schedule = _best(inputs, compared)
+    variant, schedule = _best_variant(inputs, compared)
     return schedule if compared == m else inputs.order(m, variant)
 
 
-def _best(inputs: _OrderInputs, m: int) -> tuple[_Variant, Schedule]:
+def _best_variant(inputs: _OrderInputs, m: int) -> tuple[_Variant, Schedule]:
     """Return the variant of the shortest span, and its order; the first one among equals."""
     goal = _least_span(inputs, m) * (1 + _ROUNDING)
     scores: dict[bytes, tuple[float, float]] = {}
@@ -229,7 +231,7 @@ def zb_1p(
     CostsWarning
         If the costs have ``activation_bytes`` and no ``weight_grad_bytes``.
     """
-    return _automatic("zb_1p", n_devices, n_microbatches, costs, memory_limit, 1)
+    return _automatic_schedule("zb_1p", n_devices, n_microbatches, costs, memory_limit, 1)
 
 
 @register(
@@ -271,4 +273,4 @@ def zb_2p(
     CostsWarning
         As for `zb_1p`.
     """
-    return _automatic("zb_2p", n_devices, n_microbatches, costs, memory_limit, 2)
+    return _automatic_schedule("zb_2p", n_devices, n_microbatches, costs, memory_limit, 2)

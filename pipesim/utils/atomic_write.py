@@ -85,14 +85,14 @@ def is_folder(path: Path) -> bool:
     return False
 
 
-def read_bytes(path: Path, what: str, error: type[PipeError], *, first: int | None = None) -> bytes:
+def read_bytes(path: Path, kind: str, error: type[PipeError], *, first: int | None = None) -> bytes:
     """Return the content of a regular file.
 
     Parameters
     ----------
     path
         Checked by `check_path`.
-    what
+    kind
         Name of the content in messages, with its preposition, if any: ``"costs from"``.
     error
         Error to raise if the file cannot be read.
@@ -110,39 +110,39 @@ def read_bytes(path: Path, what: str, error: type[PipeError], *, first: int | No
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:
             _check_regular(os.fstat(handle))
-            return _bounded(file, path, what) if first is None else file.read(first)
+            return _bounded(file, path, kind) if first is None else file.read(first)
     except OSError as cause:
         near = _near(path) or "; check the path" if isinstance(cause, FileNotFoundError) else ""
-        raise error(f"cannot read {what} {path}: {cause.strerror or cause}{near}") from cause
+        raise error(f"cannot read {kind} {path}: {cause.strerror or cause}{near}") from cause
 
 
-def read_text(path: Path, what: str, error: type[PipeError]) -> str:
+def read_text(path: Path, kind: str, error: type[PipeError]) -> str:
     """Return the UTF-8 text of a regular file, without a byte-order mark; as `read_bytes`."""
     try:
-        return read_bytes(path, what, error).decode("utf-8-sig")
+        return read_bytes(path, kind, error).decode("utf-8-sig")
     except UnicodeDecodeError as cause:
-        raise error(f"cannot read {what} {path}: {cause}; give a file of UTF-8 text") from cause
+        raise error(f"cannot read {kind} {path}: {cause}; give a file of UTF-8 text") from cause
 
 
-def read_json(path: Path, what: str, error: type[PipeError]) -> Any:
+def read_json(path: Path, kind: str, error: type[PipeError]) -> Any:
     """Return the value of a regular JSON file; as `read_bytes`, and as `parse_json`."""
-    text = read_text(path, what, error)
+    text = read_text(path, kind, error)
     try:
         return parse_json(text)
     except ValueError as cause:
-        raise error(f"cannot read {what} {path}: {cause}") from cause
+        raise error(f"cannot read {kind} {path}: {cause}") from cause
 
 
-def gunzip(data: bytes, path: Path, what: str, error: type[PipeError]) -> bytes:
+def gunzip(data: bytes, path: Path, kind: str, error: type[PipeError]) -> bytes:
     """Decompress ``data``; the limit is that of `read_bytes`."""
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            return _bounded(file, path, what)
+            return _bounded(file, path, kind)
     except (OSError, EOFError, zlib.error) as cause:
-        raise error(f"cannot read {what} {path}: {cause}; it was cut or damaged") from cause
+        raise error(f"cannot read {kind} {path}: {cause}; it was cut or damaged") from cause
 
 
-def _bounded(file: IO[bytes] | gzip.GzipFile, path: Path, what: str) -> bytes:
+def _bounded(file: IO[bytes] | gzip.GzipFile, path: Path, kind: str) -> bytes:
     """Read to the end; raise `CapacityError` if the content does not fit in memory."""
     limit = available_memory() // _PER_BYTE
     parts, room = [], limit + 1
@@ -151,7 +151,7 @@ def _bounded(file: IO[bytes] | gzip.GzipFile, path: Path, what: str) -> bytes:
         room -= len(part)
     if not room:
         raise CapacityError(
-            f"cannot read {what} {path}: it has more than {limit / 1e6:.4g} MB, and reading takes "
+            f"cannot read {kind} {path}: it has more than {limit / 1e6:.4g} MB, and reading takes "
             f"up to {_PER_BYTE} times its size in memory; give a smaller file, or run where there "
             "is more memory"
         )

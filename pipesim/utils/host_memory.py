@@ -77,7 +77,7 @@ def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_memory(what: str, nbytes: int, advice: str = _ADVICE) -> None:
+def check_memory(subject: str, nbytes: int, advice: str = _ADVICE) -> None:
     """Raise if ``nbytes`` are more than this process can still allocate.
 
     Raises
@@ -88,7 +88,7 @@ def check_memory(what: str, nbytes: int, advice: str = _ADVICE) -> None:
     available = available_memory()
     if nbytes > available:
         raise CapacityError(
-            f"{what} needs {_gigabytes(nbytes)}, and {_gigabytes(available)} are available; "
+            f"{subject} needs {_gigabytes(nbytes)}, and {_gigabytes(available)} are available; "
             f"{advice}"
         )
 
