@@ -1,4 +1,4 @@
-"""Replicas: reduction of gradients, gradient accumulation, and its linter."""
+"""Reduce gradients over replicas, accumulate them, and lint their synchronization."""
 
 from pipeexec.data_parallel.accumulation import GradientAccumulation
 from pipeexec.data_parallel.learning_rate import scaled_learning_rate

@@ -1,1 +1,1 @@
-"""Lint gradient synchronization: watch a training loop, or read a trace of one."""
+"""Find useless and missing all-reduces of gradients, in a running loop, a trace or a timeline."""

@@ -1,9 +1,9 @@
-"""Notice every all-reduce of this process, those of DistributedDataParallel's reducer included.
+"""Hook every all-reduce of this process, those of DistributedDataParallel's reducer included.
 
-The reducer calls its process group from C++, so that wrapping `torch.distributed.all_reduce` does
-not see it, and a communication hook can neither be removed nor share a model with another. But
-every all-reduce, whoever calls it, goes through torch's dispatcher as ``c10d::allreduce_``, where
-`torch.library` can put a kernel in front of those of the backends, and take it away again.
+The reducer calls its process group from C++, so a wrapper of `torch.distributed.all_reduce` does
+not see it. A communication hook can neither be removed nor share a model with another hook. But
+every all-reduce passes torch's dispatcher as ``c10d::allreduce_``. There `torch.library` can put a
+kernel in front of the backends' kernels, and remove it again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from pipesim.errors import ExecutionError
 
-__all__ = ["AllReduce", "noticed"]
+__all__ = ["AllReduce", "hook_all_reduces"]
 
-#: Frames above a kernel that are searched for who called it.
+#: Frames above a kernel that are searched for its caller.
 _DEPTH = 12
 
 
@@ -31,13 +31,13 @@ class AllReduce(NamedTuple):
     Attributes
     ----------
     tensors
-        What is added up.
+        Tensors that are summed.
     group
         Name of the process group.
     is_python
         Whether Python code called it; the reducer is C++.
     is_batch_norm
-        Whether `torch.nn.SyncBatchNorm` did, for its statistics.
+        Whether `torch.nn.SyncBatchNorm` called it, for its statistics.
     """
 
     tensors: list[Tensor]
@@ -47,16 +47,20 @@ class AllReduce(NamedTuple):
 
 
 @contextmanager
-def noticed(begin: Callable[[AllReduce], Callable[[], object] | None]) -> Iterator[None]:
-    """Call ``begin`` before each all-reduce, and what it returns when that has ended.
+def hook_all_reduces(before: Callable[[AllReduce], Callable[[], object] | None]) -> Iterator[None]:
+    """Call ``before`` before each all-reduce in the block.
 
-    Ends are noticed in the thread that the backend ends it in; of NCCL when it has been issued, in
-    a stream that waits for it.
+    Parameters
+    ----------
+    before
+        Returns a function to call at the end of the all-reduce, or None. Gloo calls it in the
+        thread in which the all-reduce ends. NCCL calls it as soon as the all-reduce is issued, with
+        a current stream that waits for it.
 
     Raises
     ------
     ExecutionError
-        If all-reduces of this process are noticed already.
+        If all-reduces of this process are hooked already.
     """
     operation = torch.ops.c10d.allreduce_.default
 
@@ -68,11 +72,11 @@ def noticed(begin: Callable[[AllReduce], Callable[[], object] | None]) -> Iterat
             any(name.startswith("torch.distributed") for name in names),
             "torch.nn.modules._functions" in names,
         )
-        ended = begin(call)
+        after = before(call)
         with torch._C._AutoDispatchBelowAutograd():
             result = operation(tensors, group, *options)
-        if ended is not None:
-            Work.unbox(result[1]).get_future().then(lambda _: ended())
+        if after is not None:
+            Work.unbox(result[1]).get_future().then(lambda _: after())
         return result
 
     if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "Autograd"):
@@ -89,7 +93,7 @@ def noticed(begin: Callable[[AllReduce], Callable[[], object] | None]) -> Iterat
 
 
 def _callers() -> list[str]:
-    """Return the modules of the innermost Python calls, but for this one's, until autograd's."""
+    """Return the modules of the innermost Python calls, without this file's, up to autograd's."""
     frame = sys._getframe(2)
     names: list[str] = []
     while frame is not None and len(names) < _DEPTH:

@@ -1,4 +1,4 @@
-"""Moments on a device's own clock, compared only once they are over."""
+"""Times on a device's own clock; those of a GPU are read later, when it has reached them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Moment", "moments"]
+__all__ = ["Moment", "device_timer"]
 
-#: Seconds, or a CUDA event that will be reached.
+#: A time: seconds of the host's clock, or a CUDA event.
 Moment = Any
 
 
-def moments(device: torch.device) -> tuple[Callable[[], Moment], Callable[[Moment], float]]:
-    """Return what makes a moment now, and what turns one into seconds since this call.
+def device_timer(device: torch.device) -> tuple[Callable[[], Moment], Callable[[Moment], float]]:
+    """Return two functions: the current moment, and a moment in seconds since this call.
 
-    Of a CPU now is when the call is made; of a GPU when its current stream comes by. Seconds of a
-    GPU's moment block until then.
+    A CPU's moment is the time of the call. A GPU's moment is the time at which its current stream
+    reaches it; turning it into seconds blocks until then.
     """
     if device.type != "cuda":
         origin = time.perf_counter()

@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pipeexec.data_parallel.ddp import is_synchronizing
-from pipeexec.data_parallel.sync_lint.collective_hook import AllReduce, noticed
-from pipeexec.data_parallel.sync_lint.device_times import moments
-from pipeexec.data_parallel.sync_lint.rules import SyncReport, judge
-from pipeexec.data_parallel.sync_lint.watched_model import Backward, Timed, Watched
+from pipeexec.data_parallel.sync_lint.collective_hook import AllReduce, hook_all_reduces
+from pipeexec.data_parallel.sync_lint.device_times import device_timer
+from pipeexec.data_parallel.sync_lint.findings import SyncReport
+from pipeexec.data_parallel.sync_lint.method_hook import wrap_method
+from pipeexec.data_parallel.sync_lint.rules import apply_rules
+from pipeexec.data_parallel.sync_lint.watched_model import Backward, TimedAllReduce, WatchedModel
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_type
 
 __all__ = ["SyncWatch", "watch_sync"]
@@ -39,49 +41,55 @@ def watch_sync(
     A micro-step is one backward of a model. Findings are:
 
     - a result that a later backward adds to, and that is reduced again before the optimizer steps;
-    - a result that ``zero_grad()`` clears before, or that no optimizer has used at the end;
+    - a result that ``zero_grad()`` clears before a step, or that no optimizer has used at the end;
     - ``no_sync()`` around the backward and not the forward, where it has no effect, and the
       reverse, where nothing is reduced;
-    - an optimizer step with gradients that were not reduced: replicas diverge, unless the process
-      group has one process, which a note tells;
-    - gradients that were stepped with and not cleared.
+    - an optimizer step with gradients that were not reduced: replicas diverge. If the process group
+      has one process, a note says so instead;
+    - gradients that an optimizer has stepped with, and that were not cleared.
 
-    Each has the numbers of its micro-steps, calls, bytes, measured seconds, and the seconds that
-    ``no_sync()`` would save. **Model of these:** a call that is left out saves the time in which it
-    was under way and nothing was computed. Within a backward that is the time from its last
-    gradient to its end; elsewhere, all of it. Concurrent calls count once. Copies to and from DDP's
-    buckets are not counted. Nor is the slowdown of computation that overlaps with a reduction.
-    Waiting for a slower replica is counted, although it would move to the next all-reduce.
+    Each finding has the numbers of its micro-steps, calls, bytes, measured seconds, and the seconds
+    that ``no_sync()`` would save.
+
+    **How savings are estimated:** a call that is left out saves the time in which it was running
+    and nothing was computed. Within a backward that is the time from its last gradient to its end;
+    elsewhere, all of it. Concurrent calls count once. Waiting for a slower replica is counted,
+    although it would move to the next all-reduce. Not counted are copies to and from DDP's buckets,
+    and the slowdown of computation that overlaps with a reduction.
 
     Every DistributedDataParallel that runs forward in the block is watched, at the backwards of
-    ``Tensor.backward`` and ``torch.autograd.backward``, one at a time. The end of the
-    block removes all hooks. In the block, each all-reduce takes about 0.1 ms more, and each
-    gradient 10 us.
+    ``Tensor.backward`` and ``torch.autograd.backward``, one at a time. The end of the block removes
+    all hooks. In the block, each all-reduce takes about 0.1 ms more, and each gradient 10 us.
 
-    **What cannot be seen:** replays of CUDA graphs, which make no calls; all-reduces of
-    copies of gradients, such as flat buffers, that do not hold all of them; collectives other than
-    all-reduces, as of FSDP and ZeRO; and optimizers that are not `torch.optim.Optimizer`.
+    **What cannot be observed:**
+
+    - replays of CUDA graphs, which make no calls;
+    - all-reduces of copies of gradients, such as flat buffers, that do not hold all of them;
+    - collectives other than all-reduces, such as those of FSDP and ZeRO;
+    - optimizers that are not `torch.optim.Optimizer`.
+
     Over NCCL, times are those of CUDA events; this was not measured on GPUs.
 
     Parameters
     ----------
     model
-        The only model to watch. It need not be DDP: gradients that the loop reduces itself, by
-        `torch.distributed.all_reduce` of each ``.grad`` or of a flat copy of all, are judged alike.
+        The only model to watch. It need not be DDP: the same rules apply to gradients that the loop
+        reduces itself, by `torch.distributed.all_reduce` of each ``.grad`` or of a flat copy of
+        all.
     group
         The only process group whose calls are watched.
 
     Returns
     -------
     AbstractContextManager[SyncWatch]
-        Its value is a `SyncWatch`, whose ``report()`` may be called in the block and after it.
+        Its value is a `SyncWatch`; call its ``report()`` in the block or after it.
 
     Raises
     ------
     ArgumentTypeError
-        For a model that is no module, or a group that is no process group.
+        If ``model`` is no module, or ``group`` no process group.
     ArgumentError
-        For a model without parameters that require gradients.
+        If the model has no parameters that require gradients.
     ExecutionError
         Within another block.
     """
@@ -98,7 +106,7 @@ def watch_sync(
 def _watching(model: nn.Module | None, group: dist.ProcessGroup | None) -> Iterator[SyncWatch]:
     watch = SyncWatch(group)
     with ExitStack() as stack:
-        stack.enter_context(noticed(watch._begin))
+        stack.enter_context(hook_all_reduces(watch._on_all_reduce))
         watch._install(stack)
         if model is not None:
             watch._add(model)
@@ -107,74 +115,74 @@ def _watching(model: nn.Module | None, group: dist.ProcessGroup | None) -> Itera
 
 
 class SyncWatch:
-    """Observations of `watch_sync` so far; `report` judges them."""
+    """Observations of `watch_sync` so far; `report` applies the rules to them."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = None if group is None else str(group.group_name)
         self._process_group = group
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, WatchedModel] = {}
         self._names: Counter[str] = Counter()
         self._is_closed = False  # whether no more models are watched
         self._stack: ExitStack | None = None
-        self._backward: Backward | None = None  # under way
-        self._last: Watched | None = None  # the model of the latest gradient
+        self._backward: Backward | None = None  # the current one
+        self._last: WatchedModel | None = None  # the model of the latest gradient
 
     def report(self) -> SyncReport:
-        """Return the report on what has happened so far."""
+        """Return the report on the loop so far."""
         histories = {x.name: x.with_calls() for x in self._watched.values()}
-        alone = [x.name for x in self._watched.values() if x.n_processes == 1 and x.history]
+        unreplicated = [x.name for x in self._watched.values() if x.n_processes == 1 and x.history]
         notes = []
         if not any(histories.values()):
             notes.append(
                 "no backward of a watched model was seen; DistributedDataParallel is found at its "
                 "forward, other models are given: watch_sync(model)"
             )
-        for name in alone:
+        for name in unreplicated:
             model = f"{name}: " if len(self._watched) > 1 else ""
             notes.append(f"{model}one process: nothing to synchronize")
-        return judge(histories, notes, without_replicas=alone)
+        return apply_rules(histories, notes, without_replicas=unreplicated)
 
     # Hooks and models
 
     def _install(self, stack: ExitStack) -> None:
         """Install hooks on all models and optimizers; the stack removes them when it closes."""
         self._stack = stack
-        stack.callback(register_optimizer_step_post_hook(lambda x, *_: self._stepped(x)).remove)
+        stack.callback(register_optimizer_step_post_hook(lambda x, *_: self._on_step(x)).remove)
         for owner, name, before, after in (
-            (DistributedDataParallel, "forward", self._forward, None),
-            (torch.optim.Optimizer, "zero_grad", None, self._cleared),
-            (nn.Module, "zero_grad", None, self._cleared),
-            (torch.amp.GradScaler, "step", None, lambda _, x, *__, **___: self._stepped(x)),
+            (DistributedDataParallel, "forward", self._on_forward, None),
+            (torch.optim.Optimizer, "zero_grad", None, self._on_clear),
+            (nn.Module, "zero_grad", None, self._on_clear),
+            (torch.amp.GradScaler, "step", None, lambda _, x, *__, **___: self._on_step(x)),
         ):
-            _wrap(stack, owner, name, before, after)
+            wrap_method(stack, owner, name, before, after)
         backward = torch.autograd.backward
 
         @functools.wraps(backward)
         def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            with self._around(makes_gradients=not is_synchronizing(tensors)):
+            with self._watch_backward(makes_gradients=not is_synchronizing(tensors)):
                 backward(tensors, *args, **kwargs)
 
         torch.autograd.backward = watched
         stack.callback(setattr, torch.autograd, "backward", backward)
 
-    def _add(self, model: nn.Module) -> Watched:
+    def _add(self, model: nn.Module) -> WatchedModel:
         assert self._stack is not None
         parameters = [x for x in model.parameters() if x.requires_grad]
         ddp = model if isinstance(model, DistributedDataParallel) else None
         kind = type(model if ddp is None else ddp.module).__name__
         self._names[kind] += 1
         name = kind if self._names[kind] == 1 else f"{kind} {self._names[kind]}"
-        watched = Watched(name, ddp, parameters, *moments(parameters[0].device))
+        watched = WatchedModel(name, ddp, parameters, *device_timer(parameters[0].device))
         self._watched[id(model)] = watched
         for parameter in parameters:
             handle = parameter.register_post_accumulate_grad_hook(
-                lambda _, watched=watched: self._accumulated(watched)
+                lambda _, watched=watched: self._on_gradient(watched)
             )
             self._stack.callback(handle.remove)
         return watched
 
-    def _of(self, owner: torch.optim.Optimizer | nn.Module) -> list[Watched]:
-        """Return the models of which an optimizer or module has parameters."""
+    def _models_of(self, owner: torch.optim.Optimizer | nn.Module) -> list[WatchedModel]:
+        """Return the watched models of which an optimizer or module has parameters."""
         if isinstance(owner, nn.Module):
             ids = {id(x) for x in owner.parameters()}
         else:
@@ -183,7 +191,7 @@ class SyncWatch:
 
     # Events
 
-    def _forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
+    def _on_forward(self, ddp: DistributedDataParallel, *_: Any, **__: Any) -> None:
         if not torch.is_grad_enabled():
             return
         watched = self._watched.get(id(ddp))
@@ -193,14 +201,14 @@ class SyncWatch:
             watched.forwards.append(not ddp.require_backward_grad_sync)
 
     @contextmanager
-    def _around(self, *, makes_gradients: bool) -> Iterator[None]:
-        """Watch a backward, unless it is within another, as of a checkpoint."""
+    def _watch_backward(self, *, makes_gradients: bool) -> Iterator[None]:
+        """Watch a backward, unless it is within another one, as that of a checkpoint is."""
         if self._backward is not None:
             yield
             return
         for watched in self._watched.values():
             if not watched.is_clear and all(x.grad is None for x in watched.parameters):
-                watched.cleared()  # by `parameter.grad = None`
+                watched.add_clear()  # by `parameter.grad = None`
         self._backward = backward = Backward(makes_gradients)
         try:
             yield
@@ -209,41 +217,41 @@ class SyncWatch:
                 backward.ended = self._last.now()
             self._backward = None
 
-    def _accumulated(self, watched: Watched) -> None:
+    def _on_gradient(self, watched: WatchedModel) -> None:
         """Note that a parameter has its gradient."""
         self._last = watched
         backward = self._backward
         # A backward that bypasses `torch.autograd.backward` is identified by its number.
         key = torch._C._current_graph_task_id() if backward is None else backward
         if backward is None or backward.makes_gradients:
-            watched.accumulated(key)
+            watched.add_gradient(key)
         if backward is not None:
             backward.computed = watched.now()
 
-    def _begin(self, call: AllReduce) -> Callable[[], object] | None:
+    def _on_all_reduce(self, call: AllReduce) -> Callable[[], object] | None:
         """Note an all-reduce of gradients; return a function that notes its end."""
-        watched = self._reduced(call)
+        watched = self._reduced_model(call)
         if watched is None or watched.latest is None:
             return None
         nbytes = float(sum(x.numel() * x.element_size() for x in call.tensors))
-        timed = Timed(nbytes, watched.now(), self._backward)
+        timed = TimedAllReduce(nbytes, watched.now(), self._backward)
         watched.calls.append((watched.latest, timed))
 
-        def ended() -> None:
+        def note_end() -> None:
             timed.end = watched.now()
 
-        return ended
+        return note_end
 
-    def _reduced(self, call: AllReduce) -> Watched | None:
-        """Return the model whose gradients an all-reduce adds up, None if it is of other things."""
+    def _reduced_model(self, call: AllReduce) -> WatchedModel | None:
+        """Return the model whose gradients an all-reduce sums; None if it sums other tensors."""
         if call.is_batch_norm or self._group not in (None, call.group):
             return None
         if not all(x.is_floating_point() or x.is_complex() for x in call.tensors):
             return None  # the map of used parameters, under find_unused_parameters
         if self._backward is not None or torch._C._current_graph_task_id() != -1:
-            if self._is_reducers(call, self._last):
+            if self._may_be_by_reducer(call, self._last):
                 return self._last
-            others = [x for x in self._watched.values() if self._is_reducers(call, x)]
+            others = [x for x in self._watched.values() if self._may_be_by_reducer(call, x)]
             return others[0] if len(others) == 1 else None
         if not call.is_python:
             return None
@@ -260,39 +268,16 @@ class SyncWatch:
         return None
 
     @staticmethod
-    def _is_reducers(call: AllReduce, watched: Watched | None) -> bool:
-        """Whether a call within a backward may be of a model's reducer."""
+    def _may_be_by_reducer(call: AllReduce, watched: WatchedModel | None) -> bool:
+        """Return whether a model's reducer may have made a call within a backward."""
         if watched is None or watched.ddp is None or watched.group != call.group:
             return False
         return not call.is_python or bool(watched.ddp._comm_hooks)
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        for watched in self._of(optimizer):
-            watched.stepped(self._process_group)
+    def _on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for watched in self._models_of(optimizer):
+            watched.add_step(self._process_group)
 
-    def _cleared(self, owner: torch.optim.Optimizer | nn.Module, *_: Any, **__: Any) -> None:
-        for watched in self._of(owner):
-            watched.cleared()
-
-
-def _wrap(
-    stack: ExitStack,
-    owner: type,
-    name: str,
-    before: Callable[..., object] | None,
-    after: Callable[..., object] | None,
-) -> None:
-    """Call functions before and after a method of a class, until the stack closes."""
-    method = vars(owner)[name]
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(*args, **kwargs)
-        result = method(*args, **kwargs)
-        if after is not None:
-            after(*args, **kwargs)
-        return result
-
-    setattr(owner, name, wrapped)
-    stack.callback(setattr, owner, name, method)
+    def _on_clear(self, owner: torch.optim.Optimizer | nn.Module, *_: Any, **__: Any) -> None:
+        for watched in self._models_of(owner):
+            watched.add_clear()

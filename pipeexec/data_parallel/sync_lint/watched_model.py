@@ -1,24 +1,23 @@
-"""A model that `pipeexec.watch_sync` watches: its history, and its all-reduces as timed."""
+"""`WatchedModel`: history of a model that `pipeexec.watch_sync` watches, with its all-reduces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeexec.data_parallel.sync_lint.device_times import Moment
-from pipeexec.data_parallel.sync_lint.rules import CLEAR, STEP, Call, History, MicroStep
+from pipeexec.data_parallel.sync_lint.rules import CLEAR, STEP, Call, Event, History, MicroStep
 
-__all__ = ["Backward", "Timed", "Watched"]
+__all__ = ["Backward", "TimedAllReduce", "WatchedModel"]
 
 
 @dataclass(eq=False)
 class Backward:
-    """A backward: when its last gradient was there, and when it ended."""
+    """A backward: ``computed`` is the moment of its last gradient, ``ended`` that of its end."""
 
     makes_gradients: bool = True
     computed: Moment = None
@@ -26,44 +25,68 @@ class Backward:
 
 
 @dataclass(eq=False)
-class Timed:
-    """An all-reduce under way; ``computed`` and ``ended`` are those of the backward around it."""
+class TimedAllReduce:
+    """An all-reduce that has started, and the backward in which it did."""
 
     nbytes: float
     start: Moment
     backward: Backward | None
     end: Moment = None
 
-    def call(self, seconds: Callable[[Moment], float]) -> Call:
+    def to_call(self, seconds: Callable[[Moment], float]) -> Call:
         """Return its times in seconds; without an end, the end of the backward counts."""
         start = seconds(self.start)
-        around = self.backward
-        closes = [x for x in (self.end, around and around.ended) if x is not None]
-        end = max(start, seconds(closes[0])) if closes else start
+        backward = self.backward
+        ends = [x for x in (self.end, backward and backward.ended) if x is not None]
+        end = max(start, seconds(ends[0])) if ends else start
         exposed = (start, end)
-        if around is not None and around.computed is not None:
-            last = seconds(around.ended) if around.ended is not None else end
-            exposed = (max(start, seconds(around.computed)), min(end, last))
+        if backward is not None and backward.computed is not None:
+            last = seconds(backward.ended) if backward.ended is not None else end
+            exposed = (max(start, seconds(backward.computed)), min(end, last))
         return Call(self.nbytes, (start, end), (exposed,) if exposed[0] < exposed[1] else ())
 
 
 @dataclass(eq=False)
-class Watched:
-    """A model and the history of its gradients; `with_calls` adds the times of all-reduces."""
+class WatchedModel:
+    """A model and the history of its gradients; `with_calls` adds the times of all-reduces.
+
+    Attributes
+    ----------
+    name
+        Name in the report.
+    ddp
+        The DistributedDataParallel around the model, or None.
+    parameters
+        Parameters that require gradients.
+    now, seconds
+        Functions of `device_timer`.
+    history
+        Micro-steps, steps and clears so far.
+    calls
+        All-reduces of each micro-step.
+    forwards
+        Whether ``no_sync()`` was around each forward since the last backward.
+    latest
+        The latest micro-step, if neither a step nor a clear has followed it.
+    backward
+        Key of the latest micro-step's backward.
+    n_micro_steps
+        Micro-steps so far.
+    n_processes
+        Processes over which the model is replicated, as observed at steps of an optimizer.
+    """
 
     name: str
     ddp: DistributedDataParallel | None
     parameters: list[nn.Parameter]
     now: Callable[[], Moment]
     seconds: Callable[[Moment], float]
-    history: list[MicroStep | Literal["step", "clear"]] = field(default_factory=list)
-    calls: list[tuple[MicroStep, Timed]] = field(default_factory=list)
-    #: Whether no_sync was around each forward since the last backward.
+    history: list[Event] = field(default_factory=list)
+    calls: list[tuple[MicroStep, TimedAllReduce]] = field(default_factory=list)
     forwards: list[bool] = field(default_factory=list)
-    latest: MicroStep | None = None  # since the last step and zero_grad
-    backward: object = None  # of the latest micro-step
+    latest: MicroStep | None = None
+    backward: object = None
     n_micro_steps: int = 0
-    #: Processes over which the model is replicated, as seen at steps of an optimizer.
     n_processes: int = 0
 
     def __post_init__(self) -> None:
@@ -72,27 +95,27 @@ class Watched:
 
     @property
     def group(self) -> str | None:
-        """Name of the process group of DDP."""
+        """Name of DDP's process group."""
         return None if self.ddp is None else str(self.ddp.process_group.group_name)
 
     @property
     def is_clear(self) -> bool:
-        """Whether no backward has come since gradients were cleared."""
+        """Whether there was no backward since gradients were cleared."""
         return not self.history or self.history[-1] == CLEAR
 
-    def accumulated(self, key: object) -> None:
-        """Note a gradient of the backward ``key``; the first one begins a micro-step."""
+    def add_gradient(self, key: object) -> None:
+        """Note a gradient of the backward ``key``; the first of a backward starts a micro-step."""
         if self.latest is not None and self.backward == key:
             return
-        inside = None if self.ddp is None else not self.ddp.require_backward_grad_sync
-        forward = all(self.forwards) if self.forwards else None
-        self.latest = MicroStep(self.n_micro_steps, forward, inside)
+        backward_in = None if self.ddp is None else not self.ddp.require_backward_grad_sync
+        forward_in = all(self.forwards) if self.forwards else None
+        self.latest = MicroStep(self.n_micro_steps, forward_in, backward_in)
         self.history.append(self.latest)
         self.backward = key
         self.n_micro_steps += 1
         self.forwards.clear()
 
-    def stepped(self, group: dist.ProcessGroup | None) -> None:
+    def add_step(self, group: dist.ProcessGroup | None) -> None:
         """Note a step of an optimizer, if there was a backward before.
 
         A model without DDP is replicated over ``group``, or over all processes if it is None.
@@ -106,16 +129,16 @@ class Watched:
             self.history.append(STEP)
             self.latest = None
 
-    def cleared(self) -> None:
-        """Note that gradients were cleared."""
+    def add_clear(self) -> None:
+        """Note that gradients are cleared."""
         if not self.is_clear:
             self.history.append(CLEAR)
         self.latest = None
 
     def with_calls(self) -> History:
-        """Return the history, with the all-reduces of each micro-step as far as they are known."""
+        """Return the history, with the all-reduces of each micro-step so far."""
         for step, _ in self.calls:
             step.calls.clear()
         for step, timed in self.calls:
-            step.calls.append(timed.call(self.seconds))
+            step.calls.append(timed.to_call(self.seconds))
         return self.history

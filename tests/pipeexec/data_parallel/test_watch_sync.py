@@ -24,7 +24,8 @@ from torch.profiler import profile
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.data_parallel.sync_lint.rules import CLEAR, STEP, Call, MicroStep, SyncReport, judge
+from pipeexec.data_parallel.sync_lint.findings import SyncReport
+from pipeexec.data_parallel.sync_lint.rules import CLEAR, STEP, Call, MicroStep, apply_rules
 from pipesim.errors import ArgumentError, ExecutionError, TimelineError
 
 sys.path.insert(0, str(BENCHMARKS))
@@ -255,14 +256,14 @@ def test_seconds_are_those_in_which_nothing_was_computed() -> None:
     """Two calls at one time count once, and those of the last micro-step are of use."""
     first = MicroStep(0, calls=[_call(0.0, 4.0, 1.0), _call(2.0, 5.0, 2.0)])
     second = MicroStep(1, calls=[_call(10.0, 12.0, 2.0)])
-    report = judge({"model": [first, second, STEP, CLEAR]})
+    report = apply_rules({"model": [first, second, STEP, CLEAR]})
     (finding,) = report.findings
     assert (finding.kind, finding.n_calls, finding.nbytes) == ("added_to", 2, 16.0)
     assert (finding.seconds, finding.saved, report.saved) == (5.0, 2.0, 2.0)
     assert (report.seconds, report.exposed) == (7.0, 4.0)
     text = "added_to (model), 1 micro-step 0: 2 all-reduces of 1.6e-05 MB in all took 5e+03 ms; "
     assert f"{text}no_sync would save 2e+03 ms" in str(report)
-    assert judge({"model": [second, STEP, CLEAR]}).findings == ()
+    assert apply_rules({"model": [second, STEP, CLEAR]}).findings == ()
 
 
 def test_kernels_of_a_gpu_say_what_overlaps(tmp_path: Path) -> None:
