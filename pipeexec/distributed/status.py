@@ -7,15 +7,13 @@ the others.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from pipeexec.distributed.store import StoreConnection
 
-__all__ = ["Head", "Status", "StatusBoard", "StepReporter", "StoreConnection"]
+__all__ = ["Head", "Status", "StatusBoard", "StepReporter"]
 
 
 class Head(NamedTuple):
@@ -106,37 +104,6 @@ class StepReporter:
     def describe_last_task(self, rank: int) -> str | None:
         """Return the last known task of a rank; None before the first step."""
         return None if self._describe is None else self._describe(rank)
-
-
-class StoreConnection:
-    """The watchdog's own connection to the store. Several threads use it, and it may hang.
-
-    Attributes
-    ----------
-    store
-        The store; called only by a thread that holds ``lock``. Its calls raise `RuntimeError` once
-        the process that holds it has ended.
-    lock
-        Lets one thread at a time call the store.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self.store: Any = store
-        self.lock = threading.Lock()
-
-    def abandon(self) -> None:
-        """Replace a store that does not answer by one whose calls raise `RuntimeError`.
-
-        The lock is replaced too: a thread that waits for the store holds the old one for ever.
-        """
-        self.store, self.lock = _SilentStore(), threading.Lock()
-
-
-class _SilentStore:
-    """Replacement of a store that does not answer."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("the store does not answer")
 
 
 class StatusBoard:

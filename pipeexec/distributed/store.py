@@ -1,7 +1,7 @@
-"""The key-value store of all processes: where it listens, and how it is reached.
+"""The key-value store of all processes: where it listens, and how processes connect to it.
 
-Torch's store has no authentication, and listens on all interfaces of its machine. Where rank 0
-holds it, it is given a socket that listens on one of them, if that is known to be enough.
+Torch's store has no authentication, and listens on all interfaces of its machine. If rank 0 holds
+it, and one interface is known to be enough, it gets a socket that listens on that one only.
 """
 
 from __future__ import annotations
@@ -9,18 +9,27 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
 from pipeexec.distributed.launch_environment import Launch
 from pipesim.errors import ExecutionError
 
-__all__ = ["UnreachableError", "gloo_on_loopback", "listening_address", "machine", "open_store"]
+__all__ = [
+    "StoreConnection",
+    "UnreachableError",
+    "gloo_on_loopback",
+    "listening_address",
+    "machine",
+    "open_store",
+]
 
 _LOOPBACK = "127.0.0.1"
 _GLOO = "GLOO_SOCKET_IFNAME"
@@ -28,11 +37,42 @@ _PAUSE = 0.05  # s, between two attempts to connect
 
 
 class UnreachableError(ExecutionError):
-    """Nothing has listened at the address of the store, as long as this process tried."""
+    """Nothing listened at the address of the store while this process tried to connect."""
+
+
+class StoreConnection:
+    """The watchdog's own connection to the store. Several threads use it, and it may hang.
+
+    Attributes
+    ----------
+    store
+        The store; called only by a thread that holds ``lock``. Its calls raise `RuntimeError` once
+        the process that holds it has ended.
+    lock
+        Lets one thread at a time call the store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store: Any = store
+        self.lock = threading.Lock()
+
+    def abandon(self) -> None:
+        """Replace a store that does not answer by one whose calls raise `RuntimeError`.
+
+        The lock is replaced too: a thread that waits for the store holds the old one for ever.
+        """
+        self.store, self.lock = _SilentStore(), threading.Lock()
+
+
+class _SilentStore:
+    """Replacement of a store that does not answer."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the store does not answer")
 
 
 def machine() -> str:
-    """Return a text that is the same in all processes that reach each other by loopback."""
+    """Return a name of this machine, equal in all processes that reach each other by loopback."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -43,10 +83,10 @@ def machine() -> str:
 def listening_address(launch: Launch) -> str:
     """Return the address on which rank 0 listens; an empty text for all interfaces.
 
-    - Loopback, where the launcher says that all processes are on one machine, or the store's
-      address is ``localhost``.
-    - The store's address, where it is given as numbers.
-    - All interfaces, where it is a name: other machines may know it by another address.
+    - Loopback, if the launcher places all processes on one machine, or the store's address is
+      ``localhost``.
+    - The store's address, if it is numeric.
+    - All interfaces, if it is a name: other machines may resolve it to another address.
     """
     if launch.is_on_one_machine or launch.host == "localhost":
         return _LOOPBACK
@@ -57,12 +97,12 @@ def listening_address(launch: Launch) -> str:
 
 
 def open_store(launch: Launch, timeout: float, end: float) -> Store:
-    """Return a connection to the store, which rank 0 makes first where the launcher has not.
+    """Return a connection to the store; rank 0 makes the store first if the launcher has not.
 
     Parameters
     ----------
     launch
-        Place of this process.
+        Environment of this process.
     timeout
         Seconds that a call of the store may take.
     end
@@ -71,7 +111,7 @@ def open_store(launch: Launch, timeout: float, end: float) -> Store:
     Raises
     ------
     UnreachableError
-        If nothing listens there.
+        If nothing listens at the address.
     DistError
         If the port is in use, or the connection breaks.
     """
@@ -90,7 +130,7 @@ def open_store(launch: Launch, timeout: float, end: float) -> Store:
         launch.n_ranks,
         is_master,
         timedelta(seconds=timeout),
-        wait_for_workers=False,  # the roll call names those who are missing
+        wait_for_workers=False,  # the roll call names the ranks that are missing
         multi_tenant=True,
         master_listen_fd=handle,
     )
@@ -99,24 +139,27 @@ def open_store(launch: Launch, timeout: float, end: float) -> Store:
 def _listening(address: str, port: int) -> int | None:
     """Return the handle of a socket that listens on one address.
 
-    None where torch is to make its own: on all interfaces, where the address is of no interface of
-    this machine, or where the port is in use, perhaps by another store of this process.
+    Return None if torch has to make the socket:
+
+    - it listens on all interfaces;
+    - the address belongs to no interface of this machine;
+    - the port is in use, perhaps by another store of this process.
     """
     if not address:
         return None
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as found:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind((address, port))
-            found.listen(socket.SOMAXCONN)
-            return found.detach()  # the store closes it
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(socket.SOMAXCONN)
+            return listener.detach()  # the store closes it
     except OSError:
         return None
 
 
 def _wait_until_reached(host: str, launch: Launch, end: float) -> None:
-    """Block until something listens; torch would try for more than twice its timeout."""
+    """Block until something listens; torch itself would try for over twice its timeout."""
     while True:
         left = end - time.monotonic()
         try:
@@ -131,9 +174,9 @@ def _wait_until_reached(host: str, launch: Launch, end: float) -> None:
 
 @contextmanager
 def gloo_on_loopback(is_on_one_machine: bool) -> Iterator[None]:
-    """Let process groups that are made in the block listen on loopback, unless the user chose.
+    """Let process groups made in the block listen on loopback, unless the user chose otherwise.
 
-    Gloo takes its interface from the environment alone.
+    Gloo reads its interface from the environment only.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if not is_on_one_machine or loopback is None or _GLOO in os.environ:

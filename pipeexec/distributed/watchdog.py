@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pipeexec.distributed.failure import Failure, SharedFailure, stall_failure
-from pipeexec.distributed.speaker import Speaker
-from pipeexec.distributed.status import StatusBoard, StepReporter, StoreConnection
+from pipeexec.distributed.failure import Failure, SharedFailure, Speaker, stall_failure
+from pipeexec.distributed.status import StatusBoard, StepReporter
+from pipeexec.distributed.store import StoreConnection
 from pipesim.errors import PeerError
 
 if TYPE_CHECKING:
