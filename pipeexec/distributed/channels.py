@@ -1,11 +1,12 @@
 """Channels: messages of one direction between two devices of different processes.
 
-Activations and gradients go apart. The sender compares tensors with the shapes that were agreed on
-before the first step. The receiver has set memory of those shapes aside; it compares the header
-with what its own task graph says, and only then does anyone see what came with it.
+Activations and gradients have separate channels. Processes agree on shapes before the first step.
+The sender compares its tensors with these shapes, and the receiver has allocated memory for them.
+The receiver compares the header with its own task graph before any task sees the tensors.
 
-A small message is one piece, header first: a second piece would cost as much again. Large ones, and
-those that wait for their receiver, are a header and then each tensor, so that nothing is copied.
+A small message is one piece, header first: a second piece would cost as much again. Larger messages
+are a header and then each tensor, so that nothing is copied. So are messages whose SEND waits for
+its receiver (rendezvous).
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeexec.devices.device import Values
-from pipeexec.distributed.message_headers import are_there, check, marked
+from pipeexec.distributed.message_headers import check, mark_absent, present
 from pipeexec.distributed.signatures import Signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Asked", "Channel", "Expected", "Lost", "Route", "Sent", "real"]
+__all__ = ["Channel", "Expected", "Lost", "PostedReceive", "Route", "Sent", "real"]
 
-#: Most bytes of a message that is one piece: above, copying its tensors takes longer.
-_SMALL = 1 << 20
+#: Most bytes of a message that is one piece; copying larger ones takes longer.
+_MAX_PIECE = 1 << 20
 _ABSENT = torch.zeros(1, dtype=torch.uint8)
 
 
@@ -40,7 +41,7 @@ class Lost(ExecutionError):
 
 
 class Route(NamedTuple):
-    """Where a channel goes: the ranks and devices at its ends, and the op of its SENDs."""
+    """Ends of a channel: their ranks and devices, and the op of its SENDs."""
 
     source_rank: int
     target_rank: int
@@ -50,17 +51,27 @@ class Route(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A message as it should be: its header, and what its tensors are."""
+    """A message as both ends expect it.
+
+    Attributes
+    ----------
+    head
+        Its header.
+    signature
+        Shapes and types of its tensors.
+    in_one
+        Whether header and tensors are one piece.
+    """
 
     head: Tensor
     signature: Signature
-    in_one: bool  # header and tensors as one piece
+    in_one: bool
 
     @classmethod
-    def of(cls, head: Tensor, signature: Signature, *, waits: bool) -> Expected:
+    def make(cls, head: Tensor, signature: Signature, *, waits: bool) -> Expected:
         """Return the message of a header; one that ``waits`` for its receiver is not one piece."""
         nbytes = sum(torch.Size(e.shape).numel() * e.dtype.itemsize for e in signature)
-        return cls(head, signature, not waits and nbytes <= _SMALL)
+        return cls(head, signature, not waits and nbytes <= _MAX_PIECE)
 
 
 class _Piece:
@@ -84,17 +95,37 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-class Asked(NamedTuple):
-    """A message that was asked for: its header, its tensors, and what ends when they are here."""
+class PostedReceive(NamedTuple):
+    """A message whose receives are posted.
+
+    Attributes
+    ----------
+    head
+        Memory of its header.
+    head_work
+        Ends when the header has arrived.
+    values
+        Memory of its tensors.
+    works
+        End when the tensors have arrived; empty if they come with the header.
+    """
 
     head: Tensor
-    first: dist.Work
+    head_work: dist.Work
     values: list[Tensor]
     works: list[dist.Work]
 
 
 class Sent(NamedTuple):
-    """A message on its way: what ends when it is gone, and its memory where that is used again."""
+    """A message in transit.
+
+    Attributes
+    ----------
+    works
+        End when the message is sent.
+    piece
+        Its memory, to be used again; None if it is not one piece.
+    """
 
     works: list[dist.Work]
     piece: _Piece | None = None
@@ -108,24 +139,24 @@ class Channel:
     route
         Its ends.
     tag
-        Tells it from the other channels between the same processes.
+        Distinguishes it from other channels between the same processes.
     group
-        Process group of all processes, which carries it.
+        Process group of all processes, which carries its messages.
     """
 
     def __init__(self, route: Route, tag: int, group: dist.ProcessGroup) -> None:
         self.route, self.tag, self.group = route, tag, group
-        self._ahead: Asked | None = None
+        self._ahead: PostedReceive | None = None
         self._free: dict[Signature, list[_Piece]] = {}
 
     def offer(self, message: Expected, values: Values) -> dist.Work:
-        """Send the header of a message that is not one piece; ends when the receiver has asked."""
-        return self._send(marked(message.head, message.signature, values), 2 * self.tag)
+        """Send the header of a message that is not one piece; ends when its receive is posted."""
+        return self._send(mark_absent(message.head, message.signature, values), 2 * self.tag)
 
     def send(self, message: Expected, values: Values) -> Sent:
-        """Send the tensors of a message that was offered."""
+        """Send the tensors of a message whose header was sent by `offer`."""
         return Sent([
-            # The receiver has asked for an absent one too.
+            # The receiver has posted a receive for an absent tensor too.
             self._send(_ABSENT if value is None else value.contiguous(), 2 * self.tag + 1)
             for entry, value in zip(message.signature, values, strict=True)
             if 0 not in entry.shape
@@ -138,61 +169,62 @@ class Channel:
             return Sent([offered, *self.send(message, values).works])
         free = self._free.setdefault(message.signature, [])
         piece = free.pop() if free else _Piece(message)
-        piece.head.copy_(marked(message.head, message.signature, values))
+        piece.head.copy_(mark_absent(message.head, message.signature, values))
         for place, value in zip(piece.values, values, strict=True):
             if value is not None:
                 place.copy_(value)
         return Sent([self._send(piece.memory, 2 * self.tag)], piece)
 
     def finish(self, message: Expected, sent: Sent) -> None:
-        """Wait until a message is gone."""
+        """Wait until a message is sent."""
         for work in sent.works:
             self.wait(work, self.route.target_rank)
         if sent.piece is not None:
             self._free[message.signature].append(sent.piece)
 
-    def ask(self, message: Expected, device: torch.device) -> Asked:
-        """Ask for the next message, into memory set aside for it."""
+    def post_receive(self, message: Expected, device: torch.device) -> PostedReceive:
+        """Post the receives of the next message, into newly allocated memory."""
         if message.in_one:
             piece = _Piece(message)
-            return Asked(piece.head, self._receive(piece.memory, 2 * self.tag), piece.values, [])
+            work = self._receive(piece.memory, 2 * self.tag)
+            return PostedReceive(piece.head, work, piece.values, [])
         head = torch.empty_like(message.head)
-        first = self._receive(head, 2 * self.tag)
+        head_work = self._receive(head, 2 * self.tag)
         values = [torch.empty(e.shape, dtype=e.dtype, device=device) for e in message.signature]
         works = [self._receive(value, 2 * self.tag + 1) for value in values if value.numel()]
-        return Asked(head, first, values, works)
+        return PostedReceive(head, head_work, values, works)
 
-    def ask_ahead(self, message: Expected, device: torch.device) -> None:
-        """Ask for the message after the one that is accepted, so that it need not wait later."""
-        self._ahead = self.ask(message, device)
+    def post_next_receive(self, message: Expected, device: torch.device) -> None:
+        """Post the receives of the message after the current one, so that it does not wait."""
+        self._ahead = self.post_receive(message, device)
 
-    def accept(self, message: Expected, device: torch.device) -> Asked:
-        """Wait for the header of the next message, and return it once it is the expected one.
+    def accept(self, message: Expected, device: torch.device) -> PostedReceive:
+        """Wait for the header of the next message; return the message if it is the expected one.
 
         Raises
         ------
         Mismatch
-            If it is another message, or of other shapes or types.
+            If it is another message, or has other shapes or types.
         Lost
-            If the sender is gone.
+            If the sender has ended.
         """
-        asked, self._ahead = self._ahead or self.ask(message, device), None
-        self.wait(asked.first, self.route.source_rank)
-        if asked.head.numpy().tobytes() != message.head.numpy().tobytes():
-            check(asked.head.tolist(), message.head.tolist(), self.route.source_rank)
-        return asked
+        posted, self._ahead = self._ahead or self.post_receive(message, device), None
+        self.wait(posted.head_work, self.route.source_rank)
+        if posted.head.numpy().tobytes() != message.head.numpy().tobytes():
+            check(posted.head.tolist(), message.head.tolist(), self.route.source_rank)
+        return posted
 
-    def receive(self, message: Expected, asked: Asked) -> Values:
-        """Wait for the tensors of a message whose header was accepted, and return them."""
-        for work in asked.works:
+    def receive(self, message: Expected, posted: PostedReceive) -> Values:
+        """Wait for the tensors of a message that was accepted; return them, None for absent."""
+        for work in posted.works:
             self.wait(work, self.route.source_rank)
-        if asked.head.numpy().tobytes() == message.head.numpy().tobytes():
-            return tuple(asked.values)
-        there = are_there(asked.head.tolist())
-        return tuple(v if present else None for v, present in zip(asked.values, there, strict=True))
+        if posted.head.numpy().tobytes() == message.head.numpy().tobytes():
+            return tuple(posted.values)
+        is_present = present(posted.head.tolist())
+        return tuple(v if x else None for v, x in zip(posted.values, is_present, strict=True))
 
-    # The group's own calls: those of torch.distributed take three times as long, to check what is
-    # known here.
+    # The methods of the process group: the functions of torch.distributed take three times as long,
+    # for checks that are not needed here.
     def _send(self, tensor: Tensor, tag: int) -> dist.Work:
         try:
             return self.group.send([real(tensor)], self.route.target_rank, tag)
@@ -206,7 +238,7 @@ class Channel:
             raise Lost(self.route.source_rank, error) from error
 
     def wait(self, work: dist.Work, peer: int) -> None:
-        """Wait for a message to be gone, or to be here."""
+        """Wait until a message is sent, or received; raise `Lost` if the connection breaks."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -214,5 +246,5 @@ class Channel:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Return a tensor whose numbers can be sent; complex ones as pairs."""
+    """Return a tensor that gloo and NCCL can send: complex numbers as pairs of reals."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

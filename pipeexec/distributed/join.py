@@ -1,4 +1,4 @@
-"""How the processes that a launcher started find each other."""
+"""`join`: connect the processes that a launcher has started."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from pipeexec.distributed.launch_environment import Launch
+from pipeexec.distributed.launch_environment import LaunchEnvironment
 from pipeexec.distributed.processes import Processes
-from pipeexec.distributed.roll_call import AbsentError, Present, roll_call
+from pipeexec.distributed.roll_call import AbsentError, Member, roll_call
 from pipeexec.distributed.store import UnreachableError, gloo_on_loopback, open_store
 from pipesim.errors import ArgumentError, ExecutionError, PipeError, number
 
@@ -25,43 +25,43 @@ __all__ = ["join"]
 
 _N_CALLS = itertools.count()
 _JOINING = threading.Lock()
-#: Seconds beyond the timeout that the search for the others may take.
-_PATIENCE = 3.0
-#: Seconds that process groups have at least, once everybody has come.
-_CONNECTING = 30.0
+#: Seconds beyond the timeout that the roll call may take.
+_ROLL_CALL_GRACE = 3.0
+#: Least seconds to connect process groups, once all processes have started.
+_MIN_CONNECTING = 30.0
 
 
 def join(timeout: float = 60.0) -> Processes:
-    """Join the processes that torchrun started; every one of them must call this, equally often.
+    """Join the processes that torchrun has started; all of them must call this, equally often.
 
-    Makes torch.distributed's default process group (gloo, and NCCL where there is a GPU) if it is
-    not there yet. Where rank 0 holds the store, and all processes are on one machine, the store
-    listens on loopback; the documentation says what listens where otherwise.
+    It makes torch.distributed's default process group (gloo, and NCCL if there is a GPU) if there
+    is none yet. If rank 0 holds the store, and all processes are on one machine, the store listens
+    on loopback; the documentation lists all cases.
 
     Parameters
     ----------
     timeout
         Seconds without progress after which every process stops with an error; also the seconds
-        that the processes have to come. The same in every process.
+        within which all processes must start. The same in every process.
 
     Raises
     ------
     ArgumentError
-        If torchrun's environment variables are missing or wrong, and where ``timeout`` or
-        ``WORLD_SIZE`` differ between processes.
+        If torchrun's environment variables are missing or wrong, or ``timeout`` or ``WORLD_SIZE``
+        differ between processes.
     ExecutionError
-        If not all processes come within ``timeout``, naming those that did not; in a process that
-        was forked from one that has joined; and while another thread joins.
+        If a process does not call this within ``timeout``, naming its rank; in a process that was
+        forked from one that has joined; and while another thread joins.
     """
     seconds = number(timeout)
     if seconds is None or not 0 < seconds < float("inf"):
         raise ArgumentError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    launch = Launch.from_environment()
+    launch = LaunchEnvironment.read()
     if not _JOINING.acquire(blocking=False):
         raise ExecutionError("another thread of this process is in join; call it in one thread")
     try:
         _check_group(launch)
-        store, everyone = _meet(launch, seconds)
+        store, everyone = _connect(launch, seconds)
     finally:
         _JOINING.release()
     return Processes(
@@ -76,14 +76,14 @@ def join(timeout: float = 60.0) -> Processes:
     )
 
 
-def _check_group(launch: Launch) -> None:
-    """Raise if the default group is that of a parent, or numbers processes otherwise."""
+def _check_group(launch: LaunchEnvironment) -> None:
+    """Raise if the default group belongs to a parent process, or has other ranks."""
     if not dist.is_initialized():
         return
-    if _Made.pid not in (None, os.getpid()):
+    if _DefaultGroup.pid not in (None, os.getpid()):
         raise ExecutionError(
-            f"this process was forked from process {_Made.pid}, which has joined; connections "
-            "cannot be shared: start processes before join, or with multiprocessing's 'spawn'"
+            f"this process was forked from process {_DefaultGroup.pid}, which has joined; "
+            "connections cannot be shared: start processes before join, or with multiprocessing's 'spawn'"
         )
     if (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.n_ranks):
         raise ArgumentError(
@@ -92,27 +92,27 @@ def _check_group(launch: Launch) -> None:
         )
 
 
-def _on_one_machine(everyone: list[Present]) -> bool:
-    return len({each.machine for each in everyone}) == 1
+def _on_one_machine(everyone: list[Member]) -> bool:
+    return len({member.machine for member in everyone}) == 1
 
 
-class _Meeting:
-    """The search for the others, in a thread: another program at the port may never answer.
+class _Connection:
+    """Connects to the other processes in a thread: another program at the port may never answer.
 
     Attributes
     ----------
     store, everyone
-        What was found so far.
+        The store and the processes; None and empty until they are known.
     error
-        What ended it.
+        The error that ended the thread.
     """
 
-    def __init__(self, launch: Launch, timeout: float) -> None:
+    def __init__(self, launch: LaunchEnvironment, timeout: float) -> None:
         self.launch, self.timeout = launch, timeout
         self.end = time.monotonic() + timeout
         self.prefix = f"pipeexec/{launch.attempt}/{next(_N_CALLS)}"
         self.store: Store | None = None
-        self.everyone: list[Present] = []
+        self.everyone: list[Member] = []
         self.error: Exception | None = None
         self.is_abandoned = False
         self.thread = threading.Thread(target=self._run, name="pipeexec join", daemon=True)
@@ -129,40 +129,40 @@ class _Meeting:
             if not dist.is_initialized():
                 _make_default_group(store, self.launch, everyone, self.timeout)
             store.set(f"ready/{self.launch.rank}", "")
-        except Exception as error:  # is raised in the caller's thread
+        except Exception as error:  # `join` raises it
             self.error = error
 
 
-def _meet(launch: Launch, timeout: float) -> tuple[Store, list[Present]]:
-    """Return the store and all processes, once they have come and are connected."""
-    meeting = _Meeting(launch, timeout)
-    meeting.thread.join(timeout + _PATIENCE)
-    if meeting.everyone:
-        meeting.thread.join(max(timeout, _CONNECTING))
+def _connect(launch: LaunchEnvironment, timeout: float) -> tuple[Store, list[Member]]:
+    """Return the store and all processes, once they have started and are connected."""
+    connection = _Connection(launch, timeout)
+    connection.thread.join(timeout + _ROLL_CALL_GRACE)
+    if connection.everyone:
+        connection.thread.join(max(timeout, _MIN_CONNECTING))
     try:
-        if meeting.error is not None:
-            raise meeting.error
+        if connection.error is not None:
+            raise connection.error
     except PipeError as error:
         if isinstance(error, UnreachableError):
             raise _unreachable(launch, timeout, str(error)) from error
         raise
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise ExecutionError(_broken(launch, error)) from error
-    if meeting.thread.is_alive():
-        meeting.is_abandoned = True
-        raise _stuck(launch, meeting, timeout)
-    assert meeting.store is not None
-    return meeting.store, meeting.everyone
+    if connection.thread.is_alive():
+        connection.is_abandoned = True
+        raise _stuck(launch, connection, timeout)
+    assert connection.store is not None
+    return connection.store, connection.everyone
 
 
-class _Made:
-    """Which process has made the default group; None if it was not made here."""
+class _DefaultGroup:
+    """Process that has made the default group; None if `join` did not make it."""
 
     pid: int | None = None
 
 
 def _make_default_group(
-    store: Store, launch: Launch, everyone: list[Present], timeout: float
+    store: Store, launch: LaunchEnvironment, everyone: list[Member], timeout: float
 ) -> None:
     with gloo_on_loopback(_on_one_machine(everyone)):
         dist.init_process_group(
@@ -170,25 +170,25 @@ def _make_default_group(
             store=PrefixStore("default", store),
             rank=launch.rank,
             world_size=launch.n_ranks,
-            # Longer than ours, which names who is waited for.
+            # Longer than the watchdog's timeout, whose error names the rank that is late.
             timeout=timedelta(seconds=2 * timeout + 30),
         )
-    _Made.pid = os.getpid()
+    _DefaultGroup.pid = os.getpid()
     atexit.register(partial(_end_groups, os.getpid()))
 
 
 def _end_groups(pid: int) -> None:
     """End the threads of process groups while Python still runs.
 
-    One of gloo's that frees a tensor only after that aborts the process (pytorch/pytorch, issue
-    190489). A forked child does not have the threads.
+    A thread of gloo that frees a tensor later aborts the process (pytorch/pytorch, issue 190489). A
+    forked child does not have the threads.
     """
     if dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()
 
 
-def _unreachable(launch: Launch, timeout: float, reason: str) -> ExecutionError:
-    """Return the error where nothing listened at the store's address."""
+def _unreachable(launch: LaunchEnvironment, timeout: float, reason: str) -> ExecutionError:
+    """Return the error if nothing listens at the store's address."""
     holder = "the launcher" if launch.holder is None else f"rank {launch.holder}"
     text = (
         f"rank {launch.rank} waited {timeout:g} s in vain for {holder}, which holds the store: "
@@ -201,8 +201,8 @@ def _unreachable(launch: Launch, timeout: float, reason: str) -> ExecutionError:
     return AbsentError(text, launch.rank if local == int(is_first) else -1)
 
 
-def _broken(launch: Launch, error: Exception) -> str:
-    """Return what a store's error means to the user."""
+def _broken(launch: LaunchEnvironment, error: Exception) -> str:
+    """Return the message for an error of the store."""
     first = str(error).splitlines()[0]
     if "EADDRINUSE" in first or "address already in use" in first.lower():
         return (
@@ -215,14 +215,14 @@ def _broken(launch: Launch, error: Exception) -> str:
     )
 
 
-def _stuck(launch: Launch, meeting: _Meeting, timeout: float) -> ExecutionError:
-    """Return the error of a process whose search has not ended."""
-    if not meeting.everyone or meeting.store is None:
+def _stuck(launch: LaunchEnvironment, connection: _Connection, timeout: float) -> ExecutionError:
+    """Return the error of a process that is not connected in time."""
+    if not connection.everyone or connection.store is None:
         return ExecutionError(
             f"{launch} found no store at {launch.address}: the program that listens there has not "
             f"answered for {timeout:g} s; choose another --master-port"
         )
-    late = [r for r in range(launch.n_ranks) if not meeting.store.check([f"ready/{r}"])]
+    late = [r for r in range(launch.n_ranks) if not connection.store.check([f"ready/{r}"])]
     names = ", ".join(str(rank) for rank in late if rank != launch.rank) or "another process"
     return ExecutionError(
         f"{launch} has no connection to rank {names}, though all came; check that it still runs, "

@@ -1,4 +1,4 @@
-"""`Launch`: the environment variables by which a launcher tells a process its place."""
+"""`LaunchEnvironment`: the environment variables by which torchrun describes each process."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import NamedTuple
 
 from pipesim.errors import ArgumentError
 
-__all__ = ["Launch", "LaunchError"]
+__all__ = ["LaunchEnvironment", "LaunchError"]
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ADVICE = "start the processes with torchrun --nproc-per-node 2 -m pipeexec run"
-_MOST_PORTS = 65535
-#: More digits than any of these numbers has; Python refuses to read very long ones.
-_MOST_DIGITS = 18
+_MAX_PORT = 65535
+#: More digits than any of these numbers has; Python refuses to convert very long ones.
+_MAX_DIGITS = 18
 
 
 class LaunchError(ArgumentError):
-    """An environment variable of the launcher that is missing or wrong; `variable` is its name."""
+    """A missing or wrong environment variable of the launcher; ``variable`` is its name."""
 
     def __init__(self, variable: str, message: str) -> None:
         super().__init__(f"{message}; {_ADVICE}")
         self.variable = variable
 
 
-class Launch(NamedTuple):
-    """Place of this process among those that a launcher started.
+class LaunchEnvironment(NamedTuple):
+    """Rank of this process and address of the store, as the launcher has set them.
 
     Attributes
     ----------
     rank, n_ranks
         Number of this process, and how many there are.
     local_rank, n_local
-        The same, on its machine; None where the launcher does not tell.
+        Number of this process on its machine, and how many run there; None if not set.
     host, port
         Address of the store.
     is_agent_store
-        Whether torchrun holds the store; else rank 0 does.
+        Whether torchrun holds the store; otherwise rank 0 does.
     attempt
-        How often torchrun has started the processes again.
+        How often torchrun has restarted the processes.
     """
 
     rank: int
@@ -52,13 +52,13 @@ class Launch(NamedTuple):
     attempt: int
 
     @classmethod
-    def from_environment(cls) -> Launch:
-        """Return what the environment variables of torchrun say.
+    def read(cls) -> LaunchEnvironment:
+        """Read the environment variables of torchrun.
 
         Raises
         ------
         ArgumentError
-            Naming the variables that are missing, are no numbers, or do not suit each other.
+            If variables are missing, are no numbers, or contradict each other, naming them.
         """
         missing = [name for name in _NEEDED if not os.environ.get(name)]
         if missing:
@@ -99,7 +99,7 @@ class Launch(NamedTuple):
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether the launcher says that all processes are on one machine."""
+        """Whether the launcher has started all processes on one machine."""
         return self.n_local == self.n_ranks
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Launch(NamedTuple):
 def _count(name: str, least: int, limit: int | None = None, limiter: str = "") -> int:
     """Return the whole number in an environment variable, below ``limit``."""
     text = os.environ[name]
-    if not re.fullmatch(r"-?[0-9]+", text) or len(text) > _MOST_DIGITS:
+    if not re.fullmatch(r"-?[0-9]+", text) or len(text) > _MAX_DIGITS:
         raise LaunchError(name, f"{name} is {text!r} in the environment, which is no whole number")
     value = int(text)
     if value < least:
@@ -123,9 +123,9 @@ def _count(name: str, least: int, limit: int | None = None, limiter: str = "") -
 
 def _port() -> int:
     port = _count("MASTER_PORT", 1)
-    if port > _MOST_PORTS:
+    if port > _MAX_PORT:
         raise LaunchError(
             "MASTER_PORT",
-            f"MASTER_PORT is {port} in the environment; a port is at most {_MOST_PORTS}",
+            f"MASTER_PORT is {port} in the environment; a port is at most {_MAX_PORT}",
         )
     return port

@@ -1,7 +1,7 @@
-"""Headers of messages between processes: what a message is, and what its tensors are.
+"""Headers of messages between processes: they identify the message and describe its tensors.
 
-The layout of a header follows from the shapes that were agreed on before the first step
-(`pipeexec.distributed.signatures`), so that both ends know how long it is.
+The layout of a header follows from the shapes that processes agree on before the first step
+(`pipeexec.distributed.signatures`), so both ends know its length.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from pipeexec.distributed.signatures import Signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Content", "Mismatch", "are_there", "check", "header", "marked", "set_step"]
+__all__ = ["Content", "Mismatch", "check", "header", "mark_absent", "present", "set_step"]
 
-#: Begins every header; the second word is the version of their layout.
+#: First two words of every header: a magic number, and the version of the layout.
 _MAGIC, _VERSION = 0x70697065, 1
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 ]  # fmt: skip
-#: Magic number, version, the five numbers of a `Content`, and how many tensors there are.
+#: Words before the tensors: magic number, version, the five of `Content`, number of tensors.
 _N_FIELDS = 8
 _STEP_AT = 2
 
 
 class Mismatch(ExecutionError):
-    """A message that is not the one its receiver, or its sender, expects."""
+    """A message that its receiver, or its sender, does not expect."""
 
 
 class Content(NamedTuple):
-    """What a message is: its step, its SEND's op and stage, its micro-batch and path."""
+    """Identity of a message: its step, its SEND's op and stage, its micro-batch and path."""
 
     step: int
     op: Op
@@ -50,29 +50,29 @@ def header(content: Content, signature: Signature) -> Tensor:
     words = [_MAGIC, _VERSION, *map(int, content), len(signature)]
     for entry in signature:
         if entry.dtype not in _DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise ExecutionError(
                 f"what stage {content.stage} hands on is {entry}, whose type cannot be sent "
-                f"between processes; convert it to one of {known}"
+                f"between processes; convert it to one of {names}"
             )
         words += [_DTYPES.index(entry.dtype), len(entry.shape), *entry.shape]
     return torch.tensor(words, dtype=torch.int64)
 
 
-def marked(head: Tensor, signature: Signature, values: Values) -> Tensor:
-    """Return a header in which those of ``values`` that are None are marked as absent."""
+def mark_absent(head: Tensor, signature: Signature, values: Values) -> Tensor:
+    """Return a header that marks the tensors which are None in ``values`` as absent."""
     if all(value is not None for value in values):
         return head
-    head, at = head.clone(), _N_FIELDS
+    head, index = head.clone(), _N_FIELDS
     for entry, value in zip(signature, values, strict=True):
         if value is None:
-            head[at] = -1
-        at += 2 + len(entry.shape)
+            head[index] = -1
+        index += 2 + len(entry.shape)
     return head
 
 
 def set_step(heads: Iterable[Tensor], step: int) -> None:
-    """Make headers those of a step; none of them may be on its way."""
+    """Set the step of headers; none of them may be in transit."""
     for head in heads:
         head.numpy()[_STEP_AT] = step
 
@@ -83,25 +83,33 @@ def _tensors(words: Sequence[int]) -> list[tuple[int, list[int]]]:
     Raises
     ------
     IndexError
-        If the header has no room for what it says.
+        If the header is too short for the tensors that it lists.
     """
-    found, at = [], _N_FIELDS
+    tensors, index = [], _N_FIELDS
     for _ in range(words[_N_FIELDS - 1]):
-        end = at + 2 + words[at + 1]
-        if not at + 2 <= end <= len(words):
+        end = index + 2 + words[index + 1]
+        if not index + 2 <= end <= len(words):
             raise IndexError
-        found.append((words[at], list(words[at + 2 : end])))
-        at = end
-    return found
+        tensors.append((words[index], list(words[index + 2 : end])))
+        index = end
+    return tensors
 
 
-def are_there(words: Sequence[int]) -> list[bool]:
-    """Return which tensors of a message are there."""
+def present(words: Sequence[int]) -> list[bool]:
+    """Return, for each tensor of a message, whether it is present."""
     return [dtype >= 0 for dtype, _ in _tensors(words)]
 
 
 def check(got: Sequence[int], expected: Sequence[int], source: int) -> None:
-    """Raise unless the headers differ in absent gradients only."""
+    """Raise `Mismatch` unless the headers are equal, except for absent gradients.
+
+    Parameters
+    ----------
+    got, expected
+        Words of the headers.
+    source
+        Rank of the sender.
+    """
     if list(got[:2]) != [_MAGIC, _VERSION]:
         raise Mismatch(
             f"what rank {source} sent is no message of ours (it begins with {list(got[:2])}); run "
@@ -115,16 +123,16 @@ def check(got: Sequence[int], expected: Sequence[int], source: int) -> None:
         ):
             return
     raise Mismatch(
-        f"expected {_described(expected)} from rank {source}, got {_described(got)}; every "
+        f"expected {_describe(expected)} from rank {source}, got {_describe(got)}; every "
         "process must run the same graph on batches of the same shape"
     )
 
 
-def _described(words: Sequence[int]) -> str:
-    """Return a header's text; it may hold anything."""
+def _describe(words: Sequence[int]) -> str:
+    """Return a header as text; its words may be anything."""
     step, op, stage, microbatch, path = words[2:7]
     name = Op(op).name if op in set(Op) else f"op {op}"
-    on = f" on path {path}" if path else ""
+    on_path = f" on path {path}" if path else ""
     try:
         tensors = [
             f"{str(_DTYPES[dtype]).removeprefix('torch.')} {shape}" if dtype >= 0 else "none"
@@ -132,4 +140,4 @@ def _described(words: Sequence[int]) -> str:
         ]
     except IndexError:
         tensors = ["a garbled list of tensors"]
-    return f"{stage}{name}{microbatch} of step {step}{on} ({', '.join(tensors) or 'nothing'})"
+    return f"{stage}{name}{microbatch} of step {step}{on_path} ({', '.join(tensors) or 'nothing'})"

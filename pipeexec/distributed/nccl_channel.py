@@ -1,11 +1,14 @@
 """Channels between GPUs of different processes: headers by gloo and the hosts, tensors by NCCL.
 
-The host of the receiver compares the header before it asks for the tensors, and waits for it; no
-stream does. Every channel has a communicator of its own, so that messages of other channels cannot
-block it, and it is used before the first step, in one order everywhere: NCCL connects at first use.
+The receiver's host waits for the header and compares it before it posts the receives of the
+tensors; no stream waits for a header. Every channel has a separate communicator, so messages of
+other channels cannot block it. NCCL connects at first use: every channel is used once before the
+first step, in the same order in every process.
 
-A token, sent ahead of the tensors, ends the receiver's wait: RECV begins when its SEND has, as
-on CPU, where NCCL's own receive would count its waiting as transfer.
+A token travels before the tensors and ends the receiver's wait. So RECV begins when its SEND has
+begun, as on CPU; NCCL's receive alone would count its waiting as transfer.
+
+Not yet measured on several GPUs.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeexec.devices.device import Values
-from pipeexec.distributed.channels import Asked, Channel, Expected, Lost, Route, Sent, real
-from pipeexec.distributed.message_headers import marked
+from pipeexec.distributed.channels import Channel, Expected, Lost, PostedReceive, Route, Sent, real
+from pipeexec.distributed.message_headers import mark_absent
 
 __all__ = ["NcclChannel"]
 
-#: Headers that may be on their way: far more than a host is ever ahead of another.
-_MOST_AHEAD = 4096
+#: Most headers in transit: far more than a host is ever ahead of another.
+_MAX_AHEAD = 4096
 
 
 class NcclChannel(Channel):
@@ -49,69 +52,69 @@ class NcclChannel(Channel):
     ) -> None:
         super().__init__(route, tag, group)
         self.pair, self.device = pair, device
-        self._offered: deque[dist.Work] = deque(maxlen=_MOST_AHEAD)  # keeps them alive
+        self._offered: deque[dist.Work] = deque(maxlen=_MAX_AHEAD)  # keeps them alive
 
     def warm_up(self, rank: int) -> None:
-        """Connect: let a token go from one end to the other, and wait for it."""
+        """Connect: send a token from one end to the other, and wait for it."""
         if rank == self.route.source_rank:
-            self._token_out()
+            self._send_token()
         else:
-            self._token_in()
+            self._receive_token()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def offer(self, message: Expected, values: Values) -> dist.Work:
-        """Send the header, and the token; wait for neither."""
-        work = self._send(marked(message.head, message.signature, values), 2 * self.tag)
+        """Send the header and the token; wait for neither."""
+        work = self._send(mark_absent(message.head, message.signature, values), 2 * self.tag)
         self._offered.append(work)
-        self._token_out()
+        self._send_token()
         return work
 
     def post(self, message: Expected, values: Values) -> Sent:
-        """Send a whole message, behind what the current stream has queued."""
+        """Send a whole message, after the work that the current stream has queued."""
         self.offer(message, values)
         return self.send(message, values)
 
     def send(self, message: Expected, values: Values) -> Sent:
-        """Send the tensors of a message that was offered; the stream waits until they are gone."""
+        """Send the tensors of a message after `offer`; the stream waits until they are sent."""
         for value in values:
             if value is not None and value.numel():
-                self._over(dist.isend, value.contiguous(), self.route.target_rank)
+                self._transfer(dist.isend, value.contiguous(), self.route.target_rank)
         return Sent([])
 
-    def ask(self, message: Expected, device: torch.device) -> Asked:
-        """Ask for the next header."""
+    def post_receive(self, message: Expected, device: torch.device) -> PostedReceive:
+        """Post the receive of the next header."""
         head = torch.empty_like(message.head)
-        return Asked(head, self._receive(head, 2 * self.tag), [], [])
+        return PostedReceive(head, self._receive(head, 2 * self.tag), [], [])
 
-    def accept(self, message: Expected, device: torch.device) -> Asked:
+    def accept(self, message: Expected, device: torch.device) -> PostedReceive:
         """Wait on the host for the expected header, and on the stream for its token."""
-        asked = super().accept(message, device)
-        self._token_in()
-        return asked
+        posted = super().accept(message, device)
+        self._receive_token()
+        return posted
 
-    def receive(self, message: Expected, asked: Asked) -> Values:
-        """Receive the tensors of a message whose header was accepted, behind the current stream."""
+    def receive(self, message: Expected, posted: PostedReceive) -> Values:
+        """Receive the tensors of a message that was accepted, in order of the current stream."""
         empty = [torch.empty(e.shape, dtype=e.dtype, device=self.device) for e in message.signature]
-        values = super().receive(message, asked._replace(values=empty))
+        values = super().receive(message, posted._replace(values=empty))
         for value in values:
             if value is not None and value.numel():
-                self._over(dist.irecv, value, self.route.source_rank)
+                self._transfer(dist.irecv, value, self.route.source_rank)
         return values
 
     def wait(self, work: dist.Work, peer: int) -> None:
-        """Wait for a header to be here; one that was offered is taken in its time."""
+        """Wait until a header is received; do not wait for one that was sent by `offer`."""
         if work not in self._offered:
             super().wait(work, peer)
 
-    def _token_out(self) -> None:
-        self._over(dist.isend, torch.zeros(1, device=self.device), self.route.target_rank)
+    def _send_token(self) -> None:
+        self._transfer(dist.isend, torch.zeros(1, device=self.device), self.route.target_rank)
 
-    def _token_in(self) -> None:
-        self._over(dist.irecv, torch.empty(1, device=self.device), self.route.source_rank)
+    def _receive_token(self) -> None:
+        self._transfer(dist.irecv, torch.empty(1, device=self.device), self.route.source_rank)
 
-    def _over(self, call: object, tensor: Tensor, peer: int) -> None:
-        """Send or receive a tensor; the current stream waits for it, the host does not."""
+    def _transfer(self, call: object, tensor: Tensor, peer: int) -> None:
+        """Send or receive a tensor by NCCL; the current stream waits for it, the host does not."""
         try:
             call(real(tensor), peer, group=self.pair).wait()  # type: ignore[operator]
         except RuntimeError as error:

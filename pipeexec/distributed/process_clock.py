@@ -1,8 +1,8 @@
 """One clock for all processes: offset and drift against rank 0's, from round trips.
 
-A round trip that takes ``d`` seconds shows another clock to within ``d/2``, so of each burst only
-the shortest counts. A line through the samples gives offset and drift; its residual says how far
-samples lie from it.
+A round trip of ``d`` seconds measures another clock to within ``d/2``, so only the shortest of each
+burst counts. A line fitted to the samples gives offset and drift. Its residual is the distance of
+the samples from the line.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pipeexec.distributed.channels import Lost
 
 __all__ = ["Alignment", "ProcessClock"]
 
-_TAG = 1 << 28  # above those of channels
-#: Seconds of samples below which no drift is fitted: it would be noise.
+_TAG = 1 << 28  # above the tags of channels
+#: Seconds between first and last sample below which no drift is fitted: it would be noise.
 _SPAN = 2.0
 _MOST_SAMPLES = 4096
 
 
 class Alignment(NamedTuple):
-    """How this process's clock stands to rank 0's.
+    """Offset and drift of this process's clock against rank 0's.
 
     Attributes
     ----------
     offset
         This clock minus rank 0's at the first sample, seconds.
     drift
-        Seconds that it gains a second.
+        Seconds that it gains per second.
     residual
         Root mean square distance of the samples from the line, seconds.
     round_trip
         Median of the shortest round trips, seconds; half of it bounds a sample's error.
     n_samples
-        How many there are.
+        Number of samples.
     """
 
     offset: float
@@ -49,14 +49,14 @@ class Alignment(NamedTuple):
 
 
 class ProcessClock:
-    """Compares `time.perf_counter` of this process with rank 0's.
+    """Relates `time.perf_counter` of this process to rank 0's.
 
     Parameters
     ----------
     rank, n_ranks
-        Of this process.
+        Number of this process, and how many there are.
     group
-        Process group of all, over gloo.
+        Process group of all processes, over gloo.
     """
 
     def __init__(self, rank: int, n_ranks: int, group: dist.ProcessGroup) -> None:
@@ -65,12 +65,17 @@ class ProcessClock:
         self._fitted: Alignment | None = None
 
     def sample(self, n_trips: int = 8) -> None:
-        """Take one sample more for each process, then leave together; all must call this.
+        """Take one more sample in each process, then wait for all; every process must call this.
+
+        Parameters
+        ----------
+        n_trips
+            Round trips, of which the shortest is the sample.
 
         Raises
         ------
         Lost
-            If a process is gone.
+            If a process has ended.
         """
         peer = 0
         try:
@@ -94,12 +99,12 @@ class ProcessClock:
 
     def _ask(self) -> tuple[float, float, float]:
         first = torch.empty(1, dtype=torch.float64)
-        asked = perf_counter()
+        request_time = perf_counter()
         dist.send(first, 0, group=self.group, tag=_TAG)
         dist.recv(first, 0, group=self.group, tag=_TAG + 1)
-        answered = perf_counter()
-        middle = (asked + answered) / 2
-        return middle, middle - float(first), answered - asked
+        answer_time = perf_counter()
+        middle = (request_time + answer_time) / 2
+        return middle, middle - float(first), answer_time - request_time
 
     @property
     def alignment(self) -> Alignment:
@@ -110,7 +115,7 @@ class ProcessClock:
 
     @property
     def error(self) -> float:
-        """How far times of this clock may be from rank 0's: half a round trip and the residual."""
+        """Error of times on rank 0's clock: half a round trip plus the residual, seconds."""
         fit = self.alignment
         return fit.round_trip / 2 + fit.residual
 
@@ -128,7 +133,7 @@ class ProcessClock:
         )
 
     def to_first(self, time: float) -> float:
-        """Return rank 0's time at a time of this process's clock."""
+        """Convert a time of this process's clock to rank 0's clock."""
         if not self._samples:
             return time
         fit = self.alignment

@@ -1,7 +1,7 @@
-"""Shapes and types of what stages hand on, found once, before the first step.
+"""Shapes and types of the outputs of stages, determined once, before the first step.
 
-A stage is run on tensors without data (torch's meta device) where it can be; otherwise on zeros.
-Either way its buffers and the process's random numbers are as they were afterwards.
+A stage runs on tensors without data (torch's meta device) if it can, otherwise on zeros. Its
+buffers and the process's random numbers are the same afterwards.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ def signature(values: Sequence[Tensor]) -> Signature:
 
 
 def from_json(entries: Sequence[Sequence[Any]]) -> Signature:
-    """Return the signature whose entries were written as shape and name of the type."""
+    """Return a signature from shapes and names of types, as `to_json` returns them."""
     return tuple(Entry(tuple(shape), getattr(torch, name)) for shape, name in entries)
 
 
 def to_json(entries: Signature) -> list[tuple[list[int], str]]:
-    """Return what `from_json` reads."""
+    """Return the shapes and names of types of a signature, which `from_json` reads."""
     return [(list(e.shape), str(e.dtype).removeprefix("torch.")) for e in entries]
 
 
 def output_signature(
     module: nn.Module, inputs: Signature, device: torch.device, index: int
 ) -> Signature:
-    """Return what a stage returns for inputs of a signature.
+    """Return the signature of a stage's output for inputs of a signature.
 
-    A module that cannot be run by one process alone, such as `EmbeddingStage`, says so itself by a
-    method ``output_signature``.
+    A module that one process alone cannot run, such as `EmbeddingStage`, has a method
+    ``output_signature`` that returns it.
 
     Raises
     ------
@@ -62,12 +62,12 @@ def output_signature(
     """
     declared = getattr(module, "output_signature", None)
     if callable(declared):
-        said: Signature = declared(inputs)
-        return said
+        output_entries: Signature = declared(inputs)
+        return output_entries
     try:
-        # Autocast does not know tensors without data, which would keep their types.
+        # Under autocast, tensors without data would keep their types.
         output = _on_meta(module, inputs) if current_autocast() is None else None
-    except Exception:  # whatever a module does that needs data
+    except Exception:  # a module may need data anywhere
         output = None
     if output is None:
         output = _on_zeros(module, inputs, device, index)
@@ -83,7 +83,7 @@ def output_signature(
 def _on_meta(module: nn.Module, inputs: Signature) -> Any:
     meta = torch.device("meta")
     tensors = (*module.named_parameters(), *module.named_buffers())
-    with torch.no_grad(), meta:  # what the module makes itself is then without data too
+    with torch.no_grad(), meta:  # tensors that the module makes have no data either
         weights = {name: torch.empty_like(x, device=meta) for name, x in tensors}
         return functional_call(module, weights, tuple(_empty(inputs, meta)))
 
@@ -92,8 +92,8 @@ def _empty(inputs: Signature, device: torch.device) -> list[Tensor]:
     return [torch.zeros(entry.shape, dtype=entry.dtype, device=device) for entry in inputs]
 
 
-def _called(module: nn.Module, inputs: Signature, device: torch.device) -> Any:
-    """Run a stage on copies of its buffers, which it may change in place or replace."""
+def _call_on_zeros(module: nn.Module, inputs: Signature, device: torch.device) -> Any:
+    """Run a stage on zeros, with copies of its buffers, which it may change or replace."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     values = _empty(inputs, device)
     return functional_call(module, buffers, tuple(values)) if buffers else module(*values)
@@ -103,7 +103,7 @@ def _on_zeros(module: nn.Module, inputs: Signature, device: torch.device, index:
     gpus = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(gpus), torch.no_grad():
-            return _called(module, inputs, device)
+            return _call_on_zeros(module, inputs, device)
     except Exception as error:
         raise ExecutionError(
             f"stage {index} failed on zeros of {', '.join(map(str, inputs))}, with which its "
@@ -112,13 +112,13 @@ def _on_zeros(module: nn.Module, inputs: Signature, device: torch.device, index:
 
 
 def check_values(values: Sequence[Tensor | None], agreed: Signature, what: str) -> None:
-    """Raise `ExecutionError` unless tensors are as agreed; those that are None are."""
-    found = [None if v is None else Entry(tuple(v.shape), v.dtype) for v in values]
-    if len(found) != len(agreed) or any(
-        a is not None and a != b for a, b in zip(found, agreed, strict=True)
+    """Raise `ExecutionError` unless tensors have the agreed signature; a None matches any entry."""
+    entries = [None if v is None else Entry(tuple(v.shape), v.dtype) for v in values]
+    if len(entries) != len(agreed) or any(
+        a is not None and a != b for a, b in zip(entries, agreed, strict=True)
     ):
         raise ExecutionError(
-            f"{what} is {', '.join(map(str, found)) or 'nothing'}, but "
+            f"{what} is {', '.join(map(str, entries)) or 'nothing'}, but "
             f"{', '.join(map(str, agreed)) or 'nothing'} was agreed on before the first step; "
             "give batches of one shape (drop a smaller last one), or make another pipeline with "
             "`with_graph` for another shape"

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from pipeexec.distributed.launch_environment import Launch
+from pipeexec.distributed.launch_environment import LaunchEnvironment
 from pipesim.errors import ExecutionError
 
 __all__ = [
@@ -80,7 +80,7 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def listening_address(launch: Launch) -> str:
+def listening_address(launch: LaunchEnvironment) -> str:
     """Return the address on which rank 0 listens; an empty text for all interfaces.
 
     - Loopback, if the launcher places all processes on one machine, or the store's address is
@@ -96,7 +96,7 @@ def listening_address(launch: Launch) -> str:
         return ""
 
 
-def open_store(launch: Launch, timeout: float, end: float) -> Store:
+def open_store(launch: LaunchEnvironment, timeout: float, end: float) -> Store:
     """Return a connection to the store; rank 0 makes the store first if the launcher has not.
 
     Parameters
@@ -158,7 +158,7 @@ def _listening(address: str, port: int) -> int | None:
         return None
 
 
-def _wait_until_reached(host: str, launch: Launch, end: float) -> None:
+def _wait_until_reached(host: str, launch: LaunchEnvironment, end: float) -> None:
     """Block until something listens; torch itself would try for over twice its timeout."""
     while True:
         left = end - time.monotonic()

@@ -95,7 +95,7 @@ def expected_messages(
             share = task.sample // graph.n_microbatches
             signature = agreed[share][edge][task.microbatch]
             head = header(content, signature)
-            found[task.id] = Expected.of(head, signature, waits=graph.rendezvous)
+            found[task.id] = Expected.make(head, signature, waits=graph.rendezvous)
     return found
 
 
@@ -154,7 +154,7 @@ def _accept(run: Run, task: Planned) -> None:
 def _ask_ahead(following: int, run: Run, task: Planned) -> None:
     """Ask for the message of the channel's next RECV, now that this one is delivered."""
     assert task.channel is not None
-    task.channel.ask_ahead(run.expected[following], task.device.torch_device)
+    task.channel.post_next_receive(run.expected[following], task.device.torch_device)
 
 
 def _receive(run: Run, task: Planned) -> None:

@@ -19,10 +19,10 @@ from pipeexec.distributed.message_headers import (
     Content,
     Mismatch,
     _tensors,
-    are_there,
     check,
     header,
-    marked,
+    mark_absent,
+    present,
 )
 from pipeexec.distributed.nccl_channel import NcclChannel
 from pipeexec.distributed.signatures import Entry, Signature, signature
@@ -44,13 +44,13 @@ def test_a_header_says_what_it_was_made_of(content: Content, of: Signature) -> N
     assert [(_DTYPES[dtype], tuple(shape)) for dtype, shape in _tensors(words)] == [
         (entry.dtype, entry.shape) for entry in of
     ]
-    assert are_there(words) == [True] * len(of)
+    assert present(words) == [True] * len(of)
     check(words, words, source=1)
 
 
 def got(content: Content = CONTENT, of: Signature = SIGNATURE, values: Any = None) -> list[int]:
     head = header(content, of)
-    return (head if values is None else marked(head, of, values)).tolist()
+    return (head if values is None else mark_absent(head, of, values)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_gradients_may_be_absent_but_not_activations(there: tuple[bool, ...]) ->
         for e, is_there in zip(SIGNATURE, there, strict=True)
     )
     words = got(values=values)
-    assert are_there(words) == list(there)
+    assert present(words) == list(there)
     check(words, got(), source=0)
     forward = CONTENT._replace(op=Op.SEND_F)
     if not all(there):
@@ -138,7 +138,7 @@ def exchange(processes: px.Processes, waits: bool) -> list[Any]:
     values, cpu = tuple(tensors()), torch.device("cpu")
     agreed = signature([torch.zeros(3) if x is None else x for x in values])
     channel = Channel(Route(0, 1, 0, 1, Op.SEND_B), 40, processes.group(range(2)))
-    message = Expected.of(header(CONTENT, agreed), agreed, waits=waits)
+    message = Expected.make(header(CONTENT, agreed), agreed, waits=waits)
     other = message._replace(head=header(CONTENT._replace(microbatch=0), agreed))
     assert message.in_one == (not waits)
     if processes.rank == 0:
@@ -149,7 +149,7 @@ def exchange(processes: px.Processes, waits: bool) -> list[Any]:
     for _ in range(2):
         got = channel.receive(message, channel.accept(message, cpu))
         received.append([None if value is None else value.clone() for value in got])
-        channel.ask_ahead(message, cpu)
+        channel.post_next_receive(message, cpu)
     try:
         channel.accept(message, cpu)
     except Mismatch as error:
@@ -178,7 +178,7 @@ def test_absent_tensors_are_marked(absent: tuple[int, ...]) -> None:
     head = header(Content(5, Op.SEND_B, 1, 0, 0), agreed)
     before = head.clone()
     values = tuple(None if k in absent else torch.zeros(e.shape) for k, e in enumerate(agreed))
-    after = marked(head, agreed, values)
+    after = mark_absent(head, agreed, values)
     assert torch.equal(head, before)
     assert [at for at in range(len(head)) if after[at] != head[at]] == [(8, 12)[k] for k in absent]
     assert all(after[(8, 12)[k]] == -1 for k in absent)
@@ -190,7 +190,7 @@ def through_nccl(processes: px.Processes) -> list[Any]:
     agreed = signature([torch.zeros(3) if x is None else x for x in values])
     groups = [processes.group(range(2), key=key) for key in ("all", "pair")]
     channel = NcclChannel(Route(0, 1, 0, 1, Op.SEND_B), 41, *groups, cpu)
-    message = Expected.of(header(CONTENT, agreed), agreed, waits=False)._replace(in_one=False)
+    message = Expected.make(header(CONTENT, agreed), agreed, waits=False)._replace(in_one=False)
     channel.warm_up(processes.rank)
     received: list[Any] = []
     for number in range(2):
@@ -199,7 +199,7 @@ def through_nccl(processes: px.Processes) -> list[Any]:
             continue
         received.append(list(channel.receive(message, channel.accept(message, cpu))))
         if not number:
-            channel.ask_ahead(message, cpu)
+            channel.post_next_receive(message, cpu)
     return received
 
 

@@ -30,7 +30,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.cuda import CudaDevice
 from pipeexec.distributed.failure import Failure
-from pipeexec.distributed.launch_environment import Launch
+from pipeexec.distributed.launch_environment import LaunchEnvironment
 from pipeexec.distributed.roll_call import roll_call
 from pipeexec.distributed.store import listening_address
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
@@ -433,7 +433,7 @@ def test_processes_of_one_machine_listen_on_loopback(two_ranks: Ranks) -> None:
     ],
 )
 def test_where_the_store_listens(host: str, n_local: int | None, address: str) -> None:
-    launch = Launch(0, 2, None, n_local, host, 29500, is_agent_store=False, attempt=0)
+    launch = LaunchEnvironment(0, 2, None, n_local, host, 29500, is_agent_store=False, attempt=0)
     assert listening_address(launch) == address
 
 
@@ -555,7 +555,7 @@ def test_the_holder_of_the_store_does_not_come(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_roll_call() -> None:
     """Who is missing, who comes too late, and what does not suit: each is named."""
-    store, first = torch.distributed.HashStore(), Launch(0, 3, 0, 3, "there", 5, True, 0)
+    store, first = torch.distributed.HashStore(), LaunchEnvironment(0, 3, 0, 3, "there", 5, True, 0)
     missing = r"rank 0 waited 2 s in vain for rank 1, 2 of 3; there was rank 0 \(process "
     with pytest.raises(ExecutionError, match=missing):
         roll_call(store, first, 2.0, time.monotonic())

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from pipeexec.distributed.launch_environment import Launch
-from pipeexec.distributed.roll_call import Present, roll_call
+from pipeexec.distributed.launch_environment import LaunchEnvironment
+from pipeexec.distributed.roll_call import Member, roll_call
 from pipesim.errors import ArgumentError
 
-LAUNCH = Launch(1, 2, None, None, "localhost", 29500, False, 0)
+LAUNCH = LaunchEnvironment(1, 2, None, None, "localhost", 29500, False, 0)
 
 
 class LateStore:
@@ -21,7 +21,7 @@ class LateStore:
 
     def __init__(self, timeout: float) -> None:
         self._store = HashStore()
-        self._first = Present(0, 2, timeout, "host", 1, "machine")
+        self._first = Member(0, 2, timeout, "host", 1, "machine")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
