@@ -25,7 +25,7 @@ from pipesim.timeline.timeline import Timeline
 __all__ = ["run_together"]
 
 #: Seconds that a process has to end once a failure is known; what hangs is then ended from outside.
-_PATIENCE = 5.0
+_EXIT_SECONDS = 5.0
 #: The same, before a process is ended whose interpreter does not answer any more.
 _STUCK = 5.0
 
@@ -109,7 +109,7 @@ class _Guard:
             if self._told is not None and time.monotonic() > self._told + _TOLD:
                 watch.report_sigterm()
             watch.check_store()
-            if watch.failure is not None and not self._closed.wait(_PATIENCE):
+            if watch.failure is not None and not self._closed.wait(_EXIT_SECONDS):
                 self.fail(ExecutionError(watch.failure.message))
 
     def fail(self, error: BaseException) -> None:
@@ -117,12 +117,12 @@ class _Guard:
         watch = self.processes.watch
         self.processes.fail(error)
         if not self._once.acquire(blocking=False):
-            time.sleep(_STUCK + _PATIENCE)  # meanwhile the other thread exits
+            time.sleep(_STUCK + _EXIT_SECONDS)  # meanwhile the other thread exits
         elif watch.speaker.elect():
             self.say(self._text(error))
             watch.speaker.release_others()
         else:
-            watch.speaker.wait_for_release(_PATIENCE)
+            watch.speaker.wait_for_release(_EXIT_SECONDS)
         if watch.failure is not None and watch.failure.kind in ("silent", "lost"):
             self.processes.recorder.kill(watch.failure.rank)
         watch.wait_until_confirmed()

@@ -55,8 +55,8 @@ def check_ddp(stages: Sequence[nn.Module | None], n_paths: int) -> None:
         if first != index:
             raise ArgumentError(
                 f"stages {first} and {index} are DistributedDataParallel over one process group; "
-                "stages run at the same time, and their messages would be mixed up: give each a "
-                "group of its own, process_group=torch.distributed.new_group()"
+                "stages run at the same time, and their messages would be mixed up: give each its "
+                "own group, process_group=torch.distributed.new_group()"
             )
 
 

@@ -23,7 +23,7 @@ from pipeexec.distributed.signatures import Signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Channel", "Expected", "Lost", "PostedReceive", "Route", "Sent", "real"]
+__all__ = ["Channel", "Expected", "Lost", "PostedReceive", "Route", "Sent", "as_real"]
 
 #: Most bytes of a message that is one piece; copying larger ones takes longer.
 _MAX_PIECE = 1 << 20
@@ -227,13 +227,13 @@ class Channel:
     # for checks that are not needed here.
     def _send(self, tensor: Tensor, tag: int) -> dist.Work:
         try:
-            return self.group.send([real(tensor)], self.route.target_rank, tag)
+            return self.group.send([as_real(tensor)], self.route.target_rank, tag)
         except RuntimeError as error:
             raise Lost(self.route.target_rank, error) from error
 
     def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
         try:
-            return self.group.recv([real(tensor)], self.route.source_rank, tag)
+            return self.group.recv([as_real(tensor)], self.route.source_rank, tag)
         except RuntimeError as error:
             raise Lost(self.route.source_rank, error) from error
 
@@ -245,6 +245,6 @@ class Channel:
             raise Lost(peer, error) from error
 
 
-def real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
     """Return a tensor that gloo and NCCL can send: complex numbers as pairs of reals."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -38,7 +38,7 @@ def check_distinct(names: Sequence[Sequence[str]], uuids: Sequence[Sequence[str]
             if uuid and first != rank:
                 raise ArgumentError(
                     f"{first_name} of rank {first} and {name} of rank {rank} are the same GPU "
-                    f"(UUID {uuid}), and NCCL refuses two processes on one GPU; give each process a GPU "
-                    "of its own (devices=['cuda'] is that of its LOCAL_RANK), or run one process "
-                    "with devices=pipeexec.slices('cuda:0', n)"
+                    f"(UUID {uuid}), and NCCL refuses two processes on one GPU; give each "
+                    "process its own GPU (devices=['cuda'] is that of its LOCAL_RANK), or run one "
+                    "process with devices=pipeexec.slices('cuda:0', n)"
                 )

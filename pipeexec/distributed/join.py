@@ -82,8 +82,9 @@ def _check_group(launch: LaunchEnvironment) -> None:
         return
     if _DefaultGroup.pid not in (None, os.getpid()):
         raise ExecutionError(
-            f"this process was forked from process {_DefaultGroup.pid}, which has joined; "
-            "connections cannot be shared: start processes before join, or with multiprocessing's 'spawn'"
+            f"this process was forked from process {_DefaultGroup.pid}, which has joined; its "
+            "connections cannot be shared: start processes before join, or with "
+            "multiprocessing's 'spawn'"
         )
     if (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.n_ranks):
         raise ArgumentError(

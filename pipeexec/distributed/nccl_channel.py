@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeexec.devices.device import Values
-from pipeexec.distributed.channels import Channel, Expected, Lost, PostedReceive, Route, Sent, real
+from pipeexec.distributed.channels import (
+    Channel,
+    Expected,
+    Lost,
+    PostedReceive,
+    Route,
+    Sent,
+    as_real,
+)
 from pipeexec.distributed.message_headers import mark_absent
 
 __all__ = ["NcclChannel"]
@@ -116,6 +124,6 @@ class NcclChannel(Channel):
     def _transfer(self, call: object, tensor: Tensor, peer: int) -> None:
         """Send or receive a tensor by NCCL; the current stream waits for it, the host does not."""
         try:
-            call(real(tensor), peer, group=self.pair).wait()  # type: ignore[operator]
+            call(as_real(tensor), peer, group=self.pair).wait()  # type: ignore[operator]
         except RuntimeError as error:
             raise Lost(peer, error) from error

@@ -78,7 +78,7 @@ def roll_call(store: Store, launch: LaunchEnvironment, timeout: float, end: floa
     if first.decode() != text:
         raise ArgumentError(
             f"two processes have RANK {own.rank}: process {own.pid} on {own.host} and "
-            f"{Member(*json.loads(first))}; give each process a rank of its own"
+            f"{Member(*json.loads(first))}; give each process its own rank"
         )
     everyone: list[Member] = []
     try:

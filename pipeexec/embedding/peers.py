@@ -19,7 +19,7 @@ from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, PipeErro
 __all__ = ["Peers"]
 
 #: Seconds that processes have to come to the same call.
-_PATIENCE = 120.0
+_AGREE_SECONDS = 120.0
 #: Where the store says that groups are unlike.
 _APART = "pipeexec/apart"
 
@@ -187,7 +187,7 @@ def _exchanged(value: Any, ranks: list[int]) -> list[Any]:
         store.set(f"pipeexec/words/{own}/{peer}/{number}", json.dumps([ranks, value]))
         places[peer] = f"pipeexec/words/{peer}/{own}/{number}"
     found: dict[int, Any] = {}
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + _AGREE_SECONDS
     while True:
         missing = [peer for peer in ranks if peer not in found]
         for peer in missing:
@@ -201,8 +201,8 @@ def _exchanged(value: Any, ranks: list[int]) -> list[Any]:
             return [found[peer] for peer in ranks]
         if time.monotonic() > end:
             raise PeerError(
-                f"rank {own} waited {_PATIENCE:g} s in vain for rank {missing[0]}; every process "
-                f"of the group {ranks} must make the embedding"
+                f"rank {own} waited {_AGREE_SECONDS:g} s in vain for rank {missing[0]}; every "
+                f"process of the group {ranks} must make the embedding"
             )
         time.sleep(1e-3)
 

@@ -41,7 +41,7 @@ __all__ = ["Planned", "Run", "place"]
 #: Seconds between two looks at whether a step gets on.
 _SLICE = 0.1
 #: Seconds that the tasks of a step of one process have to end once it was interrupted.
-_PATIENCE = 5.0
+_DRAIN_SECONDS = 5.0
 #: The same once its pipeline was closed by another thread.
 _STOPPING = 0.5
 
@@ -189,7 +189,7 @@ class Run:
         except BaseException as error:
             self.failure = self.failure or (-1, error)
             if self.processes is None:
-                self._until = perf_counter() + _PATIENCE  # a stage may hang
+                self._until = perf_counter() + _DRAIN_SECONDS  # a stage may hang
                 self._wait(tasks)
             raise
 

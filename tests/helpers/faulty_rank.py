@@ -90,7 +90,7 @@ def _trick(name: str) -> None:
 
 def _garble_headers() -> None:
     """Let this thread say that it sends another micro-batch."""
-    honest, thread = channels.marked, threading.get_ident()
+    honest, thread = channels.mark_absent, threading.get_ident()
 
     def wrong(head: Tensor, *rest: Any) -> Tensor:
         head = honest(head, *rest)
@@ -99,7 +99,7 @@ def _garble_headers() -> None:
             head[5] += 1
         return head
 
-    channels.marked = wrong  # type: ignore[attr-defined]
+    channels.mark_absent = wrong  # type: ignore[attr-defined]
 
 
 #: What can go wrong in a task, just before what it does, or between steps.

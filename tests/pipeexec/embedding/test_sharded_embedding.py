@@ -542,7 +542,7 @@ def alone(processes: px.Processes) -> str:
     text = ""
     if processes.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(peers, "_PATIENCE", 0.1)
+            patch.setattr(peers, "_AGREE_SECONDS", 0.1)
             with pytest.raises(PeerError) as caught:
                 px.ShardedEmbedding(9, 2)
         text = str(caught.value)
