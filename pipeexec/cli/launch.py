@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeexec.distributed.channels import Lost
+from pipeexec.distributed.channels import LostConnection
 from pipeexec.distributed.join import join
 from pipeexec.distributed.launch_environment import LaunchError
 from pipeexec.distributed.processes import Processes
@@ -132,7 +132,7 @@ class _Guard:
 
     def _text(self, error: BaseException) -> str:
         """Return the first line of an error, and where what ran before it is."""
-        is_ours = isinstance(error, PipeError) and not isinstance(error, Lost)
+        is_ours = isinstance(error, PipeError) and not isinstance(error, LostConnection)
         text = (str(error) if is_ours else self.processes.watch.explain()).partition("\n")[0]
         timeline = getattr(error, "timeline", None)
         if timeline is None and self.processes.measured is not None:

@@ -1,4 +1,4 @@
-"""Processes of a pipeline: how they meet, exchange messages, and watch each other."""
+"""Join the processes of a pipeline, exchange messages between them, and detect failures."""
 
 from pipeexec.distributed.join import join
 from pipeexec.distributed.processes import Processes

@@ -23,14 +23,22 @@ from pipeexec.distributed.signatures import Signature
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["Channel", "Expected", "Lost", "PostedReceive", "Route", "Sent", "as_real"]
+__all__ = [
+    "Channel",
+    "ExpectedMessage",
+    "LostConnection",
+    "PostedReceive",
+    "Route",
+    "SentMessage",
+    "as_real",
+]
 
 #: Most bytes of a message that is one piece; copying larger ones takes longer.
 _MAX_PIECE = 1 << 20
 _ABSENT = torch.zeros(1, dtype=torch.uint8)
 
 
-class Lost(ExecutionError):
+class LostConnection(ExecutionError):
     """The connection to another process broke; ``rank`` is its number, -1 if any may be."""
 
     def __init__(self, rank: int, cause: Exception) -> None:
@@ -50,7 +58,7 @@ class Route(NamedTuple):
     op: Op
 
 
-class Expected(NamedTuple):
+class ExpectedMessage(NamedTuple):
     """A message as both ends expect it.
 
     Attributes
@@ -68,7 +76,7 @@ class Expected(NamedTuple):
     in_one: bool
 
     @classmethod
-    def make(cls, head: Tensor, signature: Signature, *, waits: bool) -> Expected:
+    def make(cls, head: Tensor, signature: Signature, *, waits: bool) -> ExpectedMessage:
         """Return the message of a header; one that ``waits`` for its receiver is not one piece."""
         nbytes = sum(torch.Size(e.shape).numel() * e.dtype.itemsize for e in signature)
         return cls(head, signature, not waits and nbytes <= _MAX_PIECE)
@@ -77,7 +85,7 @@ class Expected(NamedTuple):
 class _Piece:
     """A header and tensors in one piece of memory, each on a boundary of 64 bytes."""
 
-    def __init__(self, message: Expected) -> None:
+    def __init__(self, message: ExpectedMessage) -> None:
         places, end = [], _rounded(message.head.nbytes)
         for entry in message.signature:
             nbytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
@@ -116,7 +124,7 @@ class PostedReceive(NamedTuple):
     works: list[dist.Work]
 
 
-class Sent(NamedTuple):
+class SentMessage(NamedTuple):
     """A message in transit.
 
     Attributes
@@ -149,40 +157,40 @@ class Channel:
         self._ahead: PostedReceive | None = None
         self._free: dict[Signature, list[_Piece]] = {}
 
-    def offer(self, message: Expected, values: Values) -> dist.Work:
+    def offer(self, message: ExpectedMessage, values: Values) -> dist.Work:
         """Send the header of a message that is not one piece; ends when its receive is posted."""
         return self._send(mark_absent(message.head, message.signature, values), 2 * self.tag)
 
-    def send(self, message: Expected, values: Values) -> Sent:
+    def send(self, message: ExpectedMessage, values: Values) -> SentMessage:
         """Send the tensors of a message whose header was sent by `offer`."""
-        return Sent([
+        return SentMessage([
             # The receiver has posted a receive for an absent tensor too.
             self._send(_ABSENT if value is None else value.contiguous(), 2 * self.tag + 1)
             for entry, value in zip(message.signature, values, strict=True)
             if 0 not in entry.shape
         ])  # fmt: skip
 
-    def post(self, message: Expected, values: Values) -> Sent:
+    def post(self, message: ExpectedMessage, values: Values) -> SentMessage:
         """Send a whole message, without waiting."""
         if not message.in_one:
             offered = self.offer(message, values)
-            return Sent([offered, *self.send(message, values).works])
+            return SentMessage([offered, *self.send(message, values).works])
         free = self._free.setdefault(message.signature, [])
         piece = free.pop() if free else _Piece(message)
         piece.head.copy_(mark_absent(message.head, message.signature, values))
         for place, value in zip(piece.values, values, strict=True):
             if value is not None:
                 place.copy_(value)
-        return Sent([self._send(piece.memory, 2 * self.tag)], piece)
+        return SentMessage([self._send(piece.memory, 2 * self.tag)], piece)
 
-    def finish(self, message: Expected, sent: Sent) -> None:
+    def finish(self, message: ExpectedMessage, sent: SentMessage) -> None:
         """Wait until a message is sent."""
         for work in sent.works:
             self.wait(work, self.route.target_rank)
         if sent.piece is not None:
             self._free[message.signature].append(sent.piece)
 
-    def post_receive(self, message: Expected, device: torch.device) -> PostedReceive:
+    def post_receive(self, message: ExpectedMessage, device: torch.device) -> PostedReceive:
         """Post the receives of the next message, into newly allocated memory."""
         if message.in_one:
             piece = _Piece(message)
@@ -194,18 +202,18 @@ class Channel:
         works = [self._receive(value, 2 * self.tag + 1) for value in values if value.numel()]
         return PostedReceive(head, head_work, values, works)
 
-    def post_next_receive(self, message: Expected, device: torch.device) -> None:
+    def post_next_receive(self, message: ExpectedMessage, device: torch.device) -> None:
         """Post the receives of the message after the current one, so that it does not wait."""
         self._ahead = self.post_receive(message, device)
 
-    def accept(self, message: Expected, device: torch.device) -> PostedReceive:
+    def accept(self, message: ExpectedMessage, device: torch.device) -> PostedReceive:
         """Wait for the header of the next message; return the message if it is the expected one.
 
         Raises
         ------
         Mismatch
             If it is another message, or has other shapes or types.
-        Lost
+        LostConnection
             If the sender has ended.
         """
         posted, self._ahead = self._ahead or self.post_receive(message, device), None
@@ -214,7 +222,7 @@ class Channel:
             check(posted.head.tolist(), message.head.tolist(), self.route.source_rank)
         return posted
 
-    def receive(self, message: Expected, posted: PostedReceive) -> Values:
+    def receive(self, message: ExpectedMessage, posted: PostedReceive) -> Values:
         """Wait for the tensors of a message that was accepted; return them, None for absent."""
         for work in posted.works:
             self.wait(work, self.route.source_rank)
@@ -229,20 +237,20 @@ class Channel:
         try:
             return self.group.send([as_real(tensor)], self.route.target_rank, tag)
         except RuntimeError as error:
-            raise Lost(self.route.target_rank, error) from error
+            raise LostConnection(self.route.target_rank, error) from error
 
     def _receive(self, tensor: Tensor, tag: int) -> dist.Work:
         try:
             return self.group.recv([as_real(tensor)], self.route.source_rank, tag)
         except RuntimeError as error:
-            raise Lost(self.route.source_rank, error) from error
+            raise LostConnection(self.route.source_rank, error) from error
 
     def wait(self, work: dist.Work, peer: int) -> None:
-        """Wait until a message is sent, or received; raise `Lost` if the connection breaks."""
+        """Wait until a message is sent, or received; raise `LostConnection` if that fails."""
         try:
             work.wait()
         except RuntimeError as error:
-            raise Lost(peer, error) from error
+            raise LostConnection(peer, error) from error
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ from torch import Tensor
 from pipeexec.devices.device import Values
 from pipeexec.distributed.channels import (
     Channel,
-    Expected,
-    Lost,
+    ExpectedMessage,
+    LostConnection,
     PostedReceive,
     Route,
-    Sent,
+    SentMessage,
     as_real,
 )
 from pipeexec.distributed.message_headers import mark_absent
@@ -71,37 +71,37 @@ class NcclChannel(Channel):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def offer(self, message: Expected, values: Values) -> dist.Work:
+    def offer(self, message: ExpectedMessage, values: Values) -> dist.Work:
         """Send the header and the token; wait for neither."""
         work = self._send(mark_absent(message.head, message.signature, values), 2 * self.tag)
         self._offered.append(work)
         self._send_token()
         return work
 
-    def post(self, message: Expected, values: Values) -> Sent:
+    def post(self, message: ExpectedMessage, values: Values) -> SentMessage:
         """Send a whole message, after the work that the current stream has queued."""
         self.offer(message, values)
         return self.send(message, values)
 
-    def send(self, message: Expected, values: Values) -> Sent:
+    def send(self, message: ExpectedMessage, values: Values) -> SentMessage:
         """Send the tensors of a message after `offer`; the stream waits until they are sent."""
         for value in values:
             if value is not None and value.numel():
                 self._transfer(dist.isend, value.contiguous(), self.route.target_rank)
-        return Sent([])
+        return SentMessage([])
 
-    def post_receive(self, message: Expected, device: torch.device) -> PostedReceive:
+    def post_receive(self, message: ExpectedMessage, device: torch.device) -> PostedReceive:
         """Post the receive of the next header."""
         head = torch.empty_like(message.head)
         return PostedReceive(head, self._receive(head, 2 * self.tag), [], [])
 
-    def accept(self, message: Expected, device: torch.device) -> PostedReceive:
+    def accept(self, message: ExpectedMessage, device: torch.device) -> PostedReceive:
         """Wait on the host for the expected header, and on the stream for its token."""
         posted = super().accept(message, device)
         self._receive_token()
         return posted
 
-    def receive(self, message: Expected, posted: PostedReceive) -> Values:
+    def receive(self, message: ExpectedMessage, posted: PostedReceive) -> Values:
         """Receive the tensors of a message that was accepted, in order of the current stream."""
         empty = [torch.empty(e.shape, dtype=e.dtype, device=self.device) for e in message.signature]
         values = super().receive(message, posted._replace(values=empty))
@@ -126,4 +126,4 @@ class NcclChannel(Channel):
         try:
             call(as_real(tensor), peer, group=self.pair).wait()  # type: ignore[operator]
         except RuntimeError as error:
-            raise Lost(peer, error) from error
+            raise LostConnection(peer, error) from error

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeexec.distributed.channels import Lost
+from pipeexec.distributed.channels import LostConnection
 
 __all__ = ["Alignment", "ProcessClock"]
 
@@ -74,7 +74,7 @@ class ProcessClock:
 
         Raises
         ------
-        Lost
+        LostConnection
             If a process has ended.
         """
         peer = 0
@@ -90,7 +90,7 @@ class ProcessClock:
             peer = -1
             dist.barrier(group=self.group)
         except RuntimeError as error:
-            raise Lost(peer, error) from error
+            raise LostConnection(peer, error) from error
 
     def _answer(self, peer: int) -> None:
         dist.recv(torch.empty(1, dtype=torch.float64), peer, group=self.group, tag=_TAG)

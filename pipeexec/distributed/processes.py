@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from pipeexec.devices.device import Device
 from pipeexec.devices.remote import RemoteDevice
-from pipeexec.distributed.channels import Channel, Lost, Route
+from pipeexec.distributed.channels import Channel, LostConnection, Route
 from pipeexec.distributed.control_messages import ControlMessages
 from pipeexec.distributed.distinct_gpus import check_distinct, uuid_of
 from pipeexec.distributed.failure import Failure
@@ -215,13 +215,13 @@ class Processes(ControlMessages):
         """Stop every process with an error, unless it comes from one that has stopped them."""
         if self._is_closed or os.getpid() != self._pid:
             return  # it does not concern the others
-        if isinstance(error, Lost):
+        if isinstance(error, LostConnection):
             self.watch.post(Failure("lost", *self.blame(error)))
         elif not isinstance(error, PeerError):
             message = f"rank {self.rank} stopped: {type(error).__name__}: {error}"
             self.watch.post(Failure("raised", self.rank, message))
 
-    def blame(self, error: Lost) -> tuple[int, str]:
+    def blame(self, error: LostConnection) -> tuple[int, str]:
         """Return the rank that was lost where a connection broke, and its last task as text."""
         exited = self.recorder.wait_for_exit()
         rank = error.rank if error.rank in exited or not exited else exited[0]

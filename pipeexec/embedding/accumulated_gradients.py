@@ -74,7 +74,7 @@ class AccumulatedGradients:
 
         Raises
         ------
-        Lost
+        LostConnection
             If a process is gone.
         """
         parts, self._parts = self._parts, []

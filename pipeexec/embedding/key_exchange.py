@@ -199,7 +199,7 @@ class Exchange:
             If a key is no row, or keys are of the wrong type or shape; the others are told.
         PeerError
             If another process refused its keys.
-        Lost
+        LostConnection
             If a process is gone.
         """
         self._begin("counts")

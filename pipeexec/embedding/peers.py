@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeexec.distributed.channels import Lost
+from pipeexec.distributed.channels import LostConnection
 from pipeexec.distributed.flight_recorder import FlightRecorder
 from pipeexec.distributed.processes import Processes
 from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, PipeError
@@ -113,7 +113,7 @@ class Peers:
 
         Raises
         ------
-        Lost
+        LostConnection
             If a process is gone.
         """
         if self.n == 1:
@@ -131,7 +131,7 @@ class Peers:
 
         Raises
         ------
-        Lost
+        LostConnection
             If a process is gone.
         """
         if self.n == 1:
@@ -143,12 +143,12 @@ class Peers:
             raise self.lost(error, what) from error
         return found
 
-    def lost(self, error: RuntimeError, what: str) -> Lost:
+    def lost(self, error: RuntimeError, what: str) -> LostConnection:
         """Return what a collective's error means: which process is gone, where that is known."""
         gone = [] if self._recorder is None else self._recorder.wait_for_exit()
         first = (str(error) or type(error).__name__).splitlines()[0]
         cause = RuntimeError(f"in the exchange of {what}: {first}")
-        return Lost(self.ranks[gone[0]] if gone else -1, cause)
+        return LostConnection(self.ranks[gone[0]] if gone else -1, cause)
 
 
 def _group_of(group: object) -> dist.ProcessGroup | None:

@@ -234,7 +234,7 @@ class ShardedEmbedding(nn.Module):
 
         Raises
         ------
-        Lost
+        LostConnection
             If a process is gone.
         """
         layout = self._terms.layout
@@ -290,7 +290,7 @@ class ShardedEmbedding(nn.Module):
             If keys are of another type or shape, or one is no row of its table. Nothing is sent.
         PeerError
             If another process refused its keys.
-        Lost
+        LostConnection
             If another process is gone.
         """
         output: Tensor = _Looked.apply(self.weight, self.dispatch(keys))  # type: ignore[no-untyped-call]

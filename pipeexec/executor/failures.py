@@ -7,7 +7,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeexec.distributed.channels import Lost
+from pipeexec.distributed.channels import LostConnection
 from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.message_headers import Mismatch
 from pipeexec.distributed.processes import Processes
@@ -118,7 +118,7 @@ def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None
         heads = "; ".join(map(str, run.status().heads)) or "between tasks"
         text = f"rank {rank} was interrupted in step {step} ({name}): {heads}"
         return Failure("ended", rank, text)
-    if isinstance(cause, Lost):
+    if isinstance(cause, LostConnection):
         return Failure("lost", *processes.blame(cause))
     text = f"rank {rank}, step {step}: {_failed(run, index, cause)}"
     return Failure("raised", rank, text)

@@ -14,7 +14,7 @@ from torch.distributed import (
 
 from pipeexec.devices import transfer
 from pipeexec.devices.device import Values
-from pipeexec.distributed.channels import Lost
+from pipeexec.distributed.channels import LostConnection
 from pipeexec.embedding.stage import ShardedStage
 from pipeexec.executor.gradient_sync import reduce_gradients, settle
 from pipeexec.executor.step import Planned, Run
@@ -87,9 +87,9 @@ def _among(group: ProcessGroup | None) -> Iterator[None]:
         raise _lost(group, error) from error
 
 
-def _lost(group: ProcessGroup | None, error: Exception) -> Lost:
+def _lost(group: ProcessGroup | None, error: Exception) -> LostConnection:
     others = [] if group is None else [r for r in get_process_group_ranks(group) if r != get_rank()]
-    return Lost(others[0] if len(others) == 1 else -1, error)
+    return LostConnection(others[0] if len(others) == 1 else -1, error)
 
 
 def _exchange(run: Run, task: Planned) -> None:

@@ -33,7 +33,7 @@ from pipeexec.devices.device import Device, DeviceLike
 from pipeexec.devices.make_devices import make_devices
 from pipeexec.devices.remote import RemoteDevice, ranks_of
 from pipeexec.devices.thread_settings import current_autocast
-from pipeexec.distributed.channels import Expected
+from pipeexec.distributed.channels import ExpectedMessage
 from pipeexec.distributed.flight_recorder import GRAPH, N_ENDED
 from pipeexec.distributed.message_headers import set_step
 from pipeexec.distributed.processes import Processes, guarded
@@ -261,7 +261,7 @@ class Pipeline:
             self._graph_number = agree_on_graph(graph, self.processes)
         self.graph, self.shares = graph, BatchShares(graph, self.devices)
         self._has_steps = bool((graph.op == Op.STEP).any())
-        self._messages: dict[int, Expected] | None = None
+        self._messages: dict[int, ExpectedMessage] | None = None
         self.held = [ActivationCounter() for _ in self.devices]
         self._finish = Finish()
         n = graph.n_stages
@@ -652,7 +652,7 @@ class Pipeline:
                     f"{'first' if stage == 0 else 'last'} stage; give them here"
                 )
 
-    def _expected(self, run: Run, processes: Processes) -> dict[int, Expected]:
+    def _expected(self, run: Run, processes: Processes) -> dict[int, ExpectedMessage]:
         """Return what messages should be; their shapes are agreed on before the first step."""
         if self._messages is None:
             n, m = self.graph.n_stages, self.graph.n_microbatches

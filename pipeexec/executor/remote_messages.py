@@ -12,7 +12,7 @@ from pipeexec.devices import transfer
 from pipeexec.devices.cpu_streams import InlineStream
 from pipeexec.devices.device import Device, Values
 from pipeexec.devices.remote import RemoteDevice, ranks_of
-from pipeexec.distributed.channels import Channel, Expected, Route, Sent
+from pipeexec.distributed.channels import Channel, ExpectedMessage, Route, SentMessage
 from pipeexec.distributed.flight_recorder import FIRST_TASK, MOST_STREAMS
 from pipeexec.distributed.message_headers import Content, header
 from pipeexec.distributed.processes import Processes
@@ -79,7 +79,7 @@ def _sent(task: Planned, rendezvous: bool, stream: str) -> Planned:
 
 def expected_messages(
     graph: TaskGraph, tasks: Sequence[Planned], agreed: Sequence[Sequence[Sequence[Signature]]]
-) -> dict[int, Expected]:
+) -> dict[int, ExpectedMessage]:
     """Return each message to or from another process as it should be, by its task, in step 0.
 
     ``agreed`` are, for each share of the batch, the outputs of each stage and micro-batch.
@@ -95,11 +95,11 @@ def expected_messages(
             share = task.sample // graph.n_microbatches
             signature = agreed[share][edge][task.microbatch]
             head = header(content, signature)
-            found[task.id] = Expected.make(head, signature, waits=graph.rendezvous)
+            found[task.id] = ExpectedMessage.make(head, signature, waits=graph.rendezvous)
     return found
 
 
-def _checked(run: Run, task: Planned) -> tuple[Channel, Expected, Values]:
+def _checked(run: Run, task: Planned) -> tuple[Channel, ExpectedMessage, Values]:
     """Return what a SEND sends, which is as agreed, and where."""
     assert task.channel is not None
     message, values = run.expected[task.id], run.values[task.source] or ()
@@ -134,7 +134,7 @@ def _post(run: Run, task: Planned) -> None:
     run.take(task.source)
 
 
-def _until_gone(run: Run, task: Planned, sent: Sent) -> None:
+def _until_gone(run: Run, task: Planned, sent: SentMessage) -> None:
     assert task.channel is not None
     try:
         task.channel.finish(run.expected[task.id], sent)

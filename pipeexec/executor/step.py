@@ -18,7 +18,7 @@ from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.devices.device import Device, Values
 from pipeexec.devices.remote import RemoteDevice, ranks_of
 from pipeexec.devices.streams import Event, Stream
-from pipeexec.distributed.channels import Channel, Expected, PostedReceive
+from pipeexec.distributed.channels import Channel, ExpectedMessage, PostedReceive
 from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
 from pipeexec.distributed.processes import Processes
@@ -168,7 +168,7 @@ class Run:
         self._issuing: Sequence[CpuEvent] = ()
         #: Messages between processes: as they should be, those that were asked for, and events
         #: that pass when they are gone.
-        self.expected: dict[int, Expected] = {}
+        self.expected: dict[int, ExpectedMessage] = {}
         self.asked: dict[int, PostedReceive] = {}
         self.gone: dict[int, CpuEvent] = {}
         self.slate = memoryview(b"") if processes is None else processes.recorder.own

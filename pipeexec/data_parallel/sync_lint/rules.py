@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple
 from pipeexec.data_parallel.sync_lint.findings import KINDS, Finding, SyncReport
 from pipeexec.data_parallel.sync_lint.spans import Span, covered_seconds
 
-__all__ = ["CLEAR", "STEP", "Call", "Event", "History", "MicroStep", "apply_rules"]
+__all__ = ["CLEAR", "STEP", "AllReduceCall", "Event", "History", "MicroStep", "apply_rules"]
 
 
-class Call(NamedTuple):
+class AllReduceCall(NamedTuple):
     """One all-reduce of gradients.
 
     Attributes
@@ -55,7 +55,7 @@ class MicroStep:
     number: int
     forward_in_no_sync: bool | None = None
     backward_in_no_sync: bool | None = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AllReduceCall] = field(default_factory=list)
 
 
 STEP: Literal["step"] = "step"

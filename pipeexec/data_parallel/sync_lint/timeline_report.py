@@ -13,7 +13,7 @@ from pipeexec.data_parallel.sync_lint.findings import Finding, SyncReport
 from pipeexec.data_parallel.sync_lint.rules import (
     CLEAR,
     STEP,
-    Call,
+    AllReduceCall,
     Event,
     History,
     MicroStep,
@@ -110,7 +110,7 @@ def _history(
         microbatch = int(graph.microbatch[task]) % graph.n_microbatches  # -1: of the last
         span = float(timeline.start[task]), float(timeline.end[task])
         exposed = tuple(uncovered(span, compute_spans[graph.device[task]]))
-        call = Call(float(timeline.nbytes[task]), span, exposed)
+        call = AllReduceCall(float(timeline.nbytes[task]), span, exposed)
         step = steps[microbatch] if every_microbatch else last[microbatch // size]
         step.calls.append(call)
     if STEP not in history:

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeexec.data_parallel.sync_lint.findings import SyncReport
-from pipeexec.data_parallel.sync_lint.rules import CLEAR, STEP, Call, Event, MicroStep, apply_rules
+from pipeexec.data_parallel.sync_lint.rules import (
+    CLEAR,
+    STEP,
+    AllReduceCall,
+    Event,
+    MicroStep,
+    apply_rules,
+)
 from pipeexec.data_parallel.sync_lint.spans import Span, uncovered
 from pipesim.errors import TimelineError, number
 from pipesim.trace.chrome_json import load, seconds
@@ -142,15 +149,15 @@ class _Events:
         k = bisect_right(nodes, call[0], key=lambda span: span[0]) - 1
         return k >= 0 and call[0] <= nodes[k][1]
 
-    def call(self, index: int, computed: float) -> Call:
+    def call(self, index: int, computed: float) -> AllReduceCall:
         """Return a call; on a CPU nothing is computed after the last gradient, at ``computed``."""
         issued = self.spans[_CALL][index]
         if self._backend == "nccl":
             span = self.spans["nccl"][index]
-            return Call(self._nbytes[index], span, tuple(uncovered(span, self._kernels)))
+            return AllReduceCall(self._nbytes[index], span, tuple(uncovered(span, self._kernels)))
         end = issued[1] if self._backend is None else max(self.spans["gloo"][index][1], issued[1])
         exposed = max(issued[0], computed), end
-        return Call(
+        return AllReduceCall(
             self._nbytes[index], (issued[0], end), (exposed,) if exposed[0] < exposed[1] else ()
         )
 

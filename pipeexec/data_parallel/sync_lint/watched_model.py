@@ -10,7 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeexec.data_parallel.sync_lint.device_times import Moment
-from pipeexec.data_parallel.sync_lint.rules import CLEAR, STEP, Call, Event, History, MicroStep
+from pipeexec.data_parallel.sync_lint.rules import (
+    CLEAR,
+    STEP,
+    AllReduceCall,
+    Event,
+    History,
+    MicroStep,
+)
 
 __all__ = ["Backward", "TimedAllReduce", "WatchedModel"]
 
@@ -33,7 +40,7 @@ class TimedAllReduce:
     backward: Backward | None
     end: Moment = None
 
-    def to_call(self, seconds: Callable[[Moment], float]) -> Call:
+    def to_call(self, seconds: Callable[[Moment], float]) -> AllReduceCall:
         """Return its times in seconds; without an end, the end of the backward counts."""
         start = seconds(self.start)
         backward = self.backward
@@ -43,7 +50,9 @@ class TimedAllReduce:
         if backward is not None and backward.computed is not None:
             last = seconds(backward.ended) if backward.ended is not None else end
             exposed = (max(start, seconds(backward.computed)), min(end, last))
-        return Call(self.nbytes, (start, end), (exposed,) if exposed[0] < exposed[1] else ())
+        return AllReduceCall(
+            self.nbytes, (start, end), (exposed,) if exposed[0] < exposed[1] else ()
+        )
 
 
 @dataclass(eq=False)

@@ -25,7 +25,13 @@ from torch.profiler import profile
 import pipeexec as px
 import pipesim as ps
 from pipeexec.data_parallel.sync_lint.findings import SyncReport
-from pipeexec.data_parallel.sync_lint.rules import CLEAR, STEP, Call, MicroStep, apply_rules
+from pipeexec.data_parallel.sync_lint.rules import (
+    CLEAR,
+    STEP,
+    AllReduceCall,
+    MicroStep,
+    apply_rules,
+)
 from pipesim.errors import ArgumentError, ExecutionError, TimelineError
 
 sys.path.insert(0, str(BENCHMARKS))
@@ -248,8 +254,8 @@ def test_watches_end_where_a_loop_raises_and_do_not_nest() -> None:
         assert "one process" not in str(sync.report())  # without a step it does not matter
 
 
-def _call(start: float, end: float, exposed: float) -> Call:
-    return Call(8.0, (start, end), ((end - exposed, end),))
+def _call(start: float, end: float, exposed: float) -> AllReduceCall:
+    return AllReduceCall(8.0, (start, end), ((end - exposed, end),))
 
 
 def test_seconds_are_those_in_which_nothing_was_computed() -> None:

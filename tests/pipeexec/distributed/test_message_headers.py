@@ -13,7 +13,7 @@ from ranks import Ranks
 from torch import Tensor
 
 import pipeexec as px
-from pipeexec.distributed.channels import Channel, Expected, Lost, Route
+from pipeexec.distributed.channels import Channel, ExpectedMessage, LostConnection, Route
 from pipeexec.distributed.message_headers import (
     _DTYPES,
     Content,
@@ -117,7 +117,7 @@ def test_a_message_of_something_else() -> None:
 
 
 def test_a_lost_connection_without_a_reason() -> None:
-    assert str(Lost(3, RuntimeError())).startswith("the connection to rank 3 broke")
+    assert str(LostConnection(3, RuntimeError())).startswith("the connection to rank 3 broke")
 
 
 # Over a connection
@@ -138,7 +138,7 @@ def exchange(processes: px.Processes, waits: bool) -> list[Any]:
     values, cpu = tuple(tensors()), torch.device("cpu")
     agreed = signature([torch.zeros(3) if x is None else x for x in values])
     channel = Channel(Route(0, 1, 0, 1, Op.SEND_B), 40, processes.group(range(2)))
-    message = Expected.make(header(CONTENT, agreed), agreed, waits=waits)
+    message = ExpectedMessage.make(header(CONTENT, agreed), agreed, waits=waits)
     other = message._replace(head=header(CONTENT._replace(microbatch=0), agreed))
     assert message.in_one == (not waits)
     if processes.rank == 0:
@@ -190,7 +190,9 @@ def through_nccl(processes: px.Processes) -> list[Any]:
     agreed = signature([torch.zeros(3) if x is None else x for x in values])
     groups = [processes.group(range(2), key=key) for key in ("all", "pair")]
     channel = NcclChannel(Route(0, 1, 0, 1, Op.SEND_B), 41, *groups, cpu)
-    message = Expected.make(header(CONTENT, agreed), agreed, waits=False)._replace(in_one=False)
+    message = ExpectedMessage.make(header(CONTENT, agreed), agreed, waits=False)._replace(
+        in_one=False
+    )
     channel.warm_up(processes.rank)
     received: list[Any] = []
     for number in range(2):

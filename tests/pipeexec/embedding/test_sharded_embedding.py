@@ -617,7 +617,7 @@ def test_a_lost_process_is_named(phase: str, tmp_path: Path) -> None:
     statuses, logs = run_to_end([[__file__, phase]] * 3, tmp_path)
     assert statuses == [3, 0, 3]
     for log in (logs[0], logs[2]):
-        assert f"Lost the connection to rank 1 broke: in the exchange of {phase}: " in log
+        assert f"LostConnection the connection to rank 1 broke: in the exchange of {phase}: " in log
 
 
 if __name__ == "__main__":
