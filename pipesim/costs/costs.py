@@ -540,6 +540,7 @@ def _checked(name: str, value: object) -> PerStage:
 
 
 def _checked_number(name: str, value: object, where: str) -> float:
+    """Return one value of a field as a float; raise `CostsError` unless it is finite and >= 0."""
     got = number(value)
     if got is None or got < 0 or math.isinf(got):
         unit = "bytes" if name.endswith("bytes") else "seconds"

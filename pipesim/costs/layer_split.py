@@ -192,17 +192,27 @@ def _most_even_choices(ends: list[int], bound: int, n_stages: int) -> list[list[
     best: list[float] = [inf] * n_layers + [0]
     choices: list[list[int]] = []
     for _ in range(n_stages):
-        earlier, best, choice = best, [inf] * (n_layers + 1), [0] * n_layers
-        for first in range(n_layers):
-            last = bisect.bisect_right(ends, ends[first] + bound) - 1
-            for end in range(first + 1, last + 1):
-                if earlier[end] == inf:  # no float holds the sum of inf and a large integer
-                    continue
-                total = (ends[end] - ends[first]) ** 2 + earlier[end]
-                if total < best[first]:  # among equal totals the first, with the shortest stage
-                    best[first], choice[first] = total, end
-        choices.append(choice)
+        options = [_best_stage(ends, bound, first, best) for first in range(n_layers)]
+        best = [total for total, _ in options] + [inf]
+        choices.append([end for _, end in options])
     return choices
+
+
+def _best_stage(ends: list[int], bound: int, first: int, best: list[float]) -> tuple[float, int]:
+    """Return the least sum of squares from layer ``first`` on, and the end of its first stage.
+
+    ``best`` has the least sums of the layers after that stage. Among equal sums, the stage is the
+    shortest. Without any possible stage, the sum is infinite and the end 0.
+    """
+    least, choice = inf, 0
+    last = bisect.bisect_right(ends, ends[first] + bound) - 1
+    for end in range(first + 1, last + 1):
+        if best[end] == inf:  # no float holds the sum of inf and a large integer
+            continue
+        total = (ends[end] - ends[first]) ** 2 + best[end]
+        if total < least:
+            least, choice = total, end
+    return least, choice
 
 
 def _whole_weights(seconds: Sequence[object]) -> list[int]:

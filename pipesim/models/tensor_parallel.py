@@ -5,6 +5,7 @@ Letters and sources are those of `pipesim.models.transformer`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipesim.costs.layer_split import Partition, Split
@@ -195,36 +196,43 @@ class Shard:
         layer = 3 * model.layer_flops(b) + model.recomputed_flops(b, self.recompute)
         head = 3 * model.head_flops(b)
         sizes = stage_sizes(layers_per_stage, partition, model.n_layers, layer, head)
-        ends = [(stage == 0, stage == len(sizes) - 1) for stage in range(len(sizes))]
-
-        def per_stage(layer: float, first: float = 0.0, last: float = 0.0) -> tuple[float, ...]:
-            return tuple(
-                n * layer + first * is_first + last * is_last
-                for n, (is_first, is_last) in zip(sizes, ends, strict=True)
-            )
-
         rate = self.tensor_parallel * float(flops_per_second)
+        return {**self._stage_seconds(sizes, rate), **self._stage_bytes(sizes)}
+
+    def _stage_seconds(self, sizes: Sequence[int], rate: float) -> dict[str, tuple[float, ...]]:
+        """Return the fields of `Costs` in seconds, at ``rate`` FLOP/s of all GPUs of the group."""
+        model, b = self.model, self.microbatch_size
         linear, core, head = model.linear_flops(b), model.core_flops(b), model.head_flops(b)
         recomputed = model.recomputed_flops(b, self.recompute)
-        forward = per_stage((linear + core) / rate, last=head / rate)
-        copied = self._copied_parameters if len(sizes) > 1 else 0.0
-        parameters = per_stage(
-            self.layer_parameters, self.embedding_parameters, self.head_parameters + copied
-        )
+        forward = _per_stage(sizes, (linear + core) / rate, last=head / rate)
+        backward = (2 * (linear + core) + recomputed) / rate
+        input_grad = (linear + 2 * core + recomputed) / rate
         return {
             "forward": forward,
-            "backward": per_stage((2 * (linear + core) + recomputed) / rate, last=2 * head / rate),
-            "input_grad": per_stage((linear + 2 * core + recomputed) / rate, last=head / rate),
-            "weight_grad": per_stage(linear / rate, last=head / rate),
+            "backward": _per_stage(sizes, backward, last=2 * head / rate),
+            "input_grad": _per_stage(sizes, input_grad, last=head / rate),
+            "weight_grad": _per_stage(sizes, linear / rate, last=head / rate),
             "recompute": forward,
+        }
+
+    def _stage_bytes(self, sizes: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return the fields of `Costs` in bytes."""
+        model = self.model
+        copied = self._copied_parameters if len(sizes) > 1 else 0.0
+        parameters = _per_stage(
+            sizes, self.layer_parameters, self.embedding_parameters, self.head_parameters + copied
+        )
+        return {
             "output_bytes": (self.output_bytes,) * len(sizes),
-            "activation_bytes": per_stage(
+            "activation_bytes": _per_stage(
+                sizes,
                 self.layer_activation_bytes,
                 self.embedding_activation_bytes,
                 self.head_activation_bytes,
             ),
             # Embedding: the gradient of its output. Head: its input and the gradient of the logits.
-            "weight_grad_bytes": per_stage(
+            "weight_grad_bytes": _per_stage(
+                sizes,
                 self.layer_weight_grad_bytes,
                 self.output_bytes,
                 self.output_bytes + self._logit_bytes,
@@ -236,6 +244,7 @@ class Shard:
 
     @property
     def _tokens(self) -> int:
+        """Tokens of a micro-batch."""
         return self.microbatch_size * self.model.sequence_length
 
     @property
@@ -260,6 +269,7 @@ class Shard:
 
     @property
     def _logit_bytes(self) -> float:
+        """Bytes of the logits on one GPU, in 32 bits."""
         return self._tokens * _LOGIT_BYTES * self.model.vocabulary_size / self.tensor_parallel
 
     @property
@@ -269,5 +279,16 @@ class Shard:
         matrix = model.vocabulary_size * model.hidden_size / self.tensor_parallel
         return matrix if model.tied_embeddings else 0.0
 
-    def _split_parameters(self, all_of_them: int, whole: int) -> float:
-        return (all_of_them - whole) / self.tensor_parallel + whole
+    def _split_parameters(self, total: int, whole: int) -> float:
+        """Return the parameters on one GPU, of ``total`` of which ``whole`` are not split."""
+        return (total - whole) / self.tensor_parallel + whole
+
+
+def _per_stage(
+    sizes: Sequence[int], layer: float, first: float = 0.0, last: float = 0.0
+) -> tuple[float, ...]:
+    """Return the value of each stage: ``layer`` times its layers, plus ``first`` or ``last``."""
+    end = len(sizes) - 1
+    return tuple(
+        n * layer + first * (stage == 0) + last * (stage == end) for stage, n in enumerate(sizes)
+    )

@@ -117,6 +117,7 @@ class Network:
 
     @functools.cached_property
     def _router(self) -> Router:
+        """The links as arrays, which are prepared once."""
         return Router(self.links, self.nodes, self.latency, self.bandwidth)
 
     def resolve(self, source: NDArray[Any], target: NDArray[Any], n_devices: int) -> Routes:

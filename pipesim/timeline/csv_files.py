@@ -239,6 +239,7 @@ def _numbers(rows: pd.DataFrame, column: str, parse: Callable[[str], float | Non
 
 
 def _is_stream(name: object) -> bool:
+    """Return whether a text is the name of a stream."""
     try:
         return StreamKind.name(StreamKind.code(str(name))) == name
     except (KeyError, ValueError):

@@ -111,7 +111,7 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
     return frame[kept].reset_index(drop=True)
 
 
-class _Events(NamedTuple):
+class _HeldBytes(NamedTuple):
     """Starts and ends of tasks, by device and in order of time; one entry each.
 
     ``balance`` has the bytes that are held from then on, beyond the static ones.
@@ -122,7 +122,7 @@ class _Events(NamedTuple):
     balance: Floats
 
 
-def _events(timeline: Timeline, costs: Costs) -> _Events:
+def _events(timeline: Timeline, costs: Costs) -> _HeldBytes:
     """Return the starts and ends of tasks that compute or release bytes."""
     graph = timeline.graph
     allocated, released = changes(graph, costs)
@@ -135,7 +135,7 @@ def _events(timeline: Timeline, costs: Costs) -> _Events:
         rows = slice(*np.searchsorted(device, [number, number + 1]))
         balance[rows] = np.cumsum(change[rows])
     time = np.where(is_end, timeline.end[task], timeline.start[task])
-    return _Events(device, time, balance)
+    return _HeldBytes(device, time, balance)
 
 
 def in_order_of_time(
@@ -237,6 +237,7 @@ def _balances(
 
 
 def _costs(timeline: Timeline) -> Costs:
+    """Return the costs of a timeline; raise `TimelineError` if it has none."""
     if timeline.costs is None:
         raise TimelineError(
             f"timeline {timeline.name!r} has no costs to compute memory with; "

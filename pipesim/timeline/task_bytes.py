@@ -155,6 +155,7 @@ def kind_bytes(graph: TaskGraph, costs: Costs) -> tuple[Floats, Floats, Floats]:
     zero = np.zeros(len(kinds))
 
     def choose(*choices: tuple[Op, NDArray[np.float64]]) -> NDArray[np.float64]:
+        """Return the values of each kind's operation, 0 for other operations."""
         return np.select([kinds.op == op for op, _ in choices], [x for _, x in choices], zero)
 
     more = np.maximum(0.0, weight_grad - activation)
