@@ -16,7 +16,6 @@ from pipesim.costs.exchange_bytes import as_mapping, checked_exchange_bytes
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import CostsError
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.rules import PAIRS
 from pipesim.graph.skips import message_bytes as skip_message_bytes
 from pipesim.graph.tasks import Kinds
 from pipesim.ops import COLLECTIVES, EXCHANGES, RECVS, SENDS, Op
@@ -50,7 +49,7 @@ def price(costs: Costs, graph: TaskGraph) -> TaskCosts:
     nbytes = message_bytes(kinds, costs.per_stage("output_bytes", n_stages))
     nbytes += skip_message_bytes(kinds, graph.skips, graph.portals, costs.skip_sizes)
     transfers = np.flatnonzero(kinds.is_op(SENDS | RECVS))
-    routes = costs.network.resolve(*message_ends(kinds, transfers), graph.n_devices)
+    routes = costs.network.resolve(*message_ends(graph, transfers), graph.n_devices)
     latency[transfers] = routes.latency
     links = np.full((len(kinds), routes.links.shape[1]), -1, dtype=np.int64)
     is_send = kinds.is_op(SENDS)[transfers]
@@ -147,20 +146,13 @@ def message_bytes(kinds: Kinds, output_bytes: Floats) -> Floats:
 
 
 def message_ends(
-    kinds: Kinds, transfers: NDArray[Any]
+    graph: TaskGraph, transfers: NDArray[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the sending and the receiving device of each kind in ``transfers``."""
-    n_replicas, n_stages = (int(c.max(initial=0)) + 1 for c in (kinds.replica, kinds.stage))
-    device = np.zeros((len(Op), n_replicas, n_stages + 2), dtype=np.int64)
-    device[kinds.op, kinds.replica, kinds.stage + 1] = kinds.device
-    homes = np.zeros((n_replicas, n_stages), dtype=np.int64)
-    homes[kinds.replica, kinds.stage] = kinds.device
-    ends = np.tile(kinds.device[transfers], (2, 1))
-    for recv, (send, step) in PAIRS.items():
-        for op, peer_op, peer_step, end in ((recv, send, step, 0), (send, recv, -step, 1)):
-            rows = kinds.op[transfers] == op
-            own = transfers[rows]
-            replica, peer = kinds.replica[own], kinds.peer_stage[own]
-            neighbour = device[peer_op, replica, kinds.stage[own] + 1 + peer_step]
-            ends[end, rows] = np.where(peer < 0, neighbour, homes[replica, peer])
-    return ends[0], ends[1]
+    """Return the sending and the receiving device of each kind in ``transfers``.
+
+    If the graph lacks the other end of a message, device 0 stands for it.
+    """
+    kinds, peer = graph.kinds, graph.peer_of_kind[transfers]
+    is_send = kinds.is_op(SENDS)[transfers]
+    own, other = kinds.device[transfers], np.where(peer >= 0, kinds.device[peer], 0)
+    return np.where(is_send, own, other), np.where(is_send, other, own)

@@ -23,6 +23,7 @@ from pipesim.graph.collective_groups import default_groups, group_members, parti
 from pipesim.graph.column_checks import checked_tasks
 from pipesim.graph.grad_sync import GradSyncArgument, GradSyncs, group_sizes
 from pipesim.graph.hosts import Hosts, host_of_devices
+from pipesim.graph.kind_rules import peer_kinds
 from pipesim.graph.options import LoweringOptions
 from pipesim.graph.overlaps import with_ends
 from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks
@@ -492,6 +493,11 @@ class TaskGraph:
             members = self.kinds.replica[gathers & (self.kinds.stage == stage)]
             shares[stage] = len(np.unique(members))
         return shares
+
+    @cached_property
+    def peer_of_kind(self) -> Ints:
+        """The kind at the other end of each kind of message, else -1; shape ``(len(kinds),)``."""
+        return peer_kinds(self.kinds)
 
     @property
     def device_of_stage(self) -> Ints:

@@ -18,7 +18,7 @@ from pipesim.graph.tasks import Kinds
 from pipesim.ops import EXCHANGES, Op
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["KindRules", "kind_rules"]
+__all__ = ["KindRules", "kind_rules", "peer_kinds"]
 
 #: Fills rows of rules that have fewer `Via` than others: an operation that no kind has.
 _NO_VIA = Via(op=-1)  # type: ignore[arg-type]
@@ -151,6 +151,18 @@ def kind_rules(
     base = cells[kinds.op, kinds.replica, kinds.stage + 1, part]
     tables = KindRules(base, _pairs(kinds, cells), by_kind.ptr, via, needs, *counts)
     return tables, int(cells.max(initial=-1)) + width
+
+
+def peer_kinds(kinds: Kinds) -> Ints:
+    """Return the kind at the other end of each kind of message, shape ``(n_kinds,)``.
+
+    -1 for other kinds, and for messages whose other end is not in the graph.
+    """
+    part = np.maximum(kinds.peer_stage, kinds.part)
+    cells = _cells(kinds, part, 1)
+    kind = np.full(int(cells.max(initial=-1)) + 2, -1, dtype=np.int64)  # the last is for none
+    kind[cells[kinds.op, kinds.replica, kinds.stage + 1, part]] = np.arange(len(kinds))
+    return kind[_pairs(kinds, cells)]
 
 
 def _cells(kinds: Kinds, part: Ints, width: int) -> NDArray[np.int64]:

@@ -187,7 +187,7 @@ class Noise:
         on_device[list(self.slow_devices)] = list(self.slow_devices.values())
         factor = np.where(kinds.is_op(COMPUTE), on_device[kinds.device], 1.0)
         transfers = np.flatnonzero(kinds.is_op(TRANSFERS))
-        source, target = message_ends(kinds, transfers)
+        source, target = message_ends(graph, transfers)
         for (a, b), slower in self.slow_links.items():
             on_link = transfers[(source == a) & (target == b)]
             if not len(on_link):
