@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipesim.errors import ArgumentError
-from pipesim.utils.texts import real, whole
+from pipesim.utils.texts import parse_float, parse_int
 
 if TYPE_CHECKING:
     import torch
@@ -39,21 +39,21 @@ def _some_words(text: str) -> list[str]:
 
 def integer(text: str) -> int:
     """Read a whole number in the digits 0 to 9, for argparse."""
-    found = whole(text)
+    found = parse_int(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
     return found
 
 
 def _real(text: str) -> float:
-    found = real(text)
+    found = parse_float(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"invalid float value: {text!r}")
     return found
 
 
 def _counts(text: str) -> list[int]:
-    found = [whole(word) for word in _some_words(text)]
+    found = [parse_int(word) for word in _some_words(text)]
     if None in found:
         raise argparse.ArgumentTypeError(f"not whole numbers: {text!r}")
     return [count for count in found if count is not None]

@@ -14,7 +14,7 @@ from pipesim.errors import ArgumentError, suggestion
 from pipesim.sweeps.grid import version
 from pipesim.sweeps.settings import FLAT, SETTINGS, Settings, check_layer, set_value
 from pipesim.utils.atomic_write import check_path, check_target, write_errors
-from pipesim.utils.texts import real, whole
+from pipesim.utils.texts import parse_float, parse_int
 
 __all__ = ["EPILOG", "SWEEP_EPILOG", "Command", "argument_settings", "parse_arguments"]
 
@@ -240,7 +240,7 @@ def _value(text: str) -> Any:
     """
     if "," in text:
         return [_value(part) for part in text.split(",")]
-    for parse in (whole, real):
+    for parse in (parse_int, parse_float):
         if (value := parse(text)) is not None:
             return value
     return {"true": True, "false": False}.get(text, text)

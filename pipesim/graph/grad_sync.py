@@ -9,7 +9,7 @@ import numpy as np
 
 from pipesim.errors import ArgumentError, check_count, check_name
 from pipesim.utils.csr import Ints
-from pipesim.utils.texts import whole
+from pipesim.utils.texts import parse_int
 
 __all__ = [
     "GRAD_SYNC",
@@ -128,5 +128,5 @@ def to_text(grad_sync: GradSyncs) -> str:
 
 def from_text(text: str) -> str | int | tuple[str | int, ...]:
     """Read a value, or one a stage between slashes: ``"every"``, ``"2"``, ``"every/2/last"``."""
-    values = tuple(text if (k := whole(text)) is None else k for text in text.split(_BETWEEN))
+    values = tuple(text if (k := parse_int(text)) is None else k for text in text.split(_BETWEEN))
     return values if len(values) > 1 else values[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import CostsError, number, suggestion
 from pipesim.utils.atomic_write import read_text
-from pipesim.utils.texts import csv_rows, real
+from pipesim.utils.texts import csv_rows, parse_float
 
 __all__ = [
     "COLUMNS",
@@ -91,7 +91,7 @@ def column_values(where: str, name: str, values: object) -> tuple[object, ...]:
 
 def checked_value(where: str, name: str, value: object) -> float:
     """Return a value, or the number in a text, as a float; raise `CostsError` for others."""
-    got = number(real(value) if isinstance(value, str) else value)
+    got = number(parse_float(value) if isinstance(value, str) else value)
     if got is None or not 0 <= got < math.inf:
         unit = "bytes" if name.endswith("bytes") else "seconds"
         raise CostsError(f"{where}: must be finite {unit} >= 0, got {value!r}")

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from pipesim.errors import NetworkError, number
 from pipesim.network.links import MAX_DEVICE, Link
 from pipesim.utils.atomic_write import read_text
-from pipesim.utils.texts import csv_rows, real, reals
+from pipesim.utils.texts import csv_rows, parse_float, parse_floats
 
 __all__ = ["matrix_links", "read_links"]
 
@@ -135,8 +135,8 @@ class _Table:
 
 def _numbers(texts: Sequence[str]) -> NDArray[np.float64]:
     """Return the number in each text; NaN for a text without one."""
-    numbers: Sequence[float | None] | None = reals(texts)
-    return np.array([*map(real, texts)] if numbers is None else numbers, dtype=np.float64)
+    numbers: Sequence[float | None] | None = parse_floats(texts)
+    return np.array([*map(parse_float, texts)] if numbers is None else numbers, dtype=np.float64)
 
 
 def matrix_links(latency: ArrayLike, bandwidth: ArrayLike) -> tuple[Link, ...]:

@@ -21,7 +21,14 @@ from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.scheduling.schedule import VERSIONS
 from pipesim.timeline.timeline import COLUMNS, Timeline
 from pipesim.utils.atomic_write import check_path, read_text, write_text
-from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch, csv_rows, real, whole
+from pipesim.utils.texts import (
+    CHECKSUM,
+    checksum,
+    checksum_mismatch,
+    csv_rows,
+    parse_float,
+    parse_int,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -159,10 +166,10 @@ def _read_columns(rows: pd.DataFrame) -> None:
         if column not in rows:
             rows[column] = value
     for column in ("device", "stage", "microbatch", *_DEFAULTS):
-        rows[column] = _numbers(rows, column, whole)
+        rows[column] = _numbers(rows, column, parse_int)
     for column in ("start", "end", "nbytes", "issued"):
         if column in rows:
-            rows[column] = _numbers(rows, column, lambda text: real(text or "nan"))
+            rows[column] = _numbers(rows, column, lambda text: parse_float(text or "nan"))
 
 
 def _check_columns(rows: pd.DataFrame) -> None:
@@ -220,7 +227,7 @@ def _settings(rows: pd.DataFrame) -> dict[str, Any]:
         if name != "hosts":  # hosts may be a list, and are checked with the graph
             check_name(name, settings[name], values)
     has_batches = "n_batches" in settings
-    settings["n_batches"] = int(_numbers(rows[:1], "n_batches", whole)[0]) if has_batches else 1
+    settings["n_batches"] = int(_numbers(rows[:1], "n_batches", parse_int)[0]) if has_batches else 1
     check_count("n_batches", settings["n_batches"])
     settings["grad_sync"] = from_text(settings.get("grad_sync", "last"))  # checked with the graph
     settings["skips"] = [skip_from_text(text) for text in settings.get("skips", "").split()]

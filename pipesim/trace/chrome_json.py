@@ -10,7 +10,7 @@ from typing import Any
 
 from pipesim.errors import TimelineError, number
 from pipesim.utils.atomic_write import gunzip, read_bytes
-from pipesim.utils.texts import checksum, checksum_mismatch, parse_json, unique
+from pipesim.utils.texts import checksum, checksum_mismatch, parse_json, unique_keys
 
 __all__ = ["SIGNATURE", "load", "read_header", "seconds"]
 
@@ -90,7 +90,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object. In an event's ``args`` a key may come twice; its times may not."""
     content = dict(pairs)
     if len(content) < len(pairs) and ("ph" in content or "traceEvents" in content):
-        unique(pairs)
+        unique_keys(pairs)
     return content
 
 

@@ -20,18 +20,18 @@ __all__ = [
     "checksum",
     "checksum_mismatch",
     "csv_rows",
+    "parse_float",
+    "parse_floats",
+    "parse_int",
     "parse_json",
-    "real",
-    "reals",
-    "unique",
-    "whole",
+    "unique_keys",
 ]
 
 #: JSON key or CSV column of a checksum.
 CHECKSUM = "checksum"
 
 
-def whole(text: str) -> int | None:
+def parse_int(text: str) -> int | None:
     """Parse a whole number in the digits 0 to 9; return None if the text is none."""
     try:
         return int(text) if _plain(text) else None
@@ -39,7 +39,7 @@ def whole(text: str) -> int | None:
         return None
 
 
-def real(text: str) -> float | None:
+def parse_float(text: str) -> float | None:
     """Parse a number, ``inf`` and ``nan`` included; return None if the text is none."""
     try:
         return float(text) if _plain(text) else None
@@ -47,7 +47,7 @@ def real(text: str) -> float | None:
         return None
 
 
-def reals(texts: Sequence[str]) -> list[float] | None:
+def parse_floats(texts: Sequence[str]) -> list[float] | None:
     """Parse many numbers fast; return None if one of the texts is none."""
     try:
         return [*map(float, texts)] if _plain("".join(texts)) else None
@@ -87,14 +87,14 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         If there is not enough memory.
     """
     try:
-        return json.loads(text, **{"object_pairs_hook": unique, **options})
+        return json.loads(text, **{"object_pairs_hook": unique_keys, **options})
     except RecursionError as error:
         raise ValueError("it is nested too deeply to be read") from error
     except MemoryError as error:
         raise CapacityError(f"{len(text)} characters of JSON are more than memory holds") from error
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object; raise `ValueError` for a key that it has twice."""
     unique_pairs = dict(pairs)
     if len(unique_pairs) < len(pairs):
