@@ -29,7 +29,7 @@ PARTS: Sequence[tuple[Any, str, str]] = [
     (Run, "_wait", "host idle"),
     (Run, "_guarded", "task's function and guard"),
     (Run, "seed_of", "seeds"),
-    (CpuEvent, "fire", "events pass"),
+    (CpuEvent, "set", "events pass"),
     (Stage, "forward", "stage's books"),
     (Stage, "backward", "stage's books"),
     (Stage, "_call", "stage's call, loss"),
@@ -79,8 +79,8 @@ class Clock:
 
     def woken(self, stream: CpuStream, event: CpuEvent) -> None:
         """Do as `CpuStream._block`, and note how long the thread slept on after the event."""
-        if event.call_when_passed(stream._passed.release):
-            stream._passed.acquire()
+        if event.add_callback(stream._gate.release):
+            stream._gate.acquire()
             if event.time is not None:
                 self.seconds["wake-up"] += perf_counter() - event.time
                 self.calls["wake-up"] += 1

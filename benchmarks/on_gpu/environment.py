@@ -14,7 +14,7 @@ from on_gpu.bench import Bench, noted_warnings
 from on_gpu.report import Report
 from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent
 from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
-from pipeexec.devices.emulated_links.timers import Waits, make_waits
+from pipeexec.devices.emulated_links.timers import StreamTimer, make_timer
 from pipeexec.devices.gpu_slices.cuda_driver import find_driver
 from pipeexec.devices.gpu_slices.slices import Slice
 from pipeexec.devices.streams import Event, Stream
@@ -105,7 +105,7 @@ def _splits(bench: Bench) -> str:
 
 
 def _smid(bench: Bench) -> str:
-    where, said = load_kernels(bench.gpu).where, []
+    where, said = load_kernels(bench.gpu).locate, []
     for n in bench.slice_counts:
         devices, found = px.slices("cuda:0", n), _empty(n, bench)
         torch.cuda.synchronize()
@@ -144,7 +144,7 @@ def _forked(streams: list[Stream], body: Callable[[], None]) -> torch.cuda.CUDAG
 
 
 def _captured_slices(bench: Bench) -> str:
-    where, n = load_kernels(bench.gpu).where, bench.slice_counts[-1]
+    where, n = load_kernels(bench.gpu).locate, bench.slice_counts[-1]
     devices, found = px.slices("cuda:0", n), _empty(n, bench)
     streams = [device.stream("compute") for device in devices]
 
@@ -186,12 +186,12 @@ def _captured_events(bench: Bench) -> str:
     return f"{'yes' if good else 'no'}: {said} s"
 
 
-def _wait(waits: Waits, seconds: float) -> None:
-    waits.until(waits.note(), seconds)
+def _wait(waits: StreamTimer, seconds: float) -> None:
+    waits.wait_until(waits.timestamp(), seconds)
 
 
 def _waits(bench: Bench) -> str:
-    waits, device = make_waits(bench.gpu), px.slices("cuda:0", 2)[0]
+    waits, device = make_timer(bench.gpu), px.slices("cuda:0", 2)[0]
     stream, wanted, took = device.stream("send:1"), (50e-6, 500e-6), []
     for seconds in wanted:
         for _ in range(3):  # the first one loads the kernels
@@ -202,7 +202,7 @@ def _waits(bench: Bench) -> str:
         took.append(ended.seconds_since(began))
     good = all(-1e-6 < a - b < 50e-6 for a, b in zip(took, wanted, strict=True))
     text = ", ".join(f"{s * 1e6:.1f} us" for s in took)
-    return f"{'yes' if good else 'no'}: 50 and 500 us took {text} ({waits.says})"
+    return f"{'yes' if good else 'no'}: 50 and 500 us took {text} ({waits.description})"
 
 
 def _side_by_side(bench: Bench) -> str:

@@ -1,17 +1,17 @@
 """One clock for all devices of a process: events of different GPUs on one axis of time.
 
-CUDA tells the time between two events of one GPU only. But a stream can wait for an event of
-another GPU, so that two GPUs can pass messages that carry nothing but the time:
+CUDA measures the time between two events of one GPU only. But a stream can wait for an event of
+another GPU, so two GPUs can exchange empty messages and read their times:
 
     A records a,   B waits for it and records b      b was read d1 >= 0 after a
     B records b',  A waits for it and records a'     a' was read d2 >= 0 after b'
 
 Both readings differ by the offset of the clocks and by the delay. Delays are never negative, so the
-fastest message of each way bounds the offset from one side. The middle is the estimate, and half of
-what is left between the bounds is the most that it can be wrong, as long as the clocks do not
-drift apart within the few hundred microseconds of the exchange and the step that follows it.
+fastest message each way bounds the offset from one side. The estimate is the middle of the bounds.
+Its error is at most half their distance, as long as the clocks do not drift apart within the few
+hundred microseconds of the exchange and the step that follows it.
 
-The exchange is queued at the beginning of each step and read after it: the host waits for nothing.
+The exchange is queued at the beginning of each step and read after it; the host never waits.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import torch
 
 from pipeexec.devices.streams import Event, Stream
 
-__all__ = ["Clocks", "Marked", "offset", "start"]
+__all__ = ["ClockedDevice", "Clocks", "estimate_offset", "start"]
 
-#: Messages each way. The first wake an idle GPU; a few more do, since only the fastest counts.
+#: Messages each way. The first wake an idle GPU; few are needed, since only the fastest counts.
 ROUNDS = 8
 
 
-class Marked(Protocol):
-    """What is needed of a device; see `pipeexec.devices.Device`."""
+class ClockedDevice(Protocol):
+    """A device with a clock; see `pipeexec.devices.device.Device`."""
 
     torch_device: torch.device
 
     def mark(self) -> Event:
-        """Return an event that passes now: the zero of this device's clock."""
+        """Return an event that is set now: the zero of this device's clock."""
         ...
 
     def stream(self, name: str) -> Stream:
@@ -47,18 +47,18 @@ class Marked(Protocol):
 class Round(NamedTuple):
     """The events of a message from the first clock to another, and of one back."""
 
-    sent: Event
-    arrived: Event
-    sent_back: Event
-    back: Event
+    departure: Event
+    arrival: Event
+    return_departure: Event
+    return_arrival: Event
 
 
-def offset(out: Sequence[float], back: Sequence[float]) -> tuple[float, float]:
-    """Return what to add to B's readings to have A's, and the most that it can be wrong (s).
+def estimate_offset(forth: Sequence[float], back: Sequence[float]) -> tuple[float, float]:
+    """Return the offset to add to B's readings to get A's, and its largest error (s).
 
     Parameters
     ----------
-    out
+    forth
         B's reading at the arrival of a message from A, less A's at its departure (s).
     back
         A's reading at the arrival of a message from B, less B's at its departure (s).
@@ -67,23 +67,23 @@ def offset(out: Sequence[float], back: Sequence[float]) -> tuple[float, float]:
     --------
     B's clock reads 2 s less, and messages take 0.5 s and more:
 
-    >>> offset(out=[-1.5, -1.2], back=[2.75, 2.5])
+    >>> estimate_offset(forth=[-1.5, -1.2], back=[2.75, 2.5])
     (2.0, 0.5)
     """
-    fastest, fastest_back = min(out), min(back)
+    fastest, fastest_back = min(forth), min(back)
     return (fastest_back - fastest) / 2, abs(fastest_back + fastest) / 2
 
 
 class Clocks:
-    """Tells when an event of any device passed, in seconds since the beginning of the step.
+    """Converts an event of any device to seconds since the beginning of the step.
 
     Parameters
     ----------
-    of
-        The clock that each device counts by.
+    clock_of_device
+        Number of each device's clock.
     zeros
         The event from which each clock counts.
-    began
+    starts
         The event of each clock at which the step may begin, after the rounds.
     rounds
         Messages between the first clock and each other one.
@@ -91,23 +91,29 @@ class Clocks:
 
     def __init__(
         self,
-        of: Sequence[int],
+        clock_of_device: Sequence[int],
         zeros: Sequence[Event],
-        began: Sequence[Event],
+        starts: Sequence[Event],
         rounds: Sequence[Sequence[Round]],
     ) -> None:
-        self._of, self._zeros, self._began, self._rounds = of, zeros, began, rounds
+        self._clock_of_device, self._zeros = clock_of_device, zeros
+        self._starts, self._rounds = starts, rounds
 
     @cached_property
     def _offsets(self) -> list[tuple[float, float]]:
         """The offset of each clock and its error."""
-        found = [(0.0, 0.0)]
+        offsets = [(0.0, 0.0)]
         first = self._zeros[0]
         for zero, rounds in zip(self._zeros[1:], self._rounds, strict=True):
-            out = [r.arrived.seconds_since(zero) - r.sent.seconds_since(first) for r in rounds]
-            back = [r.back.seconds_since(first) - r.sent_back.seconds_since(zero) for r in rounds]
-            found.append(offset(out, back))
-        return found
+            forth = [
+                r.arrival.seconds_since(zero) - r.departure.seconds_since(first) for r in rounds
+            ]
+            back = [
+                r.return_arrival.seconds_since(first) - r.return_departure.seconds_since(zero)
+                for r in rounds
+            ]
+            offsets.append(estimate_offset(forth, back))
+        return offsets
 
     @cached_property
     def _beginning(self) -> float:
@@ -115,27 +121,29 @@ class Clocks:
         if len(self._zeros) == 1:
             return 0.0
         return min(
-            began.seconds_since(zero) + ahead
-            for began, zero, (ahead, _) in zip(self._began, self._zeros, self._offsets, strict=True)
+            start.seconds_since(zero) + offset
+            for start, zero, (offset, _) in zip(
+                self._starts, self._zeros, self._offsets, strict=True
+            )
         )
 
     @property
     def error(self) -> float:
-        """The most that times of two clocks can be wrong against each other (s); 0 of one clock.
+        """The largest error between times of two clocks (s); 0 for one clock.
 
-        Each is aligned with the first one, so two of the others are off by both errors.
+        Each clock is aligned with the first, so the errors of two others add up.
         """
         return sum(sorted(error for _, error in self._offsets)[-2:])
 
     def seconds(self, device: int, event: Event) -> float:
-        """Return when an event of a device passed; it and the exchange must have."""
-        clock = self._of[device]
-        ahead, _ = self._offsets[clock]
-        return event.seconds_since(self._zeros[clock]) + ahead - self._beginning
+        """Return when an event of a device was set (s); it and the exchange must be set."""
+        clock = self._clock_of_device[device]
+        offset, _ = self._offsets[clock]
+        return event.seconds_since(self._zeros[clock]) + offset - self._beginning
 
 
-def start(devices: Sequence[Marked]) -> Clocks:
-    """Queue the beginning of a step on every device; those of one GPU have one clock.
+def start(devices: Sequence[ClockedDevice]) -> Clocks:
+    """Queue the beginning of a step on every device; devices of one GPU have one clock.
 
     With several clocks, all compute streams first exchange messages with the first device's.
     """
@@ -148,21 +156,21 @@ def start(devices: Sequence[Marked]) -> Clocks:
     streams = [devices[index].stream("compute") for index in heads.values()]
     rounds = [_exchange(streams[0], stream) for stream in streams[1:]]
     return Clocks(
-        of=[numbers[device.torch_device] for device in devices],
+        clock_of_device=[numbers[device.torch_device] for device in devices],
         zeros=[marks[index] for index in heads.values()],
-        began=[stream.record() for stream in streams] if rounds else [],
+        starts=[stream.record() for stream in streams] if rounds else [],
         rounds=rounds,
     )
 
 
 def _exchange(first: Stream, second: Stream) -> list[Round]:
-    """Queue messages to and fro."""
+    """Queue `ROUNDS` messages each way."""
     rounds = []
     for _ in range(ROUNDS):
-        sent = first.record()
-        second.wait_event(sent)
-        arrived = second.record()
-        sent_back = second.record()
-        first.wait_event(sent_back)
-        rounds.append(Round(sent, arrived, sent_back, first.record()))
+        departure = first.record()
+        second.wait_event(departure)
+        arrival = second.record()
+        return_departure = second.record()
+        first.wait_event(return_departure)
+        rounds.append(Round(departure, arrival, return_departure, first.record()))
     return rounds

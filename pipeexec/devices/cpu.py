@@ -14,9 +14,9 @@ __all__ = ["CpuDevice"]
 
 
 class CpuDevice(NamedStreams):
-    """A worker thread that computes on one core; its messages are handed over by reference.
+    """A worker thread that computes on one core; its messages are passed by reference.
 
-    Its stream ``"caller"`` computes in the thread that gives it work.
+    Its stream ``"caller"`` computes in the thread that submits the work.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class CpuDevice(NamedStreams):
         self.core = core
         self.torch_device = torch.device("cpu")
 
-    def _make(self, name: str, blocks: bool) -> Stream:
+    def _make_stream(self, name: str, blocks: bool) -> Stream:
         if name == "compute":
             return CpuStream(f"{self.name} {name}", self._prepare)
         if name == "caller":
@@ -46,16 +46,16 @@ class CpuDevice(NamedStreams):
             os.sched_setaffinity(0, {self.core})
 
     def mark(self) -> Event:
-        """Return an event that passes now; all CPU workers have one clock."""
+        """Return an event that is set now; all CPU workers have one clock."""
         return CpuEvent.now()
 
     def rejoin(self, event: Event, values: Values = ()) -> None:
-        """Block the caller until ``event`` has passed."""
+        """Block the caller until ``event`` is set."""
         wait_for(event)
 
     def wait_for_host(self, event: Event) -> None:
-        """Block the caller until ``event`` has passed: the host does all the work."""
+        """Block the caller until ``event`` is set: the host does all the work."""
         wait_for(event)
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Do nothing: Python's references keep memory."""
+        """Do nothing: references keep the memory."""

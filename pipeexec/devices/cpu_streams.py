@@ -16,50 +16,56 @@ __all__ = ["CallerStream", "CpuEvent", "CpuStream", "InlineStream"]
 
 
 class CpuEvent:
-    """An event of a CPU stream; ``time`` is when it passed, on `time.perf_counter`'s clock."""
+    """An event of a CPU stream.
 
-    __slots__ = ("_lock", "_waiting", "time")
+    Attributes
+    ----------
+    time
+        When the event was set, on `time.perf_counter`'s clock; None before.
+    """
+
+    __slots__ = ("_callbacks", "_lock", "time")
 
     def __init__(self) -> None:
         self.time: float | None = None
-        self._waiting: list[Work] = []
+        self._callbacks: list[Work] = []
         self._lock = threading.Lock()
 
     @classmethod
     def now(cls) -> CpuEvent:
-        """Return an event that passes now: nobody can wait for it, so that it needs no lock."""
+        """Return an event that is set now; it has no waiters, so it needs no lock."""
         event = cls.__new__(cls)
         event.time = perf_counter()
         return event
 
-    def fire(self) -> None:
-        """Pass, and tell whoever waits."""
+    def set(self) -> None:
+        """Set the event and run its callbacks."""
         with self._lock:
             self.time = perf_counter()
-        for tell in self._waiting:
-            tell()
-        self._waiting.clear()  # streams, which may hold this event
+        for callback in self._callbacks:
+            callback()
+        self._callbacks.clear()  # they may be methods of streams that hold this event
 
-    def call_when_passed(self, tell: Work) -> bool:
-        """Call ``tell`` from the thread in which the event passes; False if it has passed."""
+    def add_callback(self, callback: Work) -> bool:
+        """Call ``callback`` in the thread that sets the event; False if it is set already."""
         if self.time is not None:
             return False
         with self._lock:
             if self.time is not None:
                 return False
-            self._waiting.append(tell)
+            self._callbacks.append(callback)
             return True
 
-    def passed(self) -> bool:
+    def is_set(self) -> bool:
         """Return whether everything before this point has run."""
         return self.time is not None
 
     def wait(self, seconds: float = -1) -> bool:
-        """Block the caller until this passes, for so long at most (-1: for ever)."""
-        passed = threading.Lock()
-        passed.acquire()
-        if self.call_when_passed(passed.release):
-            return passed.acquire(timeout=seconds)
+        """Block the caller until the event is set, at most so long (-1: without limit)."""
+        lock = threading.Lock()
+        lock.acquire()
+        if self.add_callback(lock.release):
+            return lock.acquire(timeout=seconds)
         return True
 
     def seconds_since(self, base: Event) -> float:
@@ -71,75 +77,75 @@ class CpuEvent:
 
 
 class CpuStream:
-    """A worker thread that runs its queue in order; it ends when nobody holds the stream.
+    """A worker thread that runs its queue in order; it ends when the stream is garbage.
 
     Parameters
     ----------
     name
-        Of the thread.
+        Name of the thread.
     prepare
         Run first, in the thread: pin it, set its number of threads.
     """
 
     def __init__(self, name: str, prepare: Work | None = None) -> None:
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
-        self._passed = threading.Lock()
-        self._passed.acquire()
+        self._gate = threading.Lock()  # the thread waits here for an event
+        self._gate.acquire()
         self._errors: list[BaseException] = []
         if prepare is not None:
             self._queue.put(prepare)
         self.thread = threading.Thread(
-            target=_serve, args=(self._queue, self._errors), name=name, daemon=True
+            target=_run_queue, args=(self._queue, self._errors), name=name, daemon=True
         )
         self.thread.start()
         weakref.finalize(self, self._queue.put, None)
 
     def _block(self, event: CpuEvent) -> None:
-        if event.call_when_passed(self._passed.release):
-            self._passed.acquire()
+        if event.add_callback(self._gate.release):
+            self._gate.acquire()
 
     def submit(self, work: Work) -> None:
-        """Let ``work`` run after everything that was given before."""
+        """Run ``work`` after everything submitted before."""
         self._queue.put(work)
 
     def record(self) -> CpuEvent:
-        """Return an event that passes when everything given before has run."""
+        """Return an event that is set when everything submitted before has run."""
         event = CpuEvent()
-        self._queue.put(event.fire)
+        self._queue.put(event.set)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Let what is given from now on wait for ``event``."""
+        """Let work submitted from now on wait for ``event``."""
         assert isinstance(event, CpuEvent)
         if event.time is None:
             self._queue.put(partial(self._block, event))
 
-    def milestone(self) -> tuple[CpuEvent, Work]:
-        """Return an event within work, and what that work calls to let it pass."""
+    def event_inside(self) -> tuple[CpuEvent, Work]:
+        """Return an event within work, and the function by which work sets it."""
         event = CpuEvent()
-        return event, event.fire
+        return event, event.set
 
-    def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
-        """Let ``work`` run behind what was given before and these events; as one piece of work."""
-        for event in after:
+    def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
+        """Run ``work`` after everything submitted before and ``events``, as one piece of work."""
+        for event in events:
             self.wait_event(event)
-        began, ended = CpuEvent(), CpuEvent()
-        self._queue.put(partial(_timed, began, work, ended))
-        return began, ended
+        start, end = CpuEvent(), CpuEvent()
+        self._queue.put(partial(_run_between, start, work, end))
+        return start, end
 
     def synchronize(self) -> None:
-        """Block the caller until everything has run; raise the first exception of raw work."""
+        """Block the caller until everything has run; raise the first exception of its work."""
         self.record().wait()
         _raise_first(self._errors)
 
     def close(self) -> None:
-        """Run what was given, then end the thread."""
+        """Run what was submitted, then end the thread."""
         self._queue.put(None)
         self.thread.join()
 
 
-def _serve(queue: SimpleQueue[Work | None], errors: list[BaseException]) -> None:
-    """Run a queue in this thread, which holds no more of the stream than that."""
+def _run_queue(queue: SimpleQueue[Work | None], errors: list[BaseException]) -> None:
+    """Run a queue in this thread, which holds no reference to the stream itself."""
     while (work := queue.get()) is not None:
         try:
             work()
@@ -148,13 +154,13 @@ def _serve(queue: SimpleQueue[Work | None], errors: list[BaseException]) -> None
         del work  # an idle worker keeps nothing alive
 
 
-def _timed(began: CpuEvent, work: Work, ended: CpuEvent) -> None:
-    """Run work between two events, which pass even if it fails."""
-    began.fire()
+def _run_between(start: CpuEvent, work: Work, end: CpuEvent) -> None:
+    """Run work between two events, which are set even if it fails."""
+    start.set()
     try:
         work()
     finally:
-        ended.fire()
+        end.set()
 
 
 def _raise_first(errors: list[BaseException]) -> None:
@@ -166,38 +172,41 @@ def _raise_first(errors: list[BaseException]) -> None:
 
 
 class InlineStream:
-    """A stream without a thread: whoever makes its next piece of work ready, runs it.
+    """A stream without a thread: the thread that makes its next piece of work ready runs it.
 
-    For work that takes no time, such as handing over a tensor within one memory: a thread of its
-    own would cost a wake-up a message (25 us idle, 200 us on busy cores) and nothing else.
+    For work that takes no time, such as handing over a tensor within one memory. A separate thread
+    would cost a wake-up for each message (25 us idle, 200 us on busy cores) and gain nothing.
     """
 
     def __init__(self) -> None:
         self._queue: deque[Work | CpuEvent] = deque()
         self._lock = threading.Lock()
-        self._signals = 0
-        self._watched: CpuEvent | None = None  # will call `_advance`
+        self._n_signals = 0
+        self._awaited: CpuEvent | None = None  # will call `_advance`
         self._errors: list[BaseException] = []
 
     def _advance(self) -> None:
-        """Run what is ready, unless another thread does: it then looks again for this signal."""
+        """Run the work that is ready, unless another thread does.
+
+        The signal makes the other thread look again.
+        """
         with self._lock:
-            self._signals += 1
-            if self._signals > 1:
+            self._n_signals += 1
+            if self._n_signals > 1:
                 return
         while True:
-            seen = self._signals
+            n_served = self._n_signals
             self._drain()
             with self._lock:
-                self._signals -= seen
-                if not self._signals:
+                self._n_signals -= n_served
+                if not self._n_signals:
                     return
 
     def _drain(self) -> None:
         while self._queue:
             work = self._queue[0]
             if isinstance(work, CpuEvent):
-                if work.time is None and (work is self._watched or self._watch(work)):
+                if work.time is None and (work is self._awaited or self._await(work)):
                     return
                 self._queue.popleft()
                 continue
@@ -207,46 +216,46 @@ class InlineStream:
             except BaseException as error:
                 self._errors.append(error)
 
-    def _watch(self, event: CpuEvent) -> bool:
-        """Ask once, however often a blocked stream is given more; False if the event has passed."""
-        self._watched = event
-        return event.call_when_passed(self._advance)
+    def _await(self, event: CpuEvent) -> bool:
+        """Add one callback, however often the blocked stream gets work; False if event is set."""
+        self._awaited = event
+        return event.add_callback(self._advance)
 
     def submit(self, work: Work) -> None:
-        """Let ``work`` run after everything that was given before."""
+        """Run ``work`` after everything submitted before."""
         self._queue.append(work)
         self._advance()
 
     def record(self) -> CpuEvent:
-        """Return an event that passes when everything given before has run."""
+        """Return an event that is set when everything submitted before has run."""
         event = CpuEvent()
-        self.submit(event.fire)
+        self.submit(event.set)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Let what is given from now on wait for ``event``."""
+        """Let work submitted from now on wait for ``event``."""
         assert isinstance(event, CpuEvent)
         if event.time is None:
             self._queue.append(event)
             self._advance()
 
-    def milestone(self) -> tuple[CpuEvent, Work]:
-        """Return an event within work, and what that work calls to let it pass."""
+    def event_inside(self) -> tuple[CpuEvent, Work]:
+        """Return an event within work, and the function by which work sets it."""
         event = CpuEvent()
-        return event, event.fire
+        return event, event.set
 
-    def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
-        """Let ``work`` run behind what was given before and these events; as one piece of work."""
-        for event in after:
+    def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
+        """Run ``work`` after everything submitted before and ``events``, as one piece of work."""
+        for event in events:
             assert isinstance(event, CpuEvent)
             if event.time is None:
                 self._queue.append(event)
-        began, ended = CpuEvent(), CpuEvent()
-        self.submit(partial(_timed, began, work, ended))
-        return began, ended
+        start, end = CpuEvent(), CpuEvent()
+        self.submit(partial(_run_between, start, work, end))
+        return start, end
 
     def synchronize(self) -> None:
-        """Block the caller until everything has run; raise the first exception of raw work."""
+        """Block the caller until everything has run; raise the first exception of its work."""
         self.record().wait()
         _raise_first(self._errors)
 
@@ -255,40 +264,40 @@ class InlineStream:
 
 
 class CallerStream:
-    """A stream that is its caller: work is done when it is given.
+    """A stream that runs work at once in the caller's thread.
 
-    For work so short that a thread would cost more than it gains. Whoever gives work waits for what
-    it needs, and gets its exception.
+    For work so short that a thread costs more than it gains. The caller waits for the events that
+    the work depends on, and gets its exceptions.
     """
 
     def submit(self, work: Work) -> None:
-        """Do ``work``."""
+        """Run ``work``."""
         work()
 
     def record(self) -> CpuEvent:
-        """Return an event that passes now."""
+        """Return an event that is set now."""
         return CpuEvent.now()
 
     def wait_event(self, event: Event) -> None:
         """Wait for ``event``."""
         wait_for(event)
 
-    def milestone(self) -> tuple[CpuEvent, Work]:
-        """Return an event within work, and what that work calls to let it pass."""
+    def event_inside(self) -> tuple[CpuEvent, Work]:
+        """Return an event within work, and the function by which work sets it."""
         event = CpuEvent()
-        return event, event.fire
+        return event, event.set
 
-    def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
-        """Do ``work`` once these events have passed; return those around it."""
-        for event in after:
-            if not event.passed():
+    def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CpuEvent, CpuEvent]:
+        """Run ``work`` once ``events`` are set; return the events around it."""
+        for event in events:
+            if not event.is_set():
                 self.wait_event(event)
-        began = CpuEvent.now()
+        start = CpuEvent.now()
         work()
-        return began, CpuEvent.now()
+        return start, CpuEvent.now()
 
     def synchronize(self) -> None:
-        """Do nothing: all is done."""
+        """Do nothing: all work is done."""
 
     def close(self) -> None:
         """Do nothing: there is no thread to end."""

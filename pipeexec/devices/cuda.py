@@ -1,4 +1,4 @@
-"""`CudaDevice`: a GPU."""
+"""`CudaDevice`: a GPU. Not yet measured on hardware."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class CudaDevice(NamedStreams):
         self.torch_device = torch.device(device.type, device.index or 0)
         self.name = str(self.torch_device)
 
-    def _make(self, name: str, blocks: bool) -> Stream:
+    def _make_stream(self, name: str, blocks: bool) -> Stream:
         return CudaStream(torch.cuda.Stream(self.torch_device))
 
     def _prepare_host(self) -> None:
         """Make this GPU, and its compute stream, the current ones of the calling thread.
 
-        Both are a thread's own in CUDA. A stream that is given work makes itself the current one
-        meanwhile, which takes less time on the current GPU.
+        CUDA keeps both for each thread. A stream makes itself the current one while it runs work,
+        which takes less time on the current GPU.
         """
         compute = self.stream("compute")
         assert isinstance(compute, CudaStream)
         torch.cuda.set_stream(compute.stream)
 
     def mark(self) -> Event:
-        """Return an event on an idle compute stream; `pipeexec.devices.clocks` joins those of GPUs.
+        """Return an event on the compute stream; `pipeexec.devices.clocks` aligns those of GPUs.
 
-        What follows waits for the caller's own stream, on which batches are copied to the GPU and
-        parameters may have been changed.
+        Work submitted later waits for the caller's own stream, on which batches are copied to the
+        GPU and parameters may have been changed.
         """
         compute = self.stream("compute")
         assert isinstance(compute, CudaStream)
@@ -44,7 +44,7 @@ class CudaDevice(NamedStreams):
         return compute.record()
 
     def rejoin(self, event: Event, values: Values = ()) -> None:
-        """Let the caller's own stream on this GPU wait for ``event``; the caller does not."""
+        """Make the caller's own stream on this GPU wait for ``event``; the caller does not wait."""
         assert isinstance(event, CudaEvent)
         current = torch.cuda.current_stream(self.torch_device)
         current.wait_event(event.order)
@@ -53,14 +53,14 @@ class CudaDevice(NamedStreams):
                 value.record_stream(current)
 
     def wait_for_host(self, event: Event) -> None:
-        """Return at once: the host did its part, to launch kernels, when it gave the work."""
+        """Return at once: the host launched the kernels when it submitted the work."""
 
     def adopt(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Let the allocator wait for ``stream`` before it uses the memory again.
 
-        The alternative, to hold references until the consumer's event, needs either a host that
-        polls events, or a wait on the stream that owns the memory: an edge that the graph does not
-        have. The allocator, too, polls, but only when it is asked for memory.
+        The alternative is to hold references until the consumer's event. It needs a host that polls
+        events, or a wait on the stream that owns the memory, which is an edge that the graph lacks.
+        The allocator polls too, but only when it has to allocate.
         """
         assert isinstance(stream, CudaStream)
         tensor.record_stream(stream.stream)

@@ -1,6 +1,7 @@
-"""CUDA's own streams and events behind the interface of `pipeexec.devices.streams`.
+"""CUDA's streams and events behind the interface of `pipeexec.devices.streams`.
 
-Work runs on the host at once and launches its kernels; the host waits in ``synchronize`` alone.
+Work runs on the host at once and launches its kernels; the host waits only in ``synchronize``.
+Not yet measured on hardware.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ __all__ = ["CapturedEvent", "CudaEvent", "CudaStream"]
 
 
 class CudaEvent:
-    """An event that orders streams and tells the time."""
+    """An event that orders streams and records the time.
+
+    Attributes
+    ----------
+    order, time
+        torch's events that streams wait for, and that times are read from; here one event.
+    """
 
     __slots__ = ("order", "time")
 
@@ -25,23 +32,23 @@ class CudaEvent:
         self.order = self.time = torch.cuda.Event(enable_timing=True)
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Let the event pass when everything given to ``stream`` before has run."""
+        """Set the event when everything submitted to ``stream`` before has run."""
         self.order.record(stream)
 
     def seconds_since(self, base: Event) -> float:
         """Return seconds from ``base`` to this event, both on one GPU, good to half a microsecond.
 
-        A float of milliseconds, so events hours apart would be told no better than that.
+        CUDA returns float32 milliseconds, so times of events hours apart are coarser.
         """
         assert isinstance(base, CudaEvent)
         return float(base.time.elapsed_time(self.time)) * 1e-3
 
-    def passed(self) -> bool:
+    def is_set(self) -> bool:
         """Return whether everything before this point has run."""
         return bool(self.time.query())
 
     def wait(self, seconds: float) -> bool:
-        """Block the caller until this passes, for so long at most; CUDA has no timed wait."""
+        """Block the caller until the event is set, at most so long; CUDA has no timed wait."""
         end = perf_counter() + seconds
         while not self.time.query():
             if perf_counter() > end:
@@ -51,11 +58,11 @@ class CudaEvent:
 
 
 class CapturedEvent(CudaEvent):
-    """An event in a CUDA graph, of which every replay tells the time.
+    """An event in a CUDA graph, whose time every replay records.
 
-    Two of CUDA's: in a capture, an event either orders streams or, as an external one, becomes a
-    node of the graph that notes the time (`cudaEventRecordExternal`); waiting for an external one
-    would be a node that waits for someone outside.
+    It consists of two CUDA events. In a capture, an ordinary event orders streams. An external one
+    becomes a node of the graph that records the time (`cudaEventRecordExternal`); a stream that
+    waited for it would become a node that waits for work outside the graph.
     """
 
     __slots__ = ()
@@ -65,7 +72,7 @@ class CapturedEvent(CudaEvent):
         self.time = torch.cuda.Event(enable_timing=True, external=True)
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Note the time first, so that what waits for this event comes after the note."""
+        """Record the time first, so that work that waits for this event runs after it."""
         self.time.record(stream)
         self.order.record(stream)
 
@@ -76,12 +83,13 @@ class CudaStream:
     Parameters
     ----------
     stream
-        torch's.
+        Stream of torch.
 
     Attributes
     ----------
     make_event
-        What `record` records; `pipeexec.executor.cuda_graph` changes it while it captures.
+        Makes the event that `record` records; `pipeexec.executor.cuda_graph` replaces it in a
+        capture.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -90,46 +98,46 @@ class CudaStream:
 
     def submit(self, work: Work) -> None:
         """Launch the kernels of ``work`` on this stream."""
-        before = torch.cuda.current_stream()
-        if before.device_index != self.stream.device_index:
-            with torch.cuda.stream(self.stream):  # which also puts back that GPU's own stream
+        caller_stream = torch.cuda.current_stream()
+        if caller_stream.device_index != self.stream.device_index:
+            with torch.cuda.stream(self.stream):  # also restores the other GPU's current stream
                 work()
             return
-        # As that does on one GPU, in half the time: this is done for every task.
+        # The same on one GPU, in half the time of the context manager: every task does this.
         torch.cuda.set_stream(self.stream)
         try:
             work()
         finally:
-            torch.cuda.set_stream(before)
+            torch.cuda.set_stream(caller_stream)
 
     def record(self) -> CudaEvent:
-        """Return an event that passes when everything given before has run."""
+        """Return an event that is set when everything submitted before has run."""
         event = self.make_event()
         event.record(self.stream)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Let what is given from now on wait for ``event``."""
+        """Let work submitted from now on wait for ``event``."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.order)
 
-    def milestone(self) -> tuple[CudaEvent, Work]:
-        """Return an event within work, and what that work calls to let it pass."""
+    def event_inside(self) -> tuple[CudaEvent, Work]:
+        """Return an event within work, and the function by which work records it."""
         event = self.make_event()
         return event, partial(event.record, self.stream)
 
-    def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[CudaEvent, CudaEvent]:
-        """Launch the kernels of ``work`` behind these events; return those around it."""
-        for event in after:
+    def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[CudaEvent, CudaEvent]:
+        """Launch the kernels of ``work`` after ``events``; return the events around it."""
+        for event in events:
             self.wait_event(event)
-        began = self.record()
+        start = self.record()
         self.submit(work)
-        return began, self.record()
+        return start, self.record()
 
     def synchronize(self) -> None:
         """Block the caller until everything has run."""
         self.stream.synchronize()
 
     def close(self) -> None:
-        """Wait for what was given."""
+        """Wait until everything submitted has run."""
         self.stream.synchronize()

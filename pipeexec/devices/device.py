@@ -1,4 +1,4 @@
-"""`Device`: the interface of every device, and the streams by name that real ones share."""
+"""`Device`: the interface of every device, and the named streams that real devices share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipeexec.devices.streams import Event, Stream
 
 __all__ = ["Device", "DeviceLike", "NamedStreams", "Values"]
 
-#: What stages exchange: the tensors of a message. A gradient may be missing.
+#: The tensors of a message between stages. A gradient may be missing.
 Values = tuple[torch.Tensor | None, ...]
 
 
 class Device(Protocol):
-    """Where stages run."""
+    """A processor that runs stages, with its streams, its clock and its memory."""
 
     name: str
     torch_device: torch.device
@@ -28,13 +28,13 @@ class Device(Protocol):
     launch: float
 
     def host(self) -> CpuStream:
-        """Return the thread that issues tasks of this device, where the caller does not."""
+        """Return the thread that issues tasks of this device, if the caller's thread does not."""
         ...
 
     def stream(self, name: str, *, blocks: bool = False) -> Stream:
-        """Return the stream called ``name``, made on first use; one whose work may block, or not.
+        """Return the stream called ``name``, made on first use.
 
-        Messages to other processes block.
+        ``blocks`` allows its work to block, as messages to other processes do.
         """
         ...
 
@@ -43,13 +43,13 @@ class Device(Protocol):
         ...
 
     def mark(self) -> Event:
-        """Return an event that passes now: the zero of this device's clock."""
+        """Return an event that is set now: the zero of this device's clock."""
         ...
 
     def rejoin(self, event: Event, values: Values = ()) -> None:
-        """Let the caller go on after ``event``, of this device: its own stream there, or itself.
+        """Make the caller's own stream on this device, or the caller, wait for ``event``.
 
-        Memory of ``values``, made on streams of this device, is kept until that has used it.
+        Memory of ``values``, made on streams of this device, is kept until that stream has used it.
         """
         ...
 
@@ -62,15 +62,15 @@ class Device(Protocol):
         ...
 
     def carry(self, values: Values, target: Device) -> Values:
-        """Return a message on the memory of ``target``; runs on a stream of this device."""
+        """Return a message in the memory of ``target``; runs on a stream of this device."""
         ...
 
     def await_link(self, values: Values) -> None:
-        """Let a message take the rest of its time; runs on the stream that receives it."""
+        """Wait for the rest of a message's time; runs on the stream that receives it."""
         ...
 
     def synchronize(self) -> None:
-        """Block until every stream has run all it was given."""
+        """Block until every stream has run all its work."""
         ...
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Device(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Take no more work, and leave what is under way to itself: it may never end."""
+        """Take no more work, and do not wait for work that runs: it may never end."""
         ...
 
 
@@ -86,18 +86,18 @@ DeviceLike = str | torch.device | Device
 
 
 class NamedStreams:
-    """Streams by name, made on first use.
+    """A device's streams by name, made on first use.
 
     Attributes
     ----------
     torch_device
-        Whose memory it has.
+        Device of torch that has the memory.
     note
-        What whoever reads its times should know; empty if nothing.
+        Remark on the device's measured times; empty if there is none.
     step_lock
         Admits one caller at a time.
     launch
-        Seconds that a host takes to issue a task, at least; imposed.
+        Seconds that a host takes at least to issue a task; imposed.
     """
 
     name: str
@@ -107,20 +107,20 @@ class NamedStreams:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, bool], Stream] = {}
-        self._making = threading.Lock()
+        self._lock = threading.Lock()
         self.closed = False
         self.step_lock = StepLock(self.has_thread)
 
-    def _make(self, name: str, blocks: bool) -> Stream:
+    def _make_stream(self, name: str, blocks: bool) -> Stream:
         raise NotImplementedError
 
     def stream(self, name: str, *, blocks: bool = False) -> Stream:
         """Return the stream called ``name``, made on first use; ``blocks`` as in `Device`."""
         key = name, blocks and name != "compute"
         if key not in self._streams:
-            with self._making:  # several threads may be the first
+            with self._lock:  # several threads may be the first
                 if key not in self._streams:
-                    self._streams[key] = self._make(*key)
+                    self._streams[key] = self._make_stream(*key)
         return self._streams[key]
 
     def host(self) -> CpuStream:
@@ -129,12 +129,12 @@ class NamedStreams:
         It ends with the streams, and counts as one of them.
         """
         key = "host", True
-        with self._making:
+        with self._lock:
             if key not in self._streams:
                 self._streams[key] = CpuStream(f"{self.name} host", self._prepare_host)
-            found = self._streams[key]
-        assert isinstance(found, CpuStream)
-        return found
+            stream = self._streams[key]
+        assert isinstance(stream, CpuStream)
+        return stream
 
     def _prepare_host(self) -> None:
         """Prepare the calling thread, which is a host's, to issue tasks."""
@@ -146,7 +146,7 @@ class NamedStreams:
         )
 
     def carry(self, values: Values, target: Device) -> Values:
-        """Return a message on the memory of ``target``: the same tensors where it is the same."""
+        """Return a message in the memory of ``target``: the same tensors if it is one memory."""
         if self.torch_device == target.torch_device:
             return values
         return tuple(
@@ -158,7 +158,7 @@ class NamedStreams:
         """Do nothing: the copy has taken its time."""
 
     def synchronize(self) -> None:
-        """Block until every stream has run all it was given."""
+        """Block until every stream has run all its work."""
         for stream in self._streams.values():
             stream.synchronize()
 
@@ -171,5 +171,5 @@ class NamedStreams:
             stream.close()
 
     def abandon(self) -> None:
-        """Take no more work, and leave what is under way to itself: it may never end."""
+        """Take no more work, and do not wait for work that runs: it may never end."""
         self.closed = True

@@ -1,4 +1,4 @@
-"""Refuse tensors and results that the machine has no memory for, before they are made."""
+"""Refuse tensors and results that do not fit this machine's memory, before they are made."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from pipesim.utils.host_memory import check_memory
 
 __all__ = ["check_results", "check_tensors"]
 
-#: Start, end and bytes of a task; and what the rest of a step's result holds, at least.
+#: Bytes of a task's start, end and size; and of the rest of a step's result, at least.
 _BYTES_PER_TASK, _BYTES_PER_STEP = 24, 1024
 
 
 def check_tensors(
     what: str, nbytes: int, advice: str, device: torch.device | str | None = None
 ) -> None:
-    """Raise if tensors on ``device`` would not fit, where that is the memory of this machine.
+    """Raise if tensors on ``device``, a CPU, would not fit this machine's memory.
 
     Raises
     ------
     CapacityError
-        Saying how much they need, and how much there is.
+        If they do not fit; the message has the bytes needed and available.
     """
-    where = torch.get_default_device() if device is None else torch.device(device)
-    if where.type == "cpu":
+    torch_device = torch.get_default_device() if device is None else torch.device(device)
+    if torch_device.type == "cpu":
         check_memory(what, nbytes, advice)
 
 
 def check_results(graphs: Iterable[TaskGraph], **counts: int) -> None:
-    """Raise if the results of a step of each graph, so many times, would not fit.
+    """Raise if the results of several steps of each graph would not fit.
 
     Parameters
     ----------
     graphs
-        A step of each is kept.
+        Graphs whose results are kept.
     **counts
-        How often, as the product of these; named in the error.
+        Their product is the number of results of each graph. The error names them.
 
     Raises
     ------
     CapacityError
-        Saying how much they need, and how much there is.
+        If they do not fit; the message has the bytes needed and available.
     """
     nbytes = sum(_BYTES_PER_TASK * len(graph) + _BYTES_PER_STEP for graph in graphs)
     for count in counts.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,10 +14,10 @@ from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.device import Device, DeviceLike
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
-__all__ = ["cores", "make_devices", "parse"]
+__all__ = ["available_cores", "make_devices", "parse_device"]
 
 
-def cores() -> list[int]:
+def available_cores() -> list[int]:
     """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
@@ -25,67 +25,83 @@ def cores() -> list[int]:
 
 
 def make_devices(
-    names: Sequence[DeviceLike], pin_threads: bool = True, *, part: int = 0, n_parts: int = 1
+    names: Sequence[DeviceLike],
+    pin_threads: bool = True,
+    *,
+    local_rank: int = 0,
+    n_local: int = 1,
 ) -> list[Device]:
     """Make devices of names such as ``"cpu"`` and ``"cuda:0"``; each ``"cpu"`` is a new worker.
 
-    Of ``n_parts`` processes on this machine, each with as many workers, this is number ``part``.
+    ``n_local`` processes on this machine have as many workers each; this one is number
+    ``local_rank``. Its ``"cuda"`` without an index is the GPU of that number.
 
     Raises
     ------
     ArgumentError
-        For a name that torch does not know, hardware that is not there, CPU and GPU together, or
-        a device that was closed.
+        For a name that torch does not know, missing hardware, CPU and GPU together, or a device
+        that was closed.
 
     Warns
     -----
     OversubscriptionWarning
         If there are more CPU workers than cores.
     """
-    parsed = [name if isinstance(name, (CpuDevice, CudaDevice)) else parse(name) for name in names]
-    kinds = {(d if isinstance(d, torch.device) else d.torch_device).type for d in parsed}
-    if len(kinds) > 1:
-        raise ArgumentError(
-            f"devices of several kinds ({', '.join(sorted(kinds))}) cannot run one pipeline yet: "
-            "their streams cannot wait for each other; give devices of one kind"
-        )
+    parsed = [
+        name if isinstance(name, (CpuDevice, CudaDevice)) else parse_device(name) for name in names
+    ]
+    _check_one_kind(parsed)
     n_cpu = sum(isinstance(d, torch.device) and d.type == "cpu" for d in parsed)
-    available = cores()
-    n_workers = n_cpu * n_parts
-    if n_workers > len(available):
-        warnings.warn(
-            f"{n_workers} CPU devices share {len(available)} cores: tasks will slow each other "
-            "down, and measured times say little; use at most one device a core to measure",
-            OversubscriptionWarning,
-            stacklevel=3,
-        )
-    if n_cpu:
-        _keep_freed_memory()
-    pin = pin_threads and n_workers <= len(available) and hasattr(os, "sched_setaffinity")
+    first = local_rank * n_cpu
+    cores = _worker_cores(n_cpu * n_local, pin_threads)[first : first + n_cpu]
+    workers = (CpuDevice(index, core) for index, core in enumerate(cores))
     devices: list[Device] = []
-    workers = 0
     for device in parsed:
         if not isinstance(device, torch.device):
             if device.closed:
                 raise ArgumentError(f"{device.name} was closed; make a new device")
             devices.append(device)
         elif device.type == "cpu":
-            core = available[part * n_cpu + workers] if pin else None
-            devices.append(CpuDevice(workers, core))
-            workers += 1
-        else:  # "cuda" alone is the process's own
-            devices.append(
-                CudaDevice(torch.device("cuda", part if device.index is None else device.index))
-            )
+            devices.append(next(workers))
+        else:
+            index = local_rank if device.index is None else device.index
+            devices.append(CudaDevice(torch.device("cuda", index)))
     return devices
 
 
-def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed, up to 1 GiB, instead of giving it back to the kernel.
+def _check_one_kind(devices: Iterable[torch.device | CpuDevice | CudaDevice]) -> None:
+    kinds = {(d if isinstance(d, torch.device) else d.torch_device).type for d in devices}
+    if len(kinds) > 1:
+        raise ArgumentError(
+            f"devices of several kinds ({', '.join(sorted(kinds))}) cannot run one pipeline yet: "
+            "their streams cannot wait for each other; give devices of one kind"
+        )
 
-    A step that holds many activations would otherwise get its memory page by page again, every
-    time: 10 to 20 % of a forward's time, paid by some schedules and not by others. Nothing happens
-    where the C library is another.
+
+def _worker_cores(n_workers: int, pin_threads: bool) -> Sequence[int | None]:
+    """Return the core of each CPU worker of this machine; None for workers that are not pinned."""
+    available = available_cores()
+    if n_workers:
+        _keep_freed_memory()
+    if n_workers > len(available):
+        warnings.warn(
+            f"{n_workers} CPU devices share {len(available)} cores: tasks will slow each other "
+            "down, and measured times say little; use at most one device a core to measure",
+            OversubscriptionWarning,
+            stacklevel=4,
+        )
+        return [None] * n_workers
+    if not pin_threads or not hasattr(os, "sched_setaffinity"):
+        return [None] * n_workers
+    return available[:n_workers]
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep freed memory, up to 1 GiB, instead of returning it to the kernel.
+
+    Otherwise a step that holds many activations gets its memory page by page again, every time: 10
+    to 20 % of a forward's time, which some schedules pay and others do not. With another C library
+    nothing happens.
     """
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of malloc.h
     try:
@@ -97,13 +113,13 @@ def _keep_freed_memory() -> None:
     mallopt(mmap_threshold, 32 << 20)
 
 
-def parse(name: DeviceLike) -> torch.device:
+def parse_device(name: DeviceLike) -> torch.device:
     """Return the torch device, if it is one that can run here.
 
     Raises
     ------
     ArgumentError
-        For a name that torch does not know, or hardware that is not there.
+        For a name that torch does not know, or missing hardware.
     """
     try:
         device = torch.device(name)  # type: ignore[arg-type]  # raises for other types

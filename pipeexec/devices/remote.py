@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -12,11 +13,11 @@ from pipeexec.devices.device import Device, Values
 from pipeexec.devices.step_lock import StepLock
 from pipeexec.devices.streams import Event, Stream
 
-__all__ = ["RemoteDevice", "ranks_of"]
+__all__ = ["RemoteDevice", "device_ranks"]
 
 
 class RemoteDevice:
-    """A device of another process: has a name, and runs nothing here."""
+    """A device of another process: it has a name, and runs nothing in this process."""
 
     note = ""
     launch = 0.0
@@ -27,13 +28,16 @@ class RemoteDevice:
         self.closed = False
         self.step_lock = StepLock(self.has_thread)
 
+    def _refuse(self) -> NoReturn:
+        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+
     def stream(self, name: str, *, blocks: bool = False) -> Stream:
         """Raise: its streams are in another process."""
-        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+        self._refuse()
 
     def host(self) -> CpuStream:
         """Raise, as `stream` does."""
-        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+        self._refuse()
 
     def has_thread(self, thread: threading.Thread) -> bool:
         """Return False: its streams are in another process."""
@@ -41,11 +45,11 @@ class RemoteDevice:
 
     def mark(self) -> Event:
         """Raise, as `stream` does."""
-        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+        self._refuse()
 
     def rejoin(self, event: Event, values: Values = ()) -> None:
         """Raise, as `stream` does."""
-        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+        self._refuse()
 
     def wait_for_host(self, event: Event) -> None:
         """Do nothing."""
@@ -55,7 +59,7 @@ class RemoteDevice:
 
     def carry(self, values: Values, target: Device) -> Values:
         """Raise, as `stream` does."""
-        raise NotImplementedError(f"{self.name} is a device of rank {self.rank}")
+        self._refuse()
 
     def await_link(self, values: Values) -> None:
         """Do nothing."""
@@ -64,12 +68,12 @@ class RemoteDevice:
         """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing but note it."""
         self.closed = True
 
     abandon = close
 
 
-def ranks_of(devices: Sequence[Device], own: int) -> list[int]:
-    """Return the rank of the process that each device is of; ``own`` is this one's."""
-    return [x.rank if isinstance(x, RemoteDevice) else own for x in devices]
+def device_ranks(devices: Sequence[Device], own_rank: int) -> list[int]:
+    """Return the rank of each device's process; ``own_rank`` is that of this process."""
+    return [x.rank if isinstance(x, RemoteDevice) else own_rank for x in devices]

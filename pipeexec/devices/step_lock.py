@@ -1,4 +1,4 @@
-"""Refuse a second caller of a device: another thread, a stage, a forked process."""
+"""`StepLock`: refuse a second caller of a device: another thread, a stage, a forked process."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ __all__ = ["StepLock"]
 
 
 class Stoppable(Protocol):
-    """A step under way."""
+    """A step that runs."""
 
     def stop(self, error: ExecutionError) -> None:
-        """Fail with ``error``; tasks that do not end soon are left to themselves."""
+        """Fail with ``error``, without waiting for tasks that do not end soon."""
         ...
 
 
 class StepLock:
     """Lets one thread at a time use a device, also one that several pipelines share.
 
-    A second caller gets an error, instead of waiting, or of spoiling the step of the first. A
-    thread may enter again, but not while its own step runs tasks.
+    A second caller gets an error: it neither waits nor disturbs the step of the first. A thread may
+    enter again, but not while its own step runs tasks.
 
     Parameters
     ----------
     has_thread
-        A method of the device: whether a thread runs its tasks. Held weakly, as the device holds
-        this.
+        A method of the device that returns whether a thread runs its tasks. It is held weakly, as
+        the device holds this lock.
 
     Attributes
     ----------
-    run
-        The step under way, or None.
+    step
+        The step that runs, or None.
     """
 
     def __init__(self, has_thread: Callable[[threading.Thread], bool]) -> None:
@@ -48,7 +48,7 @@ class StepLock:
         self._owner: threading.Thread | None = None
         self._depth = 0
         self._closing = False
-        self.run: Stoppable | None = None
+        self.step: Stoppable | None = None
 
     @property
     def is_forked(self) -> bool:
@@ -56,7 +56,7 @@ class StepLock:
         return os.getpid() != self._process
 
     @contextmanager
-    def held(self, call: str) -> Iterator[None]:
+    def hold(self, call: str) -> Iterator[None]:
         """Hold the device for a call, named in errors.
 
         Raises
@@ -87,29 +87,28 @@ class StepLock:
             self._lock.release()
 
     @contextmanager
-    def stepping(self, run: Stoppable) -> Iterator[None]:
-        """Run the tasks of a step; `stop` ends them."""
-        self.run = run
+    def run_step(self, step: Stoppable) -> Iterator[None]:
+        """Run the tasks of a step in a block; `stop` ends them."""
+        self.step = step
         if self._closing:
-            run.stop(_closed())
+            step.stop(_closed_error())
         try:
             yield
         finally:
-            self.run = None
+            self.step = None
 
-    def stop(self, until: float) -> bool:
-        """Stop the step under way, if any, and wait for its end; return whether it has ended.
+    def stop(self, deadline: float) -> bool:
+        """Stop the step that runs, if any, and wait for its end; return whether it has ended.
 
-        ``until`` is when the wait ends, on `time.perf_counter`'s clock.
-
-        In the thread of the step itself, as in a handler of a signal, the step ends later.
+        ``deadline`` is the end of the wait, on `time.perf_counter`'s clock. In the thread of the
+        step itself, such as in a signal handler, the step ends later.
         """
         self._closing = True
-        if (run := self.run) is not None:
-            run.stop(_closed())
+        if (step := self.step) is not None:
+            step.stop(_closed_error())
         if self._owner is threading.current_thread():
-            return self.run is None
-        if not self._lock.acquire(timeout=max(0.0, until - perf_counter())):
+            return self.step is None
+        if not self._lock.acquire(timeout=max(0.0, deadline - perf_counter())):
             return False
         self._lock.release()
         return True
@@ -117,15 +116,16 @@ class StepLock:
     def check_outside(self, call: str, *, may_interrupt: bool = False) -> None:
         """Raise if the caller is a task of the device.
 
-        A handler of a signal runs in the thread of the step: it may only call what may interrupt.
+        A signal handler runs in the thread of the step. It may make only those calls that
+        ``may_interrupt`` the step.
 
         Raises
         ------
         ExecutionError
-            From within a stage or the loss, which would wait for themselves.
+            If a stage or the loss calls, which would wait for itself.
         """
         thread = threading.current_thread()
-        is_own = self._owner is thread and self.run is not None and not may_interrupt
+        is_own = self._owner is thread and self.step is not None and not may_interrupt
         has_thread = self._has_thread()
         if is_own or (has_thread is not None and has_thread(thread)):
             raise ExecutionError(
@@ -134,7 +134,7 @@ class StepLock:
             )
 
 
-def _closed() -> ExecutionError:
+def _closed_error() -> ExecutionError:
     return ExecutionError(
         "the pipeline was closed while a step was running, which is not complete; gradients and "
         "weights may hold a part of it"

@@ -1,9 +1,9 @@
-"""`Stream` and `Event`: streams and events with CUDA's meaning.
+"""`Stream` and `Event`: the interface of streams and events, with CUDA's meaning.
 
-A stream runs what is given to it one after the other, in the order given. ``record`` puts an event
-between two pieces of work; ``wait_event`` makes the stream wait, not the caller. The host waits
-in ``synchronize`` and in an event's ``wait`` alone. As on CUDA, an event must be recorded before it
-is waited for.
+A stream runs work in the order of submission, one piece at a time. ``record`` puts an event between
+two pieces of work. ``wait_event`` makes the stream wait, not the caller. The host waits only in
+``synchronize`` and in an event's ``wait``. As on CUDA, an event must be recorded before a stream
+waits for it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import Protocol
 
 __all__ = ["Event", "Stream", "Work", "wait_for"]
 
+#: A piece of work of a stream.
 Work = Callable[[], object]
 
 
 class Event(Protocol):
-    """A point on a stream."""
+    """A point on a stream; it is set once everything before it has run."""
 
     def seconds_since(self, base: Event) -> float:
-        """Return seconds from ``base`` to this event; both have passed, on one device."""
+        """Return seconds from ``base`` to this event; both are set and of one device."""
         ...
 
-    def passed(self) -> bool:
+    def is_set(self) -> bool:
         """Return whether everything before this point has run."""
         ...
 
     def wait(self, seconds: float) -> bool:
-        """Block the caller until this passes, for so long at most; return whether it has."""
+        """Block the caller until the event is set, at most so long; return whether it is set."""
         ...
 
 
@@ -36,41 +37,41 @@ class Stream(Protocol):
     """A queue of work on a device."""
 
     def submit(self, work: Work) -> None:
-        """Let ``work`` run after everything that was given before."""
+        """Run ``work`` after everything submitted before."""
         ...
 
     def record(self) -> Event:
-        """Return an event that passes when everything given before has run."""
+        """Return an event that is set when everything submitted before has run."""
         ...
 
     def wait_event(self, event: Event) -> None:
-        """Let what is given from now on wait for ``event``."""
+        """Let work submitted from now on wait for ``event``."""
         ...
 
-    def milestone(self) -> tuple[Event, Work]:
-        """Return an event within work of this stream, and what that work calls to let it pass.
+    def event_inside(self) -> tuple[Event, Work]:
+        """Return an event within work of this stream, and the function by which work sets it.
 
-        It passes once all that the work has given to the stream until then has run.
+        The event is set once everything that the work has submitted to the stream by then has run.
         """
         ...
 
-    def run(self, work: Work, after: Sequence[Event] = ()) -> tuple[Event, Event]:
-        """Let ``work`` run behind what was given before and these events.
+    def run(self, work: Work, events: Sequence[Event] = ()) -> tuple[Event, Event]:
+        """Run ``work`` after everything submitted before, and after ``events``.
 
         Returns the events right before it, and right after it.
         """
         ...
 
     def synchronize(self) -> None:
-        """Block the caller until everything has run; raise the first exception of raw work."""
+        """Block the caller until everything has run; raise the first exception of its work."""
         ...
 
     def close(self) -> None:
-        """Run what was given, then end; the stream takes no more."""
+        """Run what was submitted, then end; the stream takes no more."""
         ...
 
 
 def wait_for(event: Event) -> None:
-    """Block the caller until an event has passed; signals are served meanwhile."""
+    """Block the caller until an event is set; signals are handled meanwhile."""
     while not event.wait(0.1):
         pass

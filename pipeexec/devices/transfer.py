@@ -9,10 +9,10 @@ __all__ = ["nbytes", "receive", "send"]
 
 
 def send(values: Values, source: Device, stream: Stream, target: Device) -> Values:
-    """Return ``values`` on the target's memory: the same tensors where that is the same memory.
+    """Return ``values`` in the target's memory: the same tensors if it is the same memory.
 
-    A copy is queued on ``stream``, the one of the source that runs this; it may be under way when
-    nothing else holds ``values`` any longer.
+    A copy is queued on ``stream``, the stream of the source that runs this. It may still run when
+    nothing else holds ``values``.
     """
     for value in values:
         if value is not None:
@@ -21,7 +21,7 @@ def send(values: Values, source: Device, stream: Stream, target: Device) -> Valu
 
 
 def receive(values: Values, target: Device, consumer: Stream) -> Values:
-    """Make ``values``, which another stream made, safe to use on the stream ``consumer``."""
+    """Make ``values`` of another stream safe to use on the stream ``consumer``."""
     target.await_link(values)
     for value in values:
         if value is not None:

@@ -69,7 +69,7 @@ class Hosts:
         due = run.zero
         for task in tasks:
             for needed in () if self._first is None else self._first[task.id].tolist():
-                if not gates[needed].passed():
+                if not gates[needed].is_set():
                     while not (run.has_stopped or gates[needed].wait(_SLICE)):
                         pass
                     due = max(due, perf_counter())  # a launch begins after the wait
@@ -82,7 +82,7 @@ class Hosts:
             yield task
             run.took[task.id] = perf_counter() - began
             if task.id in gates:
-                gates[task.id].fire()
+                gates[task.id].set()
 
 
 def make_hosts(

@@ -31,7 +31,7 @@ from pipeexec.data_parallel.stage_replicas import (
 )
 from pipeexec.devices.device import Device, DeviceLike
 from pipeexec.devices.make_devices import make_devices
-from pipeexec.devices.remote import RemoteDevice, ranks_of
+from pipeexec.devices.remote import RemoteDevice, device_ranks
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.distributed.channels import ExpectedMessage
 from pipeexec.distributed.flight_recorder import GRAPH, N_ENDED
@@ -219,7 +219,7 @@ class Pipeline:
             here = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
             _check_stages(stages, graph, here)
             check_ddp(stages, graph.n_replicas)
-            ranks = ranks_of(self.devices, own)
+            ranks = device_ranks(self.devices, own)
             for stage in graph.sharded:
                 if any(here[stage :: graph.n_stages]):
                     check_embedding(stages[stage], stage, [ranks[d] for d in graph.homes[:, stage]])
@@ -336,7 +336,7 @@ class Pipeline:
             device.step_lock.check_outside(call)
         with ExitStack() as stack:
             for device in self.devices:
-                stack.enter_context(device.step_lock.held(call))
+                stack.enter_context(device.step_lock.hold(call))
             yield
 
     @contextmanager
@@ -356,7 +356,7 @@ class Pipeline:
         try:
             with ExitStack() as stack:
                 for device in self.devices:
-                    stack.enter_context(device.step_lock.stepping(run))
+                    stack.enter_context(device.step_lock.run_step(run))
                 yield
         finally:
             self._finish.run = None
@@ -898,11 +898,11 @@ def _make_devices(
 ) -> list[Device]:
     """Return the devices of all processes, of which there are as many as the graph has."""
     if processes is None:
-        part, n_parts = 0, 1
+        local_rank, n_local = 0, 1
     else:
-        part, n_parts = processes.local_rank, processes.n_local
+        local_rank, n_local = processes.local_rank, processes.n_local
     own = names if processes is not None or len(names) == graph.n_devices else ()
-    devices = make_devices(own, pin_threads, part=part, n_parts=n_parts)
+    devices = make_devices(own, pin_threads, local_rank=local_rank, n_local=n_local)
     if processes is not None:
         devices = processes.spread(devices)
     if len(devices) != graph.n_devices:

@@ -33,7 +33,7 @@ class StepHeads:
 
     def _has_ended(self, task: int) -> bool:
         event = self.ended[task]
-        return event is not None and event.passed()
+        return event is not None and event.is_set()
 
     def status(self, rank: int, step: int) -> Status:
         """Return how many tasks have ended, and the head of each device's streams."""
@@ -63,7 +63,7 @@ class StepHeads:
 
     def _has_begun(self, task: int) -> bool:
         event = self.began[task]
-        return event is not None and event.passed()
+        return event is not None and event.is_set()
 
     def _head(self, device: int, task: int) -> Head:
         view, running = self.graph.task(task), self._has_begun(task)

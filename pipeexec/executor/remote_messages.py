@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from pipeexec.devices import transfer
 from pipeexec.devices.cpu_streams import InlineStream
 from pipeexec.devices.device import Device, Values
-from pipeexec.devices.remote import RemoteDevice, ranks_of
+from pipeexec.devices.remote import RemoteDevice, device_ranks
 from pipeexec.distributed.channels import Channel, ExpectedMessage, Route, SentMessage
 from pipeexec.distributed.flight_recorder import FIRST_TASK, MOST_STREAMS
 from pipeexec.distributed.message_headers import Content, header
@@ -30,7 +30,7 @@ def connected(
 ) -> list[Planned]:
     """Return the tasks of this process with what other processes have to do with them."""
     own = {d: x for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)}
-    ranks = ranks_of(devices, processes.rank)
+    ranks = device_ranks(devices, processes.rank)
     routes = _routes(graph, ranks)
     _check_streams(graph, routes)
     processes.open(routes.values(), graph.n_devices, list(own.values()))
@@ -141,7 +141,7 @@ def _until_gone(run: Run, task: Planned, sent: SentMessage) -> None:
     except BaseException as error:
         run.fail(task, error)
     finally:
-        run.gone[task.id].fire()
+        run.gone[task.id].set()
 
 
 def _accept(run: Run, task: Planned) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from pipeexec.devices import clocks
 from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.devices.device import Device, Values
-from pipeexec.devices.remote import RemoteDevice, ranks_of
+from pipeexec.devices.remote import RemoteDevice, device_ranks
 from pipeexec.devices.streams import Event, Stream
 from pipeexec.distributed.channels import Channel, ExpectedMessage, PostedReceive
 from pipeexec.distributed.failure import Failure
@@ -135,7 +135,9 @@ class Run:
             [devices[d].torch_device for d in own],
             processes,
             [number for number, device in zip(here, last, strict=True) if device.type != "meta"],
-            ranks_of([devices[d] for d in graph.homes[:, -1]], processes.rank if processes else 0),
+            device_ranks(
+                [devices[d] for d in graph.homes[:, -1]], processes.rank if processes else 0
+            ),
         )
         #: Gradients from before the step.
         self.earlier_gradients: EarlierGradients | None = None
@@ -217,7 +219,7 @@ class Run:
             for milestone in task.milestones:
                 stream.wait_event(self.milestones[milestone][0])
             for bucket in range(task.marks):
-                self.milestones[task.id, bucket] = stream.milestone()
+                self.milestones[task.id, bucket] = stream.event_inside()
             issued[task.id] = perf_counter() - start
             if task.meet is not None:
                 stream.submit(partial(self._guarded, task, task.meet, False))
@@ -331,10 +333,10 @@ class Run:
     def _pass_over(self, task: Planned) -> None:
         """Let what waits for a message go on that will not be sent."""
         if task.id in self.gone:
-            self.gone[task.id].fire()
+            self.gone[task.id].set()
         for bucket in range(task.marks):
             event, reach = self.milestones[task.id, bucket]
-            if not event.passed():  # the work may have got so far before it failed
+            if not event.is_set():  # the work may have got so far before it failed
                 reach()
 
     def take(self, task: int) -> Values:

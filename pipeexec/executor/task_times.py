@@ -95,7 +95,7 @@ class Readings:
             began, ended = self.began[task], self.ended[task]
             if self.clock is None or began is None or ended is None:
                 continue
-            if self.may_be_running and not ended.passed():
+            if self.may_be_running and not ended.is_set():
                 continue
             device = self.numbers[int(graph.device[task])]
             start[task] = self.clock.seconds(device, began)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeexec.devices.cpu import CpuDevice
 from pipeexec.devices.cuda import CudaDevice
-from pipeexec.devices.make_devices import parse
+from pipeexec.devices.make_devices import parse_device
 from pipeexec.stages.batches import check_dense
 from pipesim.errors import (
     ArgumentError,
@@ -130,7 +130,7 @@ def chosen(devices: Iterable[Place] | None, n: int) -> list[torch.device | _Made
         if isinstance(x, (CpuDevice, CudaDevice))
         else torch.device("cuda", x)
         if isinstance(x, int)
-        else parse(x)
+        else parse_device(x)
         for x in devices
     ]
     if len(given) < n:

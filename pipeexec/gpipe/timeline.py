@@ -83,7 +83,7 @@ def timeline_of(call: Call, graph: TaskGraph) -> Timeline:
         assert task.microbatch is not None
         peer = None if task.peer_stage < 0 else task.peer_stage
         done = task.op, task.stage, task.microbatch, peer
-        if done in call.ended and call.ended[done].passed():
+        if done in call.ended and call.ended[done].is_set():
             start[index] = call.clock.seconds(task.device, call.began[done])
             end[index] = call.clock.seconds(task.device, call.ended[done])
             nbytes[index] = call.work.nbytes.get(done, 0)

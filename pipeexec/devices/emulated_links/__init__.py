@@ -1,1 +1,4 @@
-"""Messages within one memory that take a chosen link's time, and CPU workers with such links."""
+"""Emulated links: messages within one memory that take the time of a chosen link.
+
+The GPU's timers and kernels are not yet measured on hardware.
+"""

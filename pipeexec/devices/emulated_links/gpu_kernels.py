@@ -1,8 +1,8 @@
-r"""The few kernels that pipeexec brings itself, as PTX: the GPU's driver compiles it.
+r"""The kernels of pipeexec as PTX, which the GPU's driver compiles.
 
-Neither nvcc nor nvrtc nor ``CUDA_HOME`` is needed. PTX 6.3 for compute capability 7.0 has all that
-is used (``nanosleep``), and drivers compile it for every later GPU. The PTX is nvcc's for this
-source, with registers and labels renamed:
+Neither nvcc nor nvrtc nor ``CUDA_HOME`` is needed. The kernels use PTX 6.3 for compute capability
+7.0 (``nanosleep``), which drivers compile for every later GPU. The PTX is nvcc's for this source,
+with registers and labels renamed. Not yet measured on hardware.
 
 .. code-block:: cuda
 
@@ -119,7 +119,7 @@ $busy:
     ret;
 }
 """
-#: The largest of C's ints, which every release of torch passes alike.
+#: The largest int of C, a type that every release of torch passes to kernels alike.
 _LARGEST = 2**31 - 1
 
 
@@ -128,19 +128,19 @@ class Kernels(NamedTuple):
 
     Attributes
     ----------
-    note
-        ``note(at)`` writes the GPU's time (ns) into a tensor of one int64.
+    write_time
+        ``write_time(timestamp)`` writes the GPU's time (ns) into a tensor of one int64.
     wait
-        ``wait(at, nanoseconds)`` spins until so long after the time in ``at``, at most half an
-        hour.
-    where
-        ``where(found, cycles)`` writes the number of the multiprocessor that runs each block into
-        a tensor of int32, one block an element; a block then spins for so many cycles.
+        ``wait(timestamp, nanoseconds)`` spins until ``nanoseconds`` after the timestamp, at most
+        half an hour.
+    locate
+        ``locate(sms, cycles)`` writes the number of the multiprocessor that runs each block into
+        a tensor of int32, one element for each block; a block then spins for ``cycles``.
     """
 
-    note: Callable[[Tensor], None]
+    write_time: Callable[[Tensor], None]
     wait: Callable[[Tensor, int], None]
-    where: Callable[[Tensor, int], None]
+    locate: Callable[[Tensor, int], None]
 
 
 @cache
@@ -157,18 +157,18 @@ def load_kernels(device: torch.device) -> Kernels:
     from torch.cuda._utils import _cuda_load_module
 
     with torch.cuda.device(device):
-        torch.empty(1, device=device)  # the primary context must be there
+        torch.empty(1, device=device)  # makes the primary context
         loaded: Any = _cuda_load_module(PTX, ["pipeexec_note", "pipeexec_wait", "pipeexec_where"])
-    note, wait, where = loaded.values()
+    note_kernel, wait_kernel, where_kernel = loaded.values()
 
-    def noted(at: Tensor) -> None:
-        note(args=[at])
+    def write_time(timestamp: Tensor) -> None:
+        note_kernel(args=[timestamp])
 
-    def waited(at: Tensor, nanoseconds: int) -> None:
+    def wait(timestamp: Tensor, nanoseconds: int) -> None:
         microseconds, rest = divmod(nanoseconds, 1000)
-        wait(args=[at, min(microseconds, _LARGEST), rest])
+        wait_kernel(args=[timestamp, min(microseconds, _LARGEST), rest])
 
-    def run_where(found: Tensor, cycles: int) -> None:
-        where(grid=(found.numel(), 1, 1), args=[found, min(cycles, _LARGEST)])
+    def locate(sms: Tensor, cycles: int) -> None:
+        where_kernel(grid=(sms.numel(), 1, 1), args=[sms, min(cycles, _LARGEST)])
 
-    return Kernels(noted, waited, run_where)
+    return Kernels(write_time, wait, locate)

@@ -1,11 +1,11 @@
-"""CPU workers whose messages take the time of a link, and whose tasks that of a launch.
+"""CPU workers with imposed times of links and of launches.
 
-Within one memory a message takes no time, so that nothing shows what streams, portals or another
-order do to messages. Here each is copied and then waits as its link says, on a stream that is a
-thread of its own; see `pipeexec.devices.emulated_links`.
+Within one memory a message takes no time, so the effect of streams, portals or another order on
+messages does not show. Here each message is copied and then waits for its link, on a stream that is
+a separate thread; see `pipeexec.devices.emulated_links.links`.
 
-To give a task to a worker takes the host some 0.01 ms, to launch its kernels on a GPU often more
-than ten times as long. With an imposed launch the host sleeps before each task; see
+To give a task to a worker takes the host about 0.01 ms. To launch its kernels on a GPU often takes
+more than ten times as long. With an imposed launch the host sleeps before each task; see
 `pipeexec.executor.host_threads`.
 """
 
@@ -15,8 +15,8 @@ import math
 
 from pipeexec.devices.cpu import CpuDevice
 from pipeexec.devices.device import Device, Values
-from pipeexec.devices.emulated_links.links import Links, Message, check_links
-from pipeexec.devices.emulated_links.timers import SleepWaits
+from pipeexec.devices.emulated_links.links import EmulatedLinks, TimedMessage, check_links
+from pipeexec.devices.emulated_links.timers import SleepTimer
 from pipeexec.devices.make_devices import make_devices
 from pipeexec.devices.streams import Stream
 from pipesim.errors import ArgumentError, check_count, number
@@ -30,41 +30,41 @@ _BYTES_PER_WORKER = 2000
 
 
 class Worker(CpuDevice):
-    """A CPU worker of imposed links and launches; `workers` makes them.
+    """A CPU worker with imposed links and launches; `workers` makes them.
 
     Parameters
     ----------
     index, core
-        As of `pipeexec.devices.CpuDevice`.
+        As of `pipeexec.devices.cpu.CpuDevice`.
     links
-        Between workers that have the same; None where messages are handed over.
+        Imposed links between workers with the same object; None if messages pass by reference.
     launch
         Seconds that a host takes to issue a task.
     """
 
     def __init__(
-        self, index: int, core: int | None, links: Links | None, launch: float = 0.0
+        self, index: int, core: int | None, links: EmulatedLinks | None, launch: float = 0.0
     ) -> None:
         super().__init__(index, core)
         self.index, self.links, self.launch = index, links, launch
-        notes = [] if links is None else [f"link times are imposed: {links.waits.says}"]
+        notes = [] if links is None else [f"link times are imposed: {links.timer.description}"]
         notes += [f"launches are imposed: {launch:g} s of the host a task"] if launch else []
         self.note = "; ".join(notes)
 
-    def _make(self, name: str, blocks: bool) -> Stream:
+    def _make_stream(self, name: str, blocks: bool) -> Stream:
         sleeps = self.links is not None and name.startswith(("send", "recv", "copy"))
-        return super()._make(name, blocks or sleeps)
+        return super()._make_stream(name, blocks or sleeps)
 
     def carry(self, values: Values, target: Device) -> Values:
-        """Return a copy of a message, once its link is done with it."""
+        """Return a copy of a message at the end of its SEND."""
         if self.links is None or not isinstance(target, Worker) or target.links is not self.links:
             return super().carry(values, target)
         return self.links.carry(values, self.index, target.index)
 
     def await_link(self, values: Values) -> None:
         """Sleep until the imposed latency of a message is over."""
-        if self.links is not None and isinstance(values, Message):
-            self.links.arrive(values)
+        if self.links is not None and isinstance(values, TimedMessage):
+            self.links.await_arrival(values)
 
 
 def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list[Worker]:
@@ -73,22 +73,22 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
     Parameters
     ----------
     n
-        How many.
+        Number of workers.
     link
-        Messages between workers take the time that they would take on this network, each pair
-        having links of its own, and some 0.1 ms until a thread wakes up. None: messages are handed
-        over by reference, which takes no time.
+        Messages between workers take the time that they would take on this network, where each pair
+        has separate links, and about 0.1 ms until a thread wakes up. None: messages pass by
+        reference, which takes no time.
     launch
-        Seconds that the host takes to issue each task, messages included; 0: as long as it really
-        takes. The host sleeps before a task until its launches so far are over, so that times by
-        which it wakes up late do not add up. For `Pipeline`; `GPipe` refuses it.
+        Seconds that the host takes to issue each task, messages included; 0: its real time. The
+        host sleeps before a task until its launches so far are over, so delays of waking up do not
+        add up. For `Pipeline`; `GPipe` refuses it.
 
     Raises
     ------
     ArgumentError
         For ``n`` below 1, a network of shared links, or a ``launch`` that is no finite number >= 0.
     CapacityError
-        For more than the machine has memory for.
+        If the workers do not fit the machine's memory.
 
     Warns
     -----
@@ -109,10 +109,10 @@ def workers(n: int, *, link: Network | None = None, launch: float = 0.0) -> list
         raise ArgumentError(f"launch must be finite seconds >= 0 a task, got {launch!r}")
     if link is not None:
         check_links(link)
-    links = None if link is None else Links(link, n, SleepWaits(), takes_turns=True)
-    plain = make_devices(["cpu"] * n)
+    links = None if link is None else EmulatedLinks(link, n, SleepTimer(), has_threads=True)
+    devices = make_devices(["cpu"] * n)
     return [
         Worker(index, device.core, links, seconds)
-        for index, device in enumerate(plain)
+        for index, device in enumerate(devices)
         if isinstance(device, CpuDevice)
     ]

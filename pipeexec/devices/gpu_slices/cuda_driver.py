@@ -1,7 +1,7 @@
 """The CUDA driver's functions that green contexts need.
 
-The driver is called through `cuda.bindings.driver`, or where that is not installed through
-`LibCuda`, which has the few functions needed in the same form.
+They are called through `cuda.bindings.driver`, or if it is not installed through `LibCuda`, which
+has these functions in the same form. Not yet measured on hardware.
 """
 
 from __future__ import annotations
@@ -17,23 +17,29 @@ __all__ = ["GreenContextsMissingError", "LibCuda", "call_driver", "find_driver",
 
 
 class GreenContextsMissingError(ExecutionError):
-    """The driver, or the GPU, has no green contexts; slices then share SMs."""
+    """The driver or the GPU has no green contexts; slices then share SMs."""
 
 
 def call_driver(driver: Any, name: str, *arguments: Any) -> tuple[Any, ...]:
-    """Call a function of the driver; return what it returns beside the error, which is none."""
+    """Call a function of the driver; return its results without the error code.
+
+    Raises
+    ------
+    GreenContextsMissingError
+        If the driver lacks the function, or returns an error.
+    """
     try:
-        error, *found = getattr(driver, name)(*arguments)
+        error, *results = getattr(driver, name)(*arguments)
     except (AttributeError, RuntimeError) as missing:  # a driver, or bindings, from before 12.4
         raise GreenContextsMissingError(f"the driver has no {name} ({missing})") from missing
     if int(error) != 0:
         raise GreenContextsMissingError(f"{name} answered with CUDA error {int(error)}")
-    return tuple(found)
+    return tuple(results)
 
 
 @cache
 def find_driver() -> Any:
-    """Return `cuda.bindings.driver`, or what stands in for it.
+    """Return `cuda.bindings.driver`, or `LibCuda` in its place.
 
     Raises
     ------
@@ -47,17 +53,17 @@ def find_driver() -> Any:
         AttributeError,
         OSError,
         RuntimeError,
-    ):  # not there, or not for this driver
+    ):  # missing, or made for another driver
         return load_driver()
 
 
 def load_driver() -> LibCuda:
-    """Return the driver itself.
+    """Return the driver's library through `LibCuda`.
 
     Raises
     ------
     GreenContextsMissingError
-        If there is none.
+        If there is no driver.
     """
     try:
         return LibCuda(ctypes.CDLL("libcuda.so.1"))
@@ -74,7 +80,7 @@ class _Sm(ctypes.Structure):
 class Resource(ctypes.Structure):
     """`CUdevResource` of cuda.h 12.4 to 13.0 (RESOURCE_ABI_VERSION 1): 144 bytes.
 
-    What the driver keeps in the padding goes with it as it is copied whole.
+    The driver's data in the padding is kept, since a resource is copied as a whole.
     """
 
     _fields_: ClassVar = [
@@ -114,16 +120,16 @@ class LibCuda:
 
     def cuDeviceGetDevResource(self, device: int, kind: int) -> tuple[int, Resource]:
         """Return the SMs of a GPU."""
-        found = Resource()
+        resource = Resource()
         error = self._library.cuDeviceGetDevResource(
-            ctypes.c_int(device), ctypes.byref(found), ctypes.c_int(kind)
+            ctypes.c_int(device), ctypes.byref(resource), ctypes.c_int(kind)
         )
-        return error, found
+        return error, resource
 
     def cuDevSmResourceSplitByCount(
         self, n_groups: int, whole: Resource, flags: int, n_sms: int
     ) -> tuple[int, list[Resource], int, Resource]:
-        """Return groups of SMs, their number, and what is left over."""
+        """Return groups of SMs, their number, and the remaining SMs."""
         groups, rest = (Resource * n_groups)(), Resource()
         count = ctypes.c_uint(n_groups)
         error = self._library.cuDevSmResourceSplitByCount(
@@ -139,7 +145,7 @@ class LibCuda:
     def cuDevResourceGenerateDesc(
         self, resources: list[Resource], count: int
     ) -> tuple[int, ctypes.c_void_p]:
-        """Return the description of which a green context is made."""
+        """Return the description from which a green context is made."""
         description = ctypes.c_void_p()
         error = self._library.cuDevResourceGenerateDesc(
             ctypes.byref(description), (Resource * count)(*resources), ctypes.c_uint(count)

@@ -1,8 +1,9 @@
 """Disjoint parts of a GPU's multiprocessors (SMs): the driver's green contexts.
 
-torch's own green contexts each split the whole GPU, so that two of them overlap. Here one call of
-`cuDevSmResourceSplitByCount` splits it into all parts at once, which are then disjoint. Work on a
-stream of a part's context runs on the part's SMs; level-2 cache and memory bandwidth stay shared.
+torch's own green contexts each split the whole GPU, so two of them overlap. Here one call of
+`cuDevSmResourceSplitByCount` splits it into all parts at once, which are disjoint. Work on a stream
+of a part's context runs on the part's SMs; level-2 cache and memory bandwidth stay shared.
+Not yet measured on hardware.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pipeexec.devices.gpu_slices.cuda_driver import (
 )
 from pipesim.errors import ArgumentError
 
-__all__ = ["Part", "part_size", "split", "split_by_any"]
+__all__ = ["GreenContext", "part_size", "split_gpu", "split_with_any_driver"]
 
-#: By major compute capability: fewest SMs of a part, and what they must be a multiple of
+#: By major compute capability: fewest SMs of a part, and the number that divides its SMs
 #: (CUDA programming guide, "Green contexts").
 _GRANULARITY = {6: (1, 1), 7: (2, 2), 8: (4, 2)}
 _SINCE_HOPPER = (8, 8)
@@ -29,15 +30,17 @@ _STREAM_NON_BLOCKING = 1  # required
 
 
 @dataclass
-class Part:
-    """A green context, and the streams made from it so far.
+class GreenContext:
+    """A green context on a part of the SMs, with its streams.
 
     Neither is ever destroyed: torch's allocator remembers the streams that used its memory.
 
     Attributes
     ----------
+    driver, context
+        Driver, and its handle of the context.
     n_sms
-        Of the part.
+        Number of SMs of the part.
     """
 
     driver: Any
@@ -56,7 +59,7 @@ class Part:
 
 
 def granularity(major: int) -> tuple[int, int]:
-    """Return the fewest SMs of a part, and what they must be a multiple of."""
+    """Return the fewest SMs of a part, and the number that divides its SMs."""
     return _GRANULARITY.get(major, _SINCE_HOPPER)
 
 
@@ -65,7 +68,7 @@ def part_size(n_sms: int, n_parts: int, major: int) -> int:
 
     Examples
     --------
-    A Hopper GPU has 132, in multiples of 8; the 4 that are left over belong to no part:
+    A Hopper GPU has 132, in multiples of 8; the remaining 4 belong to no part:
 
     >>> [part_size(132, n, major=9) for n in (2, 4, 8, 16)]
     [64, 32, 16, 8]
@@ -86,43 +89,45 @@ def part_size(n_sms: int, n_parts: int, major: int) -> int:
     return size
 
 
-def split(driver: Any, index: int, n_parts: int, major: int) -> tuple[list[Part], Part | None]:
-    """Split a GPU into disjoint parts of one size; return them, and a part of what is left over.
+def split_gpu(
+    driver: Any, index: int, n_parts: int, major: int
+) -> tuple[list[GreenContext], GreenContext | None]:
+    """Split a GPU into disjoint parts of one size; return them, and a part of the remaining SMs.
 
-    The size is `part_size`, or less where the driver makes too few parts of it.
+    The size is `part_size`, or less if the driver makes too few parts of it.
 
     Parameters
     ----------
     driver
         From `find_driver`. The GPU's primary context must be active.
     index
-        Of the GPU, as CUDA counts them.
+        Index of the GPU in CUDA.
     n_parts
-        How many.
+        Number of parts.
     major
-        Of the GPU's compute capability.
+        Major number of the GPU's compute capability.
 
     Raises
     ------
     ArgumentError
         If there are not enough SMs.
     GreenContextsMissingError
-        If the driver refuses, whatever the size.
+        If the driver refuses every size.
     """
     call_driver(driver, "cuInit", 0)
     (device,) = call_driver(driver, "cuDeviceGet", index)
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     (whole,) = call_driver(driver, "cuDeviceGetDevResource", device, kind)
-    groups, rest = _groups(driver, whole, n_parts, major)
-    parts = [_part(driver, device, group) for group in groups]
-    return parts, _rest(driver, device, rest)
+    groups, rest = _largest_groups(driver, whole, n_parts, major)
+    parts = [_make_context(driver, device, group) for group in groups]
+    return parts, _remaining_context(driver, device, rest)
 
 
-def _groups(driver: Any, whole: Any, n_parts: int, major: int) -> tuple[list[Any], Any]:
-    """Return ``n_parts`` groups of the most SMs that the driver makes so many of, and the rest.
+def _largest_groups(driver: Any, whole: Any, n_parts: int, major: int) -> tuple[list[Any], Any]:
+    """Return ``n_parts`` groups of the largest size that the driver makes, and the rest.
 
     A GPU's SMs lie in clusters (GPCs), whose sizes differ from die to die: one of 14 SMs may give
-    no more than one group of 8. So the driver may make fewer parts of a size than the number of SMs
+    only one group of 8. So the driver may make fewer parts of a size than the number of SMs
     suggests.
     """
     largest = part_size(int(whole.sm.smCount), n_parts, major)
@@ -130,13 +135,13 @@ def _groups(driver: Any, whole: Any, n_parts: int, major: int) -> tuple[list[Any
     errors = []
     for size in range(largest, fewest - 1, -multiple):
         try:
-            return _groups_of(driver, whole, n_parts, size)
+            return _groups_of_size(driver, whole, n_parts, size)
         except GreenContextsMissingError as error:
             errors.append(error)
     raise errors[0]
 
 
-def _groups_of(driver: Any, whole: Any, n_parts: int, size: int) -> tuple[list[Any], Any]:
+def _groups_of_size(driver: Any, whole: Any, n_parts: int, size: int) -> tuple[list[Any], Any]:
     """Return ``n_parts`` groups of ``size`` SMs, and the rest."""
     groups, _, rest = call_driver(driver, "cuDevSmResourceSplitByCount", n_parts, whole, 0, size)
     if len(groups) < n_parts:
@@ -144,38 +149,38 @@ def _groups_of(driver: Any, whole: Any, n_parts: int, size: int) -> tuple[list[A
             f"the driver made {len(groups)} parts of {size} SMs, not {n_parts}; give fewer slices"
         )
     sizes = [int(group.sm.smCount) for group in groups[:n_parts]]
-    # Bindings of another release than the driver's may read a resource otherwise.
+    # Bindings of another release than the driver's may read a resource wrongly.
     if min(sizes) < size or len(set(sizes)) > 1 or sum(sizes) > int(whole.sm.smCount):
         raise GreenContextsMissingError(f"the driver made parts of {sizes} SMs, not of {size}")
     return groups[:n_parts], rest
 
 
-def split_by_any(
+def split_with_any_driver(
     driver: Any, index: int, n_parts: int, major: int
-) -> tuple[list[Part], Part | None]:
-    """Split a GPU as `split` does, without the bindings where they do not suit the driver."""
+) -> tuple[list[GreenContext], GreenContext | None]:
+    """Split a GPU as `split_gpu` does, without the bindings if they do not suit the driver."""
     try:
-        return split(driver, index, n_parts, major)
+        return split_gpu(driver, index, n_parts, major)
     except GreenContextsMissingError as error:
         if isinstance(driver, LibCuda):
             raise
         try:
-            return split(load_driver(), index, n_parts, major)
+            return split_gpu(load_driver(), index, n_parts, major)
         except GreenContextsMissingError:
             raise error from None
 
 
-def _part(driver: Any, device: Any, resource: Any) -> Part:
+def _make_context(driver: Any, device: Any, resource: Any) -> GreenContext:
     (description,) = call_driver(driver, "cuDevResourceGenerateDesc", [resource], 1)
     (context,) = call_driver(
         driver, "cuGreenCtxCreate", description, device, _GREEN_CTX_DEFAULT_STREAM
     )
-    return Part(driver, context, int(resource.sm.smCount))
+    return GreenContext(driver, context, int(resource.sm.smCount))
 
 
-def _rest(driver: Any, device: Any, resource: Any) -> Part | None:
-    """Return a part of the SMs left over; None if there are none, or the driver keeps them."""
+def _remaining_context(driver: Any, device: Any, resource: Any) -> GreenContext | None:
+    """Return a context on the remaining SMs; None if there are none, or the driver keeps them."""
     try:
-        return _part(driver, device, resource) if int(resource.sm.smCount) else None
+        return _make_context(driver, device, resource) if int(resource.sm.smCount) else None
     except GreenContextsMissingError:
         return None

@@ -1,17 +1,17 @@
 """One GPU as several devices: slices of its multiprocessors (SMs).
 
-Stages on slices run at the same time, each on SMs of its own, so that schedules of many stages are
-run, measured and compared on one card. What slices share is not the simulator's to know: level-2
-cache, memory bandwidth, power. Measure costs with all of them busy, as `pipeexec.profile` does.
+Stages on slices run at the same time, each on its own SMs, so schedules of many stages can be run,
+measured and compared on one card. Slices share level-2 cache, memory bandwidth and power, which the
+simulator does not model. Measure costs with all slices busy, as `pipeexec.profile` does.
 
          GPU of 132 SMs, slices("cuda:0", 4)
     0        32        64        96        128  132
     |  0of4  |  1of4   |  2of4   |  3of4   |copy|
 
-SMs are given out in multiples of 8 on Hopper. Where the driver makes too few parts of the largest
-size, all slices are smaller, and their notes say so. What is left over serves the copies of all
-slices, as the copy engines of several GPUs would, so that a copy waits for no stage's kernels.
-Where nothing is left over, or the driver keeps it, a slice's copies run on its own SMs.
+SMs are allotted in multiples of 8 on Hopper. If the driver makes too few parts of the largest size,
+all slices are smaller, and their notes say so. The remaining SMs serve the copies of all slices, as
+the copy engines of several GPUs would, so a copy waits for no stage's kernels. If no SMs remain, or
+the driver keeps them, a slice's copies run on its own SMs.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ import torch
 from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.cuda_streams import CudaStream
 from pipeexec.devices.device import Device, Values
-from pipeexec.devices.emulated_links.links import Links, Message, check_links
-from pipeexec.devices.emulated_links.timers import make_waits
+from pipeexec.devices.emulated_links.links import EmulatedLinks, TimedMessage, check_links
+from pipeexec.devices.emulated_links.timers import make_timer
 from pipeexec.devices.gpu_slices.cuda_driver import GreenContextsMissingError, find_driver
-from pipeexec.devices.gpu_slices.green_contexts import Part, part_size, split_by_any
-from pipeexec.devices.make_devices import parse
+from pipeexec.devices.gpu_slices.green_contexts import (
+    GreenContext,
+    part_size,
+    split_with_any_driver,
+)
+from pipeexec.devices.make_devices import parse_device
 from pipeexec.devices.streams import Stream
 from pipesim.errors import ArgumentError, SharedSlicesWarning, check_count
 from pipesim.network.network import Network
 
 __all__ = ["Slice", "slices"]
 
-#: Streams on which a slice computes; all others copy.
+#: Names of streams on which a slice computes; all others copy.
 _COMPUTING = frozenset({"compute", "collective"})
 
 
@@ -47,20 +51,20 @@ class Slice(CudaDevice):
     device
         The GPU.
     index, n_slices
-        Which of how many.
+        Number of the slice, and of slices.
     part, copies
-        The SMs on which it computes, and on which it copies; None for those of the whole GPU.
+        Green contexts for computing and for copying; None for the SMs of the whole GPU.
     n_sms
-        How many SMs it computes on.
+        Number of SMs on which the slice computes.
     links
-        Imposed ones, between slices that have the same.
+        Imposed links between slices with the same object.
     whole_n_sms
-        How many SMs a slice would have if the GPU's could be divided at will; ``n_sms`` where None.
+        Number of SMs of a slice if the GPU's could be divided freely; None for ``n_sms``.
 
     Attributes
     ----------
     name
-        Such as ``"cuda:0/2of4"``.
+        Name such as ``"cuda:0/2of4"``.
     """
 
     def __init__(
@@ -68,72 +72,73 @@ class Slice(CudaDevice):
         device: torch.device,
         index: int,
         n_slices: int,
-        part: Part | None,
-        copies: Part | None,
+        part: GreenContext | None,
+        copies: GreenContext | None,
         n_sms: int,
-        links: Links | None = None,
+        links: EmulatedLinks | None = None,
         whole_n_sms: int | None = None,
     ) -> None:
         super().__init__(device)
         self.name = f"{self.torch_device}/{index}of{n_slices}"
         self.index, self.n_sms, self.links = index, n_sms, links
         self._part, self._copies = part, copies
-        shared = [] if part is not None else ["slices share SMs"]
+        notes = [] if part is not None else ["slices share SMs"]
         if whole_n_sms is not None and n_sms < whole_n_sms:
-            shared.append(
+            notes.append(
                 f"slices have {n_sms} SMs each, not {whole_n_sms}: the driver made too few of those"
             )
-        imposed = [] if links is None else [f"link times are imposed: {links.waits.says}"]
-        self.note = "; ".join(shared + imposed)
+        if links is not None:
+            notes.append(f"link times are imposed: {links.timer.description}")
+        self.note = "; ".join(notes)
 
-    def _make(self, name: str, blocks: bool) -> Stream:
-        part = self._part if name in _COMPUTING else self._copies
-        if part is None:
-            return super()._make(name, blocks)
-        handle = part.stream((self.index, name))
+    def _make_stream(self, name: str, blocks: bool) -> Stream:
+        context = self._part if name in _COMPUTING else self._copies
+        if context is None:
+            return super()._make_stream(name, blocks)
+        handle = context.stream((self.index, name))
         return CudaStream(torch.cuda.ExternalStream(handle, device=self.torch_device))
 
     def carry(self, values: Values, target: Device) -> Values:
-        """Return a message on the memory of ``target``; a copy where links are imposed."""
+        """Return a message in the memory of ``target``; a copy if links are imposed."""
         if self.links is not None and isinstance(target, Slice) and target.links is self.links:
             return self.links.carry(values, self.index, target.index)
         return super().carry(values, target)
 
     def await_link(self, values: Values) -> None:
-        """Let the current stream wait for the imposed latency of a message."""
-        if not isinstance(values, Message) or self.links is None:
+        """Make the current stream wait for the imposed latency of a message."""
+        if not isinstance(values, TimedMessage) or self.links is None:
             return
         if values.sent is not None:
             values.sent.record_stream(torch.cuda.current_stream(self.torch_device))
-        self.links.arrive(values)
+        self.links.await_arrival(values)
 
 
 def slices(device: str | torch.device, n: int, *, link: Network | None = None) -> list[Slice]:
-    """Return a GPU as ``n`` devices of equally many multiprocessors each, none shared.
+    """Return a GPU as ``n`` devices with equal numbers of multiprocessors, none shared.
 
-    As many as the driver makes ``n`` groups of; ``n_sms`` of a slice says how many these are.
+    The number is the largest of which the driver makes ``n`` groups; it is ``n_sms`` of a slice.
 
     Parameters
     ----------
     device
         The GPU, such as ``"cuda:0"``.
     n
-        How many slices.
+        Number of slices.
     link
-        Messages between slices take the time that they would take on this network, each pair
-        having links of its own; see `pipeexec.devices.emulated_links`. With None they are handed
-        over within the GPU's memory, which takes next to no time.
+        Messages between slices take the time that they would take on this network, where each pair
+        has separate links; see `pipeexec.devices.emulated_links.links`. With None they pass by
+        reference within the GPU's memory, which takes next to no time.
 
     Raises
     ------
     ArgumentError
-        For a device that is no GPU or not there, ``n`` below 1 or more than there are groups of
-        SMs, or a network of shared links.
+        For a device that is no GPU or missing, ``n`` below 1 or above the number of groups of SMs,
+        or a network of shared links.
 
     Warns
     -----
     SharedSlicesWarning
-        If driver or GPU have no green contexts: then every slice runs on all SMs, and stages slow
+        If driver or GPU have no green contexts. Then every slice runs on all SMs, and stages slow
         each other down.
 
     Examples
@@ -144,7 +149,7 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
     check_count("n", n)
     if link is not None:
         check_links(link)
-    gpu = parse(device)
+    gpu = parse_device(device)
     if gpu.type != "cuda":
         raise ArgumentError(
             f"slices are parts of a GPU, got {str(gpu)!r}; name one ('cuda:0'), or use "
@@ -153,7 +158,7 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
     gpu = torch.device(gpu.type, gpu.index or 0)
     properties = torch.cuda.get_device_properties(gpu)
     try:
-        parts, rest = _parts(gpu.index, n, properties.major)
+        parts, rest = _split_once(gpu.index, n, properties.major)
     except GreenContextsMissingError as error:
         warnings.warn(
             f"{gpu} cannot be split ({error}): its {n} slices are plain streams, whose stages "
@@ -162,7 +167,7 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
             stacklevel=2,
         )
         parts, rest = [], None
-    links = None if link is None else Links(link, n, make_waits(gpu))
+    links = None if link is None else EmulatedLinks(link, n, make_timer(gpu))
     count = properties.multi_processor_count
     size = part_size(count, n, properties.major) if parts else None
     return [
@@ -174,7 +179,7 @@ def slices(device: str | torch.device, n: int, *, link: Network | None = None) -
 
 
 @cache
-def _parts(index: int, n: int, major: int) -> tuple[list[Part], Part | None]:
-    """Split a GPU, once a number of slices: contexts cannot be given back (see `Part`)."""
-    torch.empty(1, device=torch.device("cuda", index))  # the primary context must be there
-    return split_by_any(find_driver(), index, n, major)
+def _split_once(index: int, n: int, major: int) -> tuple[list[GreenContext], GreenContext | None]:
+    """Split a GPU, once for each number of slices: contexts are never destroyed."""
+    torch.empty(1, device=torch.device("cuda", index))  # makes the primary context
+    return split_with_any_driver(find_driver(), index, n, major)

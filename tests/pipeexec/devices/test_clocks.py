@@ -70,7 +70,7 @@ class FakeDevice:
 
 def test_the_middle_of_both_bounds() -> None:
     """B's clock is 2 behind; the fastest messages take 0.5 one way and 1.5 the other."""
-    ahead, error = clocks.offset(out=[-1.5, 7.0], back=[3.5, 4.0])
+    ahead, error = clocks.estimate_offset(forth=[-1.5, 7.0], back=[3.5, 4.0])
     assert ahead == 2.5
     assert error == 1.0
 
@@ -81,7 +81,9 @@ def test_the_middle_of_both_bounds() -> None:
 )
 def test_the_error_bounds_the_offset(true: float, delays: list[tuple[float, float]]) -> None:
     """Whatever the delays, as long as none is negative."""
-    ahead, error = clocks.offset([d - true for d, _ in delays], [d + true for _, d in delays])
+    ahead, error = clocks.estimate_offset(
+        [d - true for d, _ in delays], [d + true for _, d in delays]
+    )
     assert abs(ahead - true) <= error + 1e-9
     assert error <= min(d for d, _ in delays) + min(d for _, d in delays)
 

@@ -15,15 +15,15 @@ from pipeexec.devices import make_devices as devices_module
 from pipeexec.devices.cpu import CpuDevice
 from pipeexec.devices.cpu_streams import CpuStream, InlineStream
 from pipeexec.devices.cuda import CudaDevice
-from pipeexec.devices.make_devices import cores, make_devices
+from pipeexec.devices.make_devices import available_cores, make_devices
 from pipesim.errors import ArgumentError, OversubscriptionWarning
 
 
 @pytest.fixture
 def _many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that there are four cores, all of them the first real one."""
-    real = cores()
-    monkeypatch.setattr(devices_module, "cores", lambda: (real * 4)[:4])
+    real = available_cores()
+    monkeypatch.setattr(devices_module, "available_cores", lambda: (real * 4)[:4])
 
 
 @pytest.mark.usefixtures("_many_cores")
@@ -37,7 +37,7 @@ def test_each_cpu_is_a_new_worker() -> None:
 
 def test_more_workers_than_cores_are_warned_of() -> None:
     """And none is pinned: two on one core would be slower than the machine is."""
-    n = len(cores()) + 1
+    n = len(available_cores()) + 1
     with pytest.warns(OversubscriptionWarning, match=rf"{n} CPU devices share {n - 1} cores"):
         made = make_devices(["cpu"] * n)
     assert {device.core for device in made if isinstance(device, CpuDevice)} == {None}
@@ -53,7 +53,7 @@ def test_a_worker_is_pinned_and_has_one_thread() -> None:
     stream.submit(lambda: seen.extend([os.sched_getaffinity(0), torch.get_num_threads()]))
     within(10, device.synchronize)
     device.close()
-    assert seen == [{cores()[0]}, 1]
+    assert seen == [{available_cores()[0]}, 1]
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == before
 
 
@@ -64,7 +64,7 @@ def test_pinning_can_be_left_out() -> None:
     device.stream("compute").submit(lambda: seen.append(os.sched_getaffinity(0)))
     within(10, device.synchronize)
     device.close()
-    assert seen == [set(cores())]
+    assert seen == [set(available_cores())]
 
 
 def test_streams_are_made_on_first_use() -> None:

@@ -19,32 +19,32 @@ from pipeexec.devices.cpu import CpuDevice
 from pipeexec.devices.cpu_streams import InlineStream
 from pipeexec.devices.device import Device, Values
 from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
-from pipeexec.devices.emulated_links.links import Links, Message
-from pipeexec.devices.emulated_links.timers import CycleWaits, make_waits
+from pipeexec.devices.emulated_links.links import EmulatedLinks, TimedMessage
+from pipeexec.devices.emulated_links.timers import CycleTimer, make_timer
 from pipesim.errors import AccuracyWarning, ArgumentError
 
 
 class Listed:
     """Waits for nothing, and lists what it was asked for."""
 
-    says = "listed"
+    description = "listed"
 
     def __init__(self) -> None:
         self.noted: list[Tensor] = []
         self.asked: list[tuple[Tensor | None, float]] = []
 
-    def note(self) -> Tensor:
+    def timestamp(self) -> Tensor:
         self.noted.append(torch.tensor([len(self.noted)]))
         return self.noted[-1]
 
-    def until(self, noted: Tensor | None, seconds: float) -> None:
+    def wait_until(self, noted: Tensor | None, seconds: float) -> None:
         self.asked.append((noted, seconds))
 
 
 class Linked(CpuDevice):
     """A CPU worker whose messages take an imposed link, as those of a slice."""
 
-    def __init__(self, index: int, links: Links) -> None:
+    def __init__(self, index: int, links: EmulatedLinks) -> None:
         super().__init__(index)
         self.index, self.links = index, links
 
@@ -53,8 +53,8 @@ class Linked(CpuDevice):
         return self.links.carry(values, self.index, target.index)
 
     def await_link(self, values: Values) -> None:
-        assert isinstance(values, Message)
-        self.links.arrive(values)
+        assert isinstance(values, TimedMessage)
+        self.links.await_arrival(values)
 
 
 NETWORK = ps.Network(latency=3e-6, bandwidth=2e9)
@@ -63,7 +63,7 @@ NETWORK = ps.Network(latency=3e-6, bandwidth=2e9)
 def test_a_message_is_copied_and_waits() -> None:
     """16 KB at 2 GB/s from its start, then the latency from its end."""
     waits = Listed()
-    links = Links(NETWORK, 2, waits)
+    links = EmulatedLinks(NETWORK, 2, waits)
     values = torch.arange(4096.0), None
     message = links.carry(values, 0, 1)
     assert torch.equal(message[0], values[0])
@@ -72,28 +72,28 @@ def test_a_message_is_copied_and_waits() -> None:
     began, ended = waits.noted
     assert waits.asked == [(began, 4 * 4096 / 2e9)]
     assert message.sent is ended
-    links.arrive(message)
+    links.await_arrival(message)
     assert waits.asked[1:] == [(ended, 3e-6)]
 
 
 def test_pure_latency_holds_nothing() -> None:
     """Endless bandwidth: the copy is made, no SEND waits; nor does a RECV without latency."""
     waits = Listed()
-    links = Links(ps.Network(latency=1e-5, bandwidth=math.inf), 2, waits)
+    links = EmulatedLinks(ps.Network(latency=1e-5, bandwidth=math.inf), 2, waits)
     message = links.carry((torch.ones(1000),), 1, 0)
     assert waits.asked == []
-    links.arrive(message)
+    links.await_arrival(message)
     assert [seconds for _, seconds in waits.asked] == [1e-5]
-    Links(ps.Network(bandwidth=1e9), 2, waits).arrive(Message((), None, 0.0))
+    EmulatedLinks(ps.Network(bandwidth=1e9), 2, waits).await_arrival(TimedMessage((), None, 0.0))
     assert len(waits.asked) == 1
 
 
 def test_each_pair_has_its_own_link() -> None:
     slow = ps.Network(1e-6, 1e9, links=[ps.Link(5e-6, 1e8, ((0, 1),))])
     waits = Listed()
-    links = Links(slow, 3, waits)
+    links = EmulatedLinks(slow, 3, waits)
     for source, target in ((0, 1), (1, 0), (2, 1)):
-        links.arrive(links.carry((torch.ones(25, dtype=torch.float32),), source, target))
+        links.await_arrival(links.carry((torch.ones(25, dtype=torch.float32),), source, target))
     assert [seconds for _, seconds in waits.asked] == [1e-6, 5e-6, 1e-7, 1e-6, 1e-7, 1e-6]
 
 
@@ -106,7 +106,7 @@ def test_each_pair_has_its_own_link() -> None:
 )
 def test_shared_links_are_refused(network: ps.Network) -> None:
     with pytest.raises(ArgumentError, match="each pair of devices a link of its own"):
-        Links(network, 3, Listed())
+        EmulatedLinks(network, 3, Listed())
 
 
 def test_a_pipeline_over_imposed_links_computes_the_same() -> None:
@@ -114,7 +114,7 @@ def test_a_pipeline_over_imposed_links_computes_the_same() -> None:
     stages, whole = cut(dense(3), [1, 1, 1]), cut(dense(3), [1, 1, 1])
     graph = ps.lower(ps.schedule("1f1b", n_devices=3, n_microbatches=4))
     waits = Listed()
-    links = Links(NETWORK, 3, waits)
+    links = EmulatedLinks(NETWORK, 3, waits)
     inputs, targets = data(8)
     loss = unsplit(whole, graph, inputs, targets)
     with px.Pipeline(stages, graph, [Linked(i, links) for i in range(3)], mse) as subject:
@@ -156,10 +156,10 @@ def test_waits_by_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: Listening())
     monkeypatch.setattr("torch.cuda._utils._cuda_load_module", load)
-    waits = make_waits(torch.device("cpu"))
-    noted = waits.note()
-    waits.until(noted, 2.5000015)
-    waits.until(noted, 7e-9)
+    waits = make_timer(torch.device("cpu"))
+    noted = waits.timestamp()
+    waits.wait_until(noted, 2.5000015)
+    waits.wait_until(noted, 7e-9)
     assert launched == [
         ("pipeexec_note", [noted]),
         ("pipeexec_wait", [noted, 2_500_001, 500]),
@@ -167,7 +167,7 @@ def test_waits_by_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert noted is not None
     assert noted.dtype is torch.int64
-    make_waits(torch.device("cpu"))
+    make_timer(torch.device("cpu"))
     assert len(loaded) == 1  # once a GPU
 
 
@@ -191,9 +191,9 @@ def test_without_the_kernels_waits_count_cycles(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Timer())
     with pytest.warns(AccuracyWarning, match=r"no libcuda.so.*added to those of the copies"):
-        waits = make_waits(torch.device("cuda:0"))
-    waits.until(waits.note(), 1e-3)
-    assert slept == [CycleWaits.CYCLES] * 3 + [CycleWaits.CYCLES // 50]
+        waits = make_timer(torch.device("cuda:0"))
+    waits.wait_until(waits.timestamp(), 1e-3)
+    assert slept == [CycleTimer.CYCLES] * 3 + [CycleTimer.CYCLES // 50]
 
 
 class Listening:

@@ -59,9 +59,9 @@ def test_kernels_are_called_as_they_are_declared(loaded: Loaded) -> None:
     """A pointer is 64 bits, a Python int is passed as one of C: 32 bits."""
     kernels = load_kernels(torch.device("cpu"))
     at, found = torch.zeros(1, dtype=torch.int64), torch.zeros(7, dtype=torch.int32)
-    kernels.note(at)
+    kernels.write_time(at)
     kernels.wait(at, 2_000_003)
-    kernels.where(found, 5)
+    kernels.locate(found, 5)
     declared = _declared()
     assert list(declared) == [name for name, _, _ in loaded.launched]
     for name, _, args in loaded.launched:

@@ -16,7 +16,7 @@ import pipesim as ps
 from pipeexec.devices.gpu_slices import cuda_driver, green_contexts
 from pipeexec.devices.gpu_slices import slices as slices_module
 from pipeexec.devices.gpu_slices.cuda_driver import GreenContextsMissingError, LibCuda
-from pipeexec.devices.gpu_slices.green_contexts import part_size, split, split_by_any
+from pipeexec.devices.gpu_slices.green_contexts import part_size, split_gpu, split_with_any_driver
 from pipesim.errors import ArgumentError, SharedSlicesWarning
 
 N_SMS = 132
@@ -91,8 +91,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(
         slices_module,
-        "_parts",
-        lambda index, n, major: split(fake, index, n, major),
+        "_split_once",
+        lambda index, n, major: split_gpu(fake, index, n, major),
     )
     monkeypatch.setattr(
         torch.cuda, "ExternalStream", lambda handle, device: SimpleNamespace(handle=handle)
@@ -120,7 +120,7 @@ def test_parts_are_multiples(n_sms: int, n: int, major: int, size: int) -> None:
 def test_parts_do_not_overlap() -> None:
     """One after the other, and what is left over last."""
     fake = FakeDriver()
-    parts, rest = split(fake, 0, 4, major=9)
+    parts, rest = split_gpu(fake, 0, 4, major=9)
     assert [part.n_sms for part in parts] == [32] * 4
     assert rest is not None
     assert rest.n_sms == 4
@@ -128,13 +128,13 @@ def test_parts_do_not_overlap() -> None:
 
 
 def test_nothing_may_be_left_over() -> None:
-    _, rest = split(FakeDriver(n_sms=128), 0, 4, major=9)
+    _, rest = split_gpu(FakeDriver(n_sms=128), 0, 4, major=9)
     assert rest is None
 
 
 def test_streams_of_a_part_are_kept() -> None:
     """The same key is the same stream: none can be destroyed."""
-    (part,), _ = split(FakeDriver(), 0, 1, major=9)
+    (part,), _ = split_gpu(FakeDriver(), 0, 1, major=9)
     assert part.stream("compute") == part.stream("compute")
     assert part.stream("compute") != part.stream("send:1")
 
@@ -146,17 +146,17 @@ def test_streams_of_a_part_are_kept() -> None:
 )  # fmt: skip
 def test_a_driver_that_refuses_is_named(name: str) -> None:
     with pytest.raises(GreenContextsMissingError, match=rf"{name} answered with CUDA error 801"):
-        split(FakeDriver(failing=name), 0, 2, major=9)
+        split_gpu(FakeDriver(failing=name), 0, 2, major=9)
 
 
 def test_a_driver_without_the_function() -> None:
     with pytest.raises(GreenContextsMissingError, match="the driver has no cuInit"):
-        split(SimpleNamespace(), 0, 2, major=9)
+        split_gpu(SimpleNamespace(), 0, 2, major=9)
 
 
 def test_a_driver_that_makes_fewer_parts() -> None:
     with pytest.raises(GreenContextsMissingError, match="made 3 parts of 32 SMs, not 4"):
-        split(FakeDriver(most=3), 0, 4, major=9)
+        split_gpu(FakeDriver(most=3), 0, 4, major=9)
 
 
 #: A die of 132 SMs: of clusters with 18 and with 14, of which one group of 8 is left.
@@ -170,7 +170,7 @@ CLUSTERS = (18, 18, 18, 18, 16, 16, 14, 14)
 def test_parts_are_smaller_where_too_few_are_made(n: int, asked: list[int], rest: int) -> None:
     """The largest size of which the driver makes so many; what is left over is more."""
     fake = FakeDriver(clusters=CLUSTERS)
-    parts, left = split(fake, 0, n, major=9)
+    parts, left = split_gpu(fake, 0, n, major=9)
     assert fake.asked == asked
     assert [part.n_sms for part in parts] == [asked[-1]] * n
     assert left is not None
@@ -181,7 +181,7 @@ def test_parts_are_smaller_where_too_few_are_made(n: int, asked: list[int], rest
 def test_too_many_parts_for_the_clusters() -> None:
     """What is said is of the largest size."""
     with pytest.raises(GreenContextsMissingError, match="made 14 parts of 8 SMs, not 15"):
-        split(FakeDriver(clusters=CLUSTERS), 0, 15, major=9)
+        split_gpu(FakeDriver(clusters=CLUSTERS), 0, 15, major=9)
 
 
 # Through ctypes
@@ -229,7 +229,7 @@ class FakeLibrary:
 
 def test_the_driver_through_ctypes() -> None:
     """As through its bindings; resources go whole from call to call."""
-    parts, rest = split(LibCuda(FakeLibrary()), 2, 4, major=9)
+    parts, rest = split_gpu(LibCuda(FakeLibrary()), 2, 4, major=9)
     assert [part.n_sms for part in parts] == [32] * 4
     assert rest is not None
     assert (rest.n_sms, rest.stream("send:1"), parts[0].stream("compute")) == (4, 1104, 1132)
@@ -275,11 +275,11 @@ def test_bindings_that_do_not_suit_the_driver_are_passed_by(
 ) -> None:
     """The driver itself is asked; where it refuses too, the bindings' refusal is what is said."""
     monkeypatch.setattr(green_contexts, "load_driver", FakeDriver)
-    parts, _ = split_by_any(FakeDriver(failing="cuGreenCtxCreate"), 0, 4, major=9)
+    parts, _ = split_with_any_driver(FakeDriver(failing="cuGreenCtxCreate"), 0, 4, major=9)
     assert [part.n_sms for part in parts] == [32] * 4
     monkeypatch.setattr(green_contexts, "load_driver", lambda: FakeDriver(failing="cuInit"))
     with pytest.raises(GreenContextsMissingError, match="cuGreenCtxCreate answered"):
-        split_by_any(FakeDriver(failing="cuGreenCtxCreate"), 0, 4, major=9)
+        split_with_any_driver(FakeDriver(failing="cuGreenCtxCreate"), 0, 4, major=9)
 
 
 def test_parts_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_parts_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(driver, "cuDevSmResourceSplitByCount", torn)
     with pytest.raises(GreenContextsMissingError, match=r"parts of \[32, 0, 0, 0\] SMs, not of 32"):
-        split(driver, 0, 4, major=9)
+        split_gpu(driver, 0, 4, major=9)
 
 
 # `slices`
@@ -383,12 +383,12 @@ def test_links_are_between_the_slices_that_have_them(monkeypatch: pytest.MonkeyP
     module = slices_module
     asked: list[float] = []
     waits = SimpleNamespace(
-        says="at once",
-        note=lambda: torch.zeros(1),
-        until=lambda noted, seconds: asked.append(seconds),
+        description="at once",
+        timestamp=lambda: torch.zeros(1),
+        wait_until=lambda timestamp, seconds: asked.append(seconds),
     )
     kept: list[object] = []
-    monkeypatch.setattr(module, "make_waits", lambda gpu: waits)
+    monkeypatch.setattr(module, "make_timer", lambda gpu: waits)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: "current")
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: kept.append(stream))
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **__: x)

@@ -108,7 +108,7 @@ def test_only_what_comes_after_a_wait_waits(
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_event_that_has_passed_stops_nobody(kind: str, make: Callable[[str], Stream]) -> None:
     stream, event, seen = make(kind), CpuEvent(), []
-    event.fire()
+    event.set()
     stream.wait_event(event)
     stream.submit(lambda: seen.append(1))
     within(10, stream.synchronize)
@@ -178,8 +178,8 @@ def test_an_inline_stream_asks_once_for_what_blocks_it(make: Callable[[str], Str
         for _ in range(50):
             inline.submit(lambda: ran.append(1))
     for blocker in blockers:
-        assert len(blocker._waiting) <= 1
-        blocker.fire()
+        assert len(blocker._callbacks) <= 1
+        blocker.set()
     assert len(ran) == 150
 
 
@@ -297,14 +297,14 @@ def test_an_event_that_passes_as_it_is_asked_says_so() -> None:
     class LateLock:
         def __enter__(self) -> None:
             event._lock = threading.Lock()
-            event.fire()
+            event.set()
 
         def __exit__(self, *_: object) -> None:
             pass
 
     event, told = CpuEvent(), []
     event._lock = LateLock()
-    assert event.call_when_passed(lambda: told.append(1)) is False
+    assert event.add_callback(lambda: told.append(1)) is False
     assert told == []
 
 

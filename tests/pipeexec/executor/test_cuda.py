@@ -95,7 +95,7 @@ def test_slices_run_on_multiprocessors_of_their_own(n: int) -> None:
     for device in devices:
         found = torch.full((4096,), -1, dtype=torch.int32, device="cuda:0")
         torch.cuda.synchronize()
-        device.stream("compute").submit(partial(kernels.where, found, 20_000))
+        device.stream("compute").submit(partial(kernels.locate, found, 20_000))
         device.synchronize()
         seen.append(set(found.tolist()))
     assert all(len(each) == device.n_sms for each, device in zip(seen, devices, strict=True))

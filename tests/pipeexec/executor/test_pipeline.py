@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.registry import build_model, split
-from pipeexec.devices.make_devices import cores
+from pipeexec.devices.make_devices import available_cores
 from pipeexec.executor.op_handlers import WORK
 from pipeexec.stages.batches import split_batch
 from pipeexec.stages.random_numbers import OwnGenerator, task_seed
@@ -105,7 +105,7 @@ def test_parity_with_few_and_many_microbatches(m: int, schedule: str) -> None:
 
 
 def test_more_devices_than_cores_are_warned_of_and_work() -> None:
-    n = len(cores()) + 1
+    n = len(available_cores()) + 1
     stages = cut(dense(n), [1] * n)
     with pytest.warns(OversubscriptionWarning, match=f"{n} CPU devices share {n - 1} cores"):
         check(stages, lowered("1f1b", n), *data(8))

@@ -31,7 +31,7 @@ def passed(names: str) -> list[Any]:
     for k in range(len(GRAPH)):
         event = CpuEvent()
         if str(GRAPH.task(k)) in names.split():
-            event.fire()
+            event.set()
         found.append(event)
     return found
 

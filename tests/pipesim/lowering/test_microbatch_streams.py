@@ -18,8 +18,8 @@ from strategies import named_schedules
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.devices.emulated_links.links import Links
-from pipeexec.devices.emulated_links.timers import SleepWaits
+from pipeexec.devices.emulated_links.links import EmulatedLinks
+from pipeexec.devices.emulated_links.timers import SleepTimer
 from pipeexec.devices.gpu_slices.slices import Slice
 from pipeexec.executor.remote_messages import connected
 from pipesim.analysis.blocking import message_latency
@@ -214,7 +214,7 @@ def test_messages_take_turns_on_a_link_of_workers() -> None:
 
 
 def test_slices_with_links_are_refused() -> None:
-    links = Links(ps.Network(1e-6), 2, SleepWaits())
+    links = EmulatedLinks(ps.Network(1e-6), 2, SleepTimer())
     devices = [Slice(torch.device("cuda", 0), i, 2, None, None, 66, links) for i in range(2)]
     for device in devices:
         device.torch_device = torch.device("cpu")
