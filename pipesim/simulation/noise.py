@@ -44,7 +44,7 @@ class Draws(NamedTuple):
     ----------
     tables
         Quantiles of each distribution; shape ``(n, 3, BINS)``.
-    which
+    table_of_kind
         Distribution that each kind of task draws from, or -1; shape ``(n_kinds,)``.
     computes, device
         Of each kind: whether it computes, and where.
@@ -53,7 +53,7 @@ class Draws(NamedTuple):
     """
 
     tables: Floats
-    which: NDArray[np.int8]
+    table_of_kind: NDArray[np.int8]
     computes: NDArray[np.bool_]
     device: NDArray[np.int64]
     hit_every: float
@@ -267,7 +267,7 @@ class Noise:
         computes = prepared.computes[graph.kind]
         drawn: Floats = costs.duration * np.where(computes, of_device[graph.device], 1.0)
         for row, table in enumerate(prepared.tables):
-            mine = np.flatnonzero((prepared.which == row)[graph.kind])
+            mine = np.flatnonzero((prepared.table_of_kind == row)[graph.kind])
             drawn[mine] *= random_draws.factors(
                 table, random_draws.mixed(keys[random_draws.OF_TASKS], index[mine])
             )

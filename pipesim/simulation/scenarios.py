@@ -148,7 +148,7 @@ def simulate_many(
     makespan, busy = np.empty(n), np.empty(n)
     size = max(1, min(compiled.LANES, -(-n // workers)))
     parts = [np.arange(k, min(k + size, n)) for k in range(0, n, size)]
-    many = (compiled.Many if jit.available() else _OneByOne)(graph, slowed, noise)
+    many = (compiled.ScenarioBatches if jit.available() else _OneByOne)(graph, slowed, noise)
     at_once = min(workers, len(parts))
     check_memory(
         f"running {at_once} x {size} scenarios of {len(graph):,} tasks at once",
@@ -188,7 +188,7 @@ def _bar(n: int, progress: bool) -> Iterator[Callable[[int], object]]:
 
 
 class _OneByOne:
-    """Does what `compiled.Many` does, without numba."""
+    """Does what `compiled.ScenarioBatches` does, without numba."""
 
     @staticmethod
     def nbytes(_: int) -> int:

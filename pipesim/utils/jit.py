@@ -62,22 +62,29 @@ def _numba() -> Any:
     return numba
 
 
-def _jitted(function: Callable[P, T], numba: Any) -> Callable[P, T]:
+def _jitted(function: Callable[P, T], numba: Any, options: dict[str, bool]) -> Callable[P, T]:
     """Return a function that numba compiles at its first call."""
     compiled: Callable[P, T]
     try:
-        compiled = numba.njit(cache=True, nogil=True)(function)
+        compiled = numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # no folder that it may write to: compiled anew in each process
-        compiled = numba.njit(nogil=True)(function)
+        compiled = numba.njit(nogil=True, **options)(function)
     return compiled
 
 
 class Kernel(Generic[P, T]):
     """A function that is compiled when it is worth it; see `kernel`."""
 
-    def __init__(self, function: Callable[P, T], helpers: tuple[Callable[..., object], ...]):
+    def __init__(
+        self,
+        function: Callable[P, T],
+        helpers: tuple[Callable[..., object], ...],
+        *,
+        allocates: bool = True,
+    ):
         self.function = function
         self.helpers = helpers
+        self.allocates = allocates
         self._seen = 0
         self._compiled: Callable[P, T] | None = None
         self.__doc__, self.__name__ = function.__doc__, function.__name__
@@ -117,9 +124,11 @@ class Kernel(Generic[P, T]):
         if stamps:
             stamp = f"{zlib.crc32(repr(stamps).encode()):08x}"
             self.function.__qualname__ = f"{self._qualname}_{stamp}"
+        options = {} if self.allocates else {"_nrt": False}  # off: numba's counting of references
         for helper in self.helpers:
-            numba.extending.register_jitable(helper)
-        self._compiled = _jitted(self.function, numba)
+            inlined = {"forceinline": not self.allocates}
+            numba.extending.register_jitable(**options, **inlined)(helper)
+        self._compiled = _jitted(self.function, numba, options)
 
     def _file_stamps(self) -> list[int]:
         """Return the times of the helpers' other files (ns).
@@ -152,6 +161,7 @@ def _layouts(function: Callable[..., object]) -> list[tuple[str, ...]]:
 
 def kernel(
     *helpers: Callable[..., object],
+    allocates: bool = True,
 ) -> Callable[[Callable[P, T]], Kernel[P, T]]:
     """Make the decorated function a `Kernel`.
 
@@ -159,5 +169,10 @@ def kernel(
     ----------
     *helpers
         Plain functions that it calls.
+    allocates
+        Whether it or a helper makes arrays. Without that, numba counts no references, and helpers
+        become part of the kernel. A kernel that hands whole NamedTuples to its helpers needs this:
+        otherwise each call counts references to every array in them, and the engines' loops take
+        8 to 100 times as long. The caller then makes all arrays, and keeps them while it runs.
     """
-    return lambda function: Kernel(function, helpers)
+    return lambda function: Kernel(function, helpers, allocates=allocates)

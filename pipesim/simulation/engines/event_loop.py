@@ -1,42 +1,119 @@
-"""The compiled engine's loop over events: streams walk, and links serve, in order of time.
+"""The compiled engine's loop over events, for graphs in which tasks wait for links.
 
-Long, because calls would cost as much as what they do.
+Streams run their queues as far as they can. Links are granted in order of time (rule 8).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.simulation.engines import RECV, SEND
-from pipesim.simulation.engines.one_pass import made
+from pipesim.simulation.engines.plan import (
+    RECV,
+    SEND,
+    Plan,
+    part_done,
+    receive_times,
+    task_seconds,
+)
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["events"]
+__all__ = ["event_loop", "new_state"]
 
 Floats = NDArray[np.float64]
+#: Places in `State.sizes`.
+_READY, _REQUESTS = 0, 1
 
 
-def _push(times: Floats, tasks: Ints, size: int, time: float, task: int) -> None:
-    """Add a request to a binary heap of ``size`` entries, ordered by time, then task."""
-    at = size
-    while at > 0:
-        above = (at - 1) // 2
+class State(NamedTuple):
+    """State of the loop.
+
+    Attributes
+    ----------
+    queue_ptr, queue, cursor
+        Tasks of each stream in order, as CSR, and the position of the stream's next task.
+    stream_free, link_free
+        When each stream and each link is free, in seconds.
+    blocked, next_blocked
+        Linked lists of streams, ended by -1: the first stream that each task blocks, then those of
+        each collective; and the stream after each stream.
+    joined, n_joined, group_ready, granted
+        Whether each stream's next task has joined its collective. For each collective: how many
+        members have joined, when the last of them was ready (s), and whether it may start.
+    request_time, request_task
+        Binary heap of the requests for links: time (s) and task.
+    ready_streams
+        Stack of the streams that can go on.
+    sizes
+        Entries of ``ready_streams`` and of the heap.
+    """
+
+    queue_ptr: Ints
+    queue: Ints
+    cursor: Ints
+    stream_free: Floats
+    link_free: Floats
+    blocked: Ints
+    next_blocked: Ints
+    joined: NDArray[np.bool_]
+    n_joined: Ints
+    group_ready: Floats
+    granted: NDArray[np.bool_]
+    request_time: Floats
+    request_task: Ints
+    ready_streams: Ints
+    sizes: Ints
+
+
+def new_state(plan: Plan, queue_ptr: Ints, queue: Ints) -> State:
+    """Return the state at the start: every stream can go on."""
+    n_tasks, n_streams, n_groups = len(plan.kind), plan.n_streams, len(plan.members_ptr) - 1
+    return State(
+        queue_ptr,
+        queue,
+        queue_ptr[:-1].copy(),
+        np.zeros(n_streams),
+        np.zeros(plan.n_links),
+        np.full(n_tasks + n_groups, -1, np.int32),
+        np.full(n_streams, -1, np.int32),
+        np.zeros(n_streams, np.bool_),
+        np.zeros(n_groups, np.int64),
+        np.zeros(n_groups),
+        np.zeros(n_groups, np.bool_),
+        np.empty(n_streams),
+        np.empty(n_streams, np.int64),
+        np.arange(n_streams),
+        np.array([n_streams, 0]),
+    )
+
+
+def _push_request(state: State, time: float, task: int) -> None:
+    """Add a request to the heap, ordered by time, then task."""
+    times, tasks = state.request_time, state.request_task
+    place = state.sizes[_REQUESTS]
+    state.sizes[_REQUESTS] += 1
+    while place > 0:
+        above = (place - 1) // 2
         if times[above] < time or (times[above] == time and tasks[above] < task):
             break
-        times[at], tasks[at] = times[above], tasks[above]
-        at = above
-    times[at], tasks[at] = time, task
+        times[place], tasks[place] = times[above], tasks[above]
+        place = above
+    times[place], tasks[place] = time, task
 
 
-def _pop(times: Floats, tasks: Ints, size: int) -> None:
-    """Take the first of ``size`` requests off the heap."""
-    size -= 1
+def _pop_request(state: State) -> tuple[float, int]:
+    """Take the first request off the heap; return its time and task."""
+    times, tasks = state.request_time, state.request_task
+    first = times[0], tasks[0]
+    state.sizes[_REQUESTS] -= 1
+    size = state.sizes[_REQUESTS]
     time, task = times[size], tasks[size]
-    at = 0
-    while 2 * at + 1 < size:
-        below = 2 * at + 1
+    place = 0
+    while 2 * place + 1 < size:
+        below = 2 * place + 1
         right = below + 1
         if right < size and (
             times[right] < times[below]
@@ -45,208 +122,187 @@ def _pop(times: Floats, tasks: Ints, size: int) -> None:
             below = right
         if time < times[below] or (time == times[below] and task < tasks[below]):
             break
-        times[at], tasks[at] = times[below], tasks[below]
-        at = below
-    times[at], tasks[at] = time, task
+        times[place], tasks[place] = times[below], tasks[below]
+        place = below
+    times[place], tasks[place] = time, task
+    return first
 
 
-def _wake(waiting: Ints, next_waiting: Ints, of: int, todo: Ints, n_todo: int) -> int:
-    """Move the streams that wait for ``of`` to ``todo``; return how many are there now."""
-    stream = waiting[of]
-    waiting[of] = -1
+def _block(state: State, stream: int, blocker: int) -> None:
+    """List a stream with the task or collective that it waits for."""
+    state.next_blocked[stream] = state.blocked[blocker]
+    state.blocked[blocker] = stream
+
+
+def _release(state: State, blocker: int) -> None:
+    """Let the streams go on that a task or collective blocked."""
+    stream = state.blocked[blocker]
+    if stream < 0:
+        return
+    state.blocked[blocker] = -1
+    size = state.sizes[_READY]
     while stream >= 0:
-        todo[n_todo] = stream
-        n_todo += 1
-        stream = next_waiting[stream]
-    return n_todo
+        state.ready_streams[size] = stream
+        size += 1
+        stream = state.next_blocked[stream]
+    state.sizes[_READY] = size
 
 
-def _asks(
-    first: int,
-    last: int,
-    members: Ints,
-    row: Ints,
-    asks: NDArray[np.bool_],
-    duration: Floats,
-    drawn: Floats,
-) -> bool:
-    """Tell whether a collective, ``members[first:last]``, waits for links; all must take time."""
+def _ready(
+    plan: Plan, state: State, task: int, stream: int, start: Floats, end: Floats
+) -> tuple[float, int]:
+    """Return when a task is ready (s), and a task that blocks it, or -1.
+
+    The time holds if no task blocks it.
+    """
+    ready = state.stream_free[stream]
+    for k in range(plan.needs_ptr[task], plan.needs_ptr[task + 1]):
+        ended = end[plan.needs[k]]
+        if ended < 0.0:
+            return ready, plan.needs[k]
+        ready = max(ready, ended)
+    if len(plan.partial) and plan.partial[task] >= 0:
+        if end[plan.partial[task]] < 0.0:
+            return ready, plan.partial[task]
+        ready = max(ready, part_done(plan, task, start))
+    role = plan.role[plan.kind[task]]
+    if role == RECV and end[plan.pair[task]] < 0.0:
+        return ready, plan.pair[task]
+    if role == SEND and plan.rendezvous:
+        partner = plan.pair[task]
+        other = plan.stream[plan.kind[partner]]
+        place = state.cursor[other]
+        if place >= state.queue_ptr[other + 1] or state.queue[place] != partner:
+            return ready, partner
+        ready = max(ready, state.stream_free[other])
+        if len(plan.issued):
+            ready = max(ready, plan.issued[partner])
+    if len(plan.issued):
+        ready = max(ready, plan.issued[task])
+    return ready, -1
+
+
+def _hold_links(
+    plan: Plan, state: State, task: int, ready: float, seconds: float
+) -> tuple[float, float]:
+    """Hold the links of a SEND once all are free; return its start and end, in seconds."""
+    row, begin = plan.row[task], ready
+    for k in range(plan.links.shape[1]):
+        if plan.links[row, k] >= 0:
+            begin = max(begin, state.link_free[plan.links[row, k]])
+    for k in range(plan.links.shape[1]):
+        if plan.links[row, k] >= 0:
+            state.link_free[plan.links[row, k]] = begin + seconds
+    return begin, begin + seconds
+
+
+def _group_waits_for_links(plan: Plan, group: int) -> bool:
+    """Tell whether a collective holds shared links; one with a member of 0 s holds none."""
     shared = False
-    for j in range(first, last):
-        member = members[j]
-        if (drawn[member] if len(drawn) else duration[row[member]]) <= 0.0:
+    for j in range(plan.members_ptr[group], plan.members_ptr[group + 1]):
+        if task_seconds(plan, plan.members[j]) <= 0.0:
             return False
-        shared = shared or asks[row[member]]
+        shared = shared or plan.asks[plan.row[plan.members[j]]]
     return shared
 
 
-def _hold(
-    first: int,
-    last: int,
-    members: Ints,
-    row: Ints,
-    links: Ints,
-    duration: Floats,
-    drawn: Floats,
-    begin: float,
-    link_free: Floats,
-) -> float:
-    """Let a collective hold its links; return when all are free."""
+def _hold_group_links(plan: Plan, state: State, group: int, ready: float) -> None:
+    """Hold the links of a collective once all are free; note its start."""
+    first, last = plan.members_ptr[group], plan.members_ptr[group + 1]
+    begin, link_free = ready, state.link_free
     for j in range(first, last):
-        for k in range(links.shape[1]):
-            link = links[row[members[j]], k]
+        for k in range(plan.links.shape[1]):
+            link = plan.links[plan.row[plan.members[j]], k]
             if link >= 0:
                 begin = max(begin, link_free[link])
     for j in range(first, last):
-        member = members[j]
-        finish = begin + (drawn[member] if len(drawn) else duration[row[member]])
-        for k in range(links.shape[1]):
-            link = links[row[member], k]
+        finish = begin + task_seconds(plan, plan.members[j])
+        for k in range(plan.links.shape[1]):
+            link = plan.links[plan.row[plan.members[j]], k]
             if link >= 0:
                 link_free[link] = max(link_free[link], finish)
-    return begin
+    state.group_ready[group] = begin
 
 
-@kernel(_push, _pop, _wake, _asks, _hold, made)
-def events(
-    kind: Ints,
-    stream: Ints,
-    role: Ints,
-    row: Ints,
-    latency: Floats,
-    needs_ptr: Ints,
-    needs: Ints,
-    pair: Ints,
-    during: Ints,
-    share: Floats,
-    issued: Floats,
-    group: Ints,
-    members_ptr: Ints,
-    members: Ints,
-    rendezvous: bool,
-    n_streams: int,
-    links: Ints,
-    asks: NDArray[np.bool_],
-    duration: Floats,
-    drawn: Floats,
-    queue_ptr: Ints,
-    queue: Ints,
-    link_free: Floats,
-    start: Floats,
-    end: Floats,
-) -> None:
-    """Fill start and end (comes in as -1), streams walking and links serving in turn.
+def _join_group(plan: Plan, state: State, group: int, stream: int, ready: float) -> bool:
+    """Join the task of a stream to its collective; return whether that may start.
 
-    A stream that meets an unfinished task is listed with it, and walks on when it is finished. A
-    stream that meets a shared link (``asks``) puts its request on a heap. When no stream can walk,
-    no request earlier than the first on the heap can come any more, so that one is served (rule
-    8). Streams of a collective are listed with it until the last is there, and until it may hold
-    its links; its request is that of its first member.
+    The last member to join asks for the links, as the collective's first member.
     """
-    n_tasks, n_groups = len(kind), len(members_ptr) - 1
-    cursor = queue_ptr[:-1].copy()
-    free = np.zeros(n_streams)
-    waiting = np.full(n_tasks + n_groups, -1, np.int32)  # first stream that waits for a task
-    next_waiting = np.full(n_streams, -1, np.int32)
-    arrived, together = np.zeros(n_groups, np.int64), np.zeros(n_groups)
-    granted = np.zeros(n_groups, np.bool_)  # whether nothing keeps a collective any more
-    joined = np.zeros(n_streams, np.bool_)  # whether the stream's head is among the arrived
-    times, requests, n_requests = np.empty(n_streams), np.empty(n_streams, np.int64), 0
-    todo, n_todo = np.arange(n_streams), n_streams
-    while n_todo > 0 or n_requests > 0:
-        served = -1
-        begin = 0.0
-        if n_todo > 0:
-            n_todo -= 1
-            on = todo[n_todo]
+    state.group_ready[group] = max(state.group_ready[group], ready)
+    if not state.joined[stream]:
+        state.joined[stream] = True
+        state.n_joined[group] += 1
+    first, last = plan.members_ptr[group], plan.members_ptr[group + 1]
+    if state.n_joined[group] == last - first and not state.granted[group]:
+        if _group_waits_for_links(plan, group):
+            _push_request(state, state.group_ready[group], plan.members[first])
         else:
-            served, begin = requests[0], times[0]
-            _pop(times, requests, n_requests)
-            n_requests -= 1
-            if len(group) and group[served] >= 0:
-                number = group[served]
-                held = members_ptr[number], members_ptr[number + 1], members, row, links
-                together[number] = _hold(*held, duration, drawn, begin, link_free)
-                granted[number] = True
-                n_todo = _wake(waiting, next_waiting, n_tasks + number, todo, n_todo)
+            state.granted[group] = True
+    return bool(state.granted[group])
+
+
+def _finish(plan: Plan, state: State, task: int, stream: int) -> None:
+    """Move a stream on to its next task, and release the streams that waited for that."""
+    state.cursor[stream] += 1
+    _release(state, task)
+    if len(plan.group) and plan.group[task] >= 0:
+        state.joined[stream] = False
+        _release(state, len(plan.kind) + plan.group[task])
+    place = state.cursor[stream]
+    if plan.rendezvous and place < state.queue_ptr[stream + 1]:
+        _release(state, state.queue[place])
+
+
+@kernel(
+    task_seconds, part_done, receive_times, _push_request, _pop_request, _block,
+    _release, _ready, _hold_links, _group_waits_for_links, _hold_group_links, _join_group, _finish,
+    allocates=False,
+)  # fmt: skip
+def event_loop(plan: Plan, state: State, start: Floats, end: Floats) -> None:
+    """Fill start and end; ``end`` comes in as -1, ``state`` from `new_state`.
+
+    A stream whose next task needs an unfinished task is listed with that task, and goes on when it
+    is finished. A stream whose next SEND holds shared links puts a request on the heap. When no
+    stream can go on, no earlier request than the heap's first can follow, so that one is granted
+    (rule 8). The streams of a collective are listed with it until it may start.
+    """
+    while state.sizes[_READY] > 0 or state.sizes[_REQUESTS] > 0:
+        granted, ready = -1, 0.0
+        if state.sizes[_READY] > 0:
+            state.sizes[_READY] -= 1
+            stream = state.ready_streams[state.sizes[_READY]]
+        else:
+            ready, granted = _pop_request(state)
+            if len(plan.group) and plan.group[granted] >= 0:
+                _hold_group_links(plan, state, plan.group[granted], ready)
+                state.granted[plan.group[granted]] = True
+                _release(state, len(plan.kind) + plan.group[granted])
                 continue
-            on = stream[kind[served]]
-        while cursor[on] < queue_ptr[on + 1]:
-            task = queue[cursor[on]]
-            of, at, blocker = kind[task], row[task], -1
-            if task != served:
-                begin = free[on]
-                for k in range(needs_ptr[task], needs_ptr[task + 1]):
-                    ended = end[needs[k]]
-                    if ended < 0.0:
-                        blocker = needs[k]
-                        break
-                    begin = max(begin, ended)
-                if blocker < 0 and len(during) and during[task] >= 0:  # a part of it suffices
-                    other = during[task]
-                    if end[other] < 0.0:
-                        blocker = other
-                    begin = max(begin, made(task, during, share, row, duration, drawn, start))
-                if blocker < 0 and role[of] == RECV and end[pair[task]] < 0.0:
-                    blocker = pair[task]
-                if blocker < 0 and role[of] == SEND and rendezvous:
-                    other = pair[task]
-                    there = stream[kind[other]]
-                    if cursor[there] >= queue_ptr[there + 1] or queue[cursor[there]] != other:
-                        blocker = other
-                    begin = max(begin, free[there])
-                    if len(issued):
-                        begin = max(begin, issued[other])
+            stream = plan.stream[plan.kind[granted]]
+        while state.cursor[stream] < state.queue_ptr[stream + 1]:
+            task = state.queue[state.cursor[stream]]
+            if task != granted:
+                ready, blocker = _ready(plan, state, task, stream, start, end)
                 if blocker >= 0:
-                    next_waiting[on] = waiting[blocker]
-                    waiting[blocker] = on
+                    _block(state, stream, blocker)
                     break
-                if len(issued):
-                    begin = max(begin, issued[task])
-            seconds = drawn[task] if len(drawn) else duration[at]
-            finish = 0.0
-            if role[of] == RECV:  # RECV: head and tail arrive a latency after they leave (rule 4)
-                begin = max(begin, start[pair[task]] + latency[at])
-                finish = max(begin, end[pair[task]] + latency[at])
-            elif role[of] == SEND and asks[at] and seconds > 0.0:
-                if task != served:
-                    _push(times, requests, n_requests, begin, task)
-                    n_requests += 1
+            role, seconds = plan.role[plan.kind[task]], task_seconds(plan, task)
+            begin, finish = ready, ready + seconds
+            if role == RECV:
+                begin, finish = receive_times(plan, task, ready, start, end)
+            elif role == SEND and plan.asks[plan.row[task]] and seconds > 0.0:
+                if task != granted:
+                    _push_request(state, ready, task)
                     break
-                for k in range(links.shape[1]):
-                    if links[at, k] >= 0:
-                        begin = max(begin, link_free[links[at, k]])
-                finish = begin + seconds
-                for k in range(links.shape[1]):
-                    if links[at, k] >= 0:
-                        link_free[links[at, k]] = finish
-            else:
-                if len(group) and group[task] >= 0:
-                    number = group[task]
-                    together[number] = max(together[number], begin)
-                    begin = together[number]
-                    if not joined[on]:
-                        joined[on] = True
-                        arrived[number] += 1
-                    first, last = members_ptr[number], members_ptr[number + 1]
-                    if arrived[number] == last - first and not granted[number]:
-                        if _asks(first, last, members, row, asks, duration, drawn):
-                            _push(times, requests, n_requests, begin, members[first])
-                            n_requests += 1
-                        else:
-                            granted[number] = True
-                    if not granted[number]:
-                        next_waiting[on] = waiting[n_tasks + number]
-                        waiting[n_tasks + number] = on
-                        break
+                begin, finish = _hold_links(plan, state, task, ready, seconds)
+            elif len(plan.group) and plan.group[task] >= 0:
+                group = plan.group[task]
+                if not _join_group(plan, state, group, stream, ready):
+                    _block(state, stream, len(plan.kind) + group)
+                    break
+                begin = state.group_ready[group]
                 finish = begin + seconds
             start[task] = begin
-            end[task] = free[on] = finish
-            cursor[on] += 1
-            if waiting[task] >= 0:
-                n_todo = _wake(waiting, next_waiting, task, todo, n_todo)
-            if len(group) and group[task] >= 0:
-                joined[on] = False
-                n_todo = _wake(waiting, next_waiting, n_tasks + group[task], todo, n_todo)
-            if rendezvous and cursor[on] < queue_ptr[on + 1]:  # who waits for the next head
-                n_todo = _wake(waiting, next_waiting, queue[cursor[on]], todo, n_todo)
+            end[task] = state.stream_free[stream] = finish
+            _finish(plan, state, task, stream)

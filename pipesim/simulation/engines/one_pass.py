@@ -1,6 +1,7 @@
 """The compiled engine's pass in order of ids.
 
-Where nobody waits for a link, every time follows from times of smaller ids.
+It serves graphs in which no task waits for a link: there, each time follows from times of
+smaller ids.
 """
 
 from __future__ import annotations
@@ -8,162 +9,109 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.simulation.engines import RECV, SEND
-from pipesim.utils.csr import Ints
+from pipesim.simulation.engines.plan import (
+    RECV,
+    SEND,
+    Plan,
+    Progress,
+    part_done,
+    receive_times,
+    task_seconds,
+)
 from pipesim.utils.jit import kernel
 
-__all__ = ["issue", "made", "one_pass"]
+__all__ = ["one_pass"]
 
 Floats = NDArray[np.float64]
 
 
-@kernel()
-def issue(
-    kind: Ints,
-    host: Ints,
-    row: Ints,
-    launch: Floats,
-    first_ptr: Ints,
-    first: Ints,
-    clock: Floats,
-    issued: Floats,
-) -> None:
-    """Fill ``issued``: each host issues its tasks in order of ids (rule 7).
-
-    ``first`` are those that other hosts have to issue before each; none where ``first_ptr`` is
-    empty.
-    """
-    for task in range(len(kind)):
-        by = host[kind[task]]
-        for k in range(first_ptr[task], first_ptr[task + 1]) if len(first_ptr) else range(0):
-            clock[by] = max(clock[by], issued[first[k]])
-        clock[by] += launch[row[task]]
-        issued[task] = clock[by]
+def _stream_ready(plan: Plan, progress: Progress, task: int) -> float:
+    """Return when the task's stream is free and its host has issued it, in seconds."""
+    ready = float(progress.stream_free[plan.stream[plan.kind[task]]])
+    if len(plan.issued):
+        ready = max(ready, plan.issued[task])
+    return ready
 
 
-def _hold(
-    first: int,
-    last: int,
-    members: Ints,
-    row: Ints,
-    links: Ints,
-    duration: Floats,
-    drawn: Floats,
-    begin: float,
-    link_free: Floats,
-) -> bool:
-    """Let a collective hold its links, ``members[first:last]``; return False if one is not free."""
-    longest = 0.0
-    for j in range(first, last):
-        member = members[j]
-        longest = max(longest, drawn[member] if len(drawn) else duration[row[member]])
-    if longest == 0.0:
-        return True
-    for j in range(first, last):
-        for k in range(links.shape[1]):
-            link = links[row[members[j]], k]
-            if link >= 0 and begin < link_free[link]:
+def _ready(plan: Plan, progress: Progress, task: int, start: Floats, end: Floats) -> float:
+    """Return when stream, host and dependencies let a task start, in seconds."""
+    ready = _stream_ready(plan, progress, task)
+    for k in range(plan.needs_ptr[task], plan.needs_ptr[task + 1]):
+        ready = max(ready, end[plan.needs[k]])
+    if len(plan.partial) and plan.partial[task] >= 0:
+        ready = max(ready, part_done(plan, task, start))
+    return ready
+
+
+def _group_ready(plan: Plan, progress: Progress, group: int, start: Floats, end: Floats) -> float:
+    """Return when all members of a collective are ready, in seconds (rule 9)."""
+    ready = 0.0
+    for j in range(plan.members_ptr[group], plan.members_ptr[group + 1]):
+        ready = max(ready, _ready(plan, progress, plan.members[j], start, end))
+    return ready
+
+
+def _hold_links(plan: Plan, progress: Progress, task: int, begin: float, finish: float) -> bool:
+    """Hold the links of a SEND; return False if one is not free."""
+    row = plan.row[task]
+    for k in range(plan.links.shape[1]):
+        link = plan.links[row, k]
+        if link >= 0:
+            if begin < progress.link_free[link]:
                 return False
-    for j in range(first, last):
-        for k in range(links.shape[1]):
-            link = links[row[members[j]], k]
-            if link >= 0:
-                link_free[link] = begin + longest
+            progress.link_free[link] = finish
     return True
 
 
-def made(
-    task: int,
-    during: Ints,
-    share: Floats,
-    row: Ints,
-    duration: Floats,
-    drawn: Floats,
-    start: Floats,
-) -> float:
-    """Return when the backward that ``task`` needs a part of has got so far."""
-    before = during[task]
-    seconds = drawn[before] if len(drawn) else duration[row[before]]
-    return float(start[before] + share[row[task]] * seconds)
+def _hold_group_links(plan: Plan, progress: Progress, group: int, begin: float) -> bool:
+    """Hold the links of a collective; return False if one is not free."""
+    first, last = plan.members_ptr[group], plan.members_ptr[group + 1]
+    longest = 0.0
+    for j in range(first, last):
+        longest = max(longest, task_seconds(plan, plan.members[j]))
+    if longest == 0.0:
+        return True
+    for j in range(first, last):
+        for k in range(plan.links.shape[1]):
+            link = plan.links[plan.row[plan.members[j]], k]
+            if link >= 0 and begin < progress.link_free[link]:
+                return False
+    for j in range(first, last):
+        for k in range(plan.links.shape[1]):
+            link = plan.links[plan.row[plan.members[j]], k]
+            if link >= 0:
+                progress.link_free[link] = begin + longest
+    return True
 
 
-@kernel(_hold, made)
-def one_pass(
-    kind: Ints,
-    stream: Ints,
-    role: Ints,
-    row: Ints,
-    latency: Floats,
-    needs_ptr: Ints,
-    needs: Ints,
-    pair: Ints,
-    during: Ints,
-    share: Floats,
-    issued: Floats,
-    group: Ints,
-    members_ptr: Ints,
-    members: Ints,
-    rendezvous: bool,
-    n_streams: int,
-    links: Ints,
-    asks: NDArray[np.bool_],
-    duration: Floats,
-    drawn: Floats,
-    link_free: Floats,
-    start: Floats,
-    end: Floats,
-) -> bool:
-    """Fill start and end in order of ids; return False if two met on a link."""
-    free = np.zeros(n_streams)  # when each stream has ended its last task
-    together = np.full(len(members_ptr) - 1, -1.0)  # when each collective starts
-    for task in range(len(kind)):
-        of = kind[task]
-        on = stream[of]
-        reached = free[on]
-        if len(issued):
-            reached = max(reached, issued[task])
-        for k in range(needs_ptr[task], needs_ptr[task + 1]):
-            reached = max(reached, end[needs[k]])
-        if len(during) and during[task] >= 0:
-            reached = max(reached, made(task, during, share, row, duration, drawn, start))
-        seconds = drawn[task] if len(drawn) else duration[row[task]]
-        if role[of] == RECV:  # RECV: head and tail arrive a latency after they leave (rule 4)
-            late = latency[row[task]]
-            start[task] = max(reached, start[pair[task]] + late)
-            end[task] = max(start[task], end[pair[task]] + late)
-            free[on] = end[task]
+@kernel(
+    task_seconds, part_done, receive_times, _stream_ready, _ready, _group_ready, _hold_links,
+    _hold_group_links, allocates=False,
+)  # fmt: skip
+def one_pass(plan: Plan, progress: Progress, start: Floats, end: Floats) -> bool:
+    """Fill start and end in order of ids; return False if two tasks compete for a link."""
+    stream_free, group_start = progress.stream_free, progress.group_start
+    for task in range(len(plan.kind)):
+        role, stream = plan.role[plan.kind[task]], plan.stream[plan.kind[task]]
+        ready = _ready(plan, progress, task, start, end)
+        if role == RECV:
+            start[task], end[task] = receive_times(plan, task, ready, start, end)
+            stream_free[stream] = end[task]
             continue
-        if role[of] == SEND and rendezvous:
-            other = pair[task]
-            reached = max(reached, free[stream[kind[other]]])
-            if len(issued):
-                reached = max(reached, issued[other])
-        if len(group) and group[task] >= 0:
-            number = group[task]
-            if together[number] < 0.0:  # the first member: what all wait for has run
-                for j in range(members_ptr[number], members_ptr[number + 1]):
-                    member = members[j]
-                    reached = max(reached, free[stream[kind[member]]])
-                    if len(issued):
-                        reached = max(reached, issued[member])
-                    for k in range(needs_ptr[member], needs_ptr[member + 1]):
-                        reached = max(reached, end[needs[k]])
-                    if len(during) and during[member] >= 0:
-                        done = made(member, during, share, row, duration, drawn, start)
-                        reached = max(reached, done)
-                together[number] = reached
-                held = members_ptr[number], members_ptr[number + 1], members, row, links
-                if not _hold(*held, duration, drawn, reached, link_free):
+        if role == SEND and plan.rendezvous:
+            ready = max(ready, _stream_ready(plan, progress, plan.pair[task]))
+        if len(plan.group) and plan.group[task] >= 0:
+            group = plan.group[task]
+            if group_start[group] < 0.0:  # the first member: every task that any needs has run
+                ready = _group_ready(plan, progress, group, start, end)
+                group_start[group] = ready
+                if not _hold_group_links(plan, progress, group, ready):
                     return False
-            reached = together[number]
-        start[task] = reached
-        end[task] = reached + seconds
-        free[on] = end[task]
-        if role[of] == SEND and asks[row[task]] and seconds > 0.0:
-            for k in range(links.shape[1]):
-                link = links[row[task], k]
-                if link >= 0 and reached < link_free[link]:
-                    return False
-                if link >= 0:
-                    link_free[link] = end[task]
+            ready = group_start[group]
+        seconds = task_seconds(plan, task)
+        start[task] = ready
+        end[task] = stream_free[stream] = ready + seconds
+        holds_links = role == SEND and plan.asks[plan.row[task]] and seconds > 0.0
+        if holds_links and not _hold_links(plan, progress, task, ready, end[task]):
+            return False
     return True

@@ -1,251 +1,250 @@
-"""The compiled engine's pass in order of ids for several scenarios at once.
+"""The compiled engine's pass in order of ids, for several scenarios at once.
 
-It does for each what `by_ids.one_pass` does.
+For each scenario it does the same as `one_pass.one_pass`.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.simulation.engines import RECV, SEND
+from pipesim.simulation.engines.plan import RECV, SEND, Plan, Progress
+from pipesim.simulation.noise import Draws
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
 from pipesim.utils.random_draws import OF_FAILURES, OF_TASKS, look_up, mixed, shares
 
-__all__ = ["pass_many", "prune"]
+__all__ = ["Batch", "one_pass_batched", "prune"]
 
 Floats = NDArray[np.float64]
 
 
 @kernel()
-def prune(
-    kind: Ints,
-    stream: Ints,
-    role: Ints,
-    row: Ints,
-    latency: Floats,
-    needs_ptr: Ints,
-    needs: Ints,
-    pair: Ints,
-    during: Ints,
-    share: Floats,
-    issued: Floats,
-    group: Ints,
-    members_ptr: Ints,
-    members: Ints,
-    rendezvous: bool,
-    n_streams: int,
-    links: Ints,
-    asks: NDArray[np.bool_],
-    kept_ptr: Ints,
-    kept: Ints,
-) -> int:
-    """Keep the last need on each other stream, since the streams' own order says the rest.
+def prune(plan: Plan, kept_ptr: Ints, kept: Ints) -> int:
+    """Keep the last need on each other stream; the order of that stream implies the rest.
 
-    What a task needs a part of (``during``) is not among them.
+    The backward of which a task needs a part (``partial``) is not among the needs.
 
     Returns how many ids a task looks back at most.
     """
     total, reach = 0, 1
-    for task in range(len(kind)):
-        last = stream[kind[task]]
+    for task in range(len(plan.kind)):
+        own = last = plan.stream[plan.kind[task]]
         first = total
-        for k in range(needs_ptr[task], needs_ptr[task + 1]):
-            other = stream[kind[needs[k]]]
+        for k in range(plan.needs_ptr[task], plan.needs_ptr[task + 1]):
+            other = plan.stream[plan.kind[plan.needs[k]]]
             if other == last and total > first:  # another of the same stream: the later one counts
-                kept[total - 1] = max(kept[total - 1], needs[k])
-            elif other != stream[kind[task]]:
-                kept[total] = needs[k]
+                kept[total - 1] = max(kept[total - 1], plan.needs[k])
+            elif other != own:
+                kept[total] = plan.needs[k]
                 total += 1
                 last = other
         kept_ptr[task + 1] = total
         for k in range(first, total):
             reach = max(reach, task - kept[k])
-        if role[kind[task]] == RECV:
-            reach = max(reach, task - pair[task])
-        if len(during) and during[task] >= 0:
-            reach = max(reach, task - during[task])
+        if plan.role[plan.kind[task]] == RECV:
+            reach = max(reach, task - plan.pair[task])
+        if len(plan.partial) and plan.partial[task] >= 0:
+            reach = max(reach, task - plan.partial[task])
     return reach
 
 
-def _hold(
-    first: int,
-    last: int,
-    members: Ints,
-    row: Ints,
-    links: Ints,
-    begin: Floats,
-    until: Floats,
-    link_free: Floats,
-    met: NDArray[np.bool_],
-) -> None:
-    """Let a collective hold its links in each scenario; mark those in which one is not free."""
-    for j in range(first, last):
-        for i in range(links.shape[1]):
-            link = links[row[members[j]], i]
-            for k in range(len(begin) if link >= 0 else 0):
-                if begin[k] < until[k] and begin[k] < link_free[link, k]:
-                    met[k] = True
-    for j in range(first, last):
-        for i in range(links.shape[1]):
-            link = links[row[members[j]], i]
-            for k in range(len(begin) if link >= 0 else 0):
-                if begin[k] < until[k]:
-                    link_free[link, k] = until[k]
+class Batch(NamedTuple):
+    """Scenarios of one call: their random numbers, times and results.
 
-
-@kernel(mixed, look_up, shares, _hold)
-def pass_many(
-    kind: Ints,
-    stream: Ints,
-    role: Ints,
-    row: Ints,
-    latency: Floats,
-    needs_ptr: Ints,
-    needs: Ints,
-    pair: Ints,
-    during: Ints,
-    share: Floats,
-    issued: Floats,
-    group: Ints,
-    members_ptr: Ints,
-    members: Ints,
-    rendezvous: bool,
-    n_streams: int,
-    links: Ints,
-    asks: NDArray[np.bool_],
-    duration: Floats,
-    tables: Floats,
-    which: Ints,
-    computes: NDArray[np.bool_],
-    device: Ints,
-    hit_every: float,
-    pause: float,
-    of_device: Floats,
-    keys: NDArray[np.uint64],
-    start: Floats,
-    end: Floats,
-    lasted: Floats,
-    makespan: Floats,
-    busy: Floats,
-    met: NDArray[np.bool_],
-) -> None:
-    """Do what `one_pass` does for several scenarios at once, drawing each task's seconds.
-
-    ``start`` (used for SENDs) and ``end`` have a column a scenario, and as many rows as ids that
-    a task may have to look back: each row serves in turn. So has ``lasted``, the seconds of tasks,
-    where some need a part of another (then ``start`` is used for all); else it is empty. Adds to
-    ``makespan`` and ``busy`` (seconds that all devices compute), which come in as zeros. Marks the
-    scenarios in which two ``met`` on a link, where the other results are wrong.
+    Attributes
+    ----------
+    device_factor, keys
+        Factor of each device, shape ``(n, n_devices)``; keys of draws, shape ``(n, 3)``.
+    start, end, lasted
+        Start, end and duration of the latest tasks, in seconds; shape ``(window, n)``. A task has
+        the row of its id modulo ``window``, a power of two. ``start`` is kept for SENDs alone. If
+        some task needs a part of another, it is kept for all; else ``lasted`` has no row.
+    makespan, busy
+        Seconds of each scenario's step, and seconds that all devices compute; come in as 0.
+    competes
+        Whether two tasks compete for a link; then the scenario's other results are wrong.
+    ready, seconds, finish
+        Space for times of one task, in seconds.
     """
-    last = len(end) - 1  # a power of two, less 1
-    n = len(makespan)
-    free = np.zeros((n_streams, n))
-    link_free = np.zeros((links.max() + 1, n))
-    together = np.full((len(members_ptr) - 1, n), -1.0)
-    reached, seconds, until = np.empty(n), np.empty(n), np.empty(n)
-    for task in range(len(kind)):
-        of = kind[task]
-        on = stream[of]
-        base = duration[row[task]]
-        if computes[of]:
-            for k in range(n):
-                seconds[k] = base * of_device[k, device[of]]
-        else:
-            for k in range(n):
-                seconds[k] = base
-        if which[of] >= 0:
-            table, draw = tables[which[of]], np.uint64(task)
-            if len(group) and group[task] >= 0:  # members of a collective last equally long
-                draw = np.uint64(members[members_ptr[group[task]]])
-            for k in range(n):
-                seconds[k] = seconds[k] * look_up(table, mixed(keys[k, OF_TASKS], draw))
-        if computes[of]:
-            if hit_every > 0.0:
-                for k in range(n):
-                    level = shares(mixed(keys[k, OF_FAILURES], np.uint64(task)))
-                    if level * hit_every < seconds[k]:
-                        seconds[k] = seconds[k] + pause
-            for k in range(n):
-                busy[k] += seconds[k]
-        at = issued[task] if len(issued) else 0.0
+
+    device_factor: Floats
+    keys: NDArray[np.uint64]
+    start: Floats
+    end: Floats
+    lasted: Floats
+    makespan: Floats
+    busy: Floats
+    competes: NDArray[np.bool_]
+    ready: Floats
+    seconds: Floats
+    finish: Floats
+
+
+def _draw_seconds(plan: Plan, draws: Draws, batch: Batch, task: int, seconds: Floats) -> None:
+    """Fill the seconds of a task in each scenario; add compute tasks to ``busy``."""
+    kind, base, n = plan.kind[task], plan.duration[plan.row[task]], len(seconds)
+    if draws.computes[kind]:
         for k in range(n):
-            reached[k] = max(free[on, k], at)
-        for j in range(needs_ptr[task], needs_ptr[task + 1]):
-            needed = needs[j] & last
+            seconds[k] = base * batch.device_factor[k, draws.device[kind]]
+    else:
+        for k in range(n):
+            seconds[k] = base
+    if draws.table_of_kind[kind] >= 0:
+        table, index = draws.tables[draws.table_of_kind[kind]], np.uint64(task)
+        if len(plan.group) and plan.group[task] >= 0:  # members of a collective last equally long
+            index = np.uint64(plan.members[plan.members_ptr[plan.group[task]]])
+        for k in range(n):
+            seconds[k] = seconds[k] * look_up(table, mixed(batch.keys[k, OF_TASKS], index))
+    if draws.computes[kind]:
+        if draws.hit_every > 0.0:
             for k in range(n):
-                reached[k] = max(reached[k], end[needed, k])
-        if len(during) and during[task] >= 0:
-            needed, part = during[task] & last, share[row[task]]
-            for k in range(n):
-                reached[k] = max(reached[k], start[needed, k] + part * lasted[needed, k])
-        if role[of] == RECV:
-            late, other = latency[row[task]], pair[task] & last
-            for k in range(n):
-                head = max(reached[k], start[other, k] + late)
-                end[task & last, k] = max(head, end[other, k] + late)
-                free[on, k] = end[task & last, k]
+                level = shares(mixed(batch.keys[k, OF_FAILURES], np.uint64(task)))
+                if level * draws.hit_every < seconds[k]:
+                    seconds[k] = seconds[k] + draws.pause
+        for k in range(n):
+            batch.busy[k] += seconds[k]
+
+
+def _stream_ready(plan: Plan, progress: Progress, task: int, ready: Floats) -> None:
+    """Fill ``ready`` with when the task's stream is free and its host has issued it."""
+    stream = plan.stream[plan.kind[task]]
+    issued = plan.issued[task] if len(plan.issued) else 0.0
+    for k in range(len(ready)):
+        ready[k] = max(progress.stream_free[stream, k], issued)
+
+
+def _wait_for_stream(plan: Plan, progress: Progress, task: int, ready: Floats) -> None:
+    """Raise ``ready`` to when the stream of another task is free and its host has issued it."""
+    stream = plan.stream[plan.kind[task]]
+    issued = plan.issued[task] if len(plan.issued) else 0.0
+    for k in range(len(ready)):
+        ready[k] = max(max(ready[k], progress.stream_free[stream, k]), issued)
+
+
+def _wait_for_needs(plan: Plan, batch: Batch, task: int, ready: Floats) -> None:
+    """Raise ``ready`` to when the dependencies of a task are done."""
+    last = len(batch.end) - 1  # a power of two, less 1
+    for j in range(plan.needs_ptr[task], plan.needs_ptr[task + 1]):
+        needed = plan.needs[j] & last
+        for k in range(len(ready)):
+            ready[k] = max(ready[k], batch.end[needed, k])
+    if len(plan.partial) and plan.partial[task] >= 0:
+        needed, part = plan.partial[task] & last, plan.share[plan.row[task]]
+        for k in range(len(ready)):
+            ready[k] = max(ready[k], batch.start[needed, k] + part * batch.lasted[needed, k])
+
+
+def _group_end(
+    plan: Plan, draws: Draws, batch: Batch, group: int, begin: Floats, finish: Floats
+) -> None:
+    """Fill when a collective ends in each scenario, by the member that lasts longest."""
+    first, last = plan.members_ptr[group], plan.members_ptr[group + 1]
+    member, longest = plan.members[first], 0.0
+    for i in range(first, last):
+        longest = max(longest, plan.duration[plan.row[plan.members[i]]])
+    for k in range(len(begin)):
+        finish[k] = longest
+    number = draws.table_of_kind[plan.kind[member]]
+    if number >= 0:
+        for k in range(len(begin)):
+            bits = mixed(batch.keys[k, OF_TASKS], np.uint64(member))
+            finish[k] = longest * look_up(draws.tables[number], bits)
+    for k in range(len(begin)):
+        finish[k] = begin[k] + finish[k]
+
+
+def _hold_group_links(
+    plan: Plan, batch: Batch, progress: Progress, group: int, begin: Floats, finish: Floats
+) -> None:
+    """Hold the links of a collective in each scenario; mark those in which one is not free."""
+    first, last = plan.members_ptr[group], plan.members_ptr[group + 1]
+    for j in range(first, last):
+        for i in range(plan.links.shape[1]):
+            link = plan.links[plan.row[plan.members[j]], i]
+            for k in range(len(begin) if link >= 0 else 0):
+                if begin[k] < finish[k] and begin[k] < progress.link_free[link, k]:
+                    batch.competes[k] = True
+    for j in range(first, last):
+        for i in range(plan.links.shape[1]):
+            link = plan.links[plan.row[plan.members[j]], i]
+            for k in range(len(begin) if link >= 0 else 0):
+                if begin[k] < finish[k]:
+                    progress.link_free[link, k] = finish[k]
+
+
+def _hold_links(
+    plan: Plan, batch: Batch, progress: Progress, task: int, begin: Floats, seconds: Floats
+) -> None:
+    """Hold the links of a SEND in each scenario; mark those in which one is not free."""
+    for j in range(plan.links.shape[1]):
+        link = plan.links[plan.row[task], j]
+        for k in range(len(begin) if link >= 0 else 0):
+            if seconds[k] > 0.0:
+                if begin[k] < progress.link_free[link, k]:
+                    batch.competes[k] = True
+                progress.link_free[link, k] = begin[k] + seconds[k]
+
+
+def _receive(plan: Plan, batch: Batch, progress: Progress, task: int, ready: Floats) -> None:
+    """Fill the end of a RECV: head and tail arrive a latency after they leave (rule 4)."""
+    last = len(batch.end) - 1
+    stream, send = plan.stream[plan.kind[task]], plan.pair[task] & last
+    latency = plan.latency[plan.row[task]]
+    for k in range(len(ready)):
+        head = max(ready[k], batch.start[send, k] + latency)
+        batch.end[task & last, k] = max(head, batch.end[send, k] + latency)
+        progress.stream_free[stream, k] = batch.end[task & last, k]
+
+
+def _copy(values: Floats, target: Floats) -> None:
+    """Copy one value a scenario."""
+    for k in range(len(values)):
+        target[k] = values[k]
+
+
+@kernel(
+    mixed, look_up, shares, _draw_seconds, _stream_ready, _wait_for_stream, _wait_for_needs,
+    _group_end, _hold_group_links, _hold_links, _receive, _copy, allocates=False,
+)  # fmt: skip
+def one_pass_batched(plan: Plan, draws: Draws, batch: Batch, progress: Progress) -> None:
+    """Fill the results of ``batch``, drawing the seconds of each task."""
+    last = len(batch.end) - 1  # a power of two, less 1
+    n = len(batch.makespan)
+    ready, seconds, finish = batch.ready, batch.seconds, batch.finish
+    stream_free, group_start = progress.stream_free, progress.group_start
+    for task in range(len(plan.kind)):
+        role, stream = plan.role[plan.kind[task]], plan.stream[plan.kind[task]]
+        _stream_ready(plan, progress, task, ready)
+        _wait_for_needs(plan, batch, task, ready)
+        if role == RECV:
+            _receive(plan, batch, progress, task, ready)
             continue
-        if role[of] == SEND and rendezvous:
-            there = stream[kind[pair[task]]]
-            at = issued[pair[task]] if len(issued) else 0.0
-            for k in range(n):
-                reached[k] = max(max(reached[k], free[there, k]), at)
-        if len(group) and group[task] >= 0:
-            number = group[task]
-            if together[number, 0] < 0.0:
-                for i in range(members_ptr[number], members_ptr[number + 1]):
-                    member = members[i]
-                    there = stream[kind[member]]
-                    at = issued[member] if len(issued) else 0.0
-                    for k in range(n):
-                        reached[k] = max(max(reached[k], free[there, k]), at)
-                    for j in range(needs_ptr[member], needs_ptr[member + 1]):
-                        needed = needs[j] & last
-                        for k in range(n):
-                            reached[k] = max(reached[k], end[needed, k])
-                    if len(during) and during[member] >= 0:
-                        needed, part = during[member] & last, share[row[member]]
-                        for k in range(n):
-                            made = start[needed, k] + part * lasted[needed, k]
-                            reached[k] = max(reached[k], made)
-                for k in range(n):
-                    together[number, k] = reached[k]
-                if len(link_free):
-                    first, past = members_ptr[number], members_ptr[number + 1]
-                    base = 0.0  # of the member that lasts longest
-                    for i in range(first, past):
-                        base = max(base, duration[row[members[i]]])
-                    for k in range(n):
-                        until[k] = base
-                    if which[of] >= 0:
-                        table, draw = tables[which[of]], np.uint64(members[first])
-                        for k in range(n):
-                            until[k] = base * look_up(table, mixed(keys[k, OF_TASKS], draw))
-                    for k in range(n):
-                        until[k] = reached[k] + until[k]
-                    _hold(first, past, members, row, links, reached, until, link_free, met)
-            for k in range(n):
-                reached[k] = together[number, k]
-        if role[of] == SEND or len(lasted):
-            for k in range(n):
-                start[task & last, k] = reached[k]
-        for k in range(n if len(lasted) else 0):
-            lasted[task & last, k] = seconds[k]
+        _draw_seconds(plan, draws, batch, task, seconds)
+        if role == SEND and plan.rendezvous:
+            _wait_for_stream(plan, progress, plan.pair[task], ready)
+        if len(plan.group) and plan.group[task] >= 0:
+            group = plan.group[task]
+            if group_start[group, 0] < 0.0:  # the first member
+                for i in range(plan.members_ptr[group], plan.members_ptr[group + 1]):
+                    _wait_for_stream(plan, progress, plan.members[i], ready)
+                    _wait_for_needs(plan, batch, plan.members[i], ready)
+                _copy(ready, group_start[group])
+                if len(progress.link_free):
+                    _group_end(plan, draws, batch, group, ready, finish)
+                    _hold_group_links(plan, batch, progress, group, ready, finish)
+            _copy(group_start[group], ready)
+        if role == SEND or len(batch.lasted):
+            _copy(ready, batch.start[task & last])
+        if len(batch.lasted):
+            _copy(seconds, batch.lasted[task & last])
         for k in range(n):
-            end[task & last, k] = reached[k] + seconds[k]
-            free[on, k] = end[task & last, k]
-        if role[of] == SEND and asks[row[task]]:
-            for j in range(links.shape[1]):
-                link = links[row[task], j]
-                if link < 0:
-                    continue
-                for k in range(n):
-                    if seconds[k] > 0.0:
-                        if reached[k] < link_free[link, k]:
-                            met[k] = True
-                        link_free[link, k] = free[on, k]
-    for on in range(n_streams):
+            batch.end[task & last, k] = ready[k] + seconds[k]
+            stream_free[stream, k] = batch.end[task & last, k]
+        if role == SEND and plan.asks[plan.row[task]]:
+            _hold_links(plan, batch, progress, task, ready, seconds)
+    for stream in range(plan.n_streams):
         for k in range(n):
-            makespan[k] = max(makespan[k], free[on, k])
+            batch.makespan[k] = max(batch.makespan[k], stream_free[stream, k])

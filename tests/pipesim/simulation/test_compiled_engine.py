@@ -28,6 +28,7 @@ from pipesim.graph.tasks import StreamKind, Tasks
 from pipesim.ops import COLLECTIVES, SENDS, Op
 from pipesim.simulation.engines import compiled as engine
 from pipesim.simulation.engines import simpy_engine
+from pipesim.simulation.engines.plan import shared_links
 
 #: Graphs of each of the three largest comparisons.
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "120"))
@@ -47,7 +48,7 @@ def assert_engines_agree(graph: ps.TaskGraph, costs: ps.TaskCosts) -> ps.Timelin
 
 def describe(graph: ps.TaskGraph, costs: ps.TaskCosts) -> None:
     """Note what an example has, for the statistics."""
-    shared = engine.shared_links(graph, costs)
+    shared = shared_links(graph, costs)
     most = int((shared >= 0).sum(axis=1).max())
     event(f"transfers wait for at most {most} links")
     event(f"replicas: {graph.n_replicas}")
@@ -153,13 +154,14 @@ def test_every_kernel_is_found() -> None:
         "_issue_tasks",
         "_lists_all",
     } <= names
-    assert {"one_pass", "events", "issue", "prune", "pass_many", "_peaks"} <= names
+    assert {"one_pass", "one_pass_batched", "prune", "event_loop", "fill_issue_times"} <= names
+    assert "_peaks" in names
 
 
 def test_engines_agree_on_a_large_graph() -> None:
     """Some 20,000 tasks, with and without contention."""
     engine.one_pass.compile()
-    engine.events.compile()
+    engine.event_loop.compile()
     schedule = ps.schedule("1f1b", 8, 300)
     assert len(schedule) == 4800
     shared = ps.Network(nodes=ps.Nodes(4, port_bandwidth=8, nic_bandwidth=4, n_nics=1))

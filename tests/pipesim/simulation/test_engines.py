@@ -28,7 +28,7 @@ from pipesim.errors import (
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import Tasks
 from pipesim.ops import COMPUTE, RECVS, SENDS, Op
-from pipesim.simulation.engines.compiled import shared_links
+from pipesim.simulation.engines.plan import shared_links
 from pipesim.utils.csr import CSR
 
 pytestmark = pytest.mark.usefixtures("each_engine")

@@ -72,7 +72,7 @@ def test_scenarios_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start and end of as many tasks as one may look back, for as many scenarios as run at once."""
     graph, costs, noise = ps.lower(ps.schedule("gpipe", 8, 16)), ps.Costs(1, 2), ps.Noise(seed=0)
     options: dict[str, Any] = {"n": 4, "progress": False}
-    needed = compiled.Many(graph, costs.of(graph), noise).nbytes(1)
+    needed = compiled.ScenarioBatches(graph, costs.of(graph), noise).nbytes(1)
     monkeypatch.setattr(host_memory, "available_memory", lambda: 4 * needed)
     ps.simulate_many(graph, costs, noise, n_jobs=4, **options)
     monkeypatch.setattr(host_memory, "available_memory", lambda: 4 * needed - 1)

@@ -14,7 +14,7 @@ import pytest
 
 import pipesim as ps
 from pipesim.errors import EngineWarning
-from pipesim.simulation.engines.one_pass_batched import pass_many
+from pipesim.simulation.engines.one_pass_batched import one_pass_batched
 from pipesim.utils import jit
 from pipesim.utils.jit import PLAIN_ELEMENTS_UNCACHED, Kernel, kernel
 
@@ -110,6 +110,24 @@ def test_arrays_of_a_named_tuple_count() -> None:
     assert total(Columns(few, few, 3.0)) == 9
 
 
+def test_without_allocation() -> None:
+    """Helpers of a kernel that makes no arrays take whole NamedTuples, and answer the same."""
+
+    @kernel(_scaled, allocates=False)
+    def fill(columns: Columns, result: np.ndarray) -> None:
+        for k in range(len(result)):
+            result[k] = _scaled(columns, k)
+
+    columns = Columns(np.arange(5.0), np.full(5, 3.0), 2.0)
+    plain, fast = np.zeros(5), np.zeros(5)
+    fill(columns, plain)
+    fill.compile()
+    fill(columns, fast)
+    assert is_compiled(fill)
+    assert (plain == 6.0 * np.arange(5)).all()
+    assert (fast == plain).all()
+
+
 def test_the_name_in_the_cache_tells_the_order_of_fields() -> None:
     """Compiled code reads fields by position; numba's cache compares their types alone."""
 
@@ -138,9 +156,9 @@ def test_the_name_in_the_cache_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a kernel with a helper in another file; else it would be compiled from scratch again."""
     names = []
     for _ in range(2):
-        monkeypatch.setattr(pass_many, "_compiled", None)
-        pass_many.compile()
-        names.append(pass_many.function.__qualname__)
+        monkeypatch.setattr(one_pass_batched, "_compiled", None)
+        one_pass_batched.compile()
+        names.append(one_pass_batched.function.__qualname__)
     assert names[0] == names[1]
 
 

@@ -1,0 +1,237 @@
+"""`Plan`: the columns of a task graph and its costs that the compiled engine's loops read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.task_costs import TaskCosts
+from pipesim.graph.graph import TaskGraph
+from pipesim.ops import COLLECTIVES, RECVS, SENDS
+from pipesim.utils.csr import CSR, Ints
+from pipesim.utils.jit import kernel
+
+__all__ = ["RECV", "SEND", "Plan", "Progress", "make_plan", "new_progress", "shared_links"]
+
+Floats = NDArray[np.float64]
+#: Values of `Plan.role`, besides 0 for all other kinds.
+SEND, RECV = 1, 2
+
+
+class Plan(NamedTuple):
+    """Columns that the loops read of a graph and its costs.
+
+    Attributes
+    ----------
+    kind, stream, role
+        Kind of each task. Stream of each kind, and its role: `SEND`, `RECV` or 0.
+    row, latency, duration
+        Row of costs of each task. Latency and duration of each row, in seconds.
+    drawn
+        Seconds of each task in one scenario of noise, in place of ``duration``; else empty.
+    needs_ptr, needs, pair
+        Tasks whose end each task needs, as CSR. Transfer partner of each task.
+    partial, share
+        The backward of which each task needs only a part, or -1; empty if no task has one. That
+        part, 0..1, of each row.
+    issued
+        When the host issues each task (rule 7), in seconds; empty if launches cost nothing.
+    group, members_ptr, members
+        Collective of each task, or -1; empty without collectives. Members of each, as CSR.
+    rendezvous
+        Whether a SEND waits for its RECV (rule 6).
+    n_streams
+        Number of streams.
+    links, asks
+        Shared links that each row holds, numbered from 0, padded with -1: shape ``(n_rows, most)``.
+        Whether the row holds any.
+    """
+
+    kind: Ints
+    stream: Ints
+    role: Ints
+    row: Ints
+    latency: Floats
+    duration: Floats
+    drawn: Floats
+    needs_ptr: Ints
+    needs: Ints
+    pair: Ints
+    partial: Ints
+    share: Floats
+    issued: Floats
+    group: Ints
+    members_ptr: Ints
+    members: Ints
+    rendezvous: bool
+    n_streams: int
+    links: Ints
+    asks: NDArray[np.bool_]
+
+    @property
+    def n_links(self) -> int:
+        """Number of links that several streams share."""
+        return int(self.links.max(initial=-1)) + 1
+
+
+def make_plan(graph: TaskGraph, costs: TaskCosts) -> Plan:
+    """Return the columns of a graph and its costs."""
+    collectives, links = graph.collectives, shared_links(graph, costs)
+    needs, share = _needs(graph, costs)
+    role = SEND * graph.kinds.is_op(SENDS) + RECV * graph.kinds.is_op(RECVS)
+    return Plan(
+        kind=graph.kind,
+        stream=graph.stream_of_kind,
+        role=role.astype(np.int8),
+        row=costs.row,
+        latency=costs.table.latency,
+        duration=costs.table.duration,
+        drawn=np.empty(0) if costs.drawn is None else costs.drawn,
+        needs_ptr=needs.ptr,
+        needs=needs.values,
+        pair=graph.pair,
+        partial=graph.during,
+        share=share,
+        issued=_issue_times(graph, costs),
+        group=graph.group if len(collectives) else np.empty(0, np.int32),
+        members_ptr=collectives.ptr.astype(np.int64),
+        members=collectives.values.astype(np.int64),
+        rendezvous=graph.rendezvous,
+        n_streams=len(graph.streams),
+        links=links,
+        asks=links.max(axis=1) >= 0,
+    )
+
+
+def _needs(graph: TaskGraph, costs: TaskCosts) -> tuple[CSR, Floats]:
+    """Return the dependencies that are needed whole, and ``share`` of `Plan`."""
+    needs = graph.dependencies
+    if not len(graph.during):
+        return needs, np.empty(0)
+    whole = needs.values != graph.during[needs.rows]
+    needs = CSR.from_pairs(needs.rows[whole], needs.values[whole], len(graph))
+    share = costs.table.share
+    return needs, np.ones(len(costs.table.duration)) if share is None else share
+
+
+def _issue_times(graph: TaskGraph, costs: TaskCosts) -> Floats:
+    """Return when the hosts issue each task, in seconds; empty if launches cost nothing."""
+    if costs.issued is not None:
+        return costs.issued
+    if not costs.table.launch.any():
+        return np.empty(0)
+    issued = np.empty(len(graph))
+    host, n_hosts = graph.host[graph.kinds.device], int(graph.host.max()) + 1
+    none = CSR(np.empty(0, np.int32), np.empty(0, np.int32))
+    first = graph.issued_first if graph.host_threads and n_hosts > 1 else none
+    launch, clock = costs.table.launch, np.zeros(n_hosts)
+    fill_issue_times(graph.kind, host, costs.row, launch, first.ptr, first.values, clock, issued)
+    return issued
+
+
+@kernel()
+def fill_issue_times(
+    kind: Ints,
+    host: Ints,
+    row: Ints,
+    launch: Floats,
+    first_ptr: Ints,
+    first: Ints,
+    clock: Floats,
+    issued: Floats,
+) -> None:
+    """Fill ``issued``: each host issues its tasks in order of ids (rule 7).
+
+    ``first`` lists the tasks that other hosts have to issue before each task. Without such tasks,
+    ``first_ptr`` is empty. ``clock`` is the time of each host (s), and comes in as 0.
+    """
+    for task in range(len(kind)):
+        own = host[kind[task]]
+        for k in range(first_ptr[task], first_ptr[task + 1]) if len(first_ptr) else range(0):
+            clock[own] = max(clock[own], issued[first[k]])
+        clock[own] += launch[row[task]]
+        issued[task] = clock[own]
+
+
+def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints:
+    """Return ``links`` of `Plan`: the links of each row that several streams share.
+
+    Tasks of one stream never compete for a link: each holds the stream as long as the link.
+    """
+    none = np.full((len(costs.table.duration), 1), -1, dtype=np.int64)
+    holders = SENDS | COLLECTIVES
+    if costs.row is graph.kind:
+        rows = np.flatnonzero(graph.kinds.is_op(holders))
+        streams = graph.stream_of_kind[rows]
+    else:
+        tasks = np.flatnonzero(graph.is_op(holders))
+        rows, streams = costs.row[tasks], graph.stream_of_kind[graph.kind[tasks]]
+    links = costs.table.links[rows]
+    if not (links >= 0).any():
+        return none
+    rows, streams = (np.repeat(x, links.shape[1])[links.ravel() >= 0] for x in (rows, streams))
+    used, number = np.unique(links[links >= 0], return_inverse=True)
+    users = np.unique(np.stack([number, streams]), axis=1)[0]
+    is_shared = np.bincount(users, minlength=len(used)) > 1
+    if not is_shared.any():
+        return none
+    place = np.minimum(np.searchsorted(used, costs.table.links), len(used) - 1)
+    keep = (used[place] == costs.table.links) & is_shared[place]
+    return np.where(keep, (np.cumsum(is_shared) - 1)[place], -1)
+
+
+class Progress(NamedTuple):
+    """How far streams, links and collectives are, in seconds.
+
+    A batch of scenarios has them as a second axis of each array.
+
+    Attributes
+    ----------
+    stream_free
+        When each stream has ended its last task.
+    link_free
+        When each shared link is free.
+    group_start
+        When each collective starts; below 0 until that is known.
+    """
+
+    stream_free: Floats
+    link_free: Floats
+    group_start: Floats
+
+
+def new_progress(plan: Plan, *n_scenarios: int) -> Progress:
+    """Return the progress at the start of a step."""
+    return Progress(
+        np.zeros((plan.n_streams, *n_scenarios)),
+        np.zeros((plan.n_links, *n_scenarios)),
+        np.full((len(plan.members_ptr) - 1, *n_scenarios), -1.0),
+    )
+
+
+# Helpers of several kernels.
+
+
+def task_seconds(plan: Plan, task: int) -> float:
+    """Return how long a task lasts, in seconds."""
+    return float(plan.drawn[task] if len(plan.drawn) else plan.duration[plan.row[task]])
+
+
+def part_done(plan: Plan, task: int, start: Floats) -> float:
+    """Return when the backward has done the part that ``task`` needs of it, in seconds."""
+    backward = plan.partial[task]
+    return float(start[backward] + plan.share[plan.row[task]] * task_seconds(plan, backward))
+
+
+def receive_times(
+    plan: Plan, task: int, ready: float, start: Floats, end: Floats
+) -> tuple[float, float]:
+    """Return start and end of a RECV that is ``ready``, in seconds.
+
+    Head and tail of the message arrive a latency after they leave (rule 4).
+    """
+    send, latency = plan.pair[task], plan.latency[plan.row[task]]
+    begin = max(ready, start[send] + latency)
+    return begin, max(begin, end[send] + latency)
