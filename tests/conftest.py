@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-from places import BENCHMARKS, HELPERS
+from places import BENCHMARKS, ROOT
 
 import pipesim as ps
 from pipesim.simulation.simulate import ENGINES
@@ -37,37 +36,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_NOTEBOOKS = pytest.StashKey[tuple[subprocess.Popen[bytes], Path]]()
+@contextmanager
+def _locked(path: Path, operation: int) -> Iterator[None]:
+    """Hold the lock of a file that all processes of a test run share; see `fcntl.flock`."""
+    with path.open() as file:
+        fcntl.flock(file, operation)
+        yield
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the notebooks that tests ask for: they run beside the tests before theirs."""
-    asked = [
-        str(item.callspec.params["notebook"])
-        for item in session.items
-        if isinstance(item, pytest.Function) and "notebooks" in item.fixturenames
-    ]
-    if not asked or session.config.option.collectonly:
-        return
-    outcomes = Path(tempfile.mkdtemp())
-    script = HELPERS / "run_notebooks.py"
-    process = subprocess.Popen([sys.executable, str(script), str(outcomes), *asked])
-    session.config.stash[_NOTEBOOKS] = process, outcomes
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run a test that measures time alone, although pytest-xdist runs others at the same time.
 
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End notebooks that nobody waits for."""
-    if _NOTEBOOKS in session.config.stash:
-        process, outcomes = session.config.stash[_NOTEBOOKS]
-        process.terminate()
-        process.wait()
-        shutil.rmtree(outcomes, ignore_errors=True)
-
-
-@pytest.fixture
-def notebooks(pytestconfig: pytest.Config) -> tuple[subprocess.Popen[bytes], Path]:
-    """The process that runs the notebooks, and the folder of their outcomes."""
-    return pytestconfig.stash[_NOTEBOOKS]
+    All tests share the first lock; such a test holds it exclusively. A test takes the second lock
+    while it waits for the first: no further test starts before one that measures time.
+    """
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    alone = item.get_closest_marker("measures_time") is not None
+    with ExitStack() as stack:
+        with _locked(ROOT / "Makefile", fcntl.LOCK_EX):
+            operation = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+            stack.enter_context(_locked(ROOT / "pyproject.toml", operation))
+        return (yield)
 
 
 @pytest.fixture(scope="module", params=sorted(ENGINES))
