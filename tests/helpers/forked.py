@@ -25,7 +25,7 @@ _SERVER = multiprocessing.get_context("forkserver")
 # The optimizers of torch load its compiler; this module and `executing` load pytest and hypothesis.
 _SERVER.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed", "pytest", "hypothesis", "pandas",
-     "matplotlib.figure", "pipeexec.cli", "pipeexec.executor", "pipeexec.cli.launch",
+     "matplotlib.figure", "pipeexec.cli", "pipeexec.executor.pipeline", "pipeexec.cli.launch",
      "pipeexec.cli.train", "pipeexec.validation"]
 )  # fmt: skip
 

@@ -22,7 +22,7 @@ from pipesim.errors import CapacityError, PipeError, PipeWarning
 __all__ = ["Outcome", "attacks", "outcome", "parameters", "sandbox"]
 
 #: Seconds of one call, and bytes that the process may take besides what it has.
-SECONDS, ROOM = 1.0, 3 * 2**30
+SECONDS, ROOM = 3.0, 3 * 2**30
 #: Characters of a message that can still be read.
 LONGEST = 2000
 #: Other words with which messages name a parameter.

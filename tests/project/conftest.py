@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from places import DATA
+
+import pipesim as ps
 
 #: By kind of file: how many flips were refused, how many changed nothing, how many changed a value.
 COUNTS = pytest.StashKey[dict[str, Counter[str]]]()
@@ -20,6 +23,14 @@ def _closed_figures() -> Iterator[None]:
     yield
     if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
         pyplot.close("all")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """Load and compile what calls need, before calls are limited in time and memory."""
+    timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), ps.Costs(1.0, 2.0))
+    timeline.idle_by_cause()
+    ps.Timeline.from_chrome(sorted((DATA / "torch_interleaved").iterdir()))
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_what_the_checks_cover() -> None:
     """The files that mention CUDA, whatever they are called."""
     names = {Path(path).name for path in cuda_tests()}
     assert names >= {
-        "test_cuda.py", "test_cuda_streams.py", "test_imposed.py", "test_slices.py",
+        "test_cuda.py", "test_cuda_streams.py", "test_emulated_links.py", "test_slices.py",
         "test_races.py", "test_gpu_kernels.py", "test_gpu_peers.py", "test_nested_backward.py",
     }  # fmt: skip
     assert "test_costs.py" not in names
