@@ -251,7 +251,7 @@ def checked_buckets(buckets: object) -> Buckets | None:
         if stage and sum(a for a, _ in stage) < 1 - 1e-6:
             raise CostsError(
                 f"buckets of stage {index} have {sum(a for a, _ in stage):g} of its bytes; give "
-                "shares that sum to 1, or more where they are of measured seconds"
+                "shares that sum to 1, or more if they are shares of measured seconds"
             )
     return stages
 

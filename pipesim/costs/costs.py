@@ -541,8 +541,8 @@ def _checked(name: str, value: object) -> PerStage:
 
 def _checked_number(name: str, value: object, where: str) -> float:
     """Return one value of a field as a float; raise `CostsError` unless it is finite and >= 0."""
-    got = number(value)
-    if got is None or got < 0 or math.isinf(got):
+    result = number(value)
+    if result is None or result < 0 or math.isinf(result):
         unit = "bytes" if name.endswith("bytes") else "seconds"
         raise CostsError(f"{name}{where} must be finite {unit} >= 0, got {value!r}")
-    return got
+    return result

@@ -219,10 +219,10 @@ def _whole_weights(seconds: Sequence[object]) -> list[int]:
     """Return weights as whole multiples of one unit; every float is a whole number over 2**n."""
     values = []
     for layer, weight in enumerate(seconds):
-        got = number(weight)
-        if got is None or not 0 <= got < inf:
+        result = number(weight)
+        if result is None or not 0 <= result < inf:
             raise CostsError(f"seconds of layer {layer} must be finite and >= 0, got {weight!r}")
-        values.append(Fraction(got))
+        values.append(Fraction(result))
     unit = lcm(*(value.denominator for value in values))
     return [int(value * unit) for value in values]
 

@@ -91,8 +91,8 @@ def column_values(where: str, name: str, values: object) -> tuple[object, ...]:
 
 def checked_value(where: str, name: str, value: object) -> float:
     """Return a value, or the number in a text, as a float; raise `CostsError` for others."""
-    got = number(parse_float(value) if isinstance(value, str) else value)
-    if got is None or not 0 <= got < math.inf:
+    result = number(parse_float(value) if isinstance(value, str) else value)
+    if result is None or not 0 <= result < math.inf:
         unit = "bytes" if name.endswith("bytes") else "seconds"
         raise CostsError(f"{where}: must be finite {unit} >= 0, got {value!r}")
-    return got
+    return result

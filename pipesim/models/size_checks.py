@@ -47,10 +47,10 @@ def checked_rate(name: str, value: object, unit: str) -> float:
     ArgumentError
         For anything else.
     """
-    got = number(value)
+    result = number(value)
     least = "> 0" if unit == "FLOP/s" else ">= 0"
-    if got is None or not 0 <= got < inf or (got == 0 and unit == "FLOP/s"):
+    if result is None or not 0 <= result < inf or (result == 0 and unit == "FLOP/s"):
         raise ArgumentError(f"{name} must be finite {unit} {least}, got {value!r}")
-    if got > _FASTEST:
+    if result > _FASTEST:
         raise ArgumentError(f"{name} must be at most {_FASTEST:g} {unit}, got {value!r}")
-    return got
+    return result

@@ -44,7 +44,9 @@ class Shard:
     Raises
     ------
     ArgumentError
-        If t does not divide what it splits, and for an unknown ``recompute`` (`UnknownNameError`).
+        If t does not divide a size that it splits.
+    UnknownNameError
+        For an unknown ``recompute``.
 
     Examples
     --------

@@ -102,22 +102,22 @@ class _Table:
 
     def devices(self, column: str) -> NDArray[np.int64]:
         """Return a column of device numbers."""
-        got = _numbers(self.columns[column])
-        good = (got >= 0) & (got <= MAX_DEVICE) & (got == np.floor(got))
+        values = _numbers(self.columns[column])
+        good = (values >= 0) & (values <= MAX_DEVICE) & (values == np.floor(values))
         self.refuse(column, ~good, f"a device number, 0 to {MAX_DEVICE}")
-        return got.astype(np.int64)
+        return values.astype(np.int64)
 
     def latencies(self) -> NDArray[np.float64]:
         """Return the latency of each row; seconds."""
-        got = _numbers(self.columns["latency"])
-        self.refuse("latency", ~((got >= 0) & (got < math.inf)), "finite and >= 0 s")
-        return got
+        values = _numbers(self.columns["latency"])
+        self.refuse("latency", ~((values >= 0) & (values < math.inf)), "finite and >= 0 s")
+        return values
 
     def bandwidths(self) -> NDArray[np.float64]:
         """Return the bandwidth of each row; bytes a second."""
-        got = _numbers([text if text.strip() else "inf" for text in self.columns["bandwidth"]])
-        self.refuse("bandwidth", ~(got > 0), "> 0 bytes/s (inf, or nothing, for pure latency)")
-        return got
+        values = _numbers([text if text.strip() else "inf" for text in self.columns["bandwidth"]])
+        self.refuse("bandwidth", ~(values > 0), "> 0 bytes/s (inf, or nothing, for pure latency)")
+        return values
 
     def refuse_repeated(self, a: NDArray[np.int64], b: NDArray[np.int64]) -> None:
         """Raise `NetworkError` for the first pair that an earlier line names too."""

@@ -254,7 +254,10 @@ def _checked_pairs(pairs: object) -> tuple[tuple[int, int], ...]:
 
 def _device(end: str, value: object) -> int:
     """Return the number of a device at one end of a link."""
-    got = value if type(value) is int and value >= 0 else check_count(f"{end} of a link", value, 0)
-    if got > MAX_DEVICE:
-        raise NetworkError(f"{end} of a link must be at most {MAX_DEVICE}, got {got}")
-    return got
+    if type(value) is int and value >= 0:  # most values, which need no slower check
+        device = value
+    else:
+        device = check_count(f"{end} of a link", value, 0)
+    if device > MAX_DEVICE:
+        raise NetworkError(f"{end} of a link must be at most {MAX_DEVICE}, got {device}")
+    return device

@@ -57,9 +57,9 @@ def waiting_gradients(graph: TaskGraph, costs: Costs) -> Waiting:
     batch = graph.microbatch[reductions] // size
     _, first_of_batch = np.unique(cell * graph.n_batches + batch, return_index=True)
     reductions = np.delete(reductions, first_of_batch)
-    wanted = _keys(graph, reductions, groups)
-    index = np.minimum(np.searchsorted(keys, wanted), max(0, len(keys) - 1))
-    exists = keys[index] == wanted if len(keys) else np.zeros(len(reductions), dtype=bool)
+    needed = _keys(graph, reductions, groups)
+    index = np.minimum(np.searchsorted(keys, needed), max(0, len(keys) - 1))
+    exists = keys[index] == needed if len(keys) else np.zeros(len(reductions), dtype=bool)
     reductions, index = reductions[exists], index[exists]
     nbytes = costs.per_stage("gradient_bytes", graph.n_stages)[graph.stage[reductions]]
     return Waiting(backwards[first[index]], reductions, nbytes)
