@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pipeexec.gpipe.skip import Key
-from pipesim.graph.skips import carried
+from pipesim.graph.skips import border_crossings
 
 __all__ = ["Route", "Ways", "routes", "ways"]
 
@@ -53,7 +53,7 @@ def routes(n: int, skips: Mapping[Key, tuple[int, int]], *, portals: bool) -> li
     outputs = [Route(j, j + 1) for j in range(n - 1)]
     return outputs + [
         Route(*hop, tuple(keys[k] for k in members))
-        for hop, members in carried(skips.values(), portals).items()
+        for hop, members in border_crossings(skips.values(), portals).items()
     ]
 
 

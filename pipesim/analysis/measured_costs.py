@@ -30,7 +30,7 @@ from pipesim.errors import (
     number,
 )
 from pipesim.graph.graph import TaskGraph
-from pipesim.graph.skips import SkipBytes, carried, skip_text
+from pipesim.graph.skips import SkipBytes, border_crossings, skip_text
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, SENDS, Op
 from pipesim.simulation.simulate import simulate
@@ -217,13 +217,13 @@ def _skip_bytes(timeline: Timeline) -> SkipBytes | None:
     graph = timeline.graph
     if timeline.costs is not None:
         return timeline.costs.skip_sizes
-    largest = dict.fromkeys(carried(graph.skips, graph.portals), 0.0)
+    largest = dict.fromkeys(border_crossings(graph.skips, graph.portals), 0.0)
     for task in np.flatnonzero(graph.is_op(SENDS) & (graph.peer_stage >= 0)).tolist():
         ends = sorted((int(graph.stage[task]), int(graph.peer_stage[task])))
         message = ends[0], ends[1]
         largest[message] = max(largest[message], float(timeline.nbytes[task]))
     sizes = {}
-    messages = carried(graph.skips, graph.portals).items()
+    messages = border_crossings(graph.skips, graph.portals).items()
     for k, skip in enumerate(graph.skips):
         alone = [largest[message] for message, members in messages if members == [k]]
         if not alone:

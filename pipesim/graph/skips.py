@@ -1,7 +1,7 @@
-"""Skip connections: tensors that go from one stage to a later one beside the pipeline's outputs.
+"""Skip connections: tensors that go from one stage to a later one, besides the pipeline's outputs.
 
-With portals each skip has a message of its own. Without, one message at each border between two
-stages carries all skips that cross it, from stage to stage.
+With portals each skip has its own message. Without, one message at each border between two stages
+carries all skips that cross it, from stage to stage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipesim.graph.tasks import Kinds
 __all__ = [
     "Skip",
     "SkipBytes",
-    "carried",
+    "border_crossings",
     "checked_skip_bytes",
     "checked_skips",
     "input_bytes",
@@ -42,7 +42,7 @@ def skip_text(skip: Skip) -> str:
 
 
 def skip_from_text(text: str) -> Skip:
-    """Read what `skip_text` wrote.
+    """Read the text of `skip_text`.
 
     Raises
     ------
@@ -65,14 +65,14 @@ def checked_skips(skips: object, n_stages: int) -> tuple[Skip, ...]:
     Raises
     ------
     ArgumentError
-        For what is no list of pairs of stages, a pair that does not lead to a later stage of
-        those there are, and a pair that is there twice.
+        For anything but a list of pairs of stages, a pair that does not lead to a later existing
+        stage, and a pair that is given twice.
     """
     if isinstance(skips, str):
         skips = [skip_from_text(text) for text in skips.split(",") if text.strip()]
     if not isinstance(skips, Iterable):
         raise ArgumentError(f"skips must be pairs of stages, such as {_EXAMPLE}, got {skips!r:.60}")
-    most = n_stages * (n_stages - 1) // 2  # of more, one is there twice
+    most = n_stages * (n_stages - 1) // 2  # more have a duplicate
     pairs = sorted(_checked_pair(skip) for skip in itertools.islice(skips, most + 1))
     for k, (source, target) in enumerate(pairs):
         if not 0 <= source < target < n_stages:
@@ -101,8 +101,8 @@ def _checked_pair(skip: object) -> Skip:
     return int(stages[0]), int(stages[1])
 
 
-def carried(skips: Iterable[Skip], portals: bool) -> dict[Skip, list[int]]:
-    """Return which skips, by number, the message between two stages carries, message by message."""
+def border_crossings(skips: Iterable[Skip], portals: bool) -> dict[Skip, list[int]]:
+    """Return, for each message between two stages, the numbers of the skips that it carries."""
     messages: dict[Skip, list[int]] = {}
     for k, (source, target) in enumerate(skips):
         borders = [(source, target)] if portals else [(s, s + 1) for s in range(source, target)]
@@ -112,29 +112,29 @@ def carried(skips: Iterable[Skip], portals: bool) -> dict[Skip, list[int]]:
 
 
 def skips_of(kinds: Kinds, skips: Iterable[Skip], portals: bool) -> tuple[Skip, ...]:
-    """Return the skips of a graph: those given, or where none are, those that its messages name.
+    """Return the skips of a graph: those given, or by default those that its messages name.
 
     Raises
     ------
     ArgumentError
-        For skips that are none.
+        For anything but pairs of stages.
     GraphError
         For a message that carries none of them.
     """
-    given = checked_skips(skips, int(kinds.stage.max(initial=-1)) + 1)
-    of = kinds.peer_stage >= 0
-    if not of.any():
-        return given
-    ends = np.sort([kinds.stage[of], kinds.peer_stage[of]], axis=0)
+    pairs = checked_skips(skips, int(kinds.stage.max(initial=-1)) + 1)
+    is_message = kinds.peer_stage >= 0
+    if not is_message.any():
+        return pairs
+    ends = np.sort([kinds.stage[is_message], kinds.peer_stage[is_message]], axis=0)
     named = {(source, target) for source, target in np.unique(ends, axis=1).T.tolist()}
-    if not given:
+    if not pairs:
         return tuple(sorted(named))
-    for source, target in sorted(named.difference(carried(given, portals))):
+    for source, target in sorted(named.difference(border_crossings(pairs, portals))):
         raise GraphError(
             f"stages {source} and {target} have messages of a skip, but no skip goes that way with "
-            f"portals={portals}: there are {', '.join(map(skip_text, given))}"
+            f"portals={portals}: there are {', '.join(map(skip_text, pairs))}"
         )
-    return given
+    return pairs
 
 
 def checked_skip_bytes(value: object) -> SkipBytes | None:
@@ -143,7 +143,7 @@ def checked_skip_bytes(value: object) -> SkipBytes | None:
     Raises
     ------
     CostsError
-        For anything else than a number of bytes, or one for each of some pairs.
+        For anything but a number of bytes, or a mapping from pairs of stages to bytes.
     """
     if value is None:
         return None
@@ -176,21 +176,21 @@ def _checked_bytes(what: str, value: object) -> float:
 
 
 def _sizes(skip_bytes: SkipBytes | None, skips: tuple[Skip, ...]) -> NDArray[np.float64]:
-    """Return the bytes of each skip of a graph, which has to have those that costs name."""
+    """Return the bytes of each skip of a graph; the graph must have all skips that costs name."""
     if not isinstance(skip_bytes, tuple):
         return np.full(len(skips), skip_bytes or 0.0)
     sizes = dict(skip_bytes)
-    there = ", ".join(map(skip_text, skips)) or "none"
+    names = ", ".join(map(skip_text, skips)) or "none"
     for skip in sizes:
         if skip not in skips:
             raise CostsError(
-                f"skip_bytes has skip {skip_text(skip)}, which the graph lacks (it has: {there}); "
+                f"skip_bytes has skip {skip_text(skip)}, which the graph lacks (it has: {names}); "
                 "give it to lower(..., skips=), or leave it out"
             )
     for skip in skips:
         if skip not in sizes:
             raise CostsError(
-                f"skip_bytes lacks skip {skip_text(skip)} of the graph (it has: {there}); give the "
+                f"skip_bytes lacks skip {skip_text(skip)} of the graph (it has: {names}); give the "
                 "bytes of each, or one number for all"
             )
     return np.array([sizes[skip] for skip in skips])
@@ -199,7 +199,9 @@ def _sizes(skip_bytes: SkipBytes | None, skips: tuple[Skip, ...]) -> NDArray[np.
 def message_bytes(
     kinds: Kinds, skips: tuple[Skip, ...], portals: bool, skip_bytes: SkipBytes | None
 ) -> NDArray[np.float64]:
-    """Return what each kind of message of skips carries, 0 for other kinds; shape ``(n_kinds,)``.
+    """Return the bytes of skips that each kind of message carries, 0 for other kinds.
+
+    Shape ``(n_kinds,)``.
 
     Raises
     ------
@@ -207,27 +209,27 @@ def message_bytes(
         If bytes are given for other skips than these.
     """
     sizes, nbytes = _sizes(skip_bytes, skips), np.zeros(len(kinds))
-    of = np.flatnonzero(kinds.peer_stage >= 0)
-    if not len(of):
+    own = np.flatnonzero(kinds.peer_stage >= 0)
+    if not len(own):
         return nbytes
-    messages = carried(skips, portals)
+    messages = border_crossings(skips, portals)
     n_stages = int(kinds.stage.max()) + 1
     ends = np.array(list(messages))
     total = np.array([sizes[members].sum() for members in messages.values()])
-    sent, asked = (
+    border, own_border = (
         pairs[0] * n_stages + pairs[1]
-        for pairs in (ends.T, np.sort([kinds.stage[of], kinds.peer_stage[of]], axis=0))
+        for pairs in (ends.T, np.sort([kinds.stage[own], kinds.peer_stage[own]], axis=0))
     )
-    nbytes[of] = total[np.searchsorted(sent, asked)]
+    nbytes[own] = total[np.searchsorted(border, own_border)]
     return nbytes
 
 
 def input_bytes(
     n_stages: int, skips: tuple[Skip, ...], skip_bytes: SkipBytes | None
 ) -> NDArray[np.float64]:
-    """Return what skips add to the input of each stage; shape ``(n_stages,)``.
+    """Return the bytes that skips add to the input of each stage; shape ``(n_stages,)``.
 
-    Without portals, what a stage passes on is not among it: no recompute needs it.
+    Without portals, skips that a stage only passes on do not count: no recompute needs them.
     """
     sizes, nbytes = _sizes(skip_bytes, skips), np.zeros(n_stages)
     for (_, target), size in zip(skips, sizes, strict=True):

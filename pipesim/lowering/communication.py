@@ -1,4 +1,4 @@
-"""The kinds of messages and reductions that come with the compute tasks of a graph."""
+"""The kinds of messages and collectives that come with the compute tasks of a graph."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipesim.graph.grad_sync import GradSyncs
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.rules import PAIRS
 from pipesim.graph.skips import Skip
@@ -21,16 +22,24 @@ __all__ = ["Collectives", "add_partners"]
 
 
 class _Messages(NamedTuple):
-    """Messages of one direction, and the kinds of compute task that make and that need them.
+    """Messages of one direction, and the kinds of compute task that produce or need them.
 
-    Message ``made[k]`` is made by kind ``makes[k]``, and likewise for ``needed`` and ``needs``. The
-    other columns are of the messages, which lead from ``stage`` to stage ``to``.
+    Attributes
+    ----------
+    producer, produced
+        Kind ``producer[k]`` produces message ``produced[k]``.
+    consumer, consumed
+        Kind ``consumer[k]`` needs message ``consumed[k]``.
+    replica, stage, to
+        Replica, source stage and target stage of each message.
+    is_skip
+        Whether each message is of skip connections.
     """
 
-    makes: Ints
-    made: Ints
-    needs: Ints
-    needed: Ints
+    producer: Ints
+    produced: Ints
+    consumer: Ints
+    consumed: Ints
     replica: Ints
     stage: Ints
     to: Ints
@@ -38,24 +47,27 @@ class _Messages(NamedTuple):
 
 
 class Collectives(NamedTuple):
-    """Which collectives there are beside the compute tasks.
+    """The collectives of a graph.
 
     Attributes
     ----------
+    grad_sync
+        When stages reduce their gradients; see `LoweringOptions`.
     buckets
-        Number of REDUCE_GRADs that the gradients of each stage are reduced in; empty for none.
+        Number of REDUCE_GRADs in which each stage reduces its gradients; empty for no reductions.
     groups
-        After how many micro-batches each stage reduces; 0 for once a mini-batch.
+        Number of micro-batches after which each stage reduces; 0 for once a mini-batch.
     exchanges
-        How sharded stages exchange, whose rows are spread over the replicas: they reduce nothing.
+        How sharded stages exchange rows. They reduce no gradients.
     unshards
-        Whether replicas gather the parameters that each of them has stepped.
+        Whether replicas gather the parameters after each has stepped its share.
     """
 
-    buckets: Sequence[int] = ()
-    groups: Sequence[int] = ()
-    exchanges: Exchanges = Exchanges()
-    unshards: bool = False
+    grad_sync: GradSyncs
+    buckets: Sequence[int]
+    groups: Ints
+    exchanges: Exchanges
+    unshards: bool
 
     @property
     def sharded(self) -> tuple[int, ...]:
@@ -70,19 +82,44 @@ def add_partners(
     collectives: Collectives,
     borders: Sequence[Skip],
 ) -> tuple[Kinds, Partners]:
-    """Add the kinds of messages, wherever they lead to another device, and of collectives.
+    """Add the kinds of collectives, and those of messages between stages on different devices.
 
-    ``borders`` are the pairs of stages between which skips have messages.
+    Parameters
+    ----------
+    compute
+        The compute tasks.
+    overlap, streams
+        As in `pipesim.lower`.
+    collectives
+        Which collectives to add.
+    borders
+        Pairs of stages between which skips have messages.
+
+    Returns
+    -------
+    Kinds, Partners
+        The kinds of ``compute`` and behind them the new ones; and which come with which.
     """
+    kinds, messages = _add_messages(compute, overlap, streams, borders)
+    stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
+    kinds, adds_to, reduce = _add_reductions(compute, kinds, stream, collectives)
+    before, after, kinds = exchange_kinds(compute, kinds, stream, collectives.exchanges)
+    return kinds, Partners(*messages, adds_to, reduce, before, after)
+
+
+def _add_messages(
+    compute: TaskGraph, overlap: bool, streams: str, borders: Sequence[Skip]
+) -> tuple[Kinds, tuple[Ints, Ints, Ints, CSR, CSR]]:
+    """Add the kinds of messages; return also the first five columns of `Partners`."""
     kinds, homes, n_kinds = compute.kinds, compute.homes, len(compute.kinds)
-    ends: list[tuple[Ints, ...]] = []  # of each direction, as the next two
+    ends: list[tuple[Ints, ...]] = []  # of each direction: SEND, RECV, channel
     out: list[tuple[Ints, Ints]] = []
     into: list[tuple[Ints, Ints]] = []
     n = 0
     for recv, (send, offset) in PAIRS.items():
-        carried = frozenset({Op.F} if send == Op.SEND_F else {Op.B, Op.I})
-        found = _messages(compute, carried, -offset, borders)
-        replica, stage, to = found.replica, found.stage, found.to
+        producers = frozenset({Op.F} if send == Op.SEND_F else {Op.B, Op.I})
+        messages = _messages(compute, producers, -offset, borders)
+        replica, stage, to = messages.replica, messages.stage, messages.to
         source, target = homes[replica, stage], homes[replica, to]
         if not overlap:
             codes = [np.full_like(stage, StreamKind.COMPUTE)] * 2
@@ -92,41 +129,17 @@ def add_partners(
             codes = [StreamKind.send(target), StreamKind.recv(source)]
         numbers = len(kinds) + np.arange(2 * len(stage), dtype=np.int32).reshape(2, -1)
         ends.append((*numbers, source * (int(homes.max()) + 1) + target))
-        out.append((found.makes, n + found.made))
-        into.append((found.needs, n + found.needed))
+        out.append((messages.producer, n + messages.produced))
+        into.append((messages.consumer, n + messages.consumed))
         n += len(stage)
         none = np.zeros_like(stage)
-        ahead, behind = (np.where(found.is_skip, other, -1) for other in (to, stage))
+        send_peer, recv_peer = (np.where(messages.is_skip, peer, -1) for peer in (to, stage))
         kinds = kinds.joined(
-            Kinds(np.full_like(stage, send), source, stage, replica, codes[0], none, ahead),
-            Kinds(np.full_like(stage, recv), target, to, replica, codes[1], none, behind),
+            Kinds(np.full_like(stage, send), source, stage, replica, codes[0], none, send_peer),
+            Kinds(np.full_like(stage, recv), target, to, replica, codes[1], none, recv_peer),
         )
-    adds_to: Ints = np.full(n_kinds, -1, dtype=np.int32)
-    stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
-    n_buckets = np.array(collectives.buckets, dtype=np.int64)
-    reduce = np.full((len(n_buckets), n_buckets.max(initial=0), len(homes)), -1, dtype=np.int32)
-    there = np.arange(reduce.shape[1]) < n_buckets[:, None]
-    reduce[there] = len(kinds) + np.arange(there.sum() * len(homes)).reshape(-1, len(homes))
-    if len(n_buckets):
-        of = np.flatnonzero(kinds.is_op(frozenset({Op.B, Op.W})))
-        of = of[~np.isin(kinds.stage[of], collectives.sharded)]
-        adds_to[of] = kinds.stage[of]
-        kinds = kinds.joined(_reductions(homes, stream, n_buckets))
-    if collectives.unshards:
-        gather = np.full_like(reduce, -1)
-        gather[:, 0] = len(kinds) + np.arange(homes.size).reshape(homes.T.shape)
-        reduce = np.concatenate([reduce, gather])
-        of = np.flatnonzero(compute.kinds.op == Op.STEP)
-        of = of[~np.isin(kinds.stage[of], collectives.sharded)]
-        adds_to[of] = homes.shape[1] + kinds.stage[of]
-        one = np.ones_like(n_buckets)
-        kinds = kinds.joined(_reductions(homes, stream, one, Op.UNSHARD))
-    before, after, kinds = exchange_kinds(compute, kinds, stream, collectives.exchanges)
     send_kind, recv_kind, channel = (np.concatenate(column) for column in zip(*ends, strict=True))
-    made, needed = _rows(out, n_kinds), _rows(into, n_kinds)
-    return kinds, Partners(
-        send_kind, recv_kind, channel, made, needed, adds_to, reduce, before, after
-    )
+    return kinds, (send_kind, recv_kind, channel, _rows(out, n_kinds), _rows(into, n_kinds))
 
 
 def _rows(parts: Sequence[tuple[Ints, Ints]], n_rows: int) -> CSR:
@@ -136,40 +149,67 @@ def _rows(parts: Sequence[tuple[Ints, Ints]], n_rows: int) -> CSR:
 
 
 def _messages(
-    compute: TaskGraph, carried: frozenset[Op], step: int, borders: Sequence[Skip]
+    compute: TaskGraph, producers: frozenset[Op], step: int, borders: Sequence[Skip]
 ) -> _Messages:
-    """Return the messages of what ``carried`` makes: ``step`` stages on, and those of skips."""
+    """Return the messages with results of ``producers``: ``step`` stages on, and those of skips."""
     kinds, homes, n_stages = compute.kinds, compute.homes, compute.n_stages
-    of = np.flatnonzero(kinds.is_op(carried))
+    own = np.flatnonzero(kinds.is_op(producers))
     pairs = np.array(borders, dtype=np.int64).reshape(-1, 2).T[::step]
-    which, border = np.nonzero(kinds.stage[of][:, None] == pairs[0])
-    makes = np.concatenate([of, of[which]])
-    # Past either end of the pipeline is the stage itself, which is not away.
-    to = np.concatenate([(kinds.stage[of] + step).clip(0, n_stages - 1), pairs[1][border]])
-    is_skip = np.arange(len(makes)) >= len(of)
-    away = homes[kinds.replica[makes], to] != kinds.device[makes]
-    makes, to, is_skip = makes[away], to[away], is_skip[away]
+    which, border = np.nonzero(kinds.stage[own][:, None] == pairs[0])
+    producer = np.concatenate([own, own[which]])
+    # Past either end of the pipeline is the stage itself, which is on the same device.
+    to = np.concatenate([(kinds.stage[own] + step).clip(0, n_stages - 1), pairs[1][border]])
+    is_skip = np.arange(len(producer)) >= len(own)
+    is_remote = homes[kinds.replica[producer], to] != kinds.device[producer]
+    producer, to, is_skip = producer[is_remote], to[is_remote], is_skip[is_remote]
     # B and I of a stage share the kinds of their message.
-    place = kinds.replica[makes] * n_stages + kinds.stage[makes]
-    key = (2 * place + is_skip) * n_stages + to
-    _, first, made = np.unique(key, return_index=True, return_inverse=True)
-    replica, stage = np.divmod(place[first], n_stages)
+    cell = kinds.replica[producer] * n_stages + kinds.stage[producer]
+    key = (2 * cell + is_skip) * n_stages + to
+    _, first, produced = np.unique(key, return_index=True, return_inverse=True)
+    replica, stage = np.divmod(cell[first], n_stages)
     to, is_skip = to[first], is_skip[first]
-    of_place = CSR.group(kinds.replica[of] * n_stages + kinds.stage[of], homes.size)
-    at = replica * n_stages + to
-    needs = of[of_place.gather(at)]
-    needed = np.repeat(np.arange(len(at)), np.diff(of_place.ptr)[at])
-    return _Messages(makes, made, needs, needed, replica, stage, to, is_skip)
+    kinds_of_cell = CSR.group(kinds.replica[own] * n_stages + kinds.stage[own], homes.size)
+    target = replica * n_stages + to
+    consumer = own[kinds_of_cell.gather(target)]
+    consumed = np.repeat(np.arange(len(target)), np.diff(kinds_of_cell.ptr)[target])
+    return _Messages(producer, produced, consumer, consumed, replica, stage, to, is_skip)
 
 
-def _reductions(
+def _add_reductions(
+    compute: TaskGraph, kinds: Kinds, stream: int, collectives: Collectives
+) -> tuple[Kinds, Ints, Ints]:
+    """Add the kinds of reductions and gathers; return also ``adds_to`` and ``reduce``."""
+    homes = compute.homes
+    adds_to: Ints = np.full(len(compute.kinds), -1, dtype=np.int32)
+    n_buckets = np.array(collectives.buckets, dtype=np.int64)
+    reduce = np.full((len(n_buckets), n_buckets.max(initial=0), len(homes)), -1, dtype=np.int32)
+    is_bucket = np.arange(reduce.shape[1]) < n_buckets[:, None]
+    numbers = np.arange(is_bucket.sum() * len(homes)).reshape(-1, len(homes))
+    reduce[is_bucket] = len(kinds) + numbers
+    is_dense = ~np.isin(compute.kinds.stage, collectives.sharded)
+    if len(n_buckets):
+        last = np.flatnonzero(compute.kinds.is_op(frozenset({Op.B, Op.W})) & is_dense)
+        adds_to[last] = compute.kinds.stage[last]
+        kinds = kinds.joined(_reduction_kinds(homes, stream, n_buckets))
+    if collectives.unshards:
+        gather = np.full_like(reduce, -1)
+        gather[:, 0] = len(kinds) + np.arange(homes.size).reshape(homes.T.shape)
+        reduce = np.concatenate([reduce, gather])
+        steps = np.flatnonzero((compute.kinds.op == Op.STEP) & is_dense)
+        adds_to[steps] = homes.shape[1] + compute.kinds.stage[steps]
+        one = np.ones_like(n_buckets)
+        kinds = kinds.joined(_reduction_kinds(homes, stream, one, Op.UNSHARD))
+    return kinds, adds_to, reduce
+
+
+def _reduction_kinds(
     homes: Ints, stream: int, n_buckets: Ints, collective: Op = Op.REDUCE_GRAD
 ) -> Kinds:
     """Return the kinds that sum the gradients of each stage, bucket by bucket, over all paths."""
     shape = homes.shape[1], int(n_buckets.max()), len(homes)
     stage, bucket, replica = (x.ravel() for x in np.indices(shape))
-    there = bucket < n_buckets[stage]
-    stage, bucket, replica = stage[there], bucket[there], replica[there]
+    is_bucket = bucket < n_buckets[stage]
+    stage, bucket, replica = stage[is_bucket], bucket[is_bucket], replica[is_bucket]
     op, code = np.full_like(stage, collective), np.full_like(stage, stream)
     part = np.where(n_buckets[stage] > 1, bucket, -1)
     return Kinds(op, homes[replica, stage], stage, replica, code, part=part)

@@ -1,61 +1,48 @@
-"""From a schedule to a task graph: in named passes over the kinds of task, and two loops."""
+"""`lower`: from a schedule to a task graph, in named passes and two loops."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pipesim.errors import ArgumentError, check_count, check_flag, check_name
-from pipesim.graph.compute_tasks import compute_kinds
-from pipesim.graph.grad_sync import (
-    GradSyncArgument,
-    checked_grad_sync,
-    group_sizes,
-    of_stages,
-    to_text,
-)
+from pipesim.errors import ArgumentError, check_count
+from pipesim.graph.grad_sync import GradSyncArgument
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.hosts import Hosts, host_of_devices
 from pipesim.graph.options import LoweringOptions
 from pipesim.graph.schedule_checks import verify_listing
-from pipesim.graph.skips import carried, checked_skips
-from pipesim.graph.tasks import Kinds, StreamKind
+from pipesim.graph.skips import border_crossings, checked_skips
 from pipesim.graph.verify import verify
 from pipesim.lowering.clock_cycles import issue, replicated
-from pipesim.lowering.communication import Collectives, add_partners
+from pipesim.lowering.communication import add_partners
 from pipesim.lowering.exchanges import (
     ExchangeWork,
     SparseGradSync,
     checked_exchanges,
     ordered_exchanges,
 )
-from pipesim.lowering.issue_order import ISSUE_ORDERS, IssueOrder, in_issue_order
+from pipesim.lowering.issue_order import IssueOrder, in_issue_order
+from pipesim.lowering.lower_options import (
+    Streams,
+    check_options,
+    checked_collectives,
+    checked_sharded,
+)
 from pipesim.lowering.microbatch_streams import with_streams_of_microbatches
 from pipesim.lowering.receive_before_recompute import gradients_first
+from pipesim.lowering.recompute_and_steps import clock_cycles, with_recomputes_and_steps
 from pipesim.lowering.recomputed_microbatches import (
     RECOMPUTE,
     Chosen,
     Recompute,
     recompute_label,
     with_chosen,
-    with_recomputes,
 )
-from pipesim.ops import Op
-from pipesim.scheduling.placement import LAYOUTS, Layout, replica_devices
+from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_tasks
 
 __all__ = ["RECOMPUTE", "Recompute", "lower"]
-
-Streams = Literal["per_peer", "single", "per_microbatch"]
-STREAMS: tuple[Streams, ...] = ("per_peer", "single", "per_microbatch")
-#: Buckets that a stage may have; each is a task.
-_MOST_BUCKETS = 1000
 
 
 def lower(
@@ -212,21 +199,21 @@ def lower(
     CapacityError
         If the graph and its times would not fit in memory.
     """
-    check_name("recompute mode", recompute, ("listed", *RECOMPUTE))
-    check_name("streams", streams, STREAMS)
-    check_name("issue_order", issue_order, ISSUE_ORDERS)
-    check_name("step", step, ("flush", "none"))
-    flags = {"overlap": overlap, "rendezvous": rendezvous, "portals": portals}
-    flags |= {"recompute_first": recompute_first, "recompute_waits": recompute_waits}
-    flags |= {"shard_optimizer": shard_optimizer, "host_threads": host_threads}
-    check_name("layout", layout, LAYOUTS)
-    for name, flag in flags.items():
-        check_flag(name, flag)
-    if recompute_waits and overlap:
-        raise ArgumentError(
-            "recompute_waits=True, but transfers overlap: a gradient is received on a stream of "
-            "its own, and R never waits for it; add overlap=False, or leave recompute_waits out"
-        )
+    check_options(
+        recompute=recompute,
+        streams=streams,
+        issue_order=issue_order,
+        step=step,
+        layout=layout,
+        overlap=overlap,
+        rendezvous=rendezvous,
+        host_threads=host_threads,
+        shard_optimizer=shard_optimizer,
+        prefetch_keys=prefetch_keys,
+        portals=portals,
+        recompute_first=recompute_first,
+        recompute_waits=recompute_waits,
+    )
     n_replicas = check_count("n_replicas", n_replicas)
     if not isinstance(schedule, Schedule):
         raise ArgumentError(f"lower takes a Schedule, got {type(schedule).__name__}")
@@ -234,44 +221,30 @@ def lower(
     check_tasks(len(schedule) * n_replicas)
     host = host_of_devices(hosts, n_replicas * schedule.n_devices)
     pairs = checked_skips(skips, schedule.n_stages)
-    reduces = n_replicas * schedule.placement.n_paths > 1
-    n_buckets = check_count("n_buckets", n_buckets)
-    if n_buckets > _MOST_BUCKETS:
-        raise ArgumentError(f"n_buckets must be at most {_MOST_BUCKETS}, got {n_buckets}")
-    n_stages = schedule.n_stages
-    given_sync = grad_sync
-    grad_sync = checked_grad_sync(
-        grad_sync, n_stages, schedule.n_microbatches // schedule.n_batches
+    shards = checked_sharded(sharded, schedule)
+    exchanges = checked_exchanges(shards, exchange_work, prefetch_keys, sparse_grad_sync)
+    collectives = checked_collectives(
+        schedule, grad_sync, n_buckets, exchanges, n_replicas, shard_optimizer, step
     )
-    syncs = of_stages(grad_sync, n_stages) if reduces else ()
-    of_sharded = _checked_sharded(sharded, schedule)
-    _check_named(given_sync, of_sharded)
-    collectives = Collectives(
-        buckets=[n_buckets if sync == "bucketed" else 1 for sync in syncs],
-        groups=group_sizes(grad_sync, n_stages).tolist(),
-        exchanges=checked_exchanges(of_sharded, exchange_work, prefetch_keys, sparse_grad_sync),
-        unshards=shard_optimizer and n_replicas > 1,
+    schedule = with_chosen(schedule, recompute, shards)
+    options = LoweringOptions(
+        recompute=recompute_label(schedule, recompute),
+        overlap=overlap,
+        rendezvous=rendezvous,
+        host_threads=host_threads,
+        n_batches=schedule.n_batches,
+        grad_sync=collectives.grad_sync,
+        weight_versions=schedule.weight_versions,
+        skips=pairs,
+        portals=portals,
     )
-    _check_collectives(schedule, collectives, to_text(grad_sync), step)
-    schedule = with_chosen(schedule, recompute, collectives.sharded)
-    kinds, kind, microbatch = _with_recompute_and_steps(
-        schedule, recompute, step, recompute_first, collectives.sharded
-    )
-    n_batches = schedule.n_batches
-    compute = TaskGraph.of_kinds(
-        kinds, kind, microbatch, options=LoweringOptions(n_batches=n_batches)
-    )
-    cycles = compute.levels
-    if cycles.min() < 0:
-        verify(schedule)  # says who waits for whom
-    if schedule.placement.n_paths > 1:
-        cycles = _with_late_steps(compute, cycles)
-    borders = list(carried(pairs, portals))
+    compute = with_recomputes_and_steps(schedule, recompute, step, recompute_first, shards)
+    cycles = clock_cycles(schedule, compute)
+    borders = list(border_crossings(pairs, portals))
     kinds, partners = add_partners(compute, overlap, streams, collectives, borders)
-    groups = np.array(collectives.groups)
-    issued = issue(compute, cycles, partners, overlap, n_replicas, groups)
-    issued = ordered_exchanges(collectives.exchanges, kinds, issued)
-    del compute, cycles, kind, microbatch
+    issued = issue(compute, cycles, partners, overlap, n_replicas, collectives.groups)
+    issued = ordered_exchanges(exchanges, kinds, issued)
+    del compute, cycles
     if n_replicas > 1:
         issued = replicated(issued, n_replicas, len(kinds))
         kinds = kinds.replicated(replica_devices(n_replicas, schedule.n_devices, layout))
@@ -282,158 +255,9 @@ def lower(
         order = gradients_first(kinds, kind, microbatch)
         kind, microbatch = kind[order], microbatch[order]
     graph = TaskGraph.of_kinds(
-        kinds,
-        kind,
-        microbatch,
-        name=schedule.name,
-        host=host,
-        options=LoweringOptions(
-            recompute=recompute_label(schedule, recompute),
-            overlap=overlap,
-            rendezvous=rendezvous,
-            host_threads=host_threads,
-            n_batches=n_batches,
-            grad_sync=grad_sync,
-            weight_versions=schedule.weight_versions,
-            skips=pairs,
-            portals=portals,
-        ),
+        kinds, kind, microbatch, name=schedule.name, host=host, options=options
     )
     if not overlap and (rendezvous or recompute_waits):  # may have to be reordered, or deadlock
         graph = graph.in_topological_order()
         verify(graph)
     return in_issue_order(graph, issue_order).as_verified()
-
-
-def _checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[int, ...]:
-    """Return the numbers of the sharded stages."""
-    try:
-        if isinstance(sharded, (str, Mapping)):
-            raise TypeError
-        given = (sharded,) if isinstance(sharded, (int, np.integer)) else sharded
-        stages = tuple(itertools.islice(given, schedule.n_stages + 1))
-    except TypeError:
-        raise ArgumentError(
-            f"sharded must be the numbers of stages, such as [0], got {sharded!r}"
-        ) from None
-    for stage in stages:
-        if check_count("sharded: a stage", stage, 0) >= schedule.n_stages:
-            raise ArgumentError(
-                f"sharded names stage {stage}; there are {schedule.n_stages} stages, "
-                f"0..{schedule.n_stages - 1}"
-            )
-        if stage == schedule.n_stages - 1:
-            raise ArgumentError(
-                f"sharded names stage {stage}, the last one, which computes the loss; its vectors "
-                "have to go to a stage after it"
-            )
-    if len(set(stages)) < len(stages):
-        raise ArgumentError(f"sharded names a stage twice: {list(stages)}; name each once")
-    return stages
-
-
-def _check_named(grad_sync: GradSyncArgument, sharded: tuple[int, ...]) -> None:
-    """Raise if a mapping of `lower` says when a stage reduces that reduces nothing."""
-    named = set(grad_sync) & set(sharded) if isinstance(grad_sync, Mapping) else set()
-    if named:
-        raise ArgumentError(
-            f"grad_sync names stage {min(named)}, which is sharded and reduces no gradients: it "
-            'exchanges them; leave it out, and give sparse_grad_sync="every" or "last"'
-        )
-
-
-def _check_collectives(
-    schedule: Schedule, collectives: Collectives, grad_sync: str, step: str
-) -> None:
-    """Raise for collectives that mean nothing for a schedule."""
-    each = any(collectives.groups)
-    if schedule.placement.n_paths > 1 and (each or collectives.sharded):
-        what = f'grad_sync="{grad_sync}"' if each else f"sharded={list(collectives.sharded)}"
-        raise ArgumentError(
-            f"{what}, but schedule {schedule.name!r} has {schedule.placement.n_paths} paths, of "
-            "which each has other micro-batches; take a schedule of one path"
-        )
-    if schedule.n_batches > 1 and step == "none" and collectives.buckets:
-        raise ArgumentError(
-            f'step="none", but schedule {schedule.name!r} has {schedule.n_batches} mini-batches, '
-            "whose gradients are reduced over replicas: without steps between them those of one "
-            "would be added to those of the next; leave step out, or take n_replicas=1"
-        )
-    if collectives.unshards and schedule.n_batches > 1:
-        raise ArgumentError(
-            f"shard_optimizer=True, but schedule {schedule.name!r} steps {schedule.n_batches} "
-            "times while micro-batches are in flight; take a schedule of one mini-batch"
-        )
-    if collectives.sharded and schedule.n_batches > 1:
-        raise ArgumentError(
-            f"sharded={list(collectives.sharded)}, but schedule {schedule.name!r} steps "
-            f"{schedule.n_batches} times while micro-batches are in flight, and shards have no "
-            "versions of their weights; take a schedule of one mini-batch"
-        )
-
-
-def _with_recompute_and_steps(
-    schedule: Schedule,
-    recompute: Chosen,
-    step: str,
-    recompute_first: bool,
-    sharded: tuple[int, ...],
-) -> tuple[Kinds, NDArray[np.int32], NDArray[np.int32]]:
-    """Put R before each backward whose forward kept no activations, and STEPs last.
-
-    Of several mini-batches each has its STEPs, after the last backward of the stage.
-    """
-    kinds, kind = compute_kinds(schedule)
-    kinds, recomputes, of_microbatch, places = with_recomputes(
-        schedule, kinds, kind, recompute, sharded, first=recompute_first
-    )
-    homes = np.asarray(schedule.placement.paths)
-    path, stage = (
-        x.ravel() if step == "flush" else np.empty(0, dtype=np.int64)
-        for x in np.indices(homes.shape)
-    )
-    added = Kinds(
-        op=np.full_like(stage, Op.STEP),
-        device=homes[path, stage],
-        stage=stage,
-        replica=path,
-        stream=np.full_like(stage, StreamKind.COMPUTE),
-    )
-    steps, step_microbatch, step_places = _steps(schedule, path, stage)
-    position = np.concatenate([step_places, places])
-    kind, microbatch = (
-        np.insert(column, position, np.concatenate(new))
-        for column, new in (
-            (kind, [(len(kinds) + steps).astype(np.int32), recomputes]),
-            (schedule.microbatch, [step_microbatch, of_microbatch]),
-        )
-    )
-    return kinds.joined(added), kind, microbatch
-
-
-def _steps(schedule: Schedule, path: Ints, stage: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return, of each STEP, which of the given stages it is of, its micro-batch, and its place."""
-    homes, n_batches = np.asarray(schedule.placement.paths), schedule.n_batches
-    of = np.arange(len(stage))
-    if n_batches == 1:
-        return of, np.full(len(of), -1, np.int32), schedule.ptr[homes[path, stage] + 1]
-    size = schedule.n_microbatches // n_batches
-    backward = np.flatnonzero((schedule.op == Op.B) | (schedule.op == Op.W))
-    last = np.zeros((*homes.shape, n_batches), dtype=np.int64)
-    place = (schedule.path, schedule.stage, schedule.microbatch // size)
-    np.maximum.at(last, tuple(column[backward] for column in place), backward + 1)
-    of, batch = np.repeat(of, n_batches), np.tile(np.arange(n_batches), len(of))
-    microbatch = ((batch + 1) * size - 1).astype(np.int32)
-    return of, microbatch, last[path[of], stage[of], batch]
-
-
-def _with_late_steps(compute: TaskGraph, cycles: Ints) -> Ints:
-    """Return the cycles with each STEP after the gradients of its stage on all paths."""
-    cycles, stage = cycles.copy(), compute.stage
-    gradients = np.flatnonzero(compute.is_op(frozenset({Op.B, Op.W})))
-    done = np.zeros(compute.n_stages, dtype=cycles.dtype)
-    np.maximum.at(done, stage[gradients], cycles[gradients])
-    for step in np.flatnonzero(compute.is_op(frozenset({Op.STEP}))).tolist():
-        before = cycles[compute.queue_predecessor[step]]
-        cycles[step] = 1 + max(before, done[stage[step]])
-    return cycles
