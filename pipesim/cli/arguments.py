@@ -67,7 +67,7 @@ A TOML file (--config) holds settings as for pipesim compare, and the values to 
 
 Keys of a grid: """
 
-#: Flag, metavar and help of each setting of the same name. Costs have arguments of their own.
+#: Flag, metavar and help of each setting of the same name. Costs have other arguments.
 _FLAGS = (
     ("--devices", "N", "number of devices"),
     ("--microbatches", "N", "number of micro-batches of a step"),

@@ -36,7 +36,7 @@ def write_figure(
     table
         Table of `pipesim.compare`: its makespans and peak memories are bars above the timelines.
     idle
-        Whether to draw the causes of idle time below the timelines, on a time scale of their own.
+        Whether to draw the causes of idle time below the timelines, on their own time scale.
     """
     if path is None:
         return

@@ -27,7 +27,7 @@ def format_numbers(values: Iterable[float], unit: float = 1.0) -> list[str]:
 
 
 def align_columns(columns: dict[str, list[str]], align: str = ">") -> str:
-    """Return a table as text: its first column aligned left, the others as ``align`` says."""
+    """Return a table as text: its first column aligned left, the others by ``align``."""
     widths = [max(map(len, [head, *cells])) for head, cells in columns.items()]
     aligns = ["<", *align * (len(widths) - 1)]
     return "\n".join(

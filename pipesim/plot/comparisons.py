@@ -185,5 +185,5 @@ def _draw_heading(ax: Axes, comparison: Comparison, title: str, height: float) -
         set_title(ax, title, "nothing ran", height)
         return
     error = f"error {format_error(comparison.makespan_error)}"
-    both = f"predicted {format_time(predicted)}, measured {format_time(measured)}, {error}"
-    set_title(ax, title, both if titles_fit(ax, title, both) else error, height)
+    makespans = f"predicted {format_time(predicted)}, measured {format_time(measured)}, {error}"
+    set_title(ax, title, makespans if titles_fit(ax, title, makespans) else error, height)

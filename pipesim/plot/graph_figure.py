@@ -145,15 +145,18 @@ def _path(layout: GraphLayout, first: int, last: int, height: float) -> list[tup
     rise0, rise1 = float(layout.height[first]) / 2, float(layout.height[last]) / 2
     rows = round(y1) - round(y0)
     if rows:
-        down = float(np.sign(rows))
-        points = [(x0, y0 + down * rise0), (x1, y1 - down * rise1)]
+        direction = float(np.sign(rows))
+        points = [(x0, y0 + direction * rise0), (x1, y1 - direction * rise1)]
         if abs(rows) > 1:
             gap = np.floor(x1) - 0.5 if x1 == round(x1) else x1
-            bends = [(gap, round(y0) + down - 0.36 * down), (gap, round(y1) - down + 0.36 * down)]
+            bends = [
+                (gap, round(y0) + direction - 0.36 * direction),
+                (gap, round(y1) - direction + 0.36 * direction),
+            ]
             points = [(x0 + 0.4 * half0, points[0][1]), *bends, (x1 - 0.5 * half1, points[1][1])]
         return points
-    between = (layout.y.round() == round(y0)) & (layout.x > x0) & (layout.x < x1) & layout.is_main
-    if not between.any():
+    obstacles = (layout.y.round() == round(y0)) & (layout.x > x0) & (layout.x < x1) & layout.is_main
+    if not obstacles.any():
         return [(x0 + half0, y0), (x1 - half1, y1)]
     start, end, top = x0 + 0.3 * half0, x1 - 0.3 * half1, y0 - height
     return [(start, y0 - rise0), (start + 0.15, top), (end - 0.15, top), (end, y1 - rise1)]

@@ -159,5 +159,5 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 def _omitted(count: int, shown: int, noun: str) -> list[str]:
-    """Return the text for those that are not shown, such as "devices 32 to 63"; none if all are."""
+    """Return a text for omitted items, such as ``devices 32 to 63``; [] if all are shown."""
     return [f"{noun} {shown} to {count - 1}"] if count > shown else []

@@ -1,4 +1,4 @@
-"""Parts of what notebooks show: figures, tables, coloured cells and notes as HTML."""
+"""Parts of HTML for notebooks: figures, tables, coloured cells and notes."""
 
 from __future__ import annotations
 

@@ -76,12 +76,12 @@ def _with_copies(graph: TaskGraph, offset: float, room: float) -> TaskLanes:
     for number, (device, name) in enumerate(graph.streams):
         if name != "compute":
             copy_streams[device].append(number)
-    thin = 0.3 * room / max(1, *map(len, copy_streams))
+    lane_height = 0.3 * room / max(1, *map(len, copy_streams))
     y = np.zeros(len(graph.streams))
     for device, numbers in enumerate(copy_streams):
-        y[numbers] = device + offset + 0.11 * room + thin * (np.arange(len(numbers)) + 0.5)
+        y[numbers] = device + offset + 0.11 * room + lane_height * (np.arange(len(numbers)) + 0.5)
     return TaskLanes(
         y=np.where(graph.on_compute, compute.y, y[graph.stream]),
-        height=np.where(graph.on_compute, compute.height, thin * 0.86),
+        height=np.where(graph.on_compute, compute.height, lane_height * 0.86),
         bands=compute.bands,
     )

@@ -136,17 +136,17 @@ def save(what: Figure | Axes, *paths: Path | str) -> None:
             write_whole(path, write)
 
 
-def check_drawable(what: object, kind: type[_T]) -> _T:
-    """Return ``what`` if it is of the kind that a function draws.
+def check_drawable(value: object, kind: type[_T]) -> _T:
+    """Return ``value`` if it is of the type that a function draws.
 
     Raises
     ------
     ArgumentError
         Otherwise.
     """
-    if isinstance(what, kind):
-        return what
-    raise ArgumentError(f"cannot draw {what!r}: it is no {kind.__name__}")
+    if isinstance(value, kind):
+        return value
+    raise ArgumentError(f"cannot draw {value!r}: it is no {kind.__name__}")
 
 
 def end_of_axis(timeline: Timeline) -> float:
@@ -200,10 +200,10 @@ def _size(ax: Axes) -> tuple[float, float]:
     return float(box.width * per_pixel), float(box.height * per_pixel)
 
 
-def thinned_ticks(count: int, most: int) -> list[int]:
-    """Return at most ``most`` ticks of the numbers below ``count``, a power of two apart."""
+def thinned_ticks(count: int, limit: int) -> list[int]:
+    """Return at most ``limit`` ticks of the numbers below ``count``, a power of two apart."""
     step = 1
-    while math.ceil(count / step) > most:
+    while math.ceil(count / step) > limit:
         step *= 2
     return list(range(0, count, step))
 

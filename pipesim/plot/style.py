@@ -133,8 +133,8 @@ def shades(op: NDArray[Any], chunk: NDArray[Any], tint: float = 0.0) -> Floats:
     table = np.zeros((len(Op), 3))
     for operation, colour in PALETTE.items():
         table[operation] = _rgb(colour)
-    kept = ((1 - whiteness(chunk)) * (1 - tint))[:, None]
-    colours: Floats = 1 - kept * (1 - table[op])
+    strength = ((1 - whiteness(chunk)) * (1 - tint))[:, None]
+    colours: Floats = 1 - strength * (1 - table[op])
     return colours
 
 

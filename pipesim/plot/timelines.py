@@ -75,7 +75,9 @@ def timeline(
     task_boxes.draw_bubbles(ax, task_lanes, timeline.makespan * scale)
     drawn = task_boxes.draw_boxes(ax, timeline, task_lanes, scale=scale, numbers=numbers)
     if dependencies:
-        task_boxes.draw_dependencies(ax, timeline, task_lanes, scale=scale)
+        from pipesim.plot.dependency_arrows import draw_dependencies
+
+        draw_dependencies(ax, timeline, task_lanes, scale=scale)
     height = 0.0
     if legend and drawn:
         unfinished = len(timeline.frame) > int(timeline.ran.sum())

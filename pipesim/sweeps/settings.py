@@ -81,8 +81,8 @@ def merge(*layers: Settings) -> Settings:
     for layer in layers:
         for key, new in layer.items():
             old = result.get(key)
-            both = isinstance(old, dict) and isinstance(new, dict)
-            result[key] = merge(result[key], new) if both else new
+            are_tables = isinstance(old, dict) and isinstance(new, dict)
+            result[key] = merge(result[key], new) if are_tables else new
     return result
 
 

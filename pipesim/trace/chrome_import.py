@@ -38,14 +38,14 @@ from pipesim.trace.range_names import PATTERNS, check_pattern
 from pipesim.trace.steps import ONE_PIPELINE, RankStep, check_complete, count_steps, cut_steps
 from pipesim.trace.trace_files import list_files, read_ranks
 
-__all__ = ["Imported", "load"]
+__all__ = ["ImportedStep", "load"]
 
-#: Residual, relative to the makespan, from which on a warning says that the clocks disagree.
+#: Largest residual, relative to the makespan, without a warning that the clocks disagree.
 _LARGE_RESIDUAL = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class Imported:
+class ImportedStep:
     """One step read from traces, and how well the clocks of its ranks agree.
 
     Attributes
@@ -76,7 +76,7 @@ def load(
     output_bytes: float | Sequence[float] = 0.0,
     gaps: str = "keep",
     name: str = "",
-) -> Imported:
+) -> ImportedStep:
     """Read the traces of a run; see `Timeline.from_chrome` for the arguments.
 
     The steps are: read the files; cut each rank's trace into steps; place one step's tasks on the
@@ -108,7 +108,7 @@ def load(
             AccuracyWarning,
             stacklevel=3,
         )
-    return Imported(timeline, offsets, residual, n_steps)
+    return ImportedStep(timeline, offsets, residual, n_steps)
 
 
 def _place_tasks(traces: Sequence[Trace], steps: Sequence[RankStep]) -> dict[Action, MeasuredTask]:

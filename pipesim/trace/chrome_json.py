@@ -49,15 +49,15 @@ def load(path: Path) -> Mapping[str, Any]:
     try:
         content = _parse(text)
     except json.JSONDecodeError as error:
-        place = error.pos
+        position = error.pos
         whole = text.strip()
         open_ended = whole[:1] in ("{", "[") and whole[-1:] not in ("}", "]")
-        cut = open_ended or place >= len(text.rstrip()) - 1
+        cut = open_ended or position >= len(text.rstrip()) - 1
         problem = "it was cut" if cut else "it is no JSON there"
         if str(error).startswith("Extra data"):
-            problem = "it goes on after the end of its JSON"
+            problem = "it continues after the end of its JSON"
         raise TimelineError(
-            f"cannot read a trace from {path}: {problem}, at character {place} of "
+            f"cannot read a trace from {path}: {problem}, at character {position} of "
             f"{len(text)} ({str(error).partition(':')[0]}); export the trace again"
         ) from error
     except ValueError as error:

@@ -26,7 +26,7 @@ def save(directory: Path | str, timeline: Timeline) -> list[Path]:
 
     A device is a rank, and its tasks are kernels. Communication has an ``nccl`` name. Streams are
     numbered from 1, ``compute`` first. Each kernel is linked to a launch at time 0. Times are whole
-    microseconds, since HTA rounds fractions such that short kernels end before they start. Read
+    microseconds, since HTA rounds fractions, and short kernels would end before they start. Read
     the traces with ``TraceAnalysis(trace_dir=directory)``.
 
     Parameters

@@ -76,7 +76,7 @@ def add_transfers(tasks: _TasksByAction) -> dict[Action, MeasuredTask]:
     """Return the tasks of a step with a SEND and a RECV for each message between devices.
 
     A recorded SEND keeps its times, but starts no earlier than the end of its producer. A missing
-    SEND is at that end and takes no time.
+    SEND is placed at that end and takes no time.
 
     A recorded RECV shows when it was posted, seldom when the message arrived. Arrivals are:
 
@@ -100,34 +100,60 @@ def add_transfers(tasks: _TasksByAction) -> dict[Action, MeasuredTask]:
     stream_ends: dict[tuple[int, int], float] = {}  # of the last task of each copy stream
     for message in messages:
         producer, consumer = tasks[message.producer], tasks[message.consumer]
-        out = int(StreamKind.send(np.array(consumer.device)))
-        into = int(StreamKind.recv(np.array(producer.device)))
+        send_stream = int(StreamKind.send(np.array(consumer.device)))
+        recv_stream = int(StreamKind.recv(np.array(producer.device)))
         start, sent = _departure(tasks, message)
-        start = max(start, stream_ends.get((producer.device, out), start))
+        start = max(start, stream_ends.get((producer.device, send_stream), start))
         sent = max(start, sent)
-        result[message.send] = MeasuredTask(producer.device, start, sent, stream=out, issue=start)
-        recv = tasks.get(message.recv)
-        arrival = sent + usual
-        if recv is not None and recv.on_device:
-            arrival = recv.end
-        elif arrival > previous_end[message.consumer]:
-            arrival = consumer.start
-        arrival = min(max(arrival, start), consumer.start)
-        posted = start if recv is None else max(start, recv.start)
-        posted = max(min(posted, arrival), stream_ends.get((consumer.device, into), -math.inf))
+        result[message.send] = MeasuredTask(
+            producer.device, start, sent, stream=send_stream, issue=start
+        )
+        posted, arrival = _receive_times(
+            tasks.get(message.recv),
+            start,
+            sent + usual,
+            idle_since=previous_end[message.consumer],
+            used=consumer.start,
+        )
+        posted = max(posted, stream_ends.get((consumer.device, recv_stream), -math.inf))
         arrival = max(posted, arrival)
         result[message.recv] = MeasuredTask(
-            consumer.device, posted, arrival, stream=into, issue=start
+            consumer.device, posted, arrival, stream=recv_stream, issue=start
         )
-        stream_ends[producer.device, out] = sent
-        stream_ends[consumer.device, into] = arrival
+        stream_ends[producer.device, send_stream] = sent
+        stream_ends[consumer.device, recv_stream] = arrival
     return result
+
+
+def _receive_times(
+    recv: MeasuredTask | None, start: float, arrival: float, *, idle_since: float, used: float
+) -> tuple[float, float]:
+    """Return when a RECV was posted, and when its message arrived (s).
+
+    Parameters
+    ----------
+    recv
+        The recorded RECV, if any.
+    start
+        When the message began to leave.
+    arrival
+        When it would have arrived after the usual time.
+    idle_since, used
+        When the device was ready for the consumer, and when the consumer started.
+    """
+    if recv is not None and recv.on_device:
+        arrival = recv.end
+    elif arrival > idle_since:
+        arrival = used
+    arrival = min(max(arrival, start), used)
+    posted = start if recv is None else max(start, recv.start)
+    return min(posted, arrival), arrival
 
 
 def _usual_seconds(
     tasks: _TasksByAction, messages: list[_Message], previous_end: Mapping[Action, float]
 ) -> float:
-    """Return the median time of the messages that devices waited for (s); 0 if there is none."""
+    """Return the median time of the messages that devices waited for (s), or 0."""
     durations = [
         tasks[message.consumer].start - sent
         for message in messages

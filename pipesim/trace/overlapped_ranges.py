@@ -57,7 +57,7 @@ def replace_by_halves(trace: Trace) -> list[Range]:
     return sorted(halves, key=lambda item: (item.start, -item.end))
 
 
-def split_overlapped(worked: Iterable[tuple[Range, Span]]) -> list[tuple[Range, Span]]:
+def split_overlapped(times: Iterable[tuple[Range, Span]]) -> list[tuple[Range, Span]]:
     """Return when each action worked, with the F of an overlapped pair before its B.
 
     A range that covers both is cut in the middle. If the halves ran at the same time, or the B
@@ -66,7 +66,7 @@ def split_overlapped(worked: Iterable[tuple[Range, Span]]) -> list[tuple[Range, 
     """
     pairs: dict[int, dict[Op, Span]] = defaultdict(dict)
     actions: list[tuple[Range, Span]] = []
-    for item, span in worked:
+    for item, span in times:
         if item.overlapped is None:
             actions.append((item, span))
             continue

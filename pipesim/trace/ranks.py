@@ -60,19 +60,19 @@ def _process_order(process: str) -> tuple[bool, int, str]:
     return not numbered, int(process) if numbered else 0, process
 
 
-def check_threads(trace: Trace, worked: Sequence[tuple[Range, Span]]) -> None:
+def check_threads(trace: Trace, times: Sequence[tuple[Range, Span]]) -> None:
     """Raise if compute actions ran at the same time on several threads of one rank.
 
-    ``worked`` is in order of start, as are the ranges of ``trace``.
+    ``times`` has the ranges of ``trace`` in order of start, and when each worked.
     """
-    computed = [pair for pair in worked if pair[0].action.op in COMPUTE]
-    computed.sort(key=lambda pair: pair[1].start)
-    for (one, before), (other, after) in pairwise(computed):
+    compute = [pair for pair in times if pair[0].action.op in COMPUTE]
+    compute.sort(key=lambda pair: pair[1].start)
+    for (one, first), (other, second) in pairwise(compute):
         if one.thread == other.thread or (
             one.overlapped is not None and one.overlapped is other.overlapped
         ):
             continue
-        if min(before.end, after.end) - after.start > _ROUNDED:
+        if min(first.end, second.end) - second.start > _ROUNDED:
             raise TimelineError(
                 f"{trace.path}: {one.action} and {other.action} ran at the same time on threads "
                 f"{one.thread[1]} and {other.thread[1]} of one rank, which runs one action after "

@@ -44,14 +44,14 @@ def cut_steps(trace: Trace) -> list[RankStep]:
         step twice, and for compute actions at the same time on several threads.
     """
     # Of two that start at the same time, the one that takes no time comes first.
-    worked = sorted(
+    times = sorted(
         split_overlapped(working_times(trace)),
         key=lambda x: (x[0].start, x[0].end > x[0].start),
     )
-    check_threads(trace, worked)
-    actions = {item.action for item, _ in worked if item.action.op in COMPUTE}
+    check_threads(trace, times)
+    actions = {item.action for item, _ in times if item.action.op in COMPUTE}
     for by_first in (True, False):
-        steps = _cut(trace, worked, by_first)
+        steps = _cut(trace, times, by_first)
         whole = [step for step in steps if actions <= step.keys()]
         early = {_early_backward(step) for step in whole}
         if None in early:
@@ -65,7 +65,7 @@ def cut_steps(trace: Trace) -> list[RankStep]:
     )
 
 
-def _cut(trace: Trace, worked: Iterable[tuple[Range, Span]], by_first: bool) -> list[RankStep]:
+def _cut(trace: Trace, times: Iterable[tuple[Range, Span]], by_first: bool) -> list[RankStep]:
     """Cut a trace into steps. The first and the last may be part of one.
 
     A step ends where an action comes again. With ``by_first`` it also ends at the F of the lowest
@@ -73,7 +73,7 @@ def _cut(trace: Trace, worked: Iterable[tuple[Range, Span]], by_first: bool) -> 
     """
     lowest = min(r.action.microbatch or 0 for r in trace.ranges)
     steps: list[RankStep] = [{}]
-    for item, span in worked:
+    for item, span in times:
         action = item.action
         starts_step = (
             by_first
@@ -125,7 +125,7 @@ def count_steps(files: Sequence[Path], steps: Sequence[Sequence[RankStep]], step
 
 
 def check_complete(tasks: Mapping[Action, MeasuredTask], n_devices: int) -> None:
-    """Raise if a step lacks an action that every step has, or a rank has no stage of its own."""
+    """Raise if a step lacks an action that every step has, or a rank has no stage."""
     device_of = _stage_devices(tasks)
     n_stages = max(device_of) + 1
     n_microbatches = max(action.microbatch or 0 for action in tasks) + 1

@@ -1,7 +1,7 @@
 """`working_times`: when each range of a trace really worked.
 
 A range covers a call on the CPU. Its work may lie elsewhere: kernels run later on a GPU, and the
-autograd engine launches the kernels of a backward from a thread of its own. The call may also
+autograd engine launches the kernels of a backward from its own thread. The call may also
 begin with waiting for a message.
 """
 
@@ -59,13 +59,13 @@ def _pieces(ranges: Iterable[Range]) -> list[_Piece]:
     """Cut a thread's time wherever a range begins or ends; return each piece's innermost range."""
     stack: list[Range] = []
     pieces: list[_Piece] = []
-    now = -math.inf
+    cut = -math.inf
 
     def advance(time: float) -> None:
-        nonlocal now
-        if time > now:
-            pieces.append((now, time, stack[-1] if stack else None))
-            now = time
+        nonlocal cut
+        if time > cut:
+            pieces.append((cut, time, stack[-1] if stack else None))
+            cut = time
 
     for item in ranges:
         while stack and stack[-1].end <= item.start:
