@@ -25,10 +25,10 @@ from pipesim.ops import Op
 
 __all__ = [
     "Channel",
+    "ChannelRoute",
     "ExpectedMessage",
     "LostConnection",
     "PostedReceive",
-    "Route",
     "SentMessage",
     "as_real",
 ]
@@ -48,7 +48,7 @@ class LostConnection(ExecutionError):
         self.rank = rank
 
 
-class Route(NamedTuple):
+class ChannelRoute(NamedTuple):
     """Ends of a channel: their ranks and devices, and the op of its SENDs."""
 
     source_rank: int
@@ -152,7 +152,7 @@ class Channel:
         Process group of all processes, which carries its messages.
     """
 
-    def __init__(self, route: Route, tag: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, route: ChannelRoute, tag: int, group: dist.ProcessGroup) -> None:
         self.route, self.tag, self.group = route, tag, group
         self._ahead: PostedReceive | None = None
         self._free: dict[Signature, list[_Piece]] = {}

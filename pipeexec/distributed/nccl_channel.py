@@ -22,10 +22,10 @@ from torch import Tensor
 from pipeexec.devices.device import Values
 from pipeexec.distributed.channels import (
     Channel,
+    ChannelRoute,
     ExpectedMessage,
     LostConnection,
     PostedReceive,
-    Route,
     SentMessage,
     as_real,
 )
@@ -52,7 +52,7 @@ class NcclChannel(Channel):
 
     def __init__(
         self,
-        route: Route,
+        route: ChannelRoute,
         tag: int,
         group: dist.ProcessGroup,
         pair: dist.ProcessGroup,

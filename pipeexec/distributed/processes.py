@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from pipeexec.devices.device import Device
 from pipeexec.devices.remote import RemoteDevice
-from pipeexec.distributed.channels import Channel, LostConnection, Route
+from pipeexec.distributed.channels import Channel, ChannelRoute, LostConnection
 from pipeexec.distributed.control_messages import ControlMessages
 from pipeexec.distributed.distinct_gpus import check_distinct, uuid_of
 from pipeexec.distributed.failure import Failure
@@ -102,7 +102,7 @@ class Processes(ControlMessages):
         self.n_graphs = 0
         self.measured: Callable[[], Timeline] | None = None
         self._groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
-        self._channels: dict[Route, Channel] = {}
+        self._channels: dict[ChannelRoute, Channel] = {}
         self._gpus: dict[int, torch.device] = {}  # by number of the device in the graph
         with self.guard():
             # An error names the ranks that are late; a process group would only wait for them.
@@ -141,7 +141,7 @@ class Processes(ControlMessages):
             self._groups[name] = group
         return self._groups[name]
 
-    def open(self, routes: Iterable[Route], n_devices: int, own: Sequence[Device]) -> None:
+    def open(self, routes: Iterable[ChannelRoute], n_devices: int, own: Sequence[Device]) -> None:
         """Make the channels of all routes of a graph; all processes must call this with the same.
 
         Parameters
@@ -168,7 +168,7 @@ class Processes(ControlMessages):
                 channel.warm_up(self.rank)
                 self._channels[route] = channel
 
-    def channel(self, route: Route) -> Channel:
+    def channel(self, route: ChannelRoute) -> Channel:
         """Return the open channel of a route."""
         return self._channels[route]
 
@@ -212,7 +212,7 @@ class Processes(ControlMessages):
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Stop every process with an error, unless it comes from one that has stopped them."""
+        """Stop every process with an error; a `PeerError` has stopped them already."""
         if self._is_closed or os.getpid() != self._pid:
             return  # it does not concern the others
         if isinstance(error, LostConnection):

@@ -12,7 +12,7 @@ from pipeexec.devices import transfer
 from pipeexec.devices.cpu_streams import InlineStream
 from pipeexec.devices.device import Device, Values
 from pipeexec.devices.remote import RemoteDevice, device_ranks
-from pipeexec.distributed.channels import Channel, ExpectedMessage, Route, SentMessage
+from pipeexec.distributed.channels import Channel, ChannelRoute, ExpectedMessage, SentMessage
 from pipeexec.distributed.flight_recorder import FIRST_TASK, MOST_STREAMS
 from pipeexec.distributed.message_headers import Content, header
 from pipeexec.distributed.processes import Processes
@@ -177,18 +177,18 @@ def _check_streams(graph: TaskGraph, sends: Iterable[int]) -> None:
             )
 
 
-def _routes(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, Route]:
+def _routes(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, ChannelRoute]:
     """Return the route of each SEND to another process; ``ranks`` are those of the devices."""
     found = {}
     for task in np.flatnonzero(graph.is_op(SENDS)).tolist():
         source, target = int(graph.device[task]), int(graph.device[graph.pair[task]])
         if ranks[source] != ranks[target]:
             op = Op(graph.op[task])
-            found[task] = Route(ranks[source], ranks[target], source, target, op)
+            found[task] = ChannelRoute(ranks[source], ranks[target], source, target, op)
     return found
 
 
-def _blocking_streams(graph: TaskGraph, away: Mapping[int, Route]) -> set[int]:
+def _blocking_streams(graph: TaskGraph, away: Mapping[int, ChannelRoute]) -> set[int]:
     """Return the streams whose messages are waited for: all but those that only send ahead."""
     waited = {
         int(graph.stream[task]) for task in away if graph.rendezvous or graph.is_op(RECVS)[task]
@@ -197,9 +197,9 @@ def _blocking_streams(graph: TaskGraph, away: Mapping[int, Route]) -> set[int]:
     return waited | compute
 
 
-def _following(away: Mapping[int, Route]) -> dict[int, int]:
+def _following(away: Mapping[int, ChannelRoute]) -> dict[int, int]:
     """Return the next message of the same route after each; they keep the order of the tasks."""
-    found, last = {}, dict[Route, int]()
+    found, last = {}, dict[ChannelRoute, int]()
     for task in sorted(away, reverse=True):
         if away[task] in last:
             found[task] = last[away[task]]

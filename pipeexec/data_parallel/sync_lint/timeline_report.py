@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeexec.data_parallel.sync_lint.findings import Finding, SyncReport
-from pipeexec.data_parallel.sync_lint.rules import (
+from pipeexec.data_parallel.sync_lint.sync_rules import (
     CLEAR,
     STEP,
     AllReduceCall,
-    Event,
     History,
+    HistoryEvent,
     MicroStep,
     apply_rules,
 )
-from pipeexec.data_parallel.sync_lint.spans import Span, uncovered
+from pipeexec.data_parallel.sync_lint.time_spans import TimeSpan, uncovered
 from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, Op
 from pipesim.timeline.timeline import Timeline
@@ -78,7 +78,7 @@ def _merge_replicas(findings: Iterable[Finding], stages: Mapping[str, int]) -> I
 
 
 def _history(
-    timeline: Timeline, tasks: NDArray[np.int64], compute_spans: Sequence[Sequence[Span]]
+    timeline: Timeline, tasks: NDArray[np.int64], compute_spans: Sequence[Sequence[TimeSpan]]
 ) -> History:
     """Return the history of the gradients of one stage, in order of the ends of its tasks.
 
@@ -94,7 +94,7 @@ def _history(
     graph = timeline.graph
     size = graph.n_microbatches // graph.n_batches
     ordered = tasks[np.lexsort((tasks, timeline.end[tasks]))].tolist()
-    history: list[Event] = []
+    history: list[HistoryEvent] = []
     steps: dict[int, MicroStep] = {}
     last: dict[int, MicroStep] = {}  # of each mini-batch
     for task in ordered:
@@ -118,6 +118,6 @@ def _history(
     return history
 
 
-def _spans(timeline: Timeline, tasks: Iterable[int]) -> Iterator[Span]:
+def _spans(timeline: Timeline, tasks: Iterable[int]) -> Iterator[TimeSpan]:
     for task in tasks:
         yield float(timeline.start[task]), float(timeline.end[task])

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeexec.data_parallel.sync_lint.findings import SyncReport
-from pipeexec.data_parallel.sync_lint.rules import (
+from pipeexec.data_parallel.sync_lint.sync_rules import (
     CLEAR,
     STEP,
     AllReduceCall,
-    Event,
+    HistoryEvent,
     MicroStep,
     apply_rules,
 )
-from pipeexec.data_parallel.sync_lint.spans import Span, uncovered
+from pipeexec.data_parallel.sync_lint.time_spans import TimeSpan, uncovered
 from pipesim.errors import TimelineError, number
 from pipesim.trace.chrome_json import load, seconds
 
@@ -45,8 +45,8 @@ def trace_report(path: Path) -> SyncReport:
     CapacityError
         If the file is too large for memory.
     """
-    events = _Events(path)
-    history: list[Event] = []
+    events = _TraceEvents(path)
+    history: list[HistoryEvent] = []
     step: MicroStep | None = None
     computed = -math.inf  # end of the last gradient so far
     ends: dict[int, float] = {}  # end of the last gradient, by number of the micro-step
@@ -73,14 +73,14 @@ def trace_report(path: Path) -> SyncReport:
     return apply_rules({"DistributedDataParallel": history}, notes)
 
 
-class _Events:
+class _TraceEvents:
     """Events of a trace that concern the synchronization of gradients; times in seconds."""
 
     def __init__(self, path: Path) -> None:
-        self.spans: dict[str, list[Span]] = {
+        self.spans: dict[str, list[TimeSpan]] = {
             name: [] for name in (_FORWARD, _ACCUMULATE, _CALL, _NODE, STEP, CLEAR, "gloo", "nccl")
         }
-        self._kernels: list[Span] = []  # without those of communication
+        self._kernels: list[TimeSpan] = []  # without those of communication
         self._nbytes: list[float] = []
         for index, event in enumerate(load(path)["traceEvents"]):
             if isinstance(event, dict) and event.get("ph") == "X":
@@ -130,7 +130,7 @@ class _Events:
                 math.nan if n is None else n * _BYTES.get(str(args.get("dtype")), math.nan)
             )
 
-    def in_order(self) -> Iterator[tuple[str, int, Span]]:
+    def in_order(self) -> Iterator[tuple[str, int, TimeSpan]]:
         """Yield the kind of each event, its index within the kind, and its span, in order of time.
 
         Gradients are ordered by their end, other events by their start.
@@ -143,7 +143,7 @@ class _Events:
         for _, kind, index, span in sorted(rows):
             yield kind, index, span
 
-    def is_by_reducer(self, call: Span) -> bool:
+    def is_by_reducer(self, call: TimeSpan) -> bool:
         """Return whether a call lies within a node that accumulates a gradient."""
         nodes = self.spans[_NODE]
         k = bisect_right(nodes, call[0], key=lambda span: span[0]) - 1
@@ -162,7 +162,7 @@ class _Events:
         )
 
 
-def _outermost(calls: Iterable[Span]) -> Iterator[Span]:
+def _outermost(calls: Iterable[TimeSpan]) -> Iterator[TimeSpan]:
     """Yield the calls that are not within another one, such as the dispatcher's, in order."""
     end = -math.inf
     for call in calls:

@@ -19,8 +19,12 @@ from pipeexec.data_parallel.sync_lint.collective_hook import AllReduce, hook_all
 from pipeexec.data_parallel.sync_lint.device_times import device_timer
 from pipeexec.data_parallel.sync_lint.findings import SyncReport
 from pipeexec.data_parallel.sync_lint.method_hook import wrap_method
-from pipeexec.data_parallel.sync_lint.rules import apply_rules
-from pipeexec.data_parallel.sync_lint.watched_model import Backward, TimedAllReduce, WatchedModel
+from pipeexec.data_parallel.sync_lint.sync_rules import apply_rules
+from pipeexec.data_parallel.sync_lint.watched_model import (
+    TimedAllReduce,
+    WatchedBackward,
+    WatchedModel,
+)
 from pipesim.errors import ArgumentError, ArgumentTypeError, check_type
 
 __all__ = ["SyncWatch", "watch_sync"]
@@ -124,7 +128,7 @@ class SyncWatch:
         self._names: Counter[str] = Counter()
         self._is_closed = False  # whether no more models are watched
         self._stack: ExitStack | None = None
-        self._backward: Backward | None = None  # the current one
+        self._backward: WatchedBackward | None = None  # the current one
         self._last: WatchedModel | None = None  # the model of the latest gradient
 
     def report(self) -> SyncReport:
@@ -209,7 +213,7 @@ class SyncWatch:
         for watched in self._watched.values():
             if not watched.is_clear and all(x.grad is None for x in watched.parameters):
                 watched.add_clear()  # by `parameter.grad = None`
-        self._backward = backward = Backward(makes_gradients)
+        self._backward = backward = WatchedBackward(makes_gradients)
         try:
             yield
         finally:

@@ -10,20 +10,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeexec.data_parallel.sync_lint.device_times import Moment
-from pipeexec.data_parallel.sync_lint.rules import (
+from pipeexec.data_parallel.sync_lint.sync_rules import (
     CLEAR,
     STEP,
     AllReduceCall,
-    Event,
     History,
+    HistoryEvent,
     MicroStep,
 )
 
-__all__ = ["Backward", "TimedAllReduce", "WatchedModel"]
+__all__ = ["TimedAllReduce", "WatchedBackward", "WatchedModel"]
 
 
 @dataclass(eq=False)
-class Backward:
+class WatchedBackward:
     """A backward: ``computed`` is the moment of its last gradient, ``ended`` that of its end."""
 
     makes_gradients: bool = True
@@ -37,7 +37,7 @@ class TimedAllReduce:
 
     nbytes: float
     start: Moment
-    backward: Backward | None
+    backward: WatchedBackward | None
     end: Moment = None
 
     def to_call(self, seconds: Callable[[Moment], float]) -> AllReduceCall:
@@ -90,7 +90,7 @@ class WatchedModel:
     parameters: list[nn.Parameter]
     now: Callable[[], Moment]
     seconds: Callable[[Moment], float]
-    history: list[Event] = field(default_factory=list)
+    history: list[HistoryEvent] = field(default_factory=list)
     calls: list[tuple[MicroStep, TimedAllReduce]] = field(default_factory=list)
     forwards: list[bool] = field(default_factory=list)
     latest: MicroStep | None = None

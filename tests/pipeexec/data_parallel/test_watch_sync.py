@@ -25,7 +25,7 @@ from torch.profiler import profile
 import pipeexec as px
 import pipesim as ps
 from pipeexec.data_parallel.sync_lint.findings import SyncReport
-from pipeexec.data_parallel.sync_lint.rules import (
+from pipeexec.data_parallel.sync_lint.sync_rules import (
     CLEAR,
     STEP,
     AllReduceCall,

@@ -13,7 +13,7 @@ from ranks import Ranks
 from torch import Tensor
 
 import pipeexec as px
-from pipeexec.distributed.channels import Channel, ExpectedMessage, LostConnection, Route
+from pipeexec.distributed.channels import Channel, ChannelRoute, ExpectedMessage, LostConnection
 from pipeexec.distributed.message_headers import (
     _DTYPES,
     Content,
@@ -137,7 +137,7 @@ def exchange(processes: px.Processes, waits: bool) -> list[Any]:
     """Send every kind of tensor from rank 0 to rank 1, twice, and one message that differs."""
     values, cpu = tuple(tensors()), torch.device("cpu")
     agreed = signature([torch.zeros(3) if x is None else x for x in values])
-    channel = Channel(Route(0, 1, 0, 1, Op.SEND_B), 40, processes.group(range(2)))
+    channel = Channel(ChannelRoute(0, 1, 0, 1, Op.SEND_B), 40, processes.group(range(2)))
     message = ExpectedMessage.make(header(CONTENT, agreed), agreed, waits=waits)
     other = message._replace(head=header(CONTENT._replace(microbatch=0), agreed))
     assert message.in_one == (not waits)
@@ -189,7 +189,7 @@ def through_nccl(processes: px.Processes) -> list[Any]:
     values, cpu = tuple(tensors()), torch.device("cpu")
     agreed = signature([torch.zeros(3) if x is None else x for x in values])
     groups = [processes.group(range(2), key=key) for key in ("all", "pair")]
-    channel = NcclChannel(Route(0, 1, 0, 1, Op.SEND_B), 41, *groups, cpu)
+    channel = NcclChannel(ChannelRoute(0, 1, 0, 1, Op.SEND_B), 41, *groups, cpu)
     message = ExpectedMessage.make(header(CONTENT, agreed), agreed, waits=False)._replace(
         in_one=False
     )

@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from pipeexec.data_parallel.sync_lint.findings import KINDS, Finding, SyncReport
-from pipeexec.data_parallel.sync_lint.spans import Span, covered_seconds
+from pipeexec.data_parallel.sync_lint.time_spans import TimeSpan, covered_seconds
 
-__all__ = ["CLEAR", "STEP", "AllReduceCall", "Event", "History", "MicroStep", "apply_rules"]
+__all__ = ["CLEAR", "STEP", "AllReduceCall", "History", "HistoryEvent", "MicroStep", "apply_rules"]
 
 
 class AllReduceCall(NamedTuple):
@@ -33,8 +33,8 @@ class AllReduceCall(NamedTuple):
     """
 
     nbytes: float
-    span: Span
-    exposed: tuple[Span, ...]
+    span: TimeSpan
+    exposed: tuple[TimeSpan, ...]
 
 
 @dataclass
@@ -60,8 +60,8 @@ class MicroStep:
 
 STEP: Literal["step"] = "step"
 CLEAR: Literal["clear"] = "clear"
-Event = MicroStep | Literal["step", "clear"]
-History = Sequence[Event]
+HistoryEvent = MicroStep | Literal["step", "clear"]
+History = Sequence[HistoryEvent]
 
 
 def apply_rules(

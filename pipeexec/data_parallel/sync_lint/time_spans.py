@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Span", "covered_seconds", "uncovered"]
+__all__ = ["TimeSpan", "covered_seconds", "uncovered"]
 
 #: Start and end, seconds.
-Span = tuple[float, float]
+TimeSpan = tuple[float, float]
 
 
-def covered_seconds(spans: Iterable[Span]) -> float:
+def covered_seconds(spans: Iterable[TimeSpan]) -> float:
     """Return the seconds that at least one span covers."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(spans):
@@ -20,7 +20,7 @@ def covered_seconds(spans: Iterable[Span]) -> float:
     return total
 
 
-def uncovered(span: Span, others: Sequence[Span]) -> Iterator[Span]:
+def uncovered(span: TimeSpan, others: Sequence[TimeSpan]) -> Iterator[TimeSpan]:
     """Yield the parts of a span that no other span covers; the others are sorted."""
     begin, end = span
     for start, stop in others:
