@@ -8,11 +8,14 @@ PYTHON312 ?= python3.12
 REHEARSAL := .venv-rehearsal
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/gpu.py,$(sort $(wildcard benchmarks/*.py)))  # make gpu runs that one
 
+# Two tests at a time; those that measure time run alone.
+PARALLEL := -n 2 --dist worksteal
+
 # Without its bytecode, torch takes seconds more to load in every process.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fuzz chaos bench gpu gpu-unpack gpu-rehearsal clean
+.PHONY: help demo check test lint fuzz chaos bench gpu gpu-unpack gpu-rehearsal clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -21,8 +24,11 @@ help:  ## show this list
 demo: $(STAMP)  ## profile, predict and run GPipe and 1F1B; writes results/demo/
 	$(BIN)/pipeexec validate --name demo
 
+check: lint  ## lint, then the quick tests
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow'
+
 test: lint  ## lint, then every test (docstring examples and notebooks included)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL) --durations=30
 
 lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check
@@ -31,7 +37,8 @@ lint: $(STAMP)  ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports --no-logo
 
 fuzz: $(STAMP)  ## engines on 8,000 random graphs, replays of 2,000, 1,000 flipped bits of each kind of file
-	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/pipesim/simulation/test_compiled_engine.py tests/pipesim/network/test_collective_links.py --hypothesis-show-statistics
+	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/pipesim/simulation/test_compiled_engine.py \
+	  tests/pipesim/network/test_collective_links.py --hypothesis-show-statistics
 	FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/pipesim/analysis/test_replay.py --hypothesis-show-statistics
 	FUZZ_EXAMPLES=1000 $(BIN)/python -m pytest tests/project/test_flipped_files.py
 
