@@ -53,7 +53,7 @@ def peak_memory(timeline: Timeline) -> NDArray[np.float64]:
             columns = _columns(timeline)
             is_counted = (columns.allocated != 0) | (columns.released != 0)
             none = np.empty(0)
-            _balances(*columns, is_counted, none, peak, np.empty(0, np.int64), none, none)
+            _balances(columns, is_counted, none, peak, np.empty(0, np.int64), none, none)
         return finite_bytes(static(graph, costs) + peak)
 
 
@@ -100,7 +100,7 @@ def over_time(timeline: Timeline) -> pd.DataFrame:
     cursor = first + 1
     peak = np.zeros(graph.n_devices)
     with np.errstate(over="ignore", invalid="ignore"):
-        _balances(*_columns(timeline), computes, held, peak, cursor, time, nbytes)
+        _balances(_columns(timeline), computes, held, peak, cursor, time, nbytes)
         finite_bytes(held + peak)
     written = cursor - first  # fewer than there is room for if tasks did not run
     device = np.repeat(np.arange(graph.n_devices), counts)
@@ -191,17 +191,7 @@ def _columns(timeline: Timeline) -> _Columns:
 
 @kernel()
 def _balances(
-    kind: Ints,
-    microbatch: Ints,
-    device: Ints,
-    replica: Ints,
-    stage: Ints,
-    allocated: Floats,
-    kept: Floats,
-    released: Floats,
-    dropped: NDArray[np.bool_],
-    start: Floats,
-    end: Floats,
+    columns: _Columns,
     is_counted: NDArray[np.bool_],
     static_bytes: Floats,
     peak: Floats,
@@ -215,6 +205,9 @@ def _balances(
     beyond ``static_bytes`` of each device. Unless ``time`` is empty, ``time`` and ``nbytes`` get a
     row for each start and end, from the ``cursor`` of the device on, which is moved behind them.
     """
+    kind, microbatch, device, replica, stage, allocated, kept, released, dropped, start, end = (
+        columns
+    )
     held = np.zeros(len(peak))
     record = len(time) > 0
     for task in range(len(kind)):
