@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pipeexec.demo_models.registry import convnet, gpt
-from pipeexec.stages.activation_bytes import ActivationMeter
-from pipeexec.stages.stage import ActivationCounter, Stage
+from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
+from pipeexec.stages.stage import Stage
 
 COLUMNS = ("stage", "F", "F split", "B", "I", "W", "(I+W)/B", "torch", "after F", "I", "W")
 OUT = ROOT / "results" / "benchmarks" / "split_backward.txt"

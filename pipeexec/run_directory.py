@@ -1,4 +1,4 @@
-"""Run directories: what a validation leaves behind, written whole or not at all."""
+"""Run directories: the files of a validation, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ __all__ = [
     "write_directory",
 ]
 
-#: Says how everything else came to be, and holds the checksum of every file, itself included.
+#: File with the command, versions and hardware of a run, and the checksum of every file, its own
+#: included.
 RECORD = "run.json"
 
 
 def environment() -> dict[str, Any]:
-    """Return versions and hardware, for the record."""
+    """Return versions of packages, and the hardware, for the record."""
     names = ("pipesim", "torch", "numpy", "pandas", "simpy", "matplotlib")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
@@ -55,7 +56,7 @@ def environment() -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    """Return the version of a package; one that runs from its checkout need not be installed."""
+    """Return the version of a package, which may run from a checkout without being installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -68,7 +69,7 @@ def check_writable(path: Path) -> None:
     Raises
     ------
     RunDirectoryError
-        If the folder cannot be made or written in, or if ``path`` holds something else.
+        If the folder cannot be made or written, or if ``path`` is something else.
     """
     try:
         if path.exists() and not (path / RECORD).is_file():
@@ -85,7 +86,7 @@ def check_writable(path: Path) -> None:
 
 
 def checked_record(record: object) -> dict[str, Any]:
-    """Return what a user adds to the record of a run: a mapping, or None for nothing.
+    """Return the user's additions to the record of a run, given as a mapping or None.
 
     Raises
     ------
@@ -106,36 +107,36 @@ def checked_record(record: object) -> dict[str, Any]:
 def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
     """Yield an empty folder to fill; at the end add the record and rename it to ``path``.
 
-    If the block raises, nothing is left, and an older run at ``path`` stays as it was. Meanwhile no
-    other process can write there.
+    If the block raises, nothing is left, and an older run at ``path`` stays as it was. No other
+    process can write there during the block.
 
     Raises
     ------
     RunDirectoryError
-        If it cannot be written, something else is there, or another process is writing it.
+        If it cannot be written, ``path`` is something else, or another process is writing it.
     """
     path = check_path("path", path, "write")
     check_writable(path)
     with run_lock(path):
-        yield from _written(path, record)
+        yield from _write_files(path, record)
 
 
-def _written(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
-    """Do what `write_directory` does, while no other process does."""
+def _write_files(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
+    """Write a directory as `write_directory` does; the caller holds the lock."""
     folder = path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}")
     try:
-        folder.mkdir()  # with the mode of the process, which tempfile's folders have not
+        folder.mkdir()  # with the mode of the process, unlike tempfile's folders
         yield folder
         files = {
             file.relative_to(folder).as_posix(): _checksum(file)
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         }
-        whole = {**record, **environment(), "files": files}
-        whole[CHECKSUM] = checksum(whole)
-        (folder / RECORD).write_text(json.dumps(whole, indent=2) + "\n")
+        content = {**record, **environment(), "files": files}
+        content[CHECKSUM] = checksum(content)
+        (folder / RECORD).write_text(json.dumps(content, indent=2) + "\n")
         _rename(folder, path)
-    except (OSError, ArgumentError) as error:  # of the system, or of a file in the folder
+    except (OSError, ArgumentError) as error:  # from the system, or about a file in the folder
         cause = error if isinstance(error, OSError) else error.__cause__
         if not isinstance(cause, OSError):
             raise
@@ -147,12 +148,12 @@ def _written(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _rename(folder: Path, path: Path) -> None:
-    """Rename ``folder`` to ``path``; put an older run there back if that fails."""
+    """Rename ``folder`` to ``path``; restore an older run there if that fails."""
     if not path.exists():
         os.replace(folder, path)
         return
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    old = aside / path.name
+    spare = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    old = spare / path.name
     try:
         os.replace(path, old)
         os.replace(folder, path)
@@ -161,16 +162,16 @@ def _rename(folder: Path, path: Path) -> None:
             os.replace(old, path)
         raise
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(spare, ignore_errors=True)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the record of a run directory, once every file is there and as it was written.
+    """Return the record of a run directory, if every file exists and has its checksum.
 
     Raises
     ------
     RunDirectoryError
-        Naming the file that is missing, truncated or edited.
+        If a file is missing, truncated or edited; the message names it.
     """
     path = check_path("path", path)
     try:

@@ -15,26 +15,26 @@ from pipesim.errors import ArgumentError, RunDirectoryError
 
 __all__ = ["PARTIAL", "check_file_names", "check_run_name", "run_lock"]
 
-#: What the name of a run ends with that was stopped by an error.
+#: End of the name of a run that an error stopped.
 PARTIAL = "-partial"
-#: Most bytes of a name, and how many of them temporary names and locks of a run add.
+#: Most bytes of a name, and the bytes that temporary names and locks of a run add.
 _LONGEST, _TEMPORARY = 255, 32
-#: Control characters, slashes, and what stands for bytes that are no text.
+#: Control characters, slashes, and surrogates, which stand for bytes that are no text.
 _NO_NAME = re.compile(r"[\x00-\x1f\x7f/\ud800-\udfff]")
-#: Threads that have locked directories: by device and inode of the parent, and the name.
-_HELD: dict[tuple[int, int, str], int] = {}
+#: Threads that have locked directories, by device and inode of the parent, and the name.
+_OWNERS: dict[tuple[int, int, str], int] = {}
 
 
 def check_run_name(name: object) -> str:
-    """Return the name of a run, if it is that of a folder in another.
+    """Return the name of a run, if it is a name of a folder without its parents.
 
     Raises
     ------
     ArgumentError
-        If it is none, such as an empty one, ``..`` or one with a slash; or ends with ``-partial``,
-        which is the name of what an error leaves.
+        If it is empty, ``..`` or has a slash; or if it ends with ``-partial``, as the directory
+        that an error leaves.
     """
-    name = _checked("name", name, _LONGEST - _TEMPORARY)
+    name = _check_name("name", name, _LONGEST - _TEMPORARY)
     if name.endswith(PARTIAL):
         raise ArgumentError(
             f"name {name!r} ends with {PARTIAL!r}, as the directory that an error of another run "
@@ -44,24 +44,24 @@ def check_run_name(name: object) -> str:
 
 
 def check_file_names(what: str, names: Iterable[str], reserved: Iterable[str] = ()) -> None:
-    """Raise unless each name is that of one file, no two the same, and none is reserved.
+    """Raise unless the names are names of files, all different, and none is reserved.
 
     Raises
     ------
     ArgumentError
-        Naming ``what`` the first wrong name is of.
+        If a name is wrong; the message begins with ``what``.
     """
     seen = set(reserved)
     for name in names:
-        if _checked(what, name, _LONGEST) in seen:
+        if _check_name(what, name, _LONGEST) in seen:
             raise ArgumentError(
                 f"{what} {name!r} is taken by another file of the run directory; choose another"
             )
         seen.add(name)
 
 
-def _checked(what: str, name: object, longest: int) -> str:
-    """Return a name of a file, without a folder."""
+def _check_name(what: str, name: object, longest: int) -> str:
+    """Return a name, if it is that of a file without a folder."""
     if not isinstance(name, str):
         raise ArgumentError(f"{what} must be a text, got {name!r}")
     if name in ("", ".", "..") or _NO_NAME.search(name):
@@ -78,38 +78,38 @@ def _checked(what: str, name: object, longest: int) -> str:
 def run_lock(path: Path) -> Iterator[None]:
     """Keep other processes from writing a run directory while the block runs.
 
-    The lock is a hidden file in the parent folder, which must be there (``flock``). It ends with
-    the process, however that ends, and with its forked children. A block within a block of the same
-    thread and path is not refused.
+    The lock (``flock``) is a hidden file in the parent folder, which must exist. It ends with the
+    process, however the process ends, and with its forked children. The same thread may enter a
+    block of the same path again.
 
     Raises
     ------
     RunDirectoryError
-        If another process or thread has the lock, or the file system has none.
+        If another process or thread has the lock, or the file system has no locks.
     """
     parent = path.parent.stat()
     key = parent.st_dev, parent.st_ino, path.name
-    if key in _HELD:
-        if _HELD[key] != threading.get_ident():
+    if key in _OWNERS:
+        if _OWNERS[key] != threading.get_ident():
             raise RunDirectoryError(
                 f"another thread is writing {path}; wait for its end, or choose another name"
             )
         yield
         return
     file = path.parent / f".{path.name}.lock"
-    handle = _locked(file, path)
-    _HELD[key] = threading.get_ident()
+    handle = _lock_file(file, path)
+    _OWNERS[key] = threading.get_ident()
     try:
         yield
     finally:
-        del _HELD[key]
+        del _OWNERS[key]
         with suppress(OSError):
             file.unlink()
         os.close(handle)
 
 
-def _locked(file: Path, path: Path) -> int:
-    """Return the handle of a file that this process has locked, and that still has its name."""
+def _lock_file(file: Path, path: Path) -> int:
+    """Lock a file; return its handle once the locked file has that name."""
     while True:
         try:
             handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -136,7 +136,7 @@ def _locked(file: Path, path: Path) -> int:
                 f"cannot lock {file}: {error.strerror}; its file system may have no locks (flock), "
                 "without which two runs could write at once; choose a folder on another"
             ) from error
-        os.close(handle)  # its owner has removed it meanwhile
+        os.close(handle)  # its former owner has removed it
 
 
 def _is_named(handle: int, file: Path) -> bool:

@@ -186,10 +186,7 @@ class InlineStream:
         self._errors: list[BaseException] = []
 
     def _advance(self) -> None:
-        """Run the work that is ready, unless another thread does.
-
-        The signal makes the other thread look again.
-        """
+        """Run the ready work, unless another thread does: the signal makes it look again."""
         with self._lock:
             self._n_signals += 1
             if self._n_signals > 1:

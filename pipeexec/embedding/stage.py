@@ -11,8 +11,9 @@ from pipeexec.devices.device import Values
 from pipeexec.distributed.signatures import Entry, Signature
 from pipeexec.embedding.key_exchange import Exchange
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
+from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.module_call import Seed
-from pipeexec.stages.stage import ActivationCounter, Stage
+from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentError, ExecutionError, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import EXCHANGES, Op

@@ -62,14 +62,14 @@ from pipeexec.executor.remote_messages import expected_messages
 from pipeexec.executor.step import Planned, Run
 from pipeexec.executor.step_memory import Bytes, Counted, StepMemory
 from pipeexec.executor.step_result import StepResult, kept_losses, unread_result
-from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.batch_shares import BatchShares
 from pipeexec.stages.batches import Batch, check_batch
 from pipeexec.stages.earlier_gradients import EarlierGradients
 from pipeexec.stages.loss_function import Loss, LossFunction
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.stages.restore import restore_afterwards
-from pipeexec.stages.stage import ActivationCounter, Stage, attach_meters
+from pipeexec.stages.stage import Stage, attach_meters
 from pipeexec.stages.stage_like import StageLike
 from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import (

@@ -33,10 +33,10 @@ from pipeexec.gpipe.partition_tasks import Machine, Work
 from pipeexec.gpipe.routes import routes, ways
 from pipeexec.gpipe.skip import verify_skippables
 from pipeexec.gpipe.timeline import graph_of, of_partitions, timeline_of
-from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.random_numbers import next_seed, use_seed
-from pipeexec.stages.stage import ActivationCounter, Stage, attach_meters
+from pipeexec.stages.stage import Stage, attach_meters
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -1,4 +1,4 @@
-"""`ActivationMeter`: the bytes that a stage holds for its backward, counted tensor by tensor."""
+"""Count the activations held for backwards: micro-batches of a device, bytes of a stage."""
 
 from __future__ import annotations
 
@@ -8,11 +8,36 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["ActivationMeter", "CountedTensor"]
+__all__ = ["ActivationCounter", "ActivationMeter", "CountedTensor"]
+
+
+class ActivationCounter:
+    """Counts the micro-batches whose activations a device holds, over all its stages.
+
+    Attributes
+    ----------
+    current, peak
+        Number of micro-batches held now, and the largest number so far.
+    """
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.peak = 0
+
+    def acquire(self) -> None:
+        """Count one more."""
+        self.current += 1
+        self.peak = max(self.peak, self.current)
+
+    def release(self) -> None:
+        """Count one less."""
+        self.current -= 1
 
 
 class ActivationMeter:
-    """Counts the storages that activations hold, each once however many tensors share it.
+    """Counts the bytes that a stage holds for its backward, tensor by tensor.
+
+    A storage counts once, however many tensors share it.
 
     A meter slows a step down, so steps with one are not timed. One thread uses it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -98,20 +98,23 @@ class BatchShares:
         self, by_rank: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
     ) -> list[int]:
         """Return the samples of every micro-batch, from the shares and sizes of each rank."""
+        merged: dict[int, tuple[str, list[int]]] = {}
+        for share, name, sizes in self._sizes_by_name(by_rank):
+            first_name, first = merged.setdefault(share, (name, sizes))
+            if first != sizes:
+                suffix = f" of replica {share}" if self.n_shares > 1 else ""
+                raise ArgumentError(
+                    f"{first_name} have {sum(first)} samples{suffix}, {name} {sum(sizes)}; give "
+                    "every process of a replica the same batch, or None where it is not needed"
+                )
+        return [size for share in range(self.n_shares) for size in merged[share][1]]
+
+    def _sizes_by_name(
+        self, by_rank: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
+    ) -> Iterator[tuple[int, str, list[int]]]:
+        """Yield each share that a rank gives, the name of its batch, and its samples."""
         m = self.n_microbatches
-        sizes_by_share: dict[int, tuple[str, list[int]]] = {}
         for rank, (local, *lengths) in enumerate(by_rank):
             for name, sizes in zip(("inputs", "targets"), lengths, strict=True):
                 for k, share in enumerate(local if sizes else ()):
-                    own = list(sizes[k * m : (k + 1) * m])
-                    source, other = sizes_by_share.setdefault(
-                        share, (f"{name} of rank {rank}", own)
-                    )
-                    if own != other:
-                        suffix = f" of replica {share}" if self.n_shares > 1 else ""
-                        raise ArgumentError(
-                            f"{source} have {sum(other)} samples{suffix}, {name} of rank {rank} "
-                            f"{sum(own)}; give every process of a replica the same batch, "
-                            "or None where it is not needed"
-                        )
-        return [size for share in range(self.n_shares) for size in sizes_by_share[share][1]]
+                    yield share, f"{name} of rank {rank}", list(sizes[k * m : (k + 1) * m])

@@ -13,13 +13,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeexec.devices.device import Values
 from pipeexec.devices.thread_settings import ContextFactory
-from pipeexec.stages.activation_bytes import ActivationMeter, CountedTensor
+from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter, CountedTensor
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
 from pipeexec.stages.module_call import MicrobatchLoss, ModuleCaller, Seed
 from pipeexec.stages.stage_like import StageLike
 from pipeexec.stages.weight_versions import WeightVersions
 
-__all__ = ["ActivationCounter", "Stage", "attach_meters"]
+__all__ = ["Stage", "attach_meters"]
 
 
 def _run_backward(outputs: list[GradientEdge], gradients: list[Tensor]) -> None:
@@ -43,29 +43,6 @@ def attach_meters(stages: Sequence[StageLike], meters: Sequence[ActivationMeter]
     finally:
         for stage in stages:
             stage.meter = None
-
-
-class ActivationCounter:
-    """Counts the micro-batches whose activations a device holds, over all its stages.
-
-    Attributes
-    ----------
-    current, peak
-        Number of micro-batches held now, and the largest number so far.
-    """
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.peak = 0
-
-    def acquire(self) -> None:
-        """Count one more."""
-        self.current += 1
-        self.peak = max(self.peak, self.current)
-
-    def release(self) -> None:
-        """Count one less."""
-        self.current -= 1
 
 
 @dataclass

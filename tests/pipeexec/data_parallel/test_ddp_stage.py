@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.stages.stage import ActivationCounter, Stage
+from pipeexec.stages.activation_bytes import ActivationCounter
+from pipeexec.stages.stage import Stage
 from pipesim.errors import ArgumentError, StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.registry import convnet, gpt
-from pipeexec.stages.activation_bytes import ActivationMeter
-from pipeexec.stages.stage import ActivationCounter, Stage
+from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
+from pipeexec.stages.stage import Stage
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")

@@ -12,9 +12,9 @@ from executing import mse, one_thread, within
 from torch import Tensor, nn
 
 import pipeexec.stages.module_call
-from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.random_numbers import OwnGenerator, task_seed
-from pipeexec.stages.stage import ActivationCounter, Stage
+from pipeexec.stages.stage import Stage
 from pipesim.errors import ExecutionError
 
 CPU = torch.device("cpu")
