@@ -1,4 +1,4 @@
-"""Which tasks come before which, along given edges: a bit for each pair."""
+"""Find which tasks come before which along given edges: a bit for each pair."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bits = NDArray[np.uint64]
 class Edges(NamedTuple):
     """Edges between nodes, whose numbers are a topological order: ``before`` is the smaller.
 
-    An edge from a node to itself says nothing, and is implied.
+    An edge from a node to itself is ignored, and counts as implied.
     """
 
     before: Ints
@@ -26,36 +26,36 @@ class Edges(NamedTuple):
 
     @classmethod
     def joined(cls, *others: Edges) -> Edges:
-        """Return the edges of all."""
+        """Return the edges of all groups, concatenated."""
         return cls(*(np.concatenate(column) for column in zip(*others, strict=True)))
 
     def kept(self, mask: NDArray[np.bool_]) -> Edges:
-        """Return those that are marked."""
+        """Return the marked edges."""
         return Edges(self.before[mask], self.after[mask])
 
 
 def ancestors(edges: Edges, n: int) -> tuple[Bits, NDArray[np.bool_]]:
-    """Return a row of bits a node: those from which a path leads to it.
+    """Return a row of bits a node: the nodes from which a path leads to it.
 
     Returns
     -------
     bits
         Shape ``(n, ceil(n / 64))``.
     is_implied
-        Whether another path leads from each edge's first node to its second, which may be an equal
-        edge that stands earlier; shape ``(len(edges.before),)``.
+        Whether another path leads from each edge's first node to its second. An equal edge that
+        stands earlier is one; shape ``(len(edges.before),)``.
     """
     order = CSR.group(edges.after, n)
     bits = np.zeros((n, -(-n // 64)), dtype=np.uint64)
-    found = np.zeros(len(order.values), dtype=np.bool_)
-    _close(order.ptr, edges.before[order.values], bits, found)
-    is_implied = np.empty_like(found)
-    is_implied[order.values] = found
+    implied = np.zeros(len(order.values), dtype=np.bool_)
+    _close(order.ptr, edges.before[order.values], bits, implied)
+    is_implied = np.empty_like(implied)
+    is_implied[order.values] = implied
     return bits, is_implied
 
 
 @kernel()
-def _close(ptr: Ints, values: Ints, bits: Bits, found: NDArray[np.bool_]) -> None:
+def _close(ptr: Ints, values: Ints, bits: Bits, implied: NDArray[np.bool_]) -> None:
     """Fill the last two, which come in as zeros; see `ancestors`."""
     for node in range(len(ptr) - 1):
         for k in range(ptr[node], ptr[node + 1]):
@@ -64,15 +64,15 @@ def _close(ptr: Ints, values: Ints, bits: Bits, found: NDArray[np.bool_]) -> Non
                 bits[node, :words] |= bits[values[k], :words]
         for k in range(ptr[node], ptr[node + 1]):
             if values[k] == node:
-                found[k] = True
+                implied[k] = True
                 continue
             word, place = values[k] >> 6, np.uint64(values[k] & 63)
-            found[k] = (bits[node, word] >> place) & np.uint64(1) != np.uint64(0)
+            implied[k] = (bits[node, word] >> place) & np.uint64(1) != np.uint64(0)
             bits[node, word] |= np.uint64(1) << place
 
 
 def before(bits: Bits, first: Ints, second: Ints) -> NDArray[np.bool_]:
     """Tell whether a path leads from each ``first`` node to the ``second``."""
     place = (first & 63).astype(np.uint64)
-    there: NDArray[np.bool_] = (bits[second, first >> 6] >> place) & np.uint64(1) != 0
-    return there
+    is_before: NDArray[np.bool_] = (bits[second, first >> 6] >> place) & np.uint64(1) != 0
+    return is_before

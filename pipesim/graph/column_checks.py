@@ -40,19 +40,19 @@ def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | No
     Raises
     ------
     GraphError
-        For columns that hold no integers or differ in length, and for values out of range: an
-        operation that is none, a number below 0 (-1 where there may be no micro-batch or no
-        collective), the stream of a device that is not there; naming column and row.
+        For columns that hold no integers or differ in length, and for values out of range, naming
+        column and row: an unknown operation, a number below 0 (below -1 for columns in which -1
+        means none), the stream of a device that does not exist.
     CapacityError
         If tables for devices, stages and replicas of such numbers would not fit in memory.
     """
     if not isinstance(tasks, Tasks):
         raise GraphError(f"a graph is wired from pipesim.Tasks, got {type(tasks).__name__}")
-    given = {column.name: getattr(tasks, column.name) for column in fields(Tasks)}
-    given["group"] = group
+    all_columns = {column.name: getattr(tasks, column.name) for column in fields(Tasks)}
+    all_columns["group"] = group
     columns = {
         name: _integers(name, column)
-        for name, column in given.items()
+        for name, column in all_columns.items()
         if column is not None or name not in _OPTIONAL
     }
     lengths = {name: len(column) for name, column in columns.items()}
@@ -106,18 +106,18 @@ def _check_range(name: str, column: Ints, lowest: int, highest: int, advice: str
 
 
 def _check_streams(column: Ints, n_devices: int) -> None:
-    """Raise for a code that is no stream's, or that of a device which is not there."""
+    """Raise for a code of no stream, or of the stream to a device that does not exist."""
     last = StreamKind.name(2 * n_devices)
     advice = f"there are {n_devices} devices, the last stream is {last}; StreamKind has the codes"
     if column.dtype.kind == "i":
         peer = StreamKind.peer(column)
-        there = StreamKind.is_of_microbatch(column) & (peer >= 0) & (peer < n_devices)
-        column = np.where(there, StreamKind.COMPUTE, column)
+        has_stream = StreamKind.is_of_microbatch(column) & (peer >= 0) & (peer < n_devices)
+        column = np.where(has_stream, StreamKind.COMPUTE, column)
     _check_range("stream", column, StreamKind.COLLECTIVE, 2 * n_devices, advice)
 
 
 def _check_microbatches(op: Ints, stage: Ints, microbatch: Ints) -> None:
-    """Raise for an operation that is of a micro-batch and has none."""
+    """Raise for an operation that needs a micro-batch and has none."""
     none = np.flatnonzero(microbatch < 0)
     none = none[~np.isin(op[none], sorted(OF_STAGES))]
     if len(none):
@@ -130,14 +130,14 @@ def _check_microbatches(op: Ints, stage: Ints, microbatch: Ints) -> None:
 
 
 def _check_peers(tasks: Tasks) -> None:
-    """Raise for tasks that name the other end of a skip and are no message there."""
+    """Raise for tasks that name the other end of a skip and are no message to or from it."""
     if tasks.peer_stage is None:
         return
-    away = np.sign(tasks.peer_stage - tasks.stage)
-    there = tasks.peer_stage <= tasks.stage.max(initial=-1)
+    direction = np.sign(tasks.peer_stage - tasks.stage)
+    exists = tasks.peer_stage <= tasks.stage.max(initial=-1)
     right = np.zeros(len(tasks), dtype=bool)
     for op, sign in ((Op.SEND_F, 1), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 1)):
-        right |= (tasks.op == op) & (away == sign) & there
+        right |= (tasks.op == op) & (direction == sign) & exists
     wrong = np.flatnonzero((tasks.peer_stage >= 0) & ~right)
     if len(wrong):
         row = wrong[0]

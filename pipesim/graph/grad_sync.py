@@ -33,12 +33,12 @@ GradSyncArgument: TypeAlias = str | int | Sequence[str | int] | Mapping[int, str
 _BETWEEN = "/"
 
 
-def checked_grad_sync(given: GradSyncArgument, n_stages: int, batch_size: int) -> GradSyncs:
+def checked_grad_sync(grad_sync: GradSyncArgument, n_stages: int, batch_size: int) -> GradSyncs:
     """Return when gradients are reduced: one value if all stages have the same, else one a stage.
 
     Parameters
     ----------
-    given
+    grad_sync
         ``"last"``, ``"every"``, ``"bucketed"``, a number of micro-batches, or one of these a stage:
         in a sequence, as text between slashes, or in a mapping from stages, whose other stages
         have ``"last"``.
@@ -50,33 +50,33 @@ def checked_grad_sync(given: GradSyncArgument, n_stages: int, batch_size: int) -
     Raises
     ------
     ArgumentError
-        For an unknown mode, a number that does not divide ``batch_size``, and values for other
-        stages than there are.
+        For an unknown mode, a number that does not divide ``batch_size``, and values for stages
+        that do not exist.
     """
-    if isinstance(given, str) and given not in GRAD_SYNC:
-        given = from_text(given)
-    if isinstance(given, Mapping):
-        given = [given.get(stage, "last") for stage in _checked_stages(given, n_stages)]
-    elif isinstance(given, (list, tuple)):
-        if len(given) != n_stages:
+    if isinstance(grad_sync, str) and grad_sync not in GRAD_SYNC:
+        grad_sync = from_text(grad_sync)
+    if isinstance(grad_sync, Mapping):
+        grad_sync = [grad_sync.get(stage, "last") for stage in _checked_stages(grad_sync, n_stages)]
+    elif isinstance(grad_sync, (list, tuple)):
+        if len(grad_sync) != n_stages:
             raise ArgumentError(
-                f"grad_sync has {len(given)} values, and there are {n_stages} stages; give one "
+                f"grad_sync has {len(grad_sync)} values, and there are {n_stages} stages; give one "
                 "value for all, one a stage, or a mapping from stages"
             )
     else:
-        return _checked(given, "grad_sync", batch_size)
+        return _checked(grad_sync, "grad_sync", batch_size)
     values = [
         _checked(value, f"grad_sync of stage {stage}", batch_size)
-        for stage, value in enumerate(given)
+        for stage, value in enumerate(grad_sync)
     ]
     return values[0] if len(set(values)) == 1 else tuple(values)
 
 
-def _checked_stages(given: Mapping[int, str | int], n_stages: int) -> range:
+def _checked_stages(stages: Mapping[int, str | int], n_stages: int) -> range:
     """Return all stages, if a mapping names one of them or several, and no others."""
-    if not given:
+    if not stages:
         raise ArgumentError("grad_sync is a mapping that names no stage; give such as {0: 'every'}")
-    for stage in given:
+    for stage in stages:
         if check_count("grad_sync: a stage", stage, 0) >= n_stages:
             raise ArgumentError(
                 f"grad_sync names stage {stage}; there are {n_stages} stages, 0..{n_stages - 1}"
@@ -117,8 +117,8 @@ def group_sizes(grad_sync: GradSyncs, n_stages: int) -> Ints:
     """
     sizes = {"every": 1, "last": 0, "bucketed": 0}
     values = of_stages(grad_sync, n_stages)
-    found: Ints = np.array([sizes[x] if isinstance(x, str) else x for x in values], dtype=np.int64)
-    return found
+    groups: Ints = np.array([sizes[x] if isinstance(x, str) else x for x in values], dtype=np.int64)
+    return groups
 
 
 def to_text(grad_sync: GradSyncs) -> str:

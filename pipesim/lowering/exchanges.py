@@ -80,11 +80,11 @@ def checked_exchanges(
     check_name("exchange_work", exchange_work, ("collective", "compute"))
     check_name("sparse_grad_sync", sparse_grad_sync, ("every", "last"))
     check_flag("prefetch_keys", prefetch_keys)
-    given = {
+    needs_shards = {
         'exchange_work="compute"': exchange_work == "compute",
         'sparse_grad_sync="last"': sparse_grad_sync == "last",
     }
-    for text in [text for text, is_given in given.items() if is_given and not sharded]:
+    for text in [text for text, is_given in needs_shards.items() if is_given and not sharded]:
         raise ArgumentError(
             f"{text}, but no stage is sharded, so that nothing is exchanged; add sharded=, such as "
             f"sharded=[0], or leave {text.partition('=')[0]} out"
@@ -95,7 +95,7 @@ def checked_exchanges(
             "gets its keys from the stage before, so that they are not known earlier; shard stage "
             "0, or leave prefetch_keys out"
         )
-    return Exchanges(sharded, *given.values())._replace(
+    return Exchanges(sharded, *needs_shards.values())._replace(
         prefetches=bool(prefetch_keys), accumulates=sparse_grad_sync == "last"
     )
 

@@ -61,13 +61,13 @@ def _is_forward(graph: TaskGraph) -> NDArray[np.bool_]:
 
 def _passes(graph: TaskGraph) -> Ints:
     """Return the first task of the pass that each compute task is of; any number for others."""
-    of = np.where(_is_forward(graph), 0, np.where(graph.op == Op.STEP, 2, 1))
-    of = of * (graph.n_microbatches + 1) + graph.microbatch + 1
+    number = np.where(_is_forward(graph), 0, np.where(graph.op == Op.STEP, 2, 1))
+    number = number * (graph.n_microbatches + 1) + graph.microbatch + 1
     first = np.full(3 * (graph.n_microbatches + 1), len(graph))
     begins = np.flatnonzero(graph.is_op(frozenset({Op.F, Op.B, Op.I, Op.STEP})))
-    np.minimum.at(first, of[begins], begins)
-    found: Ints = first[of]
-    return found
+    np.minimum.at(first, number[begins], begins)
+    passes: Ints = first[number]
+    return passes
 
 
 def _topological_order(waits: CSR, rank: Ints, by_rank: Ints) -> Ints:
@@ -94,15 +94,15 @@ def _take_in_turn(
 
     Longer than most functions here, as a kernel's helpers would have to be registered one by one.
     """
-    size, taken = 0, 0
+    size, n_issued = 0, 0
     for k in range(len(rank)):  # ranks in order are a heap
         if remaining[by_rank[k]] == 0:
             heap[size] = k
             size += 1
     while size > 0:
         task = by_rank[heap[0]]
-        order[taken] = task
-        taken += 1
+        order[n_issued] = task
+        n_issued += 1
         size -= 1
         last, hole = heap[size], 0
         while 2 * hole + 1 < size:  # the smaller child moves up

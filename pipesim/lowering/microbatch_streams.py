@@ -55,13 +55,13 @@ def with_streams_of_microbatches(
         _BYTES_PER_STREAM * len(messages),
     )
     width = int(microbatch.max(initial=0)) + 1
-    cells, of = np.unique(
+    cells, position = np.unique(
         kind[messages].astype(np.int64) * width + microbatch[messages], return_inverse=True
     )
-    each, own = np.divmod(cells, width)
+    kind_of_cell, own = np.divmod(cells, width)
     columns = {column.name: getattr(kinds, column.name) for column in fields(kinds)}
-    added = {name: column[each] for name, column in columns.items()}
+    added = {name: column[kind_of_cell] for name, column in columns.items()}
     added["stream"] = StreamKind.of_microbatch(added["stream"], own)
     new = number[kind]
-    new[messages] = len(others) + of
+    new[messages] = len(others) + position
     return Kinds(**{name: np.r_[columns[name][others], added[name]] for name in columns}), new

@@ -29,9 +29,9 @@ def gradients_first(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[n
     place[received] = np.minimum(place[received], before)
     received = np.flatnonzero(kinds.is_op(RECVS)[kind])
     channel = _channels(kinds)[kind[received]]
-    for each in np.unique(channel):
-        of = received[channel == each]
-        place[of] = np.minimum.accumulate(place[of][::-1])[::-1]
+    for number in np.unique(channel):
+        own = received[channel == number]
+        place[own] = np.minimum.accumulate(place[own][::-1])[::-1]
     order: Ints = np.argsort(place, kind="stable")
     return order
 
@@ -43,9 +43,9 @@ def _channels(kinds: Kinds) -> Ints:
     homes[kinds.replica, kinds.stage] = kinds.device
     channels = np.full(len(kinds), -1, dtype=np.int64)
     for recv, (_, offset) in PAIRS.items():
-        of = np.flatnonzero(kinds.op == recv)
-        peer = kinds.peer_stage[of]
-        peer = np.where(peer < 0, kinds.stage[of] + offset, peer)
-        source = homes[kinds.replica[of], peer]
-        channels[of] = source * (int(kinds.device.max()) + 1) + kinds.device[of]
+        own = np.flatnonzero(kinds.op == recv)
+        peer = kinds.peer_stage[own]
+        peer = np.where(peer < 0, kinds.stage[own] + offset, peer)
+        source = homes[kinds.replica[own], peer]
+        channels[own] = source * (int(kinds.device.max()) + 1) + kinds.device[own]
     return channels

@@ -112,15 +112,15 @@ def with_recomputes(
 def _recompute_kinds(kinds: Kinds, backward: Ints) -> tuple[Kinds, Ints]:
     """Add the kinds of R of some kinds of backward, unless they are there; return that of each."""
     places = zip(kinds.stage.tolist(), kinds.replica.tolist(), kinds.op.tolist(), strict=True)
-    known = {(s, r): number for number, (s, r, op) in enumerate(places) if op == Op.R}
+    kind_of_place = {(s, r): number for number, (s, r, op) in enumerate(places) if op == Op.R}
     r_of = np.full(len(kinds), -1, dtype=np.int32)
     added: list[int] = []
     for number in backward.tolist():
         place = int(kinds.stage[number]), int(kinds.replica[number])
-        if place not in known:
-            known[place] = len(kinds) + len(added)
+        if place not in kind_of_place:
+            kind_of_place[place] = len(kinds) + len(added)
             added.append(number)
-        r_of[number] = known[place]
+        r_of[number] = kind_of_place[place]
     new = Kinds(
         op=np.full(len(added), Op.R),
         device=kinds.device[added],

@@ -155,7 +155,7 @@ def test_every_kernel_is_found() -> None:
         "_lists_all",
     } <= names
     assert {"one_pass", "one_pass_batched", "prune", "event_loop", "fill_issue_times"} <= names
-    assert "_peaks" in names
+    assert "_balances" in names
 
 
 def test_engines_agree_on_a_large_graph() -> None:
