@@ -243,7 +243,7 @@ class GradientAccumulation:
             raise ExecutionError(
                 "backward was called outside a block of accumulation.microbatch()"
                 if self._state == "outside"
-                else f"backward was called {_times(self._n_losses + 1)} in one block; give "
+                else f"backward was called {_times_text(self._n_losses + 1)} in one block; give "
                 f"microbatch(n_losses={self._n_losses + 1}), or add the losses up before"
             )
         self._state = "backward"
@@ -408,5 +408,5 @@ class GradientAccumulation:
         self._clear()
 
 
-def _times(n: int) -> str:
+def _times_text(n: int) -> str:
     return "twice" if n == 2 else f"{n} times"

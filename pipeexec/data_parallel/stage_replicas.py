@@ -49,14 +49,14 @@ def place_replicas(stages: Sequence[nn.Module | None], is_local: Sequence[bool])
         if stage is None:
             modules.append(RemoteStage())
         elif index in placed_stages:
-            modules.append(_copied(stage, index))
+            modules.append(_copy_stage(stage, index))
         else:
             placed_stages.add(index)
             modules.append(stage)
     return modules
 
 
-def _copied(stage: nn.Module, index: int) -> nn.Module:
+def _copy_stage(stage: nn.Module, index: int) -> nn.Module:
     try:
         return copy.deepcopy(stage)
     except Exception as error:  # a user's module may raise anything

@@ -86,11 +86,11 @@ class _Piece:
     """A header and tensors in one piece of memory, each on a boundary of 64 bytes."""
 
     def __init__(self, message: ExpectedMessage) -> None:
-        places, end = [], _rounded(message.head.nbytes)
+        places, end = [], _round_up(message.head.nbytes)
         for entry in message.signature:
             nbytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
             places.append((end, nbytes))
-            end += _rounded(nbytes)
+            end += _round_up(nbytes)
         self.memory = torch.empty(end, dtype=torch.uint8)
         self.head = self.memory[: message.head.nbytes].view(torch.int64)
         self.values = [
@@ -99,7 +99,7 @@ class _Piece:
         ]
 
 
-def _rounded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 

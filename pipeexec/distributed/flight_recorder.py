@@ -84,7 +84,7 @@ class FlightRecorder:
             files = share([host, path, os.getpid(), handle])
             for other, (other_host, *other_file) in enumerate(files):
                 if other == self.rank:
-                    self._maps[other] = _mapped(handle)
+                    self._maps[other] = _map_file(handle)
                 elif other_host == host:
                     self._map(other, *other_file)
             share(None)  # all have mapped it
@@ -100,7 +100,7 @@ class FlightRecorder:
             handle = os.open(path, os.O_RDWR)
         except OSError:
             return
-        self._maps[rank] = _mapped(handle)
+        self._maps[rank] = _map_file(handle)
         os.close(handle)
         with suppress(OSError, AttributeError):  # other namespaces of processes; not Linux
             pidfd = os.pidfd_open(process)
@@ -166,5 +166,5 @@ def _close(handles: list[int]) -> None:
         os.close(handle)
 
 
-def _mapped(handle: int) -> memoryview:
+def _map_file(handle: int) -> memoryview:
     return memoryview(mmap.mmap(handle, _N_BYTES)).cast("q")

@@ -145,13 +145,13 @@ def _connect(launch: LaunchEnvironment, timeout: float) -> tuple[Store, list[Mem
             raise connection.error
     except PipeError as error:
         if isinstance(error, UnreachableError):
-            raise _unreachable(launch, timeout, str(error)) from error
+            raise _unreachable_error(launch, timeout, str(error)) from error
         raise
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise ExecutionError(_broken(launch, error)) from error
+        raise ExecutionError(_store_error_text(launch, error)) from error
     if connection.thread.is_alive():
         connection.is_abandoned = True
-        raise _stuck(launch, connection, timeout)
+        raise _stuck_error(launch, connection, timeout)
     assert connection.store is not None
     return connection.store, connection.everyone
 
@@ -188,7 +188,7 @@ def _end_groups(pid: int) -> None:
         dist.destroy_process_group()
 
 
-def _unreachable(launch: LaunchEnvironment, timeout: float, reason: str) -> ExecutionError:
+def _unreachable_error(launch: LaunchEnvironment, timeout: float, reason: str) -> ExecutionError:
     """Return the error if nothing listens at the store's address."""
     holder = "the launcher" if launch.holder is None else f"rank {launch.holder}"
     text = (
@@ -202,7 +202,7 @@ def _unreachable(launch: LaunchEnvironment, timeout: float, reason: str) -> Exec
     return AbsentError(text, launch.rank if local == int(is_first) else -1)
 
 
-def _broken(launch: LaunchEnvironment, error: Exception) -> str:
+def _store_error_text(launch: LaunchEnvironment, error: Exception) -> str:
     """Return the message for an error of the store."""
     first = str(error).splitlines()[0]
     if "EADDRINUSE" in first or "address already in use" in first.lower():
@@ -216,7 +216,9 @@ def _broken(launch: LaunchEnvironment, error: Exception) -> str:
     )
 
 
-def _stuck(launch: LaunchEnvironment, connection: _Connection, timeout: float) -> ExecutionError:
+def _stuck_error(
+    launch: LaunchEnvironment, connection: _Connection, timeout: float
+) -> ExecutionError:
     """Return the error of a process that is not connected in time."""
     if not connection.everyone or connection.store is None:
         return ExecutionError(

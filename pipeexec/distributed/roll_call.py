@@ -86,7 +86,7 @@ def roll_call(store: Store, launch: LaunchEnvironment, timeout: float, end: floa
         # Read again: the process that wrote the verdict may have seen more processes.
         everyone = _read_members(store, own.n_ranks)
         if verdict != _ALL:
-            raise _absent(own, everyone, verdict, launch)
+            raise _absent_error(own, everyone, verdict, launch)
         _check_same(everyone)
     except (AbsentError, ArgumentError):
         _leave(store, own.rank, everyone, launch.holder)
@@ -123,7 +123,7 @@ def _read_members(store: Store, n_ranks: int) -> list[Member]:
     return [Member(*json.loads(bytes(text))) for text in store.multi_get(names)]
 
 
-def _absent(
+def _absent_error(
     own: Member, everyone: Sequence[Member], verdict: str, launch: LaunchEnvironment
 ) -> AbsentError:
     """Return the error of a roll call with missing processes."""

@@ -66,11 +66,11 @@ def output_signature(
         return output_entries
     try:
         # Under autocast, tensors without data would keep their types.
-        output = _on_meta(module, inputs) if current_autocast() is None else None
+        output = _run_on_meta(module, inputs) if current_autocast() is None else None
     except Exception:  # a module may need data anywhere
         output = None
     if output is None:
-        output = _on_zeros(module, inputs, device, index)
+        output = _run_on_zeros(module, inputs, device, index)
     outputs = output if isinstance(output, tuple) else (output,)
     if not all(isinstance(value, Tensor) for value in outputs):
         raise ExecutionError(
@@ -80,26 +80,26 @@ def output_signature(
     return signature(outputs)
 
 
-def _on_meta(module: nn.Module, inputs: Signature) -> Any:
+def _run_on_meta(module: nn.Module, inputs: Signature) -> Any:
     meta = torch.device("meta")
     tensors = (*module.named_parameters(), *module.named_buffers())
     with torch.no_grad(), meta:  # tensors that the module makes have no data either
         weights = {name: torch.empty_like(x, device=meta) for name, x in tensors}
-        return functional_call(module, weights, tuple(_empty(inputs, meta)))
+        return functional_call(module, weights, tuple(_zeros(inputs, meta)))
 
 
-def _empty(inputs: Signature, device: torch.device) -> list[Tensor]:
+def _zeros(inputs: Signature, device: torch.device) -> list[Tensor]:
     return [torch.zeros(entry.shape, dtype=entry.dtype, device=device) for entry in inputs]
 
 
 def _call_on_zeros(module: nn.Module, inputs: Signature, device: torch.device) -> Any:
     """Run a stage on zeros, with copies of its buffers, which it may change or replace."""
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    values = _empty(inputs, device)
+    values = _zeros(inputs, device)
     return functional_call(module, buffers, tuple(values)) if buffers else module(*values)
 
 
-def _on_zeros(module: nn.Module, inputs: Signature, device: torch.device, index: int) -> Any:
+def _run_on_zeros(module: nn.Module, inputs: Signature, device: torch.device, index: int) -> Any:
     gpus = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(gpus), torch.no_grad():
