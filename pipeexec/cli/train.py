@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeexec.devices.host_memory import check_results
-from pipeexec.distributed.processes import guarded
+from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.run_directory import command, write_directory
 from pipeexec.stages.batches import Batch
@@ -146,7 +146,7 @@ def train(
         If the results of so many steps do not fit in memory.
     """
     n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
-    with guarded(pipeline.processes):
+    with guard_processes(pipeline.processes):
         check_results([pipeline.graph], n_steps=n_steps)
     predicted = None if costs is None else simulate(pipeline.graph, costs)  # or refuse them, first
     say = progress or (lambda _: None)

@@ -32,7 +32,7 @@ from pipesim.errors import (
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["Processes", "guarded"]
+__all__ = ["Processes", "guard_processes"]
 
 #: Seconds that the process which holds the store waits until the others have left.
 _GOODBYE = 2.0
@@ -288,6 +288,6 @@ class Processes(ControlMessages):
         return f"<rank {self.rank} of {self.n_ranks} processes>"
 
 
-def guarded(processes: Processes | None) -> AbstractContextManager[None]:
+def guard_processes(processes: Processes | None) -> AbstractContextManager[None]:
     """Stop every process if the block raises an error; None is one process alone."""
     return nullcontext() if processes is None else processes.guard()

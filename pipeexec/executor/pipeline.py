@@ -36,7 +36,7 @@ from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.distributed.channels import ExpectedMessage
 from pipeexec.distributed.flight_recorder import GRAPH, N_ENDED
 from pipeexec.distributed.message_headers import set_step
-from pipeexec.distributed.processes import Processes, guarded
+from pipeexec.distributed.processes import Processes, guard_processes
 from pipeexec.distributed.status import Status
 from pipeexec.embedding.stage import (
     EmbeddingStage,
@@ -202,7 +202,7 @@ class Pipeline:
             check_type("processes", processes, Processes, "give what pipeexec.join returned")
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
         own = 0 if processes is None else processes.rank
-        with guarded(processes):
+        with guard_processes(processes):
             _check_timeout(timeout)
             check_flag("pin_threads", pin_threads)
             check_flag("cuda_graph", cuda_graph)
@@ -380,7 +380,7 @@ class Pipeline:
             )
         other: Pipeline = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        with self._held("with_graph"), guarded(self.processes):
+        with self._held("with_graph"), guard_processes(self.processes):
             other._set_graph(graph)
         for mine, its in zip(self.stages, other.stages, strict=False):
             its.is_random, its.modifies_input = mine.is_random, mine.modifies_input

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.host_memory import check_results
-from pipeexec.distributed.processes import guarded
+from pipeexec.distributed.processes import guard_processes
 from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.profiling.collectives import (
     base_placement,
@@ -415,7 +415,7 @@ def measure(
     """
     check_type("pipeline", pipeline, Pipeline)
     n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
-    with guarded(pipeline.processes):
+    with guard_processes(pipeline.processes):
         check_results([pipeline.graph], n_steps=n_steps)
     calibration = Calibration(pipeline, inputs, targets, graphs)
     calibration.warm_up(warm_up)

@@ -18,7 +18,7 @@ from torch import nn
 
 from pipeexec.devices.device import DeviceLike
 from pipeexec.devices.host_memory import check_results
-from pipeexec.distributed.processes import Processes, guarded
+from pipeexec.distributed.processes import Processes, guard_processes
 from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.gpipe.gpipe import GPipe
 from pipeexec.profiling.profile import Calibration, Profile, with_stage_bytes
@@ -177,7 +177,7 @@ def validate(
     if costs is not None:
         _check_costs(costs, graphs)
     source = _taken(batches, repeat * (n_steps + 1))
-    with guarded(processes):
+    with guard_processes(processes):
         check_results(graphs.values(), n_steps=n_steps, repeat=repeat)
     with Pipeline(
         stages,
