@@ -43,34 +43,34 @@ def check_run_name(name: object) -> str:
     return name
 
 
-def check_file_names(what: str, names: Iterable[str], reserved: Iterable[str] = ()) -> None:
+def check_file_names(label: str, names: Iterable[str], reserved: Iterable[str] = ()) -> None:
     """Raise unless the names are names of files, all different, and none is reserved.
 
     Raises
     ------
     ArgumentError
-        If a name is wrong; the message begins with ``what``.
+        If a name is wrong; the message begins with ``label``.
     """
     seen = set(reserved)
     for name in names:
-        if _check_name(what, name, _LONGEST) in seen:
+        if _check_name(label, name, _LONGEST) in seen:
             raise ArgumentError(
-                f"{what} {name!r} is taken by another file of the run directory; choose another"
+                f"{label} {name!r} is taken by another file of the run directory; choose another"
             )
         seen.add(name)
 
 
-def _check_name(what: str, name: object, longest: int) -> str:
+def _check_name(label: str, name: object, longest: int) -> str:
     """Return a name, if it is that of a file without a folder."""
     if not isinstance(name, str):
-        raise ArgumentError(f"{what} must be a text, got {name!r}")
+        raise ArgumentError(f"{label} must be a text, got {name!r}")
     if name in ("", ".", "..") or _NO_NAME.search(name):
         raise ArgumentError(
-            f"{what} {name!r} is no name of a folder; give a name without '/' and "
+            f"{label} {name!r} is no name of a folder; give a name without '/' and "
             "control characters, and its parent folder by --results"
         )
     if len(os.fsencode(name)) > longest:
-        raise ArgumentError(f"{what} {name[:20] + '...'!r} has more than {longest} bytes")
+        raise ArgumentError(f"{label} {name[:20] + '...'!r} has more than {longest} bytes")
     return name
 
 

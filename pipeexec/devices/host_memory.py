@@ -16,7 +16,7 @@ _BYTES_PER_TASK, _BYTES_PER_STEP = 24, 1024
 
 
 def check_tensors(
-    what: str, nbytes: int, advice: str, device: torch.device | str | None = None
+    subject: str, nbytes: int, advice: str, device: torch.device | str | None = None
 ) -> None:
     """Raise if tensors on ``device``, a CPU, would not fit this machine's memory.
 
@@ -27,7 +27,7 @@ def check_tensors(
     """
     torch_device = torch.get_default_device() if device is None else torch.device(device)
     if torch_device.type == "cpu":
-        check_memory(what, nbytes, advice)
+        check_memory(subject, nbytes, advice)
 
 
 def check_results(graphs: Iterable[TaskGraph], **counts: int) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipeexec.stages.activation_bytes import ActivationMeter, CountedTensor
-from pipeexec.stages.splittable_layers import LAYERS, Call, Layer, WeightGradients
+from pipeexec.stages.splittable_layers import LAYERS, Layer, LayerCall, WeightGradients
 
 __all__ = ["DeferredGradients"]
 
@@ -203,7 +203,7 @@ class _InterceptionMode(TorchFunctionMode):
         y = _SplitLayer.apply(self.store, layer, options, rows, weight, bias)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], y.shape[-1]) if folds else y
 
-    def _can_defer(self, call: Call) -> bool:
+    def _can_defer(self, call: LayerCall) -> bool:
         x, bias = call.input, call.bias
         return (
             _is_deferrable(call.weight)

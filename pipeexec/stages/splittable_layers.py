@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["LAYERS", "Call", "Layer", "WeightGradients"]
+__all__ = ["LAYERS", "Layer", "LayerCall", "WeightGradients"]
 
 #: Gradients of weight and bias; None for one that is not needed.
 WeightGradients = tuple[Tensor | None, Tensor | None]
@@ -42,7 +42,7 @@ class Layer(NamedTuple):
     is_matrix: bool = False
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """A call of a layer."""
 
     layer: Layer
@@ -75,18 +75,20 @@ _MATMUL = Layer(
 )
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Call | None:
-    return Call(_LINEAR, input, weight, bias) if input.dim() > 1 and weight.dim() == 2 else None
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> LayerCall | None:
+    return (
+        LayerCall(_LINEAR, input, weight, bias) if input.dim() > 1 and weight.dim() == 2 else None
+    )
 
 
-def _matmul(input: Tensor, other: Tensor) -> Call | None:
-    return Call(_MATMUL, input, other) if input.dim() > 1 and other.dim() == 2 else None
+def _matmul(input: Tensor, other: Tensor) -> LayerCall | None:
+    return LayerCall(_MATMUL, input, other) if input.dim() > 1 and other.dim() == 2 else None
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> Call | None:
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor) -> LayerCall | None:
     # The gradient of a bias of another shape is summed over other dimensions.
     fits = input.dim() == 1 and mat2.dim() == 2 and len(input) == mat2.shape[1]
-    return Call(_MATMUL, mat1, mat2, input) if fits else None
+    return LayerCall(_MATMUL, mat1, mat2, input) if fits else None
 
 
 # Convolutions: (batch, channels, ...) to the same
@@ -126,7 +128,7 @@ def _per_dimension(value: Any, n: int) -> Sequence[int]:
     return values * n if len(values) == 1 else values
 
 
-def _convolution(n: int) -> Callable[..., Call | None]:
+def _convolution(n: int) -> Callable[..., LayerCall | None]:
     """Return a parser of calls of ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``."""
 
     def parse(
@@ -137,7 +139,7 @@ def _convolution(n: int) -> Callable[..., Call | None]:
         padding: Any = 0,
         dilation: Any = 1,
         groups: int = 1,
-    ) -> Call | None:
+    ) -> LayerCall | None:
         if input.dim() != n + 2:  # a single sample
             return None
         if isinstance(padding, str):
@@ -152,12 +154,12 @@ def _convolution(n: int) -> Callable[..., Call | None]:
             padding = [size // 2 if padding == "same" else 0 for size in whole]
         sizes = _per_dimension(stride, n), _per_dimension(padding, n), _per_dimension(dilation, n)
         options = _Geometry(*sizes, transposed=False, output_padding=[0] * n, groups=groups)
-        return Call(_CONVOLUTION, input, weight, bias, options)
+        return LayerCall(_CONVOLUTION, input, weight, bias, options)
 
     return parse
 
 
-def _transposed(n: int) -> Callable[..., Call | None]:
+def _transposed(n: int) -> Callable[..., LayerCall | None]:
     """Return a parser of calls of ``F.conv_transpose1d`` to ``F.conv_transpose3d``."""
 
     def parse(
@@ -169,12 +171,12 @@ def _transposed(n: int) -> Callable[..., Call | None]:
         output_padding: Any = 0,
         groups: int = 1,
         dilation: Any = 1,
-    ) -> Call | None:
+    ) -> LayerCall | None:
         if input.dim() != n + 2:
             return None
         sizes = _per_dimension(stride, n), _per_dimension(padding, n), _per_dimension(dilation, n)
         options = _Geometry(*sizes, True, _per_dimension(output_padding, n), groups)
-        return Call(_CONVOLUTION, input, weight, bias, options)
+        return LayerCall(_CONVOLUTION, input, weight, bias, options)
 
     return parse
 
@@ -203,18 +205,18 @@ def _embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Call | None:
+) -> LayerCall | None:
     row = -1 if padding_idx is None else padding_idx % len(weight)
     # max_norm changes the weight in place.
     if sparse or max_norm is not None or not -len(weight) <= (padding_idx or 0) < len(weight):
         return None
-    return Call(_EMBEDDING, input, weight, None, (row, scale_grad_by_freq))
+    return LayerCall(_EMBEDDING, input, weight, None, (row, scale_grad_by_freq))
 
 
 #: Parser of the arguments of a call, by the function that torch passes to `__torch_function__`. It
 #: returns None for a call that is no layer, and raises TypeError for arguments that it does not
 #: know.
-LAYERS: Mapping[Any, Callable[..., Call | None]] = {
+LAYERS: Mapping[Any, Callable[..., LayerCall | None]] = {
     F.linear: _linear,
     torch.matmul: _matmul,
     torch.mm: _matmul,

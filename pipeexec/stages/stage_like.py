@@ -1,4 +1,4 @@
-"""`StageLike`: what the executor calls on a stage, whatever computes it."""
+"""`StageLike`: the attributes and methods of a stage that the executor uses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ __all__ = ["StageLike"]
 class StageLike(Protocol):
     """A stage that the executor can run: tasks of one micro-batch, and the bounds of a step.
 
-    The arguments of tasks are positional, so that a stage may accept and ignore those that it has
-    no use for.
+    The arguments of tasks are positional, so a stage may ignore arguments that it does not need.
 
     Attributes
     ----------

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PTX", "Kernels", "load_kernels"]
+__all__ = ["PTX", "GpuKernels", "load_kernels"]
 
 PTX = """\
 .version 6.3
@@ -123,7 +123,7 @@ $busy:
 _LARGEST = 2**31 - 1
 
 
-class Kernels(NamedTuple):
+class GpuKernels(NamedTuple):
     """The kernels, loaded on a GPU; each runs on the current stream.
 
     Attributes
@@ -144,7 +144,7 @@ class Kernels(NamedTuple):
 
 
 @cache
-def load_kernels(device: torch.device) -> Kernels:
+def load_kernels(device: torch.device) -> GpuKernels:
     """Return the kernels on a GPU; they are loaded once.
 
     Raises
@@ -171,4 +171,4 @@ def load_kernels(device: torch.device) -> Kernels:
     def locate(sms: Tensor, cycles: int) -> None:
         where_kernel(grid=(sms.numel(), 1, 1), args=[sms, min(cycles, _LARGEST)])
 
-    return Kernels(write_time, wait, locate)
+    return GpuKernels(write_time, wait, locate)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeexec.devices.emulated_links import gpu_kernels
-from pipeexec.devices.emulated_links.gpu_kernels import PTX, Kernels, load_kernels
+from pipeexec.devices.emulated_links.gpu_kernels import PTX, GpuKernels, load_kernels
 
 
 class Loaded:
@@ -70,7 +70,7 @@ def test_kernels_are_called_as_they_are_declared(loaded: Loaded) -> None:
     assert loaded.launched[1][2] == [at, 2_000, 3]
     assert [name for _, name in declared["pipeexec_wait"]] == ["at", "microseconds", "nanoseconds"]
     assert loaded.launched[2][1:] == ((7, 1, 1), [found, 5])
-    assert len(kernels) == len(Kernels._fields) == len(declared)
+    assert len(kernels) == len(GpuKernels._fields) == len(declared)
 
 
 def test_a_long_wait_is_an_int_of_c(loaded: Loaded) -> None:
