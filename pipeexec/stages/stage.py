@@ -128,7 +128,8 @@ class Stage(ModuleCaller):
     ) -> Values:
         """Run F; keep the activations, or only the input if they are ``recomputed``.
 
-        With ``split``, the backward is split, and layers defer their weight gradients to W. A forward that is run ``again`` leaves buffers as they are.
+        With ``split``, the backward is split, and layers defer their weight gradients to W. A
+        forward that is run ``again`` leaves buffers as they are.
         """
         fresh = self._fresh_buffers() if again else None
         inputs = tuple(value for value in values if value is not None)
