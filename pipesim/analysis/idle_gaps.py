@@ -1,0 +1,257 @@
+"""Columns of the idle gaps of devices and of the waits before each task.
+
+`idle_attribution` gives the gaps to causes from these columns.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.analysis.blocking import (
+    collective_latency,
+    joint_issue_times,
+    last_link_holder,
+    message_latency,
+    release_times,
+)
+from pipesim.ops import COLLECTIVES, COMPUTE, EXCHANGES, RECVS, SENDS, TRANSFERS, Op
+from pipesim.timeline.timeline import Timeline
+from pipesim.utils.csr import Ints
+from pipesim.utils.jit import kernel
+
+__all__ = ["Cause", "Chain", "Durations", "Gaps", "find_gaps", "make_chain", "make_durations"]
+
+Floats = NDArray[np.float64]
+
+
+class Cause(IntEnum):
+    """Cause of idle time of a device. The value is the place of its column.
+
+    ``str`` gives what tables and legends call it.
+    """
+
+    WARM_UP = 0
+    COOL_DOWN = 1
+    IMBALANCE = 2
+    LATENCY = 3
+    BANDWIDTH = 4
+    CONTENTION = 5
+    HOST = 6
+    STRAGGLER = 7
+    SCHEDULE_ORDER = 8
+
+    def __str__(self) -> str:
+        joint = "-" if self <= Cause.COOL_DOWN else " "
+        return self.name.lower().replace("_", joint)
+
+
+# Places of columns, and roles of tasks, as compiled loops take them.
+_WARM_UP, _COOL_DOWN, _LATENCY = int(Cause.WARM_UP), int(Cause.COOL_DOWN), int(Cause.LATENCY)
+_BANDWIDTH, _ORDER = int(Cause.BANDWIDTH), int(Cause.SCHEDULE_ORDER)
+COMPUTE_ROLE, COLLECTIVE_ROLE, SEND_ROLE, RECV_ROLE = range(4)
+#: Differences of durations below this share of the makespan are rounding of times.
+_ROUNDING = 1e-12
+
+
+class Gaps(NamedTuple):
+    """Gaps of devices: from when, until when, the tasks after and before, the phase.
+
+    ``previous`` is -1 before a device's first task. ``phase`` is the cause that the pipeline's own
+    cycle has there, or -1 for that of each task.
+    """
+
+    device: Ints
+    since: Floats
+    until: Floats
+    task: Ints
+    previous: Ints
+    phase: NDArray[np.int8]
+
+
+def find_gaps(timeline: Timeline) -> Gaps:
+    """Return the gaps between compute tasks of each device, and before the end of the step."""
+    import pandas as pd
+
+    graph, start, end = timeline.graph, timeline.start, timeline.end
+    n_devices, makespan = graph.n_devices, timeline.makespan
+    computes = np.flatnonzero(graph.is_op(COMPUTE))
+    computes = computes[np.lexsort((end[computes], start[computes], graph.device[computes]))]
+    # The end of the step is like a task on each device, which begins with it.
+    last = int(np.argmax(end)) if len(graph) else 0
+    device = np.concatenate([graph.device[computes], np.arange(n_devices)])
+    task = np.concatenate([computes, np.full(n_devices, last)])
+    until = np.concatenate([start[computes], np.full(n_devices, makespan)])
+    free = np.concatenate([end[computes], np.full(n_devices, makespan)])
+    order = np.argsort(device, kind="stable")
+    device, task, until = device[order], task[order], until[order]
+    free = pd.Series(free[order]).groupby(device).cummax().to_numpy()
+    since = np.zeros(len(device))
+    previous = np.full(len(device), -1, dtype=np.int64)
+    same = np.flatnonzero(device[1:] == device[:-1]) + 1
+    previous[same] = task[same - 1]
+    since[same] = np.maximum(free[same - 1], 0.0)  # clocks may differ by a little
+
+    backward = np.flatnonzero(graph.is_op(frozenset({Op.B, Op.I})))
+    forward = np.flatnonzero(graph.is_op(frozenset({Op.F})))
+    first_backward, last_forward = np.full(n_devices, np.inf), np.zeros(n_devices)
+    np.minimum.at(first_backward, graph.device[backward], start[backward])
+    np.maximum.at(last_forward, graph.device[forward], end[forward])
+    fills, drains = until <= first_backward[device], since >= last_forward[device]
+    phase = np.select([fills & drains, fills, drains], [-1, _WARM_UP, _COOL_DOWN], _ORDER)
+    gap = until > since
+    columns = device[gap], since[gap], until[gap], task[gap], previous[gap]
+    return Gaps(*columns, phase[gap].astype(np.int8))
+
+
+class Chain(NamedTuple):
+    """When each task was on the chain, for which cause, and what it waited for before that.
+
+    A RECV that ends with its message is on the chain from the end of its SEND. ``landed`` is when
+    the bytes of a message or a collective end and its latency begins. ``ready`` is when the task
+    ``before`` stopped blocking it. ``queued`` is the end of the last message that it waited behind.
+    """
+
+    start: Floats
+    end: Floats
+    landed: Floats
+    role: NDArray[np.int8]
+    of_task: NDArray[np.int8]
+    before: Ints
+    ready: Floats
+    issued: Floats
+    queued: Floats
+
+
+def make_chain(timeline: Timeline) -> Chain:
+    """Return the columns of the chains of waits; seconds, shape ``(len(graph),)``."""
+    graph, start, end = timeline.graph, timeline.start.copy(), timeline.end
+    role, of_task = _roles(timeline)
+    before, ready = np.full(len(graph), -1, dtype=np.int64), np.zeros(len(graph))
+    queued, latency = np.zeros(len(graph)), message_latency(timeline)
+    waits = graph.precedence
+    free = release_times(timeline)
+    _fill_waits(
+        waits.ptr, waits.values, free, role, graph.pair, end, latency, before, ready, queued
+    )
+    issued, held = joint_issue_times(graph, timeline.issue_times), last_link_holder(timeline)
+    late = (start > np.maximum(np.maximum(ready, queued), issued)) & (held >= 0)
+    queued[late] = np.maximum(queued[late], end[held[late]])
+
+    landed = np.maximum(start, end - collective_latency(timeline))
+    recv = np.flatnonzero((role == RECV_ROLE) & (graph.pair >= 0))
+    recv = recv[end[graph.pair[recv]] + latency[recv] > start[recv]]
+    sent, tail = end[graph.pair[recv]], end[recv] - latency[recv]
+    slower = (of_task[recv] == _BANDWIDTH) & (tail > sent + _ROUNDING * timeline.makespan)
+    landed[recv] = np.where(slower, tail, sent)
+    start[recv] = ready[recv] = sent
+    before[recv] = graph.pair[recv]
+    issued[recv] = queued[recv] = 0.0
+    return Chain(start, end, landed, role, of_task, before, ready, issued, queued)
+
+
+def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
+    """Return the role of each task, and the cause that its time is, but for the steady state."""
+    graph = timeline.graph
+    role = np.full(len(graph), COMPUTE_ROLE, dtype=np.int8)
+    for code, ops in ((COLLECTIVE_ROLE, COLLECTIVES), (SEND_ROLE, SENDS), (RECV_ROLE, RECVS)):
+        role[graph.is_op(ops)] = code
+    of_task = np.full(len(graph), _COOL_DOWN, dtype=np.int8)
+    of_task[graph.is_op(frozenset({Op.F, Op.R}))] = _WARM_UP
+    of_task[role != COMPUTE_ROLE] = _BANDWIDTH
+    of_task[graph.is_op(TRANSFERS) & (timeline.nbytes <= 0)] = _LATENCY
+    return role, of_task
+
+
+class Durations(NamedTuple):
+    """What each task took beyond its stage's usual time, and that beyond the mean of stages."""
+
+    straggles: Floats
+    uneven: Floats
+    rounding: float
+
+
+def make_durations(timeline: Timeline) -> Durations:
+    """Return by how much each task was slower than usual, and its stage than others; seconds."""
+    graph, rounding = timeline.graph, _ROUNDING * timeline.makespan
+    usual = _typical_durations(timeline)
+    uneven = np.zeros_like(usual)
+    for row, present in enumerate(~np.isnan(usual)):
+        if present.any():
+            uneven[row, present] = (
+                usual[row, present] - math.fsum(usual[row, present]) / present.sum()
+            )
+    place = _rows(timeline), graph.stage
+    straggles = np.nan_to_num(timeline.duration - usual[place])
+    of_tasks = np.nan_to_num(uneven[place])
+    for column in (straggles, of_tasks):
+        column[np.abs(column) <= rounding] = 0.0
+    return Durations(straggles, of_tasks, rounding)
+
+
+def _rows(timeline: Timeline) -> Ints:
+    """Return each task's row of `_typical_durations`: halves of overlapped actions are apart.
+
+    So are the two parts of REORDER, which are never such halves.
+    """
+    kinds = timeline.graph.kinds
+    sums = (kinds.op == Op.REORDER) & (kinds.part == EXCHANGES.index("gradients"))
+    rows: Ints = (2 * kinds.op + (kinds.overlapped | sums))[timeline.graph.kind]
+    return rows
+
+
+def _typical_durations(timeline: Timeline) -> Floats:
+    """Return the lower median of each operation's durations on each stage, NaN where it has none.
+
+    Shape ``(2 * len(Op), n_stages)``; `_rows` says which row is whose.
+    """
+    graph, duration = timeline.graph, timeline.duration
+    usual = np.full((2 * len(Op), graph.n_stages), np.nan)
+    tasks = np.flatnonzero(graph.is_op(COMPUTE))
+    cell = _rows(timeline)[tasks] * graph.n_stages + graph.stage[tasks]
+    order = np.lexsort((duration[tasks], cell))
+    cells, first, count = np.unique(cell[order], return_index=True, return_counts=True)
+    usual.flat[cells] = duration[tasks][order][first + (count - 1) // 2]
+    return usual
+
+
+@kernel()
+def _fill_waits(
+    ptr: Ints,
+    values: Ints,
+    free: Floats,
+    role: NDArray[np.int8],
+    pair: Ints,
+    end: Floats,
+    latency: Floats,
+    before: Ints,
+    ready: Floats,
+    queued: Floats,
+) -> None:
+    """Fill the columns of `Chain` that come from other tasks; they come in as -1, 0 and 0.
+
+    ``free`` is when each of ``values`` stopped blocking its successor. A message waits behind other
+    messages (``queued``). Every other task that it waits for may be ``before`` it. Of several that
+    stopped blocking at one moment, the largest id counts.
+    """
+    for task in range(len(role)):
+        for k in range(ptr[task], ptr[task + 1]):
+            other = values[k]
+            if role[task] == RECV_ROLE and other == pair[task]:
+                continue
+            if role[task] >= SEND_ROLE and role[other] >= SEND_ROLE:
+                queued[task] = max(queued[task], free[k])
+            elif (
+                before[task] < 0
+                or free[k] > ready[task]
+                or (free[k] == ready[task] and other > before[task])
+            ):
+                before[task], ready[task] = other, free[k]
+        if role[task] == RECV_ROLE and pair[task] >= 0:
+            came = end[pair[task]] + latency[task]
+            if before[task] < 0 or came > ready[task]:
+                before[task], ready[task] = pair[task], came
