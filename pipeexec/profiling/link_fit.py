@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.replay import hand_over
+from pipesim.analysis.replay import message_times
 from pipesim.network.links import Link
 from pipesim.network.network import Network
 from pipesim.ops import RECVS
@@ -184,7 +184,7 @@ def _waited(timelines: Iterable[Timeline]) -> dict[Pair, list[tuple[float, float
     """Return bytes and seconds of the messages that were waited for, by their pair of devices."""
     found: dict[Pair, list[tuple[float, float]]] = {}
     for timeline in timelines:
-        graph, seconds = timeline.graph, hand_over(timeline, waited_only=True)
+        graph, seconds = timeline.graph, message_times(timeline, waited_only=True)
         for recv in np.flatnonzero(graph.is_op(RECVS) & ~np.isnan(seconds)).tolist():
             ends = int(graph.device[graph.pair[recv]]), int(graph.device[recv])
             row = float(timeline.nbytes[recv]), float(seconds[recv])

@@ -14,7 +14,7 @@ from pipeexec.validation.confidence import Interval, mean_interval
 from pipesim.analysis.compare import Comparison
 from pipesim.analysis.error_attribution import PARTS
 from pipesim.analysis.measured_costs import stage_seconds
-from pipesim.analysis.replay import hand_over
+from pipesim.analysis.replay import message_times
 from pipesim.ops import COMPUTE, EXCHANGES, REORDERED, Op
 from pipesim.timeline.timeline import Timeline
 
@@ -131,7 +131,7 @@ def op_seconds(timeline: Timeline) -> Mapping[Key, float]:
             name = op.name if part is None else f"{op.name}.{part}"
             name = f"{name} overlapped" if overlapped else name
             found |= {(name, s): float(x) for s, x in enumerate(seconds) if not np.isnan(x)}
-    waited = hand_over(timeline, waited_only=True)
+    waited = message_times(timeline, waited_only=True)
     recvs = np.flatnonzero(~np.isnan(waited))
     sends = graph.pair[recvs]
     for op in (Op.SEND_F, Op.SEND_B):

@@ -100,9 +100,9 @@ class AutogradOrders:
         return pd.DataFrame(chosen, index=list(rows))
 
     def __repr__(self) -> str:
-        of = "all" if self.is_exhaustive else f"of {self.n_possible:,.8g}"
+        share = "all" if self.is_exhaustive else f"of {self.n_possible:,.8g}"
         return (
-            f"<AutogradOrders: {len(self.schedules)} orders ({of}), makespan "
+            f"<AutogradOrders: {len(self.schedules)} orders ({share}), makespan "
             f"{self.makespans.min():.6g} to {self.makespans.max():.6g} s>"
         )
 
@@ -188,7 +188,7 @@ def autograd_orders(
             break
         different.setdefault((*orders, *last))
     schedules = tuple(_schedule(orders, m, n_recomputed) for orders in different)
-    timelines = tuple(simulate(lower(each, **lowering), costs) for each in schedules)
+    timelines = tuple(simulate(lower(schedule, **lowering), costs) for schedule in schedules)
     return AutogradOrders(schedules, timelines, n_possible)
 
 

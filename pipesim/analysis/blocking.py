@@ -1,4 +1,4 @@
-"""What tasks of a timeline waited for besides ends of others: hosts, links, parts of backwards."""
+"""Constraints other than dependencies that delayed tasks: host launch, links, gradient buckets."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ __all__ = [
     "bucket_shares",
     "collective_latency",
     "exact_seconds",
-    "held_links",
-    "issued_together",
-    "let_go",
+    "joint_issue_times",
+    "last_link_holder",
     "measured_shares",
     "message_latency",
+    "release_times",
 ]
 
 #: Differences of times below this share of the makespan are rounding.
 _ROUNDING = 1e-12
 
 
-def issued_together(graph: TaskGraph, issued: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return when the hosts had issued each task and those it meets (rule 7).
+def joint_issue_times(graph: TaskGraph, issued: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return when the hosts had issued each task and its partners (rule 7).
 
-    ``issued`` is when they had issued each alone; both in seconds, shape ``(len(graph),)``.
+    Partners are the RECV of a rendezvous and the members of a collective. ``issued`` is when the
+    hosts had issued each task alone; both in seconds, shape ``(len(graph),)``.
     """
     together = issued.copy()
     if graph.rendezvous:
@@ -56,37 +57,38 @@ def exact_seconds(first: NDArray[np.float64], last: NDArray[np.float64]) -> NDAr
 
 def _nearest(
     factor: NDArray[np.float64],
-    of: NDArray[np.float64] | float,
+    multiplier: NDArray[np.float64] | float,
     first: NDArray[np.float64],
     last: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Return ``factor`` or a neighbouring double, such that ``first + factor * of == last``.
+    """Return ``factor`` or a neighbour, such that ``first + factor * multiplier == last``.
 
-    Where none of them is right, one whose sum is smaller.
+    If no such double is right, return one whose sum is smaller.
     """
     below, above = np.nextafter(factor, -np.inf), np.nextafter(factor, np.inf)
-    found = np.where(first + factor * of > last, below, factor)
+    nearest = np.where(first + factor * multiplier > last, below, factor)
     for near in (above, below, factor):
-        found = np.where(first + near * of == last, near, found)
-    return found
+        nearest = np.where(first + near * multiplier == last, near, nearest)
+    return nearest
 
 
-def held_links(timeline: Timeline) -> Ints:
-    """Return what held one of a message's links last before it started (rule 8), for each.
+def last_link_holder(timeline: Timeline) -> Ints:
+    """Return the task that held one of a task's links last before it started (rule 8).
 
-    A message or a collective's member, and likewise for each collective, whose members wait for
-    the links of all. Shape ``(len(graph),)``. -1 where there is none, or where links are not known
-    for want of costs. Of several that ended at one moment, the smallest id.
+    The holder is a message or a member of a collective, and so is the task that waits. Members of
+    a collective wait for the links of all its members. Shape ``(len(graph),)``. -1 without a
+    holder, or if links are not known because the timeline has no costs. Of several holders that
+    ended at one moment, the smallest id.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
-    found = np.full(len(graph), -1, dtype=np.int64)
+    holder_of_task = np.full(len(graph), -1, dtype=np.int64)
     if timeline.costs is None:
-        return found
+        return holder_of_task
     links = timeline.costs.of(graph).links
-    # What takes no time holds nothing, and waits for no link.
+    # A task of 0 s holds no link, and waits for none.
     task, place = np.nonzero((links >= 0) & (end > start)[:, None])
     if not len(task):
-        return found
+        return holder_of_task
     link = links[task, place].astype(np.int64)
     # Sorted by link, then end; of one end the smallest id comes last.
     moments = np.unique(end[task])
@@ -95,25 +97,27 @@ def held_links(timeline: Timeline) -> Ints:
     order = np.lexsort((-task, ended))
     began = link * width + np.searchsorted(moments, start[task], "right")
     position = np.searchsorted(ended[order], began, "right") - 1
-    there = (position >= 0) & (link[order[position]] == link)
-    holder, waiter = task[order[position[there]]], task[there]
+    same_link = (position >= 0) & (link[order[position]] == link)
+    holder, waiter = task[order[position[same_link]]], task[same_link]
     latest = np.lexsort((holder, -end[holder], waiter))
     first = latest[np.unique(waiter[latest], return_index=True)[1]]
-    found[waiter[first]] = holder[first]
+    holder_of_task[waiter[first]] = holder[first]
     for number in range(len(graph.collectives)):
         members = graph.collectives[number]
-        holders = found[members][found[members] >= 0]
+        holders = holder_of_task[members][holder_of_task[members] >= 0]
         if len(holders):
-            found[members] = holders[np.lexsort((holders, -end[holders]))[0]]
-    return found
+            holder_of_task[members] = holders[np.lexsort((holders, -end[holders]))[0]]
+    return holder_of_task
 
 
-def let_go(timeline: Timeline, shares: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """Return when each task of ``graph.precedence`` let the one go that it comes before; seconds.
+def release_times(
+    timeline: Timeline, shares: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """Return, for each entry of ``graph.precedence``, when it stopped blocking its successor (s).
 
-    One value for each of ``graph.precedence.values``: the end of that task, or for buckets of
-    gradients, the moment when their last backward had got as far as they need: ``shares``, one a
-    task, or those of `bucket_shares`.
+    One value for each of ``graph.precedence.values``: the end of that task. For buckets of
+    gradients it is the moment when their last backward has done the part that they need:
+    ``shares``, one a task, or those of `bucket_shares`.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     waits = graph.precedence
@@ -123,17 +127,19 @@ def let_go(timeline: Timeline, shares: NDArray[np.float64] | None = None) -> NDA
         return moments
     backward = graph.during[buckets]
     shares = bucket_shares(timeline) if shares is None else shares
-    made = start[backward] + shares[buckets] * (end[backward] - start[backward])
+    done = start[backward] + shares[buckets] * (end[backward] - start[backward])
     # Draws aside, a bucket that starts at once does so at this very moment.
-    near = np.abs(made - start[buckets]) <= _ROUNDING * timeline.makespan
-    made = np.minimum(np.where(near, start[buckets], made), end[backward])
-    behind = graph.stream[buckets] == graph.stream[backward]  # the stream itself comes to it later
-    made = np.where(behind, end[backward], made)
+    near = np.abs(done - start[buckets]) <= _ROUNDING * timeline.makespan
+    done = np.minimum(np.where(near, start[buckets], done), end[backward])
+    same_stream = (
+        graph.stream[buckets] == graph.stream[backward]
+    )  # the stream itself comes to it later
+    done = np.where(same_stream, end[backward], done)
     # All members of a collective wait for what each of them needs.
     label = np.where(graph.group >= 0, graph.group, len(graph) + np.arange(len(graph)))
-    cells, of = np.unique(label[buckets] * len(graph) + backward, return_inverse=True)
+    cells, number_of_cell = np.unique(label[buckets] * len(graph) + backward, return_inverse=True)
     latest = np.full(len(cells), -np.inf)
-    np.fmax.at(latest, of, made)
+    np.fmax.at(latest, number_of_cell, done)
     wanted = label[waits.rows] * len(graph) + waits.values
     place = np.minimum(np.searchsorted(cells, wanted), len(cells) - 1)
     return np.where(cells[place] == wanted, latest[place], moments)
@@ -150,12 +156,13 @@ def bucket_shares(timeline: Timeline) -> NDArray[np.float64]:
 
 
 def measured_shares(
-    timeline: Timeline, said: NDArray[np.float64] | None = None
+    timeline: Timeline, predicted: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
     """Return the part of its backward after which each bucket started, 1 for other tasks.
 
-    Where it may have waited for something else beyond the part that is ``said``, by default that of
-    the timeline's costs, no more than that: the start does not show it. Shape ``(len(graph),)``.
+    ``predicted`` are the shares that are expected, by default those of the timeline's costs. They
+    are upper bounds for buckets that may have waited for something else: there, the start does
+    not show the share. Shape ``(len(graph),)``.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     shares = np.ones(len(graph))
@@ -167,18 +174,20 @@ def measured_shares(
     after = exact_seconds(start[backward], start[buckets])
     part = np.divide(after, lasted, out=np.ones(len(buckets)), where=lasted > 0)
     shares[buckets] = np.clip(_nearest(part, lasted, start[backward], start[buckets]), 0.0, 1.0)
-    if said is None and timeline.costs is None:
+    if predicted is None and timeline.costs is None:
         return shares
-    said = bucket_shares(timeline) if said is None else said
-    waits, held = graph.precedence, held_links(timeline)[buckets]
+    predicted = bucket_shares(timeline) if predicted is None else predicted
+    waits, held = graph.precedence, last_link_holder(timeline)[buckets]
     rows, values = waits.rows, waits.values
     other = ~np.isin(values, backward)
     busy = np.where(held >= 0, end[held], 0.0)
-    latest = issued_together(graph, timeline.issue_times)
+    latest = joint_issue_times(graph, timeline.issue_times)
     np.maximum.at(latest, rows[other], end[values[other]])
     busy = np.maximum(busy, latest[buckets])
-    hidden = busy > start[backward] + said[buckets] * lasted
-    shares[buckets] = np.where(hidden, np.minimum(shares[buckets], said[buckets]), shares[buckets])
+    hidden = busy > start[backward] + predicted[buckets] * lasted
+    shares[buckets] = np.where(
+        hidden, np.minimum(shares[buckets], predicted[buckets]), shares[buckets]
+    )
     return shares
 
 

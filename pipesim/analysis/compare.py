@@ -98,12 +98,12 @@ def warn_of_other_models(
 
 def summary(timeline: Timeline) -> dict[str, float]:
     """Return what tables say of a timeline: the columns of `compare` but for ``relative``."""
-    known = timeline.costs is not None
+    has_costs = timeline.costs is not None
     return {
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,
         "throughput": timeline.throughput,
-        "peak_memory": float(timeline.peak_memory.max()) if known else float("nan"),
+        "peak_memory": float(timeline.peak_memory.max()) if has_costs else float("nan"),
     }
 
 
@@ -126,16 +126,16 @@ class Comparison:
         for name, timeline in (("predicted", self.predicted), ("measured", self.measured)):
             if not isinstance(timeline, Timeline):
                 raise ArgumentError(f"{name} is no Timeline but {type(timeline).__name__}")
-        mine, other = self.predicted.graph, self.measured.graph
-        if mine is other:
+        graph, other = self.predicted.graph, self.measured.graph
+        if graph is other:
             return
-        same = (len(mine), mine.streams) == (len(other), other.streams) and all(
-            (getattr(mine, column) == getattr(other, column)).all()
+        same = (len(graph), graph.streams) == (len(other), other.streams) and all(
+            (getattr(graph, column) == getattr(other, column)).all()
             for column in ("op", "device", "stage", "microbatch", "stream")
         )
         if not same:
             raise TimelineError(
-                f"predicted ({mine!r}) and measured ({other!r}) are not of the same tasks; "
+                f"predicted ({graph!r}) and measured ({other!r}) are not of the same tasks; "
                 "simulate the graph that was run"
             )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.blocking import held_links, issued_together, let_go
+from pipesim.analysis.blocking import joint_issue_times, last_link_holder, release_times
 from pipesim.errors import TimelineError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS
@@ -60,8 +60,8 @@ def critical_path(timeline: Timeline) -> pd.DataFrame:
     """
     if not timeline.ran.any():
         raise TimelineError(f"timeline {timeline.name!r} has no task that ran")
-    issued = issued_together(timeline.graph, timeline.issue_times)
-    held, moments = held_links(timeline), let_go(timeline)
+    issued = joint_issue_times(timeline.graph, timeline.issue_times)
+    held, moments = last_link_holder(timeline), release_times(timeline)
     task: int | None = int(np.nanargmax(timeline.end))
     chain: list[tuple[int, str, float]] = []
     while task is not None:
@@ -85,7 +85,7 @@ def _cause(
 ) -> tuple[int | None, str]:
     """Return the task that ``task`` waited for last, and why; no task at the step's start.
 
-    ``moments`` are those of `let_go`.
+    ``moments`` are those of `release_times`.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     entries = slice(*graph.precedence.ptr[task : task + 2])
@@ -107,8 +107,8 @@ def _cause(
     holder = int(held[task])
     if holder >= 0 and end[holder] == start[task]:
         return holder, "link"
-    known = max(0.0 if last is None else free[last], 0.0 if holder < 0 else end[holder])
-    if timeline.issued is not None and known < issued[task] <= start[task]:
+    ready = max(0.0 if last is None else free[last], 0.0 if holder < 0 else end[holder])
+    if timeline.issued is not None and ready < issued[task] <= start[task]:
         return None, "host"  # recorded: it takes a moment until the task starts
     return (None, "start") if last is None else (last, _relation(graph, task, last))
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from pipesim.analysis.blocking import (
     bucket_shares,
-    issued_together,
-    let_go,
+    joint_issue_times,
     measured_shares,
     message_latency,
+    release_times,
 )
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError, number
@@ -115,14 +115,14 @@ def _shapley(value: Callable[[int], float], plays: list[bool]) -> list[float]:
     players = [bit for bit, does in enumerate(plays) if does]
     n = len(players)
     sets = [sum(1 << players[k] for k in range(n) if mask >> k & 1) for mask in range(1 << n)]
-    found = {members: value(members) for members in sets}
+    value_of_set = {members: value(members) for members in sets}
     parts = [0.0] * len(plays)
     for bit in players:
         for members in sets:
             if not members >> bit & 1:
                 size = members.bit_count()
                 weight = 1.0 / (n * math.comb(n - 1, size))
-                parts[bit] += weight * (found[members] - found[members | 1 << bit])
+                parts[bit] += weight * (value_of_set[members] - value_of_set[members | 1 << bit])
     return parts
 
 
@@ -158,7 +158,7 @@ class _Values:
             real = np.minimum(real, measured.start)  # clocks may differ by a little
         elif measured.costs is None:
             real = own
-        self.said = _Tasks(
+        self.predicted = _Tasks(
             *_mean_and_shape(graph, predicted.duration),
             np.where(graph.is_op(RECVS), 0.0, predicted.duration),
             np.where(graph.pair >= 0, np.maximum(usual, usual[graph.pair]), 0.0),
@@ -167,22 +167,22 @@ class _Values:
             own,
             np.zeros(len(graph)),
         )
-        share = measured_shares(measured, self.said.share)
+        share = measured_shares(measured, self.predicted.share)
         held, latency, late = _waits(graph, measured, usual, real, share)
         mean_and_shape = _mean_and_shape(graph, measured.duration)
-        self.seen = _Tasks(*mean_and_shape, held, latency, _links(measured), share, real, late)
+        self.measured = _Tasks(*mean_and_shape, held, latency, _links(measured), share, real, late)
 
     def differs(self, kind: int) -> bool:
         """Tell whether the timelines differ in a kind; order as in `PARTS`."""
         return any(
-            not np.array_equal(getattr(self.said, name), getattr(self.seen, name))
+            not np.array_equal(getattr(self.predicted, name), getattr(self.measured, name))
             for name in _FIELDS[kind]
         )
 
-    def makespan(self, seen: int) -> float:
-        """Return the makespan if the kinds in the bits of ``seen`` were as measured."""
+    def makespan(self, kinds_measured: int) -> float:
+        """Return the makespan if the kinds in the bits of ``kinds_measured`` were as measured."""
         chosen = {
-            name: getattr(self.seen if seen >> kind & 1 else self.said, name)
+            name: getattr(self.measured if kinds_measured >> kind & 1 else self.predicted, name)
             for kind, names in enumerate(_FIELDS)
             for name in names
         }
@@ -228,22 +228,22 @@ def _waits(
     """
     start, end = timeline.start, timeline.end
     is_recv, member = graph.is_op(RECVS), graph.group >= 0
-    ready, last, before = _needs(graph, let_go(timeline, share))
-    reached = np.maximum(ready, issued_together(graph, issued))
+    ready, last, before = _needs(graph, release_times(timeline, share))
+    reached = np.maximum(ready, joint_issue_times(graph, issued))
     late = np.maximum(0.0, start - reached)
     # Within a stream nothing is handed over; a late start there is unexplained.
-    handed = (last >= 0) & (graph.stream[last] != graph.stream) & ~is_recv & ~member
-    late = np.where(handed, late, 0.0)
+    is_handed_over = (last >= 0) & (graph.stream[last] != graph.stream) & ~is_recv & ~member
+    late = np.where(is_handed_over, late, 0.0)
     held = np.where(is_recv, 0.0, end - start)
     held[member] = np.maximum(0.0, end - reached)[member]
 
     recvs = np.flatnonzero(is_recv & (graph.pair >= 0))
     sends = graph.pair[recvs]
-    there = np.maximum(before, issued)[recvs]  # when the RECV's own stream came to it
+    stream_ready = np.maximum(before, issued)[recvs]  # when the RECV's own stream came to it
     expected = end[sends] + usual[recvs]
-    shown = (expected > there) | (end[recvs] - there > usual[recvs])
+    shown = (expected > stream_ready) | (end[recvs] - stream_ready > usual[recvs])
     woken = np.full(len(graph), np.inf)
-    waited = np.flatnonzero(handed & is_recv[last])
+    waited = np.flatnonzero(is_handed_over & is_recv[last])
     np.minimum.at(woken, last[waited], late[waited])
     wake = np.where(shown & np.isfinite(woken[recvs]), woken[recvs], 0.0)
     arrived = end[recvs] + wake

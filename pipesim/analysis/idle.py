@@ -81,7 +81,12 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     graph = timeline.graph
     timeline.check_complete("what devices waited for is known of")
     seconds = seconds_of_causes(timeline)
-    exact = np.stack([_summing_to(*each) for each in zip(timeline.idle, seconds, strict=True)])
+    exact = np.stack(
+        [
+            _summing_to(*device_seconds)
+            for device_seconds in zip(timeline.idle, seconds, strict=True)
+        ]
+    )
     index = pd.RangeIndex(graph.n_devices, name="device")
     return pd.DataFrame(exact, index=index, columns=list(CAUSES))
 
@@ -99,8 +104,8 @@ def idle_shares(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     import pandas as pd
 
     rows = {
-        name: idle_by_cause(each).sum() / (each.n_devices * each.makespan or 1.0)
-        for name, each in timelines.items()
+        name: idle_by_cause(timeline).sum() / (timeline.n_devices * timeline.makespan or 1.0)
+        for name, timeline in timelines.items()
     }
     table = pd.DataFrame.from_dict(rows, orient="index", columns=list(CAUSES))
     return table.rename_axis("schedule")

@@ -29,15 +29,15 @@ def measured_collectives(timeline: Timeline, network: Network, average: Average)
     """
     graph = timeline.graph
     seconds = _seconds(timeline, average)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for (op, part), of_stage in seconds.items():
         if op == Op.ALL_TO_ALL:
-            found[MEASURED_COLLECTIVES[EXCHANGES[part]]] = _filled(of_stage)
+            values[MEASURED_COLLECTIVES[EXCHANGES[part]]] = _filled(of_stage)
         elif part < 0:
-            found[MEASURED_COLLECTIVES[op.name]] = _filled(of_stage)
+            values[MEASURED_COLLECTIVES[op.name]] = _filled(of_stage)
     n_buckets = 1 + max((part for op, part in seconds if op == Op.REDUCE_GRAD), default=-1)
     if n_buckets == 0:
-        return found
+        return values
     parts = np.stack([seconds[Op.REDUCE_GRAD, part] for part in range(n_buckets)])
     algorithm = "ring" if timeline.costs is None else timeline.costs.all_reduce
     least = np.array(
@@ -47,12 +47,12 @@ def measured_collectives(timeline: Timeline, network: Network, average: Average)
         ]
     )
     bytes_only = np.maximum(parts - least, 0.0)
-    found["reduce_grad"] = _filled(np.minimum(least, parts.max(axis=0)) + bytes_only.sum(axis=0))
+    values["reduce_grad"] = _filled(np.minimum(least, parts.max(axis=0)) + bytes_only.sum(axis=0))
     if timeline.costs is None:
-        found["buckets"] = _buckets(timeline, bytes_only)
+        values["buckets"] = _buckets(timeline, bytes_only)
     else:
-        found["buckets"] = timeline.costs.buckets
-    return found
+        values["buckets"] = timeline.costs.buckets
+    return values
 
 
 def _seconds(timeline: Timeline, average: Average) -> dict[tuple[Op, int], Floats]:
@@ -64,13 +64,15 @@ def _seconds(timeline: Timeline, average: Average) -> dict[tuple[Op, int], Float
     np.maximum.at(end, number, timeline.end[members])
     lasted = np.maximum(end - last, 0.0)
     first = members[graph.collectives.ptr[:-1]]
-    found: dict[tuple[Op, int], Floats] = {}
+    seconds: dict[tuple[Op, int], Floats] = {}
     kinds = np.unique(np.stack([graph.op[first], graph.part[first], graph.stage[first]]), axis=1)
     for op, part, stage in kinds.T.tolist():
-        mine = (graph.op[first] == op) & (graph.part[first] == part) & (graph.stage[first] == stage)
-        of_stage = found.setdefault((Op(op), part), np.full(graph.n_stages, np.nan))
-        of_stage[stage] = average(lasted[mine])
-    return found
+        selected = (
+            (graph.op[first] == op) & (graph.part[first] == part) & (graph.stage[first] == stage)
+        )
+        of_stage = seconds.setdefault((Op(op), part), np.full(graph.n_stages, np.nan))
+        of_stage[stage] = average(lasted[selected])
+    return seconds
 
 
 def _buckets(timeline: Timeline, seconds: Floats) -> list[list[tuple[float, float]]]:
@@ -79,15 +81,17 @@ def _buckets(timeline: Timeline, seconds: Floats) -> list[list[tuple[float, floa
     ``seconds`` has a row a bucket and a column a stage, NaN for a stage without buckets.
     """
     graph, shares = timeline.graph, measured_shares(timeline)
-    found: list[list[tuple[float, float]]] = []
+    buckets: list[list[tuple[float, float]]] = []
     for stage, of_stage in enumerate(seconds.T):
         parts = of_stage[~np.isnan(of_stage)]
         even = np.full(len(parts), 1 / max(len(parts), 1))
         sizes = parts / parts.sum() if parts.sum() > 0 else even
-        of = [(graph.stage == stage) & (graph.part == part) for part in range(len(parts))]
-        ready = [shares[each & (graph.op == Op.REDUCE_GRAD)].mean() for each in of]
-        found.append(list(zip(sizes.tolist(), map(float, ready), strict=True)))
-    return found
+        tasks_of_part = [
+            (graph.stage == stage) & (graph.part == part) for part in range(len(parts))
+        ]
+        ready = [shares[tasks & (graph.op == Op.REDUCE_GRAD)].mean() for tasks in tasks_of_part]
+        buckets.append(list(zip(sizes.tolist(), map(float, ready), strict=True)))
+    return buckets
 
 
 def _filled(values: Floats) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.measured_collectives import measured_collectives
-from pipesim.analysis.replay import hand_over, replay_costs
+from pipesim.analysis.replay import message_times, replay_costs
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
 from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs, PerStage
 from pipesim.costs.pricing import DURATION_OF, message_bytes
@@ -197,8 +197,8 @@ def stage_seconds(
     tasks = np.flatnonzero(wanted if part is None else wanted & (graph.part == part))
     stage, duration = graph.stage[tasks], timeline.duration[tasks]
     means = np.full(graph.n_stages, np.nan)
-    for each in np.unique(stage):
-        means[each] = _AVERAGES[average](duration[stage == each])
+    for index in np.unique(stage):
+        means[index] = _AVERAGES[average](duration[stage == index])
     return means
 
 
@@ -237,8 +237,8 @@ def _skip_bytes(timeline: Timeline) -> SkipBytes | None:
 
 def waits(timelines: Iterable[Timeline]) -> NDArray[np.float64]:
     """Return seconds from SEND to use of each message that its consumer waited for."""
-    seconds = [hand_over(each, waited_only=True) for each in timelines]
-    return np.concatenate([each[~np.isnan(each)] for each in seconds])
+    seconds = [message_times(values, waited_only=True) for values in timelines]
+    return np.concatenate([values[~np.isnan(values)] for values in seconds])
 
 
 def _network(timeline: Timeline, average: str) -> Network:
@@ -255,10 +255,10 @@ def _network(timeline: Timeline, average: str) -> Network:
     held = np.where(nbytes > 0, np.maximum(0.0, timeline.duration[sends] - fixed), 0.0)
     # A RECV that its stream and host had reached when its message came shows how long that was.
     ready = _reached(timeline, recvs) < timeline.end[recvs]
-    rest = hand_over(timeline, waited_only=True)[recvs] - held - fixed
+    rest = message_times(timeline, waited_only=True)[recvs] - held - fixed
     counted = ready & ~np.isnan(rest)
     if not counted.any():  # none was waited for
-        rest, counted = hand_over(timeline)[recvs] - held - fixed, ready
+        rest, counted = message_times(timeline)[recvs] - held - fixed, ready
     latency = float(_AVERAGES[average](rest[counted]) if counted.any() else rest.min())
     bandwidth = float(nbytes.sum() / held.sum()) if held.any() else math.inf
     return Network(latency=max(latency, 0.0), bandwidth=bandwidth)
@@ -289,11 +289,11 @@ def scaled(
         raise CostsError(f"factor must be finite and >= 0, got {factor!r}")
     names = (*DURATION_OF.values(), "overlapped", "reorder_gradients")
     times = {name: getattr(costs, name) for name in names}
-    given = {name: x for name, x in times.items() if x is not None}
+    present = {name: x for name, x in times.items() if x is not None}
     n_stages = _common_stages(costs, stage, n_stages)
     changed: dict[str, Any]
     if stage is None:
-        changed = {name: _times(name, x, value) for name, x in given.items()}
+        changed = {name: _times(name, x, value) for name, x in present.items()}
         return replace(costs, **changed)
     if n_stages is None:
         raise CostsError(
@@ -303,7 +303,7 @@ def scaled(
     if check_count("stage", stage, 0) >= n_stages:
         raise CostsError(f"there is no stage {stage} in costs of {n_stages} stages")
     changed = {}
-    for name in given:
+    for name in present:
         seconds = costs.per_stage(name, n_stages).tolist()
         seconds[stage] = _times(name, seconds[stage], value)
         changed[name] = tuple(seconds)
@@ -331,10 +331,10 @@ def _times(name: str, seconds: PerStage, factor: float) -> PerStage:
     CostsError
         If a product is too large a number.
     """
-    each = tuple(x * factor for x in (seconds if isinstance(seconds, tuple) else (seconds,)))
-    if math.inf in each:
+    products = tuple(x * factor for x in (seconds if isinstance(seconds, tuple) else (seconds,)))
+    if math.inf in products:
         raise CostsError(
             f"{name} must be finite seconds, and factor={factor!r} makes them too large a number; "
             "give a smaller factor"
         )
-    return each if isinstance(seconds, tuple) else each[0]
+    return products if isinstance(seconds, tuple) else products[0]

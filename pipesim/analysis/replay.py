@@ -5,14 +5,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.blocking import exact_seconds, held_links, issued_together, measured_shares
+from pipesim.analysis.blocking import (
+    exact_seconds,
+    joint_issue_times,
+    last_link_holder,
+    measured_shares,
+)
 from pipesim.costs.task_costs import CostTable, TaskCosts
 from pipesim.errors import ArgumentError
 from pipesim.ops import RECVS
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["hand_over", "replay", "replay_costs"]
+__all__ = ["message_times", "replay", "replay_costs"]
 
 
 def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
@@ -77,7 +82,7 @@ def _latencies(timeline: Timeline) -> NDArray[np.float64]:
     latency = np.zeros(len(graph))
     recvs = np.flatnonzero(graph.is_op(RECVS))
     sends = graph.pair[recvs]
-    arrived = _of_use(timeline)[recvs]
+    arrived = _use_times(timeline)[recvs]
     by_end = exact_seconds(end[sends], arrived)
     by_start = exact_seconds(start[sends], start[recvs])
     # The two are one number, each with the rounding of another sum; it is in both intervals.
@@ -93,7 +98,7 @@ def _latencies(timeline: Timeline) -> NDArray[np.float64]:
     return latency
 
 
-def hand_over(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
+def message_times(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
     """Return the seconds that each message took to be of use; NaN for tasks that are no RECV.
 
     From the start of its SEND to that of its consumer, where the consumer's stream waited for it;
@@ -102,12 +107,12 @@ def hand_over(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.fl
     graph = timeline.graph
     seconds = np.full(len(graph), np.nan)
     recvs = np.flatnonzero(graph.is_op(RECVS))
-    seconds[recvs] = _of_use(timeline, waited_only=waited_only)[recvs]
+    seconds[recvs] = _use_times(timeline, waited_only=waited_only)[recvs]
     seconds[recvs] -= timeline.start[graph.pair[recvs]]
     return seconds
 
 
-def _of_use(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
+def _use_times(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
     """Return when each RECV's message was of use; NaN for other tasks.
 
     At the start of its consumer, where that waited for nothing else that is known: no other task,
@@ -115,9 +120,9 @@ def _of_use(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.floa
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     consumers = graph.dependencies.transpose()
-    held = held_links(timeline)
+    held = last_link_holder(timeline)
     free = np.maximum(
-        issued_together(graph, timeline.issue_times), np.where(held >= 0, end[held], 0.0)
+        joint_issue_times(graph, timeline.issue_times), np.where(held >= 0, end[held], 0.0)
     )
     free[free <= 0] = -np.inf  # nothing was waited for
     moments = np.full(len(graph), np.nan)

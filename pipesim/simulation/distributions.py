@@ -123,8 +123,10 @@ class Empirical:
         values = np.array(self.samples)
         values = np.ldexp(values, -int(np.frexp(values.max())[1]))  # exact; no sum overflows
         values /= values.mean()
-        found: Floats = values[np.minimum((level * len(values)).astype(np.int64), len(values) - 1)]
-        return found
+        factors: Floats = values[
+            np.minimum((level * len(values)).astype(np.int64), len(values) - 1)
+        ]
+        return factors
 
 
 @dataclass(frozen=True)

@@ -177,13 +177,14 @@ class Noise:
 
     def _with_slow(self, graph: TaskGraph, costs: TaskCosts) -> TaskCosts:
         """Return costs times the factors of slow devices and links."""
-        known = graph.n_devices
+        n_devices = graph.n_devices
         for device in {*self.slow_devices, *(d for link in self.slow_links for d in link)}:
-            if check_count("a slow device", device, minimum=0) >= known:
+            if check_count("a slow device", device, minimum=0) >= n_devices:
                 raise ArgumentError(
-                    f"device {device} is slow, but there are {known} devices, 0..{known - 1}"
+                    f"device {device} is slow, but there are {n_devices} devices, "
+                    f"0..{n_devices - 1}"
                 )
-        kinds, on_device = graph.kinds, np.ones(known)
+        kinds, on_device = graph.kinds, np.ones(n_devices)
         on_device[list(self.slow_devices)] = list(self.slow_devices.values())
         factor = np.where(kinds.is_op(COMPUTE), on_device[kinds.device], 1.0)
         transfers = np.flatnonzero(kinds.is_op(TRANSFERS))
@@ -267,9 +268,9 @@ class Noise:
         computes = prepared.computes[graph.kind]
         drawn: Floats = costs.duration * np.where(computes, of_device[graph.device], 1.0)
         for row, table in enumerate(prepared.tables):
-            mine = np.flatnonzero((prepared.table_of_kind == row)[graph.kind])
-            drawn[mine] *= random_draws.factors(
-                table, random_draws.mixed(keys[random_draws.OF_TASKS], index[mine])
+            tasks = np.flatnonzero((prepared.table_of_kind == row)[graph.kind])
+            drawn[tasks] *= random_draws.factors(
+                table, random_draws.mixed(keys[random_draws.OF_TASKS], index[tasks])
             )
         if prepared.hit_every > 0:
             hit = (

@@ -53,7 +53,7 @@ class Milestones(NamedTuple):
     part: Ints
 
     @classmethod
-    def of(cls, graph: TaskGraph) -> Milestones:
+    def from_graph(cls, graph: TaskGraph) -> Milestones:
         """Return the milestones of a graph; milestone ``k`` is node ``len(graph) + k``."""
         buckets = np.flatnonzero(graph.during >= 0)
         pairs = np.stack([graph.during[buckets], graph.part[buckets]])
@@ -74,7 +74,7 @@ class Conflicts(NamedTuple):
 
     def text(self, graph: TaskGraph, row: int) -> str:
         """Return which tasks conflict, and by what."""
-        milestones = Milestones.of(graph)
+        milestones = Milestones.from_graph(graph)
         tasks = []
         for node in (int(self.first[row]), int(self.second[row])):
             if node >= len(graph):
@@ -92,11 +92,13 @@ class _Uses:
         self.graph = graph
         self._columns: list[tuple[Ints, ...]] = []
         shape = graph.n_replicas, graph.n_stages, graph.n_microbatches + 1
-        self.of = {}  # the task of each operation, replica, stage and micro-batch, or -1
+        self.task_of = {}  # the task of each operation, replica, stage and micro-batch, or -1
         for op in (Op.F, Op.B, Op.I):
             tasks = np.flatnonzero(graph.op == op)
-            self.of[op] = np.full(shape, -1, dtype=np.int64)
-            self.of[op][graph.replica[tasks], graph.stage[tasks], graph.microbatch[tasks]] = tasks
+            self.task_of[op] = np.full(shape, -1, dtype=np.int64)
+            self.task_of[op][graph.replica[tasks], graph.stage[tasks], graph.microbatch[tasks]] = (
+                tasks
+            )
 
     def tasks(self, *ops: Op) -> Ints:
         return np.flatnonzero(self.graph.is_op(frozenset(ops)))
@@ -111,11 +113,11 @@ class _Uses:
         graph = self.graph
         where = {"replica": graph.replica[tasks], "stage": graph.stage[tasks],
                  "microbatch": graph.microbatch[tasks], "part": 0, **other}  # fmt: skip
-        of = [np.broadcast_to(column, tasks.shape) for column in where.values()]
+        columns = [np.broadcast_to(column, tasks.shape) for column in where.values()]
         nodes = tasks if nodes is None else nodes
         for name in names:
             data = np.full(len(tasks), _NUMBERS[name])
-            self._columns.append((data, *of, nodes, np.full(len(tasks), "w" in uses)))
+            self._columns.append((data, *columns, nodes, np.full(len(tasks), "w" in uses)))
 
     def columns(self) -> Ints:
         """Return rows: data, replica, stage, micro-batch, part, node, and whether it writes."""
@@ -149,17 +151,17 @@ def conflicts(graph: TaskGraph, position: Ints) -> Conflicts:
     kept = np.flatnonzero(~again)
     pairs = _adjacent(key[kept].tolist(), writes[kept].tolist())
     first, second = (kept[column] for column in pairs)
-    of = np.stack([data[0][second], data[2][second], data[3][second]], axis=1)
-    return Conflicts(node[first], node[second], of)
+    columns = np.stack([data[0][second], data[2][second], data[3][second]], axis=1)
+    return Conflicts(node[first], node[second], columns)
 
 
 def _adjacent(key: list[int], writes: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return pairs of uses of one data, in order, which order all others; see `Conflicts`."""
     first, second = [], []
-    of, write, reads = -1, -1, list[int]()
+    current, write, reads = -1, -1, list[int]()
     for use in range(len(key)):
-        if key[use] != of:
-            of, write, reads = key[use], -1, []
+        if key[use] != current:
+            current, write, reads = key[use], -1, []
         before = [*reads, write] if writes[use] else [write]
         for other in before:
             if other >= 0:
@@ -172,7 +174,9 @@ def _adjacent(key: list[int], writes: list[int]) -> tuple[NDArray[np.int64], NDA
     return np.array(first, dtype=np.int64), np.array(second, dtype=np.int64)
 
 
-def _handed(uses: _Uses, tasks: Ints, step: int, replica: int | None = None) -> tuple[Ints, Ints]:
+def _local_inputs(
+    uses: _Uses, tasks: Ints, step: int, replica: int | None = None
+) -> tuple[Ints, Ints]:
     """Return the tasks whose stage shares a device with the stage ``step`` on, and that stage.
 
     The device is that of each task's replica, unless there is another.
@@ -183,8 +187,8 @@ def _handed(uses: _Uses, tasks: Ints, step: int, replica: int | None = None) -> 
     homes = np.broadcast_to(homes, (len(tasks), graph.n_stages))
     other = (stage + step).clip(0, graph.n_stages - 1)
     rows = np.arange(len(tasks))
-    here = (other != stage) & (homes[rows, other] == homes[rows, stage])
-    return tasks[here], other[here]
+    local = (other != stage) & (homes[rows, other] == homes[rows, stage])
+    return tasks[local], other[local]
 
 
 def _forwards(uses: _Uses) -> None:
@@ -199,8 +203,8 @@ def _forwards(uses: _Uses) -> None:
     uses.note(recompute, "r", "input")
     uses.note(recompute, "rw", "activations")
     for tasks in (forward, recompute):
-        here, stage = _handed(uses, tasks, -1)
-        uses.note(here, "r", "output", stage=stage)
+        local, stage = _local_inputs(uses, tasks, -1)
+        uses.note(local, "r", "output", stage=stage)
     if graph.weight_versions == "one":
         uses.note(recompute, "r", "weights", microbatch=0)
 
@@ -212,20 +216,20 @@ def _backwards(uses: _Uses) -> None:
     uses.note(backward, "rw", "activations")
     uses.note(backward, "w", "input_gradient")
     uses.note(weights, "rw", "activations")
-    here, stage = _handed(uses, backward, +1)
-    uses.note(here, "r", "input_gradient", stage=stage)
+    local, stage = _local_inputs(uses, backward, +1)
+    uses.note(local, "r", "input_gradient", stage=stage)
     if graph.weight_versions == "one":
         uses.note(backward, "r", "weights", microbatch=0)
 
 
 def _messages(uses: _Uses) -> None:
     graph = uses.graph
-    for made, arrived, skip, sends, recvs, users in (
+    for output, arrived, skip, sends, recvs, users in (
         ("output", "input", "skip", Op.SEND_F, Op.RECV_F, (Op.F,)),
         ("input_gradient", "gradient", "skip_gradient", Op.SEND_B, Op.RECV_B, (Op.B, Op.I)),
     ):
         send, recv = uses.tasks(sends), uses.tasks(recvs)
-        uses.note(send, "r", made)
+        uses.note(send, "r", output)
         uses.note(send, "w", "message", replica=0, stage=0, microbatch=send)
         uses.note(recv, "r", "message", replica=0, stage=0, microbatch=graph.pair[recv])
         is_skip = graph.peer_stage[recv] >= 0
@@ -233,17 +237,17 @@ def _messages(uses: _Uses) -> None:
         skipped = recv[is_skip]
         uses.note(skipped, "w", skip, part=graph.peer_stage[skipped])
         place = graph.replica[skipped], graph.stage[skipped], graph.microbatch[skipped]
-        user = np.max([uses.of[op][place] for op in users], axis=0)
+        user = np.max([uses.task_of[op][place] for op in users], axis=0)
         uses.note(user[user >= 0], "r", skip, part=graph.peer_stage[skipped][user >= 0])
     for source, target in graph.skips if graph.portals else ():
         same = graph.homes[:, source] == graph.homes[:, target]  # handed over on one device
-        for ops, end, other, made in (
+        for ops, end, other, output in (
             ((Op.F,), target, source, "output"),
             ((Op.B, Op.I), source, target, "input_gradient"),
         ):
             user = uses.tasks(*ops)
             user = user[(graph.stage[user] == end) & same[graph.replica[user]]]
-            uses.note(user, "r", made, stage=other)
+            uses.note(user, "r", output, stage=other)
 
 
 def _exchanges(uses: _Uses) -> None:
@@ -289,13 +293,13 @@ def _exchanges(uses: _Uses) -> None:
 
 
 def _read(
-    uses: _Uses, tasks: Ints, step: int, arrived: str, made: str, replica: int | None = None
+    uses: _Uses, tasks: Ints, step: int, arrived: str, output: str, replica: int | None = None
 ) -> None:
     """Note reads of what comes from the stage ``step`` on: by a message, or on one device."""
-    of = uses.graph.replica if replica is None else np.full(len(uses.graph), replica)
-    uses.note(tasks, "r", arrived, replica=of[tasks])
-    here, stage = _handed(uses, tasks, step, replica)
-    uses.note(here, "r", made, stage=stage, replica=of[here])
+    replicas = uses.graph.replica if replica is None else np.full(len(uses.graph), replica)
+    uses.note(tasks, "r", arrived, replica=replicas[tasks])
+    local, stage = _local_inputs(uses, tasks, step, replica)
+    uses.note(local, "r", output, stage=stage, replica=replicas[local])
 
 
 def _parts(graph: TaskGraph) -> list[int]:
@@ -317,12 +321,12 @@ def _updates(uses: _Uses) -> None:
     of_groups = reduces[groups[graph.stage[reduces]] > 0]
     uses.note(of_groups, "rw", "total", microbatch=0)
     uses.note(steps, "rw", "total", microbatch=0)
-    milestones = Milestones.of(graph)
+    milestones = Milestones.from_graph(graph)
     for part in _parts(graph):
         nodes = adds.copy()
-        at = np.flatnonzero(milestones.part == part)
+        selected = np.flatnonzero(milestones.part == part)
         of_backward = np.full(len(graph), -1, dtype=np.int64)
-        of_backward[milestones.backward[at]] = len(graph) + at
+        of_backward[milestones.backward[selected]] = len(graph) + selected
         nodes = np.where(of_backward[adds] >= 0, of_backward[adds], adds)
         uses.note(adds[~apart], "rw", "gradients", nodes=nodes[~apart], microbatch=0, part=part)
         uses.note(steps, "rw", "gradients", microbatch=0, part=part)

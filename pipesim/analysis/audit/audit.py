@@ -125,12 +125,12 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
         )
     base = simulate(graph, tasks).makespan
     races = _Races(graph)
-    rows = [_found(row, base, races) for row in _rows(graph, tasks)]
+    rows = [_table_row(row, base, races) for row in _rows(graph, tasks)]
     table = pd.DataFrame.from_records(rows, index="removed")
     return table.astype({"edges": "int64", "redundant": "Int64"})
 
 
-def _found(row: _Row, base: float, races: _Races) -> dict[str, object]:
+def _table_row(row: _Row, base: float, races: _Races) -> dict[str, object]:
     """Return a row of the table."""
     try:
         makespan = base if row.sort == "graph" else simulate(row.graph, row.costs).makespan
@@ -162,7 +162,7 @@ class _Races:
 
     def __init__(self, graph: TaskGraph) -> None:
         self.graph, self.kinds = graph, kinds_of_waits(graph)
-        milestones = Milestones.of(graph)
+        milestones = Milestones.from_graph(graph)
         keys = np.concatenate([np.arange(len(graph)), milestones.backward - 0.5])
         self.n = len(keys)
         self.position = np.empty(self.n, dtype=np.int64)
@@ -187,13 +187,13 @@ class _Races:
 
     def _nodes(self, wait: Kind | None) -> Ints:
         """Return the node of each task and milestone."""
-        of = np.arange(self.n)
+        representative = np.arange(self.n)
         apart = wait is not None and wait.sort == "collective"
         for number in range(len(self.graph.collectives)):
             members = self.graph.collectives[number]
             if not (apart and wait is not None and np.isin(members, wait.tasks).any()):
-                of[members] = members.min()
-        return self.position[of]
+                representative[members] = members.min()
+        return self.position[representative]
 
     def _own(self, wait: Kind) -> Edges:
         """Return a kind's edges; buckets wait for a milestone, where they do for their backward."""

@@ -48,13 +48,13 @@ class Kind(NamedTuple):
 
 def kinds_of_waits(graph: TaskGraph) -> list[Kind]:
     """Return the kinds of wait of a graph, each edge in one of them."""
-    found = [*_data(graph), *_messages(graph), *_queues(graph), *_collectives(graph)]
+    kinds = [*_data(graph), *_messages(graph), *_queues(graph), *_collectives(graph)]
     if graph.rendezvous and (graph.pair >= 0).any():
         sends = np.flatnonzero(graph.is_op(SENDS))
         reached = graph.queue_predecessor[graph.pair[sends]].astype(np.int64)
         edges = Edges(reached[reached >= 0], sends[reached >= 0])
-        found.append(Kind("rendezvous", RENDEZVOUS, edges, sends))
-    return found
+        kinds.append(Kind("rendezvous", RENDEZVOUS, edges, sends))
+    return kinds
 
 
 def inside_actions(graph: TaskGraph) -> Edges:
@@ -68,14 +68,14 @@ def remaining(graph: TaskGraph, kinds: list[Kind], kind: Kind) -> list[Kind]:
 
     A rendezvous is derived from the order of the RECV's queue: where that is removed, so is it.
     """
-    left = [each for each in kinds if each.name != kind.name]
+    left = [other for other in kinds if other.name != kind.name]
     if kind.sort != "queue":
         return left
     return [
-        each._replace(edges=each.edges.kept(~np.isin(graph.pair[each.edges.after], kind.tasks)))
-        if each.sort == "rendezvous"
-        else each
-        for each in left
+        other._replace(edges=other.edges.kept(~np.isin(graph.pair[other.edges.after], kind.tasks)))
+        if other.sort == "rendezvous"
+        else other
+        for other in left
     ]
 
 
@@ -92,7 +92,7 @@ def without(graph: TaskGraph, kind: Kind | str) -> TaskGraph:
         If the graph has no such kind.
     """
     if isinstance(kind, str):
-        kinds = {each.name: each for each in kinds_of_waits(graph)}
+        kinds = {item.name: item for item in kinds_of_waits(graph)}
         kind = kinds[check_name("kind of wait", kind, kinds)]
     if kind.sort == "data":
         left = _without_dependencies(graph, kind.edges)
@@ -114,14 +114,14 @@ def _data(graph: TaskGraph) -> list[Kind]:
     columns = []
     for tasks in (waits, needed):
         columns += [graph.op[tasks], _parts(graph, tasks), graph.peer_stage[tasks] >= 0]
-    cells, of = np.unique(np.stack([*columns, offset]), axis=1, return_inverse=True)
-    found = []
+    cells, cell_of_edge = np.unique(np.stack([*columns, offset]), axis=1, return_inverse=True)
+    kinds = []
     for number, cell in enumerate(cells.T.tolist()):
-        selected = of.ravel() == number
+        selected = cell_of_edge.ravel() == number
         name = f"{_operation(*cell[:3])} needs {_operation(*cell[3:6])}{_OFFSETS[cell[6]]}"
         edges = Edges(needed[selected], waits[selected])
-        found.append(Kind("data", name, edges, edges.after))
-    return sorted(found, key=lambda kind: int(kind.tasks[0]))
+        kinds.append(Kind("data", name, edges, edges.after))
+    return sorted(kinds, key=lambda kind: int(kind.tasks[0]))
 
 
 #: The text of each difference between the stages of two tasks.
@@ -146,14 +146,14 @@ def _operation(op: int, part: int, is_skip: int = False) -> str:
 
 
 def _messages(graph: TaskGraph) -> list[Kind]:
-    found = []
+    kinds = []
     for op in sorted(RECVS):
         recvs = np.flatnonzero((graph.op == op) & (graph.pair >= 0))
         if len(recvs):
             sends = graph.pair[recvs].astype(np.int64)
             name = f"{op.name} needs its {Op(graph.op[sends[0]]).name}"
-            found.append(Kind("message", name, Edges(sends, recvs), recvs))
-    return found
+            kinds.append(Kind("message", name, Edges(sends, recvs), recvs))
+    return kinds
 
 
 def _queues(graph: TaskGraph) -> list[Kind]:
@@ -165,14 +165,14 @@ def _queues(graph: TaskGraph) -> list[Kind]:
     names, sort = np.unique(sorts, return_inverse=True)
     ends = [column for t in (queued, earlier) for column in (graph.op[t], _parts(graph, t))]
     columns = *ends, sort[graph.stream[queued]]
-    cells, of = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    found = []
+    cells, cell_of_edge = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    kinds = []
     for number, cell in enumerate(cells.T.tolist()):
-        selected = of.ravel() == number
+        selected = cell_of_edge.ravel() == number
         name = f"{_operation(*cell[:2])} after {_operation(*cell[2:4])} on {names[cell[4]]}"
         edges = Edges(earlier[selected], queued[selected])
-        found.append(Kind("queue", name, edges, edges.after))
-    return sorted(found, key=lambda kind: ("compute" not in kind.name, int(kind.tasks[0])))
+        kinds.append(Kind("queue", name, edges, edges.after))
+    return sorted(kinds, key=lambda kind: ("compute" not in kind.name, int(kind.tasks[0])))
 
 
 def _collectives(graph: TaskGraph) -> list[Kind]:
@@ -188,10 +188,10 @@ def _collectives(graph: TaskGraph) -> list[Kind]:
 
 def _without_dependencies(graph: TaskGraph, edges: Edges) -> TaskGraph:
     waits, n = graph.dependencies, len(graph)
-    gone = np.isin(
+    removed = np.isin(
         waits.rows.astype(np.int64) * n + waits.values, edges.after * np.int64(n) + edges.before
     )
-    left = CSR.from_pairs(waits.rows[~gone], waits.values[~gone], n)
+    left = CSR.from_pairs(waits.rows[~removed], waits.values[~removed], n)
     during = graph.during
     if len(during):
         kept = np.zeros(n, dtype=bool)
@@ -247,14 +247,14 @@ def with_queues(graph: TaskGraph, stream: Ints, part: Ints) -> TaskGraph:
     queue = queue.ravel()
     width = queues.shape[1]
     cells, kind = np.unique(graph.kind * np.int64(width) + queue, return_inverse=True)
-    of = cells // width
+    kind_of_cell = cells // width
     names = tuple(
         (device, f"{name}#{number}" if number else name)
         for (device, name), number in (
-            (graph.streams[each], number) for each, number in queues.T.tolist()
+            (graph.streams[place], number) for place, number in queues.T.tolist()
         )
     )
-    kinds = Kinds(*(getattr(graph.kinds, column.name)[of] for column in fields(Kinds)))
+    kinds = Kinds(*(getattr(graph.kinds, column.name)[kind_of_cell] for column in fields(Kinds)))
     return replace(
         graph,
         kinds=kinds,

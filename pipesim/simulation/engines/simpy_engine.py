@@ -77,13 +77,13 @@ class _Links:
         self.env.schedule(event, priority=_LAST)  # type: ignore[arg-type]
 
     def _serve(self, _: simpy.Event) -> None:
-        taken = set(self.busy)
+        unavailable = set(self.busy)
         for request in list(self.waiting):
-            if taken.isdisjoint(request.links):
+            if unavailable.isdisjoint(request.links):
                 self.waiting.remove(request)
                 self.busy += request.links
                 request.granted.succeed()
-            taken.update(request.links)  # later requests wait behind this one, served or not
+            unavailable.update(request.links)  # later requests wait behind this one, served or not
 
 
 class _Step:
@@ -104,7 +104,7 @@ class _Step:
         self.tail: dict[int, simpy.Event] = {}  # of a SEND: its last byte arrives
         self.during: list[int] = graph.during.tolist()
         self.share = costs.share
-        self.made: dict[int, simpy.Event] = {}  # of a bucket: its backward has got so far
+        self.part_done: dict[int, simpy.Event] = {}  # of a bucket: its backward has got so far
         self.buckets: dict[int, list[int]] = {}  # of a backward: those that need a part of it
         for bucket in np.flatnonzero(graph.during >= 0).tolist():
             self.buckets.setdefault(self.during[bucket], []).append(bucket)
@@ -137,7 +137,7 @@ class _Step:
             for needed in self.graph.dependencies[task].tolist():
                 if self.during and needed == self.during[task]:
                     yield self.started[needed]
-                    yield self.made[task]
+                    yield self.part_done[task]
                 else:
                     yield self.ended[needed]
             self.reached[task].succeed()
@@ -154,7 +154,7 @@ class _Step:
         """Note the start, and let buckets of its gradients be made while it lasts (rule 3)."""
         self.start[task] = self.env.now
         for bucket in self.buckets.get(task, ()):
-            self.made[bucket] = self.env.timeout(self.share[bucket] * self.duration[task])
+            self.part_done[bucket] = self.env.timeout(self.share[bucket] * self.duration[task])
         self.started[task].succeed()
 
     def held(self, task: int) -> Counter[int]:

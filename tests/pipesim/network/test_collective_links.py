@@ -21,7 +21,7 @@ from rules import assert_rules_hold
 from strategies import networks
 
 import pipesim as ps
-from pipesim.analysis.blocking import held_links
+from pipesim.analysis.blocking import last_link_holder
 from pipesim.errors import NetworkError, UnknownNameError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.tasks import StreamKind, Tasks
@@ -95,7 +95,7 @@ def test_reduction_waits_for_a_message(name: str) -> None:
         13 send:6 | .. .. .. .. .. F0 ..
     """)
     message = np.flatnonzero(graph.op == Op.SEND_F)[0]
-    assert (held_links(timeline)[graph.group >= 0] == message).all(), "8 waits for it with 1"
+    assert (last_link_holder(timeline)[graph.group >= 0] == message).all(), "8 waits for it with 1"
 
 
 @pytest.mark.parametrize("name", ENGINES)
