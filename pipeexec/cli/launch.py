@@ -1,6 +1,7 @@
-"""A command that several processes run together: they join, and of an error only one speaks.
+"""Run a command in several processes: they join, and one of them prints an error.
 
-torchrun ends the others as soon as one process fails, so nobody leaves before the error is said.
+torchrun ends all processes as soon as one fails, so that no process exits before the error is
+printed.
 """
 
 from __future__ import annotations
@@ -24,41 +25,43 @@ from pipesim.timeline.timeline import Timeline
 
 __all__ = ["run_together"]
 
-#: Seconds that a process has to end once a failure is known; what hangs is then ended from outside.
+#: Seconds that the main thread has to end once a failure is known; then the guard exits.
 _EXIT_SECONDS = 5.0
-#: The same, before a process is ended whose interpreter does not answer any more.
-_STUCK = 5.0
-
-#: The same, in which a process that was told to end may learn of a failure that is the reason.
-_TOLD = 0.5
+#: Seconds besides the timeout after which a process is ended whose interpreter does not answer.
+_STUCK_SECONDS = 5.0
+#: Seconds after SIGTERM in which a process may learn of the failure that is the reason.
+_SIGTERM_SECONDS = 0.5
 
 Command = Callable[[Processes], int]
-Leave = Callable[[Timeline, str], Path | None]
+SavePartial = Callable[[Timeline, str], Path | None]
 
 
-def run_together(command: Command, say: Callable[[str], None], leave: Leave, timeout: float) -> int:
+def run_together(
+    command: Command, print_error: Callable[[str], None], save_partial: SavePartial, timeout: float
+) -> int:
     """Run a command in one of several processes; return its exit status.
 
-    A process does not return from a failure, but exits: threads may wait for others for ever.
+    After a failure a process exits instead of returning: its threads may wait for others for ever.
 
     Parameters
     ----------
     command
-        Every process runs it.
-    say
-        Tells the user of an error; called in one process.
-    leave
-        Writes what was measured before an error somewhere, and returns where; in the same process.
+        Takes the processes; every process runs it.
+    print_error
+        Prints an error to the user; called in one process.
+    save_partial
+        Saves the timeline of the tasks that ran before an error, and returns its directory; called
+        in the same process.
     timeout
         Seconds without progress after which every process stops.
     """
     try:
         processes = join(timeout)
     except PipeError as error:
-        if _speaks(error):
-            say(str(error).partition("\n")[0])
+        if _prints_join_error(error):
+            print_error(str(error).partition("\n")[0])
         return 2
-    guard = _Guard(processes, say, leave)
+    guard = _Guard(processes, print_error, save_partial)
     try:
         status = command(processes)
         processes.close()
@@ -69,57 +72,69 @@ def run_together(command: Command, say: Callable[[str], None], leave: Leave, tim
     return status
 
 
-def _speaks(error: PipeError) -> bool:
-    """Return whether this process tells the user that it could not join."""
+def _prints_join_error(error: PipeError) -> bool:
+    """Return whether this process prints the error of a failed join."""
     if isinstance(error, AbsentError):
         return os.environ["RANK"] == str(error.speaker)
     if isinstance(error, LaunchError) and error.variable in ("RANK", "LOCAL_RANK"):
-        return True  # nobody else may know
-    return os.environ.get("LOCAL_RANK", "0") == "0"  # one a machine
+        return True  # other processes may not know
+    return os.environ.get("LOCAL_RANK", "0") == "0"  # one process a machine
 
 
 class _Guard:
-    """Ends this process when the command has failed anywhere, whatever its main thread is at."""
+    """End this process when the command has failed in any, whatever its main thread is doing.
 
-    def __init__(self, processes: Processes, say: Callable[[str], None], leave: Leave) -> None:
-        self.processes, self.say, self.leave = processes, say, leave
-        self._told: float | None = None  # when this process was told to end
+    Parameters
+    ----------
+    processes, print_error, save_partial
+        As for `run_together`.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        print_error: Callable[[str], None],
+        save_partial: SavePartial,
+    ) -> None:
+        self.processes, self.print_error, self.save_partial = processes, print_error, save_partial
+        self._sigterm_time: float | None = None  # s, of `time.monotonic`
         self._before = signal.signal(signal.SIGTERM, self._on_signal)
         self._once = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="pipeexec guard", daemon=True).start()
 
     def close(self) -> None:
-        """The command has ended well."""
+        """Stop guarding, after the command has succeeded."""
         self._closed.set()
         faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGTERM, self._before)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._told = self._told or time.monotonic()
+        self._sigterm_time = self._sigterm_time or time.monotonic()
 
     def _run(self) -> None:
-        """Watch over the main thread, which may be stuck in code that is not ours."""
-        watch, stuck = self.processes.watch, self.processes.timeout + _STUCK
+        """Watch the main thread, which may be stuck in code of a library."""
+        watch, stuck = self.processes.watch, self.processes.timeout + _STUCK_SECONDS
         armed = -stuck
         while not self._closed.wait(0.2):
-            if time.monotonic() > armed + 2.0:  # should even this thread not get its turn
+            if time.monotonic() > armed + 2.0:  # in case this thread does not run either
                 faulthandler.dump_traceback_later(stuck, exit=True)
                 armed = time.monotonic()
-            if self._told is not None and time.monotonic() > self._told + _TOLD:
+            sigterm = self._sigterm_time
+            if sigterm is not None and time.monotonic() > sigterm + _SIGTERM_SECONDS:
                 watch.report_sigterm()
             watch.check_store()
             if watch.failure is not None and not self._closed.wait(_EXIT_SECONDS):
                 self.fail(ExecutionError(watch.failure.message))
 
     def fail(self, error: BaseException) -> None:
-        """Let one process say what went wrong, and exit."""
+        """Print the error in one process, and exit."""
         watch = self.processes.watch
         self.processes.fail(error)
         if not self._once.acquire(blocking=False):
-            time.sleep(_STUCK + _EXIT_SECONDS)  # meanwhile the other thread exits
+            time.sleep(_STUCK_SECONDS + _EXIT_SECONDS)  # meanwhile the other thread exits
         elif watch.speaker.elect():
-            self.say(self._text(error))
+            self.print_error(self._text(error))
             watch.speaker.release_others()
         else:
             watch.speaker.wait_for_release(_EXIT_SECONDS)
@@ -131,7 +146,7 @@ class _Guard:
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 2)
 
     def _text(self, error: BaseException) -> str:
-        """Return the first line of an error, and where what ran before it is."""
+        """Return the first line of an error, and the directory of the tasks that ran before it."""
         is_ours = isinstance(error, PipeError) and not isinstance(error, LostConnection)
         text = (str(error) if is_ours else self.processes.watch.explain()).partition("\n")[0]
         timeline = getattr(error, "timeline", None)
@@ -140,7 +155,7 @@ class _Guard:
         if not isinstance(timeline, Timeline):
             return text
         try:
-            path = self.leave(timeline, text)
+            path = self.save_partial(timeline, text)
         except PipeError as second:
             return f"{text}; what ran before is lost: {second}"
         return f"{text}; what ran before is in {path}"

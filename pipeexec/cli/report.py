@@ -1,4 +1,4 @@
-"""Tables of validations and profiles as text, with units that people read."""
+"""Reports of validations, training steps and profiles: tables as text, in ms and MiB."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["profile_report", "report", "training_report"]
 
 
 def report(validation: Validation) -> str:
-    """Return what a validation found: errors, what they consist of, costs."""
+    """Return the report of a validation: errors, their parts, costs."""
     parts = [_table_text(validation.table)]
     differences = validation.differences
     clear = differences[differences["beyond_noise"]]
@@ -43,7 +43,7 @@ def report(validation: Validation) -> str:
 
 
 def training_report(training: Training) -> str:
-    """Return what steps took, and how far that is from their prediction."""
+    """Return the report of training steps: makespans, and errors of their prediction."""
     makespans = np.array(training.makespans) * 1e3
     low, middle, high = np.quantile(makespans, (0.1, 0.5, 0.9))
     lines = [
@@ -67,12 +67,12 @@ def training_report(training: Training) -> str:
 
 
 def profile_report(profile: Profile) -> str:
-    """Return what a profile found: costs, and the fits of every pair of devices."""
+    """Return the report of a profile: costs, and the fit of each pair of devices."""
     return "\n\n".join([_costs_text(profile), *_fits_text(profile.fits)])
 
 
 def _over(validation: Validation) -> str:
-    """Return what the intervals are over."""
+    """Return the sample that confidence intervals are computed from."""
     counts = {len(row.predictions) for row in validation.rows.values()} - {0}
     if counts:
         return f"by Student's t over {max(counts)} repeats"
@@ -80,7 +80,7 @@ def _over(validation: Validation) -> str:
 
 
 def _parts_text(parts: pd.DataFrame) -> list[str]:
-    """Return what the errors consist of, in percent of the measured makespan."""
+    """Return the parts of each error, in percent of the measured makespan."""
     if parts.empty:
         return []
     shares = parts[["error", *PARTS]].div(parts["measured"], axis=0)
@@ -124,7 +124,7 @@ def _costs_text(profile: Profile) -> str:
 
 
 def _host_text(profile: Profile) -> str:
-    """Return what the host took to issue tasks, if it is known."""
+    """Return the host's seconds to issue a task, if they were measured."""
     if math.isnan(profile.host_share) or not isinstance(profile.costs.launch, float):
         return ""
     return (
@@ -158,7 +158,7 @@ def _fits_text(fits: pd.DataFrame) -> list[str]:
 
 
 def _table_text(table: pd.DataFrame) -> str:
-    """Return the table of a validation with units that people read."""
+    """Return the table of a validation, in ms and MiB."""
     import pandas as pd
 
     mib = 1 << 20

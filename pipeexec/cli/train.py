@@ -1,4 +1,4 @@
-"""Run training steps of one graph, in one process or in many, and keep what was measured."""
+"""Run training steps of one graph, in one process or in several, and keep their results."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Training:
     Attributes
     ----------
     steps
-        The whole pipeline's, gathered.
+        Results of the whole pipeline, gathered from all processes.
     predicted
-        From the costs that were given, or None.
+        Simulated with the costs; None without costs.
     clocks
-        How each process's clock stands to rank 0's; see
+        Offset and drift of each process's clock from rank 0's; see
         `pipeexec.distributed.process_clock.Alignment`.
     notes
-        What measured times mean that is not plain, such as imposed links.
+        Remarks on measured times, such as imposed links.
     """
 
     steps: tuple[StepResult, ...]
@@ -48,23 +48,23 @@ class Training:
 
     @property
     def makespans(self) -> list[float]:
-        """Of every step, seconds."""
+        """Makespan of each step, seconds."""
         return [step.timeline.makespan for step in self.steps]
 
     @property
     def losses(self) -> list[float]:
-        """Of every step."""
+        """Loss of each step."""
         return [float(step.loss) for step in self.steps]
 
     @property
     def measured(self) -> Timeline:
-        """The step whose makespan is the median."""
+        """Timeline of the step with the median makespan."""
         middle = int(np.argsort(self.makespans)[len(self.steps) // 2])
         return self.steps[middle].timeline
 
     @property
     def figure(self) -> str:
-        """Name of the file that shows it."""
+        """Name of the file with the figure."""
         return "timeline.png" if self.predicted is None else "overlay.png"
 
     @property
@@ -101,9 +101,8 @@ class Training:
         with write_directory(path, {"command": command(), **(record or {}), **measured}) as to:
             self.measured.save(to / "timeline.csv")
             height = rows(self.measured.graph, transfers=False)
-            figure, ax = figure_with_axes(
-                Figure, TWO_COLUMNS, height
-            )  # not pyplot's: nothing to close
+            # Not a figure of pyplot, which would have to be closed.
+            figure, ax = figure_with_axes(Figure, TWO_COLUMNS, height)
             self.measured.plot(ax=ax)
             save(figure, to / "timeline.png", to / "timeline.pdf")
             if self.predicted is None:
@@ -125,18 +124,18 @@ def train(
     costs: Costs | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Training:
-    """Run steps; with several processes, each runs this, and each gets all that was measured.
+    """Run training steps; every process of the pipeline calls this, and gets all results.
 
     Parameters
     ----------
     batches
         Yields ``(inputs, targets)``, a new batch for every step; as for ``pipeline.step``.
     n_steps, warm_up
-        Steps that are kept, and steps before them that are not.
+        Number of steps that are kept, and of steps before them that are not.
     costs
-        To predict the steps with.
+        Costs of the prediction; None for no prediction.
     progress
-        Called with a line of text now and then.
+        Called with a line of text after each step.
 
     Raises
     ------
@@ -148,8 +147,8 @@ def train(
     n_steps, warm_up = check_count("n_steps", n_steps), check_count("warm_up", warm_up, 0)
     with guard_processes(pipeline.processes):
         check_results([pipeline.graph], n_steps=n_steps)
-    predicted = None if costs is None else simulate(pipeline.graph, costs)  # or refuse them, first
-    say = progress or (lambda _: None)
+    predicted = None if costs is None else simulate(pipeline.graph, costs)
+    report_progress = progress or (lambda _: None)
     source = iter(batches)
     steps = []
     for number in range(warm_up + n_steps):
@@ -162,6 +161,8 @@ def train(
         result = pipeline.gather(pipeline.step(*batch))
         if number >= warm_up:
             steps.append(result)
-            say(f"step {number - warm_up + 1} of {n_steps}: loss {float(result.loss):.4f}, "
-                f"{result.timeline.makespan * 1e3:.1f} ms")  # fmt: skip
+            report_progress(
+                f"step {number - warm_up + 1} of {n_steps}: loss {float(result.loss):.4f}, "
+                f"{result.timeline.makespan * 1e3:.1f} ms"
+            )
     return Training(tuple(steps), predicted, pipeline.clocks(), pipeline.notes)

@@ -1,4 +1,4 @@
-"""What a command line asks to be run: stages of a model, graphs, devices, batches."""
+"""Options of a run, and the workload that they describe: stages, graphs, devices, batches."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ def words(text: str) -> list[str]:
 
 
 def _some_words(text: str) -> list[str]:
-    """Return the words between commas, of which there must be one, for argparse."""
-    if found := words(text):
-        return found
+    """Return the words between commas, at least one; for argparse."""
+    if parts := words(text):
+        return parts
     raise argparse.ArgumentTypeError(f"names nothing: {text!r}")
 
 
 def integer(text: str) -> int:
-    """Read a whole number in the digits 0 to 9, for argparse."""
-    found = parse_int(text)
-    if found is None:
+    """Read a whole number in the digits 0 to 9; for argparse."""
+    number = parse_int(text)
+    if number is None:
         raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
-    return found
+    return number
 
 
 def _real(text: str) -> float:
-    found = parse_float(text)
-    if found is None:
+    number = parse_float(text)
+    if number is None:
         raise argparse.ArgumentTypeError(f"invalid float value: {text!r}")
-    return found
+    return number
 
 
 def _counts(text: str) -> list[int]:
-    found = [parse_int(word) for word in _some_words(text)]
-    if None in found:
+    counts = [parse_int(word) for word in _some_words(text)]
+    if None in counts:
         raise argparse.ArgumentTypeError(f"not whole numbers: {text!r}")
-    return [count for count in found if count is not None]
+    return [count for count in counts if count is not None]
 
 
 def add_workload(
@@ -68,9 +68,18 @@ def add_workload(
     schedules: Sequence[str] = ("gpipe", "1f1b"),
     recompute: Sequence[str] = ("never", "always"),
 ) -> None:
-    """Add the options that say what is run, how often, and where results go.
+    """Add the options of a run: its workload, its number of steps, its directory.
 
-    ``what`` the steps are, and how many by default; ``name`` of the run directory.
+    Longer than most functions: it is a list of options.
+
+    Parameters
+    ----------
+    steps, what
+        Default number of steps, and what they are called in the help.
+    name
+        Default name of the run directory.
+    schedules, recompute
+        Default schedules and recompute modes.
     """
     add = parser.add_argument
     add("--model", default="gpt", help="gpt or convnet (default: gpt)")
@@ -121,7 +130,7 @@ def add_workload(
 
 @dataclass(frozen=True)
 class Workload:
-    """What `pipeexec.validate` and `pipeexec.Pipeline` take, and what the record says of it."""
+    """Arguments of `pipeexec.validate` and `pipeexec.Pipeline`, and their entry in ``run.json``."""
 
     stages: Sequence[nn.Module]
     graphs: dict[str, TaskGraph]
@@ -133,12 +142,12 @@ class Workload:
 
 
 def workload(arguments: argparse.Namespace, processes: Processes | None = None) -> Workload:
-    """Return what the options of `add_workload` ask for, in one process or in one of several.
+    """Return the workload of the options of `add_workload`, for one process.
 
     Raises
     ------
     PipeError
-        For values that are out of range or do not suit each other.
+        For values that are out of range or contradict each other.
     """
     import torch
 
@@ -151,7 +160,7 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
         raise ArgumentError(
             f"the learning rate must be a finite number >= 0, got {arguments.learning_rate}"
         )
-    # Torch takes 64 bits; a longer seed wraps, as that of the weights does.
+    # Torch takes 64 bits; a longer seed wraps, as the seed of the weights does.
     torch.manual_seed(check_count("seed", arguments.seed, 0) % (1 << 63))
     torch.set_num_threads(1)
     spec = MODELS[check_name("model", arguments.model, MODELS)]
@@ -170,8 +179,8 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
     batch = arguments.batch
     if batch is None:
         batch = _BATCH[arguments.model] * n_microbatches
-    place = (0, 1) if processes is None else (processes.rank, processes.n_ranks)
-    replicas = replicas_of(*place, arguments.replicas)
+    rank, n_ranks = (0, 1) if processes is None else (processes.rank, processes.n_ranks)
+    replicas = replicas_of(rank, n_ranks, arguments.replicas)
     record = {
         "model": arguments.model,
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in model.options.items()},
@@ -192,7 +201,7 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
     )
 
 
-#: Samples of a micro-batch that make tasks of 5 ms and more on one core.
+#: Samples of a micro-batch, with which tasks take 5 ms or more on one core.
 _BATCH = {"gpt": 4, "convnet": 4}
 
 
@@ -215,7 +224,7 @@ def _devices(
 
 
 def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[str, TaskGraph]:
-    """Return the rows: every schedule under every recompute mode."""
+    """Return the graph of each row, by name: schedule, recompute mode and reduction."""
     import pipesim
     from pipesim.errors import check_count, check_name
     from pipesim.graph.grad_sync import GRAD_SYNC, from_text, of_stages
@@ -224,11 +233,11 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
     if not arguments.schedules or not arguments.recompute or not arguments.grad_sync:
         raise ArgumentError("name at least one schedule, one recompute mode and one --grad-sync")
     infos = {name: source_info(name) for name in arguments.schedules}
-    several = _n_devices(arguments, processes)
+    n_given = _n_devices(arguments, processes)
     n_replicas = check_count("n_replicas", arguments.replicas)
-    if several % n_replicas:
+    if n_given % n_replicas:
         raise ArgumentError(
-            f"{several} devices cannot be shared by {n_replicas} replicas; give a multiple of "
+            f"{n_given} devices cannot be shared by {n_replicas} replicas; give a multiple of "
             f"{n_replicas}"
         )
     for text in arguments.grad_sync:
@@ -237,7 +246,7 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
                 check_name("grad_sync", value, GRAD_SYNC)
     syncs = arguments.grad_sync if n_replicas > 1 else arguments.grad_sync[:1]
     n_devices = _count(
-        arguments, "stages", "devices", lambda: several // n_replicas or _balanced(arguments, infos)
+        arguments, "stages", "devices", lambda: n_given // n_replicas or _balanced(arguments, infos)
     )
     n_microbatches = _count(arguments, "microbatches", "micro-batches", lambda: 8)
     return {
@@ -249,7 +258,7 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
             n_buckets=arguments.n_buckets,
             overlap=not arguments.no_overlap,
             hosts="one" if processes is None else "per_device",
-            # Messages between processes wait for their receivers; only then it makes a difference.
+            # Without overlap a message between processes holds its stream until it is received.
             rendezvous=arguments.no_overlap and processes is not None,
         )
         for name, info in infos.items()
@@ -259,37 +268,37 @@ def _graphs(arguments: argparse.Namespace, processes: Processes | None) -> dict[
 
 
 def _n_devices(arguments: argparse.Namespace, processes: Processes | None) -> int:
-    """Return how many devices slices or processes are; 0 where neither says it."""
+    """Return the number of devices of slices or processes; 0 without either."""
     if arguments.slices is not None:
         return int(arguments.slices)
     return 0 if processes is None else processes.n_ranks * len(arguments.devices or ["cpu"])
 
 
 def _count(arguments: argparse.Namespace, flag: str, what: str, default: Callable[[], int]) -> int:
-    """Return a count that a flag or the files of schedules give, or else the default."""
+    """Return a count from a flag or from files of schedules; else the default."""
     from pipesim.errors import check_count
     from pipesim.sweeps.schedule_sources import file_counts
 
     key = f"n_{what.replace('-', '')}"  # n_devices, n_microbatches
-    found = {name: file_counts(name).get(key) for name in arguments.schedules}
+    sources = {name: file_counts(name).get(key) for name in arguments.schedules}
     if getattr(arguments, flag) is not None:
-        found[f"--{flag}"] = check_count(f"n_{flag}", getattr(arguments, flag))
-    counts = {where: count for where, count in found.items() if count is not None}
+        sources[f"--{flag}"] = check_count(f"n_{flag}", getattr(arguments, flag))
+    counts = {where: count for where, count in sources.items() if count is not None}
     if len(set(counts.values())) > 1:
-        each = ", ".join(f"{count} in {where}" for where, count in counts.items())
+        listing = ", ".join(f"{count} in {where}" for where, count in counts.items())
         raise ArgumentError(
-            f"schedules of one validation have the same number of {what}; got {each}: leave "
-            f"--{flag} out where a file says it, and validate unlike files apart"
+            f"schedules of one validation have the same number of {what}; got {listing}: leave "
+            f"--{flag} out where a file has it, and validate unlike files apart"
         )
     return next(iter(counts.values())) if counts else default()
 
 
 def _balanced(arguments: argparse.Namespace, infos: Mapping[str, ScheduleInfo]) -> int:
-    """Return how many devices the stages of --balance take; 2 without it."""
+    """Return the number of devices of the stages of --balance; 2 without it."""
     if not arguments.balance:
         return 2
     name, info = next(iter(infos.items()))
-    probe = info.make(2, 8)  # which every registered schedule takes; a file has its own counts
+    probe = info.make(2, 8)  # every registered schedule takes these; a file has its own counts
     n_chunks = probe.n_stages // probe.n_devices
     if len(arguments.balance) % n_chunks:
         raise ArgumentError(
@@ -300,9 +309,9 @@ def _balanced(arguments: argparse.Namespace, infos: Mapping[str, ScheduleInfo]) 
 
 
 def _shape(graphs: Mapping[str, TaskGraph], balance: Sequence[int] | None) -> tuple[int, int, int]:
-    """Return how many stages, devices and micro-batches all of the graphs have.
+    """Return the number of stages, devices and micro-batches of all graphs.
 
-    Graphs of fewer paths have the first ones of the graph that has the most.
+    A graph with fewer paths has the first paths of the graph with the most.
     """
     homes = {name: graph.homes.tolist() for name, graph in graphs.items()}
     widest = max(homes, key=lambda name: len(homes[name]))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 from pipeexec import cli
-from pipeexec.cli import launch as launched
+from pipeexec.cli import launch
 from pipeexec.distributed import channels
 from pipeexec.executor.step import Planned, Run
 
@@ -202,7 +202,7 @@ def main(folder: Path, fault: dict[str, Any]) -> int:
     arguments = argparse.Namespace(results=folder / "results", name="run")
     trap = Trap(fault, folder, int(os.environ["RANK"]))
     meet(folder)
-    status = launched.run_together(
+    status = launch.run_together(
         partial(train, trap, arguments),
         cli._complain_of_any,
         partial(cli._leave, arguments),

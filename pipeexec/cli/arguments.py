@@ -1,0 +1,61 @@
+"""The arguments of the command ``pipeexec``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from pipeexec.cli.workload import add_workload, integer
+from pipesim.errors import ArgumentError
+
+__all__ = ["make_parser"]
+
+_EPILOG = """examples:
+  pipeexec validate                                  GPipe and 1F1B, two stages on two cores
+  pipeexec validate --model convnet --recompute never,always,except_last
+  pipeexec validate --schedules zb_h1,zb_2p --recompute never
+  pipeexec validate --stages 4 --devices cuda:0,cuda:1,cuda:2,cuda:3 --batch 64
+  pipeexec validate --repeat 5                       with a confidence interval of the error
+  pipeexec profile --name costs                      measure costs, and nothing else
+  pipeexec validate --costs results/costs/costs.json predict from them
+  torchrun --nproc-per-node 2 -m pipeexec run        two processes, gloo; NCCL with --devices cuda
+  torchrun --nproc-per-node 4 -m pipeexec validate --replicas 2 --grad-sync every,last,bucketed
+  pipeexec run --devices cuda:0 --slices 4           one GPU as four devices
+  pipeexec show results/demo                         the tables of a run directory
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser that raises `ArgumentError`, so that all mistakes are reported alike."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (see {self.prog} --help)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = _Parser(
+        prog="pipeexec",
+        description="Run pipeline schedules on real devices, beside their prediction.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("validate", help="profile, simulate, execute, compare, plot")
+    add_workload(run, steps=21, what="measured steps of each row", name="validate")
+    run.add_argument("--repeat", type=integer, default=1, help="calibrate and measure so often, to "
+                     "say how sure the error is (default: 1)")  # fmt: skip
+    run.add_argument("--costs", type=Path, help="predict from this costs.json, or the run "
+                     "directory that has it, without calibration")  # fmt: skip
+    steps = commands.add_parser("run", help="run training steps of one schedule, and measure them")
+    add_workload(
+        steps, steps=21, what="measured steps", name="run", schedules=["1f1b"], recompute=["never"]
+    )
+    steps.add_argument("--costs", type=Path, help="predict the steps from this costs.json, or the "
+                       "run directory that has it")  # fmt: skip
+    measure = commands.add_parser("profile", help="measure costs of stages and messages, and plot")
+    add_workload(measure, steps=7, what="calibration steps", name="profile")
+    show = commands.add_parser("show", help="print the tables of a run directory")
+    show.add_argument("directory", type=Path)
+    return parser

@@ -1,0 +1,205 @@
+"""The commands ``validate``, ``run``, ``profile`` and ``show``: each takes parsed arguments.
+
+Modules that load torch are imported when a command runs, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeexec.cli.output import is_printer, print_progress, print_result
+from pipeexec.cli.workload import workload
+from pipesim.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from pipeexec.cli.workload import Workload
+    from pipeexec.distributed.processes import Processes
+    from pipeexec.executor.pipeline import Pipeline
+    from pipesim.costs.costs import Costs
+    from pipesim.graph.graph import TaskGraph
+    from pipesim.timeline.timeline import Timeline
+
+__all__ = ["COMMANDS", "Command", "save_partial_timeline", "show"]
+
+#: Takes parsed arguments, and the processes of torchrun if any; returns the exit status.
+Command = Callable[..., int]
+
+
+def save_partial_timeline(arguments: argparse.Namespace, timeline: Timeline, text: str) -> Path:
+    """Save the tasks that ran before an error; return the directory.
+
+    The directory has the name of the run directory, with a suffix.
+    """
+    from pipeexec.run_directory import command, write_directory
+    from pipeexec.run_lock import PARTIAL
+
+    path: Path = arguments.results / f"{arguments.name}{PARTIAL}"
+    with write_directory(path, {"command": command(), "error": text}) as folder:
+        timeline.save(folder / "timeline.csv")
+    return path
+
+
+def _with_run_lock(command: Command) -> Command:
+    """Return the command, run while its run directory is locked.
+
+    Before it starts, the name and the directory are checked. Only the process that writes the
+    directory locks it.
+    """
+
+    def locked(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+        from pipeexec.run_directory import check_writable
+        from pipeexec.run_lock import check_run_name, run_lock
+
+        path: Path = arguments.results / check_run_name(arguments.name)
+        if not is_printer():
+            return command(arguments, processes)
+        check_writable(path)
+        with run_lock(path):
+            return command(arguments, processes)
+
+    return locked
+
+
+def _run_path(arguments: argparse.Namespace) -> Path:
+    """Return the run directory."""
+    path: Path = arguments.results / arguments.name
+    return path
+
+
+def _pipeline(
+    arguments: argparse.Namespace, run: Workload, graph: TaskGraph, processes: Processes | None
+) -> Pipeline:
+    """Return the pipeline of a workload, with one of its graphs."""
+    from pipeexec.executor.pipeline import Pipeline
+
+    return Pipeline(
+        run.stages,
+        graph,
+        run.devices,
+        run.loss,
+        run.optimizer,
+        timeout=arguments.timeout,
+        processes=processes,
+        cuda_graph=arguments.cuda_graph,
+    )
+
+
+def _run(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+    from pipeexec.cli.report import training_report
+    from pipeexec.cli.train import train
+
+    path, costs = _run_path(arguments), _costs(arguments.costs)
+    run = workload(arguments, processes)
+    if len(run.graphs) > 1:
+        raise ArgumentError(
+            "run takes one schedule, one recompute mode and one --grad-sync, got "
+            f"{', '.join(run.graphs)}; validate compares several"
+        )
+    (graph,) = run.graphs.values()
+    with _pipeline(arguments, run, graph, processes) as pipeline:
+        training = train(
+            pipeline,
+            run.batches,
+            n_steps=arguments.steps,
+            warm_up=arguments.warm_up,
+            costs=costs,
+            progress=print_progress,
+        )
+    if is_printer():
+        training.save(path, record=run.record)
+    print_result(training_report(training))
+    print_result(f"\nwrote {path}: the figure is {path / training.figure}")
+    return 0
+
+
+def _validate(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+    from pipeexec.cli.report import report
+    from pipeexec.validation.validate import validate
+
+    path, costs = _run_path(arguments), _costs(arguments.costs)
+    run = workload(arguments, processes)
+    validation = validate(
+        run.stages,
+        run.graphs,
+        run.devices,
+        run.loss,
+        run.batches,
+        run.optimizer,
+        n_steps=arguments.steps,
+        warm_up=arguments.warm_up,
+        repeat=arguments.repeat,
+        costs=costs,
+        progress=print_progress,
+        timeout=arguments.timeout,
+        processes=processes,
+        cuda_graph=arguments.cuda_graph,
+    )
+    source = None if costs is None else str(arguments.costs)
+    record = {**run.record, "repeat": arguments.repeat, "costs": source}
+    if is_printer():
+        validation.save(path, record=record)
+    print_result(report(validation))
+    print_result(f"\nwrote {path}: the figure is {path / 'overlay.png'}")
+    return 0
+
+
+def _costs(path: Path | None) -> Costs | None:
+    """Load costs from a file or from a run directory; None without a path."""
+    from pipesim.costs.costs import Costs
+
+    if path is None:
+        return None
+    return Costs.load(path / "costs.json" if os.path.isdir(path) else path)
+
+
+def _profile(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
+    from pipeexec.cli.report import profile_report
+    from pipeexec.profiling.profile import measure
+
+    path = _run_path(arguments)
+    run = workload(arguments, processes)
+    graphs = list(run.graphs.values())
+    widest = max(graphs, key=lambda graph: graph.n_replicas)
+    with _pipeline(arguments, run, widest, processes) as pipeline:
+        print_progress(f"measuring: {arguments.warm_up} steps to warm up, then {arguments.steps}")
+        result = measure(
+            pipeline,
+            *next(run.batches),
+            n_steps=arguments.steps,
+            warm_up=arguments.warm_up,
+            graphs=graphs,
+        )
+    if is_printer():
+        result.save(path, record=run.record)
+    print_result(profile_report(result))
+    figure = f": the figure is {path / 'transfers.png'}" if len(result.transfers) else ""
+    print_result(f"\nwrote {path}{figure}")
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print the tables of a run directory."""
+    from pipeexec.cli.report import profile_report, report
+    from pipeexec.profiling.files import TABLE
+    from pipeexec.profiling.profile import Profile
+    from pipeexec.run_directory import read_record
+    from pipeexec.validation.result import load_run
+
+    folder = arguments.directory
+    if "rows" not in read_record(folder) and (folder / TABLE).is_file():
+        print(profile_report(Profile.load(folder)))
+    else:
+        print(report(load_run(folder)))
+    return 0
+
+
+#: Commands that torchrun can start too.
+COMMANDS: dict[str, Command] = {
+    "run": _with_run_lock(_run),
+    "validate": _with_run_lock(_validate),
+    "profile": _with_run_lock(_profile),
+}
