@@ -1,6 +1,6 @@
-"""Every error that a user can meet, in one tree, and the checks that raise the commonest of them.
+"""All errors that users can get, in one tree, and the checks that raise the commonest of them.
 
-A message says what is wrong, where, what was got and what is allowed, and what to do next.
+A message says what is wrong, where, which value was given, which are allowed, and what to do next.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TooFewDevicesError(ArgumentError, IndexError):
 
 
 class UnknownNameError(ArgumentError):
-    """A name (of a schedule, an engine, a model, an option) that nothing answers to."""
+    """An unknown name (of a schedule, an engine, a model, an option)."""
 
 
 class CostsError(PipeError, ValueError):
@@ -63,11 +63,11 @@ class DeadlockError(ScheduleError, GraphError):
 
 
 class TimelineError(PipeError, ValueError):
-    """A timeline that cannot be read, or that lacks what was asked of it."""
+    """A timeline that cannot be read, or that lacks the requested data."""
 
 
 class CapacityError(PipeError, MemoryError):
-    """What was asked for needs more memory than there is."""
+    """The request needs more memory than the machine has."""
 
 
 class RunDirectoryError(PipeError):
@@ -75,7 +75,7 @@ class RunDirectoryError(PipeError):
 
 
 class ExecutionError(PipeError, RuntimeError):
-    """A step that could not be run; ``timeline`` holds what ran before, where anything did."""
+    """A step that could not be run; ``timeline`` holds the tasks that ran before, if any."""
 
     timeline: object | None = None
 
@@ -93,11 +93,11 @@ class StallError(ExecutionError):
 
 
 class PeerError(ExecutionError):
-    """Another process of the pipeline failed, was lost, or sent what it should not."""
+    """Another process of the pipeline failed, was lost, or sent something unexpected."""
 
 
 class PipeWarning(UserWarning):
-    """Base of the warnings: results are right, but may not be what was hoped for."""
+    """Base of the warnings: results are right, but may differ from what the user intends."""
 
 
 class OversubscriptionWarning(PipeWarning):
@@ -113,7 +113,7 @@ class AccuracyWarning(PipeWarning):
 
 
 class CostsWarning(PipeWarning):
-    """Costs may say something else than they are used for."""
+    """Costs may describe something else than they are used for."""
 
 
 class LegibilityWarning(PipeWarning):
@@ -121,7 +121,7 @@ class LegibilityWarning(PipeWarning):
 
 
 class EngineWarning(PipeWarning):
-    """Another engine serves than the one asked for."""
+    """Another engine runs than the one requested."""
 
 
 class LossWarning(PipeWarning):
@@ -278,7 +278,7 @@ def check_numbers(name: str, values: object) -> list[float]:
     Raises
     ------
     ArgumentTypeError
-        For what is no sequence, or has anything but numbers.
+        For anything but a sequence of numbers.
     """
     given = check_list(name, values, "numbers, such as [1.0, 2.5]")
     if not all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in given):

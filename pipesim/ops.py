@@ -1,6 +1,6 @@
 """Operations, sets of operations, and `Action`: one operation of one stage on one micro-batch.
 
-Two of them that run as one are `Overlapped`.
+`Overlapped` is two actions that run as one.
 
 The letters and the text form are those of torch.distributed.pipelining. Beware: papers on zero
 bubble write B for the gradient of the input alone, which is ``I`` here and in torch.
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Op(IntEnum):
-    """What a task does. The value is what graphs store in their ``op`` column."""
+    """The operation of a task. Graphs store its value in their ``op`` column."""
 
     F = 0
     B = 1
@@ -55,21 +55,21 @@ class Op(IntEnum):
         return self.name
 
 
-#: What a schedule lists of every stage and micro-batch.
+#: Operations that a schedule lists for every stage and micro-batch.
 SCHEDULED = frozenset({Op.F, Op.B, Op.I, Op.W})
-#: What a schedule may list; everything else is added by `pipesim.lower`.
+#: Operations that a schedule may list; `pipesim.lower` adds all others.
 LISTED = SCHEDULED | {Op.R}
-#: What occupies a device's compute stream.
+#: Operations on a device's compute stream.
 COMPUTE = LISTED | {Op.STEP, Op.DISPATCH, Op.REORDER}
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECVS = frozenset({Op.RECV_F, Op.RECV_B})
 TRANSFERS = SENDS | RECVS
-#: What devices do together: all start when the last has come (rule 9).
+#: Operations of several devices together: all start when the last device is ready (rule 9).
 COLLECTIVES = frozenset({Op.REDUCE_GRAD, Op.ALL_TO_ALL, Op.UNSHARD})
-#: What may be on a whole stage, without a micro-batch.
+#: Operations that may be on a whole stage, without a micro-batch.
 OF_STAGES = COLLECTIVES | {Op.STEP}
-#: What an ALL_TO_ALL of a sharded embedding exchanges, by its `part`: in this order, of each
-#: micro-batch. Or once a mini-batch, in place of "gradients", those of all its micro-batches.
+#: Contents of an ALL_TO_ALL of a sharded embedding, by its `part`, in this order for each
+#: micro-batch. "accumulated", once a mini-batch, replaces the "gradients" of all micro-batches.
 EXCHANGES = ("counts", "keys", "vectors", "gradients", "accumulated")
 #: The exchanges whose values a REORDER puts in order: its `part`, numbered as they are.
 REORDERED = ("vectors", "gradients")

@@ -26,6 +26,7 @@ from pipesim.graph.hosts import Hosts, host_of_devices
 from pipesim.graph.kind_rules import peer_kinds
 from pipesim.graph.options import LoweringOptions
 from pipesim.graph.overlaps import with_ends
+from pipesim.graph.precedence import issued_first, precedence
 from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.graph.topological_order import LevelInputs, levels, stable_topological_order
 from pipesim.graph.wiring import apply_rules
@@ -176,7 +177,7 @@ class TaskGraph:
         hosts: Hosts = "one",
         **options: Any,
     ) -> TaskGraph:
-        """Do what `build` does, but keep the ids as they are given, topological or not."""
+        """Wire tasks like `build`, but keep the ids as they are given, topological or not."""
         check_text("name", name)
         tasks, group = checked_tasks(tasks, group)
         kinds, kind = tasks.kinds()
@@ -317,7 +318,7 @@ class TaskGraph:
         return bool(self.__dict__.get("_verified", False))
 
     def as_verified(self) -> TaskGraph:
-        """Return the graph, noted as `verified`; a changed copy is no longer."""
+        """Mark the graph as `verified`, and return it; a changed copy is not verified."""
         self.__dict__["_verified"] = True
         return self
 
@@ -410,7 +411,7 @@ class TaskGraph:
         )
 
     def save_torch_csv(self, path: Path | str) -> None:
-        """Write what torch.distributed.pipelining reads as a CSV with ``compute_comms``.
+        """Write the CSV that torch.distributed.pipelining reads with ``compute_comms``.
 
         A row a device, in issue order, with the messages. Torch's runtime runs the rows as they
         stand. FSDP's ``UNSHARD`` is not among them: for stages sharded by it, save the schedule
@@ -428,7 +429,7 @@ class TaskGraph:
         write_torch_csv(self, path)
 
     def plot(self, *, ax: Axes | None = None, **options: Any) -> Axes:
-        """Draw what the tasks need; `pipesim.plot.dependencies` has a table of the texts."""
+        """Draw the dependencies of tasks; `pipesim.plot.dependencies` has a table of the texts."""
         from pipesim.plot.dependency_plot import dependencies
 
         return dependencies(self, ax=ax, **options)
@@ -483,7 +484,9 @@ class TaskGraph:
 
     @cached_property
     def optimizer_shares(self) -> Ints:
-        """Number of replicas that share each stage's optimizer, and gather what each has stepped.
+        """Number of replicas that share each stage's optimizer.
+
+        Each steps its share of the parameters, and gathers the others.
 
         1 for a stage without UNSHARD; shape ``(n_stages,)``.
         """
@@ -507,35 +510,14 @@ class TaskGraph:
 
     @cached_property
     def precedence(self) -> CSR:
-        """Everything that must have begun or ended before a task can start, as CSR.
+        """All tasks that must have begun or ended before a task can start, as CSR.
 
-        Dependencies and the stream's predecessor; for a RECV its SEND; with rendezvous, for a
-        SEND what its RECV waits for; for a collective what its other members wait for, the last
-        task of each stream.
+        - Dependencies, and the predecessor on the stream.
+        - For a RECV, its SEND. With rendezvous, for a SEND, the predecessor of its RECV.
+        - For a member of a collective, the tasks that the other members wait for: of each
+          stream the last one.
         """
-        before = self.queue_predecessor
-        queued = np.flatnonzero(before >= 0)
-        rows, values = [self.dependencies.rows, queued], [self.dependencies.values, before[queued]]
-        recvs = np.flatnonzero(self.is_op(RECVS) & (self.pair >= 0))
-        rows.append(recvs)
-        values.append(self.pair[recvs])
-        if self.rendezvous:
-            sends = np.flatnonzero(self.is_op(SENDS) & (self.pair >= 0))
-            sends = sends[before[self.pair[sends]] >= 0]
-            rows.append(sends)
-            values.append(before[self.pair[sends]])
-        if len(self.collectives):
-            own = CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(self))
-            sizes = np.diff(self.collectives.ptr).astype(np.float64)
-            check_memory("what members of collectives wait for", int(32 * (sizes**2).sum()))
-            for number in range(len(self.collectives)):
-                members = self.collectives[number]
-                # Of each stream the last, since that has the others before it.
-                needed = np.sort(own.gather(members))[::-1]
-                needed = needed[np.unique(self.stream[needed], return_index=True)[1]]
-                rows.append(np.repeat(members, len(needed)))
-                values.append(np.tile(needed, len(members)))
-        return CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(self))
+        return precedence(self)
 
     @cached_property
     def issued_first(self) -> CSR:
@@ -544,16 +526,7 @@ class TaskGraph:
         A stream can only wait for an event that was recorded: that of each task of `precedence`,
         and of a collective's earlier members.
         """
-        waits, members = self.precedence, self.collectives
-        rows, values = [waits.rows], [waits.values]
-        for number in range(len(members)):
-            later, earlier = np.tril_indices(len(members[number]), -1)
-            rows.append(members[number][later])
-            values.append(members[number][earlier].astype(waits.values.dtype))
-        row, value = np.concatenate(rows), np.concatenate(values)
-        host = self.host[self.device]
-        foreign = (host[row] != host[value]) & (value < row)  # ids of files may be in any order
-        return CSR.from_pairs(row[foreign], value[foreign], len(self))
+        return issued_first(self)
 
     @cached_property
     def levels(self) -> Ints:

@@ -1,4 +1,4 @@
-"""Which host issues the tasks of each device (rule 7)."""
+"""The host that issues the tasks of each device (rule 7)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def host_of_devices(hosts: object, n_devices: int) -> NDArray[np.int64]:
     Raises
     ------
     UnknownNameError
-        For any other name, and for what is no list.
+        For any other name, and for anything that is no list.
     ArgumentError
         For a list of another length, and for numbers that are not whole, below 0, or have gaps.
     """
@@ -65,7 +65,7 @@ def host_of_devices(hosts: object, n_devices: int) -> NDArray[np.int64]:
 
 
 def _numbers(hosts: object) -> list[Any] | None:
-    """Return the numbers that a list, an array or a text of numbers holds; None for all else."""
+    """Return the numbers in a list, an array or a text; None for anything else."""
     if isinstance(hosts, str):
         words = hosts.replace(",", " ").split()
         are_numbers = all(w.isascii() and w.isdecimal() and len(w) < 10 for w in words)

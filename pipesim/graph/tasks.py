@@ -1,4 +1,4 @@
-"""What a task is: its columns, its kind, and the stream it runs on."""
+"""Tasks: their columns, their kinds, and the codes of the streams that they run on."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Task(NamedTuple):
 class Tasks:
     """Columns of tasks before they are wired into a graph; one entry a task.
 
-    They are checked when they are wired: `pipesim.graph.column_checks.checked_tasks` says for what.
+    `pipesim.graph.column_checks.checked_tasks` checks them when they are wired.
 
     Attributes
     ----------
@@ -123,16 +123,16 @@ class Tasks:
         A `StreamKind` code.
     replica
         Which copy of the model: a data-parallel replica, or a path of a bidirectional pipeline;
-        None where there is one.
+        None for one copy.
     overlapped
         1 for an F, and the B right after it on the compute stream, that run as one action, else 0;
-        None where there are none.
+        None without overlapped actions.
     peer_stage
         The stage at the other end of a message of skip connections, -1 for any other task, the
-        pipeline's own messages included; None where there are no skips.
+        pipeline's own messages included; None without skips.
     part
         The bucket of a REDUCE_GRAD that has several, or which of `pipesim.ops.EXCHANGES` an
-        ALL_TO_ALL is, or a REORDER is of; -1 for any other task; None where there are none.
+        ALL_TO_ALL or a REORDER belongs to; -1 for any other task; None without such tasks.
     """
 
     op: Ints
@@ -182,9 +182,9 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Kinds:
-    """A table of kinds: what tasks of one operation, stage, replica, peer and part have in common.
+    """A table of kinds: tasks of one operation, stage, replica, device, stream, peer and part.
 
-    A graph of 10^8 tasks has a few thousand kinds, and costs and streams are theirs.
+    A graph of 10^8 tasks has a few thousand kinds. Costs and streams are per kind.
 
     Attributes
     ----------
@@ -227,7 +227,7 @@ class Kinds:
         return marked[self.op]
 
     def joined(self, *others: Kinds) -> Kinds:
-        """Return the kinds of all, these first."""
+        """Return the kinds of all tables, these first."""
         return Kinds(
             *(
                 np.concatenate([getattr(kinds, column.name) for kinds in (self, *others)])
@@ -242,10 +242,10 @@ class Kinds:
         return number.ravel()
 
     def replicated(self, devices: Ints) -> Kinds:
-        """Return copies, each on devices of its own: row ``c`` of ``devices`` has those of copy c.
+        """Return copies, each on its own devices: row ``c`` of ``devices`` has those of copy c.
 
-        Kind ``k`` of copy ``c`` is number ``c * len(self) + k``; what was replica ``r`` of ``n``
-        is replica ``c * n + r``.
+        Kind ``k`` of copy ``c`` is number ``c * len(self) + k``; its replica is
+        ``c * n + r`` if it was replica ``r`` of ``n``.
         """
         copy = np.repeat(np.arange(len(devices)), len(self))
         columns = {f.name: np.tile(getattr(self, f.name), len(devices)) for f in fields(self)}

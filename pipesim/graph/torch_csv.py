@@ -89,6 +89,6 @@ def _check(graph: TaskGraph) -> None:
 
 
 def write_torch_csv(graph: TaskGraph, path: Path | str) -> None:
-    """Do what `TaskGraph.save_torch_csv` says."""
+    """Write a graph as torch's CSV; see `TaskGraph.save_torch_csv`."""
     path = check_path("path", path, "write")
     write_text(path, signed_rows(torch_orders(graph)))

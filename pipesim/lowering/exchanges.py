@@ -1,4 +1,4 @@
-"""The tasks around a sharded stage: exchanges, and where keys and vectors are put in order.
+"""The tasks around a sharded stage: exchanges, and the sorting of keys and vectors.
 
 Of micro-batch 3 of a sharded stage 0, in order::
 
@@ -75,7 +75,7 @@ def checked_exchanges(
     Raises
     ------
     ArgumentError
-        For options of another type, and those of exchanges that there are not.
+        For options of another type, and options of exchanges without sharded stages.
     """
     check_name("exchange_work", exchange_work, ("collective", "compute"))
     check_name("sparse_grad_sync", sparse_grad_sync, ("every", "last"))
@@ -103,10 +103,11 @@ def checked_exchanges(
 def exchange_kinds(
     compute: TaskGraph, kinds: Kinds, stream: int, exchanges: Exchanges
 ) -> tuple[CSR, CSR, Kinds]:
-    """Add the kinds of exchanges; return which come before each kind of task, and after it.
+    """Add the kinds of exchanges; return the exchanges before and after each kind of task.
 
-    Row ``k`` of the first are those before a task of kind ``k``, of the second those after it, in
-    order. Exchanges of accumulated gradients are in neither: `ordered_exchanges` adds their tasks.
+    Row ``k`` of the first CSR has the kinds before a task of kind ``k``, row ``k`` of the second
+    those after it, in order. Exchanges of accumulated gradients are in neither:
+    `ordered_exchanges` adds their tasks.
     """
     before: list[tuple[int, int]] = []
     after: list[tuple[int, int]] = []
@@ -156,7 +157,7 @@ def exchange_kinds(
 def ordered_exchanges(exchanges: Exchanges, kinds: Kinds, issued: Issued) -> Issued:
     """Return one replica's tasks with keys exchanged early, and accumulated gradients at the end.
 
-    What moves, and what is added, is a phase of its own, so that members of all replicas are issued
+    Each task that moves or is added is its own phase, so that members of all replicas are issued
     together.
     """
     if not (exchanges.prefetches or exchanges.accumulates):
@@ -178,9 +179,9 @@ def ordered_exchanges(exchanges: Exchanges, kinds: Kinds, issued: Issued) -> Iss
 
 
 def _prefetched(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints:
-    """Return the order in which keys of the first stage come before the F of one before theirs.
+    """Return the order in which keys of the first stage are exchanged one micro-batch early.
 
-    Its keys are those of the batch, so that nothing keeps their exchange from being earlier.
+    They come before the F of the micro-batch before theirs: the keys of the whole batch are known.
     """
     first = kinds.stage == 0
     early = first & (

@@ -1,6 +1,6 @@
 """Orders in which a host issues tasks, other than by clock cycle.
 
-The order of each stream is the schedule's, and stays as it is: only the ids of tasks change.
+Only the ids of tasks change. Each stream keeps its order, which is the schedule's.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ISSUE_ORDERS: tuple[IssueOrder, ...] = ("clock_cycle", "microbatch_major", "stag
 def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
     """Return a graph in clock-cycle order with its tasks issued in another order.
 
-    The next task is always one that can be issued: everything that it waits for has been, the task
-    before it on its stream included. Messages and collectives come as soon as they can, so right
-    behind what makes them. Of compute tasks the first comes by
+    The next task is always one that can be issued: all tasks that it waits for have been, the task
+    before it on its stream included. Messages and collectives come as soon as they can: right after
+    the task that produces them. Compute tasks are sorted by
 
     - ``"microbatch_major"``: pass, then position;
     - ``"stage_major"``: position.
@@ -38,7 +38,7 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
     ``2 * n - 1 - s`` for all others. Ties go to the order by clock cycle, in which replicas take
     turns, task by task.
 
-    It takes O(n log n) for n tasks and what they wait for.
+    It takes O(n log n) for n tasks and dependencies.
     """
     if issue_order == "clock_cycle":
         return graph
@@ -53,7 +53,7 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
 
 
 def _is_forward(graph: TaskGraph) -> NDArray[np.bool_]:
-    """Mark F, and what a sharded stage does with keys before it and with vectors after it."""
+    """Mark F, and of a sharded stage, DISPATCH before it and REORDER of vectors after it."""
     puts_vectors = (graph.op == Op.REORDER) & (graph.part == EXCHANGES.index("vectors"))
     marked: NDArray[np.bool_] = graph.is_op(frozenset({Op.F, Op.DISPATCH})) | puts_vectors
     return marked
@@ -92,7 +92,7 @@ def _take_in_turn(
 ) -> None:
     """Fill ``order``; ``heap`` holds the ranks of the tasks that can be issued, as a binary heap.
 
-    Longer than most functions here, as a kernel's helpers would have to be registered one by one.
+    Longer than most functions here: pushing and popping stand in the loop that they serve.
     """
     size, n_issued = 0, 0
     for k in range(len(rank)):  # ranks in order are a heap

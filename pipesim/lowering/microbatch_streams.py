@@ -1,7 +1,7 @@
-"""Copy streams of one micro-batch each, in place of those of a peer and direction.
+"""Copy streams for one micro-batch each, in place of one for each peer and direction.
 
-torchgpipe copies each micro-batch on a stream of its own (arXiv 2004.09910, section 3.2.2), so
-that a message waits for none of another micro-batch:
+torchgpipe copies each micro-batch on its own stream (arXiv 2004.09910, section 3.2.2), so that a
+message waits for no message of another micro-batch:
 
     per_peer             per_microbatch
     send:1   |a0|a1|a2|  send:1/0  |a0|
@@ -29,9 +29,9 @@ _BYTES_PER_STREAM = 1000
 def with_streams_of_microbatches(
     kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]
 ) -> tuple[Kinds, NDArray[np.int32]]:
-    """Return kinds and tasks in which messages of each micro-batch are kinds of their own.
+    """Return kinds and tasks in which messages of different micro-batches differ in kind.
 
-    Such a kind has the stream of its peer, direction and micro-batch.
+    Such a kind is on the stream of its peer, direction and micro-batch.
 
     Parameters
     ----------

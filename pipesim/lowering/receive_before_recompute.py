@@ -16,7 +16,7 @@ __all__ = ["gradients_first"]
 def gradients_first(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints:
     """Return the order in which each RECV_B comes before the R of its stage and micro-batch.
 
-    Messages of a channel keep their order: whatever was to be received before moves along.
+    Messages of a channel keep their order: those before the RECV_B move with it.
     """
     op, stage, replica = kinds.op[kind], kinds.stage[kind], kinds.replica[kind]
     place = np.arange(len(kind), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Which micro-batches are recomputed, and where each R comes in its device's order."""
+"""Choose the recomputed micro-batches, and place each R in its device's order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipesim.utils.csr import Ints
 
 __all__ = ["RECOMPUTE", "Chosen", "Recompute", "recompute_label", "with_chosen", "with_recomputes"]
 
-#: Which micro-batches are recomputed; of a graph, also those that its schedule lists.
+#: Modes of recompute. `Chosen` adds ``"listed"``: the micro-batches that the schedule lists.
 Recompute = Literal["never", "always", "except_last"]
 Chosen = Recompute | Literal["listed"]
 RECOMPUTE: tuple[Recompute, ...] = ("never", "always", "except_last")
@@ -25,9 +25,9 @@ _BACKWARD = frozenset({Op.B, Op.I})
 
 
 def with_chosen(schedule: Schedule, recompute: Chosen, sharded: tuple[int, ...]) -> Schedule:
-    """Return the schedule without the R that it lists but that are not to be run.
+    """Return the schedule without the listed R that do not run in a mode.
 
-    ``recompute`` is that of `pipesim.lower`; ``"listed"`` keeps all but those of sharded stages.
+    ``recompute`` is that of `pipesim.lower`; ``"listed"`` drops only the R of sharded stages.
     """
     listed = schedule.op == Op.R
     if not listed.any():
@@ -53,9 +53,9 @@ def _is_recomputed(schedule: Schedule, recompute: Chosen) -> NDArray[np.bool_]:
 
 
 def recompute_label(schedule: Schedule, recompute: Chosen) -> str:
-    """Return what a graph says of its recomputes: a mode, or ``"some"``.
+    """Return the label of a graph's recomputes: a mode, or ``"some"``.
 
-    The schedule is that of `with_chosen`.
+    The schedule comes from `with_chosen`.
     """
     if recompute != "listed":
         return recompute
@@ -134,9 +134,9 @@ def _recompute_kinds(kinds: Kinds, backward: Ints) -> tuple[Kinds, Ints]:
 def _first_backwards(
     schedule: Schedule, kinds: Kinds, kind: NDArray[np.int32], before: Ints
 ) -> Ints:
-    """Return the first backward of the stage of each, for which all their forwards must be early.
+    """Return, for each backward that an R comes before, the first backward of its stage.
 
-    ``before`` are the backwards that an R comes before.
+    ``before`` are these backwards. Their forwards must all come before that first backward.
     """
     place = (kinds.replica * schedule.n_stages + kinds.stage)[kind]
     first = np.full(int(place.max()) + 1, len(kind))

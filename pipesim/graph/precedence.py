@@ -1,0 +1,57 @@
+"""The tasks that must have begun, ended or been issued before each task."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipesim.ops import RECVS, SENDS
+from pipesim.utils.csr import CSR
+from pipesim.utils.host_memory import check_memory
+
+if TYPE_CHECKING:
+    from pipesim.graph.graph import TaskGraph
+
+__all__ = ["issued_first", "precedence"]
+
+
+def precedence(graph: TaskGraph) -> CSR:
+    """Return `TaskGraph.precedence`."""
+    before = graph.queue_predecessor
+    queued = np.flatnonzero(before >= 0)
+    rows, values = [graph.dependencies.rows, queued], [graph.dependencies.values, before[queued]]
+    recvs = np.flatnonzero(graph.is_op(RECVS) & (graph.pair >= 0))
+    rows.append(recvs)
+    values.append(graph.pair[recvs])
+    if graph.rendezvous:
+        sends = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
+        sends = sends[before[graph.pair[sends]] >= 0]
+        rows.append(sends)
+        values.append(before[graph.pair[sends]])
+    if len(graph.collectives):
+        own = CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(graph))
+        sizes = np.diff(graph.collectives.ptr).astype(np.float64)
+        check_memory("what members of collectives wait for", int(32 * (sizes**2).sum()))
+        for number in range(len(graph.collectives)):
+            members = graph.collectives[number]
+            # Of each stream the last, since that has the others before it.
+            needed = np.sort(own.gather(members))[::-1]
+            needed = needed[np.unique(graph.stream[needed], return_index=True)[1]]
+            rows.append(np.repeat(members, len(needed)))
+            values.append(np.tile(needed, len(members)))
+    return CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(graph))
+
+
+def issued_first(graph: TaskGraph) -> CSR:
+    """Return `TaskGraph.issued_first`."""
+    waits, members = graph.precedence, graph.collectives
+    rows, values = [waits.rows], [waits.values]
+    for number in range(len(members)):
+        later, earlier = np.tril_indices(len(members[number]), -1)
+        rows.append(members[number][later])
+        values.append(members[number][earlier].astype(waits.values.dtype))
+    row, value = np.concatenate(rows), np.concatenate(values)
+    host = graph.host[graph.device]
+    foreign = (host[row] != host[value]) & (value < row)  # ids of files may be in any order
+    return CSR.from_pairs(row[foreign], value[foreign], len(graph))
