@@ -122,10 +122,10 @@ def release_times(
     graph, start, end = timeline.graph, timeline.start, timeline.end
     waits = graph.precedence
     moments: NDArray[np.float64] = end[waits.values]
-    buckets = np.flatnonzero(graph.during >= 0)
+    buckets = np.flatnonzero(graph.partial_dependency >= 0)
     if not len(buckets):
         return moments
-    backward = graph.during[buckets]
+    backward = graph.partial_dependency[buckets]
     shares = bucket_shares(timeline) if shares is None else shares
     done = start[backward] + shares[buckets] * (end[backward] - start[backward])
     # Draws aside, a bucket that starts at once does so at this very moment.
@@ -150,7 +150,7 @@ def bucket_shares(timeline: Timeline) -> NDArray[np.float64]:
 
     As costs have it, or without them as `measured_shares`. Shape ``(len(graph),)``.
     """
-    if timeline.costs is None or not len(timeline.graph.during):
+    if timeline.costs is None or not len(timeline.graph.partial_dependency):
         return measured_shares(timeline)
     return timeline.costs.of(timeline.graph).share
 
@@ -166,10 +166,10 @@ def measured_shares(
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     shares = np.ones(len(graph))
-    buckets = np.flatnonzero(graph.during >= 0)
+    buckets = np.flatnonzero(graph.partial_dependency >= 0)
     if not len(buckets):
         return shares
-    backward = graph.during[buckets]
+    backward = graph.partial_dependency[buckets]
     lasted = exact_seconds(start[backward], end[backward])
     after = exact_seconds(start[backward], start[buckets])
     part = np.divide(after, lasted, out=np.ones(len(buckets)), where=lasted > 0)

@@ -299,7 +299,7 @@ def assert_order_respected(
         if graph.rendezvous:
             begun = np.where(is_message, timeline.end[waits.rows], begun)
     # Buckets, and with them all members of their collective, need a part of their backward.
-    partly = np.isin(waits.values, graph.during) & (graph.group[waits.rows] >= 0)
+    partly = np.isin(waits.values, graph.partial_dependency) & (graph.group[waits.rows] >= 0)
     ready = np.where(partly, timeline.start[waits.values], ready)
     late = ready > begun + slack
     wrong = [f"{graph.task(int(waits.rows[k]))} before {graph.task(int(waits.values[k]))}"

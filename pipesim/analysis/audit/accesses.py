@@ -55,8 +55,8 @@ class Milestones(NamedTuple):
     @classmethod
     def from_graph(cls, graph: TaskGraph) -> Milestones:
         """Return the milestones of a graph; milestone ``k`` is node ``len(graph) + k``."""
-        buckets = np.flatnonzero(graph.during >= 0)
-        pairs = np.stack([graph.during[buckets], graph.part[buckets]])
+        buckets = np.flatnonzero(graph.partial_dependency >= 0)
+        pairs = np.stack([graph.partial_dependency[buckets], graph.part[buckets]])
         backward, part = np.unique(pairs, axis=1).astype(np.int64)
         return cls(backward, part)
 

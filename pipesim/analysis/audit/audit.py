@@ -203,7 +203,7 @@ class _Races:
         first, n = first.copy(), len(self.graph)
         pairs = np.stack(self._milestones, axis=1).tolist()
         place = {tuple(pair): n + k for k, pair in enumerate(pairs)}
-        for k in np.flatnonzero(self.graph.during[second] == first).tolist():
+        for k in np.flatnonzero(self.graph.partial_dependency[second] == first).tolist():
             first[k] = place[int(first[k]), int(self.graph.part[second[k]])]
         return Edges(first, second)
 

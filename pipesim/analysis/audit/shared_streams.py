@@ -78,7 +78,9 @@ def _reordered(graph: TaskGraph, order: Ints) -> TaskGraph:
         kind=graph.kind[order],
         microbatch=graph.microbatch[order],
         dependencies=CSR.from_pairs(rank[waits.rows], rank[waits.values], len(graph)),
-        partial_dependency=rank[graph.during[order]] if len(graph.during) else graph.during,
+        partial_dependency=rank[graph.partial_dependency[order]]
+        if len(graph.partial_dependency)
+        else graph.partial_dependency,
         pair=rank[graph.pair[order]].astype(graph.pair.dtype),
         collectives=CSR(members.ptr, rank[members.values][by_id].astype(members.values.dtype)),
     )

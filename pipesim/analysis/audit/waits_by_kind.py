@@ -192,7 +192,7 @@ def _without_dependencies(graph: TaskGraph, edges: Edges) -> TaskGraph:
         waits.rows.astype(np.int64) * n + waits.values, edges.after * np.int64(n) + edges.before
     )
     left = CSR.from_pairs(waits.rows[~removed], waits.values[~removed], n)
-    during = graph.during
+    during = graph.partial_dependency
     if len(during):
         kept = np.zeros(n, dtype=bool)
         buckets = np.flatnonzero(during >= 0)

@@ -92,7 +92,7 @@ def make_plan(graph: TaskGraph, costs: TaskCosts) -> Plan:
         needs_ptr=needs.ptr,
         needs=needs.values,
         pair=graph.pair,
-        partial=graph.during,
+        partial=graph.partial_dependency,
         share=share,
         issued=_issue_times(graph, costs),
         group=graph.group if len(collectives) else np.empty(0, np.int32),
@@ -108,9 +108,9 @@ def make_plan(graph: TaskGraph, costs: TaskCosts) -> Plan:
 def _needs(graph: TaskGraph, costs: TaskCosts) -> tuple[CSR, Floats]:
     """Return the dependencies that are needed whole, and ``share`` of `Plan`."""
     needs = graph.dependencies
-    if not len(graph.during):
+    if not len(graph.partial_dependency):
         return needs, np.empty(0)
-    whole = needs.values != graph.during[needs.rows]
+    whole = needs.values != graph.partial_dependency[needs.rows]
     needs = CSR.from_pairs(needs.rows[whole], needs.values[whole], len(graph))
     share = costs.table.share
     return needs, np.ones(len(costs.table.duration)) if share is None else share

@@ -102,11 +102,11 @@ class _Step:
         self.ended = [env.event() for _ in range(n)]
         self.head: dict[int, simpy.Event] = {}  # of a SEND: its first byte arrives
         self.tail: dict[int, simpy.Event] = {}  # of a SEND: its last byte arrives
-        self.during: list[int] = graph.during.tolist()
+        self.during: list[int] = graph.partial_dependency.tolist()
         self.share = costs.share
         self.part_done: dict[int, simpy.Event] = {}  # of a bucket: its backward has got so far
         self.buckets: dict[int, list[int]] = {}  # of a backward: those that need a part of it
-        for bucket in np.flatnonzero(graph.during >= 0).tolist():
+        for bucket in np.flatnonzero(graph.partial_dependency >= 0).tolist():
             self.buckets.setdefault(self.during[bucket], []).append(bucket)
         self.links = _Links(env)
         self.granted: dict[int, simpy.Event] = {}  # of a collective: it may hold its links

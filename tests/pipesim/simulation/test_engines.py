@@ -376,8 +376,8 @@ def test_invariants(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
         assert (end[queue][:-1] <= start[queue][1:]).all()
     needs = graph.dependencies
     before, after = needs.values, needs.rows
-    if len(graph.during):
-        partly = before == graph.during[after]
+    if len(graph.partial_dependency):
+        partly = before == graph.partial_dependency[after]
         assert (start[before[partly]] <= start[after[partly]]).all()
         before, after = before[~partly], after[~partly]
     assert (end[before] <= start[after]).all()
@@ -399,7 +399,7 @@ def test_lower_bounds(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     chain = np.zeros(len(graph))
     for task in range(len(graph)):
         before = graph.precedence[task]
-        partly = np.isin(before, graph.during) & (graph.op[task] == Op.REDUCE_GRAD)
+        partly = np.isin(before, graph.partial_dependency) & (graph.op[task] == Op.REDUCE_GRAD)
         ready = chain[before] - np.where(partly, duration[before], 0.0)
         chain[task] = ready.max(initial=0.0) + duration[task]
     assert timeline.makespan >= chain.max()
