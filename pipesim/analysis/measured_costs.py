@@ -1,14 +1,14 @@
-"""Costs from what timelines show: how long each operation took, and how long messages were on way.
+"""Costs from timelines: how long each operation took.
 
-Durations of tasks that ran beside each other, as in a step, are what the simulator needs; those of
-stages measured alone are too short.
+The simulator needs durations of tasks that ran at the same time as others, as in a step. Durations
+of stages that were measured alone are too short.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.analysis.measured_collectives import measured_collectives
-from pipesim.analysis.replay import message_times, replay_costs
+from pipesim.analysis.measured_network import measured_network
+from pipesim.analysis.replay import replay_costs
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
 from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs, PerStage
-from pipesim.costs.pricing import DURATION_OF, message_bytes
+from pipesim.costs.pricing import DURATION_OF
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -29,14 +30,13 @@ from pipesim.errors import (
     check_name,
     number,
 )
-from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, border_crossings, skip_text
 from pipesim.network.network import Network
 from pipesim.ops import EXCHANGES, SENDS, Op
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds", "waits"]
+__all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds"]
 
 #: Share of a timeline beyond which what costs leave out is worth a warning.
 _MUCH = 0.01
@@ -68,7 +68,7 @@ def costs_from_timeline(
         values["skip_bytes"] = _skip_bytes(timeline)
     values |= _durations(timeline, average)
     if network is None:
-        network = _network(timeline, average)
+        network = measured_network(timeline, _AVERAGES[average])
         values |= measured_collectives(timeline, network, _AVERAGES[average])
         for size, seconds in _SECONDS_OF_BYTES.items():
             values = {k: v for k, v in values.items() if size not in fields or k not in seconds}
@@ -233,51 +233,6 @@ def _skip_bytes(timeline: Timeline) -> SkipBytes | None:
             )
         sizes[skip] = max(alone)
     return tuple(sizes.items())
-
-
-def waits(timelines: Iterable[Timeline]) -> NDArray[np.float64]:
-    """Return seconds from SEND to use of each message that its consumer waited for."""
-    seconds = [message_times(values, waited_only=True) for values in timelines]
-    return np.concatenate([values[~np.isnan(values)] for values in seconds])
-
-
-def _network(timeline: Timeline, average: str) -> Network:
-    """Return latency and bandwidth of the messages, the same for all pairs."""
-    graph = timeline.graph
-    sends = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
-    if not len(sends):
-        return Network()
-    recvs = graph.pair[sends]
-    nbytes, fixed = timeline.nbytes[sends], np.zeros(len(sends))
-    if timeline.costs is not None:
-        fixed = _fixed_seconds(graph, timeline.costs)[graph.kind[sends]]
-    # Without a size, what a SEND held cannot be bandwidth: it counts as latency.
-    held = np.where(nbytes > 0, np.maximum(0.0, timeline.duration[sends] - fixed), 0.0)
-    # A RECV that its stream and host had reached when its message came shows how long that was.
-    ready = _reached(timeline, recvs) < timeline.end[recvs]
-    rest = message_times(timeline, waited_only=True)[recvs] - held - fixed
-    counted = ready & ~np.isnan(rest)
-    if not counted.any():  # none was waited for
-        rest, counted = message_times(timeline)[recvs] - held - fixed, ready
-    latency = float(_AVERAGES[average](rest[counted]) if counted.any() else rest.min())
-    bandwidth = float(nbytes.sum() / held.sum()) if held.any() else math.inf
-    return Network(latency=max(latency, 0.0), bandwidth=bandwidth)
-
-
-def _fixed_seconds(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
-    """Return the seconds of each kind of message that do not come from its bytes."""
-    return message_bytes(graph.kinds, costs.per_stage("output_seconds", graph.n_stages))
-
-
-def _reached(timeline: Timeline, recvs: NDArray[Any]) -> NDArray[np.float64]:
-    """Return when the stream of each RECV was free for it and its host had issued it.
-
-    Minus infinity for its first task, if that was issued at once.
-    """
-    before = timeline.graph.queue_predecessor[recvs]
-    free = np.where(before < 0, -math.inf, timeline.end[before])
-    issued = timeline.issue_times[recvs]
-    return np.where(issued > 0, np.maximum(free, issued), free)
 
 
 def scaled(

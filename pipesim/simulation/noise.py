@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,7 @@ from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import (
     ArgumentError,
     CostsError,
-    UnknownNameError,
     check_count,
-    check_name,
-    number,
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import COLLECTIVES, COMPUTE, SENDS, TRANSFERS, Op
@@ -30,6 +27,7 @@ from pipesim.simulation.distributions import (
     check_distribution,
     tabulated,
 )
+from pipesim.simulation.noise_checks import checked_factors, distributions_by_name
 from pipesim.utils import random_draws
 
 __all__ = ["Distribution", "Draws", "Empirical", "Failures", "LogNormal", "Noise", "Normal"]
@@ -115,7 +113,7 @@ class Noise:
         for name, least in (("seed", 0), ("gpus_per_device", 1)):  # as ints, numpy's included
             object.__setattr__(self, name, check_count(name, getattr(self, name), least))
         drawn = {"device": self.device, "message": self.message}
-        for name, value in {**_by_name(self.task), **drawn}.items():
+        for name, value in {**distributions_by_name(self.task), **drawn}.items():
             check_distribution(name, value)
         if not isinstance(self.failures, Failures | None):
             raise ArgumentError(f"failures must be a pipesim.Failures, got {self.failures!r}")
@@ -126,7 +124,7 @@ class Noise:
                 "between failures of a device; give a larger every"
             )
         for name, example in (("slow_devices", "{3: 1.2}"), ("slow_links", "{(0, 1): 1.2}")):
-            object.__setattr__(self, name, _checked_factors(name, getattr(self, name), example))
+            object.__setattr__(self, name, checked_factors(name, getattr(self, name), example))
         for link in self.slow_links:
             if not (isinstance(link, tuple) and len(link) == 2):
                 raise ArgumentError(
@@ -280,34 +278,3 @@ class Noise:
             )
             drawn += np.where(computes & hit, prepared.pause, 0.0)
         return drawn
-
-
-def _by_name(task: object) -> dict[str, object]:
-    """Return the distributions of compute tasks, each with how a user names it.
-
-    Raises
-    ------
-    UnknownNameError
-        For an operation that does not compute.
-    """
-    if not isinstance(task, Mapping):
-        return {"task": task}
-    for name in task:
-        try:
-            check_name("compute operation", name, [op.name for op in COMPUTE])
-        except UnknownNameError as error:
-            raise UnknownNameError(f"task: {error}") from None
-    return {f"task {name}": value for name, value in task.items()}
-
-
-def _checked_factors(name: str, factors: object, example: str) -> dict[Any, float]:
-    """Return factors as floats."""
-    if not isinstance(factors, Mapping):
-        raise ArgumentError(f"{name} must be a mapping, such as {example}, got {factors!r}")
-    checked = {}
-    for where, factor in factors.items():
-        got = number(factor)
-        if got is None or not 0 < got < np.inf:
-            raise ArgumentError(f"{name}[{where!r}] must be a factor > 0, got {factor!r}")
-        checked[where] = got
-    return checked

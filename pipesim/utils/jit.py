@@ -85,7 +85,7 @@ class Kernel(Generic[P, T]):
         self.function = function
         self.helpers = helpers
         self.allocates = allocates
-        self._seen = 0
+        self._n_elements = 0
         self._compiled: Callable[P, T] | None = None
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._qualname = function.__qualname__
@@ -93,9 +93,9 @@ class Kernel(Generic[P, T]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run, as Python or compiled."""
         if self._compiled is None:
-            self._seen += max(map(_largest, args), default=0)
-            if self._seen <= PLAIN_ELEMENTS or (
-                self._seen <= PLAIN_ELEMENTS_UNCACHED and not self.cached
+            self._n_elements += max(map(_largest, args), default=0)
+            if self._n_elements <= PLAIN_ELEMENTS or (
+                self._n_elements <= PLAIN_ELEMENTS_UNCACHED and not self.cached
             ):
                 return self.function(*args, **kwargs)
             self.compile()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesim.analysis.audit.accesses import Milestones, conflicts
+from pipesim.analysis.audit.accesses import conflicts
+from pipesim.analysis.audit.data_uses import Milestones
 from pipesim.analysis.audit.shared_streams import merged, on_compute
 from pipesim.analysis.audit.waits_by_kind import (
     Kind,

@@ -15,7 +15,8 @@ from strategies import cases
 from tracing import DATA, traced, write
 
 import pipesim as ps
-from pipesim.analysis.measured_costs import output_bytes, stage_seconds, waits
+from pipesim.analysis.measured_costs import output_bytes, stage_seconds
+from pipesim.analysis.measured_network import message_waits
 from pipesim.errors import ArgumentError, CostsError, TimelineError, UnknownNameError
 from pipesim.ops import Op
 
@@ -175,7 +176,7 @@ def test_parts() -> None:
     timeline = run("gpipe", m=1, step="none")
     assert stage_seconds(timeline, Op.F).tolist() == [1, 2]
     assert np.isnan(stage_seconds(timeline, Op.W)).all()
-    assert waits([timeline, timeline]).tolist() == [1.75] * 4
+    assert message_waits([timeline, timeline]).tolist() == [1.75] * 4
     assert output_bytes(timeline).tolist() == [3, 0]
 
 

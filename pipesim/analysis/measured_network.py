@@ -1,0 +1,66 @@
+"""Latency and bandwidth of the messages of a timeline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.analysis.measured_collectives import Average
+from pipesim.analysis.replay import message_times
+from pipesim.costs.costs import Costs
+from pipesim.costs.pricing import message_bytes
+from pipesim.graph.graph import TaskGraph
+from pipesim.network.network import Network
+from pipesim.ops import SENDS
+from pipesim.timeline.timeline import Timeline
+
+__all__ = ["measured_network", "message_waits"]
+
+
+def message_waits(timelines: Iterable[Timeline]) -> NDArray[np.float64]:
+    """Return seconds from SEND to use of each message that its consumer waited for."""
+    seconds = [message_times(values, waited_only=True) for values in timelines]
+    return np.concatenate([values[~np.isnan(values)] for values in seconds])
+
+
+def measured_network(timeline: Timeline, average: Average) -> Network:
+    """Return latency and bandwidth of the messages, the same for all pairs."""
+    graph = timeline.graph
+    sends = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
+    if not len(sends):
+        return Network()
+    recvs = graph.pair[sends]
+    nbytes, fixed = timeline.nbytes[sends], np.zeros(len(sends))
+    if timeline.costs is not None:
+        fixed = _fixed_seconds(graph, timeline.costs)[graph.kind[sends]]
+    # Without a size, what a SEND held cannot be bandwidth: it counts as latency.
+    held = np.where(nbytes > 0, np.maximum(0.0, timeline.duration[sends] - fixed), 0.0)
+    # A RECV that its stream and host had reached when its message came shows how long that was.
+    ready = _reached(timeline, recvs) < timeline.end[recvs]
+    rest = message_times(timeline, waited_only=True)[recvs] - held - fixed
+    counted = ready & ~np.isnan(rest)
+    if not counted.any():  # none was waited for
+        rest, counted = message_times(timeline)[recvs] - held - fixed, ready
+    latency = float(average(rest[counted]) if counted.any() else rest.min())
+    bandwidth = float(nbytes.sum() / held.sum()) if held.any() else math.inf
+    return Network(latency=max(latency, 0.0), bandwidth=bandwidth)
+
+
+def _fixed_seconds(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
+    """Return the seconds of each kind of message that do not come from its bytes."""
+    return message_bytes(graph.kinds, costs.per_stage("output_seconds", graph.n_stages))
+
+
+def _reached(timeline: Timeline, recvs: NDArray[Any]) -> NDArray[np.float64]:
+    """Return when the stream of each RECV was free for it and its host had issued it.
+
+    Minus infinity for its first task, if that was issued at once.
+    """
+    before = timeline.graph.queue_predecessor[recvs]
+    free = np.where(before < 0, -math.inf, timeline.end[before])
+    issued = timeline.issue_times[recvs]
+    return np.where(issued > 0, np.maximum(free, issued), free)
