@@ -1,4 +1,4 @@
-"""What a timeline says beyond its totals: a table of devices, and the critical path."""
+"""The critical path of a timeline, and its table of devices."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def device_table(timeline: Timeline) -> pd.DataFrame:
 def critical_path(timeline: Timeline) -> pd.DataFrame:
     """Return the chain of tasks that sets the makespan, first task first.
 
-    Found backwards from the task that ends last: before each task comes the one, of all that it
-    waited for, that let it go last.
+    The search goes backwards from the task that ends last. Before each task comes the task that
+    released it last, of all that it waited for.
 
     Returns
     -------
@@ -114,7 +114,7 @@ def _cause(
 
 
 def _relation(graph: TaskGraph, task: int, before: int) -> str:
-    """Say why ``task`` waits for ``before``."""
+    """Return the reason why ``task`` waits for ``before``."""
     if graph.pair[task] == before:
         return "message"
     if before in graph.dependencies[task]:

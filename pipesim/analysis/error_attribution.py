@@ -1,4 +1,4 @@
-"""What the error of a prediction consists of: its makespan less a measured one, part by part."""
+"""Attribution of a prediction's error, predicted less measured makespan, to its parts."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _shapley(value: Callable[[int], float], plays: list[bool]) -> list[float]:
 
 
 class _Tasks(NamedTuple):
-    """What one timeline says of each task: an array of each kind, shape ``(len(graph),)``.
+    """Values of each task in one timeline: an array of each kind, shape ``(len(graph),)``.
 
     ``mean`` and ``shape`` multiply to the seconds of a compute task; ``held``, ``latency`` and
     ``links`` are those of messages and collectives, ``share`` the part of its last backward that a
@@ -212,7 +212,7 @@ def _mean_and_shape(graph: TaskGraph, duration: Floats) -> tuple[Floats, Floats]
 
 
 def _links(timeline: Timeline) -> NDArray[np.int64]:
-    """Return the links that each task holds; without costs, one of its own."""
+    """Return the links that each task holds; without costs, a separate one."""
     if timeline.costs is None:
         return np.arange(len(timeline))[:, None]
     return timeline.costs.of(timeline.graph).links
@@ -260,8 +260,8 @@ def _waits(
 def _needs(graph: TaskGraph, free: Floats) -> tuple[Floats, NDArray[np.int64], Floats]:
     """Return when all that a task needed had ended, which ended last, and when all but a pair had.
 
-    ``free`` is when each entry of the graph's precedence lets go. -1 and 0 s for tasks that need
-    nothing.
+    ``free`` is when each entry of the graph's precedence stops blocking its successor (s).
+    -1 and 0 s for tasks without needs.
     """
     rows, values = graph.precedence.rows, graph.precedence.values
     ready, before = np.zeros(len(graph)), np.zeros(len(graph))

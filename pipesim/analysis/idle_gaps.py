@@ -109,7 +109,7 @@ def find_gaps(timeline: Timeline) -> Gaps:
 
 
 class Chain(NamedTuple):
-    """When each task was on the chain, for which cause, and what it waited for before that.
+    """Time of each task on the chain, its cause, and the task that it waited for before that.
 
     A RECV that ends with its message is on the chain from the end of its SEND. ``landed`` is when
     the bytes of a message or a collective end and its latency begins. ``ready`` is when the task
@@ -168,7 +168,7 @@ def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
 
 
 class Durations(NamedTuple):
-    """What each task took beyond its stage's usual time, and that beyond the mean of stages."""
+    """Seconds of each task beyond its stage's usual time, and of that beyond the mean of stages."""
 
     straggles: Floats
     uneven: Floats

@@ -127,7 +127,7 @@ _SECONDS_OF_BYTES = {
     "vector_bytes": ("exchange_vectors", "exchange_gradients", "exchange_accumulated"),
     "exchange_bytes": tuple(MEASURED_COLLECTIVES[name] for name in EXCHANGES),
 }
-#: What a timeline does not show.
+#: Fields of costs that a timeline does not show.
 _BYTES = tuple(name for name in VALUE_FIELDS if name.endswith("bytes"))
 #: The part whose seconds are those of an operation with parts.
 _PART_OF = {Op.REORDER: EXCHANGES.index("vectors")}

@@ -1,4 +1,4 @@
-"""Distributions of factors on durations, and failures: what `pipesim.Noise` is made of."""
+"""Distributions of factors on durations, and failures: the parts of `pipesim.Noise`."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Failures:
         Seconds of work between failures of one GPU, on average. A task of d seconds is hit with
         the chance d / every.
     pause
-        Seconds until the device goes on.
+        Seconds until the device continues.
 
     Raises
     ------

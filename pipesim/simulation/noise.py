@@ -1,4 +1,4 @@
-"""What makes steps differ: noise of tasks and devices, stragglers, slow links, and failures."""
+"""Noise: variation of tasks and devices, stragglers, slow links and failures."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class Noise:
         return random_draws.keys(int(self.seed), scenarios)
 
     def applied(self, graph: TaskGraph, costs: TaskCosts, scenario: int = 0) -> TaskCosts:
-        """Return the costs of one scenario: what its tasks take, one by one.
+        """Return the costs of one scenario: the seconds of each of its tasks.
 
         Raises
         ------

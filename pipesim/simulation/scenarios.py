@@ -38,12 +38,12 @@ _MOST_THREADS = 32
 
 @dataclass(frozen=True, repr=False)
 class Scenarios:
-    """What many scenarios of noise make of a step.
+    """Makespan and bubble of one step in many scenarios of noise.
 
     Attributes
     ----------
     graph, costs, noise
-        What was simulated.
+        The graph, costs and noise that were simulated.
     makespan
         Seconds of each scenario's step; shape ``(n,)``.
     bubble_fraction
@@ -118,7 +118,7 @@ def simulate_many(
     graph, costs
         As `pipesim.simulate` takes them.
     noise
-        What varies, and its seed.
+        The variation, and its seed.
     n
         Number of scenarios.
     n_jobs

@@ -50,7 +50,7 @@ def _numba() -> Any:
     try:
         import numba
         import numba.extending
-    except Exception as error:  # of its own, or of anything that it imports
+    except Exception as error:  # raised by numba or by any of its imports
         warnings.warn(
             f"numba cannot be imported ({type(error).__name__}: {error}): loops run as plain "
             "Python, with the same answers some hundred times more slowly; install a release of "

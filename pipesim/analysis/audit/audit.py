@@ -37,7 +37,7 @@ MOST_TASKS = 20_000
 
 
 class _Row(NamedTuple):
-    """What is removed, the number of its edges, and what is left; ``wait`` where edges are."""
+    """A removed kind of wait, its number of edges, and the graph without it."""
 
     sort: str
     name: str

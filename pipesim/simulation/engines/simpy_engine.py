@@ -102,12 +102,12 @@ class _Step:
         self.ended = [env.event() for _ in range(n)]
         self.head: dict[int, simpy.Event] = {}  # of a SEND: its first byte arrives
         self.tail: dict[int, simpy.Event] = {}  # of a SEND: its last byte arrives
-        self.during: list[int] = graph.partial_dependency.tolist()
+        self.partial: list[int] = graph.partial_dependency.tolist()
         self.share = costs.share
         self.part_done: dict[int, simpy.Event] = {}  # of a bucket: its backward has got so far
         self.buckets: dict[int, list[int]] = {}  # of a backward: those that need a part of it
         for bucket in np.flatnonzero(graph.partial_dependency >= 0).tolist():
-            self.buckets.setdefault(self.during[bucket], []).append(bucket)
+            self.buckets.setdefault(self.partial[bucket], []).append(bucket)
         self.links = _Links(env)
         self.granted: dict[int, simpy.Event] = {}  # of a collective: it may hold its links
         self.in_threads = graph.host_threads and bool(graph.host.any())
@@ -135,7 +135,7 @@ class _Step:
         for task in queue:
             yield self.issued[task]
             for needed in self.graph.dependencies[task].tolist():
-                if self.during and needed == self.during[task]:
+                if self.partial and needed == self.partial[task]:
                     yield self.started[needed]
                     yield self.part_done[task]
                 else:
