@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.registry import cross_entropy, gpt, split
+from pipeexec.demo_models.gpt import gpt
+from pipeexec.demo_models.registry import cross_entropy
+from pipeexec.demo_models.split import split
 from pipeexec.devices.device import DeviceLike
 from pipeexec.executor.cuda_graph import Recorder
 from pipesim.ops import COMPUTE, SENDS

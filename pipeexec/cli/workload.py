@@ -152,7 +152,8 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
     import torch
 
     from pipeexec.demo_models.data import replica_batches, replicas_of
-    from pipeexec.demo_models.registry import MODELS, build_model, split
+    from pipeexec.demo_models.registry import MODELS, build_model
+    from pipeexec.demo_models.split import split
     from pipesim.errors import check_count, check_name, number
 
     rate = number(arguments.learning_rate)

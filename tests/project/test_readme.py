@@ -13,7 +13,8 @@ from places import ROOT
 from ranks import Ranks
 
 import pipeexec as px
-from pipeexec.demo_models.registry import build_model, split
+from pipeexec.demo_models.registry import build_model
+from pipeexec.demo_models.split import split
 from pipesim.cli import main
 
 README = (ROOT / "README.md").read_text()

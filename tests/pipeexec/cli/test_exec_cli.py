@@ -215,7 +215,7 @@ def test_costs_of_other_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--learning-rate -1", "learning rate must be a finite number >= 0, got -1.0"),
         ("--learning-rate nan", "learning rate must be a finite number >= 0, got nan"),
         ("--learning-rate inf", "learning rate must be a finite number >= 0, got inf"),
-        ("--balance 2,1", "balance [2, 1] shares out 3 layers, and the model has 6"),
+        ("--balance 2,1", "balance [2, 1] sums to 3 layers, but the model has 6"),
         ("--balance 2,x", "not whole numbers: '2,x'"),
         ("--width 15", "d_model must be a multiple of n_heads"),
         ("--dropout 2", "dropout must be a probability"),
@@ -410,7 +410,7 @@ def test_a_stage_that_fails_is_told_in_a_line(
     def forward(*_: Any) -> None:
         raise ValueError("several\nlines")
 
-    monkeypatch.setattr("pipeexec.demo_models.registry._Block.forward", forward)
+    monkeypatch.setattr("pipeexec.demo_models.gpt._Block.forward", forward)
     assert main(["validate", *SMALL, "--results", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert "pipeexec: error: 0F0 failed (device 0, stage 0, micro-batch 0): ValueError: seve" in err

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.cli import main
-from pipeexec.demo_models.registry import build_model, split
+from pipeexec.demo_models.registry import build_model
+from pipeexec.demo_models.split import split
 from pipeexec.distributed.process_clock import Alignment
 from pipeexec.stages.random_numbers import OwnGenerator, task_seed
 from pipesim.ops import COLLECTIVES

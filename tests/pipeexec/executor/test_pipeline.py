@@ -35,7 +35,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.registry import build_model, split
+from pipeexec.demo_models.registry import build_model
+from pipeexec.demo_models.split import split
 from pipeexec.devices.make_devices import available_cores
 from pipeexec.executor.op_handlers import WORK
 from pipeexec.stages.batches import split_batch

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.registry import convnet, gpt
+from pipeexec.demo_models.convnet import convnet
+from pipeexec.demo_models.gpt import gpt
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.stage import Stage
 from pipesim.errors import StageError

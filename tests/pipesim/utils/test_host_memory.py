@@ -128,7 +128,7 @@ def test_a_module_on_a_device_without_memory_of_this_machine() -> None:
     """Nothing is allocated."""
     import torch
 
-    from pipeexec.demo_models.registry import gpt
+    from pipeexec.demo_models.gpt import gpt
 
     with torch.device("meta"):
         assert len(gpt(n_layers=2, d_model=1 << 20)) == 4
