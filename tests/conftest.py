@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 from places import BENCHMARKS, ROOT
+from hypothesis.internal.conjecture import engine
 
 import pipesim as ps
 from pipesim.simulation.simulate import ENGINES
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 # reproducible where it sees continuous integration.
 settings.register_profile("project", parent=settings(), deadline=None, max_examples=30)
 settings.load_profile("project")
+
+# Shrink a failing example for 20 s at most. Hypothesis would go on for five minutes, in which a
+# large graph gets little smaller. Settings have no such limit: hypothesis documents this constant.
+engine.MAX_SHRINKING_SECONDS = min(20, engine.MAX_SHRINKING_SECONDS)
 
 
 # The shell starts jobs in the background with SIGINT ignored, and so would they their children: a
