@@ -99,6 +99,17 @@ def test_latency_in_the_steady_state() -> None:
     assert table["latency"].tolist() == [5, 5, 5]
 
 
+def test_of_several_that_let_go_at_one_moment_the_largest_id_counts() -> None:
+    """Else seconds would go from bandwidth to imbalance, or back: here many tasks end together."""
+    network = ps.Network(bandwidth=1)
+    slow = (1, 2, 1)
+    costs = ps.Costs(
+        slow, (2, 4, 2), input_grad=slow, weight_grad=slow, output_bytes=1, network=network
+    )
+    timeline = ps.simulate(ps.lower(ps.schedule("zb_h1", 3, 4)), costs)
+    assert timeline.idle_by_cause()["bandwidth"].round(9).tolist() == [6, 3, 5]
+
+
 def test_latency_that_follows_each_message_is_nobodys_cause() -> None:
     """Messages come as often as they are sent, however long they are under way."""
     costs = ps.Costs(forward=(2, 1), backward=1, network=ps.Network(latency=3))

@@ -224,6 +224,15 @@ def test_noisy_buckets_in_many_scenarios(nbytes: float, links: str) -> None:
         assert one.makespan == other.makespan == many.makespan[scenario]
 
 
+def test_buckets_right_behind_their_backward_in_many_scenarios() -> None:
+    """The last of four looks back furthest: at the start of the backward, as it was drawn."""
+    graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=2, grad_sync="bucketed", n_buckets=4)
+    noise = ps.Noise(seed=0, task=ps.LogNormal(0.3))
+    many = ps.simulate_many(graph, COSTS, noise, 3, n_jobs=1, progress=False)
+    one_by_one = [ps.simulate(graph, COSTS, noise=noise, scenario=k).makespan for k in range(3)]
+    assert many.makespan.tolist() == one_by_one
+
+
 @pytest.mark.parametrize(("share", "start"), [(0.0, 1), (0.25, 2), (1.0, 5)])
 def test_share_of_the_backward(share: float, start: float) -> None:
     """From its very start to its very end."""
@@ -509,6 +518,19 @@ def test_unlike_members_of_a_group_are_found() -> None:
     )  # fmt: skip
     with pytest.raises(GraphError, match=r"\(0REDUCE_GRAD\) and .*\(0UNSHARD\) are members of one"):
         ps.verify(ps.TaskGraph.wire(tasks, group=group))
+
+
+def test_two_members_of_one_replica_are_found() -> None:
+    """Reductions of both micro-batches in one group: each replica would wait for itself."""
+    graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, grad_sync="every", overlap=False)
+    collective = np.where(graph.microbatch == 0, ps.tasks.StreamKind.COLLECTIVE, 0)
+    tasks = ps.Tasks(
+        op=graph.op, device=graph.device, stage=graph.stage, microbatch=graph.microbatch,
+        stream=np.where(graph.group >= 0, collective, 0), replica=graph.replica,
+    )  # fmt: skip
+    group = np.where(graph.group >= 0, 0, -1)
+    with pytest.raises(GraphError, match=r"replica 0 has 2 of it: .* has one member of each of"):
+        ps.verify(ps.TaskGraph.build(tasks, group=group, grad_sync="every"))
 
 
 def test_gradients_of_their_own_size() -> None:

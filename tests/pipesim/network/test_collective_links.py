@@ -157,6 +157,18 @@ def test_what_takes_no_time_or_no_bytes_holds_nothing(name: str) -> None:
     assert set(timeline.duration[of_first]) == {4.0}
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_link_is_held_until_the_last_member_ends(name: str) -> None:
+    """Up and down both trees 0 and 1 leave node 0 by its NIC, until 3 and 1; a message waits."""
+    uses = [(0, -1, 0, 3), (1, -1, 0, 1), (4, -1, 0, 1), (5, -1, 0, 1), (2, 6, 1, 1)]
+    timeline = ps.simulate(*traffic(uses, NICS, "tree"), engine=name)
+    assert draw(timeline, rows="^[01]$|send") == grid("""
+        0        | RG RG RG ..
+        1        | RG .. .. ..
+        2 send:6 | .. .. .. F0
+    """)
+
+
 # Both engines
 
 
