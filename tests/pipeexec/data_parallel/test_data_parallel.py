@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from executing import cut, data, dense, mse
+from executing import Nap, cut, data, dense, mse
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +27,8 @@ from pipeexec.demo_models.registry import build_model
 from pipeexec.executor import op_handlers as work
 from pipeexec.executor.gradient_sync import reduce_gradients
 from pipeexec.executor.step import Planned, Run
+from pipeexec.devices.cpu import CpuDevice
+from pipeexec.devices.streams import Stream
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -169,6 +171,41 @@ def test_buckets_are_complete_before_the_backward_is(schedule: str) -> None:
     assert 0 < shares[0] < shares[1] < shares[2] < shares[3] <= 1
     bucket = result.timeline.frame.query("op == 'REDUCE_GRAD'")
     assert bucket["part"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_bucket_is_reduced_while_the_backward_goes_on() -> None:
+    """That of the last layers; a nap in the middle keeps the gradients of the first ones away."""
+    x, y = data(2)
+    first, *others = dense(4)
+    model = nn.Sequential(first, Nap(0.0, 0.1), *others)
+    graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=2, grad_sync="bucketed", n_buckets=2)
+    with px.Pipeline([model], graph, ["cpu"] * 2, mse) as pipeline:
+        tasks = pipeline.step(x, y).timeline.frame
+    reduced = tasks.query("op == 'REDUCE_GRAD' and part == 0")
+    assert reduced["start"].max() < tasks.query("op == 'B'")["end"].min() - 0.05
+
+
+def test_gradients_are_kept_while_they_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the allocator must know that the stream of reductions uses them, too."""
+    adopted: list[tuple[Tensor, Stream]] = []
+    monkeypatch.setattr(CpuDevice, "adopt", lambda _, *each: adopted.append(each))
+    graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=2, step="none")
+    with px.Pipeline([dense(2)], graph, ["cpu"] * 2, mse) as pipeline:
+        pipeline.step(*data(2))
+        gradients = [p.grad for module in pipeline.modules for p in module.parameters()]
+    assert len(gradients) == 2 * 4
+    assert all(any(x is kept for kept, _ in adopted) for x in gradients)
+    assert len({stream for _, stream in adopted}) == 1
+
+
+def test_replicas_draw_random_numbers_of_their_own() -> None:
+    """The same sample everywhere has another dropout in each micro-batch of each replica."""
+    x, y = (part[:1].expand(6, -1) for part in data(1))
+    graph = ps.lower(ps.schedule("gpipe", 1, 3), n_replicas=2)
+    model = nn.Sequential(nn.Dropout(0.5), *dense(4))
+    with px.Pipeline([model], graph, ["cpu"] * 2, mse) as pipeline:
+        losses = [float(loss) for loss in pipeline.step(x, y).losses]
+    assert len(set(losses)) == 6
 
 
 class Twice(nn.Module):
