@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +170,31 @@ def test_tensors_of_every_type_and_layout_arrive(waits: bool, two_ranks: Ranks) 
                 assert value.dtype == sent.dtype
                 assert torch.equal(value, sent)
     assert re.match("expected 2SEND_B5 of step 3 .* from rank 0, got 2SEND_B0 of step 3", refused)
+
+
+class Slow:
+    """A process group whose messages are under way for ever; keeps what they send."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def send(self, tensors: list[Tensor], *_: Any) -> Any:
+        self.sent += tensors
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_memory_of_a_message_is_used_again_once_it_is_gone() -> None:
+    """And not before: of two messages under way, each has its own."""
+    group: Any = Slow()
+    agreed = signature([torch.zeros(3)])
+    channel = Channel(Route(0, 1, 0, 1, Op.SEND_F), 40, group)
+    message = Expected.of(header(CONTENT, agreed), agreed, waits=False)
+    channel.finish(message, channel.post(message, (torch.full((3,), 1.0),)))
+    for value in (2.0, 3.0):
+        channel.post(message, (torch.full((3,), value),))
+    gone, second, third = group.sent
+    assert second.data_ptr() == gone.data_ptr()
+    assert third.data_ptr() != second.data_ptr()
 
 
 @pytest.mark.parametrize("absent", [(), (0,), (1,), (0, 1)])
