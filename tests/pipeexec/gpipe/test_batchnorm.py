@@ -99,6 +99,16 @@ def test_all_batch_norms_of_a_module_are_converted() -> None:
     assert set(norm.state_dict()) == {*inner.state_dict(), "sum", "sum_squares"}
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_stays_in_its_mode(training: bool) -> None:
+    """One that is frozen, as in fine-tuning, gathers no statistics."""
+    norm = convert(nn.BatchNorm1d(3).train(training), 2)
+    assert norm.training == training
+    for _ in range(2):
+        norm(torch.ones(4, 3))
+    assert bool((norm.running_mean != 0).any()) == training  # type: ignore[operator]
+
+
 def test_one_dimension_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected at least 2D input \(got 1D input\)"):
         DeferredBatchNorm(3)(torch.zeros(3))

@@ -67,6 +67,18 @@ def test_a_skip_goes_around_the_layers_between() -> None:
     assert x.grad.tolist() == [5, 5]
 
 
+def test_a_skip_that_was_popped_is_gone() -> None:
+    """Its memory is free, and nobody pops it a second time."""
+    shelf = Shelf()
+    with use_shelf(shelf):
+        First()(torch.ones(1))
+        assert [name for _, name in shelf.skips] == ["early"]
+        Last()(torch.ones(1))
+        assert not shelf.skips
+        with pytest.raises(SkipError, match="'early' has not been stashed"):
+            Last()(torch.ones(1))
+
+
 def test_nothing_can_be_stashed() -> None:
     @skippable(stash=["early"])
     class Nothing(nn.Module):

@@ -258,6 +258,12 @@ def test_the_calibration_is_of_another_schedule() -> None:
         assert len(calibration.one[0]) == 2
 
 
+def test_the_calibration_of_an_uneven_batch() -> None:
+    """Seven samples in three: micro-batches of 3, 2 and 2 are measured as most of them are."""
+    with pipeline(nap_stages(1, 0.0, 0.0), lowered(1, 3)) as subject:
+        assert Calibration(subject, *data(7)).size == 2
+
+
 def test_breadth_first() -> None:
     schedule = breadth_first(ps.looped(2, 2), 2)
     assert schedule.grid() == (
