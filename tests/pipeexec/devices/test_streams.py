@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from executing import within
 
-from pipeexec.devices.cpu_streams import CpuEvent, CpuStream, InlineStream
+from pipeexec.devices.cpu_streams import CallerStream, CpuEvent, CpuStream, InlineStream
 from pipeexec.devices.streams import Stream
 
 #: Long against what a hand-over takes; whoever does not wait, is seen.
@@ -273,6 +273,15 @@ def test_work_is_run_between_its_events(
     with pytest.raises(ZeroDivisionError):
         other.synchronize()
     assert ran[2:] == ["after"]
+
+
+def test_a_stream_that_is_its_caller_waits_for_what_work_needs(
+    make: Callable[[str], Stream],
+) -> None:
+    """The caller waits, and then does the work."""
+    _, slow = make("worker").run(lambda: time.sleep(NAP))
+    began, ended = CallerStream().run(lambda: None, [slow])
+    assert 0 <= began.seconds_since(slow) <= ended.seconds_since(slow)
 
 
 def test_work_that_comes_as_a_stream_stops_running_is_run() -> None:

@@ -33,7 +33,7 @@ from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.launch_environment import LaunchEnvironment
 from pipeexec.distributed.roll_call import roll_call
 from pipeexec.distributed.store import listening_address
-from pipeexec.distributed.status import Status
+from pipeexec.distributed.status import Head, Status
 from pipeexec.distributed.watchdog import Watchdog
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
@@ -586,10 +586,11 @@ def test_a_rank_that_does_not_come(tmp_path: Any) -> None:
 
 
 def test_a_process_that_never_enters_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, after the timeout, though no other one than rank 0 is in the step."""
+    """It is named, after the timeout, and not rank 0, which waits for it in a reduction."""
     monkeypatch.setattr(Watch, "_run", lambda watch: None)  # this test says what time it is
     watch = Watchdog(torch.distributed.HashStore(), 0, 2, timeout=5.0)
-    watch.statuses = {0: Status(0, 1, True, 3, []), 1: Status(1, 1, False, 3, [])}
+    waits = Head(0, "0REDUCE_GRAD", "stage 0", True, "")
+    watch.statuses = {0: Status(0, 1, True, 3, [waits]), 1: Status(1, 1, False, 3, [])}
     for now in (100.0, 104.0):
         watch._judge(now)
         assert watch.failure is None

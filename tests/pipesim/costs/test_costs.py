@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import cases, costs
+from strategies import cases, costs, skipping_cases
 
 import pipesim as ps
 from pipesim.costs.costs import VALUE_FIELDS
@@ -226,8 +226,10 @@ def test_unknown_field() -> None:
 
 @given(st.data())
 def test_file_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """JSON keeps every bit, endless bandwidth included."""
-    mine = data.draw(costs(3, 3))
+    """JSON keeps every bit: endless bandwidth, bytes of skips and exchanges, and buckets too."""
+    _, mine = data.draw(
+        st.one_of(st.tuples(st.none(), costs(3, 3)), skipping_cases(), cases(grad_sync="bucketed"))
+    )
     path = tmp_path_factory.mktemp("costs") / "costs.json"
     mine.save(path)
     assert ps.Costs.load(path) == mine

@@ -82,6 +82,10 @@ def test_refused() -> None:
     with pytest.raises(ScheduleError, match="belongs to an earlier mini-batch") as failed:
         ps.verify(reverse)
     assert ">0B1<" in str(failed.value)
+    late = ps.Schedule.from_orders([["0F0", "0F1", "0I0", "0I1", "0W1", "0W0"]])
+    ps.verify(late)
+    with pytest.raises(ScheduleError, match=r">0W0<"):
+        ps.verify(late.with_updates(2, "stashed"))
     both = ps.Schedule.from_orders(
         [["0F0", "0B0", "0F1", "0B1"], ["0F2", "0B2", "0F3", "0B3"]],
         placement=ps.Placement([0], [1]),

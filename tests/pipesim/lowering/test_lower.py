@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,13 @@ def test_issue_order_of_replicas_by_hand(overlap: bool, issued: str) -> None:
         *(t.id for t in tasks if str(t) == "1REDUCE_GRAD"),
     ]
     assert graph.collectives.ptr.tolist() == [0, 2, 4]
+
+
+def test_steps_are_issued_after_the_gradients_of_both_directions() -> None:
+    """Micro-batch 1 is back before 0 goes: device 3 is done three cycles before stage 0 is."""
+    orders = [[f"{3 - d}F1", f"{3 - d}B1", f"{d}F0", f"{d}B0"] for d in range(4)]
+    graph = ps.lower(ps.Schedule.from_orders(orders, placement=ps.bidirectional(4)))
+    ps.verify(replace(graph))  # which has passed nothing yet
 
 
 def test_replicas_have_devices_and_streams_of_their_own() -> None:

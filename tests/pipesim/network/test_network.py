@@ -348,6 +348,17 @@ def test_tree_shares_links() -> None:
         assert network.all_reduce(64, range(n), "tree") == pytest.approx(4 * (n - 1) * 32 / 2)
 
 
+def test_unlimited_bandwidth_leaves_latency() -> None:
+    """Of named links, of the other pairs, and of nodes: bytes take no time at all."""
+    slow = ps.Link(5, 0.5, ((0, 1), (1, 0)))
+    nodes = ps.Nodes(2, port_latency=1, port_bandwidth=8, nic_latency=3, nic_bandwidth=2)
+    for network in (ps.Network(2, 4, (slow,)), ps.Network(links=(slow,), nodes=nodes)):
+        for members in ([0, 1], [0, 2], range(4)):
+            latency = network.unlimited().all_reduce(64, members)
+            assert latency == network.all_reduce(0, members) > 0
+            assert network.all_reduce(64, members) > latency
+
+
 def test_all_to_all() -> None:
     """(n-1)/n * bytes over a device's end, all pairs' bytes over a link of all; one latency."""
     network = ps.Network(latency=1, bandwidth=8)
