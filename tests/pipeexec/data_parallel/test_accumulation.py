@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -213,7 +213,12 @@ class _Failing(nn.Module):
 
 
 def _failure_case(
-    _: px.Processes | None, where: str, at: int, n_again: int, replicated: bool = True
+    _: px.Processes | None,
+    where: str,
+    at: int,
+    n_again: int,
+    replicated: bool = True,
+    sizes: Sequence[int] = (2, 2, 2),
 ) -> None:
     """Fail in a micro-batch ``at``; then ``n_again`` more make up a batch."""
     failing = _Failing()
@@ -221,10 +226,10 @@ def _failure_case(
     optimizer, events = _sgd(model), []
     if replicated:
         model, optimizer, events = _replica(model)
-    parts = _parts(2, 2, 2)
+    parts, weighted = _parts(*sizes), len(set(sizes)) > 1
     before = copy.deepcopy(getattr(model, "module", model))
     accumulation = px.GradientAccumulation(model, optimizer, 3)
-    _run(accumulation, parts[:at])
+    _run(accumulation, parts[:at], weighted=weighted)
     failing.at = "" if where == "after" else where
 
     def fail() -> None:
@@ -233,12 +238,13 @@ def _failure_case(
             accumulation.backward(loss)
         raise OSError(f"a flaky {where}")
 
-    with pytest.raises(OSError, match="flaky"), accumulation.microbatch():
+    n_samples = sizes[at] if weighted else None
+    with pytest.raises(OSError, match="flaky"), accumulation.microbatch(n_samples):
         fail()
     failing.at = ""
     assert not accumulation.has_stepped
     assert accumulation.n_accumulated == 3 - n_again
-    _run(accumulation, parts[3 - n_again :])
+    _run(accumulation, parts[3 - n_again :], weighted=weighted)
     assert accumulation.has_stepped
     for mine, its in zip(model.parameters(), _whole(before, parts).parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad)
@@ -251,10 +257,13 @@ FAILURES = [("forward", 1, 2), ("loss", 2, 1), ("backward", 1, 3), ("backward", 
             ("after", 2, 3)]  # fmt: skip
 
 
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 1, 2)])
 @pytest.mark.parametrize(("where", "at", "n_again"), FAILURES)
-def test_a_block_that_raises_leaves_things_usable(where: str, at: int, n_again: int) -> None:
+def test_a_block_that_raises_leaves_things_usable(
+    where: str, at: int, n_again: int, sizes: Sequence[int]
+) -> None:
     """What raises before its backward is tried again; else the batch is."""
-    _failure_case(None, where, at, n_again, replicated=False)
+    _failure_case(None, where, at, n_again, replicated=False, sizes=sizes)
 
 
 @pytest.mark.parametrize(("where", "at", "n_again"), FAILURES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +97,32 @@ def test_each_pair_has_its_own_link() -> None:
     for source, target in ((0, 1), (1, 0), (2, 1)):
         links.await_arrival(links.carry((torch.ones(25, dtype=torch.float32),), source, target))
     assert [seconds for _, seconds in waits.asked] == [1e-6, 5e-6, 1e-7, 1e-6, 1e-7, 1e-6]
+
+
+def test_messages_on_one_link_go_in_the_order_in_which_they_ask() -> None:
+    """Rule 8: threads that ask while another one has the link, one after the other."""
+    gate, went = threading.Event(), list[int]()
+
+    class Gated(Listed):
+        def until(self, noted: Tensor | None, seconds: float) -> None:
+            gate.wait(10)
+
+    links = Links(NETWORK, 2, Gated(), takes_turns=True)
+    queue = links._turns[0, 1]._queue
+
+    def send(number: int) -> None:
+        links.carry((torch.ones(1),), 0, 1)
+        went.append(number)
+
+    threads = [threading.Thread(target=send, args=(number,), daemon=True) for number in range(4)]
+    for n_asked, thread in enumerate(threads, 1):
+        thread.start()
+        while len(queue) < n_asked:
+            time.sleep(1e-3)
+    gate.set()
+    for thread in threads:
+        thread.join(2)
+    assert went == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

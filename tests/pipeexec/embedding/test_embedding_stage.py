@@ -14,7 +14,7 @@ from torch import nn
 
 import pipeexec as px
 import pipesim as ps
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, StageError
 from pipesim.ops import EXCHANGES, Op
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -278,6 +278,32 @@ def test_one_process_alone_has_all_rows(
     for stage in (bottom, top):
         name = "bottom" if stage is bottom else "top"
         torch.testing.assert_close([p.detach() for p in stage.parameters()], wanted[name])
+
+
+@pytest.mark.parametrize("once", ["every", "last"])
+def test_a_failed_step_leaves_no_gradients_of_rows(once: str) -> None:
+    """Of micro-batches that were through already; the next step is as if there had been none."""
+    weights, bottom, top = model()
+    graph = ps.lower(ps.schedule("1f1b", 2, K), sharded=[0], sparse_grad_sync=once)
+    embedding = px.ShardedEmbedding.from_full(weights)
+    dense, keys, y = batch(sum(SIZES), 0)
+    calls = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == K:
+            raise ValueError("on purpose")
+        return mse(output, target)
+
+    sgd = lambda parameters: torch.optim.SGD(parameters, RATE)  # noqa: E731
+    stages = [px.EmbeddingStage(embedding), Rest(bottom, top)]
+    with px.Pipeline(stages, graph, ["cpu"] * 2, loss, sgd) as pipeline:
+        with pytest.raises(StageError, match="on purpose"):
+            pipeline.step((dense, keys), y)
+        losses = [pipeline.step((dense, keys), y).loss.item() for _ in range(2)]
+    wanted = unsplit(2, 0, None)
+    assert losses == pytest.approx(wanted["losses"], rel=1e-5)
+    torch.testing.assert_close(embedding.full_weight(), wanted["tables"])
 
 
 def test_graphs_that_exchange_in_other_ways_are_not_measured_together() -> None:

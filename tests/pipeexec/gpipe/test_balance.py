@@ -44,6 +44,7 @@ def test_no_other_split_is_better(costs: list[int], data: st.DataObject) -> None
 
 def test_by_hand() -> None:
     assert balance_costs([1, 1, 1, 1, 4], 2) == [4, 1]
+    assert balance_costs([1, 5, 2, 3], 3) == [1, 1, 2]  # [2, 1, 1] differ less, but one has 6
     assert balance_costs([5, 1, 1, 1], 3) == [1, 1, 2] or balance_costs([5, 1, 1, 1], 3) == [
         1,
         2,

@@ -590,6 +590,15 @@ def test_portals_remove_the_copies_between() -> None:
         assert messages(portals=portals) == dict.fromkeys(names, 96.0)
 
 
+def test_bytes_of_a_skip_are_those_of_the_largest_micro_batch() -> None:
+    """Of seven samples in three micro-batches the last one has a single sample."""
+    model = px.GPipe(
+        nn.Sequential(Stash(), *dense(1), Pop()), [1, 1, 1], devices=CPUS[:3], chunks=3
+    )
+    model(batch(7))
+    assert model.skip_bytes() == {(0, 2): 3 * 6 * 4}
+
+
 def test_a_recompute_does_not_wait_for_its_gradient() -> None:
     """The backward of the last partition waits for a recompute of the first, which comes."""
     recomputed, came = threading.Event(), []

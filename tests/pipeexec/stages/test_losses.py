@@ -173,6 +173,26 @@ def test_each_mini_batch_is_divided_by_its_own_count(schedule: str, optimizer: A
         assert first == pytest.approx(unsplit(_flat, x[:6], y[:6], 1)[0][0], rel=1e-12)
 
 
+@pytest.mark.parametrize("n_replicas", [1, 2])
+def test_each_step_of_several_is_divided_by_its_own_count(n_replicas: int) -> None:
+    """PipeDream on one stage: one mini-batch after the other, each over all replicas."""
+    x, y = tokens(11)
+    graph = ps.lower(ps.schedule("pipedream", 1, 2), n_replicas=n_replicas)
+    (stage,), (whole,) = model(1), model(1)
+    with px.Pipeline([stage], graph, ["cpu"] * n_replicas, _ignoring, sgd) as pipeline:
+        result = pipeline.step(x, y)
+    optimizer, losses = sgd(whole.parameters()), []
+    parts = torch.arange(11).tensor_split(2 * n_replicas)
+    for samples in (torch.cat(parts[first::2]) for first in range(2)):
+        optimizer.zero_grad()
+        loss = _flat(whole(x[samples]), y[samples])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert float(result.loss) == pytest.approx(sum(losses) / 2, rel=1e-12)
+    assert_equal(weights([stage]), weights([whole]))
+
+
 def _steps(
     processes: px.Processes, name: str, schedule: str, n_replicas: int = 1, **options: Any
 ) -> tuple[list[float], list[Tensor]]:

@@ -61,6 +61,17 @@ def test_two_chunks_leave_room_for_each_other() -> None:
     """)
 
 
+def test_the_next_micro_batch_has_a_place_in_flight() -> None:
+    """Device 1 has room for micro-batch 0 alone: were 1 in flight on device 0, both would wait."""
+    costs = ps.Costs(1, 1, activation_bytes=1)
+    last_first = lambda action, ready: -action.microbatch  # noqa: E731
+    schedule = ps.order_by(
+        ps.linear(2), 2, costs, memory_limit=[2, 1], in_flight=1, priority=last_first,
+        split_backward=False,
+    )  # fmt: skip
+    assert schedule.grid() == "device 0 | 0F0 0B0 0F1 0B1\ndevice 1 | 1F0 1B0 1F1 1B1"
+
+
 def test_patience_keeps_a_device_free() -> None:
     """Drawn by hand: I1 comes one second into W0, which lasts two and has nothing to hurry for."""
     slow = ps.Costs(forward=1, input_grad=(1, 2), weight_grad=2)

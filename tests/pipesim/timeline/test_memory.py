@@ -208,6 +208,16 @@ def test_each_stage_waits_by_itself() -> None:
     assert (held.peak_memory - static(graph, costs)).tolist() == [100, 100]
 
 
+def test_tasks_of_no_time_take_before_they_give() -> None:
+    """B1 gives its activation back, then B0 makes a gradient that waits, all at 2."""
+    graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, grad_sync="every", step="none")
+    timeline = ps.simulate(graph, replace(WAITING, backward=0))
+    assert balance(timeline, 0) == [
+        (0, 110), (0, 111), (1, 112), (2, 111), (2, 211), (2, 210), (12, 110)
+    ]  # fmt: skip
+    assert timeline.peak_memory.tolist() == [211, 211]
+
+
 def test_partial_timeline() -> None:
     """After a failure: what has started holds its bytes, what has not ended keeps them."""
     whole = simulated(TWO, ps.Costs(forward=1, backward=2, activation_bytes=10))
