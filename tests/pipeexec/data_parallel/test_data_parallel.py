@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from executing import Nap, cut, data, dense, mse
+from executing import Faulty, Nap, cut, data, dense, mse, within
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -233,6 +233,18 @@ def test_a_gradient_that_is_made_twice_is_refused_in_buckets() -> None:
                 continue
             with pytest.raises(StageError, match=r"more than once, .*use_reentrant=False"):
                 pipeline.step(x, y)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failed_step_leaves_no_bucket_waiting(where: str) -> None:
+    """Streams of reductions go on, though no backward will make what they wait for."""
+    graph = lowered("gpipe", 1, 2, grad_sync="bucketed", n_buckets=2)
+    model = nn.Sequential(*dense(2), Faulty(ValueError("on purpose"), **{where: 0}))
+    with (
+        px.Pipeline([model], graph, ["cpu"] * 2, mse) as pipeline,
+        pytest.raises(StageError, match="on purpose"),
+    ):
+        within(10, lambda: pipeline.step(*data(12)))
 
 
 class Table(nn.Module):

@@ -32,7 +32,7 @@ import pipesim as ps
 from pipeexec.cli import main
 from pipeexec.demo_models.registry import build_model
 from pipeexec.demo_models.split import split
-from pipeexec.distributed.process_clock import Alignment
+from pipeexec.distributed.process_clock import Alignment, ProcessClock
 from pipeexec.stages.random_numbers import OwnGenerator, task_seed
 from pipesim.ops import COLLECTIVES
 
@@ -446,6 +446,27 @@ def test_other_graphs_on_the_same_stages(two_ranks: Ranks) -> None:
             assert mine == its
         else:  # of four messages, each with a header of 128 bytes at most
             assert all(a <= b <= a + 4 * 128 for a, b in zip(its, mine, strict=True))
+
+
+def late_clock(processes: px.Processes) -> list[float]:
+    """Return when the devices began; the clock of rank 1 is told to be 100 s behind rank 0's."""
+    graph = ps.lower(ps.schedule("gpipe", 2, 2), hosts="per_device")
+    honest = ProcessClock.to_first
+    with (
+        px.Pipeline(cut(dense(2), [1, 1]), graph, ["cpu"], mse, processes=processes) as pipeline,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        late = lambda clock, time: honest(clock, time) + 100 * processes.rank  # noqa: E731
+        patch.setattr(ProcessClock, "to_first", late)
+        timeline = pipeline.gather(pipeline.step(*data(8))).timeline
+    return [float(timeline.start[graph.device == device].min()) for device in range(2)]
+
+
+def test_times_of_all_processes_are_on_the_clock_of_the_first(two_ranks: Ranks) -> None:
+    """On one machine all have one clock; on several they may be hours apart."""
+    for first, second in two_ranks.run(late_clock):
+        assert 0 <= first < 50
+        assert 100 <= second < 150
 
 
 # The command line

@@ -253,6 +253,22 @@ def test_other_workers_stop_at_once() -> None:
         assert calls == [0, 1]
 
 
+def test_a_task_that_fails_after_what_it_waited_for_has_not_run() -> None:
+    """As a RECV whose message was there, and then the connection broke."""
+
+    def breaks(*_: object) -> None:
+        raise Boom("here")
+
+    with pipeline(list(cut(dense(3), [1, 1, 1])), lowered()) as subject:
+        subject._plan = [
+            task._replace(meet=lambda *_: None, work=breaks)
+            if str(subject.graph.task(task.id)) == "1F1" else task
+            for task in subject._plan
+        ]  # fmt: skip
+        error = failing_step(subject)
+    check_error(error, "1F1", 1, 1, 1)
+
+
 def test_the_first_of_several_failures_is_told() -> None:
     stages = [nn.Sequential(nn.Linear(16, 16), Faulty(Boom("here"), forward=k)) for k in range(3)]
     with pipeline(stages, lowered("1f1b")) as subject:
