@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from executing import assert_same, cut, data, dense, mse, unsplit
+from executing import assert_same, cut, data, dense, mse, unsplit, within
 from torch import Tensor
 
 import pipeexec as px
@@ -100,29 +100,28 @@ def test_each_pair_has_its_own_link() -> None:
 
 
 def test_messages_on_one_link_go_in_the_order_in_which_they_ask() -> None:
-    """Rule 8: threads that ask while another one has the link, one after the other."""
-    gate, went = threading.Event(), list[int]()
+    """Rule 8: threads that ask while another one has the link, with 1 to 4 values each."""
+    gate, carried = threading.Event(), list[float]()
 
     class Gated(Listed):
         def until(self, noted: Tensor | None, seconds: float) -> None:
+            carried.append(seconds)
             gate.wait(10)
 
     links = Links(NETWORK, 2, Gated(), takes_turns=True)
     queue = links._turns[0, 1]._queue
 
-    def send(number: int) -> None:
-        links.carry((torch.ones(1),), 0, 1)
-        went.append(number)
+    def send(n: int) -> None:
+        links.carry((torch.ones(n),), 0, 1)
 
-    threads = [threading.Thread(target=send, args=(number,), daemon=True) for number in range(4)]
+    threads = [threading.Thread(target=send, args=(n,), daemon=True) for n in range(1, 5)]
     for n_asked, thread in enumerate(threads, 1):
         thread.start()
         while len(queue) < n_asked:
             time.sleep(1e-3)
     gate.set()
-    for thread in threads:
-        thread.join(2)
-    assert went == [0, 1, 2, 3]
+    within(10, lambda: [thread.join() for thread in threads])
+    assert carried == [n * 4 / 2e9 for n in range(1, 5)]
 
 
 @pytest.mark.parametrize(
