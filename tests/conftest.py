@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from places import BENCHMARKS, ROOT
 from hypothesis.internal.conjecture import engine
 
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 # No deadline: machines that run tests are shared. The rest is hypothesis' own choice, which is
 # reproducible where it sees continuous integration.
-settings.register_profile("project", parent=settings(), deadline=None, max_examples=30)
+settings.register_profile(
+    "project",
+    parent=settings(),
+    deadline=None,
+    max_examples=30,
+    phases=set(Phase) - {Phase.explain},  # which traces every line, and takes as long as the rest
+)
 settings.load_profile("project")
 
 # Shrink a failing example for 20 s at most. Hypothesis would go on for five minutes, in which a
