@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import Phase, settings
-from places import BENCHMARKS, ROOT
 from hypothesis.internal.conjecture import engine
+from places import BENCHMARKS, ROOT
 
 import pipesim as ps
 from pipesim.simulation.simulate import ENGINES

@@ -25,11 +25,11 @@ import pipesim as ps
 from pipeexec.cli import main
 from pipeexec.demo_models.data import replica_batches, replicas_of
 from pipeexec.demo_models.registry import build_model
+from pipeexec.devices.cpu import CpuDevice
+from pipeexec.devices.streams import Stream
 from pipeexec.executor import op_handlers as work
 from pipeexec.executor.gradient_sync import reduce_gradients
 from pipeexec.executor.step import Planned, Run
-from pipeexec.devices.cpu import CpuDevice
-from pipeexec.devices.streams import Stream
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")

@@ -275,7 +275,7 @@ def test_seconds_are_those_in_which_nothing_was_computed() -> None:
 def test_seconds_of_all_reduces_within_each_other_count_once() -> None:
     """From 0 to 10, from 2 to 3, from 4 to 12; nothing else ran from 2 to 3 and from 5 to 12."""
     calls = [_call(0.0, 10.0, 5.0), _call(2.0, 3.0, 1.0), _call(4.0, 12.0, 6.0)]
-    report = judge({"model": [MicroStep(0, calls=calls), STEP, CLEAR]})
+    report = apply_rules({"model": [MicroStep(0, calls=calls), STEP, CLEAR]})
     assert (report.seconds, report.exposed) == (12.0, 8.0)
 
 

@@ -104,12 +104,12 @@ def test_messages_on_one_link_go_in_the_order_in_which_they_ask() -> None:
     gate, carried = threading.Event(), list[float]()
 
     class Gated(Listed):
-        def until(self, noted: Tensor | None, seconds: float) -> None:
+        def wait_until(self, noted: Tensor | None, seconds: float) -> None:
             carried.append(seconds)
             gate.wait(10)
 
-    links = Links(NETWORK, 2, Gated(), takes_turns=True)
-    queue = links._turns[0, 1]._queue
+    links = EmulatedLinks(NETWORK, 2, Gated(), has_threads=True)
+    queue = links._locks[0, 1]._queue
 
     def send(n: int) -> None:
         links.carry((torch.ones(n),), 0, 1)

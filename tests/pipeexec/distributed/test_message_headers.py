@@ -187,8 +187,8 @@ def test_memory_of_a_message_is_used_again_once_it_is_gone() -> None:
     """And not before: of two messages under way, each has its own."""
     group: Any = Slow()
     agreed = signature([torch.zeros(3)])
-    channel = Channel(Route(0, 1, 0, 1, Op.SEND_F), 40, group)
-    message = Expected.of(header(CONTENT, agreed), agreed, waits=False)
+    channel = Channel(ChannelRoute(0, 1, 0, 1, Op.SEND_F), 40, group)
+    message = ExpectedMessage.make(header(CONTENT, agreed), agreed, waits=False)
     channel.finish(message, channel.post(message, (torch.full((3,), 1.0),)))
     for value in (2.0, 3.0):
         channel.post(message, (torch.full((3,), value),))

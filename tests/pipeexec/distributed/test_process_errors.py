@@ -33,8 +33,6 @@ from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.launch_environment import LaunchEnvironment
 from pipeexec.distributed.roll_call import roll_call
 from pipeexec.distributed.store import listening_address
-from pipeexec.distributed.status import Head, Status
-from pipeexec.distributed.watchdog import Watchdog
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 
 
@@ -583,21 +581,6 @@ def test_a_rank_that_does_not_come(tmp_path: Any) -> None:
         log
     )
     assert "check that every process is started" in log
-
-
-def test_a_process_that_never_enters_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, after the timeout, and not rank 0, which waits for it in a reduction."""
-    monkeypatch.setattr(Watch, "_run", lambda watch: None)  # this test says what time it is
-    watch = Watchdog(torch.distributed.HashStore(), 0, 2, timeout=5.0)
-    waits = Head(0, "0REDUCE_GRAD", "stage 0", True, "")
-    watch.statuses = {0: Status(0, 1, True, 3, [waits]), 1: Status(1, 1, False, 3, [])}
-    for now in (100.0, 104.0):
-        watch._judge(now)
-        assert watch.failure is None
-    watch._judge(106.0)
-    assert watch.failure is not None
-    assert watch.failure.kind == "stalled"
-    assert watch.failure.message.startswith("rank 1 does not come to step 1: it is still ")
 
 
 def apart(processes: px.Processes, uuids: list[list[str]]) -> list[str]:

@@ -185,3 +185,21 @@ def test_sigterm_alone() -> None:
     subject.report_sigterm()
     message = "rank 0 was told to end (SIGTERM): rank 0 between steps (0 ended)"
     assert subject.failure == Failure("ended", 0, message)
+
+
+def test_a_process_that_never_enters_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named after the timeout, and not rank 0, which waits for it in a reduction."""
+    monkeypatch.setattr(Watchdog, "_run", lambda watchdog: None)  # this test sets the time
+    clock = [100.0]
+    monkeypatch.setattr("pipeexec.distributed.watchdog.time.monotonic", lambda: clock[0])
+    watchdog = Watchdog(HashStore(), 0, 2, 5.0, StepReporter(0), list)
+    waits = Head(0, "0REDUCE_GRAD", "stage 0", True, "")
+    watchdog.board.statuses |= {0: Status(0, 1, True, 3, [waits]), 1: Status(1, 1, False, 3, [])}
+    for clock[0] in (100.0, 104.0):
+        watchdog._check_progress()
+        assert watchdog.failure is None
+    clock[0] = 106.0
+    watchdog._check_progress()
+    assert watchdog.failure is not None
+    assert watchdog.failure.kind == "stalled"
+    assert watchdog.failure.message.startswith("rank 1 does not come to step 1: it is still ")

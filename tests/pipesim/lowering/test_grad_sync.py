@@ -523,7 +523,7 @@ def test_unlike_members_of_a_group_are_found() -> None:
 def test_two_members_of_one_replica_are_found() -> None:
     """Reductions of both micro-batches in one group: each replica would wait for itself."""
     graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, grad_sync="every", overlap=False)
-    collective = np.where(graph.microbatch == 0, ps.tasks.StreamKind.COLLECTIVE, 0)
+    collective = np.where(graph.microbatch == 0, StreamKind.COLLECTIVE, 0)
     tasks = ps.Tasks(
         op=graph.op, device=graph.device, stage=graph.stage, microbatch=graph.microbatch,
         stream=np.where(graph.group >= 0, collective, 0), replica=graph.replica,
