@@ -140,25 +140,25 @@ class RandomnessWarning(PipeWarning):
     """A stage drew random numbers in a way that is not repeatable across schedules."""
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, choices: Iterable[str]) -> str:
     """Return ``"; did you mean 'gpipe'?"`` for the nearest known name, or an empty string."""
-    nearest = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.5)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def check_name(kind: str, name: object, known: Iterable[str]) -> str:
-    """Return ``name`` if it is among ``known``.
+def check_name(kind: str, name: object, choices: Iterable[str]) -> str:
+    """Return ``name`` if it is one of ``choices``.
 
     Raises
     ------
     UnknownNameError
-        Naming the nearest known name and all of them.
+        With the nearest choice and all choices.
     """
-    known = sorted(known)
-    if isinstance(name, str) and name in known:
+    names = sorted(choices)
+    if isinstance(name, str) and name in names:
         return name
     raise UnknownNameError(
-        f"unknown {kind} {name!r}{suggestion(str(name), known)} (known: {', '.join(known)})"
+        f"unknown {kind} {name!r}{suggestion(str(name), names)} (known: {', '.join(names)})"
     )
 
 
@@ -280,11 +280,11 @@ def check_numbers(name: str, values: object) -> list[float]:
     ArgumentTypeError
         For anything but a sequence of numbers.
     """
-    given = check_list(name, values, "numbers, such as [1.0, 2.5]")
-    if not all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in given):
+    items = check_list(name, values, "numbers, such as [1.0, 2.5]")
+    if not all(isinstance(x, numbers.Real) and not isinstance(x, bool) for x in items):
         raise ArgumentTypeError(f"{name} must be numbers, got {values!r:.60}")
     try:
-        return [float(x) for x in given]
+        return [float(x) for x in items]
     except OverflowError as error:
         raise ArgumentTypeError(f"{name} must fit in a float, got {values!r:.60}") from error
 
