@@ -13,7 +13,8 @@ from pipeexec.embedding.stage import EmbeddingStage
 from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
 from pipeexec.gpipe.gpipe import GPipe
-from pipeexec.profiling.profile import Profile, measure, profile
+from pipeexec.profiling.measure import measure, profile
+from pipeexec.profiling.profile import Profile
 from pipeexec.torch_pipelining.interop import from_torch, to_torch, torch_schedule_order
 from pipeexec.validation.result import Validation, load_run
 from pipeexec.validation.validate import validate

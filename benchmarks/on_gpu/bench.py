@@ -193,7 +193,7 @@ def messages_timed_once(bench: Bench) -> Iterator[None]:
     Of the network, only the bandwidth is taken from them; each calibration finds its own latency.
     """
     profile = importlib.import_module(
-        "pipeexec.profiling.profile"
+        "pipeexec.profiling.calibration"
     )  # `pipeexec.profile` is a function too
     measure, found = profile.measure_transfers, dict[tuple[tuple[int, int], ...], pd.DataFrame]()
     options: dict[str, Any] = {"sizes": (1 << 12, 1 << 16), "repeat": 1} if bench.dry else {}

@@ -158,7 +158,7 @@ def _costs(path: Path | None) -> Costs | None:
 
 def _profile(arguments: argparse.Namespace, processes: Processes | None = None) -> int:
     from pipeexec.cli.report import profile_report
-    from pipeexec.profiling.profile import measure
+    from pipeexec.profiling.measure import measure
 
     path = _run_path(arguments)
     run = workload(arguments, processes)

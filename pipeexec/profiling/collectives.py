@@ -26,9 +26,9 @@ __all__ = [
     "base_placement",
     "check_exchanges",
     "collective_seconds",
-    "lowered_like",
+    "lower_for_replicas",
+    "max_buckets",
     "measured_buckets",
-    "n_buckets",
 ]
 
 
@@ -37,7 +37,7 @@ def base_placement(graph: TaskGraph) -> Placement:
     return Placement(np.unique(graph.device_of_stage, return_inverse=True)[1].tolist())
 
 
-def lowered_like(
+def lower_for_replicas(
     graph: TaskGraph, schedule: Schedule, shares: BatchShares, **options: Any
 ) -> TaskGraph:
     """Lower a schedule for the replicas of a graph, on their devices.
@@ -97,7 +97,7 @@ def collective_seconds(timelines: Sequence[Timeline]) -> dict[str, Any]:
     }
 
 
-def n_buckets(graphs: Iterable[TaskGraph]) -> int:
+def max_buckets(graphs: Iterable[TaskGraph]) -> int:
     """Return the most buckets that a stage has; 0 where gradients are not bucketed."""
     return max((int(g.part[g.op == Op.REDUCE_GRAD].max(initial=-1)) + 1 for g in graphs), default=0)
 

@@ -22,11 +22,11 @@ __all__ = [
     "FITS",
     "TABLE",
     "TRANSFERS",
+    "host_shares",
     "load_profile",
     "plot_transfers",
     "read_shares",
     "save_profile",
-    "shares_of",
 ]
 
 #: The file of `Profile.table`, and how many of the first columns index it; then of the others.
@@ -80,7 +80,7 @@ def load_profile(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame
     return found[0], found[1], found[2]
 
 
-def shares_of(profile: object) -> dict[str, Any]:
+def host_shares(profile: object) -> dict[str, Any]:
     """Return the shares of the host's time that a `pipeexec.Profile` has, for a record."""
     found = {name: getattr(profile, name) for name in _SHARES}
     return {name: share for name, share in found.items() if math.isfinite(share)}

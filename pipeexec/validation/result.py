@@ -16,10 +16,10 @@ from pipeexec.profiling.files import (
     FITS,
     TABLE,
     TRANSFERS,
+    host_shares,
     load_profile,
     read_shares,
     save_profile,
-    shares_of,
 )
 from pipeexec.profiling.profile import Profile
 from pipeexec.run_directory import RECORD, checked_record, command, read_record, write_directory
@@ -268,7 +268,7 @@ class Validation:
         check_flag("figures", figures)
         said = {"clocks": self.clocks, "notes": self.notes, "rows": rows}
         if self.profile is not None:
-            said |= shares_of(self.profile)
+            said |= host_shares(self.profile)
         with write_directory(path, {"command": command(), **checked_record(record), **said}) as to:
             self.costs.save(to / "costs.json")
             self.table.to_csv(to / "table.csv")

@@ -21,7 +21,9 @@ from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import Processes, guard_processes
 from pipeexec.executor.pipeline import Pipeline, StepResult
 from pipeexec.gpipe.gpipe import GPipe
-from pipeexec.profiling.profile import Calibration, Profile, with_stage_bytes
+from pipeexec.profiling.calibration import Calibration
+from pipeexec.profiling.profile import Profile
+from pipeexec.profiling.stage_bytes import with_stage_bytes
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import Loss
 from pipeexec.stages.optimizers import OptimizerFactory

@@ -305,7 +305,7 @@ def test_launch_is_nothing(captured: Make) -> None:
 
 def _launch_of(subject: px.Pipeline) -> float:
     subject.cuda_graph, cuda_graph = False, subject.cuda_graph  # calibration runs by itself
-    calibration = sys.modules["pipeexec.profiling.profile"].Calibration(subject, *data(8))
+    calibration = sys.modules["pipeexec.profiling.calibration"].Calibration(subject, *data(8))
     subject.cuda_graph = cuda_graph
     calibration.warm_up(0)
     calibration.step()

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.profiling.calibration import Calibration
 from pipeexec.profiling.link_speed import measure_transfers
-from pipeexec.profiling.profile import Calibration
 from pipesim.errors import ExecutionError, PipeError
 
 
@@ -117,7 +117,7 @@ def test_a_pipeline_is_freed(
 ) -> None:
     """With its stages, weights, devices, streams; whatever was done, and its result kept."""
     timed = partial(measure_transfers, sizes=[64], repeat=1)
-    monkeypatch.setattr(sys.modules["pipeexec.profiling.profile"], "measure_transfers", timed)
+    monkeypatch.setattr(sys.modules["pipeexec.profiling.calibration"], "measure_transfers", timed)
     subject = _new(devices)
     kept = use(subject)
     held = _held(subject)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.executor.cuda_graph_checks import check_can_capture
-from pipeexec.profiling.profile import Calibration
+from pipeexec.profiling.calibration import Calibration
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
@@ -241,7 +241,7 @@ def test_an_imposed_launch_is_what_issuing_takes() -> None:
 def test_imposed_launches_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the costs that are measured on such workers: with one host that is late, and with two."""
     monkeypatch.setattr(
-        sys.modules["pipeexec.profiling.profile"], "pairs_of", lambda _: []
+        sys.modules["pipeexec.profiling.calibration"], "pairs_of", lambda _: []
     )  # takes seconds
     launch, m = 4e-3, 6
     for hosts in ("one", "per_device"):

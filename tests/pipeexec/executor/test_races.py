@@ -24,7 +24,7 @@ from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
 from pipeexec.executor.cuda_graph import Recorder
 from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
-from pipeexec.profiling.profile import Calibration
+from pipeexec.profiling.calibration import Calibration
 from pipesim.errors import StageError
 
 #: Schedules that need more than 2 devices or 4 micro-batches: devices, micro-batches.

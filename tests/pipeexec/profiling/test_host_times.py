@@ -99,7 +99,7 @@ def _blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the stand-in block the host once a step has so much work queued."""
     FakeCuda().install(monkeypatch)
     monkeypatch.setattr(
-        sys.modules["pipeexec.profiling.profile"], "pairs_of", lambda _: []
+        sys.modules["pipeexec.profiling.calibration"], "pairs_of", lambda _: []
     )  # takes seconds
     queued = [0]
     submit, synchronize = CudaStream.submit, CudaStream.synchronize

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.profiling.calibration import Calibration, breadth_first
 from pipeexec.profiling.link_fit import fit, fits, network_of
 from pipeexec.profiling.link_speed import measure_transfers, pairs_of
-from pipeexec.profiling.profile import Calibration, breadth_first
 from pipeexec.run_directory import write_directory
 from pipesim.errors import AccuracyWarning, ArgumentError, RunDirectoryError
 from pipesim.ops import Op
@@ -255,7 +255,7 @@ def test_the_calibration_is_of_another_schedule() -> None:
         assert len(calibration.batch[0]) == 8
         assert (graph.op == Op.R).sum() == 8
         assert calibration.isolated.graph.n_microbatches == 1
-        assert len(calibration.one[0]) == 2
+        assert len(calibration.one_microbatch[0]) == 2
 
 
 def test_the_calibration_of_an_uneven_batch() -> None:
