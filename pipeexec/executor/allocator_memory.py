@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from pipeexec.devices.device import Device
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step import Run
 from pipesim.errors import ArgumentError
 from pipesim.plot.paper_figure import SMALL, axes_or_new, end_of_axis, label
 from pipesim.plot.style import byte_unit, time_unit
@@ -139,16 +140,16 @@ class Samples:
         self.before: list[int] | None = None
         self.after = np.full((n_tasks, len(self.gpus)), np.nan)
 
-    def wrap(self, task: Planned) -> Planned:
+    def wrap(self, task: PlannedTask) -> PlannedTask:
         """Return a task that notes what the allocator says once it has been issued."""
 
-        def work(run: Run, planned: Planned) -> None:
+        def handler(run: Run, planned: PlannedTask) -> None:
             if self.before is None:
                 self.before = self._now()
-            task.work(run, planned)
+            task.handler(run, planned)
             self.after[planned.id] = self._now()
 
-        return task._replace(work=work)
+        return task._replace(handler=handler)
 
     def _now(self) -> list[int]:
         now = map(self.count_active, self.gpus)
@@ -188,11 +189,11 @@ def active_bytes(device: torch.device) -> int:
 
 
 def sampled(
-    tasks: Sequence[Planned],
+    tasks: Sequence[PlannedTask],
     devices: Sequence[Device],
     count: Count = torch.cuda.memory_allocated,
     count_active: Count = active_bytes,
-) -> tuple[list[Planned], Samples]:
+) -> tuple[list[PlannedTask], Samples]:
     """Return tasks that note what the allocator says, and where they note it.
 
     Raises

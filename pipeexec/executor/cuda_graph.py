@@ -36,7 +36,8 @@ from pipeexec.executor.cuda_graph_checks import (
     check_state,
     imprint,
 )
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step import Run
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
@@ -68,7 +69,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def record(self, run: Run, tasks: Sequence[Planned]) -> torch.cuda.CUDAGraph:
+    def record(self, run: Run, tasks: Sequence[PlannedTask]) -> torch.cuda.CUDAGraph:
         """Issue a step into a graph: all streams fork from the first one, and join it again."""
         graph = torch.cuda.CUDAGraph()
         every = [stream for t in tasks for stream in (t.stream, t.device.stream("compute"))]
@@ -180,7 +181,7 @@ class Captured:
         self._inputs, self._targets = (_kept(x, self.device) for x in (inputs, targets))
         return self._inputs, self._targets
 
-    def walk(self, run: Run, tasks: Sequence[Planned]) -> None:
+    def walk(self, run: Run, tasks: Sequence[PlannedTask]) -> None:
         """Run a step eagerly, or capture it and replay it once.
 
         Raises
@@ -196,7 +197,7 @@ class Captured:
         self._had_gradient = [p.grad is not None for p in self.parameters]
         self._last = imprint(self.modules, self.optimizers)
 
-    def _capture(self, run: Run, tasks: Sequence[Planned]) -> None:
+    def _capture(self, run: Run, tasks: Sequence[PlannedTask]) -> None:
         check_not_random(self.stages)
         check_state(self.optimizers, self.n_stages)
         given = self._gradients_to_add_to()

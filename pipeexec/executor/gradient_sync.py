@@ -15,22 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.data_parallel.gradient_reduction import sum_gradients
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import Handler, PlannedTask
+from pipeexec.executor.step import Run
 from pipeexec.stages.earlier_gradients import add_gradients
 from pipesim.errors import ExecutionError
 
 __all__ = [
-    "Work",
+    "add_per_group",
     "buckets",
     "group_of",
-    "handing_over",
-    "marking",
+    "mark_buckets",
     "parameters_of",
     "reduce_gradients",
     "settle",
 ]
-
-Work = Callable[[Run, Planned], None]
 
 
 def buckets(module: nn.Module, n: int) -> list[list[nn.Parameter]]:
@@ -40,74 +38,75 @@ def buckets(module: nn.Module, n: int) -> list[list[nn.Parameter]]:
     """
     parameters = list(module.parameters())[::-1]
     total = sum(p.nbytes for p in parameters)
-    found: list[list[nn.Parameter]] = [[] for _ in range(n)]
+    split: list[list[nn.Parameter]] = [[] for _ in range(n)]
     before = 0
     for parameter in parameters:
         middle = before + parameter.nbytes / 2
-        found[min(n - 1, int(middle * n / total)) if total else 0].append(parameter)
+        split[min(n - 1, int(middle * n / total)) if total else 0].append(parameter)
         before += parameter.nbytes
-    return found
+    return split
 
 
-def marking(work: Work) -> Work:
+def mark_buckets(handler: Handler) -> Handler:
     """Return a backward that marks when each bucket of its stage has its gradients."""
-    return partial(_mark, work)
+    return partial(_mark, handler)
 
 
-def _mark(work: Work, run: Run, task: Planned) -> None:
-    reach = [run.milestones[task.id, bucket][1] for bucket in range(task.marks)]
+def _mark(handler: Handler, run: Run, task: PlannedTask) -> None:
+    n_buckets = 0 if task.sync is None else task.sync.n_buckets_marked
+    setters = [run.milestones[task.id, bucket][1] for bucket in range(n_buckets)]
     pending = task.stage.pending_parameters(task.microbatch)
-    of_buckets = [
+    trained = [
         [p for p in bucket if p.requires_grad and (pending is None or id(p) in pending)]
-        for bucket in _buckets(run, task.slot, task.marks)
+        for bucket in _buckets(run, task.slot, n_buckets)
     ]
-    with _watched(of_buckets, reach):
-        work(run, task)
+    with _bucket_events(trained, setters):
+        handler(run, task)
 
 
 @contextmanager
-def _watched(
-    found: Sequence[Sequence[nn.Parameter]], reach: Sequence[Callable[[], object]]
+def _bucket_events(
+    bucket_parameters: Sequence[Sequence[nn.Parameter]], setters: Sequence[Callable[[], object]]
 ) -> Iterator[None]:
-    """Reach each bucket as soon as all its parameters have gradients; at the latest at the end."""
-    left = [len(bucket) for bucket in found]
-    reached = {number for number, bucket in enumerate(found) if not bucket}
-    for number in reached:
-        reach[number]()
+    """Set the event of each bucket once all its parameters have gradients, or at the end."""
+    n_missing = [len(parameters) for parameters in bucket_parameters]
+    ready = {number for number, n in enumerate(n_missing) if not n}
+    for number in ready:
+        setters[number]()
 
-    seen: set[int] = set()
+    with_gradient: set[int] = set()
 
     def note(bucket: int, parameter: Tensor) -> None:
-        if id(parameter) in seen:
+        if id(parameter) in with_gradient:
             raise ExecutionError(
                 f"a backward made the gradient of a parameter of shape {tuple(parameter.shape)} "
                 "more than once, as torch.utils.checkpoint(use_reentrant=True) does, so that "
                 "nobody can tell when its bucket is complete; give use_reentrant=False, or lower "
                 'with grad_sync="last"'
             )
-        seen.add(id(parameter))
-        left[bucket] -= 1
-        if not left[bucket]:
-            reached.add(bucket)
-            reach[bucket]()
+        with_gradient.add(id(parameter))
+        n_missing[bucket] -= 1
+        if not n_missing[bucket]:
+            ready.add(bucket)
+            setters[bucket]()
 
     hooks = [
         parameter.register_post_accumulate_grad_hook(partial(note, number))
-        for number, bucket in enumerate(found)
-        for parameter in bucket
+        for number, parameters in enumerate(bucket_parameters)
+        for parameter in parameters
     ]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for number in sorted({*range(len(found))} - reached):
-            reach[number]()
+        for number in sorted({*range(len(setters))} - ready):
+            setters[number]()
 
 
-def handing_over(work: Work, group: int) -> Work:
+def add_per_group(handler: Handler, group: int) -> Handler:
     """Return a backward that adds to the gradients of its ``group`` of micro-batches alone."""
-    return partial(_hand_over, work, group)
+    return partial(_add_to_group, handler, group)
 
 
 def group_of(microbatch: int, group: int) -> int:
@@ -115,37 +114,39 @@ def group_of(microbatch: int, group: int) -> int:
     return (microbatch // group + 1) * group - 1
 
 
-def _hand_over(work: Work, group: int, run: Run, task: Planned) -> None:
+def _add_to_group(handler: Handler, group: int, run: Run, task: PlannedTask) -> None:
     key = task.slot, group_of(task.microbatch, group)
     parameters = list(task.stage.module.parameters())
     # Without an optimizer, gradients of earlier steps are there, for the first group to take.
-    for parameter, gradient in zip(parameters, run.handed.pop(key, ()), strict=False):
+    for parameter, gradient in zip(parameters, run.per_microbatch_grads.pop(key, ()), strict=False):
         parameter.grad = gradient
-    work(run, task)
-    run.handed[key] = [parameter.grad for parameter in parameters]
+    handler(run, task)
+    run.per_microbatch_grads[key] = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
 
 
 @torch.no_grad()
-def reduce_gradients(run: Run, task: Planned) -> None:
+def reduce_gradients(run: Run, task: PlannedTask) -> None:
     """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, here and elsewhere.
 
     The sums take the memory of the gradients.
     """
-    each = bool(run.graph.reduction_groups[task.stage.index])
+    is_per_group = bool(run.graph.reduction_groups[task.stage.index])
     lists = [parameters_of(run, slot, task) for slot in task.copies]
     gradients = [
-        run.handed.pop((slot, task.microbatch)) if each else [p.grad for p in parameters]
+        run.per_microbatch_grads.pop((slot, task.microbatch))
+        if is_per_group
+        else [p.grad for p in parameters]
         for slot, parameters in zip(task.copies, lists, strict=True)
     ]
     for gradient in (x for row in gradients for x in row if x is not None):
         task.device.adopt(gradient, task.stream)  # made on another stream
     _note_bytes(run, task, gradients)
-    sums = sum_gradients(gradients, lists[0], task.members)
+    sums = sum_gradients(gradients, lists[0], task.group)
     for number, (slot, parameters) in enumerate(zip(task.copies, lists, strict=True)):
         totals = sums if number == 0 else _copied(sums, gradients[number], parameters)
-        if each:
+        if is_per_group:
             before = run.reduced.get(slot)
             run.reduced[slot] = totals if before is None else add_gradients(before, totals)
             continue
@@ -173,7 +174,7 @@ def _copied(
     return copies
 
 
-def _note_bytes(run: Run, task: Planned, gradients: list[list[Tensor | None]]) -> None:
+def _note_bytes(run: Run, task: PlannedTask, gradients: list[list[Tensor | None]]) -> None:
     """Note the bytes that each local copy brings; of sparse gradients, of their rows."""
     graph = run.graph
     members = graph.collectives[int(graph.group[task.id])]
@@ -189,11 +190,11 @@ def _size(gradient: Tensor) -> int:
     return gradient.nbytes
 
 
-def parameters_of(run: Run, slot: int, task: Planned) -> list[nn.Parameter]:
+def parameters_of(run: Run, slot: int, task: PlannedTask) -> list[nn.Parameter]:
     """Return the parameters whose gradients a REDUCE_GRAD sums, of one local copy."""
-    if task.part < 0:
+    if task.sync is None or task.part < 0:
         return list(run.modules[slot].parameters())
-    return _buckets(run, slot, task.n_parts)[task.part]
+    return _buckets(run, slot, task.sync.n_buckets)[task.part]
 
 
 def _buckets(run: Run, slot: int, n: int) -> list[list[nn.Parameter]]:

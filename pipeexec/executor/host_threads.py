@@ -20,7 +20,8 @@ import numpy as np
 
 from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.distributed.processes import Processes
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step import Run
 from pipesim.errors import AccuracyWarning
 from pipesim.graph.graph import TaskGraph
 
@@ -42,7 +43,7 @@ class Hosts:
         Of each host, in order of ids.
     """
 
-    def __init__(self, graph: TaskGraph, tasks: Sequence[Sequence[Planned]]) -> None:
+    def __init__(self, graph: TaskGraph, tasks: Sequence[Sequence[PlannedTask]]) -> None:
         self.tasks = tasks
         #: Tasks that other hosts have to issue before each.
         self._first = graph.issued_first if len(tasks) > 1 else None
@@ -58,12 +59,14 @@ class Hosts:
 
     def _issue(self, run: Run, number: int, gates: Gates) -> None:
         try:
-            run.give(self._in_turn(run, self.tasks[number], gates))
+            run.give(self._issuable(run, self.tasks[number], gates))
         except BaseException as error:
             run.host_error = run.host_error or error
             run.failure = run.failure or (-1, error)
 
-    def _in_turn(self, run: Run, tasks: Sequence[Planned], gates: Gates) -> Iterator[Planned]:
+    def _issuable(
+        self, run: Run, tasks: Sequence[PlannedTask], gates: Gates
+    ) -> Iterator[PlannedTask]:
         """Yield each task when its host may give it to its stream; then note that it was."""
         assert run.took is not None
         due = run.zero
@@ -86,7 +89,7 @@ class Hosts:
 
 
 def make_hosts(
-    graph: TaskGraph, tasks: Sequence[Planned], processes: Processes | None
+    graph: TaskGraph, tasks: Sequence[PlannedTask], processes: Processes | None
 ) -> Hosts | None:
     """Return the hosts of a plan; None where the caller is the only one, and launches are its own.
 
@@ -109,7 +112,7 @@ def make_hosts(
     if is_one and not any(task.device.launch for task in tasks):
         return None
     number = np.zeros(len(graph), np.int64) if is_one else graph.host[graph.device]
-    of: dict[int, list[Planned]] = {}
+    of: dict[int, list[PlannedTask]] = {}
     for task in tasks:
         of.setdefault(int(number[task.id]), []).append(task)
     return Hosts(graph, [own for _, own in sorted(of.items())])

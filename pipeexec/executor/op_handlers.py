@@ -1,8 +1,8 @@
-"""What each operation does, once its stream has come to it."""
+"""Handlers: the function that runs each operation on its stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from torch.distributed import (
@@ -17,45 +17,46 @@ from pipeexec.devices.device import Values
 from pipeexec.distributed.channels import LostConnection
 from pipeexec.embedding.stage import ShardedStage
 from pipeexec.executor.gradient_sync import reduce_gradients, settle
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import Handler, PlannedTask
+from pipeexec.executor.step import Run
 from pipesim.ops import EXCHANGES, Op
 
-__all__ = ["WORK"]
+__all__ = ["HANDLERS"]
 
 
-def _given(run: Run, task: Planned) -> Values:
-    """Return what a task takes: another's result, or a micro-batch of the batch."""
-    return run.inputs[task.sample] if task.source < 0 else run.take(task.source)
+def _input(run: Run, task: PlannedTask) -> Values:
+    """Return the input of a task: the result of another, or a micro-batch of the batch."""
+    return run.inputs[task.global_microbatch] if task.source < 0 else run.pop_result(task.source)
 
 
-def _forward(run: Run, task: Planned) -> None:
+def _forward(run: Run, task: PlannedTask) -> None:
     values = task.stage.forward(
-        task.microbatch, _given(run, task), run.seed_of(task), task.recomputed, task.split
+        task.microbatch, _input(run, task), run.seed_of(task), task.is_recomputed, task.is_split
     )
     if task.stage.loss_fn is None:
         run.values[task.id] = values
 
 
-def _recompute(run: Run, task: Planned) -> None:
-    task.stage.recompute(task.microbatch, run.seed_of(task), task.split)
+def _recompute(run: Run, task: PlannedTask) -> None:
+    task.stage.recompute(task.microbatch, run.seed_of(task), task.is_split)
 
 
-def _backward(run: Run, task: Planned) -> None:
-    gradients = () if task.source < 0 else run.take(task.source)
+def _backward(run: Run, task: PlannedTask) -> None:
+    gradients = () if task.source < 0 else run.pop_result(task.source)
     run.values[task.id] = task.stage.backward(task.microbatch, gradients)
 
 
-def _input_grad(run: Run, task: Planned) -> None:
-    gradients = () if task.source < 0 else run.take(task.source)
+def _input_grad(run: Run, task: PlannedTask) -> None:
+    gradients = () if task.source < 0 else run.pop_result(task.source)
     run.values[task.id] = task.stage.input_grad(task.microbatch, gradients)
 
 
-def _weight_grad(run: Run, task: Planned) -> None:
+def _weight_grad(run: Run, task: PlannedTask) -> None:
     task.stage.weight_grad(task.microbatch)
 
 
-def _send(run: Run, task: Planned) -> None:
-    values = run.take(task.source)
+def _send(run: Run, task: PlannedTask) -> None:
+    values = run.pop_result(task.source)
     graph = run.graph
     recv = int(graph.pair[task.id])
     target = run.devices[graph.device[recv]]
@@ -63,20 +64,20 @@ def _send(run: Run, task: Planned) -> None:
     run.nbytes[task.id] = run.nbytes[recv] = transfer.nbytes(values)
 
 
-def _receive(run: Run, task: Planned) -> None:
+def _receive(run: Run, task: PlannedTask) -> None:
     consumer = task.device.stream("compute")
-    run.values[task.id] = transfer.receive(run.take(task.source), task.device, consumer)
+    run.values[task.id] = transfer.receive(run.pop_result(task.source), task.device, consumer)
 
 
-def _reduce(run: Run, task: Planned) -> None:
+def _reduce(run: Run, task: PlannedTask) -> None:
     if task.copies:
-        with _among(task.members):
+        with _lost_member_named(task.group):
             reduce_gradients(run, task)
 
 
 @contextmanager
-def _among(group: ProcessGroup | None) -> Iterator[None]:
-    """Let an error of a collective say that one of its other members was lost."""
+def _lost_member_named(group: ProcessGroup | None) -> Iterator[None]:
+    """Turn errors of a collective into `LostConnection`, which names the only other member."""
     try:
         yield
     except DistError as error:
@@ -92,30 +93,30 @@ def _lost(group: ProcessGroup | None, error: Exception) -> LostConnection:
     return LostConnection(others[0] if len(others) == 1 else -1, error)
 
 
-def _exchange(run: Run, task: Planned) -> None:
+def _exchange(run: Run, task: PlannedTask) -> None:
     stage = task.stage
     assert isinstance(stage, ShardedStage)
     name = EXCHANGES[task.part]
-    values = () if name == "accumulated" else _given(run, task)
-    _share(task, (*values, *stage.held_tensors(task.microbatch)))
-    with _among(task.members):
-        made = run.values[task.id] = stage.exchange(name, task.microbatch, values)
-    _share(task, (*made, *stage.held_tensors(task.microbatch)))
+    values = () if name == "accumulated" else _input(run, task)
+    _keep_for_both_streams(task, (*values, *stage.held_tensors(task.microbatch)))
+    with _lost_member_named(task.group):
+        received = run.values[task.id] = stage.exchange(name, task.microbatch, values)
+    _keep_for_both_streams(task, (*received, *stage.held_tensors(task.microbatch)))
     run.nbytes[task.id] = stage.sent
 
 
-def _dispatch(run: Run, task: Planned) -> None:
+def _dispatch(run: Run, task: PlannedTask) -> None:
     assert isinstance(task.stage, ShardedStage)
-    run.values[task.id] = task.stage.dispatch(task.microbatch, _given(run, task))
+    run.values[task.id] = task.stage.dispatch(task.microbatch, _input(run, task))
 
 
-def _reorder(run: Run, task: Planned) -> None:
+def _reorder(run: Run, task: PlannedTask) -> None:
     assert isinstance(task.stage, ShardedStage)
-    values, name = run.take(task.source), EXCHANGES[task.part]
+    values, name = run.pop_result(task.source), EXCHANGES[task.part]
     run.values[task.id] = task.stage.reorder(name, task.microbatch, values)
 
 
-def _share(task: Planned, values: Values) -> None:
+def _keep_for_both_streams(task: PlannedTask, values: Values) -> None:
     """Keep memory until an exchange's stream and the compute stream have both used it.
 
     Lookups compute with what exchanges have received, and exchanges send what lookups have found.
@@ -126,7 +127,7 @@ def _share(task: Planned, values: Values) -> None:
                 task.device.adopt(value, stream)
 
 
-def _step(run: Run, task: Planned) -> None:
+def _step(run: Run, task: PlannedTask) -> None:
     settle(run, task.slot)
     run.divide(task.slot, max(task.microbatch, 0) // run.shares.batch_size)
     optimizer = run.optimizers[task.slot]
@@ -135,8 +136,8 @@ def _step(run: Run, task: Planned) -> None:
     task.stage.after_optimizer_step(zero_grad=optimizer is not None)
 
 
-#: How each operation is run.
-WORK: Mapping[Op, Callable[[Run, Planned], None]] = {
+#: Runs each operation.
+HANDLERS: Mapping[Op, Handler] = {
     Op.F: _forward,
     Op.B: _backward,
     Op.I: _input_grad,

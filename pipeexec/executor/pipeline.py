@@ -57,9 +57,10 @@ from pipeexec.executor.gradient_sync import settle
 from pipeexec.executor.host_threads import make_hosts
 from pipeexec.executor.microbatch_loss import Finish
 from pipeexec.executor.plan import plan
+from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.process_results import Part, whole
 from pipeexec.executor.remote_messages import expected_messages
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.step import Run
 from pipeexec.executor.step_memory import Bytes, Counted, StepMemory
 from pipeexec.executor.step_result import StepResult, kept_losses, unread_result
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
@@ -443,7 +444,7 @@ class Pipeline:
         self,
         inputs: Batch | None,
         targets: Any,
-        walk: Callable[[Run, Sequence[Planned]], None],
+        walk: Callable[[Run, Sequence[PlannedTask]], None],
     ) -> Run:
         """Run a step, whose tasks ``walk`` issues."""
         run = self._begun(inputs, targets)
@@ -465,7 +466,7 @@ class Pipeline:
             readings = run.readings()
             self.processes.measured = lambda: readings.timeline
 
-    def _walk(self, run: Run, walk: Callable[[Run, Sequence[Planned]], None]) -> None:
+    def _walk(self, run: Run, walk: Callable[[Run, Sequence[PlannedTask]], None]) -> None:
         """Run the tasks of a step; raise what stopped it."""
         try:
             with self._stepping(run), _garbage_collection_paused():
@@ -887,7 +888,7 @@ def _listed(homes: list[list[int]]) -> str:
     return " and ".join(map(str, homes))
 
 
-def _walk_alone(tasks: Sequence[Planned], run: Run, _: Sequence[Planned]) -> None:
+def _walk_alone(tasks: Sequence[PlannedTask], run: Run, _: Sequence[PlannedTask]) -> None:
     """Issue tasks that count or sample, from this thread: other hosts have those of the plan."""
     run.hosts = None
     run.walk(tasks)

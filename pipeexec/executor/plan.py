@@ -1,46 +1,33 @@
-"""What is known of each task of this process before any step: the plan that steps walk."""
+"""Precompute, once per graph, everything needed to issue each local task."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeexec.devices.device import Device
 from pipeexec.devices.gpu_slices.slices import Slice
 from pipeexec.devices.remote import RemoteDevice
 from pipeexec.distributed.processes import Processes
-from pipeexec.executor.gradient_sync import Work, handing_over, marking
-from pipeexec.executor.op_handlers import WORK
-from pipeexec.executor.remote_messages import connected
-from pipeexec.executor.step import Planned
+from pipeexec.executor.gradient_sync import add_per_group, mark_buckets
+from pipeexec.executor.op_handlers import HANDLERS
+from pipeexec.executor.planned_task import Handler, PlannedTask, ReplicaSync
+from pipeexec.executor.remote_messages import RemoteParts
 from pipeexec.stages.batch_shares import BatchShares
 from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
+from pipesim.graph.rules import data_sources
 from pipesim.graph.tasks import Task
 from pipesim.ops import RECVS, Op
 
 __all__ = ["plan"]
 
-_OF_GRADIENT = ((Op.ALL_TO_ALL, 0), (Op.REORDER, 0), (Op.B, 1), (Op.I, 1), (Op.RECV_B, 0))
-_OF_OUTPUT = ((Op.REORDER, -1), (Op.ALL_TO_ALL, -1), (Op.F, -1), (Op.RECV_F, 0))
-#: Whose result a task of the key, an operation and for exchanges a part, takes, and how many stages
-#: on that is: the first that it needs. A RECV takes its SEND's.
-_SOURCES: Mapping[tuple[Op, int], Sequence[tuple[Op, int]]] = {
-    (Op.F, -1): ((Op.ALL_TO_ALL, 0), *_OF_OUTPUT),
-    (Op.B, -1): _OF_GRADIENT,
-    (Op.I, -1): _OF_GRADIENT,
-    (Op.SEND_F, -1): ((Op.REORDER, 0), (Op.ALL_TO_ALL, 0), (Op.F, 0)),
-    (Op.SEND_B, -1): ((Op.B, 0), (Op.I, 0)),
-    (Op.DISPATCH, -1): _OF_OUTPUT,
-    (Op.ALL_TO_ALL, 0): ((Op.DISPATCH, 0), *_OF_OUTPUT),  # counts
-    (Op.ALL_TO_ALL, 1): ((Op.ALL_TO_ALL, 0),),  # keys
-    (Op.ALL_TO_ALL, 2): ((Op.F, 0),),  # vectors
-    (Op.REORDER, 2): ((Op.ALL_TO_ALL, 0),),  # vectors
-    (Op.REORDER, 3): _OF_GRADIENT[2:],  # gradients
-    (Op.ALL_TO_ALL, 3): _OF_GRADIENT[1:],
-}
+#: Tasks that can deliver the input of a task of an operation and part; the first present one does.
+_SOURCES = cache(data_sources)
 
 
 def plan(
@@ -49,8 +36,8 @@ def plan(
     devices: Sequence[Device],
     shares: BatchShares,
     processes: Processes | None = None,
-) -> list[Planned]:
-    """Look up everything about each task of this process that does not change from step to step.
+) -> list[PlannedTask]:
+    """Return the planned tasks of this process, in order of ids.
 
     ``stages`` are those of the first replica, then of the next.
 
@@ -59,7 +46,41 @@ def plan(
     ArgumentError
         For a graph with tasks that cannot be run, or with skip connections.
     """
-    for index in np.flatnonzero(~graph.is_op(frozenset(WORK)))[:1].tolist():
+    _check_runnable(graph)
+    _check_links(graph, devices)
+    is_local = np.array([not isinstance(x, RemoteDevice) for x in devices])[graph.device]
+    tasks = np.flatnonzero(is_local).tolist()
+    remote_parts = None if processes is None else RemoteParts(graph, tasks, devices, processes)
+    sync_plan = _SyncPlan(graph, is_local)
+    recomputed, split = _with_op(graph, Op.R), _with_op(graph, Op.W)
+    planned = []
+    for index in tasks:
+        task = graph.task(index)
+        slot = task.replica * graph.n_stages + task.stage
+        sync = sync_plan.part(index)
+        planned_task = PlannedTask(
+            id=index,
+            stage=stages[slot],
+            microbatch=-1 if task.microbatch is None else task.microbatch,
+            part=task.part,
+            slot=slot,
+            global_microbatch=shares.number(task.replica, max(task.microbatch or 0, 0)),
+            is_recomputed=(task.stage, task.microbatch) in recomputed,
+            is_split=(task.stage, task.microbatch) in split,
+            device=devices[task.device],
+            stream=devices[task.device].stream(task.stream, blocks=graph.group[index] >= 0),
+            waits=sync_plan.waits(index),
+            source=_source(graph, index),
+            handler=_handler(task, sync, int(sync_plan.groups[task.stage])),
+            sync=sync,
+        )
+        planned.append(planned_task if remote_parts is None else remote_parts.add_to(planned_task))
+    return planned
+
+
+def _check_runnable(graph: TaskGraph) -> None:
+    """Raise for operations without a handler, and for skip connections."""
+    for index in np.flatnonzero(~graph.is_op(frozenset(HANDLERS)))[:1].tolist():
         task = graph.task(index)
         raise ArgumentError(
             f"{task} cannot be run: a sharded optimizer is simulated, not run; lower without "
@@ -70,82 +91,103 @@ def plan(
             f"graph {graph.name!r} has skip connections {list(graph.skips)}, which "
             "pipeexec.Pipeline does not run; pipeexec.GPipe does, or lower without skips"
         )
-    _check_links(graph, devices)
-    recomputed, split = (
-        {(int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == op)}
-        for op in (Op.R, Op.W)
-    )
-    here = np.array([not isinstance(x, RemoteDevice) for x in devices])[graph.device]
-    during = {t: int(graph.during[t]) for t in np.flatnonzero(graph.during >= 0).tolist()}
-    marks = {backward: int(graph.part[t]) + 1 for t, backward in during.items()}  # the last counts
-    reduces = np.isin(np.arange(graph.n_stages), graph.stage[graph.op == Op.REDUCE_GRAD])
-    groups = (graph.reduction_groups * reduces).tolist()
-    planned = []
-    for index in np.flatnonzero(here).tolist():
-        task = graph.task(index)
-        needed = {t for t in graph.precedence[index].tolist()
-                  if here[t] and graph.stream[t] != graph.stream[index]}  # fmt: skip
-        group = int(graph.group[index])
-        members = [] if group < 0 else [t for t in graph.collectives[group].tolist() if here[t]]
-        others = [t for t in members if t < index]  # the first one reduces for all
-        partly = [during[t] for t in members if t in during]
-        slot = task.replica * graph.n_stages + task.stage
-        planned.append(
-            Planned(
-                id=index,
-                work=_work(task, marks.get(index, 0), groups[task.stage]),
-                stream=devices[task.device].stream(task.stream, blocks=group >= 0),
-                device=devices[task.device],
-                stage=stages[slot],
-                microbatch=-1 if task.microbatch is None else task.microbatch,
-                waits=tuple(needed.union(others).difference(partly)),
-                source=_source(graph, index),
-                recomputed=(task.stage, task.microbatch) in recomputed,
-                split=(task.stage, task.microbatch) in split,
-                slot=slot,
-                sample=shares.number(task.replica, max(task.microbatch or 0, 0)),
-                copies=() if others else tuple(
-                    int(graph.replica[t]) * graph.n_stages + task.stage for t in members
-                ),
-                part=task.part,
-                leader=others[0] if others else -1,
-                marks=marks.get(index, 0),
-                n_parts=marks.get(during.get(index, -1), 0),
-                milestones=tuple((t, task.part) for t in partly),
-            )
-        )  # fmt: skip
-    return planned if processes is None else connected(graph, planned, devices, processes)
 
 
 def _check_links(graph: TaskGraph, devices: Sequence[Device]) -> None:
     """Raise if messages that share an imposed link of a GPU are on several streams."""
-    for device, name in graph.streams:
-        place = devices[device]
-        if "/" in name and isinstance(place, Slice) and place.links is not None:
+    for number, name in graph.streams:
+        device = devices[number]
+        if "/" in name and isinstance(device, Slice) and device.links is not None:
             raise ArgumentError(
-                f"stream {name!r} of {place.name} is of one micro-batch, and the links of these "
+                f"stream {name!r} of {device.name} is of one micro-batch, and the links of these "
                 "slices are imposed: on a GPU nothing lets messages on several streams take turns "
                 'on a link; lower with streams="per_peer", or leave out link='
             )
 
 
-def _work(task: Task, marks: int, group: int) -> Work:
-    """Return what a task does; a backward, also what the reduction of its gradients needs."""
-    work = WORK[task.op]
-    if marks:
-        return marking(work)
-    return handing_over(work, group) if group and task.op in (Op.B, Op.I, Op.W) else work
+def _with_op(graph: TaskGraph, op: Op) -> set[tuple[int, int]]:
+    """Return the (stage, micro-batch) pairs that have a task of an operation."""
+    return {(int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == op)}
+
+
+class _SyncPlan:
+    """Finds the part of each task in collectives, and the tasks that each waits for.
+
+    Attributes
+    ----------
+    groups
+        Number of micro-batches whose gradients each stage sums at once; 0 for all, or for none.
+    """
+
+    def __init__(self, graph: TaskGraph, is_local: NDArray[np.bool_]) -> None:
+        self.graph, self.is_local = graph, is_local
+        #: The backward during which each task may start, and the number of buckets of that.
+        self._backward = {
+            t: int(graph.during[t]) for t in np.flatnonzero(graph.during >= 0).tolist()
+        }
+        self._n_buckets = {
+            backward: int(graph.part[t]) + 1 for t, backward in self._backward.items()
+        }  # the last bucket counts
+        has_reduction = np.isin(np.arange(graph.n_stages), graph.stage[graph.op == Op.REDUCE_GRAD])
+        self.groups = graph.reduction_groups * has_reduction
+
+    def _members(self, index: int) -> list[int]:
+        """Return the members of a task's collective that are tasks of this process."""
+        group = int(self.graph.group[index])
+        if group < 0:
+            return []
+        return [t for t in self.graph.collectives[group].tolist() if self.is_local[t]]
+
+    def part(self, index: int) -> ReplicaSync | None:
+        """Return the part of a task in collectives; None for none."""
+        graph, members = self.graph, self._members(index)
+        n_buckets_marked = self._n_buckets.get(index, 0)
+        if not members and not n_buckets_marked:
+            return None
+        earlier = [t for t in members if t < index]
+        return ReplicaSync(
+            leader=earlier[0] if earlier else -1,
+            copies=() if earlier else tuple(
+                int(graph.replica[t]) * graph.n_stages + int(graph.stage[t]) for t in members
+            ),
+            n_buckets=self._n_buckets.get(self._backward.get(index, -1), 0),
+            n_buckets_marked=n_buckets_marked,
+            milestones=tuple(
+                (self._backward[t], int(graph.part[index])) for t in members if t in self._backward
+            ),
+        )  # fmt: skip
+
+    def waits(self, index: int) -> tuple[int, ...]:
+        """Return the tasks of other streams of this process whose end a task waits for.
+
+        Besides its dependencies, these are the members of its collective before it, of which the
+        first does the work for all. Backwards whose bucket-ready events suffice are left out.
+        """
+        graph, members = self.graph, self._members(index)
+        needed = {
+            t for t in graph.precedence[index].tolist()
+            if self.is_local[t] and graph.stream[t] != graph.stream[index]
+        }  # fmt: skip
+        within = {self._backward[t] for t in members if t in self._backward}
+        return tuple(needed.union(t for t in members if t < index).difference(within))
+
+
+def _handler(task: Task, sync: ReplicaSync | None, group: int) -> Handler:
+    """Return the handler of a task; that of a backward prepares the reduction of its gradients."""
+    handler = HANDLERS[task.op]
+    if sync is not None and sync.n_buckets_marked:
+        return mark_buckets(handler)
+    return add_per_group(handler, group) if group and task.op in (Op.B, Op.I, Op.W) else handler
 
 
 def _source(graph: TaskGraph, index: int) -> int:
-    """Return the task whose result a task takes; -1 for none, as for what takes the batch."""
+    """Return the task whose result is the input of a task; -1 for none, or for the batch."""
     op, stage = Op(graph.op[index]), int(graph.stage[index])
     if op in RECVS:
         return int(graph.pair[index])
-    needs = {
-        (Op(graph.op[needed]), int(graph.stage[needed]) - stage): int(needed)
-        for needed in graph.dependencies[index].tolist()
-        if graph.microbatch[needed] == graph.microbatch[index]
+    needed = {
+        (Op(graph.op[t]), int(graph.stage[t]) - stage): int(t)
+        for t in graph.dependencies[index].tolist()
+        if graph.microbatch[t] == graph.microbatch[index]
     }
-    wanted = _SOURCES.get((op, int(graph.part[index])), ())
-    return next((needs[source] for source in wanted if source in needs), -1)
+    return next((needed[x] for x in _SOURCES(op, int(graph.part[index])) if x in needed), -1)

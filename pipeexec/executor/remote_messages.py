@@ -1,4 +1,4 @@
-"""Messages to and from other processes, as tasks of a step."""
+"""Messages between processes as tasks of a step: the remote part of each task, and handlers."""
 
 from __future__ import annotations
 
@@ -17,149 +17,168 @@ from pipeexec.distributed.flight_recorder import FIRST_TASK, MOST_STREAMS
 from pipeexec.distributed.message_headers import Content, header
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import Signature, check_values
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import PlannedTask, Remote
+from pipeexec.executor.step import Run
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
 
-__all__ = ["connected", "expected_messages"]
+__all__ = ["RemoteParts", "expected_messages"]
 
 
-def connected(
-    graph: TaskGraph, tasks: Sequence[Planned], devices: Sequence[Device], processes: Processes
-) -> list[Planned]:
-    """Return the tasks of this process with what other processes have to do with them."""
-    own = {d: x for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)}
-    ranks = device_ranks(devices, processes.rank)
-    routes = _routes(graph, ranks)
-    _check_streams(graph, routes)
-    processes.open(routes.values(), graph.n_devices, list(own.values()))
-    here = {task.id for task in tasks}
-    away = {t: route for send, route in routes.items()
-            for t in (send, int(graph.pair[send])) if t in here}  # fmt: skip
-    following = {} if graph.rendezvous else _following(away)  # or RECVs would seem to be reached
-    blocking = _blocking_streams(graph, away)
-    groups = _reduction_groups(graph, ranks, processes)
-    noted = [(device, stream) for stream in ("compute", "collective") for device in own]
-    slates = {place: FIRST_TASK + number for number, place in enumerate(noted[:MOST_STREAMS])}
-    found = []
-    for task in tasks:
-        name = graph.task(task.id).stream
-        if int(graph.stream[task.id]) in blocking:
+class RemoteParts:
+    """Finds the part of each task of this process that involves other processes.
+
+    Opens the routes of messages and the groups of collectives; all processes make it together.
+
+    Parameters
+    ----------
+    graph, devices, processes
+        Those of the pipeline.
+    tasks
+        Numbers of the tasks of this process.
+
+    Raises
+    ------
+    ArgumentError
+        If messages between processes are on streams of one micro-batch.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        tasks: Sequence[int],
+        devices: Sequence[Device],
+        processes: Processes,
+    ) -> None:
+        self.graph, self.processes = graph, processes
+        own = {d: x for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)}
+        ranks = device_ranks(devices, processes.rank)
+        routes = _routes(graph, ranks)
+        _check_streams(graph, routes)
+        processes.open(routes.values(), graph.n_devices, list(own.values()))
+        local = set(tasks)
+        self._routes = {t: route for send, route in routes.items()
+                        for t in (send, int(graph.pair[send])) if t in local}  # fmt: skip
+        # With rendezvous, a receive posted early would look like one that the receiver reached.
+        self._next_message = {} if graph.rendezvous else _next_messages(self._routes)
+        self._blocking = _blocking_streams(graph, self._routes)
+        self._groups = _process_groups(graph, ranks, processes)
+        recorded = [(device, stream) for stream in ("compute", "collective") for device in own]
+        self._slots = {x: FIRST_TASK + n for n, x in enumerate(recorded[:MOST_STREAMS])}
+
+    def add_to(self, task: PlannedTask) -> PlannedTask:
+        """Return a task with its remote part, and the stream and handler that this part needs."""
+        graph, name = self.graph, self.graph.task(task.id).stream
+        if int(graph.stream[task.id]) in self._blocking:
             task = task._replace(stream=task.device.stream(name, blocks=True))
-        task = task._replace(slate=slates.get((int(graph.device[task.id]), name), -1))
-        members = groups.get(int(graph.group[task.id]))
-        if members is not None:
-            task = task._replace(members=members)
-        if task.id in away:
-            task = task._replace(channel=processes.channel(away[task.id]))
-            if graph.is_op(RECVS)[task.id]:
-                task = _received(task, following.get(task.id, -1))
-            else:
-                task = _sent(task, graph.rendezvous, name)
-        found.append(task)
-    return found
-
-
-def _received(task: Planned, following: int) -> Planned:
-    """Return a RECV, which begins when its message has."""
-    after = partial(_ask_ahead, following) if following >= 0 else None
-    return task._replace(meet=_accept, work=_receive, after=after)
-
-
-def _sent(task: Planned, rendezvous: bool, stream: str) -> Planned:
-    """Return a SEND: one that meets its receiver, waits for the end, or is only posted."""
-    if rendezvous:
-        return task._replace(meet=_meet_receiver, work=_send)
-    if not isinstance(task.stream, InlineStream):
-        return task._replace(work=_send)  # CUDA's streams wait by themselves
-    waiter = task.device.stream(f"{stream} gone", blocks=True)
-    return task._replace(work=_post, waiter=waiter)
+        remote = Remote(
+            group=self._groups.get(int(graph.group[task.id])),
+            task_slot=self._slots.get((int(graph.device[task.id]), name), -1),
+        )
+        if task.id not in self._routes:
+            return task._replace(remote=remote)
+        remote = remote._replace(channel=self.processes.channel(self._routes[task.id]))
+        if graph.is_op(RECVS)[task.id]:
+            following = self._next_message.get(task.id, -1)
+            after = partial(_post_next_receive, following) if following >= 0 else None
+            remote = remote._replace(before_start=_accept, after_end=after)
+            return task._replace(handler=_receive, remote=remote)
+        if graph.rendezvous:
+            remote = remote._replace(before_start=_wait_for_receiver)
+        elif isinstance(task.stream, InlineStream):  # CUDA's streams wait by themselves
+            waiter = task.device.stream(f"{name} gone", blocks=True)
+            return task._replace(handler=_post, remote=remote._replace(send_waiter=waiter))
+        return task._replace(handler=_send, remote=remote)
 
 
 def expected_messages(
-    graph: TaskGraph, tasks: Sequence[Planned], agreed: Sequence[Sequence[Sequence[Signature]]]
+    graph: TaskGraph, tasks: Sequence[PlannedTask], agreed: Sequence[Sequence[Sequence[Signature]]]
 ) -> dict[int, ExpectedMessage]:
-    """Return each message to or from another process as it should be, by its task, in step 0.
+    """Return the expected message of each task that has a channel, with the header of step 0.
 
-    ``agreed`` are, for each share of the batch, the outputs of each stage and micro-batch.
+    ``agreed`` are, for each share of the batch, the signatures of each stage's outputs, one a
+    micro-batch.
     """
-    found = {}
+    messages = {}
     for task in tasks:
-        if task.channel is not None:
-            op, stage = task.channel.route.op, int(graph.stage[task.id])
+        if task.remote is not None and task.remote.channel is not None:
+            op, stage = task.remote.channel.route.op, int(graph.stage[task.id])
             # The stage whose outputs, or their gradients, the message holds.
             edge = stage - (graph.op[task.id] in (Op.SEND_B, Op.RECV_F))
             path = int(graph.replica[task.id])
             content = Content(0, op, edge + (op is Op.SEND_B), task.microbatch, path)
-            share = task.sample // graph.n_microbatches
+            share = task.global_microbatch // graph.n_microbatches
             signature = agreed[share][edge][task.microbatch]
             head = header(content, signature)
-            found[task.id] = ExpectedMessage.make(head, signature, waits=graph.rendezvous)
-    return found
+            messages[task.id] = ExpectedMessage.make(head, signature, waits=graph.rendezvous)
+    return messages
 
 
-def _checked(run: Run, task: Planned) -> tuple[Channel, ExpectedMessage, Values]:
-    """Return what a SEND sends, which is as agreed, and where."""
-    assert task.channel is not None
+def _channel(task: PlannedTask) -> Channel:
+    assert task.remote is not None
+    assert task.remote.channel is not None
+    return task.remote.channel
+
+
+def _checked_values(run: Run, task: PlannedTask) -> tuple[ExpectedMessage, Values]:
+    """Return the message of a SEND and its tensors, whose shapes are as agreed."""
     message, values = run.expected[task.id], run.values[task.source] or ()
     check_values(values, message.signature, f"what {run.graph.task(task.id)} sends")
-    return task.channel, message, values
+    return message, values
 
 
-def _meet_receiver(run: Run, task: Planned) -> None:
-    """Wait until the receiver is ready for what comes."""
-    channel, message, values = _checked(run, task)
-    channel.wait(channel.offer(message, values), channel.route.target_rank)
+def _wait_for_receiver(run: Run, task: PlannedTask) -> None:
+    """Wait until the receiver is ready for the message."""
+    channel = _channel(task)
+    channel.wait(channel.offer(*_checked_values(run, task)), channel.route.target_rank)
 
 
-def _send(run: Run, task: Planned) -> None:
-    """Send what the receiver is ready for, and wait until it is gone."""
-    channel, message, values = _checked(run, task)
+def _send(run: Run, task: PlannedTask) -> None:
+    """Send a message, for which the receiver is ready, and wait until it is sent."""
+    channel, (message, values) = _channel(task), _checked_values(run, task)
     run.nbytes[task.id] = transfer.nbytes(values)
     for value in values:
         if value is not None:  # made on another stream
             task.device.adopt(value, task.stream)
     sent = (channel.send if run.graph.rendezvous else channel.post)(message, values)
     channel.finish(message, sent)
-    run.take(task.source)
+    run.pop_result(task.source)
 
 
-def _post(run: Run, task: Planned) -> None:
-    """Send a message without waiting; an event passes when it is gone."""
-    assert task.waiter is not None
-    channel, message, values = _checked(run, task)
+def _post(run: Run, task: PlannedTask) -> None:
+    """Send a message without waiting; an event passes when it is sent."""
+    assert task.remote is not None
+    assert task.remote.send_waiter is not None
+    channel, (message, values) = _channel(task), _checked_values(run, task)
     run.nbytes[task.id] = transfer.nbytes(values)
-    task.waiter.submit(partial(_until_gone, run, task, channel.post(message, values)))
-    run.take(task.source)
+    task.remote.send_waiter.submit(partial(_finish_send, run, task, channel.post(message, values)))
+    run.pop_result(task.source)
 
 
-def _until_gone(run: Run, task: Planned, sent: SentMessage) -> None:
-    assert task.channel is not None
+def _finish_send(run: Run, task: PlannedTask, sent: SentMessage) -> None:
+    """Wait until a posted message is sent, then set the event of that."""
     try:
-        task.channel.finish(run.expected[task.id], sent)
+        _channel(task).finish(run.expected[task.id], sent)
     except BaseException as error:
         run.fail(task, error)
     finally:
-        run.gone[task.id].set()
+        run.sent_events[task.id].set()
 
 
-def _accept(run: Run, task: Planned) -> None:
-    """Wait until the message is there to be received, and check that it is the right one."""
-    assert task.channel is not None
-    place = task.device.torch_device
-    run.asked[task.id] = task.channel.accept(run.expected[task.id], place)
+def _accept(run: Run, task: PlannedTask) -> None:
+    """Wait until the message can be received, and check that it is the expected one."""
+    torch_device = task.device.torch_device
+    run.posted_receives[task.id] = _channel(task).accept(run.expected[task.id], torch_device)
 
 
-def _ask_ahead(following: int, run: Run, task: Planned) -> None:
-    """Ask for the message of the channel's next RECV, now that this one is delivered."""
-    assert task.channel is not None
-    task.channel.post_next_receive(run.expected[following], task.device.torch_device)
+def _post_next_receive(following: int, run: Run, task: PlannedTask) -> None:
+    """Post the receive of the channel's next message, now that this one is delivered."""
+    _channel(task).post_next_receive(run.expected[following], task.device.torch_device)
 
 
-def _receive(run: Run, task: Planned) -> None:
-    assert task.channel is not None
-    values = task.channel.receive(run.expected[task.id], run.asked.pop(task.id))
+def _receive(run: Run, task: PlannedTask) -> None:
+    values = _channel(task).receive(run.expected[task.id], run.posted_receives.pop(task.id))
     run.nbytes[task.id] = transfer.nbytes(values)
     run.values[task.id] = transfer.receive(values, task.device, task.device.stream("compute"))
 
@@ -179,45 +198,43 @@ def _check_streams(graph: TaskGraph, sends: Iterable[int]) -> None:
 
 def _routes(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, ChannelRoute]:
     """Return the route of each SEND to another process; ``ranks`` are those of the devices."""
-    found = {}
+    routes = {}
     for task in np.flatnonzero(graph.is_op(SENDS)).tolist():
         source, target = int(graph.device[task]), int(graph.device[graph.pair[task]])
         if ranks[source] != ranks[target]:
             op = Op(graph.op[task])
-            found[task] = ChannelRoute(ranks[source], ranks[target], source, target, op)
-    return found
+            routes[task] = ChannelRoute(ranks[source], ranks[target], source, target, op)
+    return routes
 
 
-def _blocking_streams(graph: TaskGraph, away: Mapping[int, ChannelRoute]) -> set[int]:
-    """Return the streams whose messages are waited for: all but those that only send ahead."""
-    waited = {
-        int(graph.stream[task]) for task in away if graph.rendezvous or graph.is_op(RECVS)[task]
+def _blocking_streams(graph: TaskGraph, routes: Mapping[int, ChannelRoute]) -> set[int]:
+    """Return the streams that wait for their messages: all but those that only post sends."""
+    awaited = {
+        int(graph.stream[task]) for task in routes if graph.rendezvous or graph.is_op(RECVS)[task]
     }
-    compute = {int(graph.stream[t]) for t in away if graph.task(t).stream == "compute"}
-    return waited | compute
+    compute = {int(graph.stream[t]) for t in routes if graph.task(t).stream == "compute"}
+    return awaited | compute
 
 
-def _following(away: Mapping[int, ChannelRoute]) -> dict[int, int]:
-    """Return the next message of the same route after each; they keep the order of the tasks."""
-    found, last = {}, dict[ChannelRoute, int]()
-    for task in sorted(away, reverse=True):
-        if away[task] in last:
-            found[task] = last[away[task]]
-        last[away[task]] = task
-    return found
+def _next_messages(routes: Mapping[int, ChannelRoute]) -> dict[int, int]:
+    """Return, for each message, the next one of its route; messages keep the order of tasks."""
+    successors, last = {}, dict[ChannelRoute, int]()
+    for task in sorted(routes, reverse=True):
+        if routes[task] in last:
+            successors[task] = last[routes[task]]
+        last[routes[task]] = task
+    return successors
 
 
-def _reduction_groups(
-    graph: TaskGraph, ranks: Sequence[int], processes: Processes | None
+def _process_groups(
+    graph: TaskGraph, ranks: Sequence[int], processes: Processes
 ) -> dict[int, ProcessGroup]:
     """Return the process group of each collective that spans processes; made in one order."""
-    if processes is None:
-        return {}
-    found = {}
+    groups = {}
     for number in range(len(graph.collectives)):
         members = graph.collectives[number]
-        among = sorted({ranks[graph.device[t]] for t in members})
-        if len(among) > 1:  # a group for each stage, so that none waits for another's
+        member_ranks = sorted({ranks[graph.device[t]] for t in members})
+        if len(member_ranks) > 1:  # a group for each stage, so that none waits for another's
             stage = int(graph.stage[members[0]])
-            found[number] = processes.group(among, key=f"gradients {stage}")
-    return found
+            groups[number] = processes.group(member_ranks, key=f"gradients {stage}")
+    return groups

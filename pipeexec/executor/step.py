@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from pipeexec.devices import clocks
 from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.devices.device import Device, Values
 from pipeexec.devices.remote import RemoteDevice, device_ranks
-from pipeexec.devices.streams import Event, Stream
-from pipeexec.distributed.channels import Channel, ExpectedMessage, PostedReceive
+from pipeexec.devices.streams import Event
+from pipeexec.distributed.channels import ExpectedMessage, PostedReceive
 from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.status import Status
+from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.process_results import Part
 from pipeexec.executor.progress import Progress, StepHeads
 from pipeexec.executor.task_times import Milestone, Readings
@@ -36,7 +36,7 @@ from pipeexec.stages.step_loss import StepLoss
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["Planned", "Run", "place"]
+__all__ = ["Run", "place"]
 
 #: Seconds between two looks at whether a step gets on.
 _SLICE = 0.1
@@ -44,36 +44,6 @@ _SLICE = 0.1
 _DRAIN_SECONDS = 5.0
 #: The same once its pipeline was closed by another thread.
 _STOPPING = 0.5
-
-
-class Planned(NamedTuple):
-    """What the host needs to know to issue one task."""
-
-    id: int
-    work: Callable[[Run, Planned], None]
-    stream: Stream
-    device: Device
-    stage: StageLike
-    microbatch: int
-    waits: tuple[int, ...]
-    source: int
-    recomputed: bool
-    split: bool
-    slot: int
-    copies: tuple[int, ...]
-    sample: int  # number of the micro-batch through all replicas' shares of the batch
-    part: int = -1  # bucket of gradients
-    n_parts: int = 0  # how many there are
-    marks: int = 0  # buckets that a backward marks
-    milestones: tuple[tuple[int, int], ...] = ()  # backwards and buckets that it waits for
-    leader: int = -1  # the member of its collective that does the work of those of this process
-    # What other processes have to do with it; see `pipeexec.executor.remote_messages`.
-    meet: Callable[[Run, Planned], None] | None = None  # waits for them before it begins
-    after: Callable[[Run, Planned], None] | None = None  # what is done once it has ended
-    channel: Channel | None = None
-    members: ProcessGroup | None = None  # of a reduction
-    waiter: Stream | None = None  # waits until a message that is only posted is gone
-    slate: int = -1  # where to note that it runs, for them to read
 
 
 class Issuer(Protocol):
@@ -143,7 +113,7 @@ class Run:
         self.earlier_gradients: EarlierGradients | None = None
         self.values: list[Values | None] = [None] * len(graph)
         #: Gradients of micro-batches that are summed one by one; sums so far, by stage.
-        self.handed: dict[tuple[int, int], list[Tensor | None]] = {}
+        self.per_microbatch_grads: dict[tuple[int, int], list[Tensor | None]] = {}
         self.reduced: dict[int, list[Tensor | None]] = {}
         #: Parameters of each stage in buckets, once they were asked for.
         self.buckets: dict[int, list[list[nn.Parameter]]] = {}
@@ -159,7 +129,7 @@ class Run:
         self.failure: tuple[int, BaseException] | None = None
         self.stopped: Status | None = None
         self.abandoned = False
-        self._tasks: Sequence[Planned] = ()  # that were issued
+        self._tasks: Sequence[PlannedTask] = ()  # that were issued
         self.seed = torch.initial_seed()
         self.host_seconds = 0.0
         self.is_replay = False
@@ -171,14 +141,14 @@ class Run:
         #: Messages between processes: as they should be, those that were asked for, and events
         #: that pass when they are gone.
         self.expected: dict[int, ExpectedMessage] = {}
-        self.asked: dict[int, PostedReceive] = {}
-        self.gone: dict[int, CpuEvent] = {}
-        self.slate = memoryview(b"") if processes is None else processes.recorder.own
-        self._heads_of = StepHeads(graph, self.began, self.ended)
+        self.posted_receives: dict[int, PostedReceive] = {}
+        self.sent_events: dict[int, CpuEvent] = {}
+        self.task_slots = memoryview(b"") if processes is None else processes.recorder.own
+        self._heads = StepHeads(graph, self.began, self.ended)
         self._progress = Progress(timeout)
         self._until = float("inf")  # when it is given up, once it was interrupted
 
-    def walk(self, tasks: Sequence[Planned]) -> None:
+    def walk(self, tasks: Sequence[PlannedTask]) -> None:
         """Issue every task, then wait for the devices."""
         try:
             self.issue(tasks)
@@ -195,12 +165,12 @@ class Run:
                 self._wait(tasks)
             raise
 
-    def issue(self, tasks: Sequence[Planned]) -> None:
+    def issue(self, tasks: Sequence[PlannedTask]) -> None:
         """Give every task to its stream, or let hosts do that; wait for nothing."""
         self.clock = clocks.start([self.devices[d] for d in self.numbers])
         self.zero = perf_counter()
         if self.processes is not None:
-            self.slate[N_ENDED], self.slate[N_BEGUN] = self.number, self.number + 1
+            self.task_slots[N_ENDED], self.task_slots[N_BEGUN] = self.number, self.number + 1
         self._tasks = tasks
         if self.hosts is not None:
             self.took = np.full(len(self.graph), np.nan)
@@ -209,48 +179,55 @@ class Run:
         self.give(tasks)
         self.host_seconds = perf_counter() - self.zero
 
-    def give(self, tasks: Iterable[Planned]) -> None:
+    def give(self, tasks: Iterable[PlannedTask]) -> None:
         """Give tasks to their streams, one after the other; what each waits for was given."""
         began, ended, issued, start = self.began, self.ended, self.issued, self.zero
         for task in tasks:
             stream = task.stream
             for needed in task.waits:
                 stream.wait_event(ended[needed])  # type: ignore[arg-type]  # issued before
-            for milestone in task.milestones:
-                stream.wait_event(self.milestones[milestone][0])
-            for bucket in range(task.marks):
-                self.milestones[task.id, bucket] = stream.event_inside()
+            if task.sync is not None:
+                for milestone in task.sync.milestones:
+                    stream.wait_event(self.milestones[milestone][0])
+                for bucket in range(task.sync.n_buckets_marked):
+                    self.milestones[task.id, bucket] = stream.event_inside()
             issued[task.id] = perf_counter() - start
-            if task.meet is not None:
-                stream.submit(partial(self._guarded, task, task.meet, False))
+            remote = task.remote
+            if remote is None:
+                began[task.id] = stream.record()
+                stream.submit(partial(self._guarded, task, task.handler, True))
+                ended[task.id] = stream.record()
+                continue
+            if remote.before_start is not None:
+                stream.submit(partial(self._guarded, task, remote.before_start, False))
             began[task.id] = stream.record()
-            if task.waiter is not None:
-                self.gone[task.id] = CpuEvent()
-            stream.submit(partial(self._guarded, task, task.work, True))
-            if task.waiter is not None:
-                stream.wait_event(self.gone[task.id])
+            if remote.send_waiter is not None:
+                self.sent_events[task.id] = CpuEvent()
+            stream.submit(partial(self._guarded, task, task.handler, True))
+            if remote.send_waiter is not None:
+                stream.wait_event(self.sent_events[task.id])
             ended[task.id] = stream.record()
-            if task.after is not None:
-                stream.submit(partial(self._guarded, task, task.after, True))
+            if remote.after_end is not None:
+                stream.submit(partial(self._guarded, task, remote.after_end, True))
 
     @property
     def has_stopped(self) -> bool:
         """Whether no more tasks are to be issued, as something has failed or was given up."""
         return self.failure is not None or self.abandoned
 
-    def _wait(self, tasks: Sequence[Planned]) -> None:
+    def _wait(self, tasks: Sequence[PlannedTask]) -> None:
         """Wait until all is issued, and every stream has run it, or no longer will."""
         for issued in self._issuing:
             while not self.abandoned and not issued.wait(_SLICE):
-                self._look()
+                self._check_stall()
         if self.took is not None:
             self.host_seconds = float(np.nansum(self.took))
         last = {task.stream: event for task in tasks if (event := self.ended[task.id]) is not None}
         for event in last.values():
             while not self.abandoned and not event.wait(_SLICE):
-                self._look()
+                self._check_stall()
 
-    def _look(self) -> None:
+    def _check_stall(self) -> None:
         """Give up if this step will not end."""
         if self.processes is not None:
             self.processes.watch.check_store()
@@ -269,26 +246,27 @@ class Run:
         if self.stopped is not None:
             return self.stopped
         rank = 0 if self.processes is None else self.processes.rank
-        return self._heads_of.status(rank, self.number)
+        return self._heads.status(rank, self.number)
 
-    def _guarded(self, task: Planned, work: Callable[[Run, Planned], None], is_last: bool) -> None:
-        """Run a part of a task, unless another has failed; what fails first stops all."""
+    def _guarded(self, task: PlannedTask, handler: Handler, is_last: bool) -> None:
+        """Run a part of a task, unless another task has failed; the first failure stops all."""
         if self.failure is not None or self.abandoned:
-            self._pass_over(task)
+            self._release_waiters(task)
             return
-        if task.slate >= 0:
-            self.slate[task.slate] = task.id + 1
+        slot = -1 if task.remote is None else task.remote.task_slot
+        if slot >= 0:
+            self.task_slots[slot] = task.id + 1
         try:
-            work(self, task)
+            handler(self, task)
         except BaseException as error:
             self.fail(task, error)
-            self._pass_over(task)
+            self._release_waiters(task)
         else:
             self.ran[task.id] = is_last
-            if task.slate >= 0:
-                self.slate[task.slate] = 0
+            if slot >= 0:
+                self.task_slots[slot] = 0
 
-    def fail(self, task: Planned, error: BaseException) -> None:
+    def fail(self, task: PlannedTask, error: BaseException) -> None:
         """Note the first failure, and where everything was."""
         if self.failure is None:
             self.stopped = self.status()  # what follows is passed over, and seems to end
@@ -330,25 +308,25 @@ class Run:
             self.failure = -1, error
         self._until = perf_counter() + _STOPPING
 
-    def _pass_over(self, task: Planned) -> None:
-        """Let what waits for a message go on that will not be sent."""
-        if task.id in self.gone:
-            self.gone[task.id].set()
-        for bucket in range(task.marks):
+    def _release_waiters(self, task: PlannedTask) -> None:
+        """Set the events that a task was to set, as it will not run to its end."""
+        if task.id in self.sent_events:
+            self.sent_events[task.id].set()
+        for bucket in range(0 if task.sync is None else task.sync.n_buckets_marked):
             event, reach = self.milestones[task.id, bucket]
             if not event.is_set():  # the work may have got so far before it failed
                 reach()
 
-    def take(self, task: int) -> Values:
-        """Return what ``task`` produced, and let go of it."""
+    def pop_result(self, task: int) -> Values:
+        """Pop and return the result of ``task``."""
         values, self.values[task] = self.values[task], None
         return values or ()
 
-    def seed_of(self, task: Planned) -> int:
+    def seed_of(self, task: PlannedTask) -> int:
         """Return the seed of a task's random numbers."""
         if not task.stage.is_random.get(task.stage.module.training, True):
             return 0
-        return task_seed(self.seed, self.number, task.stage.index, task.sample)
+        return task_seed(self.seed, self.number, task.stage.index, task.global_microbatch)
 
     def readings(self, *, is_over: bool = True) -> Readings:
         """Return the events of the tasks; those of tasks that ran have passed if it ``is_over``."""
@@ -361,7 +339,9 @@ class Run:
             began=self.began,
             ended=self.ended,
             ran=self.ran,
-            leaders={task.id: task.leader for task in tasks if task.leader >= 0},
+            leaders={
+                t.id: t.sync.leader for t in tasks if t.sync is not None and t.sync.leader >= 0
+            },
             nbytes=self.nbytes,
             issued=self.issued,
             host_seconds=self.host_seconds,
@@ -372,10 +352,10 @@ class Run:
             may_be_running=self.abandoned or not is_over,
         )
 
-    def _reached(self, tasks: Sequence[Planned]) -> Iterator[Milestone]:
+    def _reached(self, tasks: Sequence[PlannedTask]) -> Iterator[Milestone]:
         """Yield the events within backwards that reductions of this process waited for."""
         for task in tasks:
-            for backward, bucket in task.milestones:
+            for backward, bucket in () if task.sync is None else task.sync.milestones:
                 began, ended = self.began[backward], self.ended[backward]
                 if began is not None and ended is not None:
                     event, _ = self.milestones[backward, bucket]

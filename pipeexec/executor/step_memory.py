@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeexec.executor.gradient_sync import group_of, parameters_of
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import Handler, PlannedTask
+from pipeexec.executor.step import Run
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipesim.ops import Op
 from pipesim.timeline.memory import in_order_of_time
@@ -146,47 +147,47 @@ class Counted:
             Bytes(*pair) for pair in self.columns.reshape(3, 2, n_tasks)
         )
 
-    def wrap(self, task: Planned) -> Planned:
+    def wrap(self, task: PlannedTask) -> PlannedTask:
         """Return a task that counts what it takes and gives back."""
 
-        def work(run: Run, planned: Planned) -> None:
+        def handler(run: Run, planned: PlannedTask) -> None:
             op = Op(run.graph.op[planned.id])
             counts = _COUNTS.get(op)
             if counts is None:
-                task.work(run, planned)
+                task.handler(run, planned)
             else:
-                counts(self, run, planned, task.work)
+                counts(self, run, planned, task.handler)
 
-        return task._replace(work=work)
+        return task._replace(handler=handler)
 
-    def _compute(self, run: Run, task: Planned, work: Callable[[Run, Planned], None]) -> None:
+    def _compute(self, run: Run, task: PlannedTask, handler: Handler) -> None:
         """Count a task on a compute stream, where a device's activations change."""
         meter = self.meters[int(run.graph.device[task.id])]
         before = meter.window_peak = meter.current
         with self._counting(run, task, [task.slot], [task.id]):
-            work(run, task)
+            handler(run, task)
         self.activations.taken[task.id] = meter.window_peak - before
         self.activations.given[task.id] = meter.window_peak - meter.current
 
-    def _reduce(self, run: Run, task: Planned, work: Callable[[Run, Planned], None]) -> None:
+    def _reduce(self, run: Run, task: PlannedTask, handler: Handler) -> None:
         """Count the reduction of all local copies of a stage."""
         graph = run.graph
         members = graph.collectives[int(graph.group[task.id])].tolist()
         slot_of = {int(graph.replica[t]) * graph.n_stages + int(graph.stage[t]): t for t in members}
         ids = [slot_of[slot] for slot in task.copies]
         if not ids:
-            work(run, task)
+            handler(run, task)
             return
         with self._counting(run, task, task.copies, ids):
             allocated = _Allocated(x for slot in task.copies for x in _gradients(run, task, slot))
             with allocated:
-                work(run, task)
+                handler(run, task)
             buffers = allocated.peak - max(allocated.before, allocated.alive())
         self.buffers.taken[ids[0]] = self.buffers.given[ids[0]] = buffers
 
     @contextmanager
     def _counting(
-        self, run: Run, task: Planned, slots: Sequence[int], ids: Sequence[int]
+        self, run: Run, task: PlannedTask, slots: Sequence[int], ids: Sequence[int]
     ) -> Iterator[None]:
         """Note by how much the gradients of local copies change in a block."""
         before = [_storages(_gradients(run, task, slot)) for slot in slots]
@@ -227,15 +228,15 @@ class _Allocated(TorchDispatchMode):
         return _alive(self._seen)
 
 
-def _gradients(run: Run, task: Planned, slot: int) -> Iterator[Tensor]:
+def _gradients(run: Run, task: PlannedTask, slot: int) -> Iterator[Tensor]:
     """Yield the gradients of a local copy that a task may change, wherever they are held."""
     group = int(run.graph.reduction_groups[task.stage.index])
     if run.graph.op[task.id] == Op.REDUCE_GRAD:
-        held = run.handed.get((slot, task.microbatch), [])
+        held = run.per_microbatch_grads.get((slot, task.microbatch), [])
         parameters = [] if group else parameters_of(run, slot, task)
     else:
         key = slot, group_of(task.microbatch, group) if group and task.microbatch >= 0 else -1
-        held = run.handed.get(key, [])
+        held = run.per_microbatch_grads.get(key, [])
         parameters = list(task.stage.module.parameters())
     held = [*held, *(p.grad for p in parameters)]
     if run.graph.op[task.id] in (Op.REDUCE_GRAD, Op.STEP):

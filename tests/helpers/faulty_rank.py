@@ -29,7 +29,8 @@ import pipeexec as px
 from pipeexec import cli
 from pipeexec.cli import launch
 from pipeexec.distributed import channels
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step import Run
 
 
 def mine(trick: str) -> tuple[str, int]:
@@ -136,26 +137,25 @@ class Trap:
         if self.fault["kind"] in ("interrupt", "terminate", "kill launcher", "interrupt launcher"):
             time.sleep(1.5)  # so that the task is still there when the signal comes
 
-    def arm(self, planned: Sequence[Planned]) -> list[Planned]:
+    def arm(self, planned: Sequence[PlannedTask]) -> list[PlannedTask]:
         """Return the tasks, of which the one that the fault names springs the trap."""
 
-        def work(original: Any, task_run: Run, task: Planned) -> None:
+        def work(original: Any, task_run: Run, task: PlannedTask) -> None:
             if task_run.number == self.fault["step"]:
                 self.spring()
             original(task_run, task)
             TRICKS.discard(mine("shape"))
 
-        def field(task: Planned) -> str:
-            """Return what sends a header: with a rendezvous, that is before the task begins."""
-            is_early = self.fault["kind"] == "header" and task.meet is not None
-            return "meet" if is_early else "work"
+        def armed(task: PlannedTask) -> PlannedTask:
+            """Return the task with the trap: with a rendezvous, its header is sent before it."""
+            remote = task.remote
+            if self.fault["kind"] == "header" and remote is not None and remote.before_start:
+                trap = partial(work, remote.before_start)
+                return task._replace(remote=remote._replace(before_start=trap))
+            return task._replace(handler=partial(work, task.handler))
 
         name, graph = self.fault["task"], self.graph
-        return [
-            task._replace(**{field(task): partial(work, getattr(task, field(task)))})
-            if str(graph.task(task.id)) == name else task
-            for task in planned
-        ]  # fmt: skip
+        return [armed(task) if str(graph.task(task.id)) == name else task for task in planned]
 
     def set(self, pipeline: px.Pipeline) -> None:
         self.graph = pipeline.graph

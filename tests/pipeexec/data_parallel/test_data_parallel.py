@@ -27,9 +27,10 @@ from pipeexec.demo_models.data import replica_batches, replicas_of
 from pipeexec.demo_models.registry import build_model
 from pipeexec.devices.cpu import CpuDevice
 from pipeexec.devices.streams import Stream
-from pipeexec.executor import op_handlers as work
+from pipeexec.executor import op_handlers
 from pipeexec.executor.gradient_sync import reduce_gradients
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step import Run
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -406,15 +407,15 @@ def test_gradients_that_wait_are_counted_as_they_are_predicted(
     stages = layers(1)
     n_groups = 4 if grad_sync == "every" else 2
 
-    def reduce(run: Run, task: Planned) -> None:
+    def reduce(run: Run, task: PlannedTask) -> None:
         if task.microbatch == 4 // n_groups - 1:  # the first
-            while len(run.handed) < 2 * n_groups:
+            while len(run.per_microbatch_grads) < 2 * n_groups:
                 time.sleep(1e-3)
         reduce_gradients(run, task)
 
     with (
         px.Pipeline(stages, graph, ["cpu"] * 2, mse, sgd) as pipeline,
-        mock.patch.object(work, "reduce_gradients", reduce if slow else reduce_gradients),
+        mock.patch.object(op_handlers, "reduce_gradients", reduce if slow else reduce_gradients),
     ):
         memory = pipeline.memory(x, y)
     size = stage_bytes(stages[0])

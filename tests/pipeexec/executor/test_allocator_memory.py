@@ -29,10 +29,10 @@ def _gpus(*indices: int) -> list[Any]:
 
 def _task(index: int) -> Any:
     class Task(SimpleNamespace):
-        def _replace(self, work: Any) -> Task:
-            return Task(id=self.id, work=work)
+        def _replace(self, handler: Any) -> Task:
+            return Task(id=self.id, handler=handler)
 
-    return Task(id=index, work=lambda run, task: None)
+    return Task(id=index, handler=lambda run, task: None)
 
 
 def _sampled(levels: list[int], graph: ps.TaskGraph, *indices: int) -> Samples:
@@ -42,7 +42,7 @@ def _sampled(levels: list[int], graph: ps.TaskGraph, *indices: int) -> Samples:
         [_task(i) for i in range(len(graph))], _gpus(*indices), lambda gpu: next(said)
     )
     for task in tasks:
-        task.work(None, task)
+        task.handler(None, task)
     return samples
 
 
@@ -79,7 +79,7 @@ def test_blocks_that_streams_may_read_are_counted() -> None:
         lambda gpu: next(said[str(gpu)]),
     )
     for task in tasks:
-        task.work(None, task)
+        task.handler(None, task)
     assert samples.placed(timeline).most_active == {"cuda:0": 70, "cuda:1": len(graph)}
 
 

@@ -21,7 +21,8 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.demo_models.skip_models import unet
 from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step import Run
 from pipesim.ops import COMPUTE, SENDS
 
 pytestmark = [
@@ -264,7 +265,7 @@ def _no_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch refuse whatever makes the host wait while tasks are issued."""
     issue = Run.issue
 
-    def strict(run: Run, tasks: Sequence[Planned]) -> None:
+    def strict(run: Run, tasks: Sequence[PlannedTask]) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             issue(run, tasks)

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.executor import cuda_graph as capture
+from pipeexec.executor import cuda_graph
 from pipeexec.executor.cuda_graph_checks import check_can_capture, check_state
-from pipeexec.executor.step import Planned, Run
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step import Run
 from pipesim.errors import ArgumentError, ExecutionError
 
 
@@ -31,7 +32,7 @@ class Recorded:
     """What a graph would hold on to."""
 
     run: Run
-    tasks: Sequence[Planned]
+    tasks: Sequence[PlannedTask]
     given: list[Tensor | None]
     found: list[Tensor | None]
     losses: list[Tensor | None]
@@ -39,14 +40,14 @@ class Recorded:
 
 @dataclass
 class FakeRecorder:
-    """Stands in for `capture.Recorder`; ``subject`` is the pipeline, once it is there."""
+    """Stands in for `cuda_graph.Recorder`; ``subject`` is the pipeline, once it is there."""
 
     device: torch.device
     subject: px.Pipeline | None = None
     launched: int = 0
     made: list[FakeRecorder] = field(default_factory=list)
 
-    def record(self, run: Run, tasks: Sequence[Planned]) -> Recorded:
+    def record(self, run: Run, tasks: Sequence[PlannedTask]) -> Recorded:
         """Run nothing, as a capture: all is as before, and what it makes holds garbage."""
         assert self.subject is not None
         parameters = [p for m in self.subject.modules for p in m.parameters()]
@@ -110,9 +111,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         subjects.append(subject)
         return subject
 
-    monkeypatch.setattr(capture, "Recorder", recorder)
-    monkeypatch.setattr(capture, "check_can_capture", lambda *_: None)
-    monkeypatch.setattr(capture, "check_state", lambda *_: None)
+    monkeypatch.setattr(cuda_graph, "Recorder", recorder)
+    monkeypatch.setattr(cuda_graph, "check_can_capture", lambda *_: None)
+    monkeypatch.setattr(cuda_graph, "check_state", lambda *_: None)
     yield make
     for subject in subjects:
         subject.close()

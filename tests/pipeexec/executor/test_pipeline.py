@@ -38,7 +38,7 @@ import pipesim as ps
 from pipeexec.demo_models.registry import build_model
 from pipeexec.demo_models.split import split
 from pipeexec.devices.make_devices import available_cores
-from pipeexec.executor.op_handlers import WORK
+from pipeexec.executor.op_handlers import HANDLERS
 from pipeexec.stages.batches import split_batch
 from pipeexec.stages.random_numbers import OwnGenerator, task_seed
 from pipesim.errors import ArgumentError, OversubscriptionWarning, RandomnessWarning
@@ -720,7 +720,7 @@ def test_a_step_is_replayed_from_its_own_durations() -> None:
 
 def test_every_operation_of_one_process_has_its_work() -> None:
     """Sharded optimizers are simulated alone."""
-    assert set(WORK) == set(Op) - {Op.UNSHARD}
+    assert set(HANDLERS) == set(Op) - {Op.UNSHARD}
 
 
 def test_pipelines_that_share_stages_run_in_turn() -> None:

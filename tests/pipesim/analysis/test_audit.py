@@ -15,7 +15,7 @@ from sanitizing import pipeline_on_slices, sanitized
 from strategies import cases, skipping_cases
 
 import pipesim as ps
-from pipeexec.executor import pipeline as executor
+from pipeexec.executor import pipeline as pipeline_module
 from pipesim.analysis.audit.audit import MOST_TASKS, _Races
 from pipesim.analysis.audit.waits_by_kind import (
     Kind,
@@ -252,20 +252,23 @@ def races(graph: ps.TaskGraph, kind: Kind) -> list[str]:
             subject = pipeline_on_slices(without(graph, kind))
         else:
             gone = pairs(kind.edges)
-            inner = executor.plan
+            inner = pipeline_module.plan
 
             def plan(*args: Any, **options: Any) -> list[Any]:
                 return [
                     task._replace(
                         waits=tuple(t for t in task.waits if (t, task.id) not in gone),
-                        milestones=tuple(
-                            each for each in task.milestones if (each[0], task.id) not in gone
+                        sync=task.sync
+                        and task.sync._replace(
+                            milestones=tuple(
+                                x for x in task.sync.milestones if (x[0], task.id) not in gone
+                            )
                         ),
                     )
                     for task in inner(*args, **options)
                 ]
 
-            patch.setattr(executor, "plan", plan)
+            patch.setattr(pipeline_module, "plan", plan)
             subject = pipeline_on_slices(graph)
         batch = data(16)
         for stream in list(watch.cuda.streams):

@@ -21,7 +21,7 @@ import pipesim as ps
 from pipeexec.devices.emulated_links.links import EmulatedLinks
 from pipeexec.devices.emulated_links.timers import SleepTimer
 from pipeexec.devices.gpu_slices.slices import Slice
-from pipeexec.executor.remote_messages import connected
+from pipeexec.executor.remote_messages import RemoteParts
 from pipesim.analysis.blocking import message_latency
 from pipesim.errors import ArgumentError, CapacityError, GraphError
 from pipesim.graph.tasks import StreamKind
@@ -232,4 +232,4 @@ def test_messages_between_processes_are_refused() -> None:
     graph = lowered("per_microbatch", n=2)
     devices = [CpuDevice(0), RemoteDevice("cpu:1", 1)]
     with pytest.raises(ArgumentError, match=r"0SEND_F0 of device 0 is on stream 'send:1/0'"):
-        connected(graph, [], devices, Two())  # type: ignore[arg-type]
+        RemoteParts(graph, [], devices, Two())  # type: ignore[arg-type]

@@ -1,0 +1,126 @@
+"""`PlannedTask`: everything about a task that is the same in every step, and how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch.distributed import ProcessGroup
+
+from pipeexec.devices.device import Device
+from pipeexec.devices.streams import Stream
+from pipeexec.distributed.channels import Channel
+from pipeexec.stages.stage_like import StageLike
+
+if TYPE_CHECKING:
+    from pipeexec.executor.step import Run
+
+__all__ = ["Handler", "PlannedTask", "Remote", "ReplicaSync"]
+
+
+class PlannedTask(NamedTuple):
+    """Everything that the host needs to issue a task; the same in every step.
+
+    Attributes
+    ----------
+    id, stage, microbatch, part
+        Identity: the task's number in the graph, its stage, micro-batch (-1 for none) and part of
+        an exchange or bucket of gradients (-1 for none).
+    slot
+        Number of the stage's copy: replica times number of stages, plus stage.
+    global_microbatch
+        Number of the micro-batch among those of all replicas' shares of the batch.
+    is_recomputed, is_split
+        Whether the micro-batch has an R, and a W, in this stage.
+    device, stream
+        Where the task runs.
+    waits
+        Tasks on other streams of this process whose end the stream waits for.
+    source
+        Task whose result is the input; -1 for none, or a micro-batch of the batch.
+    handler
+        Runs the task.
+    sync
+        The task's part in collectives of replicas, if any.
+    remote
+        The task's part in what other processes see or send; None in a pipeline of one process.
+    """
+
+    id: int
+    stage: StageLike
+    microbatch: int
+    part: int
+    slot: int
+    global_microbatch: int
+    is_recomputed: bool
+    is_split: bool
+    device: Device
+    stream: Stream
+    waits: tuple[int, ...]
+    source: int
+    handler: Handler
+    sync: ReplicaSync | None = None
+    remote: Remote | None = None
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Slots of the copies of this process whose gradients the task reduces."""
+        return () if self.sync is None else self.sync.copies
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Process group of the task's collective; None within one process."""
+        return None if self.remote is None else self.remote.group
+
+
+class ReplicaSync(NamedTuple):
+    """Part of a task in collectives: of a member, or of a backward whose gradients are reduced.
+
+    Attributes
+    ----------
+    leader
+        Task that does the work for all members of this process; -1 for the leader itself.
+    copies
+        Slots of the copies of this process whose gradients the task reduces.
+    n_buckets
+        Number of buckets of the gradients that the task reduces a part of; 0 without buckets.
+    n_buckets_marked
+        Number of bucket-ready events that a backward sets; 0 without buckets.
+    milestones
+        Bucket-ready events that a reduction waits for, as (backward, bucket).
+    """
+
+    leader: int = -1
+    copies: tuple[int, ...] = ()
+    n_buckets: int = 0
+    n_buckets_marked: int = 0
+    milestones: tuple[tuple[int, int], ...] = ()
+
+
+class Remote(NamedTuple):
+    """Part of a task that involves other processes; see `pipeexec.executor.remote_messages`.
+
+    Attributes
+    ----------
+    channel
+        Carries the task's message, if any.
+    group
+        Process group of the task's collective, if any.
+    before_start, after_end
+        Run on the task's stream before the task begins and after it has ended.
+    send_waiter
+        Stream that waits until a message is sent that the task only posts.
+    task_slot
+        Word of the flight recorder that holds the task while it runs; -1 for none.
+    """
+
+    channel: Channel | None = None
+    group: ProcessGroup | None = None
+    before_start: Handler | None = None
+    after_end: Handler | None = None
+    send_waiter: Stream | None = None
+    task_slot: int = -1
+
+
+#: Runs a task, or a part of it, in a step.
+Handler = Callable[["Run", PlannedTask], None]
