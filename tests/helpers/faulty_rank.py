@@ -26,8 +26,9 @@ from ranks import meet
 from torch import Tensor, nn
 
 import pipeexec as px
-from pipeexec import cli
 from pipeexec.cli import launch
+from pipeexec.cli.commands import save_partial_timeline
+from pipeexec.cli.output import print_error_here
 from pipeexec.distributed import channels
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Run
@@ -204,8 +205,8 @@ def main(folder: Path, fault: dict[str, Any]) -> int:
     meet(folder)
     status = launch.run_together(
         partial(train, trap, arguments),
-        cli._complain_of_any,
-        partial(cli._leave, arguments),
+        print_error_here,
+        partial(save_partial_timeline, arguments),
         fault["timeout"],
     )
     return status
