@@ -185,7 +185,7 @@ def test_a_bucket_is_reduced_while_the_backward_goes_on() -> None:
             x.register_hook(lambda _: waited.append(begun.wait(10)))
             return x
 
-    def reduce(run: Run, task: Planned) -> None:
+    def reduce(run: Run, task: PlannedTask) -> None:
         begun.set()
         reduce_gradients(run, task)
 
@@ -194,7 +194,7 @@ def test_a_bucket_is_reduced_while_the_backward_goes_on() -> None:
     graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=2, grad_sync="bucketed", n_buckets=2)
     with (
         px.Pipeline([model], graph, ["cpu"] * 2, mse) as pipeline,
-        mock.patch.object(work, "reduce_gradients", reduce),
+        mock.patch.object(op_handlers, "reduce_gradients", reduce),
     ):
         pipeline.step(*data(2))
     assert waited == [True, True]
