@@ -12,6 +12,20 @@ import pytest
 import pipesim
 
 HEAVY = ("torch", "numba", "matplotlib.pyplot", "pandas", "joblib", "tqdm", "distributed")
+#: What users import; a change breaks their code.
+PUBLIC = """
+Action AutogradOrders ClosedForm Comparison CostTable Costs Counts Empirical Failures Keys Layers
+Link LogNormal Network Nodes Noise Normal Op Overlapped Placement Routes Scenarios Schedule Shard
+Task TaskCosts TaskGraph Tasks Timeline Transformer audit autograd_orders balanced_split
+bidirectional compare hta linear looped lower machines order_by register replay schedule schedules
+simulate simulate_many sweep trace v_shaped verify waves
+"""
+PUBLIC_EXEC = """
+EmbeddingStage GPipe GradientAccumulation Pipeline Processes Profile ShardedEmbedding Slice
+StepResult Validation Worker from_torch is_checkpointing is_recomputing join load_run measure
+profile scaled_learning_rate slices sync_report to_torch torch_schedule_order validate watch_sync
+workers
+"""
 MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]
 
 
@@ -47,6 +61,13 @@ def test_all_is_what_there_is() -> None:
     assert names == sorted(set(names))
     for name in names:
         assert getattr(pipesim, name) is not None
+
+
+def test_public_names() -> None:
+    """Both packages export these names, whichever room they lie in."""
+    assert pipesim.__all__ == PUBLIC.split()
+    code = "import pipeexec; print(*pipeexec.__all__)"
+    assert fresh(code).split() == PUBLIC_EXEC.split()
 
 
 @pytest.mark.parametrize("module", MODULES)
