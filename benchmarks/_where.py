@@ -14,7 +14,8 @@ import torch
 from pipeexec.devices import transfer
 from pipeexec.devices.cpu_streams import CpuEvent, CpuStream, InlineStream
 from pipeexec.distributed.channels import Channel
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
+from pipeexec.executor.step_inputs import StepInputs
 from pipeexec.stages.stage import Stage
 
 #: What is timed: whose function, and the part of the time that it is.
@@ -25,10 +26,10 @@ PARTS: Sequence[tuple[Any, str, str]] = [
     (InlineStream, "wait_event", "issue: waits"),
     (InlineStream, "record", "issue: record"),
     (InlineStream, "submit", "issue: submit"),
-    (Run, "walk", "issue: loop"),
-    (Run, "_wait", "host idle"),
-    (Run, "_guarded", "task's function and guard"),
-    (Run, "seed_of", "seeds"),
+    (Step, "walk", "issue: loop"),
+    (Step, "_wait", "host idle"),
+    (Step, "_guarded", "task's function and guard"),
+    (StepInputs, "seed_of", "seeds"),
     (CpuEvent, "set", "events pass"),
     (Stage, "forward", "stage's books"),
     (Stage, "backward", "stage's books"),
@@ -41,7 +42,7 @@ PARTS: Sequence[tuple[Any, str, str]] = [
 MESSAGES: Sequence[tuple[Any, str, str]] = [
     (Channel, "post", "posted"),
     (Channel, "finish", "until gone"),
-    (Channel, "ask", "asked for"),
+    (Channel, "post_next_receive", "asked for"),
     (Channel, "accept", "header in, compared"),
     (Channel, "receive", "tensors in"),
     (Channel, "_send", "gloo send, the call"),

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from pipeexec.devices.device import Device
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError
 from pipesim.plot.paper_figure import SMALL, axes_or_new, end_of_axis, label
 from pipesim.plot.style import byte_unit, time_unit
@@ -143,10 +143,10 @@ class Samples:
     def wrap(self, task: PlannedTask) -> PlannedTask:
         """Return a task that notes what the allocator says once it has been issued."""
 
-        def handler(run: Run, planned: PlannedTask) -> None:
+        def handler(step: Step, planned: PlannedTask) -> None:
             if self.before is None:
                 self.before = self._now()
-            task.handler(run, planned)
+            task.handler(step, planned)
             self.after[planned.id] = self._now()
 
         return task._replace(handler=handler)

@@ -37,7 +37,7 @@ from pipeexec.executor.cuda_graph_checks import (
     imprint,
 )
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
@@ -53,7 +53,7 @@ class _Replayed(NamedTuple):
     """A captured step: the graph, what it reads and writes, and when it is valid."""
 
     graph: torch.cuda.CUDAGraph
-    run: Run
+    step: Step
     imprint: Imprint
     inputs: Batch
     targets: Batch
@@ -69,7 +69,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def record(self, run: Run, tasks: Sequence[PlannedTask]) -> torch.cuda.CUDAGraph:
+    def record(self, step: Step, tasks: Sequence[PlannedTask]) -> torch.cuda.CUDAGraph:
         """Issue a step into a graph: all streams fork from the first one, and join it again."""
         graph = torch.cuda.CUDAGraph()
         every = [stream for t in tasks for stream in (t.stream, t.device.stream("compute"))]
@@ -83,7 +83,7 @@ class Recorder:
                 with torch.cuda.graph(graph, stream=first):
                     for stream in streams:
                         stream.stream.wait_stream(first)
-                    run.issue(tasks)
+                    step.issue(tasks)
                     for stream in streams:
                         first.wait_stream(stream.stream)
         finally:
@@ -148,7 +148,7 @@ class Captured:
         self._inputs: Batch = ()
         self._targets: Batch = ()
 
-    def take(self, inputs: Batch, targets: Batch) -> Run | None:
+    def take(self, inputs: Batch, targets: Batch) -> Step | None:
         """Replay a step and wait for it, if one was captured that fits; return it, or None.
 
         Raises
@@ -167,7 +167,7 @@ class Captured:
         _copy(replayed.inputs, inputs)
         _copy(replayed.targets, targets)
         self._replay(replayed)
-        return replayed.run
+        return replayed.step
 
     def drop(self) -> None:
         """Free the graph, and the memory that it keeps for itself."""
@@ -181,7 +181,7 @@ class Captured:
         self._inputs, self._targets = (_kept(x, self.device) for x in (inputs, targets))
         return self._inputs, self._targets
 
-    def walk(self, run: Run, tasks: Sequence[PlannedTask]) -> None:
+    def walk(self, step: Step, tasks: Sequence[PlannedTask]) -> None:
         """Run a step eagerly, or capture it and replay it once.
 
         Raises
@@ -190,30 +190,30 @@ class Captured:
             If the step cannot be captured.
         """
         if self._captures:
-            self._capture(run, tasks)
+            self._capture(step, tasks)
             return
-        run.walk(tasks)
+        step.walk(tasks)
         self._n_eager += 1
         self._had_gradient = [p.grad is not None for p in self.parameters]
         self._last = imprint(self.modules, self.optimizers)
 
-    def _capture(self, run: Run, tasks: Sequence[PlannedTask]) -> None:
+    def _capture(self, step: Step, tasks: Sequence[PlannedTask]) -> None:
         check_not_random(self.stages)
         check_state(self.optimizers, self.n_stages)
         given = self._gradients_to_add_to()
         try:
-            graph = self._recorder.record(run, tasks)
-            if run.failure is not None:
-                raise run.failure[1]
+            graph = self._recorder.record(step, tasks)
+            if step.failure is not None:
+                raise step.failure[1]
         except BaseException as error:
-            self._give_up(run, given, error)
+            self._give_up(step, given, error)
         # What p.grad is now holds nothing yet.
         found = [p.grad for p in self.parameters]
         self._set_gradients(given)
         self.n_captures += 1
         replayed = _Replayed(
             graph=graph,
-            run=run,
+            step=step,
             imprint=imprint(self.modules, self.optimizers),
             inputs=self._inputs,
             targets=self._targets,
@@ -241,21 +241,21 @@ class Captured:
         sync_from_first(self.modules, self.n_stages)
         for parameter, static in zip(self.parameters, replayed.given, strict=True):
             _restore(static, parameter.grad)
-        replayed.run.is_replay = True
-        replayed.run.host_seconds = self._recorder.launch(replayed.graph)
+        replayed.step.events.is_replay = True
+        replayed.step.events.host_seconds = self._recorder.launch(replayed.graph)
         self._set_gradients(replayed.found)
 
     def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def _give_up(self, run: Run, given: list[Tensor | None], error: BaseException) -> NoReturn:
+    def _give_up(self, step: Step, given: list[Tensor | None], error: BaseException) -> NoReturn:
         """Leave nothing behind that a graph which is no more would have filled."""
         # What a task raised says more than that the capture, therefore, did not end well.
-        run.failure = run.failure or (-1, error)
-        task, cause = run.failure
-        where = "the step" if task < 0 else str(run.graph.task(task))
-        run.ran[:] = False
+        step.failure = step.failure or (-1, error)
+        task, cause = step.failure
+        where = "the step" if task < 0 else str(step.graph.task(task))
+        step.events.ran[:] = False
         self._captures, self._n_eager, self._last = False, 0, None
         self._set_gradients(given)
         if not isinstance(cause, Exception):

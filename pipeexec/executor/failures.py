@@ -12,8 +12,8 @@ from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.message_headers import Mismatch
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.status import Status
-from pipeexec.executor.process_results import Part, whole
-from pipeexec.executor.step import Run, place
+from pipeexec.executor.process_results import ProcessResult, merge_results
+from pipeexec.executor.step import Step, task_place
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import Op
@@ -22,42 +22,42 @@ __all__ = ["describe_last_task", "raise_failure"]
 
 
 def raise_failure(
-    run: Run, processes: Processes | None, interrupt: BaseException | None = None
+    step: Step, processes: Processes | None, interrupt: BaseException | None = None
 ) -> NoReturn:
     """Raise what stopped a step, with what ran before; ``interrupt`` came from outside a task."""
     try:
         if processes is None:
-            raise _of_one_process(run)
-        raise _process_error(run, processes, interrupt)
+            raise _of_one_process(step)
+        raise _process_error(step, processes, interrupt)
     finally:
         del interrupt  # if it is what is raised, its traceback holds this frame
 
 
 def _process_error(
-    run: Run, processes: Processes, interrupt: BaseException | None
+    step: Step, processes: Processes, interrupt: BaseException | None
 ) -> BaseException:
     """Return the error of a step of several processes, which all of them raise.
 
     It is raised elsewhere: here it has a name, and a traceback holds the names of its frames.
     """
-    if run.failure is not None and isinstance(run.failure[1], PeerError):
+    if step.failure is not None and isinstance(step.failure[1], PeerError):
         processes.watch.wait_for_failure()  # of the process that this one has it from
-    own = _own_failure(run, processes, interrupt)
+    own = _own_failure(step, processes, interrupt)
     failure = own if own is None else processes.watch.post(own)
     failure = failure or processes.watch.failure
     assert failure is not None
-    processes.watch.publish_last_words(run.part().pack())
+    processes.watch.publish_last_words(step.process_result().pack())
     words = processes.watch.collect_last_words()
-    parts = [Part.unpack(run.graph, text) for text in words.values() if text]
+    parts = [ProcessResult.unpack(step.graph, text) for text in words.values() if text]
     text = processes.watch.explain()
-    cause = run.failure[1] if run.failure is not None and failure.rank == processes.rank else None
+    cause = step.failure[1] if step.failure is not None and failure.rank == processes.rank else None
     kinds = {
         "raised": PeerError if cause is None or isinstance(cause, Mismatch) else StageError,
         "stalled": StallError,
         "silent": StallError,
     }
-    timeline = whole(run.graph, parts or [run.part()]).timeline
-    error = kinds.get(failure.kind, PeerError)(text + _stepped(run, timeline.ran))
+    timeline = merge_results(step.graph, parts or [step.process_result()]).timeline
+    error = kinds.get(failure.kind, PeerError)(text + _stepped(step, timeline.ran))
     error.timeline = timeline
     if interrupt is not None and not isinstance(interrupt, Exception):
         interrupt.timeline = error.timeline  # type: ignore[attr-defined]
@@ -66,31 +66,31 @@ def _process_error(
     return error
 
 
-def _of_one_process(run: Run) -> ExecutionError:
+def _of_one_process(step: Step) -> ExecutionError:
     """Return the error of a step of one process."""
     error: ExecutionError
-    if run.failure is None:
-        assert run.stall is not None
-        text = run.stall.message
-        others = [str(h) for h in run.status().heads if not text.startswith(f"{h.task} hangs")]
+    if step.failure is None:
+        assert step.stall is not None
+        text = step.stall.message
+        others = [str(h) for h in step.status().heads if not text.startswith(f"{h.task} hangs")]
         error = StallError(text + (f"; meanwhile {'; '.join(others)}" if others else ""))
-    elif run.failure[0] < 0 and isinstance(run.failure[1], ExecutionError):
-        error = run.failure[1]  # as of a pipeline that was closed
+    elif step.failure[0] < 0 and isinstance(step.failure[1], ExecutionError):
+        error = step.failure[1]  # as of a pipeline that was closed
     else:
-        index, cause = run.failure
+        index, cause = step.failure
         error = StageError(
-            f"{_failed(run, index, cause)}; all other work was stopped, and .timeline holds what "
-            f"ran before{_stepped(run, run.ran)}"
+            f"{_failed(step, index, cause)}; all other work was stopped, and .timeline holds what "
+            f"ran before{_stepped(step, step.events.ran)}"
         )
         error.__cause__ = cause
-    error.timeline = run.readings().timeline
+    error.timeline = step.readings().timeline
     return error
 
 
-def _stepped(run: Run, ran: NDArray[np.bool_]) -> str:
+def _stepped(step: Step, ran: NDArray[np.bool_]) -> str:
     """Return which optimizers have changed weights in a step that failed, as text."""
-    stages = np.unique(run.graph.stage[ran & (run.graph.op == Op.STEP)]).tolist()
-    if not stages or not any(run.optimizers):
+    stages = np.unique(step.graph.stage[ran & (step.graph.op == Op.STEP)]).tolist()
+    if not stages or not any(step.gradients.optimizers):
         return ""
     one = len(stages) == 1
     return (
@@ -100,27 +100,30 @@ def _stepped(run: Run, ran: NDArray[np.bool_]) -> str:
     )
 
 
-def _failed(run: Run, index: int, cause: BaseException) -> str:
-    return f"{run.graph.task(index)} failed ({run.where(index)}): {type(cause).__name__}: {cause}"
+def _failed(step: Step, index: int, cause: BaseException) -> str:
+    task, place = step.graph.task(index), task_place(step.graph, index)
+    return f"{task} failed ({place}): {type(cause).__name__}: {cause}"
 
 
-def _own_failure(run: Run, processes: Processes, interrupt: BaseException | None) -> Failure | None:
+def _own_failure(
+    step: Step, processes: Processes, interrupt: BaseException | None
+) -> Failure | None:
     """Return what failed in this process, for everyone to know; None if nothing did."""
-    rank, step = processes.rank, run.number
-    if run.failure is None:
+    rank, number = processes.rank, step.number
+    if step.failure is None:
         return None
-    index, cause = run.failure
+    index, cause = step.failure
     if isinstance(cause, Exception) and index < 0:
-        text = f"rank {rank}, step {step}: {type(cause).__name__}: {cause}"
+        text = f"rank {rank}, step {number}: {type(cause).__name__}: {cause}"
         return Failure("raised", rank, text)
     if interrupt is not None or index < 0:
         name = type(interrupt or cause).__name__
-        heads = "; ".join(map(str, run.status().heads)) or "between tasks"
-        text = f"rank {rank} was interrupted in step {step} ({name}): {heads}"
+        heads = "; ".join(map(str, step.status().heads)) or "between tasks"
+        text = f"rank {rank} was interrupted in step {number} ({name}): {heads}"
         return Failure("ended", rank, text)
     if isinstance(cause, LostConnection):
         return Failure("lost", *processes.blame(cause))
-    text = f"rank {rank}, step {step}: {_failed(run, index, cause)}"
+    text = f"rank {rank}, step {number}: {_failed(step, index, cause)}"
     return Failure("raised", rank, text)
 
 
@@ -134,5 +137,5 @@ def describe_last_task(graph: TaskGraph, number: int, processes: Processes, rank
     step = noted.n_begun - 1
     if noted.graph != number:
         return f"rank {rank} was in step {step}"
-    tasks = [f"in {graph.task(task)} ({place(graph, task)})" for task in noted.tasks]
+    tasks = [f"in {graph.task(task)} ({task_place(graph, task)})" for task in noted.tasks]
     return f"rank {rank} was {' and '.join(tasks) or 'between tasks'} of step {step}"

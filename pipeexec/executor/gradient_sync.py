@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeexec.data_parallel.gradient_reduction import sum_gradients
 from pipeexec.executor.planned_task import Handler, PlannedTask
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipeexec.stages.earlier_gradients import add_gradients
 from pipesim.errors import ExecutionError
 
@@ -52,16 +52,16 @@ def mark_buckets(handler: Handler) -> Handler:
     return partial(_mark, handler)
 
 
-def _mark(handler: Handler, run: Run, task: PlannedTask) -> None:
+def _mark(handler: Handler, step: Step, task: PlannedTask) -> None:
     n_buckets = 0 if task.sync is None else task.sync.n_buckets_marked
-    setters = [run.milestones[task.id, bucket][1] for bucket in range(n_buckets)]
+    setters = [step.events.milestones[task.id, bucket][1] for bucket in range(n_buckets)]
     pending = task.stage.pending_parameters(task.microbatch)
     trained = [
         [p for p in bucket if p.requires_grad and (pending is None or id(p) in pending)]
-        for bucket in _buckets(run, task.slot, n_buckets)
+        for bucket in _buckets(step, task.slot, n_buckets)
     ]
     with _bucket_events(trained, setters):
-        handler(run, task)
+        handler(step, task)
 
 
 @contextmanager
@@ -114,41 +114,45 @@ def group_of(microbatch: int, group: int) -> int:
     return (microbatch // group + 1) * group - 1
 
 
-def _add_to_group(handler: Handler, group: int, run: Run, task: PlannedTask) -> None:
+def _add_to_group(handler: Handler, group: int, step: Step, task: PlannedTask) -> None:
     key = task.slot, group_of(task.microbatch, group)
     parameters = list(task.stage.module.parameters())
     # Without an optimizer, gradients of earlier steps are there, for the first group to take.
-    for parameter, gradient in zip(parameters, run.per_microbatch_grads.pop(key, ()), strict=False):
+    for parameter, gradient in zip(
+        parameters, step.gradients.per_microbatch_grads.pop(key, ()), strict=False
+    ):
         parameter.grad = gradient
-    handler(run, task)
-    run.per_microbatch_grads[key] = [parameter.grad for parameter in parameters]
+    handler(step, task)
+    step.gradients.per_microbatch_grads[key] = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
 
 
 @torch.no_grad()
-def reduce_gradients(run: Run, task: PlannedTask) -> None:
+def reduce_gradients(step: Step, task: PlannedTask) -> None:
     """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, here and elsewhere.
 
     The sums take the memory of the gradients.
     """
-    is_per_group = bool(run.graph.reduction_groups[task.stage.index])
-    lists = [parameters_of(run, slot, task) for slot in task.copies]
+    is_per_group = bool(step.graph.reduction_groups[task.stage.index])
+    lists = [parameters_of(step, slot, task) for slot in task.copies]
     gradients = [
-        run.per_microbatch_grads.pop((slot, task.microbatch))
+        step.gradients.per_microbatch_grads.pop((slot, task.microbatch))
         if is_per_group
         else [p.grad for p in parameters]
         for slot, parameters in zip(task.copies, lists, strict=True)
     ]
     for gradient in (x for row in gradients for x in row if x is not None):
         task.device.adopt(gradient, task.stream)  # made on another stream
-    _note_bytes(run, task, gradients)
+    _note_bytes(step, task, gradients)
     sums = sum_gradients(gradients, lists[0], task.group)
     for number, (slot, parameters) in enumerate(zip(task.copies, lists, strict=True)):
         totals = sums if number == 0 else _copied(sums, gradients[number], parameters)
         if is_per_group:
-            before = run.reduced.get(slot)
-            run.reduced[slot] = totals if before is None else add_gradients(before, totals)
+            before = step.gradients.reduced.get(slot)
+            step.gradients.reduced[slot] = (
+                totals if before is None else add_gradients(before, totals)
+            )
             continue
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total
@@ -174,14 +178,14 @@ def _copied(
     return copies
 
 
-def _note_bytes(run: Run, task: PlannedTask, gradients: list[list[Tensor | None]]) -> None:
+def _note_bytes(step: Step, task: PlannedTask, gradients: list[list[Tensor | None]]) -> None:
     """Note the bytes that each local copy brings; of sparse gradients, of their rows."""
-    graph = run.graph
+    graph = step.graph
     members = graph.collectives[int(graph.group[task.id])]
     slots = (graph.replica[members] * graph.n_stages + graph.stage[members]).tolist()
     for slot, row in zip(task.copies, gradients, strict=True):
         member = int(members[slots.index(slot)])
-        run.nbytes[member] = sum(_size(x) for x in row if x is not None)
+        step.events.nbytes[member] = sum(_size(x) for x in row if x is not None)
 
 
 def _size(gradient: Tensor) -> int:
@@ -190,23 +194,25 @@ def _size(gradient: Tensor) -> int:
     return gradient.nbytes
 
 
-def parameters_of(run: Run, slot: int, task: PlannedTask) -> list[nn.Parameter]:
+def parameters_of(step: Step, slot: int, task: PlannedTask) -> list[nn.Parameter]:
     """Return the parameters whose gradients a REDUCE_GRAD sums, of one local copy."""
     if task.sync is None or task.part < 0:
-        return list(run.modules[slot].parameters())
-    return _buckets(run, slot, task.sync.n_buckets)[task.part]
+        return list(step.gradients.stages[slot].module.parameters())
+    return _buckets(step, slot, task.sync.n_buckets)[task.part]
 
 
-def _buckets(run: Run, slot: int, n: int) -> list[list[nn.Parameter]]:
+def _buckets(step: Step, slot: int, n: int) -> list[list[nn.Parameter]]:
     """Return the buckets of a stage, found once a step: by the backward, which comes first."""
-    if slot not in run.buckets:
-        run.buckets[slot] = buckets(run.modules[slot], n)
-    return run.buckets[slot]
+    if slot not in step.gradients.buckets:
+        step.gradients.buckets[slot] = buckets(step.gradients.stages[slot].module, n)
+    return step.gradients.buckets[slot]
 
 
-def settle(run: Run, slot: int) -> None:
+def settle(step: Step, slot: int) -> None:
     """Give a stage the sums of what it has handed over, if there are any."""
     for parameter, total in zip(
-        run.modules[slot].parameters(), run.reduced.pop(slot, ()), strict=False
+        step.gradients.stages[slot].module.parameters(),
+        step.gradients.reduced.pop(slot, ()),
+        strict=False,
     ):
         parameter.grad = total

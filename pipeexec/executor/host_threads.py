@@ -21,18 +21,18 @@ import numpy as np
 from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.distributed.processes import Processes
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipesim.errors import AccuracyWarning
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["Hosts", "make_hosts"]
+__all__ = ["HostThreads", "make_host_threads"]
 
 #: Seconds between two looks at whether the step goes on.
 _SLICE = 0.1
 Gates = Mapping[int, CpuEvent]
 
 
-class Hosts:
+class HostThreads:
     """The hosts of a graph's tasks in this process.
 
     Parameters
@@ -50,47 +50,47 @@ class Hosts:
         self._awaited = () if self._first is None else np.unique(self._first.values).tolist()
         self._threads = [own[0].device.host() for own in tasks]
 
-    def start(self, run: Run) -> list[CpuEvent]:
+    def start(self, step: Step) -> list[CpuEvent]:
         """Let each host issue its tasks of a step; return an event a host, which passes then."""
         gates = {task: CpuEvent() for task in self._awaited}
         for number, thread in enumerate(self._threads):
-            thread.submit(partial(self._issue, run, number, gates))
+            thread.submit(partial(self._issue, step, number, gates))
         return [thread.record() for thread in self._threads]
 
-    def _issue(self, run: Run, number: int, gates: Gates) -> None:
+    def _issue(self, step: Step, number: int, gates: Gates) -> None:
         try:
-            run.give(self._issuable(run, self.tasks[number], gates))
+            step.submit(self._issuable(step, self.tasks[number], gates))
         except BaseException as error:
-            run.host_error = run.host_error or error
-            run.failure = run.failure or (-1, error)
+            step.host_error = step.host_error or error
+            step.failure = step.failure or (-1, error)
 
     def _issuable(
-        self, run: Run, tasks: Sequence[PlannedTask], gates: Gates
+        self, step: Step, tasks: Sequence[PlannedTask], gates: Gates
     ) -> Iterator[PlannedTask]:
         """Yield each task when its host may give it to its stream; then note that it was."""
-        assert run.took is not None
-        due = run.zero
+        assert step.events.took is not None
+        due = step.events.zero
         for task in tasks:
             for needed in () if self._first is None else self._first[task.id].tolist():
                 if not gates[needed].is_set():
-                    while not (run.has_stopped or gates[needed].wait(_SLICE)):
+                    while not (step.has_stopped or gates[needed].wait(_SLICE)):
                         pass
                     due = max(due, perf_counter())  # a launch begins after the wait
-            if run.has_stopped:
+            if step.has_stopped:
                 return
             began = perf_counter()
             due += task.device.launch
             if due > began:
                 sleep(due - began)
             yield task
-            run.took[task.id] = perf_counter() - began
+            step.events.took[task.id] = perf_counter() - began
             if task.id in gates:
                 gates[task.id].set()
 
 
-def make_hosts(
+def make_host_threads(
     graph: TaskGraph, tasks: Sequence[PlannedTask], processes: Processes | None
-) -> Hosts | None:
+) -> HostThreads | None:
     """Return the hosts of a plan; None where the caller is the only one, and launches are its own.
 
     Of several processes each has one host.
@@ -115,4 +115,4 @@ def make_hosts(
     of: dict[int, list[PlannedTask]] = {}
     for task in tasks:
         of.setdefault(int(number[task.id]), []).append(task)
-    return Hosts(graph, [own for _, own in sorted(of.items())])
+    return HostThreads(graph, [own for _, own in sorted(of.items())])

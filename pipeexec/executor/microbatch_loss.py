@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipesim.errors import ExecutionError
 
 __all__ = ["Finish"]
@@ -26,7 +26,7 @@ class Finish:
     """
 
     def __init__(self) -> None:
-        self.run: Run | None = None
+        self.step: Step | None = None
 
     def __call__(self, replica: int, output: object, microbatch: int) -> Tensor:
         """Return the weighted loss of a micro-batch, and note it.
@@ -36,18 +36,20 @@ class Finish:
         ExecutionError
             If the loss depends on no parameter, though there are some.
         """
-        run = self.run
-        assert run is not None
-        loss = run.loss.microbatch_loss(run.shares.number(replica, microbatch), output)
+        step = self.step
+        assert step is not None
+        loss = step.inputs.loss.microbatch_loss(
+            step.inputs.shares.number(replica, microbatch), output
+        )
         if torch.is_grad_enabled() and not loss.requires_grad:
-            _check_frozen(run)
+            _check_frozen(step)
         return loss
 
 
-def _check_frozen(run: Run) -> None:
+def _check_frozen(step: Step) -> None:
     """Raise unless all parameters are frozen, as a loss without gradients trains none."""
-    parameters = (p for module in run.modules for p in module.parameters())
-    if run.processes is not None or any(p.requires_grad for p in parameters):
+    parameters = (p for stage in step.gradients.stages for p in stage.module.parameters())
+    if step.processes is not None or any(p.requires_grad for p in parameters):
         raise ExecutionError(
             "the loss does not depend on any parameter by operations that torch can "
             "differentiate, so that a step would train nothing; look for detach(), no_grad(), "

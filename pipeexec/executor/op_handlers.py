@@ -18,61 +18,69 @@ from pipeexec.distributed.channels import LostConnection
 from pipeexec.embedding.stage import ShardedStage
 from pipeexec.executor.gradient_sync import reduce_gradients, settle
 from pipeexec.executor.planned_task import Handler, PlannedTask
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipesim.ops import EXCHANGES, Op
 
 __all__ = ["HANDLERS"]
 
 
-def _input(run: Run, task: PlannedTask) -> Values:
+def _input(step: Step, task: PlannedTask) -> Values:
     """Return the input of a task: the result of another, or a micro-batch of the batch."""
-    return run.inputs[task.global_microbatch] if task.source < 0 else run.pop_result(task.source)
+    return (
+        step.inputs.microbatches[task.global_microbatch]
+        if task.source < 0
+        else step.pop_result(task.source)
+    )
 
 
-def _forward(run: Run, task: PlannedTask) -> None:
+def _forward(step: Step, task: PlannedTask) -> None:
     values = task.stage.forward(
-        task.microbatch, _input(run, task), run.seed_of(task), task.is_recomputed, task.is_split
+        task.microbatch,
+        _input(step, task),
+        step.inputs.seed_of(task),
+        task.is_recomputed,
+        task.is_split,
     )
     if task.stage.loss_fn is None:
-        run.values[task.id] = values
+        step.results[task.id] = values
 
 
-def _recompute(run: Run, task: PlannedTask) -> None:
-    task.stage.recompute(task.microbatch, run.seed_of(task), task.is_split)
+def _recompute(step: Step, task: PlannedTask) -> None:
+    task.stage.recompute(task.microbatch, step.inputs.seed_of(task), task.is_split)
 
 
-def _backward(run: Run, task: PlannedTask) -> None:
-    gradients = () if task.source < 0 else run.pop_result(task.source)
-    run.values[task.id] = task.stage.backward(task.microbatch, gradients)
+def _backward(step: Step, task: PlannedTask) -> None:
+    gradients = () if task.source < 0 else step.pop_result(task.source)
+    step.results[task.id] = task.stage.backward(task.microbatch, gradients)
 
 
-def _input_grad(run: Run, task: PlannedTask) -> None:
-    gradients = () if task.source < 0 else run.pop_result(task.source)
-    run.values[task.id] = task.stage.input_grad(task.microbatch, gradients)
+def _input_grad(step: Step, task: PlannedTask) -> None:
+    gradients = () if task.source < 0 else step.pop_result(task.source)
+    step.results[task.id] = task.stage.input_grad(task.microbatch, gradients)
 
 
-def _weight_grad(run: Run, task: PlannedTask) -> None:
+def _weight_grad(step: Step, task: PlannedTask) -> None:
     task.stage.weight_grad(task.microbatch)
 
 
-def _send(run: Run, task: PlannedTask) -> None:
-    values = run.pop_result(task.source)
-    graph = run.graph
+def _send(step: Step, task: PlannedTask) -> None:
+    values = step.pop_result(task.source)
+    graph = step.graph
     recv = int(graph.pair[task.id])
-    target = run.devices[graph.device[recv]]
-    run.values[task.id] = transfer.send(values, task.device, task.stream, target)
-    run.nbytes[task.id] = run.nbytes[recv] = transfer.nbytes(values)
+    target = step.devices[graph.device[recv]]
+    step.results[task.id] = transfer.send(values, task.device, task.stream, target)
+    step.events.nbytes[task.id] = step.events.nbytes[recv] = transfer.nbytes(values)
 
 
-def _receive(run: Run, task: PlannedTask) -> None:
+def _receive(step: Step, task: PlannedTask) -> None:
     consumer = task.device.stream("compute")
-    run.values[task.id] = transfer.receive(run.pop_result(task.source), task.device, consumer)
+    step.results[task.id] = transfer.receive(step.pop_result(task.source), task.device, consumer)
 
 
-def _reduce(run: Run, task: PlannedTask) -> None:
+def _reduce(step: Step, task: PlannedTask) -> None:
     if task.copies:
         with _lost_member_named(task.group):
-            reduce_gradients(run, task)
+            reduce_gradients(step, task)
 
 
 @contextmanager
@@ -93,27 +101,27 @@ def _lost(group: ProcessGroup | None, error: Exception) -> LostConnection:
     return LostConnection(others[0] if len(others) == 1 else -1, error)
 
 
-def _exchange(run: Run, task: PlannedTask) -> None:
+def _exchange(step: Step, task: PlannedTask) -> None:
     stage = task.stage
     assert isinstance(stage, ShardedStage)
     name = EXCHANGES[task.part]
-    values = () if name == "accumulated" else _input(run, task)
+    values = () if name == "accumulated" else _input(step, task)
     _keep_for_both_streams(task, (*values, *stage.held_tensors(task.microbatch)))
     with _lost_member_named(task.group):
-        received = run.values[task.id] = stage.exchange(name, task.microbatch, values)
+        received = step.results[task.id] = stage.exchange(name, task.microbatch, values)
     _keep_for_both_streams(task, (*received, *stage.held_tensors(task.microbatch)))
-    run.nbytes[task.id] = stage.sent
+    step.events.nbytes[task.id] = stage.sent
 
 
-def _dispatch(run: Run, task: PlannedTask) -> None:
+def _dispatch(step: Step, task: PlannedTask) -> None:
     assert isinstance(task.stage, ShardedStage)
-    run.values[task.id] = task.stage.dispatch(task.microbatch, _input(run, task))
+    step.results[task.id] = task.stage.dispatch(task.microbatch, _input(step, task))
 
 
-def _reorder(run: Run, task: PlannedTask) -> None:
+def _reorder(step: Step, task: PlannedTask) -> None:
     assert isinstance(task.stage, ShardedStage)
-    values, name = run.pop_result(task.source), EXCHANGES[task.part]
-    run.values[task.id] = task.stage.reorder(name, task.microbatch, values)
+    values, name = step.pop_result(task.source), EXCHANGES[task.part]
+    step.results[task.id] = task.stage.reorder(name, task.microbatch, values)
 
 
 def _keep_for_both_streams(task: PlannedTask, values: Values) -> None:
@@ -127,10 +135,11 @@ def _keep_for_both_streams(task: PlannedTask, values: Values) -> None:
                 task.device.adopt(value, stream)
 
 
-def _step(run: Run, task: PlannedTask) -> None:
-    settle(run, task.slot)
-    run.divide(task.slot, max(task.microbatch, 0) // run.shares.batch_size)
-    optimizer = run.optimizers[task.slot]
+def _step(step: Step, task: PlannedTask) -> None:
+    settle(step, task.slot)
+    batch = max(task.microbatch, 0) // step.inputs.shares.batch_size
+    step.gradients.divide(task.slot, batch, step.inputs.loss)
+    optimizer = step.gradients.optimizers[task.slot]
     if optimizer is not None:
         optimizer.step()
     task.stage.after_optimizer_step(zero_grad=optimizer is not None)

@@ -54,13 +54,14 @@ from pipeexec.executor.allocator_memory import Allocated, sampled
 from pipeexec.executor.cuda_graph import Captured
 from pipeexec.executor.failures import describe_last_task, raise_failure
 from pipeexec.executor.gradient_sync import settle
-from pipeexec.executor.host_threads import make_hosts
+from pipeexec.executor.host_threads import make_host_threads
 from pipeexec.executor.microbatch_loss import Finish
 from pipeexec.executor.plan import plan
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.process_results import Part, whole
+from pipeexec.executor.process_results import ProcessResult, merge_results
 from pipeexec.executor.remote_messages import expected_messages
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
+from pipeexec.executor.step_inputs import StepGradients, split_inputs
 from pipeexec.executor.step_memory import Bytes, Counted, StepMemory
 from pipeexec.executor.step_result import StepResult, kept_losses, unread_result
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
@@ -292,7 +293,7 @@ class Pipeline:
             )
         ]
         self._plan = plan(graph, self.stages, self.devices, self.shares, self.processes)
-        self._hosts = make_hosts(graph, self._plan, self.processes)
+        self._hosts = make_host_threads(graph, self._plan, self.processes)
         self._captured = self._new_captured()
 
     def _new_captured(self) -> Captured | None:
@@ -351,16 +352,16 @@ class Pipeline:
             yield
 
     @contextmanager
-    def _stepping(self, run: Run) -> Iterator[None]:
+    def _stepping(self, step: Step) -> Iterator[None]:
         """Let the tasks of a step run, until `close` stops it."""
-        self._finish.run = run
+        self._finish.step = step
         try:
             with ExitStack() as stack:
                 for device in self.devices:
-                    stack.enter_context(device.step_lock.run_step(run))
+                    stack.enter_context(device.step_lock.run_step(step))
                 yield
         finally:
-            self._finish.run = None
+            self._finish.step = None
 
     def with_graph(self, graph: TaskGraph) -> Pipeline:
         """Return a pipeline that runs another graph with the same stages, devices, optimizers.
@@ -433,8 +434,8 @@ class Pipeline:
             self._check_batch_norms(self.graph.n_microbatches // self.graph.n_batches)
             captured = self._captured
             if captured is None or inputs is None:  # a captured step is of one process
-                run = self._step(inputs, targets, Run.walk)
-                return self._result(run, may_wait=self.processes is None)
+                step = self._step(inputs, targets, Step.walk)
+                return self._result(step, may_wait=self.processes is None)
             if (replayed := captured.take(inputs, targets)) is not None:
                 self.n_steps += 1
                 return self._result(replayed)
@@ -444,50 +445,50 @@ class Pipeline:
         self,
         inputs: Batch | None,
         targets: Any,
-        walk: Callable[[Run, Sequence[PlannedTask]], None],
-    ) -> Run:
+        walk: Callable[[Step, Sequence[PlannedTask]], None],
+    ) -> Step:
         """Run a step, whose tasks ``walk`` issues."""
-        run = self._begun(inputs, targets)
+        step = self._begun(inputs, targets)
         before = torch.get_rng_state()
         try:
-            self._walk(run, walk)
+            self._walk(step, walk)
         finally:
-            run.forget_errors()
-            self._forget(run)
+            step.forget_errors()
+            self._forget(step)
         self._check_randomness(before)
-        self._check_loss(run)
-        return run
+        self._check_loss(step)
+        return step
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, step: Step) -> None:
         """Leave what processes may say of a step that has ended, but nothing that holds it."""
         if self.processes is not None:
-            if run.failure is not None or run.abandoned:
-                self.processes.reporter.end_step(run.status())
-            readings = run.readings()
+            if step.failure is not None or step.abandoned:
+                self.processes.reporter.end_step(step.status())
+            readings = step.readings()
             self.processes.measured = lambda: readings.timeline
 
-    def _walk(self, run: Run, walk: Callable[[Run, Sequence[PlannedTask]], None]) -> None:
+    def _walk(self, step: Step, walk: Callable[[Step, Sequence[PlannedTask]], None]) -> None:
         """Run the tasks of a step; raise what stopped it."""
         try:
-            with self._stepping(run), _garbage_collection_paused():
-                walk(run, self._plan)
-                if run.failure is None and not run.abandoned:
-                    self._end_gradients(run)
+            with self._stepping(step), _garbage_collection_paused():
+                walk(step, self._plan)
+                if step.failure is None and not step.abandoned:
+                    self._end_gradients(step)
         except BaseException as error:
-            run.failure = run.failure or (-1, error)
+            step.failure = step.failure or (-1, error)
             if self.processes is not None:
-                raise_failure(run, self.processes, error)
+                raise_failure(step, self.processes, error)
             raise
         finally:
-            self._end(run)
-        if run.failure is not None or run.abandoned:
-            raise_failure(run, self.processes)
+            self._end(step)
+        if step.failure is not None or step.abandoned:
+            raise_failure(step, self.processes)
 
-    def _end_gradients(self, run: Run) -> None:
+    def _end_gradients(self, step: Step) -> None:
         """Complete the gradients of a step whose tasks have all run."""
-        for slot in list(run.reduced):  # of graphs without STEP
-            settle(run, slot)
-        if not self._has_steps and run.loss.is_counted():
+        for slot in list(step.gradients.reduced):  # of graphs without STEP
+            settle(step, slot)
+        if not self._has_steps and step.inputs.loss.is_counted():
             if self.cuda_graph or self.graph.n_batches > 1:
                 raise ExecutionError(
                     "loss_fn returned (sum, count), whose gradients are divided in STEP: the graph "
@@ -496,13 +497,13 @@ class Pipeline:
                 )
             for slot, module in enumerate(self.modules[: len(self.stages)]):
                 if not isinstance(module, RemoteStage):
-                    run.divide(slot, 0)
-        if run.earlier_gradients is not None:
-            run.earlier_gradients.add()
+                    step.gradients.divide(slot, 0, step.inputs.loss)
+        if step.gradients.earlier is not None:
+            step.gradients.earlier.add()
 
-    def _check_loss(self, run: Run) -> None:
+    def _check_loss(self, step: Step) -> None:
         """Warn if the losses of micro-batches do not combine to that of several at once."""
-        found = run.loss.difference()
+        found = step.inputs.loss.difference()
         if found is not None:
             warnings.warn(
                 f"the losses of {found.n_microbatches} micro-batches combine to "
@@ -522,9 +523,9 @@ class Pipeline:
                 stacklevel=4,
             )
 
-    def _result(self, run: Run, *, may_wait: bool = False) -> StepResult:
+    def _result(self, step: Step, *, may_wait: bool = False) -> StepResult:
         """Return the result of a step; its events are read when asked for, if that ``may_wait``."""
-        losses, nan = kept_losses(run.loss.loss_shares())
+        losses, nan = kept_losses(step.inputs.loss.loss_shares())
         for microbatch in nan:
             warnings.warn(
                 f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
@@ -533,26 +534,26 @@ class Pipeline:
                 stacklevel=3,
             )
         held = tuple(held.peak for held in self.held)
-        n_losses = run.loss.n_losses
+        n_losses = step.inputs.loss.n_losses
         if may_wait:
-            return unread_result(run.readings(), losses, held, run.host_seconds, n_losses)
-        part = None if self.processes is None else replace(run.part(), peak_held=held)
-        readings = run.readings()
+            return unread_result(step.readings(), losses, held, step.events.host_seconds, n_losses)
+        part = None if self.processes is None else replace(step.process_result(), peak_held=held)
+        readings = step.readings()
         timeline = readings.timeline if part is None else part.timeline
         self._note(timeline)
         return StepResult(
             losses=losses,
             timeline=timeline,
             peak_held=held,
-            host_seconds=run.host_seconds,
+            host_seconds=step.events.host_seconds,
             part=part,
             n_losses=n_losses,
-            clock_error=run.clock_error,
+            clock_error=step.clock_error,
             milestones=readings.milestone_shares,
             host_times=readings.host_times,
         )
 
-    def _begun(self, inputs: Batch | None, targets: Any) -> Run:
+    def _begun(self, inputs: Batch | None, targets: Any) -> Step:
         """Return a step that can be walked; where several processes need it, a failure ends all."""
         if self.processes is None:
             return self._begin(inputs, targets)
@@ -565,33 +566,38 @@ class Pipeline:
                 device.abandon()
             raise
 
-    def _begin(self, inputs: Batch | None, targets: Any) -> Run:
+    def _begin(self, inputs: Batch | None, targets: Any) -> Step:
         """Return a step that can be walked."""
         self.check_batch(inputs, targets)
         sharded = self.graph.sharded
-        run = Run(
+        inputs_split = split_inputs(
             self.graph,
             self.shares,
             self.devices,
-            self.stages,
-            self.optimizers,
             inputs,
             targets,
             loss=self._loss,
             number=self.n_steps,
+            processes=self.processes,
+        )
+        step = Step(
+            self.graph,
+            self.devices,
+            inputs_split,
+            StepGradients(self.stages, self.optimizers),
             timeout=self.timeout,
             processes=self.processes,
             hosts=self._hosts,
         )
         if 0 in sharded:  # others get their keys from the stage before
-            check_keys(self.modules[:: self.graph.n_stages], run.inputs)
+            check_keys(self.modules[:: self.graph.n_stages], step.inputs.microbatches)
         if self.processes is not None:
-            run.expected = self._expected(run, self.processes)
-            set_step((message.head for message in run.expected.values()), run.number)
+            step.expected_messages = self._expected(step, self.processes)
+            set_step((message.head for message in step.expected_messages.values()), step.number)
             number = self.processes.recorder.own[GRAPH] = self._graph_number
             describe = partial(describe_last_task, self.graph, number, self.processes)
-            self.processes.reporter.start_step(run.status, describe)
-            self.processes.measured = lambda: run.readings(is_over=False).timeline
+            self.processes.reporter.start_step(step.status, describe)
+            self.processes.measured = lambda: step.readings(is_over=False).timeline
         if len(self.stages) > self.graph.n_stages or self.graph.n_batches > 1:
             check_hooks(self.modules, self.graph.n_stages, self.graph.n_batches > 1)
         sync_from_first(self.modules, self.graph.n_stages)
@@ -611,29 +617,29 @@ class Pipeline:
             held.current = held.peak = 0
         if not self.zero_grad and not self.cuda_graph:
             # DistributedDataParallel takes the mean of earlier gradients too, after no_sync().
-            run.earlier_gradients = EarlierGradients(
+            step.gradients.earlier = EarlierGradients(
                 {slot: stage.module for slot, stage in enumerate(self.stages) if not stage.is_ddp},
                 is_separate=self._loss.returns_count is not False,
             )
-        return run
+        return step
 
-    def _end(self, run: Run) -> None:
+    def _end(self, step: Step) -> None:
         """End a step; gradients of one that failed are those from before, where they are kept."""
         self.n_steps += 1
-        if run.earlier_gradients is not None and (run.failure is not None or run.abandoned):
-            run.earlier_gradients.restore()
-        if run.abandoned or (run.failure is not None and self.processes is not None):
+        if step.gradients.earlier is not None and (step.failure is not None or step.abandoned):
+            step.gradients.earlier.restore()
+        if step.abandoned or (step.failure is not None and self.processes is not None):
             for device in self.devices:
                 device.abandon()
             return
-        if self.processes is not None and run.failure is None:
+        if self.processes is not None and step.failure is None:
             self.processes.has_stepped = True
             status = Status(self.processes.rank, self.n_steps, False, 0, [])
             self.processes.reporter.end_step(status)
             self.processes.recorder.own[N_ENDED] = self.n_steps
         for stage in self.stages:
             stage.end_step()
-        if run.failure is not None:
+        if step.failure is not None:
             for stage in self.stages:
                 stage.reset()
 
@@ -653,7 +659,7 @@ class Pipeline:
                     f"{'first' if stage == 0 else 'last'} stage; give them here"
                 )
 
-    def _expected(self, run: Run, processes: Processes) -> dict[int, ExpectedMessage]:
+    def _expected(self, step: Step, processes: Processes) -> dict[int, ExpectedMessage]:
         """Return what messages should be; their shapes are agreed on before the first step."""
         if self._messages is None:
             n, m = self.graph.n_stages, self.graph.n_microbatches
@@ -661,10 +667,12 @@ class Pipeline:
                 agree_on_shapes(
                     self.modules[replica * n : (replica + 1) * n],
                     [self.devices[d] for d in self.graph.homes[replica]],
-                    run.inputs[share * m : (share + 1) * m],
+                    step.inputs.microbatches[share * m : (share + 1) * m],
                     processes,
                 )
-                for share, replica in enumerate(range(0, self.graph.n_replicas, run.shares.n_paths))
+                for share, replica in enumerate(
+                    range(0, self.graph.n_replicas, step.inputs.shares.n_paths)
+                )
             ]
             self._messages = expected_messages(self.graph, self._plan, agreed)
         return self._messages
@@ -698,7 +706,7 @@ class Pipeline:
         graph = result.timeline.graph
         with self._alone("gather"):
             packed = self.processes.gather(result.part.pack())
-        part = whole(graph, (Part.unpack(graph, x) for x in packed))
+        part = merge_results(graph, (ProcessResult.unpack(graph, x) for x in packed))
         self._note(part.timeline)
         dtype = getattr(torch, part.loss_dtype)
         losses = tuple(
@@ -784,8 +792,8 @@ class Pipeline:
             self.preserved(),
             attach_meters(self.stages, [meters[at] for at in graph.homes.ravel().tolist()]),
         ):
-            run = self._step(inputs, targets, partial(_walk_alone, tasks))
-            result = self._result(run)
+            step = self._step(inputs, targets, partial(_walk_alone, tasks))
+            result = self._result(step)
         one = [
             float(sum(p.nbytes for p in stage.module.parameters() if p.requires_grad))
             for stage in self.stages
@@ -817,7 +825,7 @@ class Pipeline:
             self.preserved(),
             attach_meters(self.stages, [meters[at] for at in place]),
         ):
-            self._step(inputs, targets, Run.walk)  # eagerly: a replay takes no memory
+            self._step(inputs, targets, Step.walk)  # eagerly: a replay takes no memory
         return meters
 
     def allocated(self, inputs: Batch, targets: Any) -> Allocated:
@@ -834,8 +842,8 @@ class Pipeline:
         """
         tasks, samples = sampled(self._plan, self.devices)
         with self._held("allocated"), self.preserved():
-            run = self._step(inputs, targets, partial(_walk_alone, tasks))
-        return samples.placed(run.readings().timeline)
+            step = self._step(inputs, targets, partial(_walk_alone, tasks))
+        return samples.placed(step.readings().timeline)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -888,10 +896,10 @@ def _listed(homes: list[list[int]]) -> str:
     return " and ".join(map(str, homes))
 
 
-def _walk_alone(tasks: Sequence[PlannedTask], run: Run, _: Sequence[PlannedTask]) -> None:
+def _walk_alone(tasks: Sequence[PlannedTask], step: Step, _: Sequence[PlannedTask]) -> None:
     """Issue tasks that count or sample, from this thread: other hosts have those of the plan."""
-    run.hosts = None
-    run.walk(tasks)
+    step.hosts = None
+    step.walk(tasks)
 
 
 def _make_devices(

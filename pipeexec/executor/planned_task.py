@@ -13,7 +13,7 @@ from pipeexec.distributed.channels import Channel
 from pipeexec.stages.stage_like import StageLike
 
 if TYPE_CHECKING:
-    from pipeexec.executor.step import Run
+    from pipeexec.executor.step import Step
 
 __all__ = ["Handler", "PlannedTask", "Remote", "ReplicaSync"]
 
@@ -123,4 +123,4 @@ class Remote(NamedTuple):
 
 
 #: Runs a task, or a part of it, in a step.
-Handler = Callable[["Run", PlannedTask], None]
+Handler = Callable[["Step", PlannedTask], None]

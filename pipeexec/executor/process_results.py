@@ -1,4 +1,4 @@
-"""`Part`: what one process measured of a step, and the step made whole of all parts."""
+"""`ProcessResult`: what one process measured of a step, and the step made whole of all parts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["Part", "known", "together", "whole"]
+__all__ = ["ProcessResult", "align_collectives", "merge_results", "none_if_unknown"]
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ProcessResult:
     """What one process measured of a step.
 
     Attributes
@@ -61,7 +61,7 @@ class Part:
         return json.dumps(head).encode() + b"\n" + np.array(columns, dtype=np.float64).tobytes()
 
     @classmethod
-    def unpack(cls, graph: TaskGraph, text: bytes) -> Part:
+    def unpack(cls, graph: TaskGraph, text: bytes) -> ProcessResult:
         """Return the part that was packed."""
         line, _, body = text.partition(b"\n")
         zero, losses, host_seconds, peak_held, dtype, clock_error = json.loads(line)
@@ -70,7 +70,7 @@ class Part:
         for column, values in zip(found, columns, strict=True):
             column[tasks.astype(np.int64)] = values
         start, end, nbytes, issued, took = found
-        timeline = Timeline(graph, start, end, nbytes, issued=known(issued))
+        timeline = Timeline(graph, start, end, nbytes, issued=none_if_unknown(issued))
         return cls(
             zero,
             timeline,
@@ -79,11 +79,11 @@ class Part:
             tuple(peak_held),
             dtype,
             clock_error,
-            known(took),
+            none_if_unknown(took),
         )
 
 
-def known(issued: Floats) -> Floats | None:
+def none_if_unknown(issued: Floats) -> Floats | None:
     """Return when tasks were issued, or None where it is known of none."""
     return None if np.isnan(issued).all() else issued
 
@@ -105,7 +105,7 @@ def _empty(n_tasks: int) -> list[Floats]:
     return [np.full(n_tasks, value) for value in (np.nan, np.nan, 0.0, np.nan, np.nan)]
 
 
-def together(graph: TaskGraph, start: Floats, end: Floats) -> tuple[Floats, Floats]:
+def align_collectives(graph: TaskGraph, start: Floats, end: Floats) -> tuple[Floats, Floats]:
     """Return times in which the members of a collective start when the last one has come (rule 9).
 
     Each has noted when it came itself; where some are of other processes, that is all there is.
@@ -119,7 +119,7 @@ def together(graph: TaskGraph, start: Floats, end: Floats) -> tuple[Floats, Floa
     return start, end
 
 
-def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
+def merge_results(graph: TaskGraph, parts: Iterable[ProcessResult]) -> ProcessResult:
     """Return the sum of parts, on one clock; time zero is when the first process began."""
     parts = list(parts)
     zero = min(part.zero for part in parts)
@@ -132,13 +132,15 @@ def whole(graph: TaskGraph, parts: Iterable[Part]) -> Part:
         nbytes[ran] = part.timeline.nbytes[ran]
         took[ran] = _or_nan(part.host_times, len(graph))[ran]
     held = np.array([part.peak_held for part in parts]).sum(axis=0).tolist()
-    return Part(
+    return ProcessResult(
         zero,
-        Timeline(graph, *together(graph, start, end), nbytes, issued=known(issued)),
+        Timeline(
+            graph, *align_collectives(graph, start, end), nbytes, issued=none_if_unknown(issued)
+        ),
         {m: loss for part in parts for m, loss in part.losses.items()},
         sum(part.host_seconds for part in parts),
         tuple(held) if isinstance(held, list) else (),
         max(part.loss_dtype for part in parts),
         sum(sorted(part.clock_error for part in parts)[-2:]),
-        known(took),
+        none_if_unknown(took),
     )

@@ -18,7 +18,7 @@ from pipeexec.distributed.message_headers import Content, header
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import Signature, check_values
 from pipeexec.executor.planned_task import PlannedTask, Remote
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
@@ -121,66 +121,70 @@ def _channel(task: PlannedTask) -> Channel:
     return task.remote.channel
 
 
-def _checked_values(run: Run, task: PlannedTask) -> tuple[ExpectedMessage, Values]:
+def _checked_values(step: Step, task: PlannedTask) -> tuple[ExpectedMessage, Values]:
     """Return the message of a SEND and its tensors, whose shapes are as agreed."""
-    message, values = run.expected[task.id], run.values[task.source] or ()
-    check_values(values, message.signature, f"what {run.graph.task(task.id)} sends")
+    message, values = step.expected_messages[task.id], step.results[task.source] or ()
+    check_values(values, message.signature, f"what {step.graph.task(task.id)} sends")
     return message, values
 
 
-def _wait_for_receiver(run: Run, task: PlannedTask) -> None:
+def _wait_for_receiver(step: Step, task: PlannedTask) -> None:
     """Wait until the receiver is ready for the message."""
     channel = _channel(task)
-    channel.wait(channel.offer(*_checked_values(run, task)), channel.route.target_rank)
+    channel.wait(channel.offer(*_checked_values(step, task)), channel.route.target_rank)
 
 
-def _send(run: Run, task: PlannedTask) -> None:
+def _send(step: Step, task: PlannedTask) -> None:
     """Send a message, for which the receiver is ready, and wait until it is sent."""
-    channel, (message, values) = _channel(task), _checked_values(run, task)
-    run.nbytes[task.id] = transfer.nbytes(values)
+    channel, (message, values) = _channel(task), _checked_values(step, task)
+    step.events.nbytes[task.id] = transfer.nbytes(values)
     for value in values:
         if value is not None:  # made on another stream
             task.device.adopt(value, task.stream)
-    sent = (channel.send if run.graph.rendezvous else channel.post)(message, values)
+    sent = (channel.send if step.graph.rendezvous else channel.post)(message, values)
     channel.finish(message, sent)
-    run.pop_result(task.source)
+    step.pop_result(task.source)
 
 
-def _post(run: Run, task: PlannedTask) -> None:
+def _post(step: Step, task: PlannedTask) -> None:
     """Send a message without waiting; an event passes when it is sent."""
     assert task.remote is not None
     assert task.remote.send_waiter is not None
-    channel, (message, values) = _channel(task), _checked_values(run, task)
-    run.nbytes[task.id] = transfer.nbytes(values)
-    task.remote.send_waiter.submit(partial(_finish_send, run, task, channel.post(message, values)))
-    run.pop_result(task.source)
+    channel, (message, values) = _channel(task), _checked_values(step, task)
+    step.events.nbytes[task.id] = transfer.nbytes(values)
+    task.remote.send_waiter.submit(partial(_finish_send, step, task, channel.post(message, values)))
+    step.pop_result(task.source)
 
 
-def _finish_send(run: Run, task: PlannedTask, sent: SentMessage) -> None:
+def _finish_send(step: Step, task: PlannedTask, sent: SentMessage) -> None:
     """Wait until a posted message is sent, then set the event of that."""
     try:
-        _channel(task).finish(run.expected[task.id], sent)
+        _channel(task).finish(step.expected_messages[task.id], sent)
     except BaseException as error:
-        run.fail(task, error)
+        step.fail(task, error)
     finally:
-        run.sent_events[task.id].set()
+        step.events.sent_events[task.id].set()
 
 
-def _accept(run: Run, task: PlannedTask) -> None:
+def _accept(step: Step, task: PlannedTask) -> None:
     """Wait until the message can be received, and check that it is the expected one."""
     torch_device = task.device.torch_device
-    run.posted_receives[task.id] = _channel(task).accept(run.expected[task.id], torch_device)
+    step.posted_receives[task.id] = _channel(task).accept(
+        step.expected_messages[task.id], torch_device
+    )
 
 
-def _post_next_receive(following: int, run: Run, task: PlannedTask) -> None:
+def _post_next_receive(following: int, step: Step, task: PlannedTask) -> None:
     """Post the receive of the channel's next message, now that this one is delivered."""
-    _channel(task).post_next_receive(run.expected[following], task.device.torch_device)
+    _channel(task).post_next_receive(step.expected_messages[following], task.device.torch_device)
 
 
-def _receive(run: Run, task: PlannedTask) -> None:
-    values = _channel(task).receive(run.expected[task.id], run.posted_receives.pop(task.id))
-    run.nbytes[task.id] = transfer.nbytes(values)
-    run.values[task.id] = transfer.receive(values, task.device, task.device.stream("compute"))
+def _receive(step: Step, task: PlannedTask) -> None:
+    values = _channel(task).receive(
+        step.expected_messages[task.id], step.posted_receives.pop(task.id)
+    )
+    step.events.nbytes[task.id] = transfer.nbytes(values)
+    step.results[task.id] = transfer.receive(values, task.device, task.device.stream("compute"))
 
 
 def _check_streams(graph: TaskGraph, sends: Iterable[int]) -> None:

@@ -1,152 +1,109 @@
-"""One step under way: what is known of each task, and the walk of the host through them."""
+"""`Step`: one step under way. Issue the tasks, wait for the devices, note the first failure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from pipeexec.devices import clocks
 from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.devices.device import Device, Values
-from pipeexec.devices.remote import RemoteDevice, device_ranks
-from pipeexec.devices.streams import Event
 from pipeexec.distributed.channels import ExpectedMessage, PostedReceive
 from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.status import Status
 from pipeexec.executor.planned_task import Handler, PlannedTask
-from pipeexec.executor.process_results import Part
+from pipeexec.executor.process_results import ProcessResult
 from pipeexec.executor.progress import Progress, StepHeads
-from pipeexec.executor.task_times import Milestone, Readings
-from pipeexec.stages.batch_shares import BatchShares
-from pipeexec.stages.batches import Batch, split_batches, to_devices
-from pipeexec.stages.earlier_gradients import EarlierGradients
-from pipeexec.stages.loss_function import LossFunction
-from pipeexec.stages.random_numbers import task_seed
-from pipeexec.stages.stage_like import StageLike
-from pipeexec.stages.step_loss import StepLoss
+from pipeexec.executor.step_events import StepEvents
+from pipeexec.executor.step_inputs import StepGradients, StepInputs
+from pipeexec.executor.task_times import Readings
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["Run", "place"]
+if TYPE_CHECKING:
+    from pipeexec.executor.host_threads import HostThreads
 
-#: Seconds between two looks at whether a step gets on.
+__all__ = ["Step", "task_place"]
+
+#: Seconds between two checks of whether a step makes progress.
 _SLICE = 0.1
-#: Seconds that the tasks of a step of one process have to end once it was interrupted.
+#: Seconds that the tasks of an interrupted step of one process have to end.
 _DRAIN_SECONDS = 5.0
-#: The same once its pipeline was closed by another thread.
+#: The same once another thread closed the pipeline.
 _STOPPING = 0.5
 
 
-class Issuer(Protocol):
-    """Hosts other than the thread of the step; see `pipeexec.executor.host_threads`."""
+class Step:
+    """One step under way.
 
-    def start(self, run: Run) -> Sequence[CpuEvent]:
-        """Let each host issue its tasks of a step; return an event a host, which passes then."""
-        ...
+    Handlers of tasks use ``inputs``, ``gradients``, ``events`` and the results of other tasks; the
+    rest is the walk of the host through the tasks.
 
+    Parameters
+    ----------
+    graph, devices
+        Those of the pipeline.
+    inputs, gradients
+        Of this step.
+    timeout
+        Seconds without progress after which a step of one process is given up; None for never.
+    processes
+        Of a pipeline of several.
+    hosts
+        Threads that issue the tasks; None where the caller's thread does.
 
-class Run:
-    """One step under way: what tasks hand to each other, their events, and the first failure."""
+    Attributes
+    ----------
+    events
+        Events and times of the tasks.
+    results
+        Result of each task, until the task that takes it pops it.
+    expected_messages, posted_receives
+        Messages to and from other processes, and receives that are posted, by task.
+    failure
+        The first failure: task (-1 for none) and error.
+    abandoned
+        Whether the step was given up; its tasks may still be running.
+    """
 
     def __init__(
         self,
         graph: TaskGraph,
-        shares: BatchShares,
         devices: Sequence[Device],
-        stages: Sequence[StageLike],
-        optimizers: Sequence[torch.optim.Optimizer | None],
-        inputs: Batch | None,
-        targets: Batch | None,
+        inputs: StepInputs,
+        gradients: StepGradients,
         *,
-        loss: LossFunction,
-        number: int,
         timeout: float | None = None,
         processes: Processes | None = None,
-        hosts: Issuer | None = None,
+        hosts: HostThreads | None = None,
     ) -> None:
-        m = shares.n_shares * shares.n_microbatches
-        self.graph, self.devices, self.shares = graph, devices, shares
-        own = [d for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)]
-        self.numbers = {device: number for number, device in enumerate(own)}  # of those here
-        self.stages, self.modules = stages, [stage.module for stage in stages]
-        self.optimizers = optimizers
-        self.number, self.timeout, self.processes = number, timeout, processes
-        here = shares.local_numbers()
-        parts, labels, sizes = split_batches(
-            inputs, targets, shares.n_microbatches, len(shares.local)
-        )
-        homes = graph.homes[shares.replica.ravel()[here]]
-        first, last = ([devices[d].torch_device for d in homes[:, stage]] for stage in (0, -1))
-        self.inputs: list[Values] = [()] * m
-        labelled: list[Any] = [None] * m
-        for number, part in zip(here, to_devices(parts, first), strict=True):
-            self.inputs[number] = part
-        for number, label in zip(here, to_devices(labels, last), strict=True):
-            one = not isinstance(targets, tuple)
-            labelled[number] = (label[0] if label else None) if one else label
-        sizes = shares.agree(
-            [] if inputs is None else sizes, [] if targets is None else sizes, processes
-        )
-        self.loss = StepLoss(
-            loss,
-            sizes,
-            labelled,
-            shares,
-            graph.n_batches,
-            [devices[d].torch_device for d in own],
-            processes,
-            [number for number, device in zip(here, last, strict=True) if device.type != "meta"],
-            device_ranks(
-                [devices[d] for d in graph.homes[:, -1]], processes.rank if processes else 0
-            ),
-        )
-        #: Gradients from before the step.
-        self.earlier_gradients: EarlierGradients | None = None
-        self.values: list[Values | None] = [None] * len(graph)
-        #: Gradients of micro-batches that are summed one by one; sums so far, by stage.
-        self.per_microbatch_grads: dict[tuple[int, int], list[Tensor | None]] = {}
-        self.reduced: dict[int, list[Tensor | None]] = {}
-        #: Parameters of each stage in buckets, once they were asked for.
-        self.buckets: dict[int, list[list[nn.Parameter]]] = {}
-        #: Events within backwards, by task and bucket, and what lets them pass.
-        self.milestones: dict[tuple[int, int], tuple[Event, Callable[[], object]]] = {}
-        self.clock: clocks.Clocks | None = None
-        self.zero = 0.0
-        self.began: list[Event | None] = [None] * len(graph)
-        self.ended: list[Event | None] = [None] * len(graph)
-        self.ran = np.zeros(len(graph), dtype=bool)
-        self.nbytes = np.zeros(len(graph))
-        self.issued = [0.0] * len(graph)  # by perf_counter, less `zero`
+        self.graph, self.devices = graph, devices
+        self.inputs, self.gradients = inputs, gradients
+        self.events = StepEvents(graph, devices)
+        self.processes, self.hosts = processes, hosts
+        self.results: list[Values | None] = [None] * len(graph)
+        self.expected_messages: dict[int, ExpectedMessage] = {}
+        self.posted_receives: dict[int, PostedReceive] = {}
         self.failure: tuple[int, BaseException] | None = None
-        self.stopped: Status | None = None
+        self.host_error: BaseException | None = None
         self.abandoned = False
         self._tasks: Sequence[PlannedTask] = ()  # that were issued
-        self.seed = torch.initial_seed()
-        self.host_seconds = 0.0
-        self.is_replay = False
-        #: Hosts that issue in the place of the caller; what each task took them; what failed.
-        self.hosts = hosts
-        self.took: NDArray[np.float64] | None = None
-        self.host_error: BaseException | None = None
-        self._issuing: Sequence[CpuEvent] = ()
-        #: Messages between processes: as they should be, those that were asked for, and events
-        #: that pass when they are gone.
-        self.expected: dict[int, ExpectedMessage] = {}
-        self.posted_receives: dict[int, PostedReceive] = {}
-        self.sent_events: dict[int, CpuEvent] = {}
-        self.task_slots = memoryview(b"") if processes is None else processes.recorder.own
-        self._heads = StepHeads(graph, self.began, self.ended)
+        self._all_issued: Sequence[CpuEvent] = ()  # one event a host thread
+        self._task_slots = memoryview(b"") if processes is None else processes.recorder.own
+        self._heads = StepHeads(graph, self.events.began, self.events.ended)
+        self._last_status: Status | None = None  # from before the first failure
         self._progress = Progress(timeout)
-        self._until = float("inf")  # when it is given up, once it was interrupted
+        self._deadline = float("inf")  # of the drain of an interrupted step
+
+    @property
+    def number(self) -> int:
+        """Number of the step."""
+        return self.inputs.number
 
     def walk(self, tasks: Sequence[PlannedTask]) -> None:
         """Issue every task, then wait for the devices."""
@@ -161,238 +118,169 @@ class Run:
         except BaseException as error:
             self.failure = self.failure or (-1, error)
             if self.processes is None:
-                self._until = perf_counter() + _DRAIN_SECONDS  # a stage may hang
+                self._deadline = perf_counter() + _DRAIN_SECONDS  # a stage may hang
                 self._wait(tasks)
             raise
 
     def issue(self, tasks: Sequence[PlannedTask]) -> None:
-        """Give every task to its stream, or let hosts do that; wait for nothing."""
-        self.clock = clocks.start([self.devices[d] for d in self.numbers])
-        self.zero = perf_counter()
+        """Submit every task to its stream, or let host threads do that; do not wait."""
+        events = self.events
+        events.start()
         if self.processes is not None:
-            self.task_slots[N_ENDED], self.task_slots[N_BEGUN] = self.number, self.number + 1
+            self._task_slots[N_ENDED], self._task_slots[N_BEGUN] = self.number, self.number + 1
         self._tasks = tasks
         if self.hosts is not None:
-            self.took = np.full(len(self.graph), np.nan)
-            self._issuing = self.hosts.start(self)
+            events.took = np.full(len(self.graph), np.nan)
+            self._all_issued = self.hosts.start(self)
             return
-        self.give(tasks)
-        self.host_seconds = perf_counter() - self.zero
+        self.submit(tasks)
+        events.host_seconds = perf_counter() - events.zero
 
-    def give(self, tasks: Iterable[PlannedTask]) -> None:
-        """Give tasks to their streams, one after the other; what each waits for was given."""
-        began, ended, issued, start = self.began, self.ended, self.issued, self.zero
+    def submit(self, tasks: Iterable[PlannedTask]) -> None:
+        """Submit tasks to their streams in order; the tasks that they wait for were submitted."""
+        events = self.events
+        began, ended, issued, start = events.began, events.ended, events.issued, events.zero
         for task in tasks:
             stream = task.stream
             for needed in task.waits:
                 stream.wait_event(ended[needed])  # type: ignore[arg-type]  # issued before
             if task.sync is not None:
                 for milestone in task.sync.milestones:
-                    stream.wait_event(self.milestones[milestone][0])
+                    stream.wait_event(events.milestones[milestone][0])
                 for bucket in range(task.sync.n_buckets_marked):
-                    self.milestones[task.id, bucket] = stream.event_inside()
+                    events.milestones[task.id, bucket] = stream.event_inside()
             issued[task.id] = perf_counter() - start
-            remote = task.remote
-            if remote is None:
-                began[task.id] = stream.record()
-                stream.submit(partial(self._guarded, task, task.handler, True))
-                ended[task.id] = stream.record()
+            if task.remote is not None:
+                self._submit_remote(task)
                 continue
-            if remote.before_start is not None:
-                stream.submit(partial(self._guarded, task, remote.before_start, False))
             began[task.id] = stream.record()
-            if remote.send_waiter is not None:
-                self.sent_events[task.id] = CpuEvent()
             stream.submit(partial(self._guarded, task, task.handler, True))
-            if remote.send_waiter is not None:
-                stream.wait_event(self.sent_events[task.id])
             ended[task.id] = stream.record()
-            if remote.after_end is not None:
-                stream.submit(partial(self._guarded, task, remote.after_end, True))
+
+    def _submit_remote(self, task: PlannedTask) -> None:
+        """Submit a task of which other processes take part, or take note."""
+        stream, remote, events = task.stream, task.remote, self.events
+        assert remote is not None
+        if remote.before_start is not None:
+            stream.submit(partial(self._guarded, task, remote.before_start, False))
+        events.began[task.id] = stream.record()
+        if remote.send_waiter is not None:
+            events.sent_events[task.id] = CpuEvent()
+        stream.submit(partial(self._guarded, task, task.handler, True))
+        if remote.send_waiter is not None:
+            stream.wait_event(events.sent_events[task.id])
+        events.ended[task.id] = stream.record()
+        if remote.after_end is not None:
+            stream.submit(partial(self._guarded, task, remote.after_end, True))
+
+    def _guarded(self, task: PlannedTask, handler: Handler, is_last: bool) -> None:
+        """Run a part of a task, unless another task has failed; the first failure stops all."""
+        if self.failure is not None or self.abandoned:
+            self.events.release_waiters(task)
+            return
+        slot = -1 if task.remote is None else task.remote.task_slot
+        if slot >= 0:
+            self._task_slots[slot] = task.id + 1
+        try:
+            handler(self, task)
+        except BaseException as error:
+            self.fail(task, error)
+            self.events.release_waiters(task)
+        else:
+            self.events.ran[task.id] = is_last
+            if slot >= 0:
+                self._task_slots[slot] = 0
+
+    def pop_result(self, task: int) -> Values:
+        """Pop and return the result of ``task``."""
+        values, self.results[task] = self.results[task], None
+        return values or ()
 
     @property
     def has_stopped(self) -> bool:
-        """Whether no more tasks are to be issued, as something has failed or was given up."""
+        """Whether no more tasks are to be issued: a task failed, or the step was given up."""
         return self.failure is not None or self.abandoned
 
     def _wait(self, tasks: Sequence[PlannedTask]) -> None:
-        """Wait until all is issued, and every stream has run it, or no longer will."""
-        for issued in self._issuing:
+        """Wait until all tasks are issued and every stream has run them, or the step stalls."""
+        for issued in self._all_issued:
             while not self.abandoned and not issued.wait(_SLICE):
                 self._check_stall()
-        if self.took is not None:
-            self.host_seconds = float(np.nansum(self.took))
-        last = {task.stream: event for task in tasks if (event := self.ended[task.id]) is not None}
+        events = self.events
+        if events.took is not None:
+            events.host_seconds = float(np.nansum(events.took))
+        last = {t.stream: event for t in tasks if (event := events.ended[t.id]) is not None}
         for event in last.values():
             while not self.abandoned and not event.wait(_SLICE):
                 self._check_stall()
 
     def _check_stall(self) -> None:
-        """Give up if this step will not end."""
+        """Give up a step that will not end."""
         if self.processes is not None:
             self.processes.watch.check_store()
-            failed = self.failure is not None or self.processes.watch.failure is not None
-            self.abandoned = failed
-        elif self._progress.stalled(self.status()) or perf_counter() > self._until:
+            self.abandoned = self.failure is not None or self.processes.watch.failure is not None
+        elif self._progress.stalled(self.status()) or perf_counter() > self._deadline:
             self.abandoned = True
 
     @property
     def stall(self) -> Failure | None:
-        """What holds the step up, if nothing has moved for too long."""
+        """The stall, if no task has ended for too long."""
         return self._progress.failure
 
     def status(self) -> Status:
-        """Return what this process's devices are at."""
-        if self.stopped is not None:
-            return self.stopped
-        rank = 0 if self.processes is None else self.processes.rank
-        return self._heads.status(rank, self.number)
-
-    def _guarded(self, task: PlannedTask, handler: Handler, is_last: bool) -> None:
-        """Run a part of a task, unless another task has failed; the first failure stops all."""
-        if self.failure is not None or self.abandoned:
-            self._release_waiters(task)
-            return
-        slot = -1 if task.remote is None else task.remote.task_slot
-        if slot >= 0:
-            self.task_slots[slot] = task.id + 1
-        try:
-            handler(self, task)
-        except BaseException as error:
-            self.fail(task, error)
-            self._release_waiters(task)
-        else:
-            self.ran[task.id] = is_last
-            if slot >= 0:
-                self.task_slots[slot] = 0
+        """Return the running task of each device; of a failed step, as they were before."""
+        if self._last_status is not None:
+            return self._last_status
+        return self._heads.status(0 if self.processes is None else self.processes.rank, self.number)
 
     def fail(self, task: PlannedTask, error: BaseException) -> None:
-        """Note the first failure, and where everything was."""
+        """Note the first failure, and the status at that time."""
         if self.failure is None:
-            self.stopped = self.status()  # what follows is passed over, and seems to end
+            self._last_status = self.status()  # later tasks are skipped, and seem to end
             self.failure = task.id, error
 
+    def stop(self, error: ExecutionError) -> None:
+        """Fail with ``error``; do not wait for tasks that do not end soon."""
+        if self.failure is None:
+            self._last_status = self.status()
+            self.failure = -1, error
+        self._deadline = perf_counter() + _STOPPING
+
     def forget_errors(self) -> None:
-        """Let go of the error that stopped the step: its traceback holds the step, and more."""
+        """Drop the error that stopped the step: its traceback holds the step and its tensors."""
         if self.failure is not None:
             self.failure = self.failure[0], ExecutionError("raised by the step")
 
-    def divide(self, slot: int, batch: int) -> None:
-        """Divide a stage's gradients of a mini-batch by its count, if the loss has counts.
-
-        Raises
-        ------
-        ExecutionError
-            If they are mixed with gradients from before the step.
-        """
-        stage = self.stages[slot]
-        if not self.loss.is_counted():
-            return
-        is_alone = self.optimizers[slot] is not None or (
-            self.earlier_gradients is not None and slot in self.earlier_gradients
-        )
-        if not is_alone and any(True for _ in stage.module.parameters()):
-            raise ExecutionError(
-                f"loss_fn returned (sum, count), whose gradients are divided at the end of a step, "
-                f"but those of stage {stage.index} add up over steps; give Pipeline an optimizer, "
-                "or leave out DistributedDataParallel and cuda_graph"
-            )
-        self.loss.divide(stage.module, batch, stage.mean_count)
-        if self.earlier_gradients is not None:
-            self.earlier_gradients.end_mini_batch(slot)
-
-    def stop(self, error: ExecutionError) -> None:
-        """Fail with ``error``; tasks that do not end soon are left to themselves."""
-        if self.failure is None:
-            self.stopped = self.status()
-            self.failure = -1, error
-        self._until = perf_counter() + _STOPPING
-
-    def _release_waiters(self, task: PlannedTask) -> None:
-        """Set the events that a task was to set, as it will not run to its end."""
-        if task.id in self.sent_events:
-            self.sent_events[task.id].set()
-        for bucket in range(0 if task.sync is None else task.sync.n_buckets_marked):
-            event, reach = self.milestones[task.id, bucket]
-            if not event.is_set():  # the work may have got so far before it failed
-                reach()
-
-    def pop_result(self, task: int) -> Values:
-        """Pop and return the result of ``task``."""
-        values, self.values[task] = self.values[task], None
-        return values or ()
-
-    def seed_of(self, task: PlannedTask) -> int:
-        """Return the seed of a task's random numbers."""
-        if not task.stage.is_random.get(task.stage.module.training, True):
-            return 0
-        return task_seed(self.seed, self.number, task.stage.index, task.global_microbatch)
-
     def readings(self, *, is_over: bool = True) -> Readings:
         """Return the events of the tasks; those of tasks that ran have passed if it ``is_over``."""
-        tasks = self._tasks
-        return Readings(
-            graph=self.graph,
-            clock=self.clock,
-            numbers=[self.numbers.get(device, -1) for device in range(len(self.devices))],
-            on_host=np.array([x.torch_device.type == "cpu" for x in self.devices]),
-            began=self.began,
-            ended=self.ended,
-            ran=self.ran,
-            leaders={
-                t.id: t.sync.leader for t in tasks if t.sync is not None and t.sync.leader >= 0
-            },
-            nbytes=self.nbytes,
-            issued=self.issued,
-            host_seconds=self.host_seconds,
-            took=self.took,
-            order=[task.id for task in tasks],
-            is_replay=self.is_replay,
-            milestones=list(self._reached(tasks)) if self.milestones else (),
-            may_be_running=self.abandoned or not is_over,
-        )
-
-    def _reached(self, tasks: Sequence[PlannedTask]) -> Iterator[Milestone]:
-        """Yield the events within backwards that reductions of this process waited for."""
-        for task in tasks:
-            for backward, bucket in () if task.sync is None else task.sync.milestones:
-                began, ended = self.began[backward], self.ended[backward]
-                if began is not None and ended is not None:
-                    event, _ = self.milestones[backward, bucket]
-                    yield Milestone(task.id, event, began, ended)
+        return self.events.readings(self._tasks, may_be_running=self.abandoned or not is_over)
 
     @property
     def clock_error(self) -> float:
-        """The most that times of devices, of other processes too, can be wrong; seconds."""
-        own = 0.0 if self.clock is None else self.clock.error
-        return own + (0.0 if self.processes is None else self.processes.clock.error)
+        """Largest error of time differences between devices, of other processes too (s)."""
+        remote = 0.0 if self.processes is None else self.processes.clock.error
+        return self.events.clock_error + remote
 
-    def part(self) -> Part:
-        """Return what this process measured, on rank 0's clock."""
-        zero = self.zero if self.processes is None else self.processes.clock.to_first(self.zero)
-        has_failed = self.failure is not None or self.abandoned  # then counts may be missing
-        losses_here = [] if has_failed else self.loss.loss_shares()
-        found = {m: x for m, x in enumerate(losses_here) if x is not None}
-        losses = {m: float(x) for m, x in found.items()}
-        dtype = str(next(iter(found.values())).dtype).removeprefix("torch.") if found else ""
+    def process_result(self) -> ProcessResult:
+        """Return the measurements of this process, on rank 0's clock."""
+        zero = self.events.zero
+        losses = [] if self.has_stopped else self.inputs.loss.loss_shares()  # counts may be missing
+        local = {m: x for m, x in enumerate(losses) if x is not None}
+        dtype = str(next(iter(local.values())).dtype).removeprefix("torch.") if local else ""
         readings = self.readings()
-        return Part(
-            zero,
+        return ProcessResult(
+            zero if self.processes is None else self.processes.clock.to_first(zero),
             readings.timeline,
-            losses,
-            self.host_seconds,
+            {m: float(x) for m, x in local.items()},
+            self.events.host_seconds,
             loss_dtype=dtype,
             clock_error=self.clock_error,
             host_times=readings.host_times,
         )
 
-    def where(self, index: int) -> str:
-        """Return a task's device, stage and micro-batch, as text."""
-        return place(self.graph, index)
 
-
-def place(graph: TaskGraph, index: int) -> str:
+def task_place(graph: TaskGraph, index: int) -> str:
     """Return a task's device, stage and micro-batch, as text."""
     task = graph.task(index)
-    of = "" if task.microbatch is None else f", micro-batch {task.microbatch}"
-    return f"device {task.device}, stage {task.stage}{of}"
+    microbatch = "" if task.microbatch is None else f", micro-batch {task.microbatch}"
+    return f"device {task.device}, stage {task.stage}{microbatch}"

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeexec.executor.gradient_sync import group_of, parameters_of
 from pipeexec.executor.planned_task import Handler, PlannedTask
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipesim.ops import Op
 from pipesim.timeline.memory import in_order_of_time
@@ -150,51 +150,51 @@ class Counted:
     def wrap(self, task: PlannedTask) -> PlannedTask:
         """Return a task that counts what it takes and gives back."""
 
-        def handler(run: Run, planned: PlannedTask) -> None:
-            op = Op(run.graph.op[planned.id])
+        def handler(step: Step, planned: PlannedTask) -> None:
+            op = Op(step.graph.op[planned.id])
             counts = _COUNTS.get(op)
             if counts is None:
-                task.handler(run, planned)
+                task.handler(step, planned)
             else:
-                counts(self, run, planned, task.handler)
+                counts(self, step, planned, task.handler)
 
         return task._replace(handler=handler)
 
-    def _compute(self, run: Run, task: PlannedTask, handler: Handler) -> None:
+    def _compute(self, step: Step, task: PlannedTask, handler: Handler) -> None:
         """Count a task on a compute stream, where a device's activations change."""
-        meter = self.meters[int(run.graph.device[task.id])]
+        meter = self.meters[int(step.graph.device[task.id])]
         before = meter.window_peak = meter.current
-        with self._counting(run, task, [task.slot], [task.id]):
-            handler(run, task)
+        with self._counting(step, task, [task.slot], [task.id]):
+            handler(step, task)
         self.activations.taken[task.id] = meter.window_peak - before
         self.activations.given[task.id] = meter.window_peak - meter.current
 
-    def _reduce(self, run: Run, task: PlannedTask, handler: Handler) -> None:
+    def _reduce(self, step: Step, task: PlannedTask, handler: Handler) -> None:
         """Count the reduction of all local copies of a stage."""
-        graph = run.graph
+        graph = step.graph
         members = graph.collectives[int(graph.group[task.id])].tolist()
         slot_of = {int(graph.replica[t]) * graph.n_stages + int(graph.stage[t]): t for t in members}
         ids = [slot_of[slot] for slot in task.copies]
         if not ids:
-            handler(run, task)
+            handler(step, task)
             return
-        with self._counting(run, task, task.copies, ids):
-            allocated = _Allocated(x for slot in task.copies for x in _gradients(run, task, slot))
+        with self._counting(step, task, task.copies, ids):
+            allocated = _Allocated(x for slot in task.copies for x in _gradients(step, task, slot))
             with allocated:
-                handler(run, task)
+                handler(step, task)
             buffers = allocated.peak - max(allocated.before, allocated.alive())
         self.buffers.taken[ids[0]] = self.buffers.given[ids[0]] = buffers
 
     @contextmanager
     def _counting(
-        self, run: Run, task: PlannedTask, slots: Sequence[int], ids: Sequence[int]
+        self, step: Step, task: PlannedTask, slots: Sequence[int], ids: Sequence[int]
     ) -> Iterator[None]:
         """Note by how much the gradients of local copies change in a block."""
-        before = [_storages(_gradients(run, task, slot)) for slot in slots]
+        before = [_storages(_gradients(step, task, slot)) for slot in slots]
         nbytes = [sum(storages.values()) for storages in before]
         yield
         for number, slot, storages, were in zip(ids, slots, before, nbytes, strict=True):
-            storages.update(_storages(_gradients(run, task, slot)))
+            storages.update(_storages(_gradients(step, task, slot)))
             change = _alive(storages) - were
             self.gradients.taken[number] = max(0, change)
             self.gradients.given[number] = max(0, -change)
@@ -228,19 +228,19 @@ class _Allocated(TorchDispatchMode):
         return _alive(self._seen)
 
 
-def _gradients(run: Run, task: PlannedTask, slot: int) -> Iterator[Tensor]:
+def _gradients(step: Step, task: PlannedTask, slot: int) -> Iterator[Tensor]:
     """Yield the gradients of a local copy that a task may change, wherever they are held."""
-    group = int(run.graph.reduction_groups[task.stage.index])
-    if run.graph.op[task.id] == Op.REDUCE_GRAD:
-        held = run.per_microbatch_grads.get((slot, task.microbatch), [])
-        parameters = [] if group else parameters_of(run, slot, task)
+    group = int(step.graph.reduction_groups[task.stage.index])
+    if step.graph.op[task.id] == Op.REDUCE_GRAD:
+        held = step.gradients.per_microbatch_grads.get((slot, task.microbatch), [])
+        parameters = [] if group else parameters_of(step, slot, task)
     else:
         key = slot, group_of(task.microbatch, group) if group and task.microbatch >= 0 else -1
-        held = run.per_microbatch_grads.get(key, [])
+        held = step.gradients.per_microbatch_grads.get(key, [])
         parameters = list(task.stage.module.parameters())
     held = [*held, *(p.grad for p in parameters)]
-    if run.graph.op[task.id] in (Op.REDUCE_GRAD, Op.STEP):
-        held += run.reduced.get(slot, [])
+    if step.graph.op[task.id] in (Op.REDUCE_GRAD, Op.STEP):
+        held += step.gradients.reduced.get(slot, [])
     return (x for x in held if x is not None)
 
 

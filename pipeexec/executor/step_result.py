@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeexec.executor.process_results import Part
+from pipeexec.executor.process_results import ProcessResult
 from pipeexec.executor.task_times import Readings
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
@@ -62,7 +62,7 @@ class StepResult:
     timeline: Timeline
     peak_held: tuple[int, ...]
     host_seconds: float
-    part: Part | None = None
+    part: ProcessResult | None = None
     n_losses: int = 1
     clock_error: float = field(default_factory=float)
     milestones: Mapping[int, float] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipeexec.devices.clocks import Clocks
 from pipeexec.devices.streams import Event
-from pipeexec.executor.process_results import known, together
+from pipeexec.executor.process_results import align_collectives, none_if_unknown
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.timeline import Timeline
 
@@ -105,8 +105,8 @@ class Readings:
                 start[task], end[task] = start[leader], end[leader]
         # GPUs have clocks of their own, which do not tell when the host did something.
         issued = np.where(self.on_host[graph.device] & ~np.isnan(start), self.issued, np.nan)
-        times = together(graph, start, end)
-        return Timeline(graph, *times, self.nbytes, issued=known(issued))
+        times = align_collectives(graph, start, end)
+        return Timeline(graph, *times, self.nbytes, issued=none_if_unknown(issued))
 
     @property
     def milestone_shares(self) -> dict[int, float]:

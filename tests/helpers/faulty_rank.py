@@ -31,7 +31,7 @@ from pipeexec.cli.commands import save_partial_timeline
 from pipeexec.cli.output import print_error_here
 from pipeexec.distributed import channels
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 
 
 def mine(trick: str) -> tuple[str, int]:
@@ -141,7 +141,7 @@ class Trap:
     def arm(self, planned: Sequence[PlannedTask]) -> list[PlannedTask]:
         """Return the tasks, of which the one that the fault names springs the trap."""
 
-        def work(original: Any, task_run: Run, task: PlannedTask) -> None:
+        def work(original: Any, task_run: Step, task: PlannedTask) -> None:
             if task_run.number == self.fault["step"]:
                 self.spring()
             original(task_run, task)

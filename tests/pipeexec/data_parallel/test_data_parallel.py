@@ -30,7 +30,7 @@ from pipeexec.devices.streams import Stream
 from pipeexec.executor import op_handlers
 from pipeexec.executor.gradient_sync import reduce_gradients
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipesim.errors import StageError
 
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
@@ -185,7 +185,7 @@ def test_a_bucket_is_reduced_while_the_backward_goes_on() -> None:
             x.register_hook(lambda _: waited.append(begun.wait(10)))
             return x
 
-    def reduce(run: Run, task: PlannedTask) -> None:
+    def reduce(run: Step, task: PlannedTask) -> None:
         begun.set()
         reduce_gradients(run, task)
 
@@ -407,9 +407,9 @@ def test_gradients_that_wait_are_counted_as_they_are_predicted(
     stages = layers(1)
     n_groups = 4 if grad_sync == "every" else 2
 
-    def reduce(run: Run, task: PlannedTask) -> None:
+    def reduce(run: Step, task: PlannedTask) -> None:
         if task.microbatch == 4 // n_groups - 1:  # the first
-            while len(run.per_microbatch_grads) < 2 * n_groups:
+            while len(run.gradients.per_microbatch_grads) < 2 * n_groups:
                 time.sleep(1e-3)
         reduce_gradients(run, task)
 

@@ -25,7 +25,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.executor.cuda_graph import Recorder
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipesim.errors import StageError
 
 
@@ -116,14 +116,14 @@ def test_a_captured_event_tells_the_time_by_another_one(cuda: FakeCuda) -> None:
     assert base.time is base.order
 
 
-def _recorded(cuda: FakeCuda, schedule: str) -> tuple[px.Pipeline, Run]:
+def _recorded(cuda: FakeCuda, schedule: str) -> tuple[px.Pipeline, Step]:
     """Capture a step through the walk of a pipeline."""
     subject = _pipeline(_graph(schedule))
     subject.step(*data(8))
     cuda.log.clear()
-    kept: list[Run] = []
+    kept: list[Step] = []
 
-    def walk(run: Run, tasks: Any) -> None:
+    def walk(run: Step, tasks: Any) -> None:
         graph = Recorder(torch.device("cpu")).record(run, tasks)
         kept.append(run)
         assert Recorder(torch.device("cpu")).launch(graph) >= 0.0
@@ -158,7 +158,7 @@ def test_a_stream_whose_tasks_wait_for_nothing_is_captured_too() -> None:
     subject._step(*data(8), lambda run, _: _discard(Recorder(torch.device("cpu")), run, free))
 
 
-def _discard(recorder: Recorder, run: Run, tasks: Any) -> None:
+def _discard(recorder: Recorder, run: Step, tasks: Any) -> None:
     recorder.record(run, tasks)
 
 
@@ -167,7 +167,7 @@ def test_a_capture_that_fails_gives_the_current_stream_back(cuda: FakeCuda) -> N
     subject = _pipeline(_graph("1f1b"))
     stray = torch.cuda.Stream()
 
-    def walk(run: Run, tasks: Any) -> None:
+    def walk(run: Step, tasks: Any) -> None:
         inner = run.issue
 
         def issue(tasks: Any) -> None:

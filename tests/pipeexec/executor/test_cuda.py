@@ -22,7 +22,7 @@ import pipesim as ps
 from pipeexec.demo_models.skip_models import unet
 from pipeexec.devices.emulated_links.gpu_kernels import load_kernels
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipesim.ops import COMPUTE, SENDS
 
 pytestmark = [
@@ -263,16 +263,16 @@ def test_messages_take_the_time_of_their_link() -> None:
 @pytest.fixture
 def _no_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch refuse whatever makes the host wait while tasks are issued."""
-    issue = Run.issue
+    issue = Step.issue
 
-    def strict(run: Run, tasks: Sequence[PlannedTask]) -> None:
+    def strict(run: Step, tasks: Sequence[PlannedTask]) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             issue(run, tasks)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Run, "issue", strict)
+    monkeypatch.setattr(Step, "issue", strict)
 
 
 @pytest.mark.usefixtures("_no_synchronization")

@@ -23,7 +23,7 @@ import pipesim as ps
 from pipeexec.executor import cuda_graph
 from pipeexec.executor.cuda_graph_checks import check_can_capture, check_state
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.step import Run
+from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError, ExecutionError
 
 
@@ -31,7 +31,7 @@ from pipesim.errors import ArgumentError, ExecutionError
 class Recorded:
     """What a graph would hold on to."""
 
-    run: Run
+    run: Step
     tasks: Sequence[PlannedTask]
     given: list[Tensor | None]
     found: list[Tensor | None]
@@ -47,7 +47,7 @@ class FakeRecorder:
     launched: int = 0
     made: list[FakeRecorder] = field(default_factory=list)
 
-    def record(self, run: Run, tasks: Sequence[PlannedTask]) -> Recorded:
+    def record(self, run: Step, tasks: Sequence[PlannedTask]) -> Recorded:
         """Run nothing, as a capture: all is as before, and what it makes holds garbage."""
         assert self.subject is not None
         parameters = [p for m in self.subject.modules for p in m.parameters()]
@@ -57,12 +57,12 @@ class FakeRecorder:
         run.walk(tasks)
         with torch.no_grad():
             found = [p.grad for p in parameters]
-            for garbage in (*found, *run.loss.losses):
+            for garbage in (*found, *run.inputs.loss.losses):
                 if garbage is not None:
                     garbage.fill_(float("nan"))
             for tensor, value in before:
                 tensor.copy_(value)
-        return Recorded(run, tasks, given, found, list(run.loss.losses))
+        return Recorded(run, tasks, given, found, list(run.inputs.loss.losses))
 
     def launch(self, graph: Recorded) -> float:
         """Issue the step again, into the tensors of the capture."""
@@ -76,11 +76,11 @@ class FakeRecorder:
         self.subject._finish.run = None
         with torch.no_grad():
             found = [p.grad for p in parameters]
-            for static, made in zip((*graph.found, *graph.losses), (*found, *run.loss.losses),
-                                    strict=True):  # fmt: skip
+            losses = run.inputs.loss.losses
+            for static, made in zip((*graph.found, *graph.losses), (*found, *losses), strict=True):
                 if static is not None and made is not None and static is not made:
                     static.copy_(made)
-        run.loss.losses[:] = graph.losses
+        run.inputs.loss.losses[:] = graph.losses
         return 1e-6
 
     def _state(self) -> list[Tensor]:

@@ -215,7 +215,7 @@ def test_a_closed_pipeline_lets_go_of_its_graphs() -> None:
         assert each._captured is not None
         assert each._captured._replayed is not None
         replayed = each._captured._replayed
-        graphs += [weakref.ref(replayed.graph), weakref.ref(replayed.run)]
+        graphs += [weakref.ref(replayed.graph), weakref.ref(replayed.step)]
         del replayed
     subject.close()
     assert [each for each in graphs if each() is not None] == []
@@ -235,7 +235,7 @@ def test_a_pipeline_of_graphs_is_freed() -> None:
     held |= {
         "captured": weakref.ref(subject._captured),
         "graph": weakref.ref(subject._captured._replayed.graph),
-        "run": weakref.ref(subject._captured._replayed.run),
+        "run": weakref.ref(subject._captured._replayed.step),
     }
     del subject, stages
     assert _alive(held) == []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipesim as ps
-from pipeexec.executor.process_results import Part, whole
+from pipeexec.executor.process_results import ProcessResult, merge_results
 from pipesim.timeline.timeline import Timeline
 
 GRAPH = ps.lower(ps.schedule("1f1b", 3, 4))
@@ -19,16 +19,16 @@ NBYTES = np.where(GRAPH.pair >= 0, 64.0 + np.arange(len(GRAPH)), 0.0)
 times = st.floats(-1e6, 1e6)
 
 
-def part(devices: set[int], zero: float = 0.0, **options: Any) -> Part:
+def part(devices: set[int], zero: float = 0.0, **options: Any) -> ProcessResult:
     """Return what the process of some devices would have measured, had it begun at ``zero``."""
     ran = np.isin(GRAPH.device, sorted(devices))
     start, end = (np.where(ran, x - zero, np.nan) for x in (TIMELINE.start, TIMELINE.end))
     timeline = Timeline(GRAPH, start, end, np.where(ran, NBYTES, 0.0))
     held = tuple(d + 1 if d in devices else 0 for d in range(3))
-    return Part(zero, timeline, options.pop("losses", {}), 0.5, held, **options)
+    return ProcessResult(zero, timeline, options.pop("losses", {}), 0.5, held, **options)
 
 
-def assert_equal(a: Part, b: Part) -> None:
+def assert_equal(a: ProcessResult, b: ProcessResult) -> None:
     assert (a.zero, a.losses, a.host_seconds, a.peak_held, a.loss_dtype) == (
         b.zero, b.losses, b.host_seconds, b.peak_held, b.loss_dtype
     )  # fmt: skip
@@ -50,12 +50,12 @@ def test_parts_are_written_and_read(
 ) -> None:
     """To the last bit, also where nothing ran, and where losses are infinite."""
     mine = part(devices, zero, losses=losses, loss_dtype="float64" if losses else "")
-    assert_equal(Part.unpack(GRAPH, mine.pack()), mine)
+    assert_equal(ProcessResult.unpack(GRAPH, mine.pack()), mine)
 
 
 def test_a_loss_that_is_no_number_is_read() -> None:
     mine = part({2}, losses={0: float("nan")}, loss_dtype="float32")
-    assert np.isnan(Part.unpack(GRAPH, mine.pack()).losses[0])
+    assert np.isnan(ProcessResult.unpack(GRAPH, mine.pack()).losses[0])
 
 
 @given(owner=st.tuples(*[st.integers(0, 3)] * 3), zeros=st.tuples(*[st.integers(-9, 9)] * 4))
@@ -68,7 +68,7 @@ def test_the_whole_is_what_its_parts_were_of(
              losses={rank: 0.25 * rank}, loss_dtype="float32" if rank % 2 else "")
         for rank, zero in enumerate(zeros)
     ]  # fmt: skip
-    found = whole(GRAPH, parts)
+    found = merge_results(GRAPH, parts)
     first = min(zeros)
     assert found.zero == first
     assert found.timeline.complete
@@ -83,9 +83,9 @@ def test_the_whole_is_what_its_parts_were_of(
 
 def test_parts_of_a_step_that_failed_have_no_peaks() -> None:
     """One alone, or several; tasks that ran nowhere stay out."""
-    parts = [Part(0.0, part({d}).timeline, {}, 0.5) for d in (0, 2)]
+    parts = [ProcessResult(0.0, part({d}).timeline, {}, 0.5) for d in (0, 2)]
     for some in (parts, parts[:1]):
-        found = whole(GRAPH, some)
+        found = merge_results(GRAPH, some)
         assert found.peak_held == ()
         assert not found.timeline.complete
         assert found.timeline.ran.sum() == sum(p.timeline.ran.sum() for p in some)
@@ -99,7 +99,7 @@ def test_issue_times_are_put_together() -> None:
         mine = part({device}, zero)
         timeline = replace(mine.timeline, issued=None if device == 1 else issued - zero)
         parts.append(replace(mine, timeline=timeline))
-    read = [Part.unpack(GRAPH, each.pack()) for each in parts]
-    found = whole(GRAPH, read).timeline.issued
+    read = [ProcessResult.unpack(GRAPH, each.pack()) for each in parts]
+    found = merge_results(GRAPH, read).timeline.issued
     assert read[1].timeline.issued is None
     np.testing.assert_array_equal(found, np.where(GRAPH.device == 1, np.nan, issued))
