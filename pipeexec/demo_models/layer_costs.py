@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeexec.demo_models.roofline import Kernel, Kernels, Roofline
-from pipeexec.gpipe.layer_by_layer import CutShelf, ends, one_by_one
+from pipeexec.gpipe.layer_by_layer import DetachingShelf, backward_roots, isolated_layers
 from pipeexec.gpipe.skip import Key, Skippable
 from pipeexec.stages.batches import Batch
 from pipesim.costs.costs import Costs
@@ -138,11 +138,11 @@ def layer_costs(module: nn.Sequential, sample: Batch) -> LayerCosts:
     >>> layer.forward  # 2 * 4 * 10 * 20 operations; input, weight and output of 4 bytes a number
     (Kernel(flops=1600.0, nbytes=1280.0, is_3x3=False),)
     """
-    shelf, saved = CutShelf(), _Saved()
+    shelf, saved = DetachingShelf(), _Saved()
     source: dict[Key, tuple[int, float]] = {}
     layers: list[LayerCost] = []
     skips: list[LayerSkip] = []
-    for i, (run, given) in enumerate(one_by_one(module, sample, _META, shelf)):
+    for i, (run, given) in enumerate(isolated_layers(module, sample, _META, shelf)):
         layers.append(_counted(run, given, saved))
         if isinstance(run, Skippable):
             for key in run.poppable():
@@ -162,7 +162,7 @@ def _counted(layer: nn.Module, given: Batch, saved: _Saved) -> LayerCost:
     before = saved.nbytes
     with saved.but(layer), forward:
         output = layer(given)
-    outputs, gradients = ends(output)
+    outputs, gradients = backward_roots(output)
     if outputs:
         with backward:
             torch.autograd.backward(outputs, gradients)

@@ -1,4 +1,4 @@
-"""`GPipe`: a drop-in for torchgpipe, on the executor of its own forward and backward."""
+"""`GPipe`: a drop-in replacement for torchgpipe, on the streams of pipeexec."""
 
 from pipeexec.gpipe.checkpoint import is_checkpointing, is_recomputing
 from pipeexec.gpipe.gpipe import GPipe

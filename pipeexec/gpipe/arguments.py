@@ -1,8 +1,12 @@
-"""What `pipeexec.GPipe` is given, checked: as torchgpipe's own errors do, and better."""
+"""Check the arguments of `pipeexec.GPipe`.
+
+Errors that torchgpipe has too begin with torchgpipe's text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +19,8 @@ from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
     TooFewDevicesError,
+    check_count,
+    check_flag,
     check_list,
     check_type,
 )
@@ -24,17 +30,19 @@ from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
 
 __all__ = [
-    "Place",
+    "DeviceLike",
+    "Switches",
     "check_microbatches",
     "check_module",
+    "check_order",
+    "check_switches",
     "checked_balance",
+    "checked_devices",
     "checked_input",
-    "checked_order",
-    "chosen",
 ]
 
-_Made = CpuDevice | CudaDevice
-Place = torch.device | int | str | _Made
+_OwnDevice = CpuDevice | CudaDevice
+DeviceLike = torch.device | int | str | _OwnDevice
 
 _ADVICE = """{problem}
 
@@ -50,8 +58,43 @@ If the model still changes, let its balance be found each time:
 """
 
 
+class Switches(NamedTuple):
+    """Switches of a `pipeexec.GPipe` for experiments; its docstring explains them."""
+
+    dependencies: bool = True
+    copy_streams: bool = True
+    portals: bool = True
+    recompute_waits: bool = False
+    backward_seed: int | None = None
+    backward_order: Schedule | None = None
+
+
+def check_switches(switches: Switches) -> None:
+    """Raise `ArgumentError` for a switch of a wrong type, and for switches that exclude each other.
+
+    `check_order` checks the order itself.
+    """
+    for name in ("dependencies", "copy_streams", "portals", "recompute_waits"):
+        check_flag(name, getattr(switches, name))
+    if switches.recompute_waits and switches.copy_streams:
+        raise ArgumentError(
+            "recompute_waits=True, but messages have copy streams: a gradient is received on its "
+            "own stream, and a recompute never waits for it; add copy_streams=False, or leave "
+            "recompute_waits out"
+        )
+    if switches.backward_seed is not None:
+        check_count("backward_seed", switches.backward_seed, 0)
+    if switches.backward_order is not None and (
+        switches.dependencies or switches.backward_seed is not None
+    ):
+        raise ArgumentError(
+            "backward_order is for a backward that has no other order; give dependencies=False "
+            "with it, and no backward_seed"
+        )
+
+
 def check_module(module: object) -> None:
-    """Raise for a module that cannot be cut."""
+    """Raise `ArgumentError` for a module that cannot be split into partitions."""
     if not isinstance(module, nn.Sequential):
         raise ArgumentTypeError(
             f"module must be nn.Sequential to be partitioned, got {type(module).__name__}"
@@ -65,67 +108,69 @@ def check_module(module: object) -> None:
         )
 
 
-def checked_order(order: Schedule | None, n_partitions: int) -> Schedule | None:
-    """Return a schedule whose backwards partitions can follow.
+def check_order(order: Schedule | None, n_partitions: int) -> None:
+    """Check a schedule whose backwards the partitions are to follow.
 
     Raises
     ------
     ArgumentError
         For a schedule of other stages, or with split or overlapped backwards.
     ScheduleError
-        For one that cannot run.
+        For a schedule that cannot run.
     """
     if order is None:
-        return None
+        return
     check_type("backward_order", order, Schedule)
     if order.placement != linear(n_partitions):
         raise ArgumentError(
             f"backward_order is a schedule of {order.n_stages} stages on {order.n_devices} "
-            f"devices, but there are {n_partitions} partitions; give one of a stage a partition"
+            f"devices, but there are {n_partitions} partitions; give a schedule of one "
+            "stage a partition"
         )
     if order.overlapped is not None or set(order.op.tolist()) & {Op.I, Op.W}:
         raise ArgumentError(
             f"backward_order is schedule {order.name!r}, whose backwards are split or overlap "
-            "forwards; give one of F, B and R, such as 'gpipe'"
+            "forwards; give a schedule of F, B and R, such as 'gpipe'"
         )
     verify(order)
-    return order
 
 
 def check_microbatches(order: Schedule | None, n_microbatches: int) -> None:
-    """Raise `ArgumentError` if an order is of another number of micro-batches."""
+    """Raise `ArgumentError` if an order has another number of micro-batches."""
     if order is not None and order.n_microbatches != n_microbatches:
         raise ArgumentError(
-            f"backward_order is of {order.n_microbatches} micro-batches, but the mini-batch makes "
+            f"backward_order has {order.n_microbatches} micro-batches, but the mini-batch makes "
             f"{n_microbatches}; give a schedule of as many, or a mini-batch of more samples"
         )
 
 
 def checked_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
-    """Return a balance of so many layers."""
+    """Return a balance whose sum is ``n_layers``."""
     if balance is None:
         raise ArgumentError(_ADVICE.format(problem="balance is required"))
-    found = check_list("balance", balance, "the layers of each partition, such as [2, 2]")
-    if any(isinstance(x, bool) or not isinstance(x, int) or x <= 0 for x in found):
+    numbers = check_list("balance", balance, "the layers of each partition, such as [2, 2]")
+    if any(isinstance(x, bool) or not isinstance(x, int) or x <= 0 for x in numbers):
         raise ArgumentError(
             _ADVICE.format(
-                problem=f"all balance numbers must be positive integer (balance: {found})"
+                problem=f"all balance numbers must be positive integer (balance: {numbers})"
             )
         )
-    if sum(found) != n_layers:
+    if sum(numbers) != n_layers:
         problem = "module and sum of balance have different length"
-        sizes = f"(module: {n_layers}, sum of balance: {sum(found)})"
+        sizes = f"(module: {n_layers}, sum of balance: {sum(numbers)})"
         raise ArgumentError(_ADVICE.format(problem=f"{problem} {sizes}"))
-    return found
+    return numbers
 
 
-def chosen(devices: Iterable[Place] | None, n: int) -> list[torch.device | _Made]:
-    """Return the devices of ``n`` partitions."""
+def checked_devices(
+    devices: Iterable[DeviceLike] | None, n: int
+) -> list[torch.device | _OwnDevice]:
+    """Return the devices of ``n`` partitions; by default all GPUs, or the CPU for each."""
     if devices is None:
         count = torch.cuda.device_count()
         devices = range(count) if count else ["cpu"] * n
     devices = check_list("devices", devices, "one device a partition")
-    given = [
+    places = [
         x
         if isinstance(x, (CpuDevice, CudaDevice))
         else torch.device("cuda", x)
@@ -133,22 +178,22 @@ def chosen(devices: Iterable[Place] | None, n: int) -> list[torch.device | _Made
         else parse_device(x)
         for x in devices
     ]
-    if len(given) < n:
+    if len(places) < n:
         raise TooFewDevicesError(
-            f"too few devices to hold given partitions (devices: {len(given)}, partitions: {n})"
+            f"too few devices to hold given partitions (devices: {len(places)}, partitions: {n})"
         )
-    if any(isinstance(x, (CpuDevice, CudaDevice)) and x.launch for x in given[:n]):
+    if any(isinstance(x, (CpuDevice, CudaDevice)) and x.launch for x in places[:n]):
         raise ArgumentError(
             "devices of px.workers(launch=...) impose launches on the hosts of a Pipeline; GPipe's "
-            "host is the caller's own thread, whose time is not told apart from that of the "
-            "devices: make the workers without launch"
+            "host is the caller's thread, whose time is not measured apart from that of the "
+            "devices; make the workers without launch"
         )
-    return given[:n]
+    return places[:n]
 
 
-def checked_input(given: object) -> tuple[Tensor, ...]:
+def checked_input(batch: object) -> tuple[Tensor, ...]:
     """Return the tensors of an input."""
-    tensors = given if isinstance(given, tuple) else (given,)
+    tensors = batch if isinstance(batch, tuple) else (batch,)
     for x in tensors:
         if not isinstance(x, Tensor):
             raise ArgumentTypeError(

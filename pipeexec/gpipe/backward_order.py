@@ -1,35 +1,34 @@
-"""The order of the backward, through the autograd graph.
+"""Order the backward through the autograd graph.
 
-Nodes of this graph carry no gradients, which the tables of a call do, but phony tensors without
-elements, which say who comes first. So the engine, which runs one node after the other, only says
-in which order the tasks of the backward are issued; streams run them.
+Nodes of this graph carry no gradients; the tables of a call do. Nodes are tied by phony tensors,
+tensors without elements. The autograd engine runs one node at a time, and so decides only in which
+order the tasks of the backward are issued; streams run the tasks.
 
-Nothing in the data says whether ``B[i, j]`` or ``B[i+1, j]`` comes first. A phony tensor does
-(torchgpipe, arXiv 2004.09910, section 3.2.1): each clock cycle of the forward is a node, which
-takes the phony of the one before, and so the engine must turn the cycles around::
+No data dependency decides whether ``B[i, j]`` or ``B[i+1, j]`` comes first. A phony tensor decides
+it (torchgpipe, arXiv 2004.09910, section 3.2.1). Each clock cycle of the forward is a node that
+takes the phony of the cycle before, so the engine must run the cycles in reverse::
 
     enter ──> B[0,0] ──> B[1,0] B[0,1] ──> B[2,0] B[1,1] ──> B[2,1] ──> leave
 
-``B[i+1, j]`` is in the cycle behind that of ``B[i, j]``, so that it comes first in the backward,
-which goes against the arrows. Each R is right before its B.
+``B[i+1, j]`` is in the cycle after that of ``B[i, j]``, so it comes first in the backward, which
+runs against the arrows. Each R is right before its B.
 
-Without dependencies just the data tie tasks together, and the engine takes the newest node of those
-that are ready. `pipesim.scheduling.autograd_engine` says which order that is for torchgpipe's graph
-on a CPU. Here a chain of nodes, each of one task, gives the tasks that order, on GPUs too, where
-torchgpipe's is a race (`pipesim.autograd_orders`).
+Without dependencies only data tie the tasks together, and the engine runs the newest ready node.
+`pipesim.scheduling.autograd_engine` predicts that order for torchgpipe's graph on a CPU. Here a
+chain of nodes, one task each, gives the tasks that order, on GPUs too, where torchgpipe's order is
+a race (`pipesim.autograd_orders`).
 
-A node may be run while another one is being run. On a GPU, a B calls the engine and waits for the
-GPU's thread of the engine; meanwhile the engine runs other nodes in the thread that waits, all that
-are ready. These nodes only queue their tasks, which are issued once that B has been issued, so that
-no task is issued within another one. A queue belongs to one run of the engine (one ``backward()``):
-several calls may be part of one run, and several threads may run one each.
+A node may run while another node is running. On a GPU, a B calls the engine and waits for the
+engine's thread of that GPU. Meanwhile the engine runs all other ready nodes in the waiting thread.
+These nodes only queue their tasks. Queued tasks are issued after that B, so that no task is issued
+within another task. A queue belongs to one run of the engine (one ``backward()``): several calls
+may be part of one run, and several threads may run one each.
 """
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,23 +36,28 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pipeexec.gpipe.task_orders import Cell, Task
 from pipesim.errors import ExecutionError
-from pipesim.ops import Action, Op, Overlapped
-from pipesim.scheduling.autograd_engine import engine_order, newest_first
-from pipesim.scheduling.schedule import Schedule
+from pipesim.ops import Op
+from pipesim.scheduling.autograd_engine import newest_first
 
-__all__ = ["Backward", "Task", "in_cycles", "in_order", "joined", "link", "undirected"]
+__all__ = [
+    "Backward",
+    "join_gradients",
+    "join_outputs",
+    "link_backward",
+    "link_cycles",
+    "link_tasks",
+]
 
-Cell = tuple[int, int]
-Task = tuple[Op, int, int]
 Tensors = tuple[Tensor, ...]
 
 
 class Backward(Protocol):
-    """What the graph gives an order to."""
+    """A backward whose tasks the graph orders."""
 
     def begin(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
-        """Take the gradients of the outputs, of each micro-batch one an output."""
+        """Take the gradients of the outputs: for each micro-batch, one gradient an output."""
         ...
 
     def issue(self, op: Op, i: int, j: int) -> None:
@@ -61,93 +65,52 @@ class Backward(Protocol):
         ...
 
     def entry_gradients(self) -> Sequence[Tensor | None]:
-        """Return the gradients of the inputs, once they are there."""
+        """Wait for the gradients of the inputs, and return them."""
         ...
 
     def forget(self) -> None:
-        """Let go of what a backward would need: there will be none any more."""
+        """Drop the tensors that a backward would need: no backward will come."""
         ...
 
 
-def in_cycles(
+def link_cycles(
     backward: Backward, cycles: Iterable[Sequence[Cell]], recomputed: Sequence[bool], phony: Tensor
 ) -> Tensor:
-    """Make a node a clock cycle of the forward behind a phony; return the phony of the last."""
+    """Append one node a clock cycle of the forward to ``phony``; return the last node's phony."""
     for cycle in cycles:
         tasks = newest_first(cycle, recomputed)
         phony = _Tasks.apply(backward, tasks, phony)  # type: ignore[no-untyped-call]
     return phony
 
 
-def in_order(backward: Backward, tasks: Sequence[Task], phony: Tensor) -> Tensor:
-    """Make a node a task behind a phony, so that they are issued in order; return the last phony.
+def link_tasks(backward: Backward, tasks: Sequence[Task], phony: Tensor) -> Tensor:
+    """Append one node a task to ``phony``, so that tasks are issued in order.
 
-    The first task is the newest node.
+    The first task is the newest node. Returns that node's phony.
     """
     for task in reversed(tasks):
         phony = _Tasks.apply(backward, [task], phony)  # type: ignore[no-untyped-call]
     return phony
 
 
-def undirected(
-    n_partitions: int,
-    recomputed: Sequence[bool],
-    seed: int | None = None,
-    schedule: Schedule | None = None,
-) -> list[Task]:
-    """Return the tasks of a backward that nothing orders, in the order of the engine on a CPU.
-
-    With a ``schedule`` those of each partition are in its order instead. With a ``seed`` the
-    micro-batches of each partition are shuffled: first all its R, then all its B. Both are from the
-    last partition to the first.
-    """
-    if schedule is not None:
-        orders = schedule.orders[::-1]
-        return [task for order in orders for task in _listed(order, recomputed)]
-    if seed is None:
-        order = engine_order(n_partitions, len(recomputed), sum(recomputed))
-        return [(each.op, each.microbatch or 0, each.stage) for each in order]
-    draws = random.Random(seed)
-    tasks: list[Task] = []
-    for j in range(n_partitions):
-        microbatches = list(range(len(recomputed)))
-        draws.shuffle(microbatches)
-        tasks += [(Op.B, i, j) for i in microbatches]
-        tasks += [(Op.R, i, j) for i in microbatches if recomputed[i]]
-    return tasks[::-1]
-
-
-def _listed(order: Iterable[Action | Overlapped], recomputed: Sequence[bool]) -> Iterator[Task]:
-    """Yield R and B of a partition; an R that is not listed comes right before its B."""
-    left = {i for i, again in enumerate(recomputed) if again}
-    for action in order:
-        assert isinstance(action, Action)
-        i = action.microbatch or 0
-        if action.op in (Op.R, Op.B) and i in left:
-            left.remove(i)
-            yield Op.R, i, action.stage
-        if action.op == Op.B:
-            yield Op.B, i, action.stage
-
-
-def link(
+def link_backward(
     backward: Backward, inputs: Tensors, nodes: Callable[[Tensor], Tensor]
 ) -> Callable[[Sequence[Tensors]], Tensors]:
-    """Make the graph of a backward; return what makes outputs its own.
+    """Make the graph of a backward; return a function that ties the outputs to the graph.
 
     Parameters
     ----------
     backward
-        What is to be run.
+        The backward to run.
     inputs
-        Of the mini-batch: those that require a gradient get theirs.
+        Inputs of the mini-batch; those that require a gradient get it.
     nodes
-        Makes the nodes of its tasks behind a phony; returns the phony of the last one.
+        Appends the nodes of the tasks to a phony; returns the phony of the last node.
 
     Returns
     -------
     Callable
-        Takes the outputs of each micro-batch, and returns those of the mini-batch.
+        Takes the outputs of each micro-batch, and returns the outputs of the mini-batch.
     """
     entry = torch.empty(0, requires_grad=True)
     if any(x.requires_grad for x in inputs):
@@ -174,20 +137,20 @@ class _Tasks(Function):
                 "backward(create_graph=True) does not go through GPipe: there are no second "
                 "derivatives; leave it out, or use the module alone"
             )
-        _issue_in_turn(*ctx.tasks)
-        return None, None, None  # the engine goes on to the node before all the same
+        _issue_or_queue(*ctx.tasks)
+        return None, None, None  # the engine runs the node before nevertheless
 
 
-#: Tasks to issue after the one that is being issued, by the number of the engine's run. Numbers
-#: are those of the process's one engine, so that this is the process's too; a run has a queue
-#: only while one of its tasks is being issued.
+#: Tasks to issue after the one that is being issued, by the number of the engine's run. A process
+#: has one engine, which numbers its runs, so the table is global too. A run has a queue only while
+#: one of its tasks is being issued.
 _QUEUES: dict[int, deque[tuple[Backward, Task]]] = {}
 
 
-def _issue_in_turn(backward: Backward, tasks: Sequence[Task]) -> None:
-    """Issue tasks; within a task of the same run of the engine, queue them behind it.
+def _issue_or_queue(backward: Backward, tasks: Sequence[Task]) -> None:
+    """Issue tasks; queue them if a task of the same run of the engine is being issued.
 
-    If a task raises, those that are queued are dropped: the engine drops the nodes behind them.
+    If a task raises, queued tasks are dropped: the engine drops the nodes behind them.
     """
     run = torch._C._current_graph_task_id()
     waiting = [(backward, task) for task in tasks]
@@ -203,22 +166,23 @@ def _issue_in_turn(backward: Backward, tasks: Sequence[Task]) -> None:
         del _QUEUES[run]
 
 
-def _issue_now(backward: Backward) -> None:
-    """Issue what is queued of one backward: its result is needed before the task under way ends.
+def _issue_queued(backward: Backward) -> None:
+    """Issue the queued tasks of one backward: its result is needed before the current task ends.
 
-    So only with several calls in one run of the engine: a call's own entry is behind all its tasks.
+    Only several calls in one run of the engine get here with queued tasks: within one call, the
+    entry comes after all tasks.
     """
     queue = _QUEUES.get(torch._C._current_graph_task_id(), deque())
     own = [task for owner, task in queue if owner is backward]
-    others = [each for each in queue if each[0] is not backward]
+    others = [(owner, task) for owner, task in queue if owner is not backward]
     queue.clear()
     queue.extend(others)
     for task in own:
         backward.issue(*task)
 
 
-class _Forgets:
-    """Lets a backward forget when the graph that leads to it is gone."""
+class _ForgetOnDelete:
+    """Calls ``forget`` of a backward when the graph that leads to it is deleted."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
@@ -230,15 +194,15 @@ class _Forgets:
 class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, backward: Backward, outputs: Sequence[Tensors], _: Tensor) -> Any:
-        ctx.gradients_of, ctx.forgets = backward, _Forgets(backward)
+        ctx.target, ctx.forget_on_delete = backward, _ForgetOnDelete(backward)
         ctx.sizes = [
             [len(x) if x.dim() else 1 for x in parts] for parts in zip(*outputs, strict=True)
         ]
         ctx.set_materialize_grads(False)
-        made = joined(outputs)
-        can_not = [x for x in made if not (x.is_floating_point() or x.is_complex())]
-        ctx.mark_non_differentiable(*can_not)
-        return made
+        whole = join_outputs(outputs)
+        integers = [x for x in whole if not (x.is_floating_point() or x.is_complex())]
+        ctx.mark_non_differentiable(*integers)
+        return whole
 
     @staticmethod
     @once_differentiable
@@ -247,26 +211,57 @@ class _Leave(Function):
             [None] * len(sizes) if x is None else x.split(sizes) if len(sizes) > 1 else [x]
             for x, sizes in zip(gradients, ctx.sizes, strict=True)
         ]
-        ctx.gradients_of.begin(list(zip(*parts, strict=True)))
+        ctx.target.begin(list(zip(*parts, strict=True)))
         return None, None, None
 
 
 class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, backward: Backward, *inputs: Tensor) -> Tensor:
-        ctx.gradients_of = backward
+        ctx.target = backward
         ctx.set_materialize_grads(False)
         return torch.empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> Any:
-        _issue_now(ctx.gradients_of)
-        return None, *ctx.gradients_of.entry_gradients()
+        _issue_queued(ctx.target)
+        return None, *ctx.target.entry_gradients()
 
 
-def joined(outputs: Sequence[Tensors]) -> Tensors:
-    """Return the outputs of micro-batches as those of one mini-batch."""
+def join_outputs(outputs: Sequence[Tensors]) -> Tensors:
+    """Return the outputs of micro-batches as the outputs of one mini-batch."""
     if len(outputs) == 1:
         return tuple(x.detach() for x in outputs[0])
     return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+
+
+def join_gradients(
+    gradients: Sequence[Mapping[Any, Tensor]], shapes: Sequence[Sequence[torch.Size]]
+) -> list[Tensor | None]:
+    """Return the gradients of a mini-batch's inputs, from those of its micro-batches.
+
+    Parameters
+    ----------
+    gradients
+        For each micro-batch, gradients by the number of the input; missing ones are zero.
+    shapes
+        For each micro-batch, the shapes of its inputs.
+
+    Returns
+    -------
+    list
+        One gradient an input; None where no micro-batch has one.
+    """
+    whole: list[Tensor | None] = []
+    for k in range(len(shapes[0])):
+        like = next((tensors[k] for tensors in gradients if k in tensors), None)
+        if like is None:
+            whole.append(None)
+            continue
+        parts = [
+            tensors[k] if k in tensors else like.new_zeros(sizes[k])
+            for tensors, sizes in zip(gradients, shapes, strict=True)
+        ]
+        whole.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+    return whole

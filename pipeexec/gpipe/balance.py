@@ -1,6 +1,6 @@
-"""How many layers each stage gets, from what the layers of a sequential module cost.
+"""Split the layers of a sequential module over stages, by measured time or size.
 
-Layers are run one by one, on copies; the split is the best there is for what was measured.
+Layers are run one by one, on copies. The split is optimal for the measured costs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeexec.gpipe.layer_by_layer import ends, one_by_one
+from pipeexec.gpipe.layer_by_layer import backward_roots, isolated_layers
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.batches import Batch
 from pipesim.errors import ArgumentError, check_count
@@ -28,27 +28,27 @@ def balance_by_time(
     timeout: float = 1.0,
     device: torch.device | int | str | None = None,
 ) -> list[int]:
-    """Return numbers of layers such that the slowest stage is as fast as can be.
+    """Return the number of layers of each stage that makes the slowest stage fastest.
 
     Parameters
     ----------
     partitions
-        How many stages.
+        Number of stages.
     module
-        Not changed; copies of its layers are run forward and backward, in training mode.
+        The layers. Copies of them are run forward and backward, in training mode.
     sample
         An input: a tensor or a tuple of tensors, of any number of samples.
     timeout
-        Seconds to measure for; the layers are run once more as long as they are not over.
+        Time to measure for (s). Layers are run once, and again until the time is over.
     device
-        Where to measure; by default the current GPU, or the CPU where there is none.
+        Device to measure on; by default the current GPU, or the CPU if there is no GPU.
 
     Raises
     ------
     ArgumentError
-        If there are fewer layers than stages, or a parameter has a gradient already.
+        For fewer layers than stages, and for a parameter that has a gradient already.
     """
-    where = _device(device)
+    place = _device(device)
     if any(p.grad is not None for p in module.parameters()):
         raise ArgumentError(
             "some parameter already has gradient; balance before the first backward, or call "
@@ -57,13 +57,13 @@ def balance_by_time(
     seconds: list[list[float]] = [[] for _ in module]
     end = time.perf_counter() + timeout
     while not seconds[0] or time.perf_counter() < end:
-        for layer, (run, given) in enumerate(one_by_one(module, sample, where)):
-            _wait_for(where)
+        for k, (layer, inputs) in enumerate(isolated_layers(module, sample, place)):
+            _wait_for(place)
             begin = time.perf_counter()
-            _backward(run(given))
-            _wait_for(where)
-            seconds[layer].append(time.perf_counter() - begin)
-    return balance_costs([float(np.median(each)) for each in seconds], partitions)
+            _backward(layer(inputs))
+            _wait_for(place)
+            seconds[k].append(time.perf_counter() - begin)
+    return balance_costs([float(np.median(times)) for times in seconds], partitions)
 
 
 def balance_by_size(
@@ -75,65 +75,65 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: torch.device | int | str | None = None,
 ) -> list[int]:
-    """Return numbers of layers such that the fullest stage holds as little as can be.
+    """Return the number of layers of each stage that makes the fullest stage smallest.
 
-    A layer's size is the bytes that its forward saves for its backward, and those of its
+    The size of a layer is the bytes that its forward saves for its backward, plus the bytes of its
     parameters times ``param_scale``.
 
     Parameters
     ----------
     partitions
-        How many stages.
+        Number of stages.
     module
-        Not changed; copies of its layers are run, in training mode.
+        The layers. Copies of them are run, in training mode.
     input
-        A mini-batch, as it will be trained with.
+        A mini-batch, as in training.
     chunks
-        Number of micro-batches: the first is run.
+        Number of micro-batches; the first one is run.
     param_scale
         Copies of the parameters that training holds: 2 with gradients, 2 to 3 with SGD, 4 to 5
         with Adam.
     device
-        Where to measure; by default the current GPU, or the CPU where there is none.
+        Device to measure on; by default the current GPU, or the CPU if there is no GPU.
 
     Raises
     ------
     ArgumentError
-        If there are fewer layers than stages.
+        For fewer layers than stages.
     """
-    where, chunks = _device(device), check_count("chunks", chunks)
+    place, chunks = _device(device), check_count("chunks", chunks)
     first: Batch = (
         tuple(x.chunk(chunks)[0] for x in input)
         if isinstance(input, tuple)
         else input.chunk(chunks)[0]
     )
     sizes = []
-    for layer, (run, given) in zip(module, one_by_one(module, first, where), strict=True):
-        meter = ActivationMeter(ignored=[*run.parameters(), *run.buffers()])
+    for layer, (copy, inputs) in zip(module, isolated_layers(module, first, place), strict=True):
+        meter = ActivationMeter(ignored=[*copy.parameters(), *copy.buffers()])
         with meter.saved_tensors():
-            run(given)
+            copy(inputs)
         parameters = sum(p.nbytes for p in layer.parameters())
         sizes.append(meter.peak + parameters * param_scale)
     return balance_costs(sizes, partitions)
 
 
 def balance_costs(costs: Sequence[float], partitions: int) -> list[int]:
-    """Return lengths of contiguous blocks of which the costliest costs the least.
+    """Return the lengths of contiguous blocks that minimize the cost of the costliest block.
 
-    Of several such splits, one whose blocks differ least (least sum of squares). Exact: dynamic
-    programming over where each block ends, O(partitions * len(costs)^2).
+    Among such splits, the sum of the squared costs of the blocks is least. Exact: dynamic
+    programming over the ends of blocks, O(partitions * len(costs)^2).
 
     Parameters
     ----------
     costs
-        Of each layer, none below 0; any unit.
+        Cost of each layer, at least 0; any unit.
     partitions
-        How many blocks; none is empty.
+        Number of blocks; none is empty.
 
     Raises
     ------
     ArgumentError
-        If there are fewer layers than blocks.
+        For fewer layers than blocks.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def balance_costs(costs: Sequence[float], partitions: int) -> list[int]:
             "shorter than intended partitions; ask for fewer"
         )
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
-    blocks = sums[None, :] - sums[:, None]  # of the layers from row to column
+    blocks = sums[None, :] - sums[:, None]  # cost of the layers from row to column
     n = len(costs)
     lowest = _best(np.where(np.tri(n + 1, dtype=bool), np.inf, blocks), partitions, np.maximum)[0]
     allowed = blocks <= lowest * (1 + 1e-12)
@@ -157,7 +157,7 @@ def balance_costs(costs: Sequence[float], partitions: int) -> list[int]:
 
 
 def _best(costs: np.ndarray, partitions: int, join: np.ufunc) -> tuple[float, list[int]]:
-    """Return the least joint cost of so many blocks that cover all layers, and their lengths."""
+    """Return the least joint cost of that many blocks of all layers, and the blocks' lengths."""
     n = len(costs) - 1
     best = np.full((partitions + 1, n + 1), np.inf)
     best[0, 0] = 0.0
@@ -175,7 +175,7 @@ def _best(costs: np.ndarray, partitions: int, join: np.ufunc) -> tuple[float, li
 
 
 def _backward(output: Batch) -> None:
-    outputs, gradients = ends(output)
+    outputs, gradients = backward_roots(output)
     if outputs:
         torch.autograd.backward(outputs, gradients)
 

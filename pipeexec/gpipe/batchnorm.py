@@ -1,4 +1,4 @@
-"""Batch norms whose running statistics are those of the mini-batch, not of its micro-batches."""
+"""Batch norms whose running statistics are computed from mini-batches, not from micro-batches."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ __all__ = ["DeferredBatchNorm"]
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A batch norm that gathers the statistics of all micro-batches, then updates its own once.
+    """A batch norm that updates its running statistics once a mini-batch.
 
-    The statistics are those that a batch norm would have of the whole mini-batch. Each micro-batch
-    is still normalized by its own mean and variance.
+    The running statistics equal those of a batch norm that runs the whole mini-batch. Each
+    micro-batch is still normalized by its mean and variance.
 
     Parameters
     ----------
     num_features, eps, momentum, affine
-        As of `torch.nn.BatchNorm2d`.
+        As for `torch.nn.BatchNorm2d`.
     chunks
-        Micro-batches of a mini-batch.
+        Number of micro-batches of a mini-batch.
     """
 
-    #: It was chosen for micro-batches: `pipeexec.data_parallel.batch_norms.BatchNormCheck` does not
-    #: warn of it.
+    #: Read by `pipeexec.data_parallel.batch_norms.BatchNormCheck`, which does not warn of it.
     is_deferred = True
     sum: Tensor
     sum_squares: Tensor
@@ -44,15 +43,15 @@ class DeferredBatchNorm(_BatchNorm):
         self.register_buffer("sum", torch.zeros(num_features))
         self.register_buffer("sum_squares", torch.zeros(num_features))
         self.chunks = chunks
-        self.counter = 0  # values of a channel so far
-        self.tracked = 0  # micro-batches so far
-        self._before: list[Tensor] | None = None  # the statistics that this mini-batch has changed
+        self.counter = 0  # values of a channel so far, in this mini-batch
+        self.tracked = 0  # micro-batches so far, in this mini-batch
+        self._before: list[Tensor] | None = None  # running statistics before this mini-batch
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
-        """Return a module with these in place of all batch norms that track statistics.
+        """Return a module in which this class replaces all batch norms that track statistics.
 
-        Parameters and buffers are shared with the module's.
+        Parameters and buffers are shared with ``module``.
         """
         if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
             return module
@@ -72,29 +71,29 @@ class DeferredBatchNorm(_BatchNorm):
         return converted
 
     def begin(self, chunks: int) -> None:
-        """Begin a mini-batch of so many micro-batches; let go of what one that failed has left."""
+        """Begin a mini-batch of ``chunks`` micro-batches; drop the sums of one that failed."""
         self.chunks = chunks
         self._before = None
         if self.tracked:
             self._restart()
 
     def undo(self) -> None:
-        """Forget a mini-batch whose forward failed after all of it had come by here."""
+        """Restore the running statistics if a failed forward had run the whole mini-batch here."""
         if self._before is not None:
             for statistic, before in zip(self._statistics(), self._before, strict=True):
                 statistic.copy_(before)
         self._before = None
 
     def _statistics(self) -> list[Tensor]:
-        found = (self.running_mean, self.running_var, self.num_batches_tracked)
-        return [x for x in found if x is not None]
+        statistics = (self.running_mean, self.running_var, self.num_batches_tracked)
+        return [x for x in statistics if x is not None]
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a micro-batch; in training, note its statistics, unless it is recomputed."""
+        """Normalize a micro-batch; in training, add up its statistics unless it is recomputed."""
         self._check_input_dim(input)
         if not self.training:
             return functional.batch_norm(
@@ -115,7 +114,7 @@ class DeferredBatchNorm(_BatchNorm):
             self._commit()
 
     def _commit(self) -> None:
-        """Update the running statistics by those of the mini-batch; the variance is unbiased."""
+        """Update the running statistics from the mini-batch; the variance is unbiased."""
         self._before = [x.clone() for x in self._statistics()]
         assert isinstance(self.num_batches_tracked, Tensor)
         assert isinstance(self.running_mean, Tensor)

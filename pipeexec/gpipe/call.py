@@ -1,8 +1,8 @@
-"""One forward of a `pipeexec.GPipe`, and the backward that may follow it.
+"""One forward of a `pipeexec.GPipe`, and its backward.
 
-The host issues tasks and messages to streams: forwards by the clock cycle, recomputes and backwards
-as the autograd engine comes to their nodes (`pipeexec.gpipe.backward_order`). What they do with
-tensors is in `pipeexec.gpipe.partition_tasks`.
+The host issues tasks and messages to streams. Forwards are issued by clock cycle, recomputes and
+backwards when the autograd engine reaches their nodes (`pipeexec.gpipe.backward_order`). The tasks
+themselves are in `pipeexec.gpipe.partition_tasks`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,27 @@ from torch.autograd import Variable
 from pipeexec.devices import clocks
 from pipeexec.devices.streams import Event, wait_for
 from pipeexec.devices.thread_settings import one_thread
-from pipeexec.gpipe.backward_order import in_cycles, in_order, joined, link, undirected
-from pipeexec.gpipe.clock_cycles import clock_cycles
-from pipeexec.gpipe.message_streams import Lane, Lanes, lanes
-from pipeexec.gpipe.partition_tasks import Done, Tensors, Work
+from pipeexec.gpipe.backward_order import (
+    join_gradients,
+    join_outputs,
+    link_backward,
+    link_cycles,
+    link_tasks,
+)
+from pipeexec.gpipe.message_streams import (
+    MessageStreams,
+    MessageStreamsByPartition,
+    message_streams,
+)
+from pipeexec.gpipe.partition_tasks import PartitionTasks, SlotTensors, TaskKey
+from pipeexec.gpipe.task_orders import Task, clock_cycles, unordered_backward
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
-__all__ = ["CALLER", "COMPUTE", "WORTH_A_THREAD", "Call"]
+__all__ = ["CALLER", "COMPUTE", "Call"]
 
-#: Streams that compute: one that a device has, or that which is whoever gives it work.
+#: Names of streams that compute: a separate stream of the device, or the calling thread.
 COMPUTE, CALLER = "compute", "caller"
-#: Seconds of a forward from which on a thread is worth having: below, threads that take Python's
-#: lock from each other cost more than they gain (``benchmarks/peers_gpipe.py``).
-WORTH_A_THREAD = 300e-6
 
 
 class Call:
@@ -42,51 +49,58 @@ class Call:
 
     Parameters
     ----------
-    work
-        What is to be run.
+    tasks
+        The tasks to run.
     stream
-        The one of each device that computes.
+        Name of the stream of each device that computes: `COMPUTE` or `CALLER`.
 
     Attributes
     ----------
-    clock, began, ended
-        When each task and message began and ended.
+    clock
+        The clock of the events; None before the forward.
+    start_events, end_events
+        Events at the start and end of each task and message.
     order
-        Backwards and recomputes, as they were issued.
+        Recomputes and backwards in the order in which they were issued: operation, partition,
+        micro-batch.
+    has_failed
+        Whether a task failed, or the forward was interrupted.
     """
 
-    def __init__(self, work: Work, stream: str = COMPUTE) -> None:
-        self.work, self.machine = work, work.machine
+    def __init__(self, tasks: PartitionTasks, stream: str = COMPUTE) -> None:
+        self.tasks, self.runtime = tasks, tasks.runtime
         self.clock: clocks.Clocks | None = None
-        self.began: dict[Done, Event] = {}
-        self.ended: dict[Done, Event] = {}
+        self.start_events: dict[TaskKey, Event] = {}
+        self.end_events: dict[TaskKey, Event] = {}
         self.order: list[tuple[Op, int, int]] = []
         self.has_failed = False
-        # The caller's thread computes and moves all, or gives both to other streams.
-        self._stream, self._copies = stream, work.machine.copy_streams and stream != CALLER
-        self._around = one_thread if stream == CALLER else nullcontext
-        self._streams = [device.stream(stream) for device in self.machine.devices]
-        self._works = {Op.F: work.forward, Op.R: work.recompute, Op.B: work.backward}
-        self._error: BaseException | None = None  # what failed first, until it is raised
-        self._has_gone_back = self._is_done = False
-        self._last: dict[int, Event] = {}  # of each partition
-        # Of two partitions: the messages that were sent from one to the other, but not received.
-        self._channels: dict[tuple[int, int], deque[tuple[int, Lane, Done]]] = defaultdict(deque)
-        self._lanes: dict[Op, Lanes] = {}
-        self._entered: Sequence[Sequence[torch.Size]] = ()
+        # The caller's thread runs all tasks and messages, or other streams run both.
+        self._stream = stream
+        self._copy_streams = self.runtime.switches.copy_streams and stream != CALLER
+        self._thread_context = one_thread if stream == CALLER else nullcontext
+        self._streams = [device.stream(stream) for device in self.runtime.devices]
+        self._run_task = {Op.F: tasks.forward, Op.R: tasks.recompute, Op.B: tasks.backward}
+        self._error: BaseException | None = None  # the first failure, until it is raised
+        self._has_begun_backward = self._is_done = False
+        self._last_event: dict[int, Event] = {}  # by partition
+        # By source and target partition: messages that were sent, but not received.
+        self._channels: dict[tuple[int, int], deque[tuple[int, MessageStreams, TaskKey]]]
+        self._channels = defaultdict(deque)
+        self._message_streams: dict[Op, MessageStreamsByPartition] = {}
+        self._input_shapes: Sequence[Sequence[torch.Size]] = ()
 
     # Forward
 
     def run(
         self, inputs: tuple[Tensor, ...], microbatches: Sequence[tuple[Tensor, ...]], atomic: bool
     ) -> tuple[bool, tuple[Tensor, ...]]:
-        """Run all micro-batches through all partitions; return what they became, as one.
+        """Run all micro-batches through all partitions; return the outputs of the mini-batch.
 
-        It is one tensor if the first of what is returned says so, else a tuple.
+        The first value returned says whether the outputs are one tensor, not a tuple.
         """
         try:
             return self._run(inputs, microbatches, atomic)
-        except BaseException:  # an interrupt, too
+        except BaseException:  # interrupts too
             self.has_failed = True
             self.forget()
             raise
@@ -94,198 +108,191 @@ class Call:
     def _run(
         self, inputs: tuple[Tensor, ...], microbatches: Sequence[tuple[Tensor, ...]], atomic: bool
     ) -> tuple[bool, tuple[Tensor, ...]]:
-        m, n = len(microbatches), len(self.machine.stages)
-        self.clock = clocks.start(self.machine.devices)
-        self._entered = [[x.shape for x in tensors] for tensors in microbatches]
+        m, n = len(microbatches), len(self.runtime.stages)
+        self.clock = clocks.start(self.runtime.devices)
+        self._input_shapes = [[x.shape for x in tensors] for tensors in microbatches]
         for x in inputs:
-            self.machine.devices[0].adopt(x, self._streams[0])
+            self.runtime.devices[0].adopt(x, self._streams[0])
         for i, tensors in enumerate(microbatches):
-            self.work.enter(i, tensors, atomic)
-        with self._around():
+            self.tasks.put_microbatch(i, tensors, atomic)
+        with self._thread_context():
             for i, j in chain.from_iterable(clock_cycles(m, n)):
                 self._issue(Op.F, i, j)
-        leave = self._linked(inputs) if self.work.tracked else joined  # while devices work
+        # The graph is made while devices work.
+        leave = self._link(inputs) if self.tasks.tracked else join_outputs
         self._rejoin()
-        made = self._taken(n - 1, [(Op.F, i, n - 1) for i in range(m)])
-        is_atomic = all(self.work.is_atomic(i) for i in range(m))
-        return is_atomic, leave([tuple(tensors.values()) for tensors in made])
+        outputs = self._pop_results(n - 1, [(Op.F, i, n - 1) for i in range(m)])
+        is_atomic = all(self.tasks.pop_is_atomic(i) for i in range(m))
+        return is_atomic, leave([tuple(tensors.values()) for tensors in outputs])
 
     def _rejoin(self) -> None:
-        """Let the caller go on once all devices have: what it does then may concern each."""
-        for j, event in self._last.items():
-            self.machine.devices[j].rejoin(event)
-        self._check()
+        """Order the caller behind all devices: the caller may use or change what they used."""
+        for j, event in self._last_event.items():
+            self.runtime.devices[j].rejoin(event)
+        self._raise_failure()
 
-    def _taken(self, j: int, which: Sequence[tuple[Op, int, int]]) -> list[Tensors]:
-        """Return what partition ``j`` has made, for the caller to use."""
-        made = [self.work.take(*each) for each in which]
-        values = tuple(x for tensors in made for x in tensors.values())
-        self.machine.devices[j].rejoin(self._last[j], values)
-        return made
+    def _pop_results(self, j: int, tasks: Sequence[Task]) -> list[SlotTensors]:
+        """Return the results of tasks of partition ``j``, for the caller to use."""
+        results = [self.tasks.pop_result(*task) for task in tasks]
+        values = tuple(x for tensors in results for x in tensors.values())
+        self.runtime.devices[j].rejoin(self._last_event[j], values)
+        return results
 
-    def _linked(
+    def _link(
         self, inputs: tuple[Tensor, ...]
     ) -> Callable[[Sequence[tuple[Tensor, ...]]], tuple[Tensor, ...]]:
-        """Make the graph that gives the backward its order."""
-        machine, recomputed, tracked = self.machine, self.work.recomputed, self.work.tracked
-        if machine.dependencies:
-            cycles = clock_cycles(len(recomputed), len(machine.stages))
+        """Make the autograd graph that orders the backward."""
+        n, switches = len(self.runtime.stages), self.runtime.switches
+        recomputed, tracked = self.tasks.recomputed, self.tasks.tracked
+        if switches.dependencies:
+            cycles = clock_cycles(len(recomputed), n)
             kept = [[cell for cell in cycle if cell[1] in tracked] for cycle in cycles]
-            return link(self, inputs, partial(in_cycles, self, kept, recomputed))
-        tasks = undirected(len(machine.stages), recomputed, machine.seed, machine.schedule)
-        kept_tasks = [task for task in tasks if task[2] in tracked]
-        return link(self, inputs, partial(in_order, self, kept_tasks))
+            return link_backward(self, inputs, partial(link_cycles, self, kept, recomputed))
+        order = unordered_backward(n, recomputed, switches.backward_seed, switches.backward_order)
+        tasks = [task for task in order if task[2] in tracked]
+        return link_backward(self, inputs, partial(link_tasks, self, tasks))
 
     def _issue(self, op: Op, i: int, j: int) -> None:
-        """Give a task to its stream, what arrives for it before, and what leaves after it."""
-        arriving, leaving = self._lanes_of(op)
-        if op == Op.R and self.machine.recompute_waits:
-            arriving = self._lanes_of(Op.B).arriving
-        needed = [self._received(i, lane) for lane in arriving[j]]
-        done = op, j, i, None
-        began, ended = self._streams[j].run(partial(self._guarded, self._works[op], i, j), needed)
-        self.began[done], self.ended[done], self._last[j] = began, ended, ended
-        for lane in leaving[j]:
-            self._send(i, lane, ended)
+        """Issue a task, the messages that it needs before it, and its results' messages after."""
+        incoming, outgoing = self._streams_of(op)
+        if op == Op.R and self.runtime.switches.recompute_waits:
+            incoming = self._streams_of(Op.B).incoming
+        needed = [self._arrival(i, streams) for streams in incoming[j]]
+        task = partial(self._run_unless_failed, self._run_task[op], i, j)
+        key = op, j, i, None
+        start, end = self._streams[j].run(task, needed)
+        self.start_events[key], self.end_events[key], self._last_event[j] = start, end, end
+        for streams in outgoing[j]:
+            self._send(i, streams, end)
 
-    def _lanes_of(self, op: Op) -> Lanes:
-        """Return the lanes of F, or of B, made on first use; R has none."""
-        if op not in self._lanes:
-            machine, tracked = self.machine, self.work.tracked
-            ways, partitions = (
-                (machine.forward, range(len(machine.stages)))
+    def _streams_of(self, op: Op) -> MessageStreamsByPartition:
+        """Return the streams of the messages of F or B, made on first use; R has no messages."""
+        if op not in self._message_streams:
+            runtime, tracked = self.runtime, self.tasks.tracked
+            routes, partitions = (
+                (runtime.forward_routes, range(len(runtime.stages)))
                 if op == Op.F
-                else (machine.backward, tracked if op == Op.B else ())
+                else (runtime.backward_routes, tracked if op == Op.B else ())
             )
-            self._lanes[op] = lanes(
-                op, ways, machine.devices, self._stream,
-                copy_streams=self._copies, partitions=partitions,
+            self._message_streams[op] = message_streams(
+                op, routes, runtime.devices, self._stream,
+                copy_streams=self._copy_streams, partitions=partitions,
             )  # fmt: skip
-        return self._lanes[op]
+        return self._message_streams[op]
 
-    def _send(self, i: int, lane: Lane, made: Event) -> None:
-        """Give the sender's end of a message to its stream, behind what ``made`` it."""
-        source, target, _ = lane.route
-        sent = lane.send, source, i, lane.ahead
-        work = partial(self._guarded, self.work.part, i, lane, sent)
-        self.began[sent], self.ended[sent] = lane.sends.run(work, (made,))
-        if not self._copies:
-            self._last[source] = self.ended[sent]
-        self._channels[source, target].append((i, lane, sent))
+    def _send(self, i: int, streams: MessageStreams, produced: Event) -> None:
+        """Issue the SEND of a message, behind the event ``produced`` of its task."""
+        source, target, _ = streams.route
+        key = streams.send_op, source, i, streams.send_peer
+        send = partial(self._run_unless_failed, self.tasks.send, i, streams, key)
+        self.start_events[key], self.end_events[key] = streams.send_stream.run(send, (produced,))
+        if not self._copy_streams:
+            self._last_event[source] = self.end_events[key]
+        self._channels[source, target].append((i, streams, key))
 
-    def _received(self, i: int, lane: Lane) -> Event:
-        """Return when a message is there: it is received behind those that were sent before."""
-        source, target, _ = lane.route
-        done = lane.recv, target, i, lane.behind
-        while done not in self.ended:
+    def _arrival(self, i: int, streams: MessageStreams) -> Event:
+        """Return the event at the end of a RECV; RECVs are issued in the order of their SENDs."""
+        source, target, _ = streams.route
+        key = streams.recv_op, target, i, streams.recv_peer
+        while key not in self.end_events:
             self._receive(*self._channels[source, target].popleft())
-        return self.ended[done]
+        return self.end_events[key]
 
-    def _receive(self, i: int, lane: Lane, sent: Done) -> None:
-        """Give the receiver's end of a message to its stream."""
-        done = lane.recv, lane.route.target, i, lane.behind
-        work = partial(self._guarded, self.work.land, i, lane, sent)
-        self.began[done], self.ended[done] = lane.receives.run(work, (self.ended[sent],))
+    def _receive(self, i: int, streams: MessageStreams, send: TaskKey) -> None:
+        """Issue the RECV of the message that ``send`` sends."""
+        key = streams.recv_op, streams.route.target, i, streams.recv_peer
+        receive = partial(self._run_unless_failed, self.tasks.receive, i, streams, send)
+        start, end = streams.recv_stream.run(receive, (self.end_events[send],))
+        self.start_events[key], self.end_events[key] = start, end
 
     def forward_seconds(self) -> float:
-        """Return how long a forward takes: the fastest of each partition, on average."""
-        n = len(self.machine.stages)
-        seconds = [
-            min(self.ended[done].seconds_since(self.began[done]) for done in each)
-            for each in (
-                [(Op.F, j, i, None) for i in range(len(self.work.recomputed))] for j in range(n)
+        """Return the time of a forward (s): the fastest of each partition, averaged."""
+        n, m = len(self.runtime.stages), len(self.tasks.recomputed)
+        fastest = [
+            min(
+                self.end_events[key].seconds_since(self.start_events[key])
+                for key in ((Op.F, j, i, None) for i in range(m))
             )
+            for j in range(n)
         ]
-        return sum(seconds) / n
+        return sum(fastest) / n
 
-    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Run a task, unless another has failed."""
+    def _run_unless_failed(self, task: Callable[..., None], *arguments: Any) -> None:
+        """Run a task, unless another task has failed."""
         if self.has_failed:
             return
         try:
-            work(*arguments)
+            task(*arguments)
         except BaseException as error:
             self.has_failed, self._error = True, error
 
-    # Where host and streams meet
+    # Where the host meets the streams
 
-    def _check(self) -> None:
-        """Raise what went wrong, as it was, once no thread works on this call any longer.
+    def _raise_failure(self) -> None:
+        """Raise the first failure, if any, once no thread works on this call.
 
-        It is not kept: its traceback knows the graph, which knows this call.
+        The error is not kept: its traceback refers to the graph, which refers to this call.
         """
         if self.has_failed:
             self.forget()
             error, self._error = self._error, None
             raise error or ExecutionError("this forward of GPipe has failed; run it again")
 
-    def settle(self) -> None:
-        """Wait until every device is through with what was issued."""
-        for event in list(self._last.values()):
+    def wait(self) -> None:
+        """Wait until every device has run all that was issued."""
+        for event in list(self._last_event.values()):
             wait_for(event)
 
     def forget(self) -> None:
-        """Drop what a backward would need: there will be none any more.
+        """Drop the tensors that a backward would need: no backward will come.
 
-        Threads of CPU workers still use it; kernels of a GPU need its memory only, which the
-        allocator keeps. So the caller waits for the former, not for the latter.
+        The host waits for threads of CPU workers, which still use them. It does not wait for
+        kernels of a GPU: they need the memory only, which the allocator keeps.
         """
         if self._is_done:
             return
-        for j, event in list(self._last.items()):
-            self.machine.devices[j].wait_for_host(event)
+        for j, event in list(self._last_event.items()):
+            self.runtime.devices[j].wait_for_host(event)
         self._is_done = True
-        self.work.forget()
+        self.tasks.forget()
 
-    # Backward: what its graph asks for
+    # Backward: called by the nodes of its graph
 
     def begin(self, gradients: Sequence[Sequence[Tensor | None]]) -> None:
-        """Take the gradients of the outputs; see that the end waits for the devices."""
-        self._check()
+        """Take the gradients of the outputs; let the end of the backward wait for the devices."""
+        self._raise_failure()
         if not Variable._execution_engine.is_checkpoint_valid():
             raise ExecutionError(
                 "the backward of GPipe adds to the .grad of its parameters: call backward() "
                 "without inputs=, instead of torch.autograd.grad()"
             )
-        if self._has_gone_back:
+        if self._has_begun_backward:
             raise ExecutionError(
-                "a second backward through one forward of GPipe: what it needs is gone; run the "
-                "forward again, or add up the losses and go back once"
+                "a second backward through one forward of GPipe: the activations are gone; run the "
+                "forward again, or add up the losses and call backward() once"
             )
-        self._has_gone_back = True
-        for device in self.machine.devices:
-            device.mark()  # what follows comes behind what the caller has made and changed
-        for i, given in enumerate(gradients):
-            self.work.go_back(i, given, self._streams[-1])
-        Variable._execution_engine.queue_callback(self._came_back)
+        self._has_begun_backward = True
+        for device in self.runtime.devices:
+            device.mark()  # tasks issued from here on come after the caller's own work
+        for i, output_gradients in enumerate(gradients):
+            self.tasks.put_gradients(i, output_gradients, self._streams[-1])
+        Variable._execution_engine.queue_callback(self._finish_backward)
 
     def issue(self, op: Op, i: int, j: int) -> None:
         """Issue R or B of a micro-batch in a partition."""
-        self._check()
+        self._raise_failure()
         self.order.append((op, j, i))
-        with self._around():
+        with self._thread_context():
             self._issue(op, i, j)
 
-    def _came_back(self) -> None:
+    def _finish_backward(self) -> None:
         self._rejoin()
         self._is_done = True
-        self.work.drop()
+        self.tasks.drop_results()
 
     def entry_gradients(self) -> list[Tensor | None]:
-        """Return the gradients of the mini-batch's inputs, once they are there."""
-        m = len(self._entered)
-        self.machine.devices[0].rejoin(self._last[0])
-        self._check()
-        found = self._taken(0, [(Op.B, i, 0) for i in range(m)])
-        whole: list[Tensor | None] = []
-        for k in range(len(self._entered[0])):
-            like = next((tensors[k] for tensors in found if k in tensors), None)
-            if like is None:
-                whole.append(None)
-                continue
-            parts = [
-                tensors[k] if k in tensors else like.new_zeros(shapes[k])
-                for tensors, shapes in zip(found, self._entered, strict=True)
-            ]
-            whole.append(torch.cat(parts) if m > 1 else parts[0])
-        return whole
+        """Wait for the gradients of the mini-batch's inputs, and return them."""
+        self.runtime.devices[0].rejoin(self._last_event[0])
+        self._raise_failure()
+        tasks = [(Op.B, i, 0) for i in range(len(self._input_shapes))]
+        return join_gradients(self._pop_results(0, tasks), self._input_shapes)

@@ -10,32 +10,32 @@ from pipeexec.stages.restore import temporary_attribute
 __all__ = ["checkpointing", "is_checkpointing", "is_recomputing", "recomputing"]
 
 
-class _Local(threading.local):
+class _CheckpointState(threading.local):
     is_checkpointing = False
     is_recomputing = False
 
 
-_LOCAL = _Local()
+_STATE = _CheckpointState()
 
 
 def is_checkpointing() -> bool:
-    """Return whether the module that asks runs a forward whose activations are not kept."""
-    return _LOCAL.is_checkpointing
+    """Return whether the calling module runs a forward whose activations are not kept."""
+    return _STATE.is_checkpointing
 
 
 def is_recomputing() -> bool:
-    """Return whether the module that asks is run again for its backward.
+    """Return whether the calling module is run again for its backward.
 
-    For what must be done once a forward, such as counting.
+    Modules use it for work that is done once a forward, such as counting.
     """
-    return _LOCAL.is_recomputing
+    return _STATE.is_recomputing
 
 
 def checkpointing() -> AbstractContextManager[None]:
     """Return a context in which `is_checkpointing` is true in this thread."""
-    return temporary_attribute(_LOCAL, "is_checkpointing", True)
+    return temporary_attribute(_STATE, "is_checkpointing", True)
 
 
 def recomputing(again: bool = True) -> AbstractContextManager[None]:
-    """Return a context in which `is_recomputing` is true in this thread, or one of no meaning."""
-    return temporary_attribute(_LOCAL, "is_recomputing", True) if again else nullcontext()
+    """Return a context in which `is_recomputing` is true in this thread; without ``again`` none."""
+    return temporary_attribute(_STATE, "is_recomputing", True) if again else nullcontext()

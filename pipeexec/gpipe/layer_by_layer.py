@@ -1,4 +1,4 @@
-"""The layers of a sequential module one by one, on copies, cut off from their neighbours."""
+"""Run the layers of a sequential module one by one, on copies, detached from their neighbours."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from torch import Tensor, nn
 from pipeexec.gpipe.skip import Key, Shelf, use_shelf
 from pipeexec.stages.batches import Batch
 
-__all__ = ["CutShelf", "ends", "one_by_one"]
+__all__ = ["DetachingShelf", "backward_roots", "isolated_layers"]
 
 
-class CutShelf(Shelf):
-    """A shelf whose skips are cut off from what made them, as layers are run one by one."""
+class DetachingShelf(Shelf):
+    """A shelf that detaches skips from the graph of the layer that stashed them."""
 
     def put(self, key: Key, tensor: Tensor | None) -> None:
         """Keep a skip, without the graph behind it."""
         super().put(key, None if tensor is None else _leaf(tensor))
 
 
-def one_by_one(
-    module: nn.Sequential, sample: Batch, device: torch.device, shelf: CutShelf | None = None
+def isolated_layers(
+    module: nn.Sequential, sample: Batch, device: torch.device, shelf: DetachingShelf | None = None
 ) -> Iterator[tuple[nn.Module, Batch]]:
     """Yield a copy of each layer, in training mode, and its input.
 
-    The caller runs the layer forward, once or more, before it asks for the next one, whose input
-    is the last output. Skips lie on ``shelf``.
+    The caller runs the layer forward, once or more, before it takes the next one. The input of the
+    next layer is the last output. ``shelf`` keeps the skips.
     """
-    given, shelf = _on(sample, device), CutShelf() if shelf is None else shelf
+    inputs, shelf = _leaves(sample, device), DetachingShelf() if shelf is None else shelf
     kept: list[Batch] = []
     for layer in module:
         run = copy.deepcopy(layer).to(device).train()
-        handle = run.register_forward_hook(lambda _run, _given, output: kept.append(output))
+        handle = run.register_forward_hook(lambda _run, _input, output: kept.append(output))
         with use_shelf(shelf):
-            yield run, given
+            yield run, inputs
         handle.remove()
-        given = _on(kept.pop(), device)
+        inputs = _leaves(kept.pop(), device)
 
 
-def ends(output: Batch) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that a backward can begin at, and gradients of ones for them."""
+def backward_roots(output: Batch) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors from which a backward can start, and gradients of ones for them."""
     outputs = output if isinstance(output, tuple) else (output,)
-    found = [x for x in outputs if x.requires_grad]
-    return found, [torch.ones_like(x) for x in found]
+    roots = [x for x in outputs if x.requires_grad]
+    return roots, [torch.ones_like(x) for x in roots]
 
 
-def _on(values: Batch, device: torch.device) -> Batch:
+def _leaves(values: Batch, device: torch.device) -> Batch:
     if isinstance(values, tuple):
         return tuple(_leaf(x.to(device)) for x in values)
     return _leaf(values.to(device))

@@ -1,4 +1,4 @@
-"""The streams on which a route's messages leave and arrive."""
+"""Streams on which the messages of a route are sent and received."""
 
 from __future__ import annotations
 
@@ -7,67 +7,83 @@ from typing import NamedTuple
 
 from pipeexec.devices.device import Device
 from pipeexec.devices.streams import Stream
-from pipeexec.gpipe.routes import Route, Ways
+from pipeexec.gpipe.routes import Route, RoutesByPartition
 from pipesim.ops import Op
 
-__all__ = ["Lane", "Lanes", "lanes"]
+__all__ = ["MessageStreams", "MessageStreamsByPartition", "message_streams"]
 
 
-class Lane(NamedTuple):
+class MessageStreams(NamedTuple):
     """A route of the outputs of F, or of the gradients of B, and its streams.
 
     Attributes
     ----------
-    route, op
-        From where to where, and what makes it.
-    send, recv
-        What its two ends are.
-    ahead, behind
-        The partition at the other end of each, for skips; None for others.
-    sends, receives, computes
-        Streams: of the sender, and of the receiver, who computes with what came on the last.
+    route
+        Source, target and skips of the messages.
+    op
+        Operation that produces the messages: F or B.
+    send_op, recv_op
+        Operations of the two ends of a message.
+    send_peer, recv_peer
+        For skips, the partition at the other end of the SEND and of the RECV; else None.
+    send_stream
+        Stream of the source that sends.
+    recv_stream
+        Stream of the target that receives.
+    compute_stream
+        Stream of the target that computes with the message.
     """
 
     route: Route
     op: Op
-    send: Op
-    recv: Op
-    ahead: int | None
-    behind: int | None
-    sends: Stream
-    receives: Stream
-    computes: Stream
+    send_op: Op
+    recv_op: Op
+    send_peer: int | None
+    recv_peer: int | None
+    send_stream: Stream
+    recv_stream: Stream
+    compute_stream: Stream
 
 
-class Lanes(NamedTuple):
-    """Of each partition, the lanes on which something arrives, and on which something leaves."""
+class MessageStreamsByPartition(NamedTuple):
+    """Streams of the messages that each partition receives, and of those that it sends."""
 
-    arriving: list[list[Lane]]
-    leaving: list[list[Lane]]
+    incoming: list[list[MessageStreams]]
+    outgoing: list[list[MessageStreams]]
 
 
-def lanes(
-    op: Op, ways: Ways, devices: Sequence[Device], compute: str, *,
+def message_streams(
+    op: Op, routes: RoutesByPartition, devices: Sequence[Device], compute: str, *,
     copy_streams: bool, partitions: Container[int],
-) -> Lanes:  # fmt: skip
-    """Return the lanes of F or B between some partitions.
+) -> MessageStreamsByPartition:  # fmt: skip
+    """Return the streams of the messages of F or B between the given partitions.
 
-    Messages have streams of their own, or are on those that ``compute``.
+    With ``copy_streams`` each peer and direction has its own stream. Without, messages are on the
+    streams named ``compute``.
     """
-    send, recv = (Op.SEND_F, Op.RECV_F) if op == Op.F else (Op.SEND_B, Op.RECV_B)
+    send_op, recv_op = (Op.SEND_F, Op.RECV_F) if op == Op.F else (Op.SEND_B, Op.RECV_B)
 
-    def lane(route: Route) -> Lane:
+    def streams_of_route(route: Route) -> MessageStreams:
         source, target, skips = route
         names = (f"send:{target}", f"recv:{source}") if copy_streams else (compute, compute)
-        ahead, behind = (None, None) if skips is None else (target, source)
-        return Lane(
-            route, op, send, recv, ahead, behind,
-            sends=devices[source].stream(names[0]),
-            receives=devices[target].stream(names[1]),
-            computes=devices[target].stream(compute),
+        send_peer, recv_peer = (None, None) if skips is None else (target, source)
+        return MessageStreams(
+            route, op, send_op, recv_op, send_peer, recv_peer,
+            send_stream=devices[source].stream(names[0]),
+            recv_stream=devices[target].stream(names[1]),
+            compute_stream=devices[target].stream(compute),
         )  # fmt: skip
 
-    def between(routes: Sequence[Route]) -> list[Lane]:
-        return [lane(r) for r in routes if r.source in partitions and r.target in partitions]
+    def streams_by_partition(rows: Sequence[Sequence[Route]]) -> list[list[MessageStreams]]:
+        return [
+            [
+                streams_of_route(route)
+                for route in row
+                if route.source in partitions and route.target in partitions
+            ]
+            for row in rows
+        ]
 
-    return Lanes(*([between(routes) for routes in each] for each in ways))
+    return MessageStreamsByPartition(
+        streams_by_partition(routes.incoming), streams_by_partition(routes.outgoing)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -10,11 +10,21 @@ from torch import Tensor, nn
 from pipeexec.gpipe.skip import Key, Shelf, Skippable, use_shelf
 from pipesim.errors import ArgumentTypeError
 
-__all__ = ["Form", "Partition", "skips_across"]
+__all__ = ["Form", "Partition", "skips_across", "split_layers"]
 
 
 class Form(NamedTuple):
-    """What flat tensors stand for: one tensor or a tuple of ``n``, then skips that are there."""
+    """Structure of flat tensors: one tensor or a tuple of ``n`` tensors, then skips.
+
+    Attributes
+    ----------
+    is_atomic
+        Whether the first ``n`` are one tensor, not a tuple.
+    n
+        Number of tensors that are no skips.
+    skips
+        The skips that are not None, in the order of their tensors.
+    """
 
     is_atomic: bool
     n: int
@@ -22,47 +32,49 @@ class Form(NamedTuple):
 
     @property
     def slots(self) -> tuple[int | Key, ...]:
-        """What each flat tensor is known by: its number, or the skip that it is."""
+        """The name of each flat tensor: its number, or its skip."""
         return *range(self.n), *self.skips
 
 
 class Forms:
-    """What the next inputs of a partition stand for, set before each run, and its last outputs."""
+    """Forms of a partition's inputs, set before each run, and of its last outputs."""
 
-    __slots__ = ("given", "made")
+    __slots__ = ("inputs", "outputs")
 
     def __init__(self) -> None:
-        self.given = self.made = Form(True, 1)
+        self.inputs = self.outputs = Form(True, 1)
 
 
 class Partition(nn.Module):
-    """Runs layers of a sequential module; not registered in the module that it belongs to.
+    """Layers of a sequential module; not registered in the module that they belong to.
 
     Parameters
     ----------
     layers
-        What it runs: they take one tensor, or one tuple of them.
-    entering, leaving
-        Skips that layers pop here and stash elsewhere, and the other way round.
+        Layers to run; each takes one tensor or one tuple of tensors.
+    popped_skips
+        Skips that layers pop here and other partitions stash.
+    stashed_skips
+        Skips that layers stash here and other partitions pop.
 
     Attributes
     ----------
     forms
-        What flat tensors stand for.
+        Forms of the flat tensors that `forward` takes and returns.
     """
 
     def __init__(
-        self, layers: nn.Sequential, entering: Sequence[Key], leaving: Sequence[Key]
+        self, layers: nn.Sequential, popped_skips: Sequence[Key], stashed_skips: Sequence[Key]
     ) -> None:
         super().__init__()
         self.layers = layers
-        self.entering, self.leaving = tuple(entering), tuple(leaving)
+        self.popped_skips, self.stashed_skips = tuple(popped_skips), tuple(stashed_skips)
         self._has_skips = any(isinstance(layer, Skippable) for layer in layers.modules())
-        self.forms = Forms()  # an object of its own: attributes of a module are slow to set
+        self.forms = Forms()  # a separate object: attributes of a module are slow to set
 
     @property
     def training(self) -> bool:
-        """Whether the layers train: the module that they belong to says so to them alone."""
+        """Whether the layers train: the module that they belong to sets only their mode."""
         return "layers" not in self._modules or bool(self._modules["layers"].training)  # type: ignore[union-attr]
 
     @training.setter
@@ -70,20 +82,20 @@ class Partition(nn.Module):
         """Do nothing."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the layers; return outputs, then the skips that leave and are there."""
-        form = self.forms.given
-        given = tensors[0] if form.is_atomic else tensors[: form.n]
-        there: dict[Key, Tensor] = {}
+        """Run the layers; return outputs, then the stashed skips that are not None."""
+        form = self.forms.inputs
+        layer_input = tensors[0] if form.is_atomic else tensors[: form.n]
+        stashed: dict[Key, Tensor] = {}
         if self._has_skips:
-            shelf = Shelf(dict.fromkeys(self.entering))
+            shelf = Shelf(dict.fromkeys(self.popped_skips))
             for key, skip in zip(form.skips, tensors[form.n :], strict=True):
                 shelf.put(key, skip)
             with use_shelf(shelf):
-                output = self.layers(given)
-            left = {key: shelf.take(key) for key in self.leaving}
-            there = {key: skip for key, skip in left.items() if skip is not None}
+                output = self.layers(layer_input)
+            skips = {key: shelf.take(key) for key in self.stashed_skips}
+            stashed = {key: skip for key, skip in skips.items() if skip is not None}
         else:
-            output = self.layers(given)
+            output = self.layers(layer_input)
         outputs = output if isinstance(output, tuple) else (output,)
         if not all(isinstance(x, Tensor) for x in outputs):
             kinds = ", ".join(type(x).__name__ for x in outputs)
@@ -91,17 +103,31 @@ class Partition(nn.Module):
                 f"a partition must return a tensor or a tuple of tensors: expected Tensor, but got "
                 f"{kinds}; its layers are {', '.join(type(x).__name__ for x in self.layers)}"
             )
-        self.forms.made = Form(not isinstance(output, tuple), len(outputs), tuple(there))
-        return (*outputs, *there.values())
+        self.forms.outputs = Form(not isinstance(output, tuple), len(outputs), tuple(stashed))
+        return (*outputs, *stashed.values())
+
+
+def split_layers(module: nn.Sequential, balance: Sequence[int]) -> Iterator[nn.Sequential]:
+    """Yield one sequential module a partition; layers keep their names.
+
+    ``balance`` has the number of layers of each partition.
+    """
+    layers = iter(module.named_children())
+    for n in balance:
+        partition = nn.Sequential()
+        for _ in range(n):
+            partition.add_module(*next(layers))
+        yield partition
 
 
 def skips_across(partitions: Sequence[nn.Sequential]) -> dict[Key, tuple[int, int]]:
-    """Return the skips that leave their partition, and from which to which each goes."""
+    """Return the source and target partition of each skip that crosses a border."""
     source: dict[Key, int] = {}
-    found: dict[Key, tuple[int, int]] = {}
+    crossings: dict[Key, tuple[int, int]] = {}
     for j, partition in enumerate(partitions):
         for layer in partition:
             if isinstance(layer, Skippable):
-                found |= {key: (source[key], j) for key in layer.poppable() if source[key] != j}
+                popped = [key for key in layer.poppable() if source[key] != j]
+                crossings |= {key: (source[key], j) for key in popped}
                 source |= dict.fromkeys(layer.stashable(), j)
-    return found
+    return crossings

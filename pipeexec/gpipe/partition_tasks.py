@@ -1,265 +1,210 @@
-"""What the tasks of a `pipeexec.GPipe`'s forward and backward do with tensors.
+"""Run the tasks of a `pipeexec.GPipe` on tensors: forward, recompute, backward, send, receive.
 
-Tables hand them from task to task: a task takes what has arrived, and leaves what is to be sent; a
-message takes some of that along. Streams call all of this, each piece behind those that it needs.
+Tables pass tensors from task to task. A task takes its inputs from one table and puts its results
+into another; a message moves results of its source to the inputs of its target. Streams call the
+methods; each call is ordered behind the calls whose tensors it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from pipeexec.devices import transfer
-from pipeexec.devices.device import Device, Values
+from pipeexec.devices.device import Values
 from pipeexec.devices.streams import Stream
 from pipeexec.devices.thread_settings import thread_settings
 from pipeexec.gpipe.checkpoint import checkpointing, recomputing
-from pipeexec.gpipe.message_streams import Lane
-from pipeexec.gpipe.partition import Form, Partition
-from pipeexec.gpipe.routes import Ways
+from pipeexec.gpipe.message_streams import MessageStreams
+from pipeexec.gpipe.partition import Form
+from pipeexec.gpipe.runtime import Runtime
 from pipeexec.gpipe.skip import Key
-from pipeexec.stages.random_numbers import default_state, set_default_state, task_seed
-from pipeexec.stages.stage import Stage
+from pipeexec.stages.random_numbers import default_state, task_seed
 from pipesim.ops import Op
-from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["Done", "Machine", "Tensors", "Work"]
+__all__ = ["PartitionTasks", "SlotTensors", "TaskKey"]
 
 #: A task, or an end of a message: operation, partition, micro-batch, and the partition at the other
 #: end if it carries skips.
-Done = tuple[Op, int, int, int | None]
-#: Tensors of a micro-batch in a partition, by the number of an output, or the skip that it is.
-Tensors = dict[int | Key, Tensor]
+TaskKey = tuple[Op, int, int, int | None]
+#: Tensors of a micro-batch in a partition, by the number of an output, or by the skip.
+SlotTensors = dict[int | Key, Tensor]
 
 
-class Machine(NamedTuple):
-    """What all calls of a module have in common.
+class PartitionTasks:
+    """Tasks and messages of one forward and its backward, with the tensors between them.
 
-    Attributes
-    ----------
-    stages, partitions, devices
-        One of each a partition; the partition is the stage's module.
-    forward, backward
-        The ways of outputs and skips, and of their gradients.
-    dependencies
-        Whether ``B[i+1, j]`` must come before ``B[i, j]``.
-    copy_streams
-        Whether messages have streams of their own; else they are on those that compute.
-    locks
-        One a partition: two calls may run it in different threads.
-    numbers
-        Of calls.
-    seed
-        Of the order of the backward, where there are no dependencies; None for autograd's own.
-    recompute_waits
-        Whether a gradient is received before the R of its micro-batch.
-    schedule
-        The order of the backward, where there are no dependencies; None for autograd's own.
-    """
-
-    stages: Sequence[Stage]
-    partitions: Sequence[Partition]
-    devices: Sequence[Device]
-    forward: Ways
-    backward: Ways
-    locks: Sequence[AbstractContextManager[Any]]
-    numbers: Iterator[int]
-    dependencies: bool = True
-    copy_streams: bool = True
-    seed: int | None = None
-    recompute_waits: bool = False
-    schedule: Schedule | None = None
-
-    def draws(self, unknown: bool) -> bool:
-        """Return whether a forward draws random numbers; ``unknown`` where nothing is known."""
-        return any(stage.is_random.get(stage.module.training, unknown) for stage in self.stages)
-
-    def random_states(self) -> list[Tensor]:
-        """Return where the generators of the devices go on."""
-        return [default_state(device) for device in dict.fromkeys(s.device for s in self.stages)]
-
-    def take_back_draws(self, before: Sequence[Tensor]) -> bool:
-        """Move generators back that have moved, and ask anew who draws; return whether they had."""
-        devices = dict.fromkeys(stage.device for stage in self.stages)
-        if all(map(torch.equal, before, self.random_states())):
-            return False
-        for device, state in zip(devices, before, strict=True):
-            set_default_state(device, state)
-        for stage in self.stages:
-            stage.is_random.clear()
-        return True
-
-
-class Work:
-    """What is computed and moved in one forward, and in its backward.
-
-    Made in the thread of the caller, whose gradient mode, inference mode and autocast hold in all
-    others.
+    Construct it in the thread of the caller: the caller's gradient mode, inference mode and
+    autocast hold in all other threads.
 
     Parameters
     ----------
-    machine
-        What runs it.
+    runtime
+        Stages, devices and routes.
     recomputed
         For each micro-batch, whether its activations are dropped and recomputed.
     seed
-        Of the random numbers of all tasks; None to draw from the process's generator.
+        Seed of the random numbers of all tasks; None to draw from the process's generator.
     tracked
-        The partitions that have a backward: these and all behind them.
+        Partitions that have a backward: the first that needs a gradient, and all after it.
     again
         Whether the forward was run before: buffers stay as they are.
 
     Attributes
     ----------
     nbytes
-        Of each message that was sent.
+        Bytes of each message that was sent, by its SEND.
     skip_bytes
-        Of each skip that was sent, in the largest micro-batch.
+        Bytes of each skip that was sent, in the largest micro-batch.
     """
 
     def __init__(
         self,
-        machine: Machine,
+        runtime: Runtime,
         recomputed: Sequence[bool],
         seed: int | None,
         tracked: Sequence[int],
         again: bool = False,
     ) -> None:
-        self.machine, self.recomputed, self.tracked = machine, list(recomputed), tracked
-        self.nbytes: dict[Done, int] = {}
+        self.runtime, self.recomputed, self.tracked = runtime, list(recomputed), tracked
+        self.nbytes: dict[TaskKey, int] = {}
         self.skip_bytes: dict[Key, int] = {}
-        self._first_key = next(machine.numbers) << 32  # and more micro-batches no call has
+        self._first_key = next(runtime.call_numbers) << 32  # no call has more micro-batches
         self._seed, self._again = seed, again
         self._settings = thread_settings()
-        # Of F and B, micro-batch and partition: what has arrived, what is to leave, and, by the
-        # SEND, what is on its way.
-        self._arrived: dict[tuple[Op, int, int], Tensors] = {}
-        self._leaving: dict[tuple[Op, int, int], Tensors] = {}
-        self._moving: dict[Done, tuple[Sequence[int | Key], Values]] = {}
-        # Of micro-batch and partition: what inputs and outputs stand for, and where random numbers
-        # began.
+        # By operation (F or B), micro-batch and partition: inputs that have arrived, and results
+        # that have not left.
+        self._inputs: dict[tuple[Op, int, int], SlotTensors] = {}
+        self._results: dict[tuple[Op, int, int], SlotTensors] = {}
+        # By the SEND: messages in flight.
+        self._in_flight: dict[TaskKey, tuple[Sequence[int | Key], Values]] = {}
+        # By micro-batch and partition: whether the input is one tensor, the forms of inputs and
+        # outputs, and the state of the random generator before the forward.
         self._is_atomic: dict[tuple[int, int], bool] = {}
         self._forms: dict[tuple[int, int], tuple[Form, Form]] = {}
-        self._states: dict[tuple[int, int], Tensor] = {}
+        self._random_states: dict[tuple[int, int], Tensor] = {}
 
-    # What comes in and goes out
+    # Input of the caller, and results for the caller
 
-    def enter(self, i: int, tensors: Sequence[Tensor], atomic: bool) -> None:
-        """Take a micro-batch, which is one tensor if it is ``atomic``."""
-        self._arrived[Op.F, i, 0] = dict(enumerate(tensors))
+    def put_microbatch(self, i: int, tensors: Sequence[Tensor], atomic: bool) -> None:
+        """Put the input of micro-batch ``i``: one tensor if it is ``atomic``, else a tuple."""
+        self._inputs[Op.F, i, 0] = dict(enumerate(tensors))
         self._is_atomic[i, 0] = atomic
 
-    def take(self, op: Op, i: int, j: int) -> Tensors:
-        """Return what a task has made, and nobody else takes."""
-        return self._leaving.pop((op, i, j))
+    def pop_result(self, op: Op, i: int, j: int) -> SlotTensors:
+        """Return and remove the result of a task that no message takes."""
+        return self._results.pop((op, i, j))
 
-    def is_atomic(self, i: int) -> bool:
-        """Return whether a micro-batch has become one tensor."""
-        return self._is_atomic.pop((i, len(self.machine.stages)))
+    def pop_is_atomic(self, i: int) -> bool:
+        """Return whether the output of a micro-batch is one tensor, and forget it."""
+        return self._is_atomic.pop((i, len(self.runtime.stages)))
 
-    def go_back(self, i: int, gradients: Iterable[Tensor | None], stream: Stream) -> None:
-        """Take the gradients of a micro-batch's outputs."""
-        there: Tensors = {k: x for k, x in enumerate(gradients) if x is not None}
-        n = len(self.machine.stages)
-        transfer.receive(tuple(there.values()), self.machine.devices[n - 1], stream)
-        self._arrived[Op.B, i, n - 1] = there
+    def put_gradients(self, i: int, gradients: Iterable[Tensor | None], stream: Stream) -> None:
+        """Put the gradients of a micro-batch's outputs; ``stream`` computes with them."""
+        tensors: SlotTensors = {k: x for k, x in enumerate(gradients) if x is not None}
+        n = len(self.runtime.stages)
+        transfer.receive(tuple(tensors.values()), self.runtime.devices[n - 1], stream)
+        self._inputs[Op.B, i, n - 1] = tensors
 
-    def drop(self) -> None:
-        """Let go of tensors that nobody takes: gradients of inputs that need none."""
-        self._leaving.clear()
+    def drop_results(self) -> None:
+        """Drop results that no task takes: gradients of inputs that need none."""
+        self._results.clear()
 
     def forget(self) -> None:
-        """Let go of what a backward would need."""
-        for stage in self.machine.stages:
+        """Drop the tensors that a backward would need."""
+        for stage in self.runtime.stages:
             for i in range(len(self.recomputed)):
                 stage.forget(self._key(i))
-        for table in (self._arrived, self._leaving, self._moving, self._forms, self._states):
+        tables = (self._inputs, self._results, self._in_flight, self._forms, self._random_states)
+        for table in tables:
             table.clear()
 
     def _key(self, i: int) -> int:
         return self._first_key + i
 
-    # What streams run
+    # Tasks, called by streams
 
-    def part(self, i: int, lane: Lane, sent: Done) -> None:
-        """Put what leaves on a lane into the memory of its target."""
-        source, target, skips = lane.route
-        leaving = self._leaving[lane.op, i, source]
-        taken = {slot: leaving.pop(slot) for slot in list(leaving) if lane.route.carries(slot)}
-        values = tuple(taken.values())
-        self.nbytes[sent] = transfer.nbytes(values)
-        for slot, value in taken.items() if lane.op == Op.F and skips is not None else ():
+    def send(self, i: int, streams: MessageStreams, task: TaskKey) -> None:
+        """Run SEND ``task``: put results of the source into the memory of the target."""
+        source, target, skips = streams.route
+        results = self._results[streams.op, i, source]
+        slots = [slot for slot in results if streams.route.carries(slot)]
+        sent = {slot: results.pop(slot) for slot in slots}
+        values = tuple(sent.values())
+        self.nbytes[task] = transfer.nbytes(values)
+        for slot, value in sent.items() if streams.op == Op.F and skips is not None else ():
             assert not isinstance(slot, int)
             self.skip_bytes[slot] = max(self.skip_bytes.get(slot, 0), value.nbytes)
-        devices = self.machine.devices
-        moved = transfer.send(values, devices[source], lane.sends, devices[target])
-        self._moving[sent] = tuple(taken), moved
+        devices = self.runtime.devices
+        moved = transfer.send(values, devices[source], streams.send_stream, devices[target])
+        self._in_flight[task] = tuple(sent), moved
 
-    def land(self, i: int, lane: Lane, sent: Done) -> None:
-        """Make what came safe to use where it is computed with."""
-        target = lane.route.target
-        slots, values = self._moving.pop(sent)
-        transfer.receive(values, self.machine.devices[target], lane.computes)
-        there = self._arrived.setdefault((lane.op, i, target), {})
-        there.update({k: x for k, x in zip(slots, values, strict=True) if x is not None})
+    def receive(self, i: int, streams: MessageStreams, send: TaskKey) -> None:
+        """Run the RECV of ``send``: make the message safe to use on the compute stream."""
+        target = streams.route.target
+        slots, values = self._in_flight.pop(send)
+        transfer.receive(values, self.runtime.devices[target], streams.compute_stream)
+        inputs = self._inputs.setdefault((streams.op, i, target), {})
+        inputs.update({k: x for k, x in zip(slots, values, strict=True) if x is not None})
 
     def forward(self, i: int, j: int) -> None:
-        """Run the layers of a partition; keep what the backward needs, or nothing."""
-        partition = self.machine.partitions[j]
-        held = self._arrived.pop((Op.F, i, j))
-        skips = tuple(key for key in partition.entering if key in held)
-        n = sum(isinstance(slot, int) for slot in held)
-        given = Form(self._is_atomic.pop((i, j)), n, skips)
-        tensors = tuple(held.pop(slot) for slot in given.slots)
-        with self.machine.locks[j], self._settings(), recomputing(self._again):
-            partition.forms.given = given
-            made = self._made(i, j, tensors)
-            form = partition.forms.made
+        """Run F: the layers of a partition; keep the activations, or only the inputs, or none."""
+        partition = self.runtime.partitions[j]
+        inputs = self._inputs.pop((Op.F, i, j))
+        skips = tuple(key for key in partition.popped_skips if key in inputs)
+        n = sum(isinstance(slot, int) for slot in inputs)
+        input_form = Form(self._is_atomic.pop((i, j)), n, skips)
+        tensors = tuple(inputs.pop(slot) for slot in input_form.slots)
+        with self.runtime.locks[j], self._settings(), recomputing(self._again):
+            partition.forms.inputs = input_form
+            outputs = self._run_layers(i, j, tensors)
+            form = partition.forms.outputs
         self._is_atomic[i, j + 1] = form.is_atomic
         if j in self.tracked:
-            self._forms[i, j] = given, form
-        held.update({k: x for k, x in zip(form.slots, made, strict=True) if x is not None})
-        self._leaving[Op.F, i, j] = held  # with skips that pass
+            self._forms[i, j] = input_form, form
+        results = inputs  # the rest: skips on their way to later partitions
+        results.update({k: x for k, x in zip(form.slots, outputs, strict=True) if x is not None})
+        self._results[Op.F, i, j] = results
 
-    def _made(self, i: int, j: int, tensors: tuple[Tensor, ...]) -> Values:
-        """Return what layers make of tensors."""
-        stage, seed = self.machine.stages[j], self._seed_of(i, j)
+    def _run_layers(self, i: int, j: int, tensors: tuple[Tensor, ...]) -> Values:
+        """Return the outputs of a partition's layers, then the skips that they stash."""
+        stage, seed = self.runtime.stages[j], self._task_seed(i, j)
         if j not in self.tracked:
             return stage.evaluate(self._key(i), tensors, seed)
         if not self.recomputed[i]:
             return stage.forward(self._key(i), tensors, seed, False, again=self._again)
         before = default_state(stage.device) if len(self.recomputed) == 1 else None
         with checkpointing():
-            made = stage.forward(self._key(i), tensors, seed, True, again=self._again)
+            outputs = stage.forward(self._key(i), tensors, seed, True, again=self._again)
         if before is not None and not torch.equal(before, default_state(stage.device)):
-            self._states[i, j] = before
-        return made
+            self._random_states[i, j] = before
+        return outputs
 
-    def _seed_of(self, i: int, j: int) -> int | None:
-        """Return the seed of a forward, if it may draw random numbers of its own."""
-        stage = self.machine.stages[j]
+    def _task_seed(self, i: int, j: int) -> int | None:
+        """Return the seed of a forward, if it may draw random numbers of its micro-batch."""
+        stage = self.runtime.stages[j]
         if self._seed is None or not stage.is_random.get(stage.module.training, True):
             return None
         return task_seed(self._seed, 0, j, i)
 
     def recompute(self, i: int, j: int) -> None:
-        """Run the layers again, to keep what the backward needs."""
-        state = self._states.pop((i, j), None)
-        seed = self._seed_of(i, j) if state is None else state
-        with self.machine.locks[j], self._settings(), recomputing():
-            self.machine.partitions[j].forms.given = self._forms[i, j][0]
-            self.machine.stages[j].recompute(self._key(i), seed)
+        """Run R: the layers again, keeping the activations for the backward."""
+        state = self._random_states.pop((i, j), None)
+        seed = self._task_seed(i, j) if state is None else state
+        with self.runtime.locks[j], self._settings(), recomputing():
+            self.runtime.partitions[j].forms.inputs = self._forms[i, j][0]
+            self.runtime.stages[j].recompute(self._key(i), seed)
 
     def backward(self, i: int, j: int) -> None:
-        """Accumulate the gradients of a partition, and leave those of its inputs."""
-        given, made = self._forms.pop((i, j))
-        held = self._arrived.pop((Op.B, i, j), {})
-        gradients = tuple(held.pop(slot, None) for slot in made.slots)
-        with self.machine.locks[j]:
-            found = self.machine.stages[j].backward(self._key(i), gradients)
-        held.update({k: x for k, x in zip(given.slots, found, strict=True) if x is not None})
-        self._leaving[Op.B, i, j] = held
+        """Run B: accumulate gradients of a partition's parameters; keep those of its inputs."""
+        input_form, output_form = self._forms.pop((i, j))
+        gradients = self._inputs.pop((Op.B, i, j), {})
+        output_gradients = tuple(gradients.pop(slot, None) for slot in output_form.slots)
+        with self.runtime.locks[j]:
+            input_gradients = self.runtime.stages[j].backward(self._key(i), output_gradients)
+        gradients.update(
+            {k: x for k, x in zip(input_form.slots, input_gradients, strict=True) if x is not None}
+        )
+        self._results[Op.B, i, j] = gradients

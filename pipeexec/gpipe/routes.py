@@ -1,4 +1,4 @@
-"""Which messages a pipeline has: outputs from partition to partition, and skips."""
+"""Routes of messages between partitions: outputs go to the next partition, skips across several."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple
 from pipeexec.gpipe.skip import Key
 from pipesim.graph.skips import border_crossings
 
-__all__ = ["Route", "Ways", "routes", "ways"]
+__all__ = ["Route", "RoutesByPartition", "forward_routes", "routes_by_partition"]
 
 
 class Route(NamedTuple):
-    """What goes from one partition to another for each micro-batch.
+    """Route of one message a micro-batch, from one partition to another.
 
     Attributes
     ----------
     source, target
-        The partitions.
+        The two partitions.
     skips
-        Those that it carries; None for the outputs of the partition, or their gradients.
+        Skips that the message carries; None for outputs of the partition, or their gradients.
     """
 
     source: int
@@ -27,27 +27,27 @@ class Route(NamedTuple):
     skips: tuple[Key, ...] | None = None
 
     @property
-    def back(self) -> Route:
-        """The way of the gradients."""
+    def reverse(self) -> Route:
+        """The route of the gradients."""
         return Route(self.target, self.source, self.skips)
 
     def carries(self, slot: int | Key) -> bool:
-        """Return whether a tensor goes this way: the number of an output, or a skip."""
+        """Return whether a tensor takes this route: the number of an output, or a skip."""
         return isinstance(slot, int) if self.skips is None else slot in self.skips
 
 
-class Ways(NamedTuple):
-    """Of each partition, the routes on which something arrives, and on which something leaves."""
+class RoutesByPartition(NamedTuple):
+    """Routes that lead to each partition, and routes that lead from it."""
 
-    arriving: list[list[Route]]
-    leaving: list[list[Route]]
+    incoming: list[list[Route]]
+    outgoing: list[list[Route]]
 
 
-def routes(n: int, skips: Mapping[Key, tuple[int, int]], *, portals: bool) -> list[Route]:
-    """Return the routes of a forward through ``n`` partitions, those of outputs first.
+def forward_routes(n: int, skips: Mapping[Key, tuple[int, int]], *, portals: bool) -> list[Route]:
+    """Return the routes of a forward through ``n`` partitions, outputs before skips.
 
-    With ``portals`` skips go straight to the partition that pops them; without, beside the outputs
-    through each one between.
+    With ``portals`` a skip goes straight to the partition that pops it. Without, it goes through
+    each partition between, in a message next to the output.
     """
     keys = list(skips)
     outputs = [Route(j, j + 1) for j in range(n - 1)]
@@ -57,15 +57,15 @@ def routes(n: int, skips: Mapping[Key, tuple[int, int]], *, portals: bool) -> li
     ]
 
 
-def ways(n: int, along: Sequence[Route]) -> Ways:
-    """Sort routes by the partitions that they lead to, and come from.
+def routes_by_partition(n: int, routes: Sequence[Route]) -> RoutesByPartition:
+    """Sort the routes of ``n`` partitions by target and by source.
 
-    Outputs leave before skips; what arrives, does so by source. So a graph has it, too, where all
-    messages are on one stream.
+    Outputs leave before skips. Messages arrive in the order of their sources. Task graphs whose
+    messages are all on one stream have the same order.
     """
-    by_source = sorted(along, key=lambda route: (route.source, route.skips is not None))
-    by_target = sorted(along, key=lambda route: (route.skips is not None, route.target))
-    return Ways(
+    by_source = sorted(routes, key=lambda route: (route.source, route.skips is not None))
+    by_target = sorted(routes, key=lambda route: (route.skips is not None, route.target))
+    return RoutesByPartition(
         [[route for route in by_source if route.target == j] for j in range(n)],
         [[route for route in by_target if route.source == j] for j in range(n)],
     )

@@ -1,9 +1,11 @@
 """Skip connections by name: one layer stashes a tensor, a later one pops it.
 
-The layers of a sequential module hand on their output alone. What a layer far ahead needs besides
-would have to pass through every layer between; here it goes around them, and in a pipeline
-straight from the stage that makes it to the one that takes it (a portal, torchgpipe, arXiv
-2004.09910, section 3.3).
+Layers of a sequential module pass on only their output. A tensor for a later layer would have to
+pass through every layer between. A skip bypasses them: in a pipeline it goes straight from the
+stage that stashes it to the stage that pops it (a portal, torchgpipe, arXiv 2004.09910, section
+3.3).
+
+Longer than other files by the docstrings of its public decorator and class.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ __all__ = [
 
 
 class Namespace:
-    """Keeps the names of some layers' skips apart from others'; see `Skippable.isolate`."""
+    """A namespace for the names of skips; see `Skippable.isolate`."""
 
     def __init__(self) -> None:
         self.id = uuid.uuid4()  # a copy of a module is in the same namespaces
@@ -46,12 +48,12 @@ class Namespace:
         return hash(self.id)
 
 
-#: A skip: its namespace, if it has one, and its name.
+#: A skip: its namespace, or None, and its name.
 Key = tuple[Namespace | None, str]
 
 
 class Shelf:
-    """Where skips lie between the layer that stashes them and the one that pops them."""
+    """Skips that were stashed and not popped yet."""
 
     def __init__(self, skips: Mapping[Key, Tensor | None] | None = None) -> None:
         self.skips: dict[Key, Tensor | None] = dict(skips or {})
@@ -61,16 +63,16 @@ class Shelf:
         self.skips[key] = tensor
 
     def take(self, key: Key) -> Tensor | None:
-        """Return a skip, and let go of it."""
+        """Return and remove a skip."""
         return self.skips.pop(key)
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.shelf = Shelf()
 
 
-_LOCAL = _Local()
+_STATE = _ThreadState()
 
 
 class use_shelf:  # a context manager, entered at every forward: without a generator
@@ -82,14 +84,14 @@ class use_shelf:  # a context manager, entered at every forward: without a gener
         self._shelf = shelf
 
     def __enter__(self) -> None:
-        self._before, _LOCAL.shelf = _LOCAL.shelf, self._shelf
+        self._before, _STATE.shelf = _STATE.shelf, self._shelf
 
     def __exit__(self, *_: object) -> None:
-        _LOCAL.shelf = self._before
+        _STATE.shelf = self._before
 
 
 class stash:  # a command, which reads as a verb
-    """``yield stash(name, tensor)``: put a tensor, or None, on the way to who pops it."""
+    """``yield stash(name, tensor)``: stash a tensor, or None, for a later layer to pop."""
 
     __slots__ = ("name", "tensor")
 
@@ -98,7 +100,7 @@ class stash:  # a command, which reads as a verb
 
 
 class pop:
-    """``tensor = yield pop(name)``: take what an earlier layer stashed."""
+    """``tensor = yield pop(name)``: take the tensor that an earlier layer stashed."""
 
     __slots__ = ("name",)
 
@@ -107,14 +109,14 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """A layer with skips; `skippable` makes subclasses of this.
+    """A layer with skips; `skippable` makes its subclasses.
 
     Attributes
     ----------
     module
-        The layer as it was written.
+        The layer as its author wrote it.
     namespaces
-        Of those names that were isolated.
+        Namespaces of isolated names, by name.
     """
 
     module_cls: ClassVar[type[nn.Module]]
@@ -130,12 +132,12 @@ class Skippable(nn.Module):
         return f"@skippable({self.module})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: of the layer its state, since its class has lost its name."""
+        """Return the state for a copy: pickle cannot find the layer's class, only its state."""
         others = {name: x for name, x in self._modules.items() if name != "module"}
         return {**self.__dict__, "_modules": others, "module": self.module.__getstate__()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what `__getstate__` returned."""
+        """Restore the state that `__getstate__` returned."""
         inner = self.module_cls.__new__(self.module_cls)
         inner.__setstate__(state["module"])
         rest = {name: x for name, x in state.items() if name != "module"}
@@ -143,46 +145,46 @@ class Skippable(nn.Module):
         self._modules["module"] = inner
 
     def stashable(self) -> list[Key]:
-        """Return the skips that it stashes, by name."""
+        """Return the skips that the layer stashes, sorted by name."""
         return [self._key(name) for name in sorted(self.stashable_names)]
 
     def poppable(self) -> list[Key]:
-        """Return the skips that it pops, by name."""
+        """Return the skips that the layer pops, sorted by name."""
         return [self._key(name) for name in sorted(self.poppable_names)]
 
     def _key(self, name: str) -> Key:
         return self.namespaces.get(name), name
 
     def isolate(self, namespace: Namespace, *, only: Iterable[str] | None = None) -> Self:
-        """Put names into a namespace, so that others may use them too; return this layer.
+        """Put names into a namespace, so that other layers may use them too; return this layer.
 
         Parameters
         ----------
         namespace
-            That of the layer at the other end, too.
+            The namespace, shared with the layer at the other end.
         only
-            Some of the names; by default all that it stashes and pops.
+            Names to isolate; by default all names that the layer stashes and pops.
         """
-        known = self.stashable_names | self.poppable_names
-        names = known if only is None else frozenset(only)
-        if not names <= known:
+        declared = self.stashable_names | self.poppable_names
+        names = declared if only is None else frozenset(only)
+        if not names <= declared:
             raise SkipError(
-                f"{self} has no skip {', '.join(map(repr, sorted(names - known)))} to isolate; it "
-                f"declares {', '.join(map(repr, sorted(known))) or 'none'}"
+                f"{self} has no skip {', '.join(map(repr, sorted(names - declared)))} to isolate; "
+                f"it declares {', '.join(map(repr, sorted(declared))) or 'none'}"
             )
         self.namespaces.update(dict.fromkeys(names, namespace))
         return self
 
     def forward(self, input: Tensor | tuple[Tensor, ...]) -> Any:
-        """Run the layer, and carry out its commands.
+        """Run the layer and its `stash` and `pop` commands.
 
         Raises
         ------
         SkipError
-            For a name that was not declared, or was and is not used, and for a skip that nobody
-            has stashed.
+            For a name that was not declared, for a declared name that was not used, and for a skip
+            that no layer has stashed.
         """
-        shelf = _LOCAL.shelf
+        shelf = _STATE.shelf
         waiting: dict[str, Tensor | None] = {}
         for key in self.poppable():
             if key not in shelf.skips:
@@ -203,12 +205,12 @@ class Skippable(nn.Module):
 
     def _run(
         self,
-        given: Tensor | tuple[Tensor, ...],
+        values: Tensor | tuple[Tensor, ...],
         stashed: dict[str, Tensor | None],
         waiting: dict[str, Tensor | None],
     ) -> Any:
         """Run the layer; fill ``stashed``, empty ``waiting``."""
-        running = self.module(given)
+        running = self.module(values)
         if not isinstance(running, Generator):
             return running
         answer: Tensor | None = None
@@ -239,13 +241,13 @@ def skippable(
 ) -> Callable[[type[nn.Module]], type[Skippable]]:
     """Return a decorator for modules whose ``forward`` yields `stash` and `pop`.
 
-    The module works with and without a pipeline around it. Every skip has one layer that stashes
-    it and one later layer that pops it; `verify_skippables` checks that.
+    The module works with and without a pipeline. Every skip has one layer that stashes it and one
+    later layer that pops it; `verify_skippables` checks that.
 
     Parameters
     ----------
     stash, pop
-        Names of all skips that it stashes, and pops.
+        Names of all skips that the module stashes, and of all that it pops.
 
     Examples
     --------
@@ -280,27 +282,27 @@ def skippable(
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Check that every skip is stashed once, and popped once, later.
+    """Check that every skip is stashed once, and popped once by a later layer.
 
     Raises
     ------
     SkipError
-        Naming every layer and every skip of which that is not so.
+        Names every layer and every skip for which this does not hold.
     """
-    wrongs: list[str] = []
+    problems: list[str] = []
     open_, done = set[Key](), set[Key]()
     for name, layer in module.named_children():
         if not isinstance(layer, Skippable):
             continue
         both = layer.stashable_names & layer.poppable_names
-        wrongs += [f"'{name}' declared '{x}' both as stashable and as poppable" for x in both]
+        problems += [f"'{name}' declared '{x}' both as stashable and as poppable" for x in both]
         for key in layer.poppable():
             if key[1] in both:
                 continue
             if key in done:
-                wrongs.append(_again(name, key, "poppable"))
+                problems.append(_redeclared(name, key, "poppable"))
             elif key not in open_:
-                wrongs.append(f"'{name}' declared '{key[1]}' as poppable but it was not stashed")
+                problems.append(f"'{name}' declared '{key[1]}' as poppable but it was not stashed")
             else:
                 open_.remove(key)
                 done.add(key)
@@ -308,17 +310,17 @@ def verify_skippables(module: nn.Sequential) -> None:
             if key[1] in both:
                 continue
             if key in open_ | done:
-                wrongs.append(_again(name, key, "stashable"))
+                problems.append(_redeclared(name, key, "stashable"))
             else:
                 open_.add(key)
-    wrongs += [f"no module declared '{name}' as poppable but stashed" for _, name in open_]
-    if wrongs:
-        listed = "\n".join(f"* {wrong}" for wrong in sorted(wrongs))
+    problems += [f"no module declared '{name}' as poppable but stashed" for _, name in open_]
+    if problems:
+        listed = "\n".join(f"* {problem}" for problem in sorted(problems))
         raise SkipError(f"one or more pairs of stash and pop do not match:\n\n{listed}")
 
 
-def _again(layer: str, key: Key, what: str) -> str:
+def _redeclared(layer: str, key: Key, kind: str) -> str:
     return (
-        f"'{layer}' redeclared '{key[1]}' as {what} but not isolated by namespace; give each pair "
-        "a Namespace of its own"
+        f"'{layer}' redeclared '{key[1]}' as {kind} but not isolated by namespace; give each pair "
+        "its own Namespace"
     )

@@ -1,4 +1,4 @@
-"""What a `pipeexec.GPipe` is to the simulator: its task graph, and when its tasks ran."""
+"""The task graph of a `pipeexec.GPipe`, and the measured times of its tasks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pipeexec.gpipe.call import Call
+from pipeexec.gpipe.task_orders import Task
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.ops import Action, Op
@@ -15,10 +16,10 @@ from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["graph_of", "of_partitions", "timeline_of"]
+__all__ = ["backward_by_partition", "forward_backward_graph", "measured_timeline"]
 
 
-def graph_of(
+def forward_backward_graph(
     m: int,
     backward: Sequence[Sequence[tuple[Op, int]]],
     *,
@@ -27,7 +28,7 @@ def graph_of(
     portals: bool,
     recompute_waits: bool,
 ) -> TaskGraph:
-    """Return the tasks of a forward and a backward; see `pipesim.lower` for the rest.
+    """Return the tasks of a forward and a backward; see `pipesim.lower` for the other parameters.
 
     Parameters
     ----------
@@ -54,27 +55,26 @@ def graph_of(
     )
 
 
-def of_partitions(
-    n_partitions: int, recomputed: Sequence[bool], tasks: Iterable[tuple[Op, int, int]]
+def backward_by_partition(
+    n_partitions: int, recomputed: Sequence[bool], tasks: Iterable[Task]
 ) -> list[list[tuple[Op, int]]]:
-    """Return R and B of each partition, in the order of ``tasks``.
+    """Return R and B of each partition, in the order of ``tasks``: operation and micro-batch.
 
-    A task is operation, micro-batch and partition; of a partition, operation and micro-batch. A
-    partition that has none, as it needs no gradient, gets those that the dependencies would give
-    it.
+    A partition without tasks needs no gradient. It gets the tasks of the order that the
+    dependencies give.
     """
-    found: list[list[tuple[Op, int]]] = [[] for _ in range(n_partitions)]
+    orders: list[list[tuple[Op, int]]] = [[] for _ in range(n_partitions)]
     for op, i, j in tasks:
-        found[j].append((op, i))
+        orders[j].append((op, i))
     default = [
         (op, i) for op, i, _ in newest_first([(i, 0) for i in range(len(recomputed))], recomputed)
     ]
-    return [order or default for order in found]
+    return [order or default for order in orders]
 
 
-def timeline_of(call: Call, graph: TaskGraph) -> Timeline:
-    """Return when each task ran, once all have; NaN for those that did not."""
-    call.settle()
+def measured_timeline(call: Call, graph: TaskGraph) -> Timeline:
+    """Wait for all tasks, and return their times; NaN for tasks that did not run."""
+    call.wait()
     assert call.clock is not None
     start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
     nbytes = np.zeros(len(graph))
@@ -82,11 +82,11 @@ def timeline_of(call: Call, graph: TaskGraph) -> Timeline:
         task = graph.task(index)
         assert task.microbatch is not None
         peer = None if task.peer_stage < 0 else task.peer_stage
-        done = task.op, task.stage, task.microbatch, peer
-        if done in call.ended and call.ended[done].is_set():
-            start[index] = call.clock.seconds(task.device, call.began[done])
-            end[index] = call.clock.seconds(task.device, call.ended[done])
-            nbytes[index] = call.work.nbytes.get(done, 0)
+        key = task.op, task.stage, task.microbatch, peer
+        if key in call.end_events and call.end_events[key].is_set():
+            start[index] = call.clock.seconds(task.device, call.start_events[key])
+            end[index] = call.clock.seconds(task.device, call.end_events[key])
+            nbytes[index] = call.tasks.nbytes.get(key, 0)
     sent = np.flatnonzero(graph.pair >= 0)
     nbytes[sent] = np.maximum(nbytes[sent], nbytes[graph.pair[sent]])
     return Timeline(graph, start, end, nbytes)

@@ -28,7 +28,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import pipeexec as px
 from pipeexec.devices.thread_settings import one_thread
 from pipeexec.gpipe.call import Call
-from pipeexec.gpipe.partition_tasks import Work
+from pipeexec.gpipe.partition_tasks import PartitionTasks
 
 __all__ = ["main"]
 
@@ -90,13 +90,13 @@ class _Depth:
     @contextmanager
     def counted(self, calls: list[Call]) -> Iterator[None]:
         """Count in a block, and note the calls whose backward begins there."""
-        inner, inner_begin = Work.backward, Call.begin
+        inner, inner_begin = PartitionTasks.backward, Call.begin
 
-        def backward(work: Work, i: int, j: int) -> None:
+        def backward(tasks: PartitionTasks, i: int, j: int) -> None:
             self.now += 1
             self.deepest = max(self.deepest, self.now)
             try:
-                inner(work, i, j)
+                inner(tasks, i, j)
             finally:
                 self.now -= 1
 
@@ -105,7 +105,7 @@ class _Depth:
             inner_begin(call, gradients)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Work, "backward", backward)
+            patch.setattr(PartitionTasks, "backward", backward)
             patch.setattr(Call, "begin", begin)
             yield
 

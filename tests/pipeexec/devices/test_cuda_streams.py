@@ -197,7 +197,7 @@ def test_a_gpipe_lets_its_host_go_on(cuda: FakeCuda, copies: bool) -> None:
     output = model(x)
     assert torch.equal(output, torch.cat([plain(part) for part in x.chunk(2)]))
     waited = {on for _, who, on in cuda.calls("wait") if who == cuda.caller.number}
-    compute = [d.stream("compute").stream.number for d in model._machine.devices]  # type: ignore[union-attr]
+    compute = [d.stream("compute").stream.number for d in model._runtime.devices]  # type: ignore[union-attr]
     assert set(compute) <= waited
     assert ("keep", compute[0]) in cuda.log  # the inputs
     assert ("keep", cuda.caller.number) in cuda.log  # the outputs

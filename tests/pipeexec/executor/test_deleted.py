@@ -175,11 +175,11 @@ def test_a_module_is_freed(devices: list[Any]) -> None:
             loss.backward()
         del loss
     held = {name: weakref.ref(x) for name, x in model.named_parameters()}
-    machine = model._machine
-    assert machine is not None
-    held |= {f"device {i}": weakref.ref(x) for i, x in enumerate(machine.devices)}
+    runtime = model._runtime
+    assert runtime is not None
+    held |= {f"device {i}": weakref.ref(x) for i, x in enumerate(runtime.devices)}
     devices.clear()
-    del model, machine
+    del model, runtime
     assert _alive(held) == []
 
 

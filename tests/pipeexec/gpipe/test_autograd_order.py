@@ -78,8 +78,8 @@ def test_a_module_runs_it(case: dict[str, Any]) -> None:
         checkpoint=case["checkpoint"], dependencies=False, threads=False,
     )  # fmt: skip
     model(torch.ones(m, 1)).sum().backward()
-    assert model._last is not None
-    issued = [f"{j}{op.name}{i}" for op, j, i in model._last.order]
+    assert model._last_call is not None
+    issued = [f"{j}{op.name}{i}" for op, j, i in model._last_call.order]
     assert " ".join(issued) == case["order"]
     for graph in (model.graph(m), model.timeline().graph):
         assert after_forwards(graph) == of_stages(case["order"], n)
@@ -235,7 +235,7 @@ def test_a_module_runs_any_of_the_orders(checkpoint: Any) -> None:
         model(torch.ones(4, 1)).sum().backward()
         for graph in (model.graph(4), model.timeline().graph):
             assert after_forwards(graph) == after_forwards(wanted.graph)
-        with pytest.raises(ArgumentError, match="of 4 micro-batches, but the mini-batch makes 3"):
+        with pytest.raises(ArgumentError, match="has 4 micro-batches, but the mini-batch makes 3"):
             model(torch.ones(3, 1))
 
 
@@ -248,6 +248,6 @@ def test_orders_that_no_module_follows() -> None:
     one = ps.schedule("gpipe", 1, 2)
     refused(ps.schedule("gpipe", 2, 2), "of 2 stages on 2 devices, but there are 1 partitions")
     refused(ps.schedule("zb_h1", 1, 2), "whose backwards are split or overlap")
-    refused(one, "that nothing else orders", dependencies=True)
-    refused(one, "that nothing else orders", backward_seed=1)
+    refused(one, "that has no other order", dependencies=True)
+    refused(one, "that has no other order", backward_seed=1)
     refused("gpipe", "backward_order must be a pipesim.Schedule")  # type: ignore[arg-type]

@@ -100,8 +100,8 @@ def test_the_host_goes_on_after_a_failure(cuda: FakeCuda, where: str) -> None:
     assert perf_counter() - start < SECONDS
     assert not cuda.calls("synchronize")
     faulty.repair()
-    assert model._machine is not None
-    assert not any(stage._activations or stage._inputs for stage in model._machine.stages)
+    assert model._runtime is not None
+    assert not any(stage._activations or stage._inputs for stage in model._runtime.stages)
     _trained(model)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.gpipe.call import Call
-from pipeexec.gpipe.clock_cycles import clock_cycles
 from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
+from pipeexec.gpipe.task_orders import clock_cycles
 from pipesim.errors import ArgumentError, ExecutionError, PipeError
 from pipesim.ops import Op
 
@@ -321,8 +321,8 @@ def test_a_forward_without_backward_is_forgotten() -> None:
     for checkpoint in MODES:
         model = px.GPipe(sequential("dense"), [2, 2], devices=CPUS, chunks=2, checkpoint=checkpoint)
         output = model(batch())
-        assert model._machine is not None
-        stages = model._machine.stages
+        assert model._runtime is not None
+        stages = model._runtime.stages
         assert any(stage._activations or stage._inputs for stage in stages)
         del output
         gc.collect()
@@ -379,7 +379,7 @@ def test_short_forwards_run_in_the_thread_of_the_caller() -> None:
         layers = nn.Sequential(Where(), Where())
         model = px.GPipe(layers, [1, 1], chunks=2, **{"devices": CPUS, **options})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipeexec.gpipe.gpipe.WORTH_A_THREAD", worth)
+            patch.setattr("pipeexec.gpipe.gpipe.MIN_THREADED_SECONDS", worth)
             for _ in range(2):
                 model(batch())
         return [thread is threading.current_thread() for thread in layers[0].seen]
@@ -687,8 +687,8 @@ def test_a_failure_leaves_nothing_behind(where: str) -> None:
         step(model, batch())
     step(model, batch())
     gc.collect()
-    assert model._machine is not None
-    assert not any(stage._activations or stage._inputs for stage in model._machine.stages)
+    assert model._runtime is not None
+    assert not any(stage._activations or stage._inputs for stage in model._runtime.stages)
 
 
 def test_random_numbers_that_begin_later_are_those_of_the_recompute() -> None:
@@ -810,8 +810,8 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(KeyboardInterrupt):
         model(batch())
     monkeypatch.undo()
-    assert model._machine is not None
-    assert not any(stage._activations or stage._inputs for stage in model._machine.stages)
+    assert model._runtime is not None
+    assert not any(stage._activations or stage._inputs for stage in model._runtime.stages)
     step(model, batch())
 
 

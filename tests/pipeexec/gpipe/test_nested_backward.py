@@ -15,7 +15,8 @@ from places import HELPERS
 from torch import Tensor
 
 from pipeexec.gpipe import backward_order
-from pipeexec.gpipe.backward_order import _issue_in_turn, _Tasks, in_order, link, undirected
+from pipeexec.gpipe.backward_order import _issue_or_queue, _Tasks, link_backward, link_tasks
+from pipeexec.gpipe.task_orders import unordered_backward
 from pipesim.ops import Op
 
 Task = tuple[Op, int, int]
@@ -51,7 +52,7 @@ def test_orders_are_those_of_the_cpu(ran: dict[str, Any]) -> None:
     """By clock cycles from the last one on, or as the engine takes a graph without dependencies."""
     for case in ran["found"]:
         m = case["chunks"]
-        cells = [[j, i] for _, i, j in undirected(2, [False] * m, None)]
+        cells = [[j, i] for _, i, j in unordered_backward(2, [False] * m, None)]
         if case["dependencies"]:
             cells.sort(key=lambda cell: (-sum(cell), -cell[0]))
         assert case["orders"] == [cells] * case["calls"]
@@ -89,14 +90,14 @@ def test_tasks_that_come_while_one_is_issued_wait() -> None:
     first = Recorder(
         {
             (Op.B, 2, 0): lambda: (
-                _issue_in_turn(first, [(Op.B, 1, 0)]),
-                _issue_in_turn(other, [(Op.B, 0, 0)]),
-                _issue_in_turn(first, [(Op.R, 0, 0), (Op.B, 0, 0)]),
+                _issue_or_queue(first, [(Op.B, 1, 0)]),
+                _issue_or_queue(other, [(Op.B, 0, 0)]),
+                _issue_or_queue(first, [(Op.R, 0, 0), (Op.B, 0, 0)]),
                 order.append("first"),
             )
         }
     )
-    _issue_in_turn(first, [(Op.R, 2, 0), (Op.B, 2, 0)])
+    _issue_or_queue(first, [(Op.R, 2, 0), (Op.B, 2, 0)])
     assert first.issued == [(Op.R, 2, 0), (Op.B, 2, 0), (Op.B, 1, 0), (Op.R, 0, 0), (Op.B, 0, 0)]
     assert order == ["first", "other"]
     assert first.deepest == other.deepest == 1
@@ -107,21 +108,23 @@ def test_a_failure_leaves_no_queue() -> None:
     """What waited is dropped, as the engine drops the nodes behind it; the next run begins anew."""
 
     def fail() -> None:
-        _issue_in_turn(subject, [(Op.B, 0, 0)])
+        _issue_or_queue(subject, [(Op.B, 0, 0)])
         raise ZeroDivisionError
 
     subject = Recorder({(Op.B, 1, 0): fail})
     with pytest.raises(ZeroDivisionError):
-        _issue_in_turn(subject, [(Op.B, 1, 0)])
+        _issue_or_queue(subject, [(Op.B, 1, 0)])
     assert not backward_order._QUEUES
-    _issue_in_turn(subject, [(Op.B, 2, 0)])
+    _issue_or_queue(subject, [(Op.B, 2, 0)])
     assert subject.issued == [(Op.B, 1, 0), (Op.B, 2, 0)]
 
 
 def _output(recorder: Recorder, x: Tensor, m: int = 3) -> Tensor:
     """Return an output whose backward issues a B a micro-batch."""
-    leave = link(
-        recorder, (x,), lambda phony: in_order(recorder, undirected(1, [False] * m, None), phony)
+    leave = link_backward(
+        recorder,
+        (x,),
+        lambda phony: link_tasks(recorder, unordered_backward(1, [False] * m, None), phony),
     )
     return leave([(torch.ones(1, 2),)] * m)[0]
 
@@ -172,10 +175,10 @@ def test_without_dependencies_tasks_are_issued_as_said(
 ) -> None:
     """Every task once, each R before its B, and each B behind that of the next partition."""
     recorder, x = Recorder(), torch.ones(2, requires_grad=True)
-    tasks = undirected(3, recomputed, seed)
-    link(recorder, (x,), lambda phony: in_order(recorder, tasks, phony))([(torch.ones(1, 2),)] * 4)[
-        0
-    ].sum().backward()
+    tasks = unordered_backward(3, recomputed, seed)
+    link_backward(recorder, (x,), lambda phony: link_tasks(recorder, tasks, phony))(
+        [(torch.ones(1, 2),)] * 4
+    )[0].sum().backward()
     assert recorder.issued == tasks
     assert len(set(tasks)) == len(tasks) == 3 * (4 + sum(recomputed))
     for op, i, j in tasks:
