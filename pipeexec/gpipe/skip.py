@@ -252,7 +252,7 @@ def skippable(
     Examples
     --------
     >>> import torch
-    >>> from pipeexec import skip
+    >>> from pipeexec.gpipe import skip
     >>> @skip.skippable(stash=["early"])
     ... class First(torch.nn.Module):
     ...     def forward(self, x):
