@@ -234,8 +234,8 @@ class Noise:
             return np.ones((len(scenarios), n_devices))
         table = tabulated(self.device, self.gpus_per_device)
         index = np.arange(n_devices, dtype=np.uint64)
-        keys = self.keys(scenarios)[:, random_draws.OF_DEVICES, None]
-        return random_draws.factors(table, random_draws.mixed(keys, index[None, :]))
+        keys = self.keys(scenarios)[:, random_draws.DEVICE_DRAWS, None]
+        return random_draws.factors(table, random_draws.random_bits(keys, index[None, :]))
 
     def keys(self, scenarios: Sequence[int]) -> NDArray[np.uint64]:
         """Return the keys of draws for tasks, devices and failures; shape ``(n, 3)``."""
@@ -268,11 +268,13 @@ class Noise:
         for row, table in enumerate(prepared.tables):
             tasks = np.flatnonzero((prepared.table_of_kind == row)[graph.kind])
             drawn[tasks] *= random_draws.factors(
-                table, random_draws.mixed(keys[random_draws.OF_TASKS], index[tasks])
+                table, random_draws.random_bits(keys[random_draws.TASK_DRAWS], index[tasks])
             )
         if prepared.hit_every > 0:
             hit = (
-                random_draws.shares(random_draws.mixed(keys[random_draws.OF_FAILURES], index))
+                random_draws.uniform(
+                    random_draws.random_bits(keys[random_draws.FAILURE_DRAWS], index)
+                )
                 * prepared.hit_every
                 < drawn
             )

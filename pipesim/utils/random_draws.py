@@ -1,8 +1,8 @@
-"""Random numbers that depend on their purpose, not on the number of earlier draws.
+"""Counter-based random numbers: a draw depends on its key and index, not on earlier draws.
 
-Every draw is a function of a key and an index (SplitMix64: Steele, Lea and Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014). A scenario is thus the same on one core or many,
-alone or among thousands. A distribution is a table of its quantiles.
+The generator is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014). A scenario is thus the same on one core or many, alone or among
+thousands. A distribution is a table of its quantiles.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BINS", "factors", "keys", "look_up", "mixed", "quantile_table", "shares"]
+__all__ = ["BINS", "factors", "keys", "quantile_table", "random_bits", "table_quantile", "uniform"]
 
 Floats = NDArray[np.float64]
 
-#: Purposes of draws; the key of a draw depends on seed, scenario and purpose.
+#: Purposes of draws. The key of a draw depends on seed, scenario and purpose.
 N_PURPOSES = 3
-OF_TASKS, OF_DEVICES, OF_FAILURES = range(N_PURPOSES)
+TASK_DRAWS, DEVICE_DRAWS, FAILURE_DRAWS = range(N_PURPOSES)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -31,16 +31,16 @@ _TO_BIN, _TO_PART = np.uint64(64 - _BITS), np.uint64(64 - 2 * _BITS)
 _MASK = np.uint64(BINS - 1)
 
 
-def mixed(seed: Any, index: Any) -> Any:
-    """Return 64 random bits (uint64) for each index; plain and compiled."""
+def random_bits(seed: Any, index: Any) -> Any:
+    """Return 64 random bits (uint64) for each index; callable from Python and from kernels."""
     bits = seed + (index + np.uint64(1)) * _GOLDEN
     bits = (bits ^ (bits >> _30)) * _FIRST
     bits = (bits ^ (bits >> _27)) * _SECOND
     return bits ^ (bits >> _31)
 
 
-def look_up(table: Any, bits: Any) -> Any:
-    """Return the quantile that 64 random bits select; compiled only."""
+def table_quantile(table: Any, bits: Any) -> Any:
+    """Return the quantile that 64 random bits select; for kernels only."""
     part = bits >> _TO_BIN
     if part == np.uint64(0):
         return table[1, (bits >> _TO_PART) & _MASK]
@@ -50,7 +50,7 @@ def look_up(table: Any, bits: Any) -> Any:
 
 
 def factors(table: Floats, bits: NDArray[np.uint64]) -> Floats:
-    """Return the quantiles that random bits select; `look_up` for an array."""
+    """Return the quantiles that random bits select; `table_quantile` for an array."""
     part = (bits >> _TO_BIN).astype(np.int64)
     subpart = ((bits >> _TO_PART) & _MASK).astype(np.int64)
     row = np.where(part == 0, 1, np.where(part == BINS - 1, 2, 0))
@@ -58,17 +58,17 @@ def factors(table: Floats, bits: NDArray[np.uint64]) -> Floats:
     return quantiles
 
 
-def shares(bits: Any) -> Any:
-    """Return numbers from 0 to below 1 for random bits; plain and compiled."""
+def uniform(bits: Any) -> Any:
+    """Return uniform numbers in [0, 1) for random bits; callable from Python and from kernels."""
     return (bits >> _11) * 2.0**-53
 
 
 def keys(seed: int, scenarios: Any) -> NDArray[np.uint64]:
     """Return the keys of draws for each purpose in each scenario; shape ``(n, N_PURPOSES)``."""
     seed_bits = np.array([[seed % 2**64]], dtype=np.uint64)
-    scenario_bits = mixed(seed_bits, np.asarray(scenarios, dtype=np.uint64)[:, None])
+    scenario_bits = random_bits(seed_bits, np.asarray(scenarios, dtype=np.uint64)[:, None])
     purposes = np.arange(N_PURPOSES, dtype=np.uint64)[None, :]
-    bits: NDArray[np.uint64] = mixed(scenario_bits, purposes)
+    bits: NDArray[np.uint64] = random_bits(scenario_bits, purposes)
     return bits
 
 

@@ -14,7 +14,13 @@ from pipesim.simulation.engines.plan import RECV, SEND, Plan, Progress
 from pipesim.simulation.noise import Draws
 from pipesim.utils.csr import Ints
 from pipesim.utils.jit import kernel
-from pipesim.utils.random_draws import OF_FAILURES, OF_TASKS, look_up, mixed, shares
+from pipesim.utils.random_draws import (
+    FAILURE_DRAWS,
+    TASK_DRAWS,
+    random_bits,
+    table_quantile,
+    uniform,
+)
 
 __all__ = ["Batch", "one_pass_batched", "prune"]
 
@@ -97,11 +103,13 @@ def _draw_seconds(plan: Plan, draws: Draws, batch: Batch, task: int, seconds: Fl
         if len(plan.group) and plan.group[task] >= 0:  # members of a collective last equally long
             index = np.uint64(plan.members[plan.members_ptr[plan.group[task]]])
         for k in range(n):
-            seconds[k] = seconds[k] * look_up(table, mixed(batch.keys[k, OF_TASKS], index))
+            seconds[k] = seconds[k] * table_quantile(
+                table, random_bits(batch.keys[k, TASK_DRAWS], index)
+            )
     if draws.computes[kind]:
         if draws.hit_every > 0.0:
             for k in range(n):
-                level = shares(mixed(batch.keys[k, OF_FAILURES], np.uint64(task)))
+                level = uniform(random_bits(batch.keys[k, FAILURE_DRAWS], np.uint64(task)))
                 if level * draws.hit_every < seconds[k]:
                     seconds[k] = seconds[k] + draws.pause
         for k in range(n):
@@ -150,8 +158,8 @@ def _group_end(
     number = draws.table_of_kind[plan.kind[member]]
     if number >= 0:
         for k in range(len(begin)):
-            bits = mixed(batch.keys[k, OF_TASKS], np.uint64(member))
-            finish[k] = longest * look_up(draws.tables[number], bits)
+            bits = random_bits(batch.keys[k, TASK_DRAWS], np.uint64(member))
+            finish[k] = longest * table_quantile(draws.tables[number], bits)
     for k in range(len(begin)):
         finish[k] = begin[k] + finish[k]
 
@@ -206,8 +214,8 @@ def _copy(values: Floats, target: Floats) -> None:
 
 
 @kernel(
-    mixed, look_up, shares, _draw_seconds, _stream_ready, _wait_for_stream, _wait_for_needs,
-    _group_end, _hold_group_links, _hold_links, _receive, _copy, allocates=False,
+    random_bits, table_quantile, uniform, _draw_seconds, _stream_ready, _wait_for_stream,
+    _wait_for_needs, _group_end, _hold_group_links, _hold_links, _receive, _copy, allocates=False,
 )  # fmt: skip
 def one_pass_batched(plan: Plan, draws: Draws, batch: Batch, progress: Progress) -> None:
     """Fill the results of ``batch``, drawing the seconds of each task."""
