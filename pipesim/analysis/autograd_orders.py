@@ -1,4 +1,4 @@
-"""Orders that torch's autograd engine may take where its threads race: the best and the worst."""
+"""Orders of torch's autograd engine when its threads race: the best and the worst."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 __all__ = ["AutogradOrders", "autograd_orders"]
 
 RecomputeThread = Literal["device", "caller"]
-#: Of one device: which comes next, an R (True) or a B.
+#: Order of the backward of one device: True for an R, False for a B.
 _Steps = tuple[bool, ...]
 
 
 @dataclass(frozen=True, repr=False)
 class AutogradOrders:
-    """Orders of a backward that nothing orders, and what each takes; `autograd_orders` makes it.
+    """Possible orders of an unordered backward, and their timelines; see `autograd_orders`.
 
     Attributes
     ----------
     schedules
-        Of each order that was simulated; the first is the one that a CPU's engine takes. If not all
-        were, the next two have each R right before its B, and all R first.
+        One for each simulated order. The first is the order of the engine on a CPU. If not all
+        orders were simulated, the second has each R right before its B, and the third all R first.
     timelines
-        One a schedule.
+        One for each schedule.
     n_possible
-        Number of orders that there are: exact up to 2 ** 43, infinity above 1e308.
+        Number of possible orders: exact up to 2 ** 43, infinity above 1e308.
     """
 
     schedules: tuple[Schedule, ...]
@@ -53,12 +53,12 @@ class AutogradOrders:
 
     @property
     def is_exhaustive(self) -> bool:
-        """Whether every possible order was simulated; best and worst are of those that were."""
+        """Whether every possible order was simulated; best and worst are among simulated ones."""
         return len(self.schedules) == self.n_possible
 
     @cached_property
     def makespans(self) -> NDArray[np.float64]:
-        """Seconds of each order; shape ``(len(schedules),)``."""
+        """Makespan of each order (s); shape ``(len(schedules),)``."""
         return np.array([timeline.makespan for timeline in self.timelines])
 
     @cached_property
@@ -68,23 +68,23 @@ class AutogradOrders:
 
     @property
     def best(self) -> Timeline:
-        """The fastest."""
+        """Timeline of the fastest order."""
         return self.timelines[int(self.makespans.argmin())]
 
     @property
     def worst(self) -> Timeline:
-        """The slowest."""
+        """Timeline of the slowest order."""
         return self.timelines[int(self.makespans.argmax())]
 
     @property
     def spread(self) -> float:
-        """Slowest over fastest makespan, less 1; NaN if nothing takes time."""
+        """Slowest over fastest makespan, minus 1; NaN if the fastest is 0 s."""
         fastest, slowest = float(self.makespans.min()), float(self.makespans.max())
         return slowest / fastest - 1 if fastest else math.nan
 
     @property
     def table(self) -> pd.DataFrame:
-        """A row each for the fastest, the median, the slowest and the CPU's order.
+        """One row each for the fastest, the median and the slowest order, and that on a CPU.
 
         Columns: ``makespan`` (s), ``peak_memory`` (bytes of the fullest device).
         """
@@ -122,37 +122,44 @@ def autograd_orders(
     seed: int = 0,
     **lowering: Any,
 ) -> AutogradOrders:
-    """Simulate orders that the backward of GPipe may take on GPUs if nothing orders it.
+    """Simulate possible orders of an unordered backward of GPipe on GPUs.
 
-    On GPUs torch's engine has a thread a device, which takes the newest of the nodes that are
-    ready. Gradients come from the thread of the next device, so that which are there is a race.
-    Whatever its outcome, backwards of a device come newest first, and so do recomputes, which are
-    newer than any backward; but how many recomputes a device is ahead depends on the race. So a
-    device's orders are all those in which R and B are in order and each R is before its B: with m
-    of them, ``C(2m, m) / (m + 1)``, Catalan's number. On the last device all gradients are there at
-    once, so that all R come first.
+    On GPUs torch's engine has one thread for each device. The thread runs the newest of the ready
+    nodes. Gradients come from the thread of the next device, so the set of ready nodes depends on a
+    race:
 
-    This is a model of the engine (torch/csrc/autograd/engine.cpp), checked against torch on CPUs,
-    where nothing races (`pipesim.schedule` with ``backward_order="autograd"``), not on GPUs.
+    - In every outcome, the backwards of a device run newest first, and so do its recomputes.
+      Recomputes are newer than any backward.
+    - The race decides how many recomputes a device is ahead of its backwards.
+    - So the orders of a device are all those in which R and B are in order and each R is before its
+      B. With m of each, there are ``C(2m, m) / (m + 1)`` orders, Catalan's number.
+    - On the last device all gradients are ready at once, so that all R come first.
+
+    This is a model of the engine (torch/csrc/autograd/engine.cpp). It is checked against torch on
+    CPUs, where threads do not race (`pipesim.schedule` with ``backward_order="autograd"``), not on
+    GPUs.
 
     Parameters
     ----------
     n_devices, n_microbatches
-        Of the pipeline, a stage a device.
+        Numbers of devices and of micro-batches of the pipeline; each device has one stage.
     costs
-        Of its tasks.
+        Costs of its tasks.
     recompute
-        Which micro-batches are recomputed, as for `lower`.
+        Micro-batches that are recomputed, as for `lower`.
     recompute_thread
-        Which thread runs a recompute: that of its ``"device"``, as in torch 2.13, which queues a
-        node by its device; or the ``"caller"``'s of backward, as in torch 1, which queued it by the
-        device of its gradients: a recompute of torchgpipe has none. Then recomputes race with
-        backwards on the last device too.
+        Thread that runs a recompute:
+
+        - ``"device"``: the thread of its device, as in torch 2.13, which queues a node by its
+          device.
+        - ``"caller"``: the thread that calls backward, as in torch 1, which queued a node by the
+          device of its gradients; a recompute of torchgpipe has no gradients. Recomputes then race
+          with backwards on the last device too.
     n_orders
-        How many to simulate at most: all if there are no more, else the extremes (each R right
-        before its B; all R first; the CPU's order), and others drawn evenly.
+        Largest number of orders to simulate. If more are possible, the extremes are simulated (each
+        R right before its B; all R first; the order on a CPU), and others drawn uniformly.
     seed
-        Of the drawn ones.
+        Seed of the drawn orders.
     **lowering
         Further arguments of `lower`, such as ``overlap=False, recompute_waits=True`` for
         torchgpipe's default streams.
@@ -177,7 +184,7 @@ def autograd_orders(
     check_count("n_orders", n_orders)
     generator = np.random.default_rng(check_count("seed", seed, minimum=0))
     if "recompute_first" in lowering:
-        raise ArgumentError("autograd_orders says when R runs; leave recompute_first out")
+        raise ArgumentError("autograd_orders chooses when R runs; leave recompute_first out")
     n_recomputed = {"always": m, "except_last": m - 1, "never": 0}[recompute]
     races = n if recompute_thread == "caller" else n - 1
     different = dict.fromkeys([_by_cpu(n, m, n_recomputed)])
@@ -195,7 +202,7 @@ def autograd_orders(
 def _chosen(
     m: int, n_recomputed: int, races: int, every: bool, generator: np.random.Generator
 ) -> Iterator[tuple[_Steps, ...]]:
-    """Yield the orders of devices that race: ``every`` one, or the extremes and drawn ones."""
+    """Yield orders of the racing devices: ``every`` one, or the extremes and then drawn ones."""
     if every:
         yield from itertools.product(list(_steps(m, n_recomputed)), repeat=races)
         return
@@ -206,7 +213,7 @@ def _chosen(
 
 
 def _n_possible(m: int, races: int) -> float:
-    """Return a power of Catalan's number."""
+    """Return the number of possible orders: Catalan's number to the power of ``races``."""
     log = races * (math.lgamma(2 * m + 1) - 2 * math.lgamma(m + 1) - math.log(m + 1))
     if log < 30:
         return int((math.comb(2 * m, m) // (m + 1)) ** races)
@@ -214,7 +221,7 @@ def _n_possible(m: int, races: int) -> float:
 
 
 def _steps(m: int, n_recomputed: int) -> Iterator[_Steps]:
-    """Yield every order of a device: at no point more B than R, but for what is not recomputed."""
+    """Yield every order of a device: no prefix has more B than R, apart from B without R."""
     spare = m - n_recomputed
 
     def extended(steps: _Steps, n_r: int, n_b: int) -> Iterator[_Steps]:
@@ -229,17 +236,17 @@ def _steps(m: int, n_recomputed: int) -> Iterator[_Steps]:
 
 
 def _drawn(m: int, n_recomputed: int, generator: np.random.Generator) -> _Steps:
-    """Draw one of a device's orders, each as likely as the others.
+    """Draw one order of a device, uniformly.
 
-    By the cycle lemma: of the rotations of a shuffled row of m R and m + 1 B one alone has, before
-    its last B, at no point more B than R.
+    By the cycle lemma, exactly one rotation of a shuffled row of m R and m + 1 B has, before its
+    last B, no prefix with more B than R.
     """
     if not n_recomputed:
         return (False,) * m
     row = generator.permutation([1] * m + [-1] * (m + 1))
     first = int(np.cumsum(row).argmin()) + 1
     steps = tuple(bool(x > 0) for x in np.roll(row, -first)[:-1].tolist())
-    # A first R that is not run leaves a B that may come at any time.
+    # With m - 1 recomputes, the first R is dropped: the B without R may come at any time.
     return steps[m - n_recomputed :]
 
 
@@ -254,13 +261,13 @@ def _first(m: int, n_recomputed: int) -> _Steps:
 
 
 def _by_cpu(n: int, m: int, n_recomputed: int) -> tuple[_Steps, ...]:
-    """Return the orders that the engine takes on a CPU."""
+    """Return the order of each device that the engine takes on a CPU."""
     order = engine_order(n, m, n_recomputed)
     return tuple(tuple(a.op == Op.R for a in order if a.stage == stage) for stage in range(n))
 
 
 def _schedule(orders: Sequence[_Steps], m: int, n_recomputed: int) -> Schedule:
-    """Return GPipe's forwards and these backwards."""
+    """Return a schedule of GPipe's forwards and backwards in these orders."""
 
     def actions(stage: int, steps: _Steps) -> Iterator[Action]:
         yield from (Action(stage, Op.F, i) for i in range(m))

@@ -30,13 +30,13 @@ def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
     Raises
     ------
     ArgumentError
-        If there is nothing to compare, or something that is no timeline.
+        If the mapping is empty, or a value is no `Timeline`.
 
     Warns
     -----
     CostsWarning
-        If timelines on as many devices have the same costs a stage, but not as many stages: then
-        those with more of them are of a larger model.
+        If two timelines have the same number of devices and the same costs of a stage, but
+        different numbers of stages: the one with more stages then is of a larger model.
     """
     if not isinstance(timelines, Mapping) or not timelines:
         raise ArgumentError(
@@ -54,7 +54,7 @@ def compare(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
 
 
 def table_of(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
-    """Do what `compare` does, without checks and warnings."""
+    """Return the table of `compare`, without its checks and warnings."""
     import pandas as pd
 
     first = next(iter(timelines.values())).makespan
@@ -67,14 +67,14 @@ def table_of(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
 def warn_of_other_models(
     rows: Iterable[tuple[str, int, int, Hashable]], stacklevel: int = 3
 ) -> None:
-    """Warn where costs a stage are shared by different numbers of stages on as many devices.
+    """Warn if different numbers of stages have the same costs of a stage, on as many devices.
 
     Parameters
     ----------
     rows
-        Of each: what it is called, numbers of devices and of stages, and its costs.
+        One tuple a timeline: its name, number of devices, number of stages, and costs.
     stacklevel
-        Of the warning.
+        Stack level of the warning.
     """
     of_costs: dict[Hashable, dict[int, str]] = {}
     listed = list(rows)
@@ -97,7 +97,7 @@ def warn_of_other_models(
 
 
 def summary(timeline: Timeline) -> dict[str, float]:
-    """Return what tables say of a timeline: the columns of `compare` but for ``relative``."""
+    """Return the row of a timeline in `compare`, without ``relative``."""
     has_costs = timeline.costs is not None
     return {
         "makespan": timeline.makespan,
@@ -114,9 +114,9 @@ class Comparison:
     Raises
     ------
     TimelineError
-        If the two are not of the same tasks.
+        If the two timelines have different tasks.
     ArgumentError
-        If one of them is no timeline.
+        If one of them is no `Timeline`.
     """
 
     predicted: Timeline
@@ -141,7 +141,7 @@ class Comparison:
 
     @property
     def makespan_error(self) -> float:
-        """Predicted over measured makespan, minus 1: negative where the run took longer."""
+        """Predicted over measured makespan, minus 1: negative if the run took longer."""
         measured = self.measured.makespan
         return self.predicted.makespan / measured - 1.0 if measured else float("nan")
 
@@ -166,7 +166,7 @@ class Comparison:
         return means
 
     def error_parts(self, *, launch: float | None = None) -> pd.Series[float]:
-        """Return what the error consists of, in seconds, part by part."""
+        """Return the parts of the error of the makespan (s); see `analysis.error_attribution`."""
         from pipesim.analysis.error_attribution import error_parts
 
         return error_parts(self.predicted, self.measured, launch=launch)

@@ -1,4 +1,4 @@
-"""Attribution of a prediction's error, predicted less measured makespan, to its parts."""
+"""Attribute a prediction's error, predicted minus measured makespan, to its parts."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ PARTS = ("durations", "spread", "transfers", "host", "hand_over", "unexplained")
 def error_parts(
     predicted: Timeline, measured: Timeline, *, launch: float | None = None
 ) -> pd.Series[float]:
-    """Return predicted less measured makespan, in parts that sum to it; seconds.
+    """Return predicted minus measured makespan, in parts that sum to it (s).
 
-    The prediction is simulated again with some of its values replaced by those of the measurement,
-    kind by kind. What the makespan loses by a replacement is the kind's part: above 0 where the
-    prediction was longer for it.
+    The prediction is simulated again with some of its values replaced by measured values, kind by
+    kind. The part of a kind is the decrease of the makespan by its replacement: it is above 0 if
+    the predicted values made the makespan longer.
 
     =========== ===================================================================================
-    part        what the prediction had otherwise
+    part        values that differ between prediction and measurement
     =========== ===================================================================================
-    durations   mean seconds of each operation, in each stage: costs that moved, as under load
-    spread      how single tasks strayed from that mean, which no cost of a stage can say
+    durations   mean seconds of each operation, in each stage: costs that changed, as under load
+    spread      deviation of single tasks from this mean, which costs of a stage do not contain
     transfers   seconds from the start of a SEND to its use by a consumer that waited for it (else
-                to its arrival), and those of collectives; after which part of a backward its
-                gradients are reduced
-    host        when tasks were issued
-    hand_over   seconds between the end of what a task needed on another stream, and its start;
-                unless that was a message, whose hand-over is part of its latency, as in costs
-    unexplained the rest: tasks that started late though their own stream was the last to be free,
-                overlaps that the graph forbids, and links that were shared otherwise
+                to its arrival), and those of collectives; the share of a backward after which
+                its gradients are reduced
+    host        issue times of tasks
+    hand_over   seconds from the end of a dependency on another stream to the start of the task;
+                the hand-over of a message is part of its latency instead, as in costs
+    unexplained the rest: tasks that started late although their own stream was the last to be
+                free, overlaps that the graph forbids, and links that were shared differently
     =========== ===================================================================================
 
-    The order of replacement matters: a message that comes late costs nothing while its receiver is
-    still busy for longer than was said. No order is more right than another, so each part is
-    the mean of what it changes over all orders (Shapley 1953, "A value for n-person games"), in
-    which kinds share evenly what they change together. So the parts of a sum of causes are right
-    in sum, and a part can be 0 although its values were wrong, where nothing waited for them.
+    The order of replacement matters: a late message costs nothing while its receiver is busy for
+    longer than predicted. No order is preferred, so each part is the mean of its changes over all
+    orders (Shapley 1953, "A value for n-person games"). Kinds share evenly the changes that they
+    make together. So the parts of a sum of causes are right in sum. A part can be 0 although its
+    values were wrong, if no task waited for them.
 
     Parameters
     ----------
     predicted, measured
-        Of the same tasks, and whole.
+        Timelines of the same tasks, all of which ran.
     launch
-        Seconds that the host really took to issue a task, such as ``result.host_seconds /
-        len(graph)``. By default tasks were issued when the measured timeline has it recorded, or
-        as its costs say, or else as the prediction says: a host that was late is then within the
-        other parts.
+        Measured seconds of the host to issue a task, such as ``result.host_seconds /
+        len(graph)``. By default issue times are those that the measured timeline recorded, or
+        those by its costs, or else those of the prediction. In the last case, the delay of a late
+        host is within the other parts.
 
     Returns
     -------
@@ -89,13 +89,13 @@ def error_parts(
 
     Notes
     -----
-    What a measurement does not show is taken as it was predicted: the latency of a message that
-    arrived, by its prediction, before its RECV was reached.
+    Values that a measurement does not show are those of the prediction: the latency of a message
+    whose predicted arrival is before its RECV was reached.
     """
     import pandas as pd
 
     for timeline in (predicted, measured):
-        timeline.check_complete("the parts of an error are known of")
+        timeline.check_complete("the parts of an error need")
     seconds = None if launch is None else number(launch)
     if launch is not None and (seconds is None or not 0 <= seconds < math.inf):
         raise ArgumentError(f"launch must be finite seconds >= 0 a task, got {launch!r}")
@@ -111,7 +111,7 @@ def error_parts(
 
 
 def _shapley(value: Callable[[int], float], plays: list[bool]) -> list[float]:
-    """Return by how much each bit of a set lowers ``value(set)``, on average over all orders."""
+    """Return the mean decrease of ``value(set)`` by each bit of the set, over all orders."""
     players = [bit for bit, does in enumerate(plays) if does]
     n = len(players)
     sets = [sum(1 << players[k] for k in range(n) if mask >> k & 1) for mask in range(1 << n)]
@@ -145,7 +145,7 @@ class _Tasks(NamedTuple):
 
 
 class _Values:
-    """Simulates the graph with the values of one timeline or the other, kind by kind."""
+    """Simulation of the graph with predicted or measured values of each kind."""
 
     def __init__(self, predicted: Timeline, measured: Timeline, launch: float | None) -> None:
         self.graph = graph = predicted.graph
@@ -173,14 +173,14 @@ class _Values:
         self.measured = _Tasks(*mean_and_shape, held, latency, _links(measured), share, real, late)
 
     def differs(self, kind: int) -> bool:
-        """Tell whether the timelines differ in a kind; order as in `PARTS`."""
+        """Return whether the timelines differ in a kind; order as in `PARTS`."""
         return any(
             not np.array_equal(getattr(self.predicted, name), getattr(self.measured, name))
             for name in _FIELDS[kind]
         )
 
     def makespan(self, kinds_measured: int) -> float:
-        """Return the makespan if the kinds in the bits of ``kinds_measured`` were as measured."""
+        """Return the makespan (s) with measured values of the kinds whose bits are set."""
         chosen = {
             name: getattr(self.measured if kinds_measured >> kind & 1 else self.predicted, name)
             for kind, names in enumerate(_FIELDS)
@@ -199,12 +199,12 @@ class _Values:
         return simulate(self.graph, TaskCosts.of_tasks(table, issued=tasks.issued)).makespan
 
 
-#: Fields of `_Tasks` that make each kind; order as in `PARTS`.
+#: Fields of `_Tasks` of each kind; order as in `PARTS`.
 _FIELDS = (("mean",), ("shape",), ("held", "latency", "links", "share"), ("issued",), ("late",))
 
 
 def _mean_and_shape(graph: TaskGraph, duration: Floats) -> tuple[Floats, Floats]:
-    """Return each task's usual seconds, the mean of its kind, and its own over those."""
+    """Return the mean seconds of the kind of each task, and the ratio of its own seconds to it."""
     kind, n_kinds = graph.kind, len(graph.kinds)
     means = np.bincount(kind, duration, n_kinds) / np.maximum(np.bincount(kind, None, n_kinds), 1)
     mean = means[kind]
@@ -212,7 +212,7 @@ def _mean_and_shape(graph: TaskGraph, duration: Floats) -> tuple[Floats, Floats]
 
 
 def _links(timeline: Timeline) -> NDArray[np.int64]:
-    """Return the links that each task holds; without costs, a separate one."""
+    """Return the links that each task holds; without costs, a link of its own for each task."""
     if timeline.costs is None:
         return np.arange(len(timeline))[:, None]
     return timeline.costs.of(timeline.graph).links
@@ -221,17 +221,17 @@ def _links(timeline: Timeline) -> NDArray[np.int64]:
 def _waits(
     graph: TaskGraph, timeline: Timeline, usual: Floats, issued: Floats, share: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds that each task held, its latency, and by how much it started late.
+    """Return the seconds that each task held its links, its latency, and its late start (s).
 
-    A late task is simulated as one that lasts as much longer: its end, which is what others
-    wait for, is then where it was.
+    The simulation makes a late task longer instead, by its late start. The end of the task, for
+    which other tasks wait, is then the measured one.
     """
     start, end = timeline.start, timeline.end
     is_recv, member = graph.is_op(RECVS), graph.group >= 0
     ready, last, before = _needs(graph, release_times(timeline, share))
     reached = np.maximum(ready, joint_issue_times(graph, issued))
     late = np.maximum(0.0, start - reached)
-    # Within a stream nothing is handed over; a late start there is unexplained.
+    # Tasks of one stream need no hand-over; a late start there is unexplained.
     is_handed_over = (last >= 0) & (graph.stream[last] != graph.stream) & ~is_recv & ~member
     late = np.where(is_handed_over, late, 0.0)
     held = np.where(is_recv, 0.0, end - start)
@@ -239,7 +239,7 @@ def _waits(
 
     recvs = np.flatnonzero(is_recv & (graph.pair >= 0))
     sends = graph.pair[recvs]
-    stream_ready = np.maximum(before, issued)[recvs]  # when the RECV's own stream came to it
+    stream_ready = np.maximum(before, issued)[recvs]  # when the RECV's own stream reached it
     expected = end[sends] + usual[recvs]
     shown = (expected > stream_ready) | (end[recvs] - stream_ready > usual[recvs])
     woken = np.full(len(graph), np.inf)
@@ -258,10 +258,15 @@ def _waits(
 
 
 def _needs(graph: TaskGraph, free: Floats) -> tuple[Floats, NDArray[np.int64], Floats]:
-    """Return when all that a task needed had ended, which ended last, and when all but a pair had.
+    """Return the latest end of the predecessors of each task (s), which one, and without the pair.
 
-    ``free`` is when each entry of the graph's precedence stops blocking its successor (s).
-    -1 and 0 s for tasks without needs.
+    Returns
+    -------
+    tuple
+        Time at which all predecessors had ended (s); the predecessor that ended last; time at
+        which all predecessors but the paired SEND had ended (s). 0 s and -1 for tasks without
+        predecessors. ``free`` is the time at which each entry of the graph's precedence stops
+        blocking its successor (s).
     """
     rows, values = graph.precedence.rows, graph.precedence.values
     ready, before = np.zeros(len(graph)), np.zeros(len(graph))
@@ -269,7 +274,7 @@ def _needs(graph: TaskGraph, free: Floats) -> tuple[Floats, NDArray[np.int64], F
     apart = values != graph.pair[rows]
     np.maximum.at(before, rows[apart], free[apart])
     last = np.full(len(graph), -1, dtype=np.int64)
-    # Where two end at one moment, nothing was waited for: the own stream's counts.
+    # If two end at the same time, the task of the own stream counts: no hand-over delayed it.
     order = np.lexsort((graph.stream[values] == graph.stream[rows], free, rows))
     last[rows[order]] = values[order]
     return ready, last, before

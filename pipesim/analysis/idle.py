@@ -1,4 +1,4 @@
-"""Where the bubble comes from: every idle second of every device, given to one cause."""
+"""Idle time by cause: attribute every idle second of every device to one cause."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CAUSES = tuple(cause.name.lower() for cause in Cause)
 
 
 def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
-    """Return why each device was idle, in seconds: a row a device, a column a cause.
+    """Return the idle seconds of each device by cause: a row a device, a column a cause.
 
-    A device is idle between two of its compute tasks, before the first and after the last. Before
-    each task comes, of all that it waited for, the one that let it start last: so two chains
-    of tasks and waits lead up to a gap, one to its end and one to its beginning. Back from where
-    they part, the one to the end is longer, by the gap. What is on it and not on the other is the
-    cause, kind by kind:
+    A device is idle between two of its compute tasks, before the first and after the last. The
+    predecessor of a task is the last of the tasks and waits that it waited for. So two chains of
+    tasks and waits lead up to a gap: one to its end and one to its beginning. From their common
+    ancestor on, the chain to the end is longer by the gap. The seconds on this chain that are not
+    on the other are the cause, kind by kind:
 
     ============== =============================================================================
     column         seconds on the chain in which
@@ -39,31 +39,36 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     latency        a message or a collective is under way beyond its bytes
     contention     a message that could leave waits: for another on its stream or on a link, or
                    for its rendezvous partner; or a collective waits for a link
-    host           a task is not issued yet (as recorded, or as the launch costs have it), or
-                   nothing happens
-    straggler      a task runs longer than is usual for its stage, or, on the chain to the
-                   beginning, shorter: the lower median of its operation's durations there, over
-                   micro-batches and replicas
-    imbalance      likewise, its stage's usual time beyond the mean of all stages
-    warm_up        tasks run as long as that mean, before the device's first backward
+    host           a task is not issued yet (by the recorded issue times, or by the launch costs),
+                   or nothing happens
+    straggler      a task runs beyond the usual time of its stage, or, on the chain to the
+                   beginning, below it: the lower median of the durations of its operation on
+                   this stage, over micro-batches and replicas
+    imbalance      the usual time of a stage is beyond the mean of all stages, or below it
+    warm_up        tasks run for this mean time, before the device's first backward
     cool_down      the same, after its last forward; where a gap is both, F and R are warm_up,
                    and B, I, W and STEP cool_down
     schedule_order the same, in the steady state between
     ============== =============================================================================
 
-    Kinds that are longer on the chain to the beginning made the gap shorter; by as much less count
-    the others of their sort (the first four rows, the last five), in proportion, and then all. So
-    seconds on both chains, such as the latency of each of two messages that follow each other, are
-    nobody's cause, and a slow stage is the cause of gaps on devices that never wait for it
-    directly. Nothing waits for the gap at the end of the step; its chain is that of the step's
-    last task.
+    Kinds with more seconds on the chain to the beginning made the gap shorter. These seconds are
+    subtracted from the other kinds of their sort (the first four rows, the last five), in
+    proportion, and then from all kinds. So:
 
-    What is measured is treated alike. A device that is slow all along cannot be told from a
-    stage that has more to do, unless replicas of the stage show what is usual. Without costs,
-    links are not known (contention for links counts as host), nor when tasks were issued unless
-    that was recorded, and latency is the shortest that a message of its kind took. What a message
-    takes beyond its latency is bandwidth, ``Costs.output_seconds`` included, if it has bytes;
-    without bytes all of it is latency. A collective whose seconds were measured is bandwidth.
+    - Seconds on both chains are no cause, such as the latency of each of two consecutive messages.
+    - A slow stage is the cause of gaps on devices that never wait for it directly.
+    - No task waits for the gap at the end of the step; its chain is that of the step's last task.
+
+    Measured timelines are treated alike:
+
+    - A device that is always slow looks like a stage with more work, unless replicas of the stage
+      show its usual time.
+    - Without costs, links are unknown, and contention for links counts as host.
+    - Without costs, issue times are unknown unless they were recorded.
+    - Without costs, latency is the shortest time of a message of the same kind.
+    - The time of a message beyond its latency is bandwidth, ``Costs.output_seconds`` included, if
+      the message has bytes; without bytes all of it is latency.
+    - A collective with measured seconds is bandwidth.
 
     Returns
     -------
@@ -79,7 +84,7 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
     import pandas as pd
 
     graph = timeline.graph
-    timeline.check_complete("what devices waited for is known of")
+    timeline.check_complete("the causes of idle time need")
     seconds = seconds_of_causes(timeline)
     exact = np.stack(
         [
@@ -92,7 +97,7 @@ def idle_by_cause(timeline: Timeline) -> pd.DataFrame:
 
 
 def idle_shares(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
-    """Return which share of all devices' time each cause is, 0..1: a row a timeline.
+    """Return the share of each cause in the time of all devices, 0..1: a row a timeline.
 
     Columns `CAUSES`, indexed by ``schedule``. Rows sum to ``bubble_fraction``, up to rounding.
 
@@ -114,8 +119,9 @@ def idle_shares(timelines: Mapping[str, Timeline]) -> pd.DataFrame:
 def _summing_to(total: float, parts: Floats) -> Floats:
     """Return ``parts`` changed by rounding alone, so that they sum to ``total`` in any order.
 
-    Multiples of the total's last place that sum to it have partial sums which all are doubles.
-    Where tasks of a device overlap, as clocks may have it, they share out what is left.
+    The results are multiples of the unit in the last place of ``total``, so that every partial sum
+    is an exact double. Where tasks of a device overlap by inexact clocks, ``parts`` may sum to more
+    than ``total``; they are then scaled down.
     """
     if total <= 0:
         parts = np.zeros_like(parts)

@@ -1,10 +1,11 @@
-"""Loops over arrays: run as Python at first, compiled by numba once they have work to do.
+"""Kernels: loops over arrays that run as Python for small inputs and are compiled by numba later.
 
-The only file that imports numba. A `kernel` is an ordinary function of arrays and numbers. Its
-first elements are worked through as Python, so that small examples neither load compiled code
-(0.7 s in all) nor compile (some ten seconds in all, once: the result is cached on disk). Without
-numba, with one that cannot be imported, or with ``NUMBA_DISABLE_JIT=1``, everything stays Python:
-the same answers, slowly.
+This is the only file that imports numba. A `kernel` is an ordinary function of arrays and numbers.
+Its first elements run as Python. So small examples neither load compiled code (0.7 s in all) nor
+compile (some ten seconds in all, once: the result is cached on disk).
+
+Kernels stay Python, with the same results but slower, in three cases: numba is not installed, its
+import fails, or ``NUMBA_DISABLE_JIT=1`` is set.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ __all__ = ["Kernel", "available", "kernel"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Elements that a kernel works through as Python, at about a microsecond each, before it is loaded
-#: from the cache, and before it is compiled where it is not cached.
+#: Elements that a kernel processes as Python, at about a microsecond each: before it is loaded from
+#: the cache, and, if it is not cached, before it is compiled.
 PLAIN_ELEMENTS, PLAIN_ELEMENTS_UNCACHED = 10_000, 100_000
 
 
 def available() -> bool:
-    """Whether numba is there, switched on, and not known to be broken."""
+    """Return whether numba is installed and enabled, and has not failed to import."""
     switched_off = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
     if switched_off or importlib.util.find_spec("numba") is None:
         return False
@@ -43,9 +44,9 @@ def available() -> bool:
 
 @cache
 def _numba() -> Any:
-    """Import numba; return None, and warn once, if it is there but cannot be imported.
+    """Import numba; return None, and warn once, if the import fails.
 
-    As one whose release does not know that of numpy.
+    It fails, for example, if the release of numba does not support that of numpy.
     """
     try:
         import numba
@@ -53,8 +54,8 @@ def _numba() -> Any:
     except Exception as error:  # raised by numba or by any of its imports
         warnings.warn(
             f"numba cannot be imported ({type(error).__name__}: {error}): loops run as plain "
-            "Python, with the same answers some hundred times more slowly; install a release of "
-            "numba that suits this numpy",
+            "Python, with the same results but some hundred times more slowly; install a release "
+            "of numba that supports this numpy",
             EngineWarning,
             stacklevel=4,
         )
@@ -67,13 +68,13 @@ def _jitted(function: Callable[P, T], numba: Any, options: dict[str, bool]) -> C
     compiled: Callable[P, T]
     try:
         compiled = numba.njit(cache=True, nogil=True, **options)(function)
-    except RuntimeError:  # no folder that it may write to: compiled anew in each process
+    except RuntimeError:  # no writable cache folder: each process compiles anew
         compiled = numba.njit(nogil=True, **options)(function)
     return compiled
 
 
 class Kernel(Generic[P, T]):
-    """A function that is compiled when it is worth it; see `kernel`."""
+    """Function that is compiled after enough elements; see `kernel`."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Kernel(Generic[P, T]):
         self._qualname = function.__qualname__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run, as Python or compiled."""
+        """Run the function, as Python or compiled."""
         if self._compiled is None:
             self._n_elements += max(map(_largest, args), default=0)
             if self._n_elements <= PLAIN_ELEMENTS or (
@@ -104,7 +105,7 @@ class Kernel(Generic[P, T]):
 
     @cached_property
     def cached(self) -> bool:
-        """Whether numba seems to have compiled the function before."""
+        """Whether the cache on disk has an index of the compiled function."""
         code = self.function.__code__
         name = f"{Path(code.co_filename).stem}.{code.co_name}*-{code.co_firstlineno}.*.nbi"
         folders = [Path(code.co_filename).parent / "__pycache__"]
@@ -113,7 +114,7 @@ class Kernel(Generic[P, T]):
         return any(next(folder.glob(name), None) is not None for folder in folders)
 
     def compile(self) -> None:
-        """Compile from the next call on, however small it is."""
+        """Run compiled from the next call on, however small its arguments are."""
         if self._compiled is not None:
             return
         numba = _numba() if available() else None
@@ -124,16 +125,16 @@ class Kernel(Generic[P, T]):
         if stamps:
             stamp = f"{zlib.crc32(repr(stamps).encode()):08x}"
             self.function.__qualname__ = f"{self._qualname}_{stamp}"
-        options = {} if self.allocates else {"_nrt": False}  # off: numba's counting of references
+        options = {} if self.allocates else {"_nrt": False}  # off: numba's reference counting
         for helper in self.helpers:
             inlined = {"forceinline": not self.allocates}
             numba.extending.register_jitable(**options, **inlined)(helper)
         self._compiled = _jitted(self.function, numba, options)
 
     def _file_stamps(self) -> list[int]:
-        """Return the times of the helpers' other files (ns).
+        """Return the modification times of the helpers' files (ns), without the kernel's own file.
 
-        numba's cache checks the kernel's own file alone.
+        numba's cache only checks the kernel's own file.
         """
         files = {helper.__code__.co_filename for helper in self.helpers}
         other_files = sorted(files - {self.function.__code__.co_filename})
@@ -141,7 +142,7 @@ class Kernel(Generic[P, T]):
 
 
 def _largest(value: object) -> int:
-    """Return the number of elements of the largest array in an argument; 0 without one."""
+    """Return the number of elements of the largest array in an argument; 0 without arrays."""
     if isinstance(value, np.ndarray):
         return value.size
     if isinstance(value, tuple):
@@ -168,11 +169,12 @@ def kernel(
     Parameters
     ----------
     *helpers
-        Plain functions that it calls.
+        Plain functions that the kernel calls.
     allocates
-        Whether it or a helper makes arrays. Without that, numba counts no references, and helpers
-        become part of the kernel. A kernel that hands whole NamedTuples to its helpers needs this:
-        otherwise each call counts references to every array in them, and the engines' loops take
-        8 to 100 times as long. The caller then makes all arrays, and keeps them while it runs.
+        Whether the kernel or a helper allocates arrays. If False, numba counts no references and
+        inlines the helpers, and the caller must allocate all arrays and keep them while the kernel
+        runs. A kernel that passes whole NamedTuples to its helpers needs False: otherwise each call
+        counts references to every array in them, and the engines' loops take 8 to 100 times as
+        long.
     """
     return lambda function: Kernel(function, helpers, allocates=allocates)

@@ -1,4 +1,4 @@
-"""Conflicts: pairs of tasks that must not run at once.
+"""Find conflicts: pairs of tasks that must not run at the same time.
 
 Two tasks conflict if both use the same data and one of them writes it. `data_uses` lists the data.
 """
@@ -18,10 +18,11 @@ __all__ = ["Conflicts", "conflicts"]
 
 
 class Conflicts(NamedTuple):
-    """Pairs of nodes that must be ordered, and the data that both use, one writing it.
+    """Pairs of nodes that must be ordered: both use the same data, and one of them writes it.
 
-    If these are ordered, all other pairs are: of the uses of some data these are each write and the
-    one before it, each read and the write before it, and each write and the reads since.
+    The pairs of some data are each write with the write before it, each read with the write before
+    it, and each write with the reads since that write. If these are ordered, so are all other
+    pairs.
     """
 
     first: Ints
@@ -29,7 +30,7 @@ class Conflicts(NamedTuple):
     data: Ints
 
     def text(self, graph: TaskGraph, row: int) -> str:
-        """Return which tasks conflict, and by what."""
+        """Return a text with the two tasks of a conflict and the data that they use."""
         milestones = Milestones.from_graph(graph)
         tasks = []
         for node in (int(self.first[row]), int(self.second[row])):
@@ -47,14 +48,14 @@ def conflicts(graph: TaskGraph, position: Ints) -> Conflicts:
     Parameters
     ----------
     graph
-        The graph.
+        Graph with the tasks.
     position
         Position of each task and milestone in a topological order; shape
         ``(n_tasks + n_milestones,)``.
     """
     *data, node, writes = data_uses(graph)
     key = np.unique(np.stack(data), axis=1, return_inverse=True)[1].ravel()
-    # One entry for each node and data, which writes if any of its uses does.
+    # One entry for each node and data. It writes if any of its uses does.
     order = np.lexsort((-writes, position[node], key))
     key, node, writes = key[order], node[order], writes[order]
     data = [column[order] for column in data]
@@ -67,7 +68,7 @@ def conflicts(graph: TaskGraph, position: Ints) -> Conflicts:
 
 
 def _adjacent(key: list[int], writes: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return pairs of uses of one data, in order, which order all others; see `Conflicts`."""
+    """Return the pairs of uses of the same data that `Conflicts` lists, as ordered indices."""
     first, second = [], []
     current, write, reads = -1, -1, list[int]()
     for use in range(len(key)):

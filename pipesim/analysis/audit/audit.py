@@ -1,4 +1,4 @@
-"""`audit`: what each kind of dependency, wait and stream of a graph costs, brings, and protects."""
+"""`audit`: cost and benefit of each kind of dependency, wait and stream, and its data races."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_TASKS", "audit"]
 
-#: A bit for each pair of so many tasks takes 50 MB.
+#: One bit for each pair of this many tasks takes 50 MB.
 MOST_TASKS = 20_000
 
 
@@ -48,39 +48,39 @@ class _Row(NamedTuple):
 
 
 def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
-    """Remove each kind of dependency, wait and stream in turn; return what that changes.
+    """Remove each kind of dependency, wait and stream in turn; return the changes as a table.
 
     ============== =============================================================================
-    sort           what is removed
+    sort           removed item
     ============== =============================================================================
     graph          nothing: the first row
     data           the dependencies of a rule (rule 3 of docs/time.md), such as ``B needs R``
     message        the wait of each RECV for its SEND; the RECV then takes no time
     queue          the order of two operations on a stream, such as ``B after F on compute``: where
-                   these follow each other, the second and all behind it no longer wait for the
-                   first and all before it, and may run beside them; the SEND of a RECV that is
-                   the second no longer waits for the first by a rendezvous
+                   the two are consecutive, the second and all behind it no longer wait for the
+                   first and all before it, and may run beside them; if the second is a RECV, its
+                   SEND no longer waits for the first by a rendezvous
     collective     the wait of members for each other (rule 9)
-    rendezvous     the wait of each SEND for its RECV to be reached (rule 6)
-    host           the time that hosts take to issue tasks (rule 7)
+    rendezvous     the wait of each SEND until its RECV is reached (rule 6)
+    host           the time of hosts to issue tasks (rule 7)
     link           the wait of messages and collectives for links that others hold (rule 8)
-    stream         streams: messages share one stream of a device or peer, or are on the compute
-                   stream (rule 5), as collectives are
+    stream         streams: messages share one stream of a device or peer, or run on the compute
+                   stream (rule 5), as collectives do
     ============== =============================================================================
 
-    Sorts and rows that the graph does not have are left out.
+    Sorts and rows that the graph does not have are omitted.
 
-    A kind of edges is *needed* if without it two tasks that use the same data are not ordered, and
-    one of them writes: a data race. Of each task it is known what it reads and writes: weights,
+    A kind of edges is *needed* if its removal causes a data race: two tasks use the same data, one
+    of them writes it, and they are not ordered. Each task reads and writes known data: weights,
     gradients, activations, outputs and messages of its stage, replica and micro-batch. A row that
-    is not needed changes times and memory, and no result.
+    is not needed changes times and memory, but no result.
 
     Parameters
     ----------
     graph
-        From `pipesim.lower`, of at most 20,000 tasks; verified first.
+        Graph from `pipesim.lower`, of at most 20,000 tasks; verified first.
     costs
-        As for `pipesim.simulate`.
+        Costs as for `pipesim.simulate`.
 
     Returns
     -------
@@ -88,19 +88,20 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
         Indexed by ``removed``:
 
         - ``sort``, as above;
-        - ``edges``: number of edges, or of tasks that have what is removed;
-        - ``redundant``: edges that the rest of the graph implies, by a path from one task to the
-          other; of the whole graph, those that others imply, one by one; NA where there are none;
-        - ``makespan`` (s) without it; NaN where tasks would wait for each other for ever;
-        - ``seconds`` and ``share`` of the graph's makespan that it costs; what it brings is below
-          0: a stream that saves time, for example;
-        - ``needed``: whether a data race comes without it;
-        - ``race``: two tasks that race then, and the data, or an empty text.
+        - ``edges``: number of edges, or of tasks with the removed item;
+        - ``redundant``: number of edges that the rest of the graph implies, by a path from one task
+          to the other; in the row of the whole graph, edges that others imply, one by one; NA for
+          items without edges;
+        - ``makespan`` (s) without the item; NaN if tasks would wait for each other for ever;
+        - ``seconds`` and ``share`` of the graph's makespan that the item costs; below 0 if the item
+          saves time, as a stream may;
+        - ``needed``: whether a data race occurs without the item;
+        - ``race``: two tasks that then race, and the data, or an empty text.
 
     Raises
     ------
     ArgumentError
-        For a graph of more tasks, or arguments of another type; else as `pipesim.simulate`.
+        For a graph of more tasks, and arguments of another type; others as `pipesim.simulate`.
 
     Examples
     --------
@@ -121,7 +122,7 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
     tasks = checked_costs(graph, costs)
     if len(graph) > MOST_TASKS:
         raise ArgumentError(
-            f"audit takes graphs of at most {MOST_TASKS:,} tasks, got {graph!r}: it looks at all "
+            f"audit takes graphs of at most {MOST_TASKS:,} tasks, got {graph!r}: it checks all "
             "pairs of tasks; use fewer micro-batches, which have the same kinds of wait"
         )
     base = simulate(graph, tasks).makespan
@@ -132,7 +133,7 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
 
 
 def _table_row(row: _Row, base: float, races: _Races) -> dict[str, object]:
-    """Return a row of the table."""
+    """Simulate the graph of a row; return the row of the table."""
     try:
         makespan = base if row.sort == "graph" else simulate(row.graph, row.costs).makespan
     except DeadlockError:
@@ -155,10 +156,10 @@ def _table_row(row: _Row, base: float, races: _Races) -> dict[str, object]:
 
 
 class _Races:
-    """Which tasks race without a kind of wait.
+    """Data races that the removal of each kind of wait causes.
 
-    Nodes are tasks and `Milestones`, by their place in a topological order. The members of a
-    collective are one node, as all of them start and end together.
+    Nodes are tasks and `Milestones`, numbered in a topological order. The members of a collective
+    are one node, as all of them start and end together.
     """
 
     def __init__(self, graph: TaskGraph) -> None:
@@ -172,11 +173,11 @@ class _Races:
         self._milestones = milestones
         bits, is_implied = self._closed(None)
         self.n_redundant = self._count_implied(bits, is_implied)
-        # Of a graph of one's own, some may race all along.
+        # In a graph that the user wired, some pairs may race from the start.
         self._ordered = self._are_ordered(bits, self._nodes(None))
 
     def without(self, wait: Kind) -> tuple[int | None, str]:
-        """Return how many of its edges the others imply, and a race that comes without it."""
+        """Return the number of its edges that others imply, and a race without it, or no text."""
         bits, _ = self._closed(wait)
         nodes = self._nodes(wait)
         lost = np.flatnonzero(self._ordered & ~self._are_ordered(bits, nodes))
@@ -197,7 +198,7 @@ class _Races:
         return self.position[representative]
 
     def _own(self, wait: Kind) -> Edges:
-        """Return a kind's edges; buckets wait for a milestone, where they do for their backward."""
+        """Return the edges of a kind; a bucket waits for a milestone instead of its backward."""
         first, second = wait.edges
         if not len(self._milestones.backward):
             return wait.edges
@@ -214,7 +215,7 @@ class _Races:
         edges = Edges.joined(*(self._own(kind) for kind in kinds), inside_actions(self.graph))
         backward, n = self._milestones.backward, len(self.graph)
         if len(backward):
-            # A milestone comes after what its backward waits for, and before its end.
+            # A milestone comes after the predecessors of its backward, and before its end.
             into = CSR.group(edges.after, n)
             counts = np.diff(into.ptr)[backward]
             starts = edges.before[into.gather(backward)]
@@ -225,7 +226,7 @@ class _Races:
         return ancestors(Edges(nodes[edges.before], nodes[edges.after]), self.n)
 
     def _count_implied(self, bits: Bits, is_implied: NDArray[np.bool_]) -> int:
-        """Return how many edges of the graph the others imply, one by one.
+        """Return the number of edges that the other edges of the graph imply, one by one.
 
         An edge of a queue to a RECV is not implied by the rendezvous that is derived from it.
         """
@@ -237,8 +238,8 @@ class _Races:
             first, send = int(own.before[derived]), int(own.after[derived])
             edges = into[int(self.graph.pair[send])]
             queued = edges[(sorts[edges] == "queue") & (own.before[edges] == first)]
-            # Other ways to the RECV: by the SEND, but for the derived edge, and by what else it
-            # needs.
+            # Other paths to the RECV lead over the SEND, without the derived edge, and over its
+            # other predecessors.
             others = own.before[edges[~np.isin(edges, queued)]]
             others = nodes[others[others != send]]
             is_implied[queued] = is_implied[derived] or bool(
@@ -275,7 +276,7 @@ def _rows(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Row]:
 
 
 def _streams(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Row]:
-    """Return what the streams bring that messages and collectives have for themselves."""
+    """Yield the rows of streams of their own for messages and collectives."""
     sorts = np.array([name.partition(":")[0] for _, name in graph.streams])[graph.stream]
     copies = np.isin(sorts, ["send", "recv", "copy"])
     names = [name for _, name in graph.streams]

@@ -1,10 +1,10 @@
-"""Data that each task of a graph reads and writes.
+"""List the data that each task of a graph reads and writes.
 
-The data of a step are the weights of a stage, their gradients, activations, outputs, gradients of
-outputs, and messages, of each replica. If weights have versions, a backward reads its own version.
+The data of a step are, for each replica, the weights of a stage, their gradients, activations,
+outputs, gradients of outputs, and messages. If weights have versions, a backward reads its own.
 
-A bucket of gradients is made before its backward has ended. Its access is that of a *milestone*: a
-node of its own, between what the backward needs and the backward's end.
+A bucket of gradients is complete before its backward ends. A *milestone* accesses it: a node of its
+own, between the predecessors of the backward and the end of the backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipesim.utils.csr import Ints
 
 __all__ = ["DATA_NAMES", "Milestones", "data_uses"]
 
-#: Data of a stage, and of a micro-batch or not.
+#: Text of each kind of data: data of a stage, with or without a micro-batch.
 DATA_NAMES = {
     "weights": "weights of stage {stage}",
     "gradients": "gradients of the weights of stage {stage}",
@@ -45,7 +45,7 @@ _NUMBERS = {name: number for number, name in enumerate(DATA_NAMES)}
 
 
 class Milestones(NamedTuple):
-    """The backward that reaches each milestone, and the bucket that it completes."""
+    """Backward that reaches each milestone, and the bucket that is then complete."""
 
     backward: Ints
     part: Ints
@@ -60,7 +60,7 @@ class Milestones(NamedTuple):
 
 
 class _Uses:
-    """Collects which node uses which data."""
+    """Table of the data that each node uses, filled row by row."""
 
     def __init__(self, graph: TaskGraph) -> None:
         self.graph = graph
@@ -80,9 +80,10 @@ class _Uses:
     def note(
         self, tasks: Ints, uses: str, *names: str, nodes: Ints | None = None, **other: Ints | int
     ) -> None:
-        """Note that tasks read (``r``), write (``w``) or do both with (``rw``) some data.
+        """Add rows: tasks read (``r``), write (``w``), or read and write (``rw``) some data.
 
-        The data are of each task's replica, stage and micro-batch, unless there is another.
+        The data belong to the replica, stage and micro-batch of each task, unless ``other`` names
+        another replica, stage, micro-batch or part.
         """
         graph = self.graph
         where = {"replica": graph.replica[tasks], "stage": graph.stage[tasks],
@@ -113,9 +114,9 @@ def data_uses(graph: TaskGraph) -> Ints:
 def _local_inputs(
     uses: _Uses, tasks: Ints, step: int, replica: int | None = None
 ) -> tuple[Ints, Ints]:
-    """Return the tasks whose stage shares a device with the stage ``step`` on, and that stage.
+    """Return the tasks on the same device as the stage at offset ``step``, and that stage.
 
-    The device is that of each task's replica, unless there is another.
+    The devices are those of the replica of each task, unless ``replica`` is given.
     """
     graph = uses.graph
     stage = graph.stage[tasks].astype(np.int64)
@@ -187,7 +188,7 @@ def _messages(uses: _Uses) -> None:
 
 
 def _exchanges(uses: _Uses) -> None:
-    """Note uses of exchanges: a member reads what every replica contributes (rule 9)."""
+    """Add uses of exchanges: a member reads the data of every replica (rule 9)."""
     graph = uses.graph
     replicas = range(graph.n_replicas)
     exchange, dispatch = uses.tasks(Op.ALL_TO_ALL), uses.tasks(Op.DISPATCH)
@@ -198,7 +199,7 @@ def _exchanges(uses: _Uses) -> None:
     puts, sums = (
         reorder[graph.part[reorder] == EXCHANGES.index(name)] for name in ("vectors", "gradients")
     )
-    # What groups keys, and what puts vectors in order, is a task of its own or the exchange.
+    # Keys are grouped, and vectors put in order, by tasks of their own or by the exchange.
     _read(uses, dispatch, -1, "input", "output")
     uses.note(dispatch, "w", "groups")
     for tasks, replica in itertools.product((counts, keys), replicas):
@@ -231,7 +232,7 @@ def _exchanges(uses: _Uses) -> None:
 def _read(
     uses: _Uses, tasks: Ints, step: int, arrived: str, output: str, replica: int | None = None
 ) -> None:
-    """Note reads of what comes from the stage ``step`` on: by a message, or on one device."""
+    """Add reads of data from the stage at offset ``step``, by message or on the same device."""
     replicas = uses.graph.replica if replica is None else np.full(len(uses.graph), replica)
     uses.note(tasks, "r", arrived, replica=replicas[tasks])
     local, stage = _local_inputs(uses, tasks, step, replica)
@@ -239,17 +240,17 @@ def _read(
 
 
 def _parts(graph: TaskGraph) -> list[int]:
-    """Return the buckets of gradients, or -1 where there are none."""
+    """Return the numbers of the buckets of gradients, or [-1] without buckets."""
     return np.unique(graph.part[graph.is_op(frozenset({Op.REDUCE_GRAD}))]).tolist() or [-1]
 
 
 def _updates(uses: _Uses) -> None:
-    """Note uses of gradients and weights, by what accumulates, reduces, steps and gathers."""
+    """Add uses of gradients and weights by B, W, REDUCE_GRAD, STEP and UNSHARD."""
     graph = uses.graph
     adds, reduces, steps = uses.tasks(Op.B, Op.W), uses.tasks(Op.REDUCE_GRAD), uses.tasks(Op.STEP)
     groups = graph.reduction_groups
     apart = np.isin(graph.stage[adds], graph.stage[reduces]) & (groups[graph.stage[adds]] > 0)
-    # Reduced after each group of micro-batches, gradients are each group's own until then.
+    # Gradients that are reduced after each group of micro-batches are the group's own until then.
     grouped = adds[apart]
     size = groups[graph.stage[grouped]]
     of_group = (graph.microbatch[grouped] // np.maximum(size, 1) + 1) * size - 1

@@ -1,4 +1,4 @@
-"""A graph whose messages or collectives share streams: its queues, and the order of its tasks."""
+"""Merge streams of messages or collectives: new queues, and a new order of the tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["merged", "on_compute"]
 
 
 def merged(graph: TaskGraph, names: list[str]) -> TaskGraph:
-    """Return the graph with each stream under a name of these; those of one name are one queue."""
+    """Return the graph with renamed streams; streams of one device and name become one queue."""
     places = [(device, name) for (device, _), name in zip(graph.streams, names, strict=True)]
     streams = tuple(sorted(set(places)))
     number = np.array([streams.index(place) for place in places], dtype=np.int32)
@@ -28,9 +28,9 @@ def merged(graph: TaskGraph, names: list[str]) -> TaskGraph:
 
 
 def on_compute(graph: TaskGraph, costs: TaskCosts) -> tuple[TaskGraph, TaskCosts]:
-    """Return the graph with its messages on compute streams, as of ``lower(overlap=False)``.
+    """Return the graph with its messages on compute streams, as by ``lower(overlap=False)``.
 
-    A RECV comes right before its consumer, or before that of a message which was sent later.
+    A RECV comes right before its consumer, or before the consumer of a message that was sent later.
     """
     kinds = graph.kinds
     stream = np.where(kinds.is_op(TRANSFERS), StreamKind.COMPUTE, kinds.stream)
@@ -42,13 +42,13 @@ def on_compute(graph: TaskGraph, costs: TaskCosts) -> tuple[TaskGraph, TaskCosts
     if graph.rendezvous:
         order = stable_topological_order(moved.precedence)
         if len(order) < len(graph):
-            return moved, costs  # which deadlocks
+            return moved, costs  # its simulation raises DeadlockError
         moved, costs = _reordered(moved, order), _costs_in(costs, order)
     return moved.as_verified(), costs
 
 
 def _received_late(graph: TaskGraph) -> Ints:
-    """Return the order of tasks in which each RECV is right before what needs it."""
+    """Return the order of tasks in which each RECV is right before its consumer."""
     is_recv, pair = graph.is_op(RECVS), graph.pair
     waiting: dict[tuple[int, int], deque[int]] = {}
     channel: dict[int, tuple[int, int]] = {}
@@ -70,7 +70,7 @@ def _reordered(graph: TaskGraph, order: Ints) -> TaskGraph:
     """Return the same tasks under other ids: ``order[k]`` becomes task ``k``."""
     rank = np.empty(len(graph) + 1, dtype=np.int64)
     rank[order] = np.arange(len(graph))
-    rank[-1] = -1  # of no task
+    rank[-1] = -1  # index -1 means no task
     waits, members = graph.dependencies, graph.collectives
     by_id = np.lexsort((rank[members.values], members.rows))
     return replace(

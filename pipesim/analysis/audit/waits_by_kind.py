@@ -1,8 +1,8 @@
-"""The waits of a graph by kind, and the same graph without one of them.
+"""List the waits of a graph by kind, and remove one kind from the graph.
 
 A kind of wait has a name such as ``"B needs R"`` (data), ``"B after F on compute"`` (the order of a
-queue) or ``"RECV_F needs its SEND_F"`` (a message). Its edges lead from the task that is waited for
-to the task that waits.
+queue) or ``"RECV_F needs its SEND_F"`` (a message). Its edges lead from the earlier task to the
+task that waits for it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Kind(NamedTuple):
     sort
         ``"data"``, ``"message"``, ``"queue"``, ``"collective"`` or ``"rendezvous"``.
     name
-        What tables call it.
+        Name in tables.
     edges
-        The tasks that are waited for, and those that wait; of a collective none.
+        Each earlier task, and the task that waits for it; no edges for a collective.
     tasks
-        The tasks that wait; of a collective its members.
+        The tasks that wait; the members of a collective.
     """
 
     sort: str
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 
 
 def kinds_of_waits(graph: TaskGraph) -> list[Kind]:
-    """Return the kinds of wait of a graph, each edge in one of them."""
+    """Return the kinds of wait of a graph; each edge belongs to one kind."""
     kinds = [*_data(graph), *_messages(graph), *_queues(graph), *_collectives(graph)]
     if graph.rendezvous and (graph.pair >= 0).any():
         sends = np.flatnonzero(graph.is_op(SENDS))
@@ -58,7 +58,7 @@ def kinds_of_waits(graph: TaskGraph) -> list[Kind]:
 
 
 def inside_actions(graph: TaskGraph) -> Edges:
-    """Return the edges from the F to the B of one action, which no kind has."""
+    """Return the edges from the F to the B of each overlapped action; no kind has them."""
     halves = overlapped_pairs(graph.kinds, graph.kind, graph.stream_of_kind)
     return Edges(*(half.astype(np.int64) for half in halves))
 
@@ -66,7 +66,7 @@ def inside_actions(graph: TaskGraph) -> Edges:
 def remaining(graph: TaskGraph, kinds: list[Kind], kind: Kind) -> list[Kind]:
     """Return the kinds of wait of a graph without one of them.
 
-    A rendezvous is derived from the order of the RECV's queue: where that is removed, so is it.
+    A rendezvous follows from the order of the RECV's queue, and is removed with that order.
     """
     left = [other for other in kinds if other.name != kind.name]
     if kind.sort != "queue":
@@ -80,11 +80,11 @@ def remaining(graph: TaskGraph, kinds: list[Kind], kind: Kind) -> list[Kind]:
 
 
 def without(graph: TaskGraph, kind: Kind | str) -> TaskGraph:
-    """Return the graph without one kind of wait, or the kind of a name, for `pipesim.simulate`.
+    """Return the graph without one kind of wait, given itself or by name, for `pipesim.simulate`.
 
-    A task that no longer waits for the one before it on its stream starts a queue of its own there,
-    in which those behind it follow. A RECV that no longer waits for its SEND takes no time; it has
-    another operation then, and only the simulator takes such a graph.
+    A task that no longer waits for the task before it on its stream begins a new queue there, and
+    the tasks behind it are in the new queue. A RECV that no longer waits for its SEND takes no
+    time. It then has another operation, and only the simulator accepts such a graph.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def without(graph: TaskGraph, kind: Kind | str) -> TaskGraph:
 
 
 def _data(graph: TaskGraph) -> list[Kind]:
-    """Return the dependencies by the operations at both ends, and how their stages lie."""
+    """Return the dependencies by the operations at both ends and the offset of their stages."""
     waits, needed = graph.dependencies.rows, graph.dependencies.values.astype(np.int64)
     offset = np.clip(graph.stage[needed].astype(np.int64) - graph.stage[waits], -2, 2)
     columns = []
@@ -135,7 +135,7 @@ _OFFSETS = {
 
 
 def _parts(graph: TaskGraph, tasks: Ints) -> Ints:
-    """Return which of `EXCHANGES` each task is, or puts in order, or -1."""
+    """Return the number in `EXCHANGES` of each exchange, and of each REORDER of one; else -1."""
     of_exchange = graph.is_op(frozenset({Op.ALL_TO_ALL, Op.REORDER}))[tasks]
     return np.where(of_exchange, graph.part[tasks], -1).astype(np.int64)
 
@@ -157,7 +157,7 @@ def _messages(graph: TaskGraph) -> list[Kind]:
 
 
 def _queues(graph: TaskGraph) -> list[Kind]:
-    """Return the order of the queues by operations; halves of one action are no two tasks."""
+    """Return the order of the queues by operations, without the edges of `inside_actions`."""
     queued = np.flatnonzero(graph.queue_predecessor >= 0)
     queued = queued[~np.isin(queued, inside_actions(graph).after)]
     earlier = graph.queue_predecessor[queued].astype(np.int64)
@@ -204,14 +204,14 @@ def _without_dependencies(graph: TaskGraph, edges: Edges) -> TaskGraph:
 
 
 def _without_messages(graph: TaskGraph, recvs: Ints) -> TaskGraph:
-    """Let RECVs be tasks that take no time and wait for no SEND."""
+    """Return the graph with RECVs that take no time and wait for no SEND."""
     op = graph.kinds.op.copy()
     op[graph.kind[recvs]] = Op.STEP  # neither a message nor a collective, for engines
     return replace(graph, kinds=replace(graph.kinds, op=op))
 
 
 def _apart(graph: TaskGraph, members: Ints) -> TaskGraph:
-    """Let members of collectives start without each other."""
+    """Return the graph with members of collectives that do not wait for each other."""
     group = graph.group.astype(np.int64)
     group[members] = -1
     tasks = np.flatnonzero(group >= 0)
@@ -222,7 +222,7 @@ def _apart(graph: TaskGraph, members: Ints) -> TaskGraph:
 
 
 def _cut(graph: TaskGraph, tasks: Ints) -> TaskGraph:
-    """Let these tasks, and those behind them on their streams, begin queues of their own."""
+    """Return the graph in which each of ``tasks`` begins a new queue on its stream."""
     order = graph.queues.values
     begins = np.zeros(len(graph), dtype=np.int64)
     begins[tasks] = 1
@@ -234,14 +234,14 @@ def _cut(graph: TaskGraph, tasks: Ints) -> TaskGraph:
 
 
 def with_queues(graph: TaskGraph, stream: Ints, part: Ints) -> TaskGraph:
-    """Return the graph with queues of these tasks: one for each stream and part of it.
+    """Return the graph with new queues: one for each stream and part.
 
     Parameters
     ----------
     graph
-        Whose other waits stay.
+        Graph; its other waits stay.
     stream, part
-        Of each task; part 0 has the stream's name.
+        Stream and part of each task. The queue of part 0 has the name of the stream.
     """
     queues, queue = np.unique(np.stack([stream, part]), axis=1, return_inverse=True)
     queue = queue.ravel()
