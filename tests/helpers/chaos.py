@@ -134,12 +134,12 @@ def run(fault: Fault) -> tuple[Fault, Outcome, list[str]]:
 
 def _row(fault: Fault, outcome: Outcome, wrong: list[str]) -> list[str]:
     where = fault.task or (f"+{fault.delay * 1e3:.0f} ms" if fault.delay else "between steps")
-    said = complaints(outcome.output)
+    errors = complaints(outcome.output)
     return [
         fault.kind, str(fault.rank), where, str(fault.step), f"{fault.schedule} {fault.recompute}",
         f"{fault.n_ranks} x {fault.devices}", "torchrun" if fault.launcher else "rank 0",
         f"{outcome.seconds:.1f}", ", ".join(wrong) or "ok",
-        said[0].removeprefix("pipeexec: error: ")[:90] if said else "-",
+        errors[0].removeprefix("pipeexec: error: ")[:90] if errors else "-",
     ]  # fmt: skip
 
 

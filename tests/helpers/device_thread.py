@@ -40,10 +40,10 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor) -> OnDevice:
-        made = torch._C._acc.create_empty_tensor(raw.shape, raw.dtype)
-        made.__class__ = cls
-        made.raw = raw
-        return made  # type: ignore[no-any-return]
+        tensor = torch._C._acc.create_empty_tensor(raw.shape, raw.dtype)
+        tensor.__class__ = cls
+        tensor.raw = raw
+        return tensor  # type: ignore[no-any-return]
 
 
 class _ToDevice(torch.autograd.Function):
@@ -114,11 +114,11 @@ def _result(n_calls: int, x: Tensor, model: Any, chunks: int) -> Tensor:
     """Run a model on as many inputs; return the loss, micro-batch by micro-batch as GPipe does."""
     outputs = []
     for scale in range(1, n_calls + 1):
-        given = x if n_calls == 1 else scale * x
+        inputs = x if n_calls == 1 else scale * x
         if isinstance(model, px.GPipe):
-            outputs.append(model(given))
+            outputs.append(model(inputs))
         else:
-            outputs.append(torch.cat([model(part) for part in given.chunk(chunks)]))
+            outputs.append(torch.cat([model(part) for part in inputs.chunk(chunks)]))
     return torch.stack([output.square().sum() for output in outputs]).sum()
 
 
@@ -138,15 +138,15 @@ def _one(chunks: int, n_calls: int, *, dependencies: bool, input_grad: bool) -> 
         dependencies=dependencies, checkpoint="never",
     )  # fmt: skip
     x = torch.randn(chunks, 16)
-    mine, its = (x.clone().requires_grad_(input_grad) for _ in range(2))
+    split_x, its = (x.clone().requires_grad_(input_grad) for _ in range(2))
     depth, calls = _Depth(), list[Call]()
     with depth.counted(calls):
-        _result(n_calls, mine, model, chunks).backward()
+        _result(n_calls, split_x, model, chunks).backward()
     with one_thread():
         _result(n_calls, its, plain, chunks).backward()
     pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
     if input_grad:
-        pairs.append((mine.grad, its.grad))
+        pairs.append((split_x.grad, its.grad))
     return {
         "chunks": chunks,
         "calls": n_calls,
@@ -162,11 +162,11 @@ def main() -> None:
     """Print what each case did, then the threads that ran nodes of the device."""
     _setup_privateuseone_for_python_backend("pipeexec_test")
     flags = list(itertools.product([True, False], repeat=2))
-    found = [_one(4, n_calls, dependencies=dependencies, input_grad=input_grad)
+    results = [_one(4, n_calls, dependencies=dependencies, input_grad=input_grad)
              for n_calls in (1, 2) for dependencies, input_grad in flags]  # fmt: skip
     # The engine goes over to other threads at a depth of 60.
-    found.append(_one(70, 1, dependencies=False, input_grad=False))
-    json.dump({"found": found, "threads": sorted(_ToDevice.threads)}, sys.stdout)
+    results.append(_one(70, 1, dependencies=False, input_grad=False))
+    json.dump({"found": results, "threads": sorted(_ToDevice.threads)}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -45,18 +45,16 @@ def _parameters(real: Any) -> list[inspect.Parameter]:
     return parameters[1:] if inspect.isclass(real) else parameters
 
 
-def check_signature(name: str, ours: Callable[..., Any], real: Any) -> None:
+def check_signature(name: str, stand_in: Callable[..., Any], real: Any) -> None:
     """Check that a stand-in takes no argument that torch's own does not.
 
     Parameters have torch's names, order and defaults; the last ones of torch's may be missing.
     """
-    mine, its = _parameters(ours), _parameters(real)
-    given = [(p.name, p.kind, p.default) for p in mine]
-    allowed = [(p.name, p.kind, p.default) for p in its[: len(mine)]]
-    assert given == allowed, f"{name} of the stand-in takes {given}, torch's {allowed}"
-    needed = [
-        p.name for p in its[len(mine) :] if p.default is p.empty and p.kind < p.VAR_POSITIONAL
-    ]
+    own, its = _parameters(stand_in), _parameters(real)
+    accepted = [(p.name, p.kind, p.default) for p in own]
+    allowed = [(p.name, p.kind, p.default) for p in its[: len(own)]]
+    assert accepted == allowed, f"{name} of the stand-in takes {accepted}, torch's {allowed}"
+    needed = [p.name for p in its[len(own) :] if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
     assert not needed, f"{name} of torch's needs {needed}, too"
 
 
@@ -189,8 +187,8 @@ class FakeCuda:
         """Capture what is given to a stream, once all that was given before has run."""
         assert stream is not None
         for observer in self.observers:
-            for each in self.streams:
-                observer.synchronized(each)
+            for other in self.streams:
+                observer.synchronized(other)
         cuda_graph.stream = stream
         before, self._current[self.gpu] = self.current, stream
         self.capturing, self.open, self.nodes = {stream.number}, set(), cuda_graph.nodes
@@ -227,7 +225,7 @@ class FakeCuda:
             for observer in self.observers:
                 observer.kept(tensor, stream)
 
-        ours = {
+        stand_ins = {
             "Stream": make_stream,
             "Event": make_event,
             "current_stream": self.current_stream,
@@ -237,7 +235,7 @@ class FakeCuda:
             "graph": self.graph,
             "CUDAGraph": make_graph,
         }
-        for name, stand_in in ours.items():
+        for name, stand_in in stand_ins.items():
             check_signature(name, stand_in, _REAL[name])
             patch.setattr(torch.cuda, name, stand_in)
         for fake, real in ((FakeStream, "Stream"), (FakeEvent, "Event"), (FakeGraph, "CUDAGraph")):
@@ -258,15 +256,15 @@ class FakeStream:
             cuda.streams.append(self)
 
     def wait_event(self, event: FakeEvent) -> None:
-        assert event.at is not None, "nobody has recorded this event"
+        assert event.recorded_at is not None, "nobody has recorded this event"
         assert not event.external, "an external event orders nothing in a capture"
         cuda, capturing = self._cuda, self._cuda.capturing
-        cuda.log.append(("wait", self.number, event.on))
+        cuda.log.append(("wait", self.number, event.stream_number))
         assert event.captured == (capturing is not None), "an event from outside the capture"
         if capturing is not None:
-            assert event.on in capturing
+            assert event.stream_number in capturing
             capturing.add(self.number)
-            cuda.open.discard(event.on)  # what waits for it brings it back
+            cuda.open.discard(event.stream_number)  # what waits for it brings it back
             cuda.open.add(self.number)
         else:
             self._passes_at = max(self._passes_at, event.passes_at)
@@ -285,7 +283,7 @@ class FakeStream:
         for observer in self._cuda.observers:
             observer.synchronized(self)
 
-    def _given(self) -> float:
+    def _last_pass(self) -> float:
         """Return when what was given now will have passed."""
         self._passes_at = max(self._passes_at, perf_counter() + self._cuda.passes_after)
         return self._passes_at
@@ -296,8 +294,8 @@ class FakeEvent:
 
     def __init__(self, cuda: FakeCuda, enable_timing: bool = False, external: bool = False) -> None:
         self._cuda, self._timing, self.external = cuda, enable_timing, external
-        self.at: int | None = None
-        self.on = -1
+        self.recorded_at: int | None = None
+        self.stream_number = -1
         self.device: torch.device | None = None
         self._usable = self.captured = False
         self.passes_at = math.inf
@@ -309,14 +307,14 @@ class FakeEvent:
         cuda.touch(stream)
         with cuda.lock:
             cuda.now += 1
-            self.at = cuda.now
-        self.on, self.device = stream.number, stream.device
+            self.recorded_at = cuda.now
+        self.stream_number, self.device = stream.number, stream.device
         self.captured = cuda.capturing is not None
         # In a capture only external events are nodes of the graph, which have a time; torch makes
         # such a node only while its *current* stream is one that captures.
         is_node = self.external and cuda.current.number in (cuda.capturing or ())
         self._usable = self._timing and (not self.captured or is_node)
-        self.passes_at = math.inf if self.captured else stream._given()
+        self.passes_at = math.inf if self.captured else stream._last_pass()
         if self.captured and is_node:
             cuda.nodes.append(self)
         cuda.log.append(("record", stream.number, self.external))
@@ -324,9 +322,9 @@ class FakeEvent:
             observer.recorded(self, stream)
 
     def query(self) -> bool:
-        assert self.at is not None, "nobody has recorded this event"
+        assert self.recorded_at is not None, "nobody has recorded this event"
         assert not self.captured or self._usable, "an event of a capture is not asked for"
-        self._cuda.log.append(("query", self.on))
+        self._cuda.log.append(("query", self.stream_number))
         return perf_counter() >= self.passes_at
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
@@ -334,14 +332,14 @@ class FakeEvent:
             assert event._usable, "no time was noted"
             assert perf_counter() >= event.passes_at, "both events must have passed"
         assert self.device == end_event.device, "events of two GPUs"
-        assert self.at is not None
-        assert end_event.at is not None
-        return float(end_event.at - self.at)
+        assert self.recorded_at is not None
+        assert end_event.recorded_at is not None
+        return float(end_event.recorded_at - self.recorded_at)
 
     def _replayed(self, passes_at: float) -> None:
         """Note the time anew, as the node of a graph."""
         self._cuda.now += 1
-        self.at, self.passes_at = self._cuda.now, passes_at
+        self.recorded_at, self.passes_at = self._cuda.now, passes_at
 
 
 class FakeGraph:
@@ -357,7 +355,7 @@ class FakeGraph:
         stream = self._cuda.current
         self._cuda.log.append(("replay", stream.number))
         for event in self.nodes:
-            event._replayed(stream._given())
+            event._replayed(stream._last_pass())
         end = FakeEvent(self._cuda)  # what was captured is part of this stream from now on
         for observer in self._cuda.observers:
             observer.recorded(end, self.stream)

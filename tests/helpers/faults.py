@@ -64,11 +64,11 @@ class Fault:
     def __str__(self) -> str:
         after = f"{self.delay * 1e3:.0f} ms from the beginning" if self.delay else "before"
         place = f"{self.task or after} of step {self.step}"
-        by = "torchrun" if self.launcher else "no launcher"
+        launcher = "torchrun" if self.launcher else "no launcher"
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         return (
             f"{self.kind} in rank {self.rank} of {self.n_ranks}, {place}, {self.schedule} "
-            f"{self.recompute}, {self.devices} devices each{replicas}, {by}"
+            f"{self.recompute}, {self.devices} devices each{replicas}, {launcher}"
         )
 
 
@@ -117,14 +117,14 @@ def graph_of(fault: Fault) -> ps.TaskGraph:
 
 def _alive(mark: str, sessions: Sequence[int]) -> list[int]:
     """Return the processes with a mark in their environment, or of sessions; but for zombies."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             is_ours = f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes()
             if state != "Z" and (is_ours or int(session) in sessions):
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def _fresh(
@@ -210,8 +210,8 @@ def inject(fault: Fault, folder: Path) -> Outcome:
     began = folder / "begun"
     partial = folder / "results/run-partial/timeline.csv"
     timeline = ps.Timeline.load(partial) if partial.is_file() else None
-    begun = float(began.read_text()) if began.is_file() else float("nan")
-    return Outcome(statuses, output, ended - begun, left, timeline)
+    start = float(began.read_text()) if began.is_file() else float("nan")
+    return Outcome(statuses, output, ended - start, left, timeline)
 
 
 def expected(fault: Fault) -> list[str]:
@@ -238,36 +238,36 @@ def expected(fault: Fault) -> list[str]:
         return [rf"{task.stage}[BI]{task.microbatch} failed", f"rank {rank}"]
     place = f"device {task.device}, stage {task.stage}"
     place += "" if task.microbatch is None else f", micro-batch {task.microbatch}"
-    found = [f"rank {rank}", place]
+    patterns = [f"rank {rank}", place]
     if _COMPUTE.fullmatch(str(task)) or fault.kind not in _LOST:
-        found.append(rf"\b{task}\b")
-    return found
+        patterns.append(rf"\b{task}\b")
+    return patterns
 
 
 def wrongs(fault: Fault, outcome: Outcome) -> list[str]:
     """Return what is wrong with how a fault ended; nothing where all is as it should be."""
-    found = []
-    said = complaints(outcome.output)
+    problems = []
+    errors = complaints(outcome.output)
     if None in outcome.statuses or any("process" in text for text in outcome.left):
-        found.append("hung")
+        problems.append("hung")
     allowed = {"vanish": fault.rank}.get(fault.kind)
     for rank, status in enumerate(outcome.statuses):
         if status == 0 and rank != allowed:
-            found.append(f"process {rank} ended with status 0")
-    found += [f"left {text}" for text in outcome.left if "process" not in text]
+            problems.append(f"process {rank} ended with status 0")
+    problems += [f"left {text}" for text in outcome.left if "process" not in text]
     if not outcome.seconds < fault.timeout + SLACK:
-        found.append(f"ended after {outcome.seconds:.1f} s")
-    if len(said) != 1:
-        found.append(f"{len(said)} errors")
-        return found
-    found += [f"no {text!r} in it" for text in expected(fault) if not re.search(text, said[0])]
+        problems.append(f"ended after {outcome.seconds:.1f} s")
+    if len(errors) != 1:
+        problems.append(f"{len(errors)} errors")
+        return problems
+    problems += [f"no {text!r} in it" for text in expected(fault) if not re.search(text, errors[0])]
     if "Traceback" in outcome.output and not fault.launcher:
-        found.append("a traceback")
+        problems.append("a traceback")
     if outcome.timeline is None:
-        found += ["no timeline"] if fault.task or fault.step else []  # else nothing ran
+        problems += ["no timeline"] if fault.task or fault.step else []  # else nothing ran
     elif fault.task and not _ran(fault, outcome.timeline):
-        found.append("nothing in the timeline")
-    return found
+        problems.append("nothing in the timeline")
+    return problems
 
 
 def _ran(fault: Fault, timeline: ps.Timeline) -> bool:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from executing import Nap
 from faults import Fault, graph_of
 from ranks import meet
+from small_pipelines import Nap
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -34,7 +34,7 @@ from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 
 
-def mine(trick: str) -> tuple[str, int]:
+def trick_here(trick: str) -> tuple[str, int]:
     """Return a trick that this thread is to do."""
     return trick, threading.get_ident()
 
@@ -57,10 +57,10 @@ class Trickster(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.nap(self.layer(x))
-        if mine("hook") in TRICKS:
+        if trick_here("hook") in TRICKS:
             y.register_hook(on_purpose)
-            TRICKS.discard(mine("hook"))
-        return y[:, :3] if mine("shape") in TRICKS else y
+            TRICKS.discard(trick_here("hook"))
+        return y[:, :3] if trick_here("shape") in TRICKS else y
 
 
 class Optimizer(torch.optim.SGD):
@@ -70,13 +70,13 @@ class Optimizer(torch.optim.SGD):
         super().__init__(parameters, lr=1e-3)
 
     def step(self, closure: Any = None) -> Any:
-        if mine("optimizer") in TRICKS:
+        if trick_here("optimizer") in TRICKS:
             on_purpose()
         return super().step(closure)
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    if mine("loss") in TRICKS:
+    if trick_here("loss") in TRICKS:
         on_purpose()
     return nn.functional.mse_loss(output, target)
 
@@ -87,7 +87,7 @@ def _hold_the_interpreter() -> None:
 
 
 def _trick(name: str) -> None:
-    TRICKS.add(mine(name))
+    TRICKS.add(trick_here(name))
 
 
 def _garble_headers() -> None:
@@ -145,7 +145,7 @@ class Trap:
             if task_run.number == self.fault["step"]:
                 self.spring()
             original(task_run, task)
-            TRICKS.discard(mine("shape"))
+            TRICKS.discard(trick_here("shape"))
 
         def armed(task: PlannedTask) -> PlannedTask:
             """Return the task with the trap: with a rendezvous, its header is sent before it."""

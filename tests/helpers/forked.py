@@ -22,7 +22,8 @@ __all__ = ["Forked"]
 
 _STARTING = threading.Lock()  # tests start processes from several threads
 _SERVER = multiprocessing.get_context("forkserver")
-# The optimizers of torch load its compiler; this module and `executing` load pytest and hypothesis.
+# The optimizers of torch load its compiler; this module and `small_pipelines` load pytest and
+# hypothesis.
 _SERVER.set_forkserver_preload(
     ["torch", "torch._dynamo", "torch.distributed", "pytest", "hypothesis", "pandas",
      "matplotlib.figure", "pipeexec.cli", "pipeexec.executor.pipeline", "pipeexec.cli.launch",

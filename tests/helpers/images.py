@@ -20,10 +20,10 @@ def digits(n: int, first: int = 0) -> tuple[Tensor, Tensor]:
 
     Every pixel of the 8x8 originals is four.
     """
-    found = load_digits()
-    images = torch.from_numpy(found.images[first : first + n]).float() / 16
+    digits = load_digits()
+    images = torch.from_numpy(digits.images[first : first + n]).float() / 16
     wide = images.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
-    return wide[:, None], torch.from_numpy(found.target[first : first + n])
+    return wide[:, None], torch.from_numpy(digits.target[first : first + n])
 
 
 def noisy_patches(n: int, size: int = 32, *, noise: float = 0.2) -> tuple[Tensor, Tensor]:

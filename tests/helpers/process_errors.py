@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from executing import cut, dense, mse
+from small_pipelines import cut, dense, mse
 from torch import nn
 
 import pipeexec as px
 import pipesim as ps
 from pipesim.errors import PipeError
 
-__all__ = ["PROMPT", "TIMEOUT", "assert_said", "ended", "make"]
+__all__ = ["PROMPT", "TIMEOUT", "assert_errors", "ended", "make"]
 
 #: Seconds in which every process must have ended; the timeout is longer.
 PROMPT, TIMEOUT = 10.0, 30.0
@@ -50,8 +50,8 @@ def ended(case: Callable[[px.Processes], None], processes: px.Processes) -> tupl
     return "no error", time.monotonic() - began
 
 
-def assert_said(found: list[tuple[str, float]], expected: Sequence[str]) -> None:
+def assert_errors(errors: list[tuple[str, float]], expected: Sequence[str]) -> None:
     """Check what `ended` returned in each rank: the error, at once."""
-    for (message, seconds), pattern in zip(found, expected, strict=True):
+    for (message, seconds), pattern in zip(errors, expected, strict=True):
         assert re.match(pattern, message, re.DOTALL), message
         assert seconds < PROMPT, message

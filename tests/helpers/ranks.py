@@ -30,9 +30,9 @@ Case = Callable[Concatenate[Any, ...], Any]
 
 def free_port() -> int:
     """Return a port that nobody has."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def environment(rank: int, n_ranks: int, port: int) -> dict[str, str]:
@@ -128,14 +128,14 @@ class Ranks:
             self._wait_for(files, seconds)
         except (AssertionError, OSError) as error:
             raise AssertionError(f"{error}\n{self._give_up()}") from error
-        found = [torch.load(file) for file in files]
+        results = [torch.load(file) for file in files]
         for file in files:
             file.unlink()
-        if any(x["failed"] for x in found):
+        if any(x["failed"] for x in results):
             self.close()
-        errors = [f"rank {rank}: {x['error']}" for rank, x in enumerate(found) if "error" in x]
+        errors = [f"rank {rank}: {x['error']}" for rank, x in enumerate(results) if "error" in x]
         assert not errors, "\n".join(errors)
-        return [x["value"] for x in found]
+        return [x["value"] for x in results]
 
     def _wait_for(self, files: Sequence[Path], seconds: float) -> None:
         end = time.monotonic() + seconds

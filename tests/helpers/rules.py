@@ -25,40 +25,40 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
     tasks = [graph.task(k) for k in range(len(graph))]
     size = graph.n_microbatches // graph.n_batches
     ids = {(task.replica, task.action): task.id for task in tasks}
-    found: list[set[int]] = []
+    needs: list[set[int]] = []
     for _, op, _, _, stage, m, replica, _, part in tasks:
 
         def any_of(
-            of: int, *ops: Op, m: int | None = m, r: int = replica, part: int = -1
+            s: int, *ops: Op, m: int | None = m, r: int = replica, part: int = -1
         ) -> set[int]:
-            actions = [(r, Action(of, op, m, part=part)) for op in ops]
+            actions = [(r, Action(s, op, m, part=part)) for op in ops]
             return {ids[action] for action in actions if action in ids}
 
-        def exchange(name: str, of: int, any_of: Any = any_of) -> set[int]:
-            return any_of(of, Op.ALL_TO_ALL, part=EXCHANGES.index(name))
+        def exchange(name: str, s: int, any_of: Any = any_of) -> set[int]:
+            return any_of(s, Op.ALL_TO_ALL, part=EXCHANGES.index(name))
 
-        def skipped(*ops: Op, m: int | None = m, r: int = replica, of: int = stage) -> set[int]:
+        def skipped(*ops: Op, m: int | None = m, r: int = replica, s: int = stage) -> set[int]:
             return {
                 t.id for t in tasks
-                if (t.replica, t.stage, t.microbatch) == (r, of, m) and t.op in ops
+                if (t.replica, t.stage, t.microbatch) == (r, s, m) and t.op in ops
                 and t.peer_stage >= 0
             }  # fmt: skip
 
-        def of_batch(*ops: Op, m: int | None = m, r: int = replica, of: int = stage) -> set[int]:
+        def of_batch(*ops: Op, m: int | None = m, r: int = replica, s: int = stage) -> set[int]:
             batch = range(graph.n_microbatches) if m is None else range(m + 1 - size, m + 1)
             return {
                 t.id for t in tasks
-                if (t.replica, t.stage) == (r, of) and t.op in ops
+                if (t.replica, t.stage) == (r, s) and t.op in ops
                 and (t.microbatch is None or t.microbatch in batch)
             }  # fmt: skip
 
-        def reorder(name: str, of: int = stage, any_of: Any = any_of) -> set[int]:
-            return any_of(of, Op.REORDER, part=EXCHANGES.index(name))
+        def reorder(name: str, s: int = stage, any_of: Any = any_of) -> set[int]:
+            return any_of(s, Op.REORDER, part=EXCHANGES.index(name))
 
         def output_of(
-            of: int, any_of: Any = any_of, exchange: Any = exchange, reorder: Any = reorder
+            s: int, any_of: Any = any_of, exchange: Any = exchange, reorder: Any = reorder
         ) -> set[int]:
-            return reorder("vectors", of) or exchange("vectors", of) or any_of(of, Op.F)
+            return reorder("vectors", s) or exchange("vectors", s) or any_of(s, Op.F)
 
         arrived = any_of(stage, Op.RECV_F) or output_of(stage - 1)
         gradient = any_of(stage, Op.RECV_B) or any_of(stage + 1, Op.B, Op.I)
@@ -93,8 +93,8 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
                 needed = needed | of_batch(Op.B, Op.W)
             needed = needed | exchange("accumulated", stage)
         elif op == Op.REDUCE_GRAD:
-            of = graph.grad_sync[stage] if isinstance(graph.grad_sync, tuple) else graph.grad_sync
-            k = {"every": 1, "last": size, "bucketed": size}.get(of, of)
+            sync = graph.grad_sync[stage] if isinstance(graph.grad_sync, tuple) else graph.grad_sync
+            k = {"every": 1, "last": size, "bucketed": size}.get(sync, sync)
             needed = of_batch(Op.B, Op.W)
             if m is not None:
                 needed = {task for task in needed if m - k < graph.microbatch[task] <= m}
@@ -102,8 +102,8 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
             needed = any_of(stage, Op.STEP)
         else:
             needed = set()
-        found.append(needed)
-    return _with_overlaps(graph, found)
+        needs.append(needed)
+    return _with_overlaps(graph, needs)
 
 
 def _with_overlaps(graph: ps.TaskGraph, needs: list[set[int]]) -> list[set[int]]:
@@ -111,8 +111,8 @@ def _with_overlaps(graph: ps.TaskGraph, needs: list[set[int]]) -> list[set[int]]
     halves = [k for k in range(len(graph)) if graph.kinds.overlapped[graph.kind[k]]]
     ends = {}
     for forward in (k for k in halves if graph.op[k] == Op.F):
-        mine = [k for k in halves if graph.device[k] == graph.device[forward] and k > forward]
-        ends[forward] = min(mine)
+        partners = [k for k in halves if graph.device[k] == graph.device[forward] and k > forward]
+        ends[forward] = min(partners)
         needs[forward] = needs[forward] | needs[ends[forward]]
     return [
         needed | {end for forward, end in ends.items() if forward in needed and end != k}
@@ -122,22 +122,22 @@ def _with_overlaps(graph: ps.TaskGraph, needs: list[set[int]]) -> list[set[int]]
 
 def waited_for(graph: ps.TaskGraph) -> list[set[int]]:
     """Return the tasks whose events each task's stream waits for (rule 7)."""
-    found = dependencies(graph)
+    needs = dependencies(graph)
     for queue in (graph.queues[k].tolist() for k in range(len(graph.queues))):
         for task in queue[1:]:
-            found[task].add(queue[queue.index(task) - 1])
-    own = [set(needed) for needed in found]
+            needs[task].add(queue[queue.index(task) - 1])
+    own = [set(needed) for needed in needs]
     for task in range(len(graph)):
         if graph.op[task] in (Op.RECV_F, Op.RECV_B):
-            found[task].add(int(graph.pair[task]))
+            needs[task].add(int(graph.pair[task]))
         if graph.op[task] in (Op.SEND_F, Op.SEND_B) and graph.rendezvous:
             # A RECV needs no data but its message: that its stream reaches it.
-            found[task] |= own[graph.pair[task]]
+            needs[task] |= own[graph.pair[task]]
         if graph.group[task] >= 0:
             members = np.flatnonzero(graph.group == graph.group[task]).tolist()
-            found[task] |= {member for member in members if member < task}
-            found[task] = found[task].union(*(own[member] for member in members))
-    return found
+            needs[task] |= {member for member in members if member < task}
+            needs[task] = needs[task].union(*(own[member] for member in members))
+    return needs
 
 
 def issue_times(graph: ps.TaskGraph, costs: ps.TaskCosts) -> np.ndarray:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from executing import cut, dense, mse
 from fake_cuda import FakeCuda, FakeEvent, FakeGpu, FakeStream
+from small_pipelines import cut, dense, mse
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,13 +136,13 @@ class Sanitizer(TorchDispatchMode):
     def memory(self, tensor: torch.Tensor, made_by: str = "", device: Any = None) -> _Memory:
         """Return the memory of a tensor; new memory is owned by the current stream if made here."""
         storage = tensor.untyped_storage()
-        known = self._memory.get(storage._cdata)
-        if known is None or known.storage.expired():
+        memory = self._memory.get(storage._cdata)
+        if memory is None or memory.storage.expired():
             self._n_memories += 1
             owner = self.cuda.current_stream(device) if made_by else None
-            known = _Memory(self._n_memories, StorageWeakRef(storage), owner, made_by)
-            self._memory[storage._cdata] = known
-        return known
+            memory = _Memory(self._n_memories, StorageWeakRef(storage), owner, made_by)
+            self._memory[storage._cdata] = memory
+        return memory
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -163,7 +163,7 @@ class Sanitizer(TorchDispatchMode):
         if self._n_memories > before:
             self._allocated(target)
         arguments.parse_outputs(func._schema, output, is_factory=is_factory)
-        found = self.handler._handle_kernel_launch(
+        errors = self.handler._handle_kernel_launch(
             stream.number,
             arguments.dataptrs_read - arguments.dataptrs_written,
             arguments.dataptrs_written,
@@ -171,12 +171,12 @@ class Sanitizer(TorchDispatchMode):
             func._schema,
             arguments.tensor_aliases,
         )
-        self.races += [_text(error) for error in found]
+        self.races += [_text(error) for error in errors]
         for x in (*_tensors((args, kwargs)), *_tensors(output)):
-            known = self.memory(x)
-            known.uses[stream.number] = self.handler.seq_num, name
-            if known.owner is not None and known.owner is not stream:
-                self._shared[known.number] = known
+            memory = self.memory(x)
+            memory.uses[stream.number] = self.handler.seq_num, name
+            if memory.owner is not None and memory.owner is not stream:
+                self._shared[memory.number] = memory
         if target is not stream:
             self._order(stream, target)
         return output
@@ -222,23 +222,23 @@ class Sanitizer(TorchDispatchMode):
 
     def _sweep(self) -> None:
         """Note which memory has been freed."""
-        for number in [n for n, known in self._shared.items() if known.storage.expired()]:
+        for number in [n for n, memory in self._shared.items() if memory.storage.expired()]:
             self._free.append(self._shared.pop(number))
 
     def _allocated(self, owner: FakeStream) -> None:
         """Note that a stream writes new memory: it may be any that was given back to the stream."""
         free, self._free = self._free, []
-        for known in free:
-            if known.owner is not owner:
-                self._free.append(known)
+        for memory in free:
+            if memory.owner is not owner:
+                self._free.append(memory)
                 continue
             self.n_freed += 1
-            self.n_kept += bool(known.kept_for)
-            for stream in set(known.uses) - known.kept_for - {owner.number}:
-                seq_num, name = known.uses[stream]
+            self.n_kept += bool(memory.kept_for)
+            for stream in set(memory.uses) - memory.kept_for - {owner.number}:
+                seq_num, name = memory.uses[stream]
                 if not self.handler.syncs.is_ordered_after(owner.number, seq_num, stream):
                     self.freed.append(
-                        f"{known.made_by} on {owner.number}, used by {name} on {stream}"
+                        f"{memory.made_by} on {owner.number}, used by {name} on {stream}"
                     )
 
 

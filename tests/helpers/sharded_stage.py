@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from executing import mse
+from small_pipelines import mse
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -22,8 +22,8 @@ __all__ = [
     "Rest",
     "Top",
     "batch",
+    "build_pipeline",
     "lowered",
-    "made",
     "model",
     "share",
 ]
@@ -93,28 +93,28 @@ def lowered(schedule: str, n_devices: int, n_stages: int, **options: Any) -> ps.
     )
 
 
-def made(
+def build_pipeline(
     processes: px.Processes, graph: ps.TaskGraph, optimizer: Any, **options: Any
 ) -> tuple[px.Pipeline, nn.ModuleDict]:
     """Return the pipeline of a rank, and its modules by name."""
     weights, bottom, top = model()
     n_own = graph.n_devices // processes.n_ranks
     ranks = graph.homes // n_own  # of each replica and stage
-    here = (ranks == processes.rank).any(axis=0)
-    at = graph.n_stages - 2
-    group = processes.group(np.unique(ranks[:, at]).tolist(), key="embedding")
-    rest = [Rest(bottom, top)] if at == 0 else [top]
-    stages: list[nn.Module | None] = [*[bottom] * at, None, *rest]
-    if here[at]:
+    is_own = (ranks == processes.rank).any(axis=0)
+    index = graph.n_stages - 2
+    group = processes.group(np.unique(ranks[:, index]).tolist(), key="embedding")
+    rest = [Rest(bottom, top)] if index == 0 else [top]
+    stages: list[nn.Module | None] = [*[bottom] * index, None, *rest]
+    if is_own[index]:
         embedding = px.ShardedEmbedding.from_full(weights, group, **options)
-        stages[at] = px.EmbeddingStage(embedding)
-    given = [stage if own else None for stage, own in zip(stages, here, strict=True)]
+        stages[index] = px.EmbeddingStage(embedding)
+    own_stages = [stage if own else None for stage, own in zip(stages, is_own, strict=True)]
     pipeline = px.Pipeline(
-        given, graph, ["cpu"] * n_own, mse, optimizer, processes=processes
+        own_stages, graph, ["cpu"] * n_own, mse, optimizer, processes=processes
     )  # fmt: skip
-    names = {"bottom": bottom} if here[0 if at else 1] else {}
-    names |= {"top": top} if here[-1] else {}
-    names |= {"embedding": embedding} if here[at] else {}
+    names = {"bottom": bottom} if is_own[0 if index else 1] else {}
+    names |= {"top": top} if is_own[-1] else {}
+    names |= {"embedding": embedding} if is_own[index] else {}
     return pipeline, nn.ModuleDict(names)
 
 

@@ -101,8 +101,8 @@ def needs(action: Action, halves: set[tuple[int, int]], n_stages: int) -> list[A
     """Return what a compute action needs (rule 3), said a second time on purpose."""
     stage, op, microbatch, *_ = action
 
-    def gradient(of: int) -> Action:
-        return Action(of, Op.I if (of, microbatch) in halves else Op.B, microbatch)
+    def gradient(stage: int) -> Action:
+        return Action(stage, Op.I if (stage, microbatch) in halves else Op.B, microbatch)
 
     if op == Op.F:
         return [Action(stage - 1, Op.F, microbatch)] if stage else []
@@ -152,11 +152,11 @@ def custom_schedules(
                 waiting[other].remove(action)
                 if not waiting[other]:
                     heapq.heappush(ready, (rank[other], other))
-    made = {"placement": placement, "n_microbatches": n_microbatches}
-    schedule = ps.Schedule.from_orders(orders, **made)
+    sizes = {"placement": placement, "n_microbatches": n_microbatches}
+    schedule = ps.Schedule.from_orders(orders, **sizes)
     pick = draw(st.sampled_from(["plain", "overlapped", "batches"]))
     if pick == "overlapped":
-        other = ps.Schedule.from_orders([draw(overlaps(order)) for order in orders], **made)
+        other = ps.Schedule.from_orders([draw(overlaps(order)) for order in orders], **sizes)
     elif pick == "batches":
         n_batches = draw(st.sampled_from([k for k in (1, 2, 3) if n_microbatches % k == 0]))
         other = schedule.with_updates(n_batches, draw(st.sampled_from(VERSIONS)))

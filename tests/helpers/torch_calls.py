@@ -70,9 +70,9 @@ def sources() -> list[Path]:
 
     Other tests run where there is no GPU, and fail by themselves.
     """
-    ours = [path for folder in ("pipeexec", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    code = [path for folder in ("pipeexec", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     tests = [path for path in (ROOT / "tests").rglob("*.py") if "torch.cuda" in path.read_text()]
-    return sorted(ours + tests)
+    return sorted(code + tests)
 
 
 def torch_uses(path: Path, text: str | None = None) -> list[Use]:
@@ -80,13 +80,13 @@ def torch_uses(path: Path, text: str | None = None) -> list[Use]:
     text = path.read_text() if text is None else text
     if not any(word in text for word in ("torch", *_METHODS)):
         return []
-    tree, found = ast.parse(text), _Uses(path.relative_to(ROOT))
+    tree, visitor = ast.parse(text), _Uses(path.relative_to(ROOT))
     for _ in range(2):  # the first time finds what attributes of self are
-        found.uses.clear()
-        found.visit(tree)
-        if not any(name.startswith("self.") for name in found.names):
+        visitor.uses.clear()
+        visitor.visit(tree)
+        if not any(name.startswith("self.") for name in visitor.names):
             break
-    return found.uses
+    return visitor.uses
 
 
 def driver_uses(path: Path) -> Iterator[Use]:
@@ -118,13 +118,13 @@ def problem(use: Use, root: Any = None) -> str | None:
     if _CUDA_BUILDS.match(use.name) and not torch.backends.cuda.is_built():
         return None
     try:
-        found = _find(use.name) if root is None else getattr(root, use.name)
+        target = _find(use.name) if root is None else getattr(root, use.name)
     except (ImportError, AttributeError) as error:
         return f"{use.where}: there is no {use.name} ({error})"
     if use.n_arguments is None:
         return None
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(target)
     except (TypeError, ValueError):  # written in C
         return None
     bind = signature.bind_partial if use.partial else signature.bind
@@ -138,18 +138,18 @@ def problem(use: Use, root: Any = None) -> str | None:
 def _find(name: str) -> Any:
     """Return the object of a dotted name, importing its modules."""
     module, *rest = name.split(".")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in rest:
-        if found is None:  # filled in while torch runs
+        if value is None:  # filled in while torch runs
             return None
-        if inspect.ismodule(found) and not hasattr(found, part):
+        if inspect.ismodule(value) and not hasattr(value, part):
             # A module may delete the names of its own modules, as torch.optim does.
-            found = importlib.import_module(f"{found.__name__}.{part}")
+            value = importlib.import_module(f"{value.__name__}.{part}")
             continue
-        base = _BASES.get(f"torch.cuda.{getattr(found, '__name__', '')}")
-        is_bare = inspect.isclass(found) and base is not None and not hasattr(found, part)
-        found = getattr(_find(base) if is_bare and base else found, part)
-    return found
+        base = _BASES.get(f"torch.cuda.{getattr(value, '__name__', '')}")
+        is_bare = inspect.isclass(value) and base is not None and not hasattr(value, part)
+        value = getattr(_find(base) if is_bare and base else value, part)
+    return value
 
 
 def _dotted(node: ast.AST) -> str:
@@ -199,8 +199,8 @@ class _Uses(ast.NodeVisitor):
             if argument.annotation is not None:
                 self.bind(argument.arg, self.annotated(argument.annotation))
         self.generic_visit(node)
-        mine = {name: kind for name, kind in self.names.items() if name.startswith("self.")}
-        self.names = outer | mine
+        fields = {name: kind for name, kind in self.names.items() if name.startswith("self.")}
+        self.names = outer | fields
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
@@ -245,9 +245,9 @@ class _Uses(ast.NodeVisitor):
         more = any(isinstance(a, ast.Starred) for a in arguments) or any(
             keyword.arg is None for keyword in node.keywords
         )
-        given = [a for a in arguments if not isinstance(a, ast.Starred)]
+        positional = [a for a in arguments if not isinstance(a, ast.Starred)]
         keywords = tuple(k.arg for k in node.keywords if k.arg is not None)
-        self.note(node, name, len(given) + ("()" in name), keywords, delayed or more)
+        self.note(node, name, len(positional) + ("()" in name), keywords, delayed or more)
 
     def resolve(self, node: ast.AST | None) -> str | None:
         """Return what an expression is, as in ``names``; None if that is not torch's."""
@@ -258,9 +258,9 @@ class _Uses(ast.NodeVisitor):
             followed = function is not None and _CLASSES.fullmatch(function)
             return f"{function}()" if followed else None
         if isinstance(node, (ast.Name, ast.Attribute)):
-            known = self.names.get(_dotted(node))
-            if known is not None or isinstance(node, ast.Name):
-                return known
+            kind = self.names.get(_dotted(node))
+            if kind is not None or isinstance(node, ast.Name):
+                return kind
             value = self.resolve(node.value)
             if value is None and node.attr in _METHODS:
                 value = f"{_METHODS[node.attr]}()"

@@ -45,11 +45,11 @@ def run_ranks(
     commands = [[__file__, str(rank), str(folder)] for rank in range(2)]
     statuses, output = run_to_end(commands, folder, seconds)
     assert statuses == [0, 0], "\n".join(output)
-    found: list[dict[str, Tensor]] = [{} for _ in files]
+    tensors: list[dict[str, Tensor]] = [{} for _ in files]
     for rank in range(2):
-        for all_of, mine in zip(found, torch.load(folder / f"{rank}.pt"), strict=True):
-            all_of |= mine
-    return found
+        for all_of, own in zip(tensors, torch.load(folder / f"{rank}.pt"), strict=True):
+            all_of |= own
+    return tensors
 
 
 def _main(rank: int, folder: Path) -> None:

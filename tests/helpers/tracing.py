@@ -56,12 +56,12 @@ def write(
 
 def traced(timeline: ps.Timeline, shifts: Sequence[float] | None = None) -> list[list[Event]]:
     """Return each device's compute tasks as ranges, on clocks that are ``shifts`` seconds ahead."""
-    found: list[list[Event]] = [[] for _ in range(timeline.n_devices)]
+    ranges: list[list[Event]] = [[] for _ in range(timeline.n_devices)]
     for row in timeline.frame.itertuples():
         if Op[row.op] not in COMPUTE:
             continue
         number = "" if row.microbatch < 0 else row.microbatch
         ahead = 0.0 if shifts is None else shifts[row.device]
         start, end = ((time + ahead) * 1e6 for time in (row.start, row.end))
-        found[row.device].append(event(f"PP:{row.stage}{row.op}{number}", start, end))
-    return found
+        ranges[row.device].append(event(f"PP:{row.stage}{row.op}{number}", start, end))
+    return ranges

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from attack_table import Good, graph, schedule
-from executing import mse
+from small_pipelines import mse
 from torch import Tensor, nn
 
 import pipeexec as px

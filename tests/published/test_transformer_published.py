@@ -235,12 +235,12 @@ def test_published_weak_scaling(row: dict[str, Any], expected: dict[str, float])
     assert MEGATRON["train_time"] == "8 T P/(n X)"
     tokens = 300e9
     short = 8 * tokens * model.n_parameters / (n * rate)
-    ours = tokens / (batch * s) * model.step_flops(batch, "full") / (n * rate)
+    mfu = tokens / (batch * s) * model.step_flops(batch, "full") / (n * rate)
     cores_and_head = 16 * s * h * layers + 6 * h * v
     not_multiplied = 8 * (model.n_parameters - 12 * layers * h**2)
     left_out = (cores_and_head - not_multiplied) / (8 * model.n_parameters)
-    assert ours / short == pytest.approx(1 + left_out, rel=1e-12)
-    assert 1.01 < ours / short < 1.12
+    assert mfu / short == pytest.approx(1 + left_out, rel=1e-12)
+    assert 1.01 < mfu / short < 1.12
 
 
 def test_published_parameters_formula() -> None:

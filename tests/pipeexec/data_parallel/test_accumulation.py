@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from executing import data, dense, mse
 from ranks import Ranks
+from small_pipelines import data, dense, mse
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from executing import dense, mse
 from ranks import Ranks
+from small_pipelines import dense, mse
 from test_accumulation import _parts, _replica, _run, _sgd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

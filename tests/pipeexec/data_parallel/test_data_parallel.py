@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from executing import Faulty, cut, data, dense, mse, within
 from ranks import Ranks
+from small_pipelines import Faulty, call_within, cut, data, dense, mse
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -259,7 +259,7 @@ def test_a_failed_step_leaves_no_bucket_waiting(where: str) -> None:
         px.Pipeline([model], graph, ["cpu"] * 2, mse) as pipeline,
         pytest.raises(StageError, match="on purpose"),
     ):
-        within(10, lambda: pipeline.step(*data(12)))
+        call_within(10, lambda: pipeline.step(*data(12)))
 
 
 class Table(nn.Module):

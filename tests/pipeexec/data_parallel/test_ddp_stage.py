@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from executing import Faulty, cut, data, dense, mse, pipeline
 from ranks import Ranks
+from small_pipelines import Faulty, cut, data, dense, mse, pipeline
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from executing import mse
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
+from small_pipelines import mse
 from torch import Tensor, nn
 
 import pipeexec as px

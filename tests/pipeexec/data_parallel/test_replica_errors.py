@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from executing import cut, data, dense, mse
-from process_errors import TIMEOUT, assert_said, ended
+from process_errors import TIMEOUT, assert_errors, ended
 from ranks import Ranks
-from sharded_stage import lowered, made, share
+from sharded_stage import build_pipeline, lowered, share
+from small_pipelines import cut, data, dense, mse
 from torch import nn
 
 import pipeexec as px
@@ -110,7 +110,7 @@ def replicas_of_an_embedding_in_one_process(processes: px.Processes) -> None:
 
 def key_out_of_range(processes: px.Processes) -> None:
     """In rank 1, in the second step: nothing of its keys is sent."""
-    pipeline, _ = made(processes, lowered("looped_bfs", 1, 2), None)
+    pipeline, _ = build_pipeline(processes, lowered("looped_bfs", 1, 2), None)
     inputs, targets = share(processes, pipeline.graph)
     with pipeline:
         pipeline.step(inputs, targets)
@@ -126,7 +126,7 @@ def key_out_of_range(processes: px.Processes) -> None:
 
 def key_that_a_stage_makes(processes: px.Processes) -> None:
     """Known when it comes to the embedding."""
-    pipeline, _ = made(processes, lowered("gpipe", 3, 3), None)
+    pipeline, _ = build_pipeline(processes, lowered("gpipe", 3, 3), None)
     inputs, targets = share(processes, pipeline.graph)
     if processes.rank:
         inputs[1][3, 0] = -1
@@ -191,4 +191,4 @@ def test_every_process_says_what_is_wrong_at_once(
     case: Callable[[px.Processes], None], two_ranks: Ranks
 ) -> None:
     found = two_ranks.run(refused, timeout=TIMEOUT, name=case.__name__)
-    assert_said(found, REFUSED[case])
+    assert_errors(found, REFUSED[case])

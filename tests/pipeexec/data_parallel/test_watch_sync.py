@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from executing import dense, mse
 from places import BENCHMARKS
 from ranks import Ranks
+from small_pipelines import dense, mse
 from test_accumulation import _parts, _replica, _sgd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import one_thread
+from small_pipelines import one_thread
 from torch import Tensor, nn
 
 from pipeexec.demo_models import data

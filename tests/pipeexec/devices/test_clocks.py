@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from executing import cut, data, dense, mse, pipeline
 from hypothesis import given
 from hypothesis import strategies as st
+from small_pipelines import cut, data, dense, mse, pipeline
 
 import pipesim as ps
 from pipeexec.devices import clocks

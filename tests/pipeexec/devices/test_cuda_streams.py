@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import (
+from fake_cuda import FakeCuda, FakeGpu
+from small_pipelines import (
     Faulty,
     assert_order_respected,
     assert_same,
@@ -18,7 +19,6 @@ from executing import (
     mse,
     unsplit,
 )
-from fake_cuda import FakeCuda, FakeGpu
 from torch import nn
 
 import pipeexec as px

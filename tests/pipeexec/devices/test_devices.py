@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from executing import within
+from small_pipelines import call_within
 
 from pipeexec.devices import make_devices as devices_module
 from pipeexec.devices.cpu import CpuDevice
@@ -51,7 +51,7 @@ def test_a_worker_is_pinned_and_has_one_thread() -> None:
     seen: list[Any] = []
     stream = device.stream("compute")
     stream.submit(lambda: seen.extend([os.sched_getaffinity(0), torch.get_num_threads()]))
-    within(10, device.synchronize)
+    call_within(10, device.synchronize)
     device.close()
     assert seen == [{available_cores()[0]}, 1]
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == before
@@ -62,7 +62,7 @@ def test_pinning_can_be_left_out() -> None:
     (device,) = make_devices(["cpu"], pin_threads=False)
     seen: list[Any] = []
     device.stream("compute").submit(lambda: seen.append(os.sched_getaffinity(0)))
-    within(10, device.synchronize)
+    call_within(10, device.synchronize)
     device.close()
     assert seen == [set(available_cores())]
 
@@ -85,7 +85,7 @@ def test_a_device_waits_for_all_of_its_streams() -> None:
     send.wait_event(compute.record())
     send.submit(lambda: ran.append("sent"))
     threading.Timer(0.05, gate.set).start()
-    within(10, device.synchronize)
+    call_within(10, device.synchronize)
     assert ran == ["sent"]
     device.close()
 

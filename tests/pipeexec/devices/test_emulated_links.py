@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from executing import assert_same, cut, data, dense, mse, unsplit, within
+from small_pipelines import assert_same, call_within, cut, data, dense, mse, unsplit
 from torch import Tensor
 
 import pipeexec as px
@@ -120,7 +120,7 @@ def test_messages_on_one_link_go_in_the_order_in_which_they_ask() -> None:
         while len(queue) < n_asked:
             time.sleep(1e-3)
     gate.set()
-    within(10, lambda: [thread.join() for thread in threads])
+    call_within(10, lambda: [thread.join() for thread in threads])
     assert carried == [n * 4 / 2e9 for n in range(1, 5)]
 
 

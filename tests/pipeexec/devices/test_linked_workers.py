@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from executing import cut, data, dense, mse
+from small_pipelines import cut, data, dense, mse
 from torch import Tensor, nn
 
 import pipeexec as px

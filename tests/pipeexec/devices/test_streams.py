@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
-from executing import within
+from small_pipelines import call_within
 
 from pipeexec.devices.cpu_streams import CallerStream, CpuEvent, CpuStream, InlineStream
 from pipeexec.devices.streams import Stream
@@ -31,7 +31,7 @@ def make() -> Iterator[Callable[[str], Stream]]:
 
     yield stream
     for each in made:
-        within(5, each.close)
+        call_within(5, each.close)
 
 
 KINDS = ("worker", "inline")
@@ -49,7 +49,7 @@ def test_a_stream_runs_its_work_in_order(kind: str, make: Callable[[str], Stream
 
     for number in range(20):
         stream.submit(lambda number=number: work(number))
-    within(10, stream.synchronize)
+    call_within(10, stream.synchronize)
     assert ran == list(range(20))
 
 
@@ -60,7 +60,7 @@ def test_a_worker_runs_beside_its_caller(make: Callable[[str], Stream]) -> None:
     stream.submit(lambda: seen.append(threading.current_thread().name))
     assert seen == []
     gate.set()
-    within(10, stream.synchronize)
+    call_within(10, stream.synchronize)
     assert seen == ["worker 0"]
 
 
@@ -79,7 +79,7 @@ def test_a_consumer_sees_what_a_sleeping_producer_made(
     source.submit(lambda: value.append("made"))
     target.wait_event(source.record())
     target.submit(lambda: seen.extend(value or ["too early"]))
-    within(10, target.synchronize)
+    call_within(10, target.synchronize)
     assert seen == ["made"]
 
 
@@ -98,10 +98,10 @@ def test_only_what_comes_after_a_wait_waits(
     target.submit(lambda: seen.append("after"))
     probe = make("worker")
     probe.wait_event(reached)
-    within(10, probe.synchronize)
+    call_within(10, probe.synchronize)
     assert seen == ["before"]
     opened.set()
-    within(10, target.synchronize)
+    call_within(10, target.synchronize)
     assert seen == ["before", "after"]
 
 
@@ -111,7 +111,7 @@ def test_an_event_that_has_passed_stops_nobody(kind: str, make: Callable[[str], 
     event.set()
     stream.wait_event(event)
     stream.submit(lambda: seen.append(1))
-    within(10, stream.synchronize)
+    call_within(10, stream.synchronize)
     assert seen == [1]
 
 
@@ -120,7 +120,7 @@ def test_events_tell_the_seconds_between_them(make: Callable[[str], Stream]) -> 
     base = stream.record()
     stream.submit(lambda: time.sleep(NAP))
     end = stream.record()
-    within(10, stream.synchronize)
+    call_within(10, stream.synchronize)
     assert end.seconds_since(base) >= NAP
     assert base.seconds_since(end) == -end.seconds_since(base)
     assert base.seconds_since(base) == 0
@@ -141,12 +141,12 @@ def test_an_error_surfaces_when_the_caller_synchronizes(
     stream.submit(lambda: fail(second))
     stream.submit(lambda: ran.append(1))
     with pytest.raises(ValueError, match="first") as caught:
-        within(10, stream.synchronize)
+        call_within(10, stream.synchronize)
     assert caught.value is first
     assert ran == [1]
-    within(10, stream.synchronize)
+    call_within(10, stream.synchronize)
     stream.submit(lambda: ran.append(2))
-    within(10, stream.synchronize)
+    call_within(10, stream.synchronize)
     assert ran == [1, 2]
 
 
@@ -166,7 +166,7 @@ def test_an_inline_stream_runs_in_the_thread_that_makes_it_ready(
     inline.submit(note)
     assert len(ran) == 1
     gate.set()
-    within(10, inline.synchronize)
+    call_within(10, inline.synchronize)
     assert ran[1] == "worker 0"
 
 
@@ -233,7 +233,7 @@ def test_no_wake_up_is_lost(seed: int, make: Callable[[str], Stream]) -> None:
         )
         events.append(streams[number].record())
     for stream in streams:
-        within(30, stream.synchronize)
+        call_within(30, stream.synchronize)
     assert wrong == []
     assert done == set(range(1500))
     assert all(queue == sorted(queue) for queue in queues)
@@ -251,7 +251,7 @@ def test_an_event_that_passes_while_it_is_waited_for(make: Callable[[str], Strea
         inline.submit(lambda: count.append(1))
         first.wait_event(second.record())
     for stream in (first, second, inline):
-        within(30, stream.synchronize)
+        call_within(30, stream.synchronize)
     assert len(count) == 2000
 
 
@@ -263,7 +263,7 @@ def test_work_is_run_between_its_events(
     one, other, ran = make(first), make(second), []
     slow = one.run(lambda: (time.sleep(NAP), ran.append("slow")))
     began, ended = other.run(lambda: ran.append("behind"), [slow[1]])
-    within(10, other.synchronize)
+    call_within(10, other.synchronize)
     assert ran == ["slow", "behind"]
     assert slow[1].seconds_since(slow[0]) >= NAP
     assert began.seconds_since(slow[1]) >= 0 <= ended.seconds_since(began)
@@ -325,10 +325,10 @@ def test_closing_runs_what_was_given_and_ends_the_thread() -> None:
     stream, ran = CpuStream("closing"), []
     stream.submit(lambda: time.sleep(NAP))
     stream.submit(lambda: ran.append(1))
-    within(10, stream.close)
+    call_within(10, stream.close)
     assert ran == [1]
     assert threads("closing") == []
-    within(10, stream.close)
+    call_within(10, stream.close)
 
 
 def test_a_forgotten_stream_ends_its_thread() -> None:
@@ -360,6 +360,6 @@ def test_a_worker_prepares_in_its_own_thread() -> None:
     seen = []
     stream = CpuStream("prepared", lambda: seen.append(threading.current_thread().name))
     stream.submit(lambda: seen.append("work"))
-    within(10, stream.synchronize)
+    call_within(10, stream.synchronize)
     stream.close()
     assert seen == ["prepared", "work"]

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from executing import data
 from faults import (
     Fault,
     Outcome,
@@ -32,6 +31,7 @@ from faults import (
 )
 from process_errors import make
 from ranks import Ranks, free_port
+from small_pipelines import data
 
 import pipeexec as px
 import pipesim as ps

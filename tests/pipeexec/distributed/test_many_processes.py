@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import (
+from ranks import Ranks
+from small_pipelines import (
     assert_order_respected,
     cut,
     data,
@@ -24,7 +25,6 @@ from executing import (
     pipeline,
     unsplit,
 )
-from ranks import Ranks
 from torch import Tensor, nn
 
 import pipeexec as px

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 import torch
-from executing import cut, data, dense, mse
-from process_errors import TIMEOUT, assert_said, ended, make
+from process_errors import TIMEOUT, assert_errors, ended, make
 from ranks import Ranks, environment, free_port, run_to_end
+from small_pipelines import cut, data, dense, mse
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -233,7 +233,7 @@ def test_every_process_says_what_is_wrong_at_once(
     case: Callable[[px.Processes], None], two_ranks: Ranks
 ) -> None:
     found = two_ranks.run(refused, timeout=TIMEOUT, name=case.__name__)
-    assert_said(found, REFUSED[case])
+    assert_errors(found, REFUSED[case])
 
 
 def closed_after_a_failure(processes: px.Processes) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from executing import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
+from small_pipelines import assert_same
 from torch import Tensor, nn
 
 from pipeexec.distributed.message_headers import _DTYPES

@@ -7,9 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import mse
 from ranks import Ranks
-from sharded_stage import DIM, REPLICAS, ROWS, SIZES, K, Rest, batch, lowered, made, model, share
+from sharded_stage import (
+    DIM,
+    REPLICAS,
+    ROWS,
+    SIZES,
+    K,
+    Rest,
+    batch,
+    build_pipeline,
+    lowered,
+    model,
+    share,
+)
+from small_pipelines import mse
 from torch import nn
 
 import pipeexec as px
@@ -64,7 +76,7 @@ def steps(
     """Run steps in a rank; return what it then has, and what it knows of all."""
     graph = lowered(schedule, n_devices, n_stages, **lowering)
     sgd = (lambda parameters: torch.optim.SGD(parameters, RATE)) if optimizer else None
-    pipeline, modules = made(processes, graph, sgd, **options)
+    pipeline, modules = build_pipeline(processes, graph, sgd, **options)
     inputs, targets = share(processes, graph, bag)
     with pipeline:
         results = [pipeline.gather(pipeline.step(inputs, targets)) for _ in range(n_steps)]

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from executing import cut, data, dense, mse, pipeline
+from small_pipelines import cut, data, dense, mse, pipeline
 
 import pipesim as ps
 from pipeexec.executor.allocator_memory import Allocated, Samples, sampled

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from executing import (
+from small_pipelines import (
     assert_same,
+    call_within,
     cut,
     data,
     dense,
@@ -19,7 +20,6 @@ from executing import (
     orders,
     pipeline,
     unsplit,
-    within,
 )
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -49,7 +49,7 @@ def test_copies_of_a_stage_learn_the_same(options: dict[str, Any]) -> None:
     inputs, targets = data(12)
     with pipeline(stages, graph, mse, sgd) as both, pipeline(others, plain, mse, sgd) as one:
         for _ in range(3):
-            mine = within(30, lambda: both.step(inputs, targets))
+            mine = call_within(30, lambda: both.step(inputs, targets))
             its = one.step(inputs, targets)
             torch.testing.assert_close(mine.loss, its.loss)
         for stage, other in zip(stages, others, strict=True):
@@ -86,7 +86,7 @@ def test_copies_have_the_modes_and_buffers_of_the_stages() -> None:
     with pipeline(stages, ps.lower(CHIMERA)) as subject:
         for each in (stages, others):
             each[0][1].running_mean.fill_(3.0)
-        mine = within(30, lambda: subject.step(inputs, targets))
+        mine = call_within(30, lambda: subject.step(inputs, targets))
     whole = unsplit(others, ps.lower(CHIMERA), inputs, targets)
     assert torch.equal(mine.loss, whole)
     assert_same(stages, others)
@@ -195,7 +195,7 @@ def test_weights_are_those_that_the_schedule_says(
     with one_thread():
         step_by_definition(others, graph, inputs, targets)
     with pipeline(stages, graph, mse, sgd) as subject:
-        result = within(30, lambda: subject.step(inputs, targets))
+        result = call_within(30, lambda: subject.step(inputs, targets))
         for stage, other in zip(stages, others, strict=True):
             for p, q in zip(stage.parameters(), other.parameters(), strict=True):
                 torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)

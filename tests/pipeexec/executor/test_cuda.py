@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import assert_order_respected, data, gradients, mse, unsplit
 from numpy.typing import NDArray
+from small_pipelines import assert_order_respected, data, gradients, mse, unsplit
 from torch import Tensor, nn
 
 import pipeexec as px

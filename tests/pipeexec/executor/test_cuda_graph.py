@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from executing import Faulty, assert_same, cut, data, dense, gradients, mse, pipeline
+from small_pipelines import Faulty, assert_same, cut, data, dense, gradients, mse, pipeline
 from torch import Tensor, nn
 
 import pipeexec as px

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from executing import cut, data, dense, mse
 from fake_cuda import FakeCuda, FakeGpu
+from small_pipelines import cut, data, dense, mse
 from torch import Tensor, nn
 
 import pipeexec as px

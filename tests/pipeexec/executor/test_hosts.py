@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import (
+from fake_cuda import FakeCuda, FakeGpu
+from small_pipelines import (
     Faulty,
     assert_order_respected,
     assert_same,
+    call_within,
     cut,
     data,
     dense,
     mse,
     nap_stages,
     unsplit,
-    within,
 )
-from fake_cuda import FakeCuda, FakeGpu
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -143,9 +143,9 @@ def test_a_stage_that_raises_stops_all_hosts(make: Any, index: int, at: Any) -> 
     stages[index].append(fault)
     subject = make(stages, lowered(hosts="per_device"), timeout=20)
     with pytest.raises(StageError, match=f"device {index}, stage {index}.*ValueError: broken"):
-        within(10, lambda: subject.step(*data(8)))
+        call_within(10, lambda: subject.step(*data(8)))
     fault.repair()
-    assert np.isfinite(within(10, lambda: subject.step(*data(8))).timeline.makespan)
+    assert np.isfinite(call_within(10, lambda: subject.step(*data(8))).timeline.makespan)
 
 
 def test_a_host_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_host_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = px.Pipeline(stages, lowered(hosts="per_device"), gpus, mse, timeout=0.3)
     try:
         with pytest.raises(StallError, match="2F0"):
-            within(10, lambda: subject.step(*data(8)))
+            call_within(10, lambda: subject.step(*data(8)))
         with pytest.raises(ExecutionError, match="closed"):
             subject.step(*data(8))
     finally:
@@ -204,7 +204,7 @@ def test_closing_stops_hosts() -> None:
     timer = threading.Timer(0.15, subject.close)
     timer.start()
     with pytest.raises(ExecutionError, match="was closed while a step was running"):
-        within(10 * SLOW, lambda: subject.step(*data(8)))
+        call_within(10 * SLOW, lambda: subject.step(*data(8)))
     timer.join()
 
 
@@ -215,9 +215,9 @@ def test_an_error_of_a_host_itself_is_raised(monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch, subject:
         patch.setattr(stream, "wait_event", lambda event: 1 / 0)  # of hosts alone
         with pytest.raises(ZeroDivisionError):
-            within(10, lambda: subject.step(*data(8)))
+            call_within(10, lambda: subject.step(*data(8)))
         patch.undo()
-        assert within(10, lambda: subject.step(*data(8))).loss > 0
+        assert call_within(10, lambda: subject.step(*data(8))).loss > 0
 
 
 def test_an_imposed_launch_is_what_issuing_takes() -> None:

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from executing import (
+from hypothesis import given, settings
+from small_pipelines import (
     Nap,
     assert_close,
     assert_order_respected,
     assert_same,
+    call_within,
     cut,
     data,
     dense,
@@ -27,9 +29,7 @@ from executing import (
     orders,
     pipeline,
     unsplit,
-    within,
 )
-from hypothesis import given, settings
 from strategies import graphs
 from torch import Tensor, nn
 
@@ -73,7 +73,7 @@ def check(
         whole, graph, inputs, targets, loss_fn, reduction=options.get("loss_reduction", "mean")
     )
     with pipeline(stages, graph, loss_fn, **options) as subject:
-        result = within(60, lambda: subject.step(inputs, targets))
+        result = call_within(60, lambda: subject.step(inputs, targets))
     assert torch.equal(result.loss, loss)
     assert_same(stages, whole)
     assert result.timeline.complete

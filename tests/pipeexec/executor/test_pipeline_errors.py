@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import Faulty, assert_same, cut, dense, mse, pipeline, unsplit, within
+from small_pipelines import Faulty, assert_same, call_within, cut, dense, mse, pipeline, unsplit
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -87,7 +87,7 @@ def faulty_stages(index: int, **at: int) -> tuple[list[nn.Module], Faulty]:
 def failing_step(subject: px.Pipeline) -> StageError:
     """Run a step that must fail, without hanging, and return its error."""
     with pytest.raises(StageError) as caught:
-        within(30, lambda: subject.step(*data()))
+        call_within(30, lambda: subject.step(*data()))
     assert isinstance(caught.value, PipeError)
     return caught.value
 
@@ -122,7 +122,7 @@ def check_recovery(
     loss = unsplit(whole, graph, *data())
     for module in stages:
         module.zero_grad()
-    result = within(30, lambda: subject.step(*data()))
+    result = call_within(30, lambda: subject.step(*data()))
     assert torch.equal(result.loss, loss)
     assert_same(stages, whole)
     costs = ps.Costs(forward=1.0, backward=1.0, activation_bytes=1.0)
@@ -181,7 +181,7 @@ def test_a_stage_that_raises_in_a_split_backward(at: int, task: str) -> None:
         for module in stages:
             module.zero_grad()
         unsplit(whole, subject.graph, *data())
-        within(30, lambda: subject.step(*data()))
+        call_within(30, lambda: subject.step(*data()))
         assert_same(stages, whole)
 
 
@@ -204,7 +204,7 @@ def test_an_optimizer_that_raises() -> None:
         whole = copy.deepcopy(stages)
         unsplit(whole, subject.graph, *data())
         optimizers = [sgd(stage.parameters()) for stage in whole]
-        within(30, lambda: subject.step(*data()))
+        call_within(30, lambda: subject.step(*data()))
         for optimizer in optimizers:
             optimizer.step()
         assert_same(stages, whole)
@@ -248,7 +248,7 @@ def test_other_workers_stop_at_once() -> None:
 
     with pipeline([First(16, 16), Second(16, 16)], lowered("gpipe", 2, 10)) as subject:
         with pytest.raises(StageError) as caught:
-            within(30, lambda: subject.step(*data(20)))
+            call_within(30, lambda: subject.step(*data(20)))
         assert str(caught.value).startswith("1F0 failed")
         assert calls == [0, 1]
 
@@ -280,7 +280,7 @@ def test_failures_step_after_step_leave_no_thread_behind() -> None:
     stages, fault = faulty_stages(2, forward=0)
     with pipeline(stages, lowered()) as subject:
         for call in range(5):
-            fault.calls["forward"], fault.at = 0, {"forward": call % 4}
+            fault.calls["forward"], fault.failing_calls = 0, {"forward": call % 4}
             check_error(failing_step(subject), f"2F{call % 4}", 2, 2, call % 4)
         workers = threading.active_count()
         check_recovery(subject, stages, fault.repair)
@@ -351,7 +351,7 @@ def test_an_output_that_is_no_tensor(output: Any, message: str) -> None:
 
     with pipeline([Odd(), nn.Linear(16, 16)], lowered("1f1b", 2)) as subject:
         with pytest.raises(StageError, match=r"0F0 failed \(device 0, stage 0, micro") as e:
-            within(30, lambda: subject.step(*data()))
+            call_within(30, lambda: subject.step(*data()))
         assert message in str(e.value)
         assert isinstance(e.value.__cause__, ExecutionError)
 
@@ -369,7 +369,7 @@ def test_a_loss_that_is_no_single_number(loss: Any, got: str) -> None:
         pipeline(cut(dense(2), [1, 1]), lowered("gpipe", 2), loss) as subject,
         pytest.raises(StageError, match=f"1F0 .*tensor with one element, got {got}"),
     ):
-        within(30, lambda: subject.step(*data()))
+        call_within(30, lambda: subject.step(*data()))
 
 
 def test_a_nan_loss_is_warned_of() -> None:

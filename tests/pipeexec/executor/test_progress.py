@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import cut, data, dense, mse, nap_stages, orders, pipeline, unsplit, within
+from small_pipelines import (
+    call_within,
+    cut,
+    data,
+    dense,
+    mse,
+    nap_stages,
+    orders,
+    pipeline,
+    unsplit,
+)
 from torch import Tensor, nn
 
 import pipesim as ps
@@ -161,7 +171,7 @@ def test_a_stage_that_hangs_is_named() -> None:
     subject = pipeline(stages, graph, mse, lambda p: torch.optim.SGD(p, lr=0.1), timeout=0.4)
     began = time.monotonic()
     with pytest.raises(StallError) as caught:
-        within(30, lambda: subject.step(*data(8)))
+        call_within(30, lambda: subject.step(*data(8)))
     assert 0.4 < time.monotonic() - began < 10
     assert str(caught.value).startswith(
         "1F2 hangs (rank 0, device 1, stage 1, micro-batch 2, step 0): no task has ended for 0.4 s"
@@ -193,7 +203,7 @@ def test_who_waits_for_whom_is_named() -> None:
     stages = cut(dense(2), [1, 1])
     subject = pipeline(stages, ps.lower(ps.schedule("1f1b", 2, 3)), loss, timeout=0.3)
     with pytest.raises(StallError) as caught:
-        within(30, lambda: subject.step(*data(6)))
+        call_within(30, lambda: subject.step(*data(6)))
     gate.set()
     message = str(caught.value)
     assert message.startswith("1F0 hangs (rank 0, device 1, stage 1, micro-batch 0, step 0)")
@@ -209,6 +219,6 @@ def test_slow_stages_are_waited_for(timeout: float | None) -> None:
     graph = ps.lower(ps.schedule("gpipe", 2, 4))
     batch = data(8, width=4)
     with pipeline(stages, graph, timeout=timeout) as subject:
-        result = within(30, lambda: subject.step(*batch))
+        result = call_within(30, lambda: subject.step(*batch))
     assert result.timeline.makespan > 0.5
     assert torch.equal(result.loss, unsplit(stages, graph, *batch))

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from executing import Faulty, cut, data, dense, mse
 from fake_cuda import FakeEvent, FakeGpu, FakeStream
 from sanitizing import Sanitizer, momentum, pipeline_on_slices, sanitized
+from small_pipelines import Faulty, cut, data, dense, mse
 from torch import Tensor, nn
 
 import pipeexec as px

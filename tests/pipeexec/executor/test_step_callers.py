@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from executing import Faulty, assert_same, cut, data, dense, mse, within
 from ranks import run_to_end
+from small_pipelines import Faulty, assert_same, call_within, cut, data, dense, mse
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -78,7 +78,7 @@ def stepping() -> Iterator[tuple[px.Pipeline, Gate, list[Any]]]:
     gate.may_go_on.set()
     thread.join(10)
     assert not thread.is_alive()
-    within(5, pipeline.close)
+    call_within(5, pipeline.close)
 
 
 CALLS: dict[str, Callable[[px.Pipeline], Any]] = {
@@ -125,7 +125,7 @@ def test_two_steps_at_once_leave_the_gradients_of_one() -> None:
             steps = [asyncio.to_thread(pipeline.step, x, y) for _ in range(8)]
             return await asyncio.gather(*steps, return_exceptions=True)
 
-        results = within(20, lambda: asyncio.run(both()))
+        results = call_within(20, lambda: asyncio.run(both()))
         n_done = sum(isinstance(r, px.StepResult) for r in results)
         assert n_done >= 1
         assert all(isinstance(r, (px.StepResult, ExecutionError)) for r in results)
@@ -181,7 +181,7 @@ def test_calls_from_within_a_step_are_refused(call: str, where: str) -> None:
         start = time.monotonic()
         with pytest.raises(StageError, match=f"{call if call in ('step', 'close') else ''}.*was "
                                              "called from within a stage or the loss"):  # fmt: skip
-            within(10, lambda: pipeline.step(*data(4)))
+            call_within(10, lambda: pipeline.step(*data(4)))
         assert time.monotonic() - start < 1
         found.clear()
         pipeline.step(*data(4))
@@ -214,7 +214,7 @@ def test_a_forked_process_is_refused_at_once(call: str) -> None:
                 os._exit(0)
         os.close(writer)
         with os.fdopen(reader) as file:
-            text = within(5, file.read)
+            text = call_within(5, file.read)
         os.waitpid(child, 0)
         expected = "no error" if call == "close" else "forked from the one that made the pipeline"
         assert expected in text
@@ -368,7 +368,7 @@ def test_a_failed_step_leaves_earlier_gradients(n_before: int, at: dict[str, int
         for _ in range(n_before):
             p.step(x, y)
             other.step(x, y)
-        faulty.calls, faulty.at = {"forward": 0, "backward": 0}, at
+        faulty.calls, faulty.failing_calls = {"forward": 0, "backward": 0}, at
         with pytest.raises(StageError, match="no"):
             p.step(x, y)
         assert_same(stages, others)

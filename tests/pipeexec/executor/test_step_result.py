@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import cut, data, dense, mse
 from fake_cuda import FakeCuda, FakeGpu
+from small_pipelines import cut, data, dense, mse
 from torch import Tensor
 
 import pipeexec as px

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from executing import Faulty, data, dense
 from fake_cuda import FakeCuda, FakeGpu
+from small_pipelines import Faulty, data, dense
 from torch import nn
 
 import pipeexec as px

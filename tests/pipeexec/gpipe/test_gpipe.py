@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from executing import assert_order_respected, one_thread
 from hypothesis import given
 from hypothesis import strategies as st
+from small_pipelines import assert_order_respected, one_thread
 from torch import Tensor, nn
 
 import pipeexec as px

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from executing import within
 from places import HELPERS
+from small_pipelines import call_within
 from torch import Tensor
 
 from pipeexec.gpipe import backward_order
@@ -164,7 +164,7 @@ def test_two_threads_have_a_queue_each() -> None:
     threads = [threading.Thread(target=lambda x=x: x.sum().backward()) for x in outputs]
     for thread in threads:
         thread.start()
-    within(20, lambda: [thread.join() for thread in threads])
+    call_within(20, lambda: [thread.join() for thread in threads])
     assert all(each.issued == [(Op.B, i, 0) for i in (2, 1, 0)] for each in recorders)
 
 

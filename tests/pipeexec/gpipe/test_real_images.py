@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from executing import one_thread
 from images import digits, noisy_patches
+from small_pipelines import one_thread
 from torch import Tensor, nn
 
 import pipeexec as px

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import cut, data, dense, mse
-from executing import pipeline as on_workers
 from fake_cuda import FakeCuda, FakeGpu
 from numpy.typing import NDArray
+from small_pipelines import cut, data, dense, mse
+from small_pipelines import pipeline as on_workers
 
 import pipeexec as px
 import pipesim as ps

@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from executing import Nap, assert_same, cut, dense, mse, nap_stages, orders, pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from small_pipelines import Nap, assert_same, cut, dense, mse, nap_stages, orders, pipeline
 from torch import Tensor, nn
 
 import pipeexec as px

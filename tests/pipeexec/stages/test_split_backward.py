@@ -10,9 +10,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from executing import assert_same, cut, dense, one_thread, orders, pipeline, unsplit, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_pipelines import (
+    assert_same,
+    call_within,
+    cut,
+    dense,
+    one_thread,
+    orders,
+    pipeline,
+    unsplit,
+)
 from strategies import custom_schedules
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -561,7 +570,7 @@ def test_parity_of_any_mix_of_backwards(schedule: ps.Schedule, recompute: str) -
     inputs, targets = normal(n, 16), normal(n, 16, seed=2)
     loss = unsplit(whole, graph, inputs, targets)
     with pipeline(stages, graph) as subject:
-        result = within(60, lambda: subject.step(inputs, targets))
+        result = call_within(60, lambda: subject.step(inputs, targets))
     assert torch.equal(result.loss, loss)
     assert_same(stages, whole)
 

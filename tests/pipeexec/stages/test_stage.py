@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from executing import mse, one_thread, within
+from small_pipelines import call_within, mse, one_thread
 from torch import Tensor, nn
 
 import pipeexec.stages.module_call
@@ -298,7 +298,7 @@ def test_threads_that_draw_at_once_do_not_disturb_each_other(name: str, x: Tenso
     before = torch.get_rng_state()
     for worker in workers:
         worker.start()
-    within(30, lambda: [worker.join() for worker in workers])
+    call_within(30, lambda: [worker.join() for worker in workers])
     assert torch.equal(torch.get_rng_state(), before)
     for seed in range(4):
         assert all(torch.equal(a, b) for a, b in zip(found[seed], expected[seed], strict=True))

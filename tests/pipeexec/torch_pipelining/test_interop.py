@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from executing import mse, orders
+from small_pipelines import mse, orders
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from executing import orders
 from hypothesis import assume, given
+from small_pipelines import orders
 from strategies import custom_schedules
 from torch import nn
 from torch.distributed import pipelining

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import mse
+from small_pipelines import mse
 from torch import Tensor, nn
 
 import pipeexec as px

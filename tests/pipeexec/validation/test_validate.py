@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from executing import Faulty, mse, nap_stages, orders, within
 from matplotlib.figure import Figure
+from small_pipelines import Faulty, call_within, mse, nap_stages, orders
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -75,7 +75,7 @@ def validate(**changes: Any) -> px.Validation:
         "n_steps": 5,
         "warm_up": 1,
     }
-    return within(120, lambda: px.validate(**{**arguments, **changes}))
+    return call_within(120, lambda: px.validate(**{**arguments, **changes}))
 
 
 @pytest.fixture(scope="module")

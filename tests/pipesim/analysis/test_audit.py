@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from executing import data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
 from sanitizing import pipeline_on_slices, sanitized
+from small_pipelines import data
 from strategies import cases, skipping_cases
 
 import pipesim as ps

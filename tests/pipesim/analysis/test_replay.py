@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from executing import cut, data, dense, pipeline
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from small_pipelines import cut, data, dense, pipeline
 from strategies import cases, noises, skipping_cases
 
 import pipesim as ps

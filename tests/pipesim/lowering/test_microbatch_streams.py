@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from drawing import draw, grid
-from executing import assert_same, cut, data, dense, mse, pipeline, unsplit
 from fake_cuda import FakeCuda, FakeGpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_pipelines import assert_same, cut, data, dense, mse, pipeline, unsplit
 from strategies import named_schedules
 
 import pipeexec as px

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from executing import orders
 from hypothesis import given
 from hypothesis import strategies as st
+from small_pipelines import orders
 from strategies import schedules
 
 import pipesim as ps

@@ -30,6 +30,7 @@ __all__ = [
     "assert_close",
     "assert_order_respected",
     "assert_same",
+    "call_within",
     "cut",
     "data",
     "dense",
@@ -40,13 +41,12 @@ __all__ = [
     "orders",
     "pipeline",
     "unsplit",
-    "within",
 ]
 
 Call = Callable[[int, int, nn.Module, tuple[Tensor, ...]], Any]
 
 
-def within(seconds: float, call: Callable[[], Any]) -> Any:
+def call_within(seconds: float, call: Callable[[], Any]) -> Any:
     """Return what ``call`` returns; fail, with every thread's stack, where it would hang."""
     outcome: list[tuple[Any, BaseException | None]] = []
 
@@ -107,19 +107,19 @@ class _Raise(torch.autograd.Function):
 
 
 class Faulty(nn.Module):
-    """Passes its input on; raises ``error`` in its ``at``-th (from 0) forward or backward.
+    """Passes its input on; raises ``error`` in one forward or backward, counted from 0.
 
     A recompute counts as a forward.
     """
 
-    def __init__(self, error: BaseException, **at: int) -> None:
+    def __init__(self, error: BaseException, **calls: int) -> None:
         super().__init__()
-        self.error, self.at = error, at
+        self.error, self.failing_calls = error, calls
         self.calls = {"forward": 0, "backward": 0}
 
     def count(self, kind: str) -> None:
         self.calls[kind] += 1
-        if self.at.get(kind) == self.calls[kind] - 1:
+        if self.failing_calls.get(kind) == self.calls[kind] - 1:
             raise self.error
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Faulty(nn.Module):
         return _Raise.apply(x, self)
 
     def repair(self) -> None:
-        self.at = {}
+        self.failing_calls = {}
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def unsplit(
     """
     m, of_batch = graph.n_microbatches, graph.n_microbatches // graph.n_batches
     sizes = [part.numel() for part in torch.arange(_n_samples(inputs)).tensor_split(m)]
-    found: list[dict[nn.Parameter, Tensor | None]] = []
+    passes: list[dict[nn.Parameter, Tensor | None]] = []
     losses = []
     with one_thread():
         for microbatch, size in enumerate(sizes):
@@ -213,10 +213,10 @@ def unsplit(
             losses.append(loss.detach())
             trained = [p for module in stages for p in module.parameters() if p.requires_grad]
             grads = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
-            found.append(dict(zip(trained, grads, strict=True)))
+            passes.append(dict(zip(trained, grads, strict=True)))
         for index, module in enumerate(stages):
             for parameter in module.parameters():
-                paths = [[found[m].get(parameter) for m in order]
+                paths = [[passes[m].get(parameter) for m in order]
                          for order in _orders_of_gradients(graph, index)]  # fmt: skip
                 paths[0].insert(0, parameter.grad)
                 parameter.grad = _sum(map(_sum, paths))
@@ -225,8 +225,8 @@ def unsplit(
 
 
 def _sum(gradients: Iterable[Tensor | None]) -> Tensor | None:
-    there = [gradient for gradient in gradients if gradient is not None]
-    return functools.reduce(torch.add, there) if there else None
+    present = [gradient for gradient in gradients if gradient is not None]
+    return functools.reduce(torch.add, present) if present else None
 
 
 def _n_samples(batch: Any) -> int:
@@ -242,19 +242,19 @@ def _part(batch: Any, start: int, size: int) -> Any:
 
 def _orders_of_gradients(graph: ps.TaskGraph, stage: int) -> list[list[int]]:
     """Return the micro-batches of each path, in the order of their backwards."""
-    found: list[list[int]] = [[] for _ in range(graph.n_replicas)]
+    orders_of: list[list[int]] = [[] for _ in range(graph.n_replicas)]
     for task in map(graph.task, range(len(graph))):
         if task.stage == stage and task.op in (Op.B, Op.W):
-            found[task.replica].append(task.microbatch or 0)
-    return found
+            orders_of[task.replica].append(task.microbatch or 0)
+    return orders_of
 
 
 def assert_same(stages: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
     """Check that parameters, gradients and buffers are equal to the last bit."""
     for index, (stage, other) in enumerate(zip(stages, others, strict=True)):
-        mine, its = (dict(s.named_parameters()) for s in (stage, other))
-        assert mine.keys() == its.keys()
-        for name, parameter in mine.items():
+        own, its = (dict(s.named_parameters()) for s in (stage, other))
+        assert own.keys() == its.keys()
+        for name, parameter in own.items():
             where = f"{name} of stage {index}"
             assert torch.equal(parameter, its[name]), where
             if its[name].grad is None:
@@ -279,8 +279,8 @@ def assert_close(
         module.zero_grad()
     with one_thread():
         loss_fn(nn.Sequential(*whole)(inputs), targets).backward()
-    for mine, its in zip(gradients(stages), gradients(whole), strict=True):
-        torch.testing.assert_close(mine, its)
+    for own, its in zip(gradients(stages), gradients(whole), strict=True):
+        torch.testing.assert_close(own, its)
 
 
 def assert_order_respected(
@@ -292,16 +292,16 @@ def assert_order_respected(
     may be the first to notice.
     """
     graph, waits = timeline.graph, timeline.graph.precedence
-    ready, begun = timeline.end[waits.values], timeline.start[waits.rows]
+    ready, start = timeline.end[waits.values], timeline.start[waits.rows]
     if between_processes:
         is_message = graph.pair[waits.rows] == waits.values
         ready = np.where(is_message, timeline.start[waits.values], ready)
         if graph.rendezvous:
-            begun = np.where(is_message, timeline.end[waits.rows], begun)
+            start = np.where(is_message, timeline.end[waits.rows], start)
     # Buckets, and with them all members of their collective, need a part of their backward.
     partly = np.isin(waits.values, graph.partial_dependency) & (graph.group[waits.rows] >= 0)
     ready = np.where(partly, timeline.start[waits.values], ready)
-    late = ready > begun + slack
+    late = ready > start + slack
     wrong = [f"{graph.task(int(waits.rows[k]))} before {graph.task(int(waits.values[k]))}"
              for k in np.flatnonzero(late)]  # fmt: skip
     assert not wrong, wrong
