@@ -1,4 +1,4 @@
-"""What a calibration finds of replicas: how long their collectives last, and how buckets fill."""
+"""Measured costs of replicas: seconds of collectives, and sizes and ready times of buckets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeexec.stages.batch_shares import BatchShares
 from pipesim.analysis.measured_collectives import measured_collectives
@@ -42,8 +43,8 @@ def lower_for_replicas(
 ) -> TaskGraph:
     """Lower a schedule for the replicas of a graph, on their devices.
 
-    Of a bidirectional pipeline, for the first path of the first replica alone. The hosts are those
-    of the graph, where they have the same devices.
+    A bidirectional pipeline is lowered for the first path of the first replica alone. The hosts
+    are those of the graph if both have the same devices.
     """
     if shares.n_shares * schedule.n_devices == graph.n_devices:
         options |= {"hosts": graph.host, "host_threads": graph.host_threads}
@@ -62,9 +63,9 @@ def lower_for_replicas(
 
 
 def check_exchanges(graph: TaskGraph, others: Iterable[TaskGraph]) -> None:
-    """Raise `ArgumentError` for graphs whose exchanges do other work than a graph's.
+    """Raise `ArgumentError` for graphs whose exchanges do other work than those of ``graph``.
 
-    Their seconds are not those that its exchanges take.
+    Such exchanges take other seconds than the measured ones.
     """
     own = _exchanges(graph)
     for other in others:
@@ -73,39 +74,40 @@ def check_exchanges(graph: TaskGraph, others: Iterable[TaskGraph]) -> None:
                 raise ArgumentError(
                     f"graph {other.name!r} was lowered with {name}={value!r}, that of the pipeline "
                     f"with {own[name]!r}: their exchanges take different seconds, which one Costs "
-                    "cannot have; measure each with a pipeline of its own"
+                    "cannot have; measure each with its own pipeline"
                 )
 
 
 def _exchanges(graph: TaskGraph) -> dict[str, Any]:
-    """Return how a graph's sharded stages exchange, as options of `lower`."""
-    works = bool((graph.op == Op.DISPATCH).any())
+    """Return the options of `lower` for the exchanges of a graph's sharded stages."""
+    has_dispatch = bool((graph.op == Op.DISPATCH).any())
     parts = graph.part[graph.op == Op.ALL_TO_ALL]
-    once = EXCHANGES.index("accumulated") in parts
+    is_accumulated = EXCHANGES.index("accumulated") in parts
     return {
         "sharded": graph.sharded,
-        "exchange_work": "compute" if works else "collective",
-        "sparse_grad_sync": "last" if once else "every",
+        "exchange_work": "compute" if has_dispatch else "collective",
+        "sparse_grad_sync": "last" if is_accumulated else "every",
     }
 
 
 def collective_seconds(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Return the mean seconds of each collective that there is, as fields of `Costs`."""
-    found = [measured_collectives(timeline, Network(), np.mean) for timeline in timelines]
+    """Return the mean seconds of each collective in the timelines, as fields of `Costs`."""
+    measured = [measured_collectives(timeline, Network(), np.mean) for timeline in timelines]
     return {
-        name: tuple(np.mean([each[name] for each in found], axis=0).tolist()) for name in found[0]
+        name: tuple(np.mean([seconds[name] for seconds in measured], axis=0).tolist())
+        for name in measured[0]
     }
 
 
 def max_buckets(graphs: Iterable[TaskGraph]) -> int:
-    """Return the most buckets that a stage has; 0 where gradients are not bucketed."""
+    """Return the largest number of buckets of a stage; 0 if gradients are not bucketed."""
     return max((int(g.part[g.op == Op.REDUCE_GRAD].max(initial=-1)) + 1 for g in graphs), default=0)
 
 
 def measured_buckets(
     pipeline: Pipeline,
     own: Sequence[StepResult],
-    whole: Sequence[StepResult],
+    merged: Sequence[StepResult],
     seconds: Sequence[float],
     network: Network,
     n: int,
@@ -114,38 +116,53 @@ def measured_buckets(
 
     Parameters
     ----------
-    own, whole
-        Steps with bucketed gradients: what this process measured, and gathered from all.
+    own, merged
+        Steps with bucketed gradients: the results of this process, and those of all processes.
     seconds
-        Of REDUCE_GRAD of all gradients of each stage.
-    network, n
-        Whose latency each bucket has, and how many there are.
+        Seconds of one REDUCE_GRAD of all gradients, for each stage.
+    network
+        Network whose all-reduce latency each bucket has.
+    n
+        Number of buckets.
     """
-    graph = whole[0].timeline.graph
+    graph = merged[0].timeline.graph
     shape = graph.n_stages, n
-    shares, counts, lasted = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    ready, bucket_seconds = _ready_shares(pipeline, own, shape), _mean_seconds(merged, shape)
+    buckets = []
+    for stage, (stage_seconds, ends) in enumerate(zip(bucket_seconds, ready, strict=True)):
+        latency = network.all_reduce(0.0, np.unique(graph.homes[:, stage]))
+        parts = np.full(n, 1 / n)
+        if seconds[stage] > latency:
+            ratios = np.maximum(stage_seconds - latency, 0.0) / (seconds[stage] - latency)
+            parts = ratios / min(1.0, ratios.sum()) if ratios.sum() > 0 else parts
+        buckets.append(tuple(zip(parts.tolist(), ends.tolist(), strict=True)))
+    return tuple(buckets)
+
+
+def _ready_shares(
+    pipeline: Pipeline, own: Sequence[StepResult], shape: tuple[int, int]
+) -> NDArray[np.float64]:
+    """Return the share of the backward after which each bucket is ready; 1 if not measured."""
+    graph = own[0].timeline.graph
+    shares, counts = np.zeros(shape), np.zeros(shape)
     for step in own:
         for task, share in step.milestones.items():
-            at = int(graph.stage[task]), int(graph.part[task])
-            shares[at] += share
-            counts[at] += 1
+            bucket = int(graph.stage[task]), int(graph.part[task])
+            shares[bucket] += share
+            counts[bucket] += 1
     shares, counts = (
         np.array(pipeline.total(table.ravel().tolist())).reshape(shape)
         for table in (shares, counts)
     )
-    done = np.divide(shares, counts, out=np.ones(shape), where=counts > 0).clip(0, 1)
+    return np.divide(shares, counts, out=np.ones(shape), where=counts > 0).clip(0, 1)
+
+
+def _mean_seconds(merged: Sequence[StepResult], shape: tuple[int, int]) -> NDArray[np.float64]:
+    """Return the mean seconds of the REDUCE_GRAD of each bucket, over members and steps."""
+    graph = merged[0].timeline.graph
     tasks = np.flatnonzero(graph.op == Op.REDUCE_GRAD)
-    at_tasks = graph.stage[tasks], graph.part[tasks]
-    np.add.at(lasted, at_tasks, np.mean([each.timeline.duration[tasks] for each in whole], axis=0))
-    n_members = np.zeros(shape)
-    np.add.at(n_members, at_tasks, 1)
-    lasted = np.divide(lasted, n_members, out=np.zeros(shape), where=n_members > 0)
-    found = []
-    for stage, (of_stage, ends) in enumerate(zip(lasted, done, strict=True)):
-        least = network.all_reduce(0.0, np.unique(graph.homes[:, stage]))
-        parts = np.full(n, 1 / n)
-        if seconds[stage] > least:
-            beyond = np.maximum(of_stage - least, 0.0) / (seconds[stage] - least)
-            parts = beyond / min(1.0, beyond.sum()) if beyond.sum() > 0 else parts
-        found.append(tuple(zip(parts.tolist(), ends.tolist(), strict=True)))
-    return tuple(found)
+    buckets = graph.stage[tasks], graph.part[tasks]
+    sums, n_members = np.zeros(shape), np.zeros(shape)
+    np.add.at(sums, buckets, np.mean([step.timeline.duration[tasks] for step in merged], axis=0))
+    np.add.at(n_members, buckets, 1)
+    return np.divide(sums, n_members, out=np.zeros(shape), where=n_members > 0)

@@ -1,12 +1,13 @@
-"""How long a host takes to issue a task: the ``launch`` of costs.
+"""Seconds that a host takes to issue a task: ``Costs.launch``.
 
-On CPU workers that is all of the host's time over all tasks: their queues take any number of tasks.
+CPU workers: the queue of a worker takes any number of tasks. Launch is the host's time of a step
+over the number of tasks.
 
-The queue of a CUDA stream takes about a thousand kernels. The launch of the next one blocks the
+CUDA: the queue of a stream takes about a thousand kernels. The launch of the next kernel blocks the
 host until a kernel ends, so that a step of many kernels is as long for the host as for the GPU.
-This blocked time is not launch time. So each operation of each stage counts with its median, or
-with its median in steps of a single micro-batch where that is less: such steps fill no queue. They
-have no I and no W, neither of which takes longer than the B that is both.
+This blocked time is not launch time. Each operation of each stage therefore counts with its
+median. Its median in steps of a single micro-batch, which fill no queue, is an upper limit. Such
+steps have no I and no W: the B bounds both, as it contains them.
 """
 
 from __future__ import annotations
@@ -22,72 +23,72 @@ from pipesim.timeline.timeline import Timeline
 
 __all__ = ["HostTimed", "host_share", "launch_seconds", "mean_launch"]
 
-#: Whole backward of each half.
-_WHOLE = {Op.I: Op.B, Op.W: Op.B}
+#: Operation that contains each half of a split backward.
+_FULL_BACKWARD = {Op.I: Op.B, Op.W: Op.B}
 
 
 class HostTimed(Protocol):
-    """What is looked at of a step; `pipeexec.StepResult` has it."""
+    """Host times of a step; `pipeexec.StepResult` has them."""
 
     @property
     def timeline(self) -> Timeline:
-        """When each task ran."""
+        """Start and end of each task."""
         ...
 
     @property
     def host_seconds(self) -> float:
-        """What the host took to issue all tasks, the sum over processes."""
+        """Seconds to issue all tasks, the sum over processes."""
         ...
 
     @property
     def host_times(self) -> NDArray[np.float64] | None:
-        """What the host took to issue each task; None where that is not known."""
+        """Seconds to issue each task; None if unknown."""
         ...
 
 
 def mean_launch(steps: Sequence[HostTimed]) -> float:
-    """Return the host's seconds a task, whatever it did in them."""
+    """Return the host's mean seconds per task, blocked or not."""
     return float(np.mean([step.host_seconds / len(step.timeline) for step in steps]))
 
 
-def launch_seconds(steps: Sequence[HostTimed], alone: Sequence[HostTimed] = ()) -> float:
-    """Return the host's seconds a task without those in which full queues blocked it.
+def launch_seconds(steps: Sequence[HostTimed], isolated: Sequence[HostTimed] = ()) -> float:
+    """Return the host's seconds per task, without those in which full queues blocked it.
 
     Parameters
     ----------
     steps
-        Of one graph.
-    alone
-        Of a graph of the same stages with a single micro-batch.
+        Steps of one graph.
+    isolated
+        Steps of a graph of the same stages with a single micro-batch.
     """
     mean = mean_launch(steps)
-    found, least = _medians(steps), _medians(alone)
-    if not found:
+    medians, limits = _medians(steps), _medians(isolated)
+    if not medians:
         return mean
     graph = steps[0].timeline.graph
     seconds = []
-    for (op, stage), (median, n_tasks) in found.items():
-        bound = least.get((op, stage)) or least.get((_WHOLE.get(Op(op), op), stage))
-        seconds.append(n_tasks * (median if bound is None else min(median, bound[0])))
+    for (op, stage), (median, n_tasks) in medians.items():
+        limit = limits.get((op, stage)) or limits.get((_FULL_BACKWARD.get(Op(op), op), stage))
+        seconds.append(n_tasks * (median if limit is None else min(median, limit[0])))
     return min(mean, sum(seconds) / len(graph))
 
 
 def host_share(steps: Sequence[HostTimed], n_hosts: int = 1) -> float:
-    """Return the part of the makespan in which a host issues tasks; mean over steps and hosts."""
+    """Return the share of the makespan in which a host issues tasks; mean over steps and hosts."""
     shares = [step.host_seconds / step.timeline.makespan for step in steps]
     return float(np.mean(shares)) / n_hosts
 
 
 def _medians(steps: Sequence[HostTimed]) -> dict[tuple[int, int], tuple[float, int]]:
-    """Return the median seconds to issue each operation of each stage, and its tasks in a step."""
+    """Return median seconds, and tasks per step, for each operation of each stage."""
     rows = [step.host_times for step in steps]
     if not rows or any(row is None for row in rows):
         return {}
     times, graph = np.array(rows, dtype=np.float64), steps[0].timeline.graph
-    found = {}
+    medians = {}
     for op, stage in sorted(set(zip(graph.op.tolist(), graph.stage.tolist(), strict=True))):
-        mine = (graph.op == op) & (graph.stage == stage)
-        known = times[:, mine][~np.isnan(times[:, mine])]
-        if known.size:
-            found[op, stage] = float(np.median(known)), int(mine.sum())
-    return found
+        is_task = (graph.op == op) & (graph.stage == stage)
+        seconds = times[:, is_task][~np.isnan(times[:, is_task])]
+        if seconds.size:
+            medians[op, stage] = float(np.median(seconds)), int(is_task.sum())
+    return medians

@@ -1,4 +1,4 @@
-"""A latency and a bandwidth from how long messages of several sizes took."""
+"""Fit latency and bandwidth to measured seconds of messages of several sizes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["ALL", "STATES", "Fit", "Pair", "by_pair", "fit", "fits", "network_of", "with_fits"]
 
 Floats = NDArray[np.float64]
-#: Numbers of two devices, sender first; and what stands for all pairs together.
+#: Numbers of two devices, sender first. `ALL` stands for all pairs together.
 Pair = tuple[int, int]
 ALL: Pair = (-1, -1)
-#: What the other devices do meanwhile.
+#: State of the devices while messages are timed.
 STATES = ("idle", "loaded")
-#: How much smaller a deviation must be for a slope to be believed.
-_CLEARLY = 0.5
-#: Mean relative deviation of a pair from the fit of all beyond which its link is one of its own.
-_UNLIKE = 0.3
+#: A slope is accepted if it lowers the deviation to less than this share of that without slope.
+_SLOPE_GAIN = 0.5
+#: Mean relative deviation of a pair from the fit of all pairs above which it has a separate link.
+_PAIR_DEVIATION = 0.3
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Fit:
     latency
         Seconds, never negative.
     bandwidth
-        Bytes a second; ``math.inf`` where messages take as long whatever their size, as when they
-        are handed over by reference: the largest spends less than half of its time on its bytes,
-        or a constant deviates less than twice as much.
+        Bytes per second; ``math.inf`` if the size of messages does not matter, as when they are
+        passed by reference. That is so if the largest message spends less than half of its time
+        on its bytes, or if a constant deviates less than twice as much as the line.
     residual
-        Mean of how far the fit is from each measured size, as a ratio: 1 for half or twice as long.
+        Mean relative deviation of the fit from each measured size: 1 for half or twice as long.
     r2
         Share of the variance of the seconds that the fit explains; NaN if they do not vary.
     """
@@ -58,16 +58,16 @@ class Fit:
     r2: float
 
     def seconds(self, nbytes: Floats | float) -> Floats:
-        """Return how long messages take."""
+        """Return the seconds of messages."""
         return self.latency + np.asarray(nbytes, dtype=np.float64) / self.bandwidth
 
 
 def fit(nbytes: Sequence[float] | Floats, seconds: Sequence[float] | Floats) -> Fit:
-    """Fit a latency and a bandwidth to what messages of several sizes took.
+    """Fit a latency and a bandwidth to the seconds of messages of several sizes.
 
-    The best of all lines through two of the points, through one without latency, and through one
-    without a slope: that from which the points are off least, on average, as a ratio. So small
-    messages count as much as large ones, too short as much as too long, and an odd value little.
+    Candidates are all lines through two points, through one point without latency, and through one
+    point without slope. The fit is the line with the least mean relative deviation. Small messages
+    therefore count as much as large ones, too short as much as too long, and outliers little.
     """
     x, y = np.asarray(nbytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     lines = [(0.0, b / a) for a, b in zip(x, y, strict=True) if a] + [(float(b), 0.0) for b in y]
@@ -76,10 +76,10 @@ def fit(nbytes: Sequence[float] | Floats, seconds: Sequence[float] | Floats) -> 
             slope = (y[j] - y[i]) / (x[j] - x[i])
             lines.append((float(y[i] - slope * x[i]), float(slope)))
     deviation, latency, slope = min(
-        (_off(a + b * x, y), a, b) for a, b in lines if a >= 0 and b >= 0
+        (_deviation(a + b * x, y), a, b) for a, b in lines if a >= 0 and b >= 0
     )
-    flat = min((_off(np.full_like(y, a), y), float(a)) for a in y)
-    if slope * float(x.max()) <= latency or deviation >= _CLEARLY * flat[0]:
+    flat = min((_deviation(np.full_like(y, a), y), float(a)) for a in y)
+    if slope * float(x.max()) <= latency or deviation >= _SLOPE_GAIN * flat[0]:
         (deviation, latency), slope = flat, 0.0
     rest, spread = float(((latency + slope * x - y) ** 2).sum()), float(((y - y.mean()) ** 2).sum())
     return Fit(
@@ -90,14 +90,14 @@ def fit(nbytes: Sequence[float] | Floats, seconds: Sequence[float] | Floats) -> 
     )
 
 
-def _off(fitted: Floats, seconds: Floats) -> float:
-    """Return by how much values are off on average: 1 for half, or for twice, as long."""
+def _deviation(fitted: Floats, seconds: Floats) -> float:
+    """Return the mean relative deviation of fitted seconds: 1 for half, or twice, as long."""
     with np.errstate(divide="ignore"):
         return float((np.maximum(fitted / seconds, seconds / fitted) - 1).mean())
 
 
 def fits(transfers: pd.DataFrame) -> dict[tuple[Pair, str], Fit]:
-    """Fit what `measure_transfers` found: by pair and state, and by `ALL` pairs and state."""
+    """Fit the table of `measure_transfers`: by pair and state, and by `ALL` pairs and state."""
     groups = by_pair(transfers)
     if groups:
         groups[ALL] = transfers
@@ -120,73 +120,75 @@ def by_pair(transfers: pd.DataFrame) -> dict[Pair, pd.DataFrame]:
 def with_fits(
     transfers: pd.DataFrame, fitted: Mapping[tuple[Pair, str], Fit]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return transfers beside the seconds that the fit of their pair says; and a table of fits."""
+    """Return transfers with columns of the seconds by the fit of their pair, and the fits."""
     import pandas as pd
 
-    said = transfers.assign(**{f"{state}_fit": math.nan for state in STATES})
+    extended = transfers.assign(**{f"{state}_fit": math.nan for state in STATES})
     for pair, group in by_pair(transfers).items():
         for state in STATES:
             seconds = fitted[pair, state].seconds(group["nbytes"].to_numpy())
-            said.loc[group.index, f"{state}_fit"] = seconds
+            extended.loc[group.index, f"{state}_fit"] = seconds
     rows = [
-        {"source": pair[0], "target": pair[1], "state": state} | vars(of)
-        for (pair, state), of in fitted.items()
+        {"source": pair[0], "target": pair[1], "state": state} | vars(line)
+        for (pair, state), line in fitted.items()
     ]
     columns = ["source", "target", "state", "latency", "bandwidth", "residual", "r2"]
-    return said, pd.DataFrame(rows, columns=columns).set_index(columns[:3])
+    return extended, pd.DataFrame(rows, columns=columns).set_index(columns[:3])
 
 
 def network_of(
     transfers: pd.DataFrame, fitted: Mapping[tuple[Pair, str], Fit], timelines: Iterable[Timeline]
 ) -> Network:
-    """Return the network that messages meet under load.
+    """Return the network of messages under load.
 
-    Bandwidths are those of the fits. A latency is the mean of what messages of ``timelines`` took
-    beyond their bytes, from their SEND to a consumer that waited for them; that of the fit where
-    none was waited for. All pairs have one latency and bandwidth, unless some pair's messages are
-    on average 30 % off the fit of all, and less than half as much off that of their own: then each
-    pair has a link, and pairs that were not measured have the slowest latency and bandwidth.
+    Bandwidths are those of the fits. A latency is a mean over the messages of ``timelines`` for
+    which a consumer waited: the seconds from SEND to consumer, less those of the bytes. If no
+    consumer waited, it is the latency of the fit.
+
+    All pairs share one latency and bandwidth, unless some pair deviates on average by more than
+    30 % from the fit of all pairs and by less than half as much from its own fit. Then each pair
+    has a link, and unmeasured pairs have the largest latency and the smallest bandwidth.
     """
-    waited = _waited(timelines)
-    every = [row for rows in waited.values() for row in rows]
+    messages = _awaited_messages(timelines)
+    all_messages = [row for rows in messages.values() for row in rows]
     if not fitted:
-        return _speed(every, 0.0, math.inf)
-    of_all = fitted[ALL, "loaded"]
-    network = _speed(every, of_all.latency, of_all.bandwidth)
+        return _speed(all_messages, 0.0, math.inf)
+    common = fitted[ALL, "loaded"]
+    network = _speed(all_messages, common.latency, common.bandwidth)
     groups = by_pair(transfers)
-    if not any(_unlike(group, of_all, fitted[pair, "loaded"]) for pair, group in groups.items()):
+    if not any(_differs(group, common, fitted[pair, "loaded"]) for pair, group in groups.items()):
         return network
     links = []
     for pair in groups:
         own = fitted[pair, "loaded"]
-        speed = _speed(waited.get(pair, []), own.latency, own.bandwidth)
+        speed = _speed(messages.get(pair, []), own.latency, own.bandwidth)
         links.append(Link(speed.latency, speed.bandwidth, (pair,)))
     slowest = min(link.bandwidth for link in links)
     return Network(max(link.latency for link in links), slowest, tuple(links))
 
 
-def _unlike(group: pd.DataFrame, of_all: Fit, own: Fit) -> bool:
-    """Tell whether messages of a pair take clearly longer or shorter than those of all."""
-    seconds = of_all.seconds(group["nbytes"].to_numpy())
-    off = float(np.abs(seconds / group["loaded"].to_numpy() - 1).mean())
-    return off > max(_UNLIKE, 2 * own.residual)
+def _differs(group: pd.DataFrame, common: Fit, own: Fit) -> bool:
+    """Return whether messages of a pair take clearly longer or shorter than those of all pairs."""
+    seconds = common.seconds(group["nbytes"].to_numpy())
+    deviation = float(np.abs(seconds / group["loaded"].to_numpy() - 1).mean())
+    return deviation > max(_PAIR_DEVIATION, 2 * own.residual)
 
 
-def _speed(waited: list[tuple[float, float]], latency: float, bandwidth: float) -> Network:
-    """Return a bandwidth with the latency of bytes and seconds that were waited for, if any."""
-    if waited:
-        nbytes, seconds = np.array(waited).T
+def _speed(messages: list[tuple[float, float]], latency: float, bandwidth: float) -> Network:
+    """Return a network of this bandwidth; its latency is that of the messages, if any."""
+    if messages:
+        nbytes, seconds = np.array(messages).T
         latency = max(0.0, float((seconds - nbytes / bandwidth).mean()))
     return Network(latency=latency, bandwidth=bandwidth)
 
 
-def _waited(timelines: Iterable[Timeline]) -> dict[Pair, list[tuple[float, float]]]:
-    """Return bytes and seconds of the messages that were waited for, by their pair of devices."""
-    found: dict[Pair, list[tuple[float, float]]] = {}
+def _awaited_messages(timelines: Iterable[Timeline]) -> dict[Pair, list[tuple[float, float]]]:
+    """Return bytes and seconds of messages that a consumer waited for, by pair of devices."""
+    messages: dict[Pair, list[tuple[float, float]]] = {}
     for timeline in timelines:
         graph, seconds = timeline.graph, message_times(timeline, waited_only=True)
         for recv in np.flatnonzero(graph.is_op(RECVS) & ~np.isnan(seconds)).tolist():
             ends = int(graph.device[graph.pair[recv]]), int(graph.device[recv])
             row = float(timeline.nbytes[recv]), float(seconds[recv])
-            found.setdefault(ends, []).append(row)
-    return found
+            messages.setdefault(ends, []).append(row)
+    return messages

@@ -1,8 +1,10 @@
-"""How long messages take by size: measured between idle and between busy devices.
+"""Measure the seconds of messages by size, between idle and between loaded devices.
 
-Messages are timed as a step sends them, so that everything on their way counts: a pipeline of
-stages that pass on their input runs on the same devices. Idle: one micro-batch. Busy: the sender
-has a second one to compute as the first one's message leaves; the receiver waits for it.
+Messages are timed in steps of a pipeline, so that every delay on their way counts. Its stages
+return their input and run on the same devices.
+
+- Idle: one micro-batch.
+- Loaded: the sender computes a second micro-batch when it sends the first; the receiver waits.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ if TYPE_CHECKING:
 
 __all__ = ["SIZES", "measure_transfers", "pairs_of"]
 
-#: Bytes of the messages that are timed.
+#: Bytes of the timed messages.
 SIZES = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-#: Rows of the square matrices that keep a device busy, and how many products a task has.
+#: Rows of the square matrices that keep a device busy, and number of products per task.
 _ROWS, _PRODUCTS = 192, 8
 
 
 def pairs_of(graph: TaskGraph) -> list[Pair]:
-    """Return the pairs of devices, sender first, that messages of a graph travel between."""
+    """Return the pairs of devices between which a graph sends messages; sender first."""
     sends = np.flatnonzero(graph.is_op(SENDS) & (graph.pair >= 0))
     ends = zip(graph.device[sends].tolist(), graph.device[graph.pair[sends]].tolist(), strict=True)
     return sorted(set(ends))
@@ -53,22 +55,22 @@ def measure_transfers(
     Returns
     -------
     pandas.DataFrame
-        One row a pair and size: ``source``, ``target`` (numbers of devices), ``nbytes``, and the
-        median seconds from the start of the SEND until its receiver computes with the message:
-        ``idle`` and ``loaded``.
+        One row per pair and size: ``source``, ``target`` (numbers of devices), ``nbytes``,
+        ``idle`` and ``loaded``. The last two are median seconds from the start of the SEND to the
+        start of the task that uses the message.
     """
     import pandas as pd
 
-    found: dict[tuple[Pair, int, str], float] = {}
+    medians: dict[tuple[Pair, int, str], float] = {}
     for first, second in sorted({(min(pair), max(pair)) for pair in pairs}):
         for state in STATES:
             for nbytes in sizes:
-                there, back = _time(pipeline, (first, second), nbytes, state, repeat)
-                found[(first, second), nbytes, state] = there
-                found[(second, first), nbytes, state] = back
+                forward, backward = _time(pipeline, (first, second), nbytes, state, repeat)
+                medians[(first, second), nbytes, state] = forward
+                medians[(second, first), nbytes, state] = backward
     rows = [
         {"source": pair[0], "target": pair[1], "nbytes": nbytes,
-         **{state: found[pair, nbytes, state] for state in STATES}}
+         **{state: medians[pair, nbytes, state] for state in STATES}}
         for pair in pairs for nbytes in sizes
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=["source", "target", "nbytes", *STATES])
@@ -77,25 +79,26 @@ def measure_transfers(
 def _time(
     pipeline: Pipeline, pair: Pair, nbytes: int, state: str, repeat: int
 ) -> tuple[float, float]:
-    """Return the median seconds of a message from the first device to the second, and back."""
+    """Return median seconds of a message from the first device to the second, and the reverse."""
     graph = _graph(pipeline.graph.n_devices, pair, 1 if state == "idle" else 2)
     n_floats = max(1, nbytes // 4)
     inputs = torch.zeros(graph.n_microbatches, n_floats)
-    stages = [_PassOn(0 if state == "idle" else _PRODUCTS) for _ in range(graph.n_stages)]
+    stages = [_Identity(0 if state == "idle" else _PRODUCTS) for _ in range(graph.n_stages)]
     own = [device for device in pipeline.devices if not isinstance(device, RemoteDevice)]
     chain = Pipeline(
         stages, graph, own, _first, timeout=pipeline.timeout, processes=pipeline.processes
     )
-    chain.step(inputs, inputs)  # the first step learns what stages are like
+    chain.step(inputs, inputs)  # the first step learns the shapes of outputs
     results = [chain.gather(chain.step(inputs, inputs)) for _ in range(repeat)]
-    there, back = (
-        float(np.median([_hop(result, op) for result in results])) for op in (Op.SEND_F, Op.SEND_B)
+    forward, backward = (
+        float(np.median([_message_seconds(result, op) for result in results]))
+        for op in (Op.SEND_F, Op.SEND_B)
     )
-    return there, back
+    return forward, backward
 
 
 def _graph(n_devices: int, pair: Pair, n_microbatches: int) -> TaskGraph:
-    """Return all forwards, then all backwards, of stages of which the first two are the pair's."""
+    """Return all forwards, then all backwards, of one stage per device; the pair comes first."""
     order = [*pair, *(d for d in range(n_devices) if d not in pair)]
     rows = [""] * n_devices
     counts = range(n_microbatches)
@@ -109,8 +112,8 @@ def _graph(n_devices: int, pair: Pair, n_microbatches: int) -> TaskGraph:
     )
 
 
-def _hop(result: StepResult, op: Op) -> float:
-    """Return the seconds from the first SEND of an op until its receiver computes with it."""
+def _message_seconds(result: StepResult, op: Op) -> float:
+    """Return the seconds from the first SEND of an op to the start of its first consumer."""
     timeline = result.timeline
     graph = timeline.graph
     stage = 0 if op is Op.SEND_F else 1
@@ -123,8 +126,8 @@ def _first(output: Tensor, targets: Tensor) -> Tensor:
     return output[:, 0].mean()
 
 
-class _PassOn(nn.Module):
-    """Returns its input, after some work; its gradient likewise."""
+class _Identity(nn.Module):
+    """Compute some products, then return the input; likewise for its gradient."""
 
     def __init__(self, n_products: int) -> None:
         super().__init__()
@@ -134,8 +137,8 @@ class _PassOn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input."""
-        passed: Tensor = _Passed.apply(x, self)  # type: ignore[no-untyped-call]
-        return passed
+        output: Tensor = _WorkingIdentity.apply(x, self)  # type: ignore[no-untyped-call]
+        return output
 
     def work(self) -> None:
         """Keep the device busy."""
@@ -143,9 +146,11 @@ class _PassOn(nn.Module):
             torch.mm(self.matrices[0], self.matrices[0], out=self.matrices[1])
 
 
-class _Passed(torch.autograd.Function):
+class _WorkingIdentity(torch.autograd.Function):
+    """Identity whose forward and backward first call `_Identity.work`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, module: _PassOn) -> Tensor:
+    def forward(ctx: Any, x: Tensor, module: _Identity) -> Tensor:
         ctx.module = module
         module.work()
         return x.view_as(x)

@@ -431,7 +431,7 @@ def test_a_profile_is_loaded_as_it_was_saved(measured: px.Profile, tmp_path: Pat
 def test_a_run_without_a_profile(tmp_path: Path) -> None:
     with write_directory(tmp_path / "other", {}) as folder:
         ps.Costs(1, 1).save(folder / "costs.json")
-    with pytest.raises(RunDirectoryError, match=r"holds no whole profile: it has no profile\.csv"):
+    with pytest.raises(RunDirectoryError, match=r"no complete profile: profile\.csv is missing"):
         px.Profile.load(tmp_path / "other")
     with pytest.raises(RunDirectoryError, match=r"no whole run directory"):
         px.Profile.load(tmp_path)
