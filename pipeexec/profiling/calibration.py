@@ -84,9 +84,9 @@ class Calibration:
         self.keeps_versions = any(g.n_batches > 1 for g in graphs)
         n_microbatches, n_here = graph.n_microbatches + 1, len(pipeline.shares.local)
         *_, sizes = split_batches(inputs, targets, graph.n_microbatches, n_here)
-        size = min(sizes)
+        self.microbatch_size = min(sizes)
         self.batch, self.one_microbatch = (
-            tuple(_repeated(x, n_here * n * size) for x in (inputs, targets))
+            tuple(_repeated(x, n_here * n * self.microbatch_size) for x in (inputs, targets))
             for n in (n_microbatches, 1)
         )
         self.loaded, self.isolated = (

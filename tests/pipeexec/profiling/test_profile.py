@@ -261,7 +261,7 @@ def test_the_calibration_is_of_another_schedule() -> None:
 def test_the_calibration_of_an_uneven_batch() -> None:
     """Seven samples in three: micro-batches of 3, 2 and 2 are measured as most of them are."""
     with pipeline(nap_stages(1, 0.0, 0.0), lowered(1, 3)) as subject:
-        assert Calibration(subject, *data(7)).size == 2
+        assert Calibration(subject, *data(7)).microbatch_size == 2
 
 
 def test_breadth_first() -> None:
