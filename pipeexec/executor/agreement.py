@@ -14,6 +14,7 @@ from torch import nn
 from pipeexec.data_parallel.stage_replicas import RemoteStage
 from pipeexec.devices.device import Device, Values
 from pipeexec.devices.remote import RemoteDevice
+from pipeexec.distributed.channels import ExpectedMessage
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.signatures import (
     Signature,
@@ -22,11 +23,14 @@ from pipeexec.distributed.signatures import (
     signature,
     to_json,
 )
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.remote_messages import expected_messages
+from pipeexec.executor.step_inputs import StepInputs
 from pipesim.errors import ArgumentError
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
 
-__all__ = ["agree_on_graph", "agree_on_shapes", "agree_on_weights"]
+__all__ = ["agree_on_graph", "agree_on_messages", "agree_on_shapes", "agree_on_weights"]
 
 
 def agree_on_graph(graph: TaskGraph, processes: Processes) -> int:
@@ -130,3 +134,33 @@ def _shared(own: Sequence[Signature], processes: Processes) -> list[Signature]:
     """Return each micro-batch's signature from the process that knows it."""
     said = processes.share([to_json(s) for s in own])
     return [from_json(max(rows, key=len)) for rows in zip(*said, strict=True)]
+
+
+def agree_on_messages(
+    graph: TaskGraph,
+    tasks: Sequence[PlannedTask],
+    modules: Sequence[nn.Module],
+    devices: Sequence[Device],
+    inputs: StepInputs,
+    processes: Processes,
+) -> dict[int, ExpectedMessage]:
+    """Return the expected message of each task, whose shapes all processes agree on.
+
+    Parameters
+    ----------
+    graph, tasks, modules, devices
+        The pipeline's; ``tasks`` are those of this process.
+    inputs
+        Of the first step.
+    """
+    n, m = graph.n_stages, graph.n_microbatches
+    signatures = [
+        agree_on_shapes(
+            modules[replica * n : (replica + 1) * n],
+            [devices[d] for d in graph.homes[replica]],
+            inputs.microbatches[share * m : (share + 1) * m],
+            processes,
+        )
+        for share, replica in enumerate(range(0, graph.n_replicas, inputs.shares.n_paths))
+    ]
+    return expected_messages(graph, tasks, signatures)

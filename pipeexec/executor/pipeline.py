@@ -8,7 +8,6 @@ knows a schedule by name, or what kind of device it talks to.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.data_parallel.ddp_stage import check_ddp
@@ -29,8 +28,7 @@ from pipeexec.data_parallel.stage_replicas import (
     place_replicas,
     sync_from_first,
 )
-from pipeexec.devices.device import Device, DeviceLike
-from pipeexec.devices.make_devices import make_devices
+from pipeexec.devices.device import DeviceLike
 from pipeexec.devices.remote import RemoteDevice, device_ranks
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.distributed.channels import ExpectedMessage
@@ -39,16 +37,12 @@ from pipeexec.distributed.message_headers import set_step
 from pipeexec.distributed.processes import Processes, guard_processes
 from pipeexec.distributed.status import Status
 from pipeexec.embedding.stage import (
-    EmbeddingStage,
-    ShardedStage,
     check_embedding,
     check_keys,
-    exchange_options,
 )
 from pipeexec.executor.agreement import (
     agree_on_graph,
-    agree_on_shapes,
-    agree_on_weights,
+    agree_on_messages,
 )
 from pipeexec.executor.allocator_memory import Allocated, sampled
 from pipeexec.executor.cuda_graph import Captured
@@ -56,36 +50,43 @@ from pipeexec.executor.failures import describe_last_task, raise_failure
 from pipeexec.executor.gradient_sync import settle
 from pipeexec.executor.host_threads import make_host_threads
 from pipeexec.executor.microbatch_loss import Finish
+from pipeexec.executor.pipeline_checks import (
+    check_graph,
+    check_stages,
+    check_step_batch,
+    check_timeout,
+    warn_of_loss,
+    warn_of_nan,
+    warn_of_randomness,
+)
+from pipeexec.executor.pipeline_setup import (
+    agree_on_pipeline,
+    make_pipeline_devices,
+    make_stages,
+)
 from pipeexec.executor.plan import plan
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.process_results import ProcessResult, merge_results
-from pipeexec.executor.remote_messages import expected_messages
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_inputs import StepGradients, split_inputs
-from pipeexec.executor.step_memory import Bytes, Counted, StepMemory
+from pipeexec.executor.step_memory import Bytes, Counted, StepMemory, activation_meters
 from pipeexec.executor.step_result import StepResult, kept_losses, unread_result
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.batch_shares import BatchShares
-from pipeexec.stages.batches import Batch, check_batch
+from pipeexec.stages.batches import Batch
 from pipeexec.stages.earlier_gradients import EarlierGradients
 from pipeexec.stages.loss_function import Loss, LossFunction
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipeexec.stages.restore import restore_afterwards
-from pipeexec.stages.stage import Stage, attach_meters
-from pipeexec.stages.stage_like import StageLike
-from pipeexec.stages.weight_versions import WeightVersions
+from pipeexec.stages.stage import attach_meters
 from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
     ExecutionError,
-    LossWarning,
-    NanLossWarning,
-    RandomnessWarning,
     check_flag,
     check_list,
     check_numbers,
     check_type,
-    number,
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.verify import verify
@@ -205,10 +206,10 @@ class Pipeline:
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
         own = 0 if processes is None else processes.rank
         with guard_processes(processes):
-            _check_timeout(timeout)
+            check_timeout(timeout)
             check_flag("pin_threads", pin_threads)
             check_flag("cuda_graph", cuda_graph)
-            _check_graph(graph)
+            check_graph(graph)
             if cuda_graph and processes is not None:
                 raise ArgumentError(
                     "cuda_graph=True runs in one process: headers of messages between processes "
@@ -217,16 +218,16 @@ class Pipeline:
             self._loss = LossFunction(loss_fn, loss_reduction, on_device=cuda_graph)
             stages = check_list("stages", stages, "one nn.Module a stage of the graph")
             devices = check_list("devices", devices, "one name a device of the graph")
-            self.devices = _make_devices(devices, graph, pin_threads, processes)
-            here = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
-            _check_stages(stages, graph, here)
+            self.devices = make_pipeline_devices(devices, graph, pin_threads, processes)
+            is_local = [not isinstance(self.devices[d], RemoteDevice) for d in graph.homes.ravel()]
+            check_stages(stages, graph, is_local)
             check_ddp(stages, graph.n_replicas)
             ranks = device_ranks(self.devices, own)
             for stage in graph.sharded:
-                if any(here[stage :: graph.n_stages]):
+                if any(is_local[stage :: graph.n_stages]):
                     check_embedding(stages[stage], stage, [ranks[d] for d in graph.homes[:, stage]])
             # Replica after replica: the stages as they were given, and copies of them.
-            self.modules = place_replicas(stages, here)
+            self.modules = place_replicas(stages, is_local)
             self._homes: list[list[int]] = graph.homes.tolist()
             for module, device in zip(self.modules, graph.homes.ravel(), strict=True):
                 if not isinstance(module, RemoteStage):
@@ -246,16 +247,14 @@ class Pipeline:
             #: Of the pipelines that share the devices, made by `with_graph`.
             self._all_captured: WeakSet[Captured] = WeakSet()
             if processes is not None:
-                self._agree(graph, processes)
+                agree_on_pipeline(
+                    self.modules,
+                    graph,
+                    processes,
+                    loss_reduction=self._loss.reduction,
+                    has_optimizer=self.zero_grad,
+                )
             self._set_graph(graph)
-
-    def _agree(self, graph: TaskGraph, processes: Processes) -> None:
-        """Check that every process makes the same pipeline."""
-        processes.agree("loss_reduction", self._loss.reduction)
-        processes.agree("whether there is an optimizer", self.zero_grad)
-        processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())
-        if graph.n_replicas > 1:
-            agree_on_weights(self.modules, graph.n_stages, graph.sharded, processes)
 
     def _set_graph(self, graph: TaskGraph) -> None:
         verify(graph)
@@ -266,37 +265,12 @@ class Pipeline:
         self._messages: dict[int, ExpectedMessage] | None = None
         self.held = [ActivationCounter() for _ in self.devices]
         self._finish = Finish()
-        n = graph.n_stages
-        several = graph.n_batches > 1
-        size = graph.n_microbatches // graph.n_batches
-        delayed = graph.weight_versions == "double_buffered"
-        self.stages: list[StageLike] = [
-            ShardedStage(
-                module,
-                index % n,
-                self.devices[device].torch_device,
-                self.held[device],
-                **exchange_options(graph),
-            )
-            if index % n in graph.sharded and isinstance(module, EmbeddingStage)
-            else Stage(
-                module,
-                index % n,
-                self.devices[device].torch_device,
-                self.held[device],
-                partial(self._finish, index // n) if index % n == n - 1 else None,
-                WeightVersions(module, size, delayed) if several else None,
-                size,
-            )
-            for index, (module, device) in enumerate(
-                zip(self.modules, graph.homes.ravel().tolist(), strict=False)
-            )
-        ]
+        self.stages = make_stages(self.modules, graph, self.devices, self.held, self._finish)
         self._plan = plan(graph, self.stages, self.devices, self.shares, self.processes)
         self._hosts = make_host_threads(graph, self._plan, self.processes)
-        self._captured = self._new_captured()
+        self._captured = self._make_captured()
 
-    def _new_captured(self) -> Captured | None:
+    def _make_captured(self) -> Captured | None:
         if not self.cuda_graph:
             return None
         captured = Captured(
@@ -322,9 +296,9 @@ class Pipeline:
                 "the loss_fn of a pipeline of several processes cannot be changed: the others "
                 "would not know; make another Pipeline"
             )
-        with self._alone("loss_fn"):
+        with self._locked("loss_fn"):
             self._loss = LossFunction(function, self._loss.reduction, on_device=self.cuda_graph)
-            self._captured = self._new_captured()  # a captured step has the former one
+            self._captured = self._make_captured()  # a captured step has the former one
 
     @property
     def loss_reduction(self) -> Literal["mean", "sum"]:
@@ -332,7 +306,7 @@ class Pipeline:
         return self._loss.reduction
 
     @contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
+    def _locked(self, call: str) -> Iterator[None]:
         """Hold the devices for a call, which no other may disturb."""
         for device in self.devices:
             device.step_lock.check_outside(call)
@@ -342,9 +316,9 @@ class Pipeline:
             yield
 
     @contextmanager
-    def _held(self, call: str) -> Iterator[None]:
+    def _locked_open(self, call: str) -> Iterator[None]:
         """Hold the devices, which must not be closed, for a call."""
-        with self._alone(call):
+        with self._locked(call):
             if any(device.closed for device in self.devices):
                 raise ExecutionError(
                     "the pipeline is closed, and its threads ended; make a new one"
@@ -352,7 +326,7 @@ class Pipeline:
             yield
 
     @contextmanager
-    def _stepping(self, step: Step) -> Iterator[None]:
+    def _steppable(self, step: Step) -> Iterator[None]:
         """Let the tasks of a step run, until `close` stops it."""
         self._finish.step = step
         try:
@@ -373,7 +347,7 @@ class Pipeline:
         ExecutionError
             While a step runs.
         """
-        _check_graph(graph)
+        check_graph(graph)
         homes, others = self._homes, graph.homes.tolist()
         if others != homes[: len(others)]:
             raise ArgumentError(
@@ -382,7 +356,7 @@ class Pipeline:
             )
         other: Pipeline = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        with self._held("with_graph"), guard_processes(self.processes):
+        with self._locked_open("with_graph"), guard_processes(self.processes):
             other._set_graph(graph)
         for mine, its in zip(self.stages, other.stages, strict=False):
             its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
@@ -430,36 +404,38 @@ class Pipeline:
             as a CUDA graph; or the call comes from a second thread, a stage, or a forked process,
             or where gradients are switched off.
         """
-        with self._held("step"):
+        with self._locked_open("step"):
             self._check_batch_norms(self.graph.n_microbatches // self.graph.n_batches)
             captured = self._captured
             if captured is None or inputs is None:  # a captured step is of one process
-                step = self._step(inputs, targets, Step.walk)
-                return self._result(step, may_wait=self.processes is None)
+                step = self._run_step(inputs, targets, Step.walk)
+                return self._make_result(step, may_wait=self.processes is None)
             if (replayed := captured.take(inputs, targets)) is not None:
                 self.n_steps += 1
-                return self._result(replayed)
-            return self._result(self._step(*captured.batch(inputs, targets), captured.walk))
+                return self._make_result(replayed)
+            return self._make_result(
+                self._run_step(*captured.batch(inputs, targets), captured.walk)
+            )
 
-    def _step(
+    def _run_step(
         self,
         inputs: Batch | None,
         targets: Any,
         walk: Callable[[Step, Sequence[PlannedTask]], None],
     ) -> Step:
         """Run a step, whose tasks ``walk`` issues."""
-        step = self._begun(inputs, targets)
+        step = self._start_step(inputs, targets)
         before = torch.get_rng_state()
         try:
-            self._walk(step, walk)
+            self._walk_tasks(step, walk)
         finally:
             step.forget_errors()
-            self._forget(step)
-        self._check_randomness(before)
-        self._check_loss(step)
+            self._report_end(step)
+        warn_of_randomness(self.stages, before)
+        warn_of_loss(step.inputs.loss, returns_count=self._loss.returns_count)
         return step
 
-    def _forget(self, step: Step) -> None:
+    def _report_end(self, step: Step) -> None:
         """Leave what processes may say of a step that has ended, but nothing that holds it."""
         if self.processes is not None:
             if step.failure is not None or step.abandoned:
@@ -467,24 +443,24 @@ class Pipeline:
             readings = step.readings()
             self.processes.measured = lambda: readings.timeline
 
-    def _walk(self, step: Step, walk: Callable[[Step, Sequence[PlannedTask]], None]) -> None:
+    def _walk_tasks(self, step: Step, walk: Callable[[Step, Sequence[PlannedTask]], None]) -> None:
         """Run the tasks of a step; raise what stopped it."""
         try:
-            with self._stepping(step), _garbage_collection_paused():
+            with self._steppable(step), _garbage_collection_paused():
                 walk(step, self._plan)
                 if step.failure is None and not step.abandoned:
-                    self._end_gradients(step)
+                    self._complete_gradients(step)
         except BaseException as error:
             step.failure = step.failure or (-1, error)
             if self.processes is not None:
                 raise_failure(step, self.processes, error)
             raise
         finally:
-            self._end(step)
+            self._finish_step(step)
         if step.failure is not None or step.abandoned:
             raise_failure(step, self.processes)
 
-    def _end_gradients(self, step: Step) -> None:
+    def _complete_gradients(self, step: Step) -> None:
         """Complete the gradients of a step whose tasks have all run."""
         for slot in list(step.gradients.reduced):  # of graphs without STEP
             settle(step, slot)
@@ -501,38 +477,10 @@ class Pipeline:
         if step.gradients.earlier is not None:
             step.gradients.earlier.add()
 
-    def _check_loss(self, step: Step) -> None:
-        """Warn if the losses of micro-batches do not combine to that of several at once."""
-        found = step.inputs.loss.difference()
-        if found is not None:
-            warnings.warn(
-                f"the losses of {found.n_microbatches} micro-batches combine to "
-                f"{found.combined:.6g}, but at once they have the loss {found.whole:.6g}, and "
-                f"gradients at the output that differ by {found.gradients:.2g} of their norm: a "
-                "step is not that of the whole batch; "
-                + (
-                    "loss_fn returns (sum, count), and both must add up over micro-batches, but "
-                    f"counts add up to {found.combined_count:g}, and that at once is "
-                    f"{found.whole_count:g}"
-                    if self._loss.returns_count
-                    else "if the loss is a mean over anything else than samples (unmasked tokens, "
-                    "class weights), let loss_fn return the tuple (sum, count), if it is a sum, "
-                    "give loss_reduction='sum'"
-                ),
-                LossWarning,
-                stacklevel=4,
-            )
-
-    def _result(self, step: Step, *, may_wait: bool = False) -> StepResult:
+    def _make_result(self, step: Step, *, may_wait: bool = False) -> StepResult:
         """Return the result of a step; its events are read when asked for, if that ``may_wait``."""
         losses, nan = kept_losses(step.inputs.loss.loss_shares())
-        for microbatch in nan:
-            warnings.warn(
-                f"the loss of micro-batch {microbatch} is NaN (step {self.n_steps - 1}); "
-                "look at its inputs, or lower the learning rate",
-                NanLossWarning,
-                stacklevel=3,
-            )
+        warn_of_nan(nan, self.n_steps - 1)
         held = tuple(held.peak for held in self.held)
         n_losses = step.inputs.loss.n_losses
         if may_wait:
@@ -540,7 +488,7 @@ class Pipeline:
         part = None if self.processes is None else replace(step.process_result(), peak_held=held)
         readings = step.readings()
         timeline = readings.timeline if part is None else part.timeline
-        self._note(timeline)
+        self._keep_timeline(timeline)
         return StepResult(
             losses=losses,
             timeline=timeline,
@@ -553,20 +501,20 @@ class Pipeline:
             host_times=readings.host_times,
         )
 
-    def _begun(self, inputs: Batch | None, targets: Any) -> Step:
+    def _start_step(self, inputs: Batch | None, targets: Any) -> Step:
         """Return a step that can be walked; where several processes need it, a failure ends all."""
         if self.processes is None:
-            return self._begin(inputs, targets)
+            return self._make_step(inputs, targets)
         try:
             with self.processes.guard():
                 self.processes.check()
-                return self._begin(inputs, targets)
+                return self._make_step(inputs, targets)
         except BaseException:
             for device in self.devices:
                 device.abandon()
             raise
 
-    def _begin(self, inputs: Batch | None, targets: Any) -> Step:
+    def _make_step(self, inputs: Batch | None, targets: Any) -> Step:
         """Return a step that can be walked."""
         self.check_batch(inputs, targets)
         sharded = self.graph.sharded
@@ -592,7 +540,11 @@ class Pipeline:
         if 0 in sharded:  # others get their keys from the stage before
             check_keys(self.modules[:: self.graph.n_stages], step.inputs.microbatches)
         if self.processes is not None:
-            step.expected_messages = self._expected(step, self.processes)
+            if self._messages is None:
+                self._messages = agree_on_messages(
+                    self.graph, self._plan, self.modules, self.devices, step.inputs, self.processes
+                )
+            step.expected_messages = self._messages
             set_step((message.head for message in step.expected_messages.values()), step.number)
             number = self.processes.recorder.own[GRAPH] = self._graph_number
             describe = partial(describe_last_task, self.graph, number, self.processes)
@@ -623,7 +575,7 @@ class Pipeline:
             )
         return step
 
-    def _end(self, step: Step) -> None:
+    def _finish_step(self, step: Step) -> None:
         """End a step; gradients of one that failed are those from before, where they are kept."""
         self.n_steps += 1
         if step.gradients.earlier is not None and (step.failure is not None or step.abandoned):
@@ -645,42 +597,12 @@ class Pipeline:
 
     def check_batch(self, inputs: Batch | None, targets: Any) -> None:
         """Raise unless a step can train on a batch, and all that this process takes is given."""
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            raise ExecutionError(
-                "a step trains, but was called under torch.no_grad() or torch.inference_mode(); "
-                "call it outside"
-            )
-        check_batch(inputs, targets)
-        for name, batch, stage in (("inputs", inputs, 0), ("targets", targets, -1)):
-            where = {self.devices[d] for d in self.graph.homes[:, stage]}
-            if batch is None and not all(isinstance(d, RemoteDevice) for d in where):
-                raise ArgumentError(
-                    f"{name} are None, but this process has the "
-                    f"{'first' if stage == 0 else 'last'} stage; give them here"
-                )
-
-    def _expected(self, step: Step, processes: Processes) -> dict[int, ExpectedMessage]:
-        """Return what messages should be; their shapes are agreed on before the first step."""
-        if self._messages is None:
-            n, m = self.graph.n_stages, self.graph.n_microbatches
-            agreed = [
-                agree_on_shapes(
-                    self.modules[replica * n : (replica + 1) * n],
-                    [self.devices[d] for d in self.graph.homes[replica]],
-                    step.inputs.microbatches[share * m : (share + 1) * m],
-                    processes,
-                )
-                for share, replica in enumerate(
-                    range(0, self.graph.n_replicas, step.inputs.shares.n_paths)
-                )
-            ]
-            self._messages = expected_messages(self.graph, self._plan, agreed)
-        return self._messages
+        check_step_batch(inputs, targets, self.graph, self.devices)
 
     def align(self) -> None:
         """Compare the clocks of the processes, and leave together; all must call this."""
         if self.processes is not None:
-            with self._alone("align"):
+            with self._locked("align"):
                 self.processes.barrier()  # names who is late; a round trip would only wait
                 self.processes.clock.sample()
 
@@ -691,7 +613,7 @@ class Pipeline:
         """
         if self.processes is None:
             return ()
-        with self._alone("clocks"):
+        with self._locked("clocks"):
             return tuple(self.processes.share(self.processes.clock.alignment._asdict()))
 
     def gather(self, result: StepResult) -> StepResult:
@@ -704,10 +626,10 @@ class Pipeline:
         if self.processes is None or result.part is None:
             return result
         graph = result.timeline.graph
-        with self._alone("gather"):
+        with self._locked("gather"):
             packed = self.processes.gather(result.part.pack())
         part = merge_results(graph, (ProcessResult.unpack(graph, x) for x in packed))
-        self._note(part.timeline)
+        self._keep_timeline(part.timeline)
         dtype = getattr(torch, part.loss_dtype)
         losses = tuple(
             torch.tensor(part.losses[m], dtype=dtype) for m in range(result.n_microbatches)
@@ -727,33 +649,20 @@ class Pipeline:
         """Return the sums of each process's values, element by element; all must call this."""
         if self.processes is None:
             return check_numbers("values", values)
-        with self._alone("total"):
+        with self._locked("total"):
             return self.processes.total(values)
 
-    def _note(self, timeline: Timeline) -> None:
+    def _keep_timeline(self, timeline: Timeline) -> None:
         """Keep what was measured, for an error between steps."""
         if self.processes is not None:
             self.processes.measured = lambda: timeline
-
-    def _check_randomness(self, before: Tensor) -> None:
-        """Warn if a stage drew from the process's generator, for which stages race."""
-        if torch.equal(before, torch.get_rng_state()):
-            return
-        for stage in self.stages:
-            stage.is_random = dict.fromkeys((True, False), True)
-        warnings.warn(
-            "a stage drew random numbers that it did not draw in its first forward; this step "
-            "cannot be repeated, later ones can",
-            RandomnessWarning,
-            stacklevel=4,
-        )
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore parameters, buffers, gradients and optimizer state at the end of a block."""
         n_steps = self.n_steps
         try:
-            with self._held("preserved"), restore_afterwards(self.modules, self.optimizers):
+            with self._locked_open("preserved"), restore_afterwards(self.modules, self.optimizers):
                 yield
         finally:
             self.n_steps = n_steps
@@ -784,16 +693,17 @@ class Pipeline:
         Beside the simulator's ``timeline.memory()``. Counting slows the host down, so this is a
         step of its own, which leaves no trace. All processes must call this.
         """
-        graph, meters = self.graph, self._meters(inputs, targets, self.graph.n_devices)
+        graph = self.graph
+        meters = activation_meters(self.stages, inputs, targets, graph.n_devices)
         counted = Counted(len(graph), meters)
         tasks = [counted.wrap(task) for task in self._plan]
         with (
-            self._held("memory"),
+            self._locked_open("memory"),
             self.preserved(),
             attach_meters(self.stages, [meters[at] for at in graph.homes.ravel().tolist()]),
         ):
-            step = self._step(inputs, targets, partial(_walk_alone, tasks))
-            result = self._result(step)
+            step = self._run_step(inputs, targets, partial(_walk_alone, tasks))
+            result = self._make_result(step)
         one = [
             float(sum(p.nbytes for p in stage.module.parameters() if p.requires_grad))
             for stage in self.stages
@@ -808,24 +718,15 @@ class Pipeline:
             values[counted.columns.size :].reshape(graph.homes.shape),
         )
 
-    def _meters(self, inputs: Batch, targets: Any, n: int) -> list[ActivationMeter]:
-        """Return meters that leave out what a step does not make: weights and the batch."""
-        check_batch(inputs, targets)
-        modules = [stage.module for stage in self.stages]
-        weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
-        given = [x if isinstance(x, tuple) else (x,) for x in (inputs, targets)]
-        batch = [x for values in given for x in values if isinstance(x, Tensor)]
-        return [ActivationMeter(weights, batch) for _ in range(n)]
-
     def _metered(self, inputs: Batch, targets: Any, place: Sequence[int]) -> list[ActivationMeter]:
         """Run a step that leaves no trace, and count what stages hold, together by their place."""
-        meters = self._meters(inputs, targets, max(place) + 1)
+        meters = activation_meters(self.stages, inputs, targets, max(place) + 1)
         with (
-            self._held("held_bytes, left_bytes or device_bytes"),
+            self._locked_open("held_bytes, left_bytes or device_bytes"),
             self.preserved(),
             attach_meters(self.stages, [meters[at] for at in place]),
         ):
-            self._step(inputs, targets, Step.walk)  # eagerly: a replay takes no memory
+            self._run_step(inputs, targets, Step.walk)  # eagerly: a replay takes no memory
         return meters
 
     def allocated(self, inputs: Batch, targets: Any) -> Allocated:
@@ -841,8 +742,8 @@ class Pipeline:
             If the devices are CPU workers, whose memory torch does not count.
         """
         tasks, samples = sampled(self._plan, self.devices)
-        with self._held("allocated"), self.preserved():
-            step = self._step(inputs, targets, partial(_walk_alone, tasks))
+        with self._locked_open("allocated"), self.preserved():
+            step = self._run_step(inputs, targets, partial(_walk_alone, tasks))
         return samples.placed(step.readings().timeline)
 
     @property
@@ -900,71 +801,6 @@ def _walk_alone(tasks: Sequence[PlannedTask], step: Step, _: Sequence[PlannedTas
     """Issue tasks that count or sample, from this thread: other hosts have those of the plan."""
     step.hosts = None
     step.walk(tasks)
-
-
-def _make_devices(
-    names: Sequence[DeviceLike], graph: TaskGraph, pin_threads: bool, processes: Processes | None
-) -> list[Device]:
-    """Return the devices of all processes, of which there are as many as the graph has."""
-    if processes is None:
-        local_rank, n_local = 0, 1
-    else:
-        local_rank, n_local = processes.local_rank, processes.n_local
-    own = names if processes is not None or len(names) == graph.n_devices else ()
-    devices = make_devices(own, pin_threads, local_rank=local_rank, n_local=n_local)
-    if processes is not None:
-        devices = processes.spread(devices)
-    if len(devices) != graph.n_devices:
-        given = names if processes is None else [device.name for device in devices]
-        raise ArgumentError(
-            f"the graph has {graph.n_devices} devices, got {len(given)}: {list(given)!r}; "
-            "give one device a device of the graph"
-        )
-    return devices
-
-
-def _check_timeout(timeout: float | None) -> None:
-    seconds = number(timeout)
-    if timeout is not None and (seconds is None or not 0 < seconds < float("inf")):
-        raise ArgumentError(
-            "timeout must be a positive number of seconds, or None to wait for ever, got "
-            f"{timeout!r}"
-        )
-
-
-def _check_graph(graph: TaskGraph) -> None:
-    if not isinstance(graph, TaskGraph):
-        raise ArgumentError(
-            f"Pipeline runs a TaskGraph, got {type(graph).__name__}; lower the schedule first"
-        )
-
-
-def _check_stages(
-    stages: Sequence[nn.Module | None], graph: TaskGraph, here: Sequence[bool]
-) -> None:
-    n = graph.n_stages
-    if len(stages) != n or not all(
-        isinstance(stage, nn.Module) or (stage is None and len(set(here)) > 1) for stage in stages
-    ):
-        raise ArgumentError(
-            f"the graph has {graph.n_stages} stages, got {len(stages)} "
-            f"({', '.join(type(s).__name__ for s in stages)}); give one nn.Module a stage"
-        )
-    for slot in np.flatnonzero(here).tolist():
-        if stages[slot % n] is None:
-            of = f" of replica {slot // n}" if graph.n_replicas > 1 else ""
-            raise ArgumentError(
-                f"stage {slot % n}{of} is on device {graph.homes.ravel()[slot]}, which is of this "
-                "process, but None is given for it; give its nn.Module"
-            )
-    owner: dict[nn.Parameter, int] = {}
-    for index, module in enumerate(stages):
-        for name, parameter in () if module is None else module.named_parameters():
-            if owner.setdefault(parameter, index) != index:
-                raise ArgumentError(
-                    f"stages {owner[parameter]} and {index} share the parameter {name!r}; stages "
-                    "run at the same time, so each needs parameters of its own"
-                )
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from pipeexec.executor.gradient_sync import group_of, parameters_of
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.stages.activation_bytes import ActivationMeter
+from pipeexec.stages.batches import Batch, check_batch
+from pipeexec.stages.stage_like import StageLike
 from pipesim.ops import Op
 from pipesim.timeline.memory import in_order_of_time
 from pipesim.timeline.timeline import Timeline
@@ -32,7 +34,7 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Bytes", "Counted", "StepMemory"]
+__all__ = ["Bytes", "Counted", "StepMemory", "activation_meters"]
 
 Floats = NDArray[np.float64]
 #: Storages that were seen, and their bytes.
@@ -257,3 +259,15 @@ def _storages(tensors: Iterable[Tensor]) -> _Storages:
 
 def _alive(storages: _Storages) -> int:
     return sum(nbytes for ref, nbytes in storages.items() if not ref.expired())
+
+
+def activation_meters(
+    stages: Sequence[StageLike], inputs: Batch, targets: Any, n: int
+) -> list[ActivationMeter]:
+    """Return ``n`` meters that do not count weights and the batch, which a step does not make."""
+    check_batch(inputs, targets)
+    modules = [stage.module for stage in stages]
+    weights = [x for module in modules for x in (*module.parameters(), *module.buffers())]
+    tuples = [x if isinstance(x, tuple) else (x,) for x in (inputs, targets)]
+    batch = [x for values in tuples for x in values if isinstance(x, Tensor)]
+    return [ActivationMeter(weights, batch) for _ in range(n)]

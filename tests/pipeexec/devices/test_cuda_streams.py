@@ -128,7 +128,7 @@ def _recorded(cuda: FakeCuda, schedule: str) -> tuple[px.Pipeline, Step]:
         kept.append(run)
         assert Recorder(torch.device("cpu")).launch(graph) >= 0.0
 
-    subject._step(*data(8), walk)
+    subject._run_step(*data(8), walk)
     return subject, kept[0]
 
 
@@ -155,7 +155,7 @@ def test_a_stream_whose_tasks_wait_for_nothing_is_captured_too() -> None:
     """It joins at the fork, not by a wait of its own."""
     subject = _pipeline(_graph("gpipe"))
     free = [task._replace(waits=()) for task in subject._plan]
-    subject._step(*data(8), lambda run, _: _discard(Recorder(torch.device("cpu")), run, free))
+    subject._run_step(*data(8), lambda run, _: _discard(Recorder(torch.device("cpu")), run, free))
 
 
 def _discard(recorder: Recorder, run: Step, tasks: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_capture_that_fails_gives_the_current_stream_back(cuda: FakeCuda) -> N
         Recorder(torch.device("cpu")).record(run, tasks)
 
     with pytest.raises(RuntimeError, match="were not joined"):
-        subject._step(*data(8), walk)
+        subject._run_step(*data(8), walk)
     assert cuda.current is cuda.caller
     assert all(task.stream.make_event is CudaEvent for task in subject._plan)  # type: ignore[attr-defined]
 

@@ -1,0 +1,100 @@
+"""The devices and stages of a pipeline, and what its processes must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from pipeexec.devices.device import Device, DeviceLike
+from pipeexec.devices.make_devices import make_devices
+from pipeexec.distributed.processes import Processes
+from pipeexec.embedding.stage import EmbeddingStage, ShardedStage, exchange_options
+from pipeexec.executor.agreement import agree_on_weights
+from pipeexec.executor.microbatch_loss import Finish
+from pipeexec.stages.activation_bytes import ActivationCounter
+from pipeexec.stages.stage import Stage
+from pipeexec.stages.stage_like import StageLike
+from pipeexec.stages.weight_versions import WeightVersions
+from pipesim.errors import ArgumentError
+from pipesim.graph.graph import TaskGraph
+
+__all__ = ["agree_on_pipeline", "make_pipeline_devices", "make_stages"]
+
+
+def make_pipeline_devices(
+    names: Sequence[DeviceLike], graph: TaskGraph, pin_threads: bool, processes: Processes | None
+) -> list[Device]:
+    """Return the devices of all processes, of which there are as many as the graph has."""
+    if processes is None:
+        local_rank, n_local = 0, 1
+    else:
+        local_rank, n_local = processes.local_rank, processes.n_local
+    own = names if processes is not None or len(names) == graph.n_devices else ()
+    devices = make_devices(own, pin_threads, local_rank=local_rank, n_local=n_local)
+    if processes is not None:
+        devices = processes.spread(devices)
+    if len(devices) != graph.n_devices:
+        given = names if processes is None else [device.name for device in devices]
+        raise ArgumentError(
+            f"the graph has {graph.n_devices} devices, got {len(given)}: {list(given)!r}; "
+            "give one device a device of the graph"
+        )
+    return devices
+
+
+def make_stages(
+    modules: Sequence[nn.Module],
+    graph: TaskGraph,
+    devices: Sequence[Device],
+    counters: Sequence[ActivationCounter],
+    finish: Finish,
+) -> list[StageLike]:
+    """Return the stages of all replicas, replica after replica.
+
+    Each device has one of ``counters``. ``finish`` computes the loss of a micro-batch.
+    """
+    n = graph.n_stages
+    several = graph.n_batches > 1
+    size = graph.n_microbatches // graph.n_batches
+    delayed = graph.weight_versions == "double_buffered"
+    return [
+        ShardedStage(
+            module,
+            index % n,
+            devices[device].torch_device,
+            counters[device],
+            **exchange_options(graph),
+        )
+        if index % n in graph.sharded and isinstance(module, EmbeddingStage)
+        else Stage(
+            module,
+            index % n,
+            devices[device].torch_device,
+            counters[device],
+            partial(finish, index // n) if index % n == n - 1 else None,
+            WeightVersions(module, size, delayed) if several else None,
+            size,
+        )
+        for index, (module, device) in enumerate(
+            zip(modules, graph.homes.ravel().tolist(), strict=False)
+        )
+    ]
+
+
+def agree_on_pipeline(
+    modules: Sequence[nn.Module],
+    graph: TaskGraph,
+    processes: Processes,
+    *,
+    loss_reduction: str,
+    has_optimizer: bool,
+) -> None:
+    """Check that every process makes the same pipeline."""
+    processes.agree("loss_reduction", loss_reduction)
+    processes.agree("whether there is an optimizer", has_optimizer)
+    processes.agree("the seed (call torch.manual_seed first)", torch.initial_seed())
+    if graph.n_replicas > 1:
+        agree_on_weights(modules, graph.n_stages, graph.sharded, processes)
