@@ -114,8 +114,8 @@ def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
         warnings.warn(
             f"the losses of {difference.n_microbatches} micro-batches combine to "
             f"{difference.combined:.6g}, but at once they have the loss {difference.whole:.6g}, "
-            f"and gradients at the output that differ by {difference.gradients:.2g} of their norm: a "
-            "step is not that of the whole batch; "
+            f"and gradients at the output that differ by {difference.gradients:.2g} of their "
+            "norm: a step is not that of the whole batch; "
             + (
                 "loss_fn returns (sum, count), and both must add up over micro-batches, but "
                 f"counts add up to {difference.combined_count:g}, and that at once is "
