@@ -1,4 +1,7 @@
-"""The order in which a host issues tasks, by clock cycle; messages and reductions included."""
+"""Issue order of tasks by clock cycle, with messages, exchanges and reductions.
+
+The file is longer than 300 lines, as one loop needs all columns, and half of it documents them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ __all__ = ["Issued", "Partners", "issue", "replicated"]
 
 
 class Partners(NamedTuple):
-    """Kinds of task that come with each kind of compute task.
+    """Kinds of task that accompany each kind of compute task.
 
     Attributes
     ----------
@@ -57,7 +60,7 @@ class Issued(NamedTuple):
     kind, microbatch
         One entry a task.
     ends
-        Where each phase ends: the phases of each clock cycle, and each collective.
+        Position at which each phase ends: the phases of each clock cycle, and each collective.
     """
 
     kind: NDArray[np.int32]
@@ -113,7 +116,7 @@ class _Inputs(NamedTuple):
 
 
 class _Progress(NamedTuple):
-    """What the loop over cycles notes as it goes.
+    """State of the loop over cycles.
 
     Attributes
     ----------
@@ -142,9 +145,9 @@ class _Output(NamedTuple):
     kind, microbatch
         One entry a task, in issue order.
     ends
-        Where the three phases of each cycle end: receives, compute tasks, sends.
+        Positions at which the three phases of each cycle end: receives, compute tasks, sends.
     joined
-        Where collectives end, and where exchanges begin: each of their members is its own phase.
+        Positions at which collectives end, and at which exchanges begin: each member is a phase.
     """
 
     kind: NDArray[np.int32]
@@ -192,24 +195,15 @@ def issue(
     counts = count(compute.kind, len(partners.adds_to))
     sent = np.zeros(len(partners.send), dtype=np.int64)  # how often each message is sent
     np.add.at(sent, partners.out.values, counts[partners.out.rows])
-    n_messages = int(sent.sum())
     left, row_size, numbered, n_reductions = _reduction_rows(compute, partners, counts, groups)
     n_exchanges = sum(
         int((counts * np.diff(rows.ptr)).sum()) for rows in (partners.before, partners.after)
     )
-    n_tasks = len(compute) + 2 * n_messages + n_reductions + n_exchanges
+    n_tasks = len(compute) + 2 * int(sent.sum()) + n_reductions + n_exchanges
     check_graph(n_tasks * n_replicas)
     starts, runs, finishes = _cycles(compute, cycle)
-    channels, channel = np.unique(partners.channel, return_inverse=True)
-    begins = np.zeros(len(channels) + 1, dtype=np.int64)  # of each channel's messages
-    np.add.at(begins, channel + 1, sent)
-    begins = np.cumsum(begins)[:-1]
-    output = _Output(
-        np.empty(n_tasks, np.int32),
-        np.empty(n_tasks, np.int32),
-        np.empty((len(runs), 3), dtype=np.int64),
-        np.zeros(n_reductions + 2 * n_exchanges, dtype=np.int64),
-    )
+    channel = np.unique(partners.channel, return_inverse=True)[1]
+    output = _new_output(n_tasks, len(runs), n_reductions + 2 * n_exchanges)
     _issue_tasks(
         _Inputs(
             *(starts.ptr, starts.values, runs.ptr, runs.values, finishes.ptr, finishes.values),
@@ -222,17 +216,40 @@ def issue(
             numbered,
             overlap,
         ),
-        _Progress(
-            left,
-            begins.copy(),
-            begins.copy(),
-            np.empty((0 if overlap else n_messages, 2), np.int32),
-            np.empty((0 if overlap else len(sent), compute.n_microbatches), np.int64),
-        ),
+        _new_progress(left, channel, sent, 0 if overlap else compute.n_microbatches),
         output,
     )
     ends = np.sort(np.concatenate([output.ends.ravel(), output.joined]))
     return Issued(output.kind, output.microbatch, ends)
+
+
+def _new_output(n_tasks: int, n_cycles: int, n_joined: int) -> _Output:
+    """Return empty columns for the loop over cycles."""
+    return _Output(
+        np.empty(n_tasks, np.int32),
+        np.empty(n_tasks, np.int32),
+        np.empty((n_cycles, 3), dtype=np.int64),
+        np.zeros(n_joined, dtype=np.int64),
+    )
+
+
+def _new_progress(left: Ints, channel: Ints, sent: Ints, n_microbatches: int) -> _Progress:
+    """Return the state at the start of the loop over cycles.
+
+    ``sent`` is the number of times that each message is sent. ``n_microbatches`` is 0 if transfers
+    overlap compute.
+    """
+    begins = np.zeros(int(channel.max(initial=-1)) + 2, dtype=np.int64)  # first message by channel
+    np.add.at(begins, channel + 1, sent)
+    begins = np.cumsum(begins)[:-1]
+    n_messages, n_kinds = (int(sent.sum()), len(sent)) if n_microbatches else (0, 0)
+    return _Progress(
+        left,
+        begins.copy(),
+        begins.copy(),
+        np.empty((n_messages, 2), np.int32),
+        np.empty((n_kinds, n_microbatches), np.int64),
+    )
 
 
 def _reduction_rows(
@@ -240,8 +257,8 @@ def _reduction_rows(
 ) -> tuple[Ints, Ints, NDArray[np.bool_], int]:
     """Return ``left``, ``row_size`` and ``numbered`` of the loop, and the number of reductions.
 
-    ``counts`` is the number of tasks of each kind. Gradients are of a group or a mini-batch. Steps
-    are shared only in schedules of one mini-batch.
+    ``counts`` is the number of tasks of each kind. A reduction has the gradients of a group or of a
+    mini-batch. Replicas share steps only in schedules of one mini-batch.
     """
     n_batches, size = compute.n_batches, compute.n_microbatches // compute.n_batches
     adds = partners.adds_to >= 0
@@ -260,9 +277,9 @@ def _reduction_rows(
 def _cycles(compute: TaskGraph, cycle: Ints) -> tuple[CSR, CSR, CSR]:
     """Return the tasks of each cycle: those that start in it, run in it, and end in it.
 
-    They differ for overlapped actions. Such an action starts when both halves can, and its results
-    are there at its end: the messages to both halves come before the first, and the messages from
-    both follow the second.
+    They differ for overlapped actions. Such an action starts when both halves can start, and its
+    results are ready at its end: messages to both halves come before the first half, and messages
+    from both halves follow the second.
     """
     n_cycles = int(cycle.max()) + 1
     runs = CSR.group(cycle, n_cycles)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Scenarios", "simulate_many"]
 
 Floats = NDArray[np.float64]
-#: Makespan, bubble and number of a scenario, and its share of the list of parts.
+#: Bytes of a scenario: makespan, bubble, number, and its share of the list of parts.
 _BYTES_PER_SCENARIO = 80
-#: Threads a core, of which more only cost memory.
+#: Largest number of threads a core; more of them only cost memory.
 _MOST_THREADS = 32
 
 
@@ -47,7 +47,7 @@ class Scenarios:
     makespan
         Seconds of each scenario's step; shape ``(n,)``.
     bubble_fraction
-        Share of all devices' time that is not computing, 0..1, likewise.
+        Share of the time of all devices without compute tasks, 0..1; shape ``(n,)``.
     quiet_makespan
         Seconds of the step without noise.
     """
@@ -110,8 +110,8 @@ def simulate_many(
 ) -> Scenarios:
     """Simulate scenarios 0 to ``n - 1`` of ``noise``.
 
-    Scenario ``k`` has the makespan of ``simulate(graph, costs, noise=noise, scenario=k)``, exactly,
-    whatever the number of scenarios or cores; and its bubble, but for rounding of sums.
+    Scenario ``k`` has exactly the makespan of ``simulate(graph, costs, noise=noise, scenario=k)``,
+    for any number of scenarios or cores. Its bubble is equal up to rounding of sums.
 
     Parameters
     ----------
@@ -122,14 +122,15 @@ def simulate_many(
     n
         Number of scenarios.
     n_jobs
-        Threads, at most 32 a core; -1 for one a core.
+        Number of threads, at most 32 a core; -1 for one a core.
     progress
-        Whether to show a progress bar, once it has taken a second.
+        Whether to show a progress bar after the first second.
 
     Raises
     ------
     ArgumentError
-        For noise that is none, or does not suit the graph, and counts that are no counts.
+        If ``noise`` is no `Noise` or does not suit the graph, and for counts that are no whole
+        numbers in range.
     CostsError
         If the costs are so large that a task would end after more than 1e150 s.
     CapacityError
@@ -160,24 +161,35 @@ def simulate_many(
         makespan[part], busy[part] = many(part.tolist())
         return len(part)
 
-    with _bar(n, progress) as done, ThreadPoolExecutor(workers) as pool:
-        try:
-            for job in as_completed([pool.submit(work, part) for part in parts]):
-                done(job.result())
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    with _bar(n, progress) as done:
+        _run_in_threads(work, parts, workers, done)
     endless = np.flatnonzero(~(makespan <= LONGEST))
-    if len(endless):  # says which task
+    if len(endless):  # raises CostsError with the task
         simulate(graph, costs, noise=noise, scenario=int(endless[0]))
     time = graph.n_devices * makespan
     bubble = np.where(time > 0, 1.0 - busy / np.where(time > 0, time, 1.0), 1.0)
     return Scenarios(graph, costs, noise, makespan, np.maximum(bubble, 0.0), quiet)
 
 
+def _run_in_threads(
+    work: Callable[[NDArray[np.int64]], int],
+    parts: Sequence[NDArray[np.int64]],
+    n_threads: int,
+    done: Callable[[int], object],
+) -> None:
+    """Call ``work`` with each part, and ``done`` with each result; stop at the first error."""
+    with ThreadPoolExecutor(n_threads) as pool:
+        try:
+            for job in as_completed([pool.submit(work, part) for part in parts]):
+                done(job.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 @contextmanager
 def _bar(n: int, progress: bool) -> Iterator[Callable[[int], object]]:
-    """Yield what to call with the number of scenarios that are done."""
+    """Yield a function that adds a number of finished scenarios to the progress bar."""
     if not progress:
         yield lambda _: None
         return
@@ -188,11 +200,11 @@ def _bar(n: int, progress: bool) -> Iterator[Callable[[int], object]]:
 
 
 class _OneByOne:
-    """Does what `compiled.ScenarioBatches` does, without numba."""
+    """Scenarios in the reference engine, with the interface of `compiled.ScenarioBatches`."""
 
     @staticmethod
     def nbytes(_: int) -> int:
-        """Not known: SimPy's events are no arrays."""
+        """Return 0: the memory of SimPy's events is unknown."""
         return 0
 
     def __init__(self, graph: TaskGraph, costs: TaskCosts, noise: Noise) -> None:
