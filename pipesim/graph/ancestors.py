@@ -1,4 +1,4 @@
-"""Find which tasks come before which along given edges: a bit for each pair."""
+"""Find the ancestors of each task along given edges: one bit for each pair of tasks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Bits = NDArray[np.uint64]
 
 
 class Edges(NamedTuple):
-    """Edges between nodes, whose numbers are a topological order: ``before`` is the smaller.
+    """Edges between nodes that are numbered in topological order: ``before`` is the smaller.
 
-    An edge from a node to itself is ignored, and counts as implied.
+    An edge from a node to itself is ignored and counts as implied.
     """
 
     before: Ints
@@ -26,24 +26,24 @@ class Edges(NamedTuple):
 
     @classmethod
     def joined(cls, *others: Edges) -> Edges:
-        """Return the edges of all groups, concatenated."""
+        """Return the concatenated edges of all groups."""
         return cls(*(np.concatenate(column) for column in zip(*others, strict=True)))
 
     def kept(self, mask: NDArray[np.bool_]) -> Edges:
-        """Return the marked edges."""
+        """Return the edges where ``mask`` is True."""
         return Edges(self.before[mask], self.after[mask])
 
 
 def ancestors(edges: Edges, n: int) -> tuple[Bits, NDArray[np.bool_]]:
-    """Return a row of bits a node: the nodes from which a path leads to it.
+    """Return one row of bits for each node: the nodes from which a path leads to it.
 
     Returns
     -------
     bits
         Shape ``(n, ceil(n / 64))``.
     is_implied
-        Whether another path leads from each edge's first node to its second. An equal edge that
-        stands earlier is one; shape ``(len(edges.before),)``.
+        Whether another path leads from the first node of each edge to its second; an equal edge
+        earlier in ``edges`` is such a path. Shape ``(len(edges.before),)``.
     """
     order = CSR.group(edges.after, n)
     bits = np.zeros((n, -(-n // 64)), dtype=np.uint64)
@@ -56,7 +56,7 @@ def ancestors(edges: Edges, n: int) -> tuple[Bits, NDArray[np.bool_]]:
 
 @kernel()
 def _close(ptr: Ints, values: Ints, bits: Bits, implied: NDArray[np.bool_]) -> None:
-    """Fill the last two, which come in as zeros; see `ancestors`."""
+    """Fill ``bits`` and ``implied``, which are zeros at first; see `ancestors`."""
     for node in range(len(ptr) - 1):
         for k in range(ptr[node], ptr[node + 1]):
             words = (values[k] >> 6) + 1
@@ -72,7 +72,7 @@ def _close(ptr: Ints, values: Ints, bits: Bits, implied: NDArray[np.bool_]) -> N
 
 
 def before(bits: Bits, first: Ints, second: Ints) -> NDArray[np.bool_]:
-    """Tell whether a path leads from each ``first`` node to the ``second``."""
+    """Return whether a path leads from each ``first`` node to the ``second``."""
     place = (first & 63).astype(np.uint64)
     is_before: NDArray[np.bool_] = (bits[second, first >> 6] >> place) & np.uint64(1) != 0
     return is_before

@@ -1,4 +1,4 @@
-"""Check the columns of tasks that users give."""
+"""Check the columns of `pipesim.Tasks` that users give."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["checked_tasks"]
 #: Largest number of a device, stage, replica or micro-batch, so that counts of them fit 32 bits.
 _LARGEST = 2**31 - 2
 _FROM_0 = "number them from 0"
-#: Lowest and highest value of each column, and what to do.
+#: Lowest and highest value of each column, and advice for error messages.
 _RANGES = {
     "op": (0, len(Op) - 1, f"operations are {', '.join(f'{op:d} {op.name}' for op in Op)}"),
     "device": (0, _LARGEST, _FROM_0),
@@ -26,25 +26,25 @@ _RANGES = {
     "microbatch": (-1, _LARGEST, f"{_FROM_0}, and give -1 for operations on a whole stage"),
     "replica": (0, _LARGEST, _FROM_0),
     "peer_stage": (-1, _LARGEST, f"{_FROM_0}, and give -1 to all but messages of skips"),
-    "part": (-1, _LARGEST, f"{_FROM_0}, and give -1 to tasks that are no part of several"),
+    "part": (-1, _LARGEST, f"{_FROM_0}, and give -1 to tasks without parts"),
     "overlapped": (0, 1, "mark both halves of an overlapped F and B by 1"),
-    "group": (-1, 2**63 - 1, "give -1 to tasks that are of no collective"),
+    "group": (-1, 2**63 - 1, "give -1 to tasks without a collective"),
 }
-#: Columns that need not be given.
+#: Columns that may be omitted.
 _OPTIONAL = ("replica", "overlapped", "peer_stage", "part", "group")
 
 
 def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | None]:
-    """Return tasks, and the number of each one's collective, as columns of 64-bit integers.
+    """Return tasks, and the collective's number of each task, as columns of 64-bit integers.
 
     Raises
     ------
     GraphError
-        For columns that hold no integers or differ in length, and for values out of range, naming
-        column and row: an unknown operation, a number below 0 (below -1 for columns in which -1
-        means none), the stream of a device that does not exist.
+        For columns of another type than integers or of different lengths, and for values out of
+        range: an unknown operation, a number below 0 (below -1 for columns in which -1 means none),
+        the stream of a device that does not exist. The message has the column and the row.
     CapacityError
-        If tables for devices, stages and replicas of such numbers would not fit in memory.
+        If tables for the largest numbers of devices, stages and replicas would not fit in memory.
     """
     if not isinstance(tasks, Tasks):
         raise GraphError(f"a graph is wired from pipesim.Tasks, got {type(tasks).__name__}")
@@ -74,10 +74,10 @@ def checked_tasks(tasks: object, group: object = None) -> tuple[Tasks, Ints | No
 
 
 def _integers(name: str, values: object) -> Ints:
-    """Return a column as an array of integers, which may still be of any size."""
+    """Return a column as an array of integers, of any type and size; raise for other values."""
     try:
         column = np.asarray(values)
-    except (TypeError, ValueError):  # a ragged sequence, or nothing that has values
+    except (TypeError, ValueError):  # a ragged sequence, or no sequence
         column = np.empty((0, 0))
     if column.ndim != 1:
         raise GraphError(
@@ -85,7 +85,9 @@ def _integers(name: str, values: object) -> Ints:
         )
     if column.dtype.kind in "iu":
         return column
-    if isinstance(values, (list, tuple)):  # as they were before numpy made one type of them
+    if isinstance(
+        values, (list, tuple)
+    ):  # check the values that the user gave, before numpy converts them to one type
         column = np.empty(len(values), dtype=object)
         column[:] = values
     for row, value in enumerate(column):
@@ -106,7 +108,7 @@ def _check_range(name: str, column: Ints, lowest: int, highest: int, advice: str
 
 
 def _check_streams(column: Ints, n_devices: int) -> None:
-    """Raise for a code of no stream, or of the stream to a device that does not exist."""
+    """Raise for an unknown code of a stream, and for a stream to a device that does not exist."""
     last = StreamKind.name(2 * n_devices)
     advice = f"there are {n_devices} devices, the last stream is {last}; StreamKind has the codes"
     if column.dtype.kind == "i":
@@ -117,7 +119,7 @@ def _check_streams(column: Ints, n_devices: int) -> None:
 
 
 def _check_microbatches(op: Ints, stage: Ints, microbatch: Ints) -> None:
-    """Raise for an operation that needs a micro-batch and has none."""
+    """Raise for an operation without the micro-batch that it needs."""
     none = np.flatnonzero(microbatch < 0)
     none = none[~np.isin(op[none], sorted(OF_STAGES))]
     if len(none):
@@ -130,7 +132,7 @@ def _check_microbatches(op: Ints, stage: Ints, microbatch: Ints) -> None:
 
 
 def _check_peers(tasks: Tasks) -> None:
-    """Raise for tasks that name the other end of a skip and are no message to or from it."""
+    """Raise for tasks with a ``peer_stage`` that are no messages of a skip to or from it."""
     if tasks.peer_stage is None:
         return
     direction = np.sign(tasks.peer_stage - tasks.stage)
@@ -149,7 +151,7 @@ def _check_peers(tasks: Tasks) -> None:
 
 
 def _check_parts(tasks: Tasks) -> None:
-    """Raise for parts of tasks that have none, and exchanges that there are not."""
+    """Raise for tasks with a part that have no parts, and for unknown exchanges."""
     part = np.full(len(tasks), -1) if tasks.part is None else tasks.part
     numbers = [EXCHANGES.index(name) for name in REORDERED]
     wrong = part >= np.where(tasks.op == Op.ALL_TO_ALL, len(EXCHANGES), 0)
@@ -165,7 +167,7 @@ def _check_parts(tasks: Tasks) -> None:
 
 
 def _check_size(tasks: Tasks, n_devices: int) -> None:
-    """Raise for numbers so large that what a graph keeps of each of them would not fit."""
+    """Raise for numbers so large that the tables of a graph would not fit in memory."""
     stage = int(tasks.stage.max(initial=0))
     replica = 0 if tasks.replica is None else int(tasks.replica.max(initial=0))
     columns = [column for column in (tasks.peer_stage, tasks.part) if column is not None]

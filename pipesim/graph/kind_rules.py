@@ -20,7 +20,7 @@ from pipesim.utils.csr import CSR, Ints
 
 __all__ = ["KindRules", "kind_rules", "peer_kinds"]
 
-#: Fills rows of rules that have fewer `Via` than others: an operation that no kind has.
+#: Padding for rules that have fewer `Via` than others: an operation that no kind has.
 _NO_VIA = Via(op=-1)  # type: ignore[arg-type]
 
 
@@ -84,6 +84,10 @@ def kind_rules(
     KindRules, int
         The tables, and the number of cells.
 
+    Notes
+    -----
+    The function is longer than 40 lines: it computes the columns of one table, row by row aligned.
+
     Examples
     --------
     The rule "F needs F of the stage before, or its RECV_F instead", for two stages on two devices
@@ -99,8 +103,8 @@ def kind_rules(
     >>> tables.base.tolist(), n_cells
     ([0, 3, 6, 9], 12)
 
-    Kind 0 (0F) has no rule, as no stage is before it. Kind 1 (1F) has this one: it needs kind 0,
-    and kind 3 (1RECV_F) instead where that is in the graph. The other columns of ``via`` are of
+    Kind 0 (0F) has no rule, as no stage is before it. Kind 1 (1F) has this rule: it needs kind 0,
+    or kind 3 (1RECV_F) instead if that is in the graph. The other columns of ``via`` are for
     exchanges, which these kinds lack.
 
     >>> tables.ptr.tolist()

@@ -1,4 +1,4 @@
-"""Orders with messages, as the runtime of torch.distributed.pipelining takes them."""
+"""Write orders with messages for the runtime of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pipesim.utils.atomic_write import check_path, write_text
 
 __all__ = ["torch_orders", "write_torch_csv"]
 
-#: What adds to the gradients of the weights.
+#: Operations that add to the gradients of the weights.
 _GRADIENTS = frozenset({Op.B, Op.W})
 
 
 def torch_orders(graph: TaskGraph) -> list[list[str]]:
-    """Return the texts of each device's actions and messages, in issue order.
+    """Return the actions and messages of each device as texts, in issue order.
 
-    After the last gradient of a stage comes its ``REDUCE_GRAD``, where torch averages over the
-    micro-batches. Optimizer steps are left out: in torch they are the caller's.
+    ``REDUCE_GRAD`` follows the last gradient of a stage: there torch averages over the
+    micro-batches. Optimizer steps are omitted: in torch the caller runs them.
 
     Raises
     ------
     ArgumentError
-        If the graph recomputes, has skips, copies of its stages, or several mini-batches, for
-        which torch's rows have no place.
+        If the graph recomputes, or has skips, copies of its stages, or several mini-batches: rows
+        of torch's CSV cannot express these.
     """
     _check(graph)
     left = np.zeros(graph.n_stages, dtype=np.int64)
@@ -73,7 +73,7 @@ def _check(graph: TaskGraph) -> None:
     if graph.n_batches > 1 or graph.weight_versions != "one":
         raise ArgumentError(
             f"graph {graph.name!r} has {graph.n_batches} mini-batches and weight_versions="
-            f"{graph.weight_versions!r}; torch's runtime knows no optimizer step inside a step: "
+            f"{graph.weight_versions!r}; torch's runtime has no optimizer step inside a step: "
             "take a schedule with one set of weights"
         )
     if graph.skips:

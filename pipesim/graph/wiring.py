@@ -1,7 +1,7 @@
-"""Apply the dependency rules to all tasks: their dependencies, and the other ends of messages.
+"""Apply the dependency rules to all tasks: find dependencies, and the other ends of messages.
 
-`index_tasks` notes which task is in each cell (see `pipesim.graph.kind_rules`), and `_wire` looks
-up the cells that each task needs.
+`_index_tasks` records the task in each cell (see `pipesim.graph.kind_rules`). `_wire` looks up the
+cells that each task needs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def apply_rules(
 def duplicate_task(
     kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32], n_microbatches: int
 ) -> int:
-    """Return a task whose operation, stages, micro-batch and replica another has too, or -1."""
+    """Return a task with the operation, stages, micro-batch and replica of another, or -1."""
     *_, duplicate = _indexed(kinds, kind, microbatch, n_microbatches)
     return duplicate
 
@@ -94,8 +94,9 @@ def _wire(
 ) -> int:
     """Fill dependencies (CSR) and pairs; return the number of dependencies.
 
-    A task on a whole stage has the number of the last micro-batch of its mini-batch, or none where
-    there is one mini-batch.
+    A task on a whole stage has the number of the last micro-batch of its mini-batch, or none if
+    there is one mini-batch. The loop is longer than 40 lines: compiled code counts references to
+    each column that a helper gets, task by task, so that helpers would make it slower.
     """
     total = 0
     for task in range(len(kind)):

@@ -1,10 +1,10 @@
-"""The tasks around a sharded stage: exchanges, and the sorting of keys and vectors.
+"""Add the tasks around a sharded stage: exchanges, and the sorting of keys and vectors.
 
-Of micro-batch 3 of a sharded stage 0, in order::
+Tasks of micro-batch 3 on a sharded stage 0, in order::
 
     0DISPATCH3                group keys by owner                       exchange_work="compute"
     0ALL_TO_ALL3.counts
-    0ALL_TO_ALL3.keys         of micro-batch 4 here, before 0F3         prefetch_keys=True
+    0ALL_TO_ALL3.keys         or those of micro-batch 4, before 0F3     prefetch_keys=True
     0F3                       look up
     0ALL_TO_ALL3.vectors
     0REORDER3.vectors         vectors in the order of the input         exchange_work="compute"
@@ -44,18 +44,18 @@ _COUNTS, _KEYS, _VECTORS, _GRADIENTS, _ACCUMULATED = range(len(EXCHANGES))
 
 
 class Exchanges(NamedTuple):
-    """How sharded stages exchange.
+    """Options of the exchanges of sharded stages.
 
     Attributes
     ----------
     sharded
-        The stages.
+        Numbers of the sharded stages.
     dispatches
-        Whether keys are grouped, and vectors put in order, by tasks on the compute stream.
+        Whether tasks on the compute stream group keys and put vectors in order.
     prefetches
-        Whether the first stage exchanges the keys of a micro-batch before the F of the one before.
+        Whether the first stage exchanges keys of a micro-batch before the F of the previous one.
     accumulates
-        Whether gradients of all micro-batches are exchanged together.
+        Whether one exchange at the end has the gradients of all micro-batches.
     """
 
     sharded: tuple[int, ...] = ()
@@ -70,12 +70,12 @@ def checked_exchanges(
     prefetch_keys: object,
     sparse_grad_sync: object,
 ) -> Exchanges:
-    """Return the options of `pipesim.lower` that say how sharded stages exchange.
+    """Check the options of `pipesim.lower` for exchanges of sharded stages, and return them.
 
     Raises
     ------
     ArgumentError
-        For options of another type, and options of exchanges without sharded stages.
+        For options of another type, and for exchange options without sharded stages.
     """
     check_name("exchange_work", exchange_work, ("collective", "compute"))
     check_name("sparse_grad_sync", sparse_grad_sync, ("every", "last"))
@@ -86,13 +86,13 @@ def checked_exchanges(
     }
     for text in [text for text, is_given in needs_shards.items() if is_given and not sharded]:
         raise ArgumentError(
-            f"{text}, but no stage is sharded, so that nothing is exchanged; add sharded=, such as "
+            f"{text}, but no stage is sharded, so there are no exchanges; add sharded=, such as "
             f"sharded=[0], or leave {text.partition('=')[0]} out"
         )
     if prefetch_keys and 0 not in sharded:
         raise ArgumentError(
             f"prefetch_keys=True, but stage 0 is not among sharded={list(sharded)}: a later stage "
-            "gets its keys from the stage before, so that they are not known earlier; shard stage "
+            "gets its keys from the stage before, which are not available earlier; shard stage "
             "0, or leave prefetch_keys out"
         )
     return Exchanges(sharded, *needs_shards.values())._replace(
@@ -108,10 +108,12 @@ def exchange_kinds(
     Row ``k`` of the first CSR has the kinds before a task of kind ``k``, row ``k`` of the second
     those after it, in order. Exchanges of accumulated gradients are in neither:
     `ordered_exchanges` adds their tasks.
+
+    The function is longer than 40 lines, because both sides number the added kinds in one table.
     """
     before: list[tuple[int, int]] = []
     after: list[tuple[int, int]] = []
-    added: dict[tuple[int, ...], int] = {}  # B and I of a stage share theirs
+    added: dict[tuple[int, ...], int] = {}  # B and I of a stage share their exchanges
     own, homes = compute.kinds, compute.homes
 
     def add(side: list[tuple[int, int]], kind: int, stage: int, op: Op, part: int = -1) -> None:
@@ -122,7 +124,7 @@ def exchange_kinds(
 
     for kind in range(len(own)):
         op, stage, replica = Op(own.op[kind]), int(own.stage[kind]), int(own.replica[kind])
-        on_one = np.diff(homes[replica]) == 0  # whether a stage is where the next one is
+        on_one = np.diff(homes[replica]) == 0  # whether a stage and the next share a device
         is_next = stage > 0 and stage - 1 in exchanges.sharded and on_one[stage - 1]
         if op == Op.F and exchanges.dispatches and is_next:
             add(before, kind, stage - 1, Op.REORDER, _VECTORS)
@@ -155,10 +157,11 @@ def exchange_kinds(
 
 
 def ordered_exchanges(exchanges: Exchanges, kinds: Kinds, issued: Issued) -> Issued:
-    """Return one replica's tasks with keys exchanged early, and accumulated gradients at the end.
+    """Return the tasks of one replica with early exchanges of keys and late ones of gradients.
 
-    Each task that moves or is added is its own phase, so that members of all replicas are issued
-    together.
+    Exchanges of keys move earlier if ``exchanges.prefetches``. Exchanges of accumulated gradients
+    are added after the last backward if ``exchanges.accumulates``. Each moved or added task is a
+    phase of its own, so that members of all replicas are issued together.
     """
     if not (exchanges.prefetches or exchanges.accumulates):
         return issued
@@ -179,9 +182,10 @@ def ordered_exchanges(exchanges: Exchanges, kinds: Kinds, issued: Issued) -> Iss
 
 
 def _prefetched(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]) -> Ints:
-    """Return the order in which keys of the first stage are exchanged one micro-batch early.
+    """Return the task order in which the first stage exchanges keys one micro-batch early.
 
-    They come before the F of the micro-batch before theirs: the keys of the whole batch are known.
+    The exchange comes before the F of the previous micro-batch: the keys of the whole batch are
+    known when a step begins.
     """
     first = kinds.stage == 0
     early = first & (
@@ -192,7 +196,7 @@ def _prefetched(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.in
     moved = np.flatnonzero(early[kind])
     forwards = (first & (kinds.op == Op.F))[kind]
     turns = microbatch[forwards]
-    ends = np.zeros(int(microbatch.max()) + 1)  # of the keys of each micro-batch
+    ends = np.zeros(int(microbatch.max()) + 1)  # position after the keys of each micro-batch
     np.maximum.at(ends, microbatch[moved], place[moved])
     earlier = np.full_like(ends, -1)
     earlier[turns[1:]] = ends[turns[:-1]]

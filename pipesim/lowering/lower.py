@@ -1,4 +1,7 @@
-"""`lower`: from a schedule to a task graph, in named passes and two loops."""
+"""`lower`: turn a schedule into a task graph, in named passes and two loops.
+
+`lower` is longer than 40 lines: half of them list its options, the rest has one line for each pass.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributions of factors on durations, and failures: the parts of `pipesim.Noise`."""
+"""Distributions of factors on durations, and failures, for `pipesim.Noise`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-#: The table of draws ends 5.9 standard deviations above: it has 99.8 % of the mean of this one.
+#: Largest ``sigma`` of `LogNormal`. The table of draws ends 5.9 standard deviations above the mean
+#: of the logarithm. For this ``sigma``, it has 99.8 % of the mean.
 _MOST_SIGMA = 3.0
 
 
 class Distribution(Protocol):
-    """Of factors on a duration, by its quantile function; hashable, as a frozen dataclass is."""
+    """Distribution of factors on a duration; hashable, as a frozen dataclass is."""
 
     def __hash__(self) -> int: ...
 
     def quantile(self, level: Floats) -> Floats:
-        """Return the factors below which shares ``level`` (0..1, exclusive) of all draws lie."""
+        """Return the quantiles of the factors at ``level`` (0..1, exclusive); same shape."""
 
 
 def _standard_normal(level: Floats) -> Floats:
@@ -49,7 +50,8 @@ def _standard_normal(level: Floats) -> Floats:
 class Normal:
     """Factors of mean 1 and standard deviation ``std``; those below 0 are 0.
 
-    That is one in three million where ``std`` is 0.2; far beyond, the mean is above 1.
+    With an ``std`` of 0.2, one factor in three million is below 0. With a much larger ``std``, the
+    mean is above 1.
 
     Raises
     ------
@@ -71,7 +73,7 @@ class Normal:
 class LogNormal:
     """Factors of mean 1 whose logarithm has the standard deviation ``sigma``, 0 to 3.
 
-    Beyond 3 the mean comes from factors so rare that scenarios do not draw them.
+    Above 3, the mean depends on factors that are too rare to be drawn in any scenario.
 
     Raises
     ------
@@ -91,18 +93,18 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Empirical:
-    """Measured values, each as likely as the others, divided by their mean.
+    """Measured values divided by their mean, each equally likely.
 
     Parameters
     ----------
     samples
-        Such as the seconds that an operation took, step after step.
+        Measured values, such as the seconds of an operation in each step.
 
     Raises
     ------
     ArgumentError
-        If there are none, one is no number (as a text or a boolean is), negative or not finite, or
-        all are 0.
+        If samples are empty or all 0, and if one of them is negative, not finite or not a number
+        (a text or a boolean, for example).
     """
 
     samples: Sequence[float] | Floats
@@ -131,21 +133,20 @@ class Empirical:
 
 @dataclass(frozen=True)
 class Failures:
-    """Pauses, as after a failure: a task that is hit lasts ``pause`` longer.
+    """Failures and the pauses after them: a task with a failure lasts ``pause`` longer.
 
     Attributes
     ----------
     every
-        Seconds of work between failures of one GPU, on average. A task of d seconds is hit with
-        the chance d / every.
+        Mean seconds of work between failures of one GPU. A task of d seconds has a failure with
+        probability d / every.
     pause
-        Seconds until the device continues.
+        Seconds from a failure until the device continues.
 
     Raises
     ------
     ArgumentError
-        For ``every`` that is not finite and positive, and a ``pause`` that is not finite or is
-        negative.
+        If ``every`` is not finite and positive, or ``pause`` is negative or not finite.
     """
 
     every: float
@@ -163,12 +164,13 @@ class Failures:
 
 @lru_cache(maxsize=64)
 def tabulated(distribution: Distribution, slowest_of: int) -> Floats:
-    """Tabulate a distribution, which may be of the user's own.
+    """Return the table of quantiles of a distribution, which may be a class of the user.
 
     Raises
     ------
     ArgumentError
-        If its quantile function raises, or returns anything but as many factors as it got levels.
+        If its quantile function raises, or does not return one factor for each level, and for
+        factors that are negative or not finite.
     """
     what = f"quantile of {distribution!r:.60}"
 
@@ -201,7 +203,7 @@ def check_distribution(name: str, value: object) -> None:
     if isinstance(value, type) or not hasattr(value, "quantile"):
         raise ArgumentError(f"{name} must be a distribution, such as Normal(0.02), got {value!r}")
     try:
-        hash(value)  # its table is made once
+        hash(value)  # the key of its cached table
     except TypeError:
         raise ArgumentError(
             f"{name} must be hashable, as a frozen dataclass is, got {value!r}"
@@ -209,7 +211,7 @@ def check_distribution(name: str, value: object) -> None:
 
 
 def _sampled(samples: object) -> Floats:
-    """Return measured values as floats, if they are numbers."""
+    """Return measured values as floats; raise `ArgumentError` if they are no numbers."""
     if isinstance(samples, np.ndarray) and samples.dtype.kind in "fiu":
         return samples.astype(np.float64).ravel()
     listed = samples.tolist() if isinstance(samples, np.ndarray) else samples
@@ -222,7 +224,7 @@ def _sampled(samples: object) -> Floats:
                 f"samples must be numbers; number {place} is {sample!r:.60} "
                 f"({type(sample).__name__})"
             )
-        value = number(sample)  # None for NaN, and for what no float holds
+        value = number(sample)  # None for NaN, and for numbers beyond float64
         values.append(math.nan if value is None else value)
     return np.array(values, dtype=np.float64)
 

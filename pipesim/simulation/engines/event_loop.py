@@ -1,6 +1,7 @@
 """The compiled engine's loop over events, for graphs in which tasks wait for links.
 
-Streams run their queues as far as they can. Links are granted in order of time (rule 8).
+Streams run their queues as far as they can. Links are granted in order of time (rule 8). The file
+has just over 300 lines, because one kernel inlines all of these helpers, which share `State`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class State(NamedTuple):
     stream_free, link_free
         When each stream and each link is free, in seconds.
     blocked, next_blocked
-        Linked lists of streams, ended by -1: the first stream that each task blocks, then those of
-        each collective; and the stream after each stream.
+        Linked lists of streams, ended by -1: the first stream that each task blocks, then the first
+        that each collective blocks; and the stream after each stream.
     joined, n_joined, group_ready, granted
         Whether each stream's next task has joined its collective. For each collective: how many
         members have joined, when the last of them was ready (s), and whether it may start.
@@ -135,7 +136,7 @@ def _block(state: State, stream: int, blocker: int) -> None:
 
 
 def _release(state: State, blocker: int) -> None:
-    """Let the streams go on that a task or collective blocked."""
+    """Mark the streams that a task or collective blocked as ready."""
     stream = state.blocked[blocker]
     if stream < 0:
         return
@@ -151,9 +152,9 @@ def _release(state: State, blocker: int) -> None:
 def _ready(
     plan: Plan, state: State, task: int, stream: int, start: Floats, end: Floats
 ) -> tuple[float, int]:
-    """Return when a task is ready (s), and a task that blocks it, or -1.
+    """Return the time at which a task is ready (s), and a task that blocks it, or -1.
 
-    The time holds if no task blocks it.
+    The time is valid only if no task blocks it.
     """
     ready = state.stream_free[stream]
     for k in range(plan.needs_ptr[task], plan.needs_ptr[task + 1]):
@@ -197,7 +198,7 @@ def _hold_links(
 
 
 def _group_waits_for_links(plan: Plan, group: int) -> bool:
-    """Tell whether a collective holds shared links; one with a member of 0 s holds none."""
+    """Return whether a collective holds shared links; one with a member of 0 s holds none."""
     shared = False
     for j in range(plan.members_ptr[group], plan.members_ptr[group + 1]):
         if task_seconds(plan, plan.members[j]) <= 0.0:
@@ -207,7 +208,7 @@ def _group_waits_for_links(plan: Plan, group: int) -> bool:
 
 
 def _hold_group_links(plan: Plan, state: State, group: int, ready: float) -> None:
-    """Hold the links of a collective once all are free; note its start."""
+    """Hold the links of a collective once all are free; record its start."""
     first, last = plan.members_ptr[group], plan.members_ptr[group + 1]
     begin, link_free = ready, state.link_free
     for j in range(first, last):
@@ -260,7 +261,7 @@ def _finish(plan: Plan, state: State, task: int, stream: int) -> None:
     allocates=False,
 )  # fmt: skip
 def event_loop(plan: Plan, state: State, start: Floats, end: Floats) -> None:
-    """Fill start and end; ``end`` comes in as -1, ``state`` from `new_state`.
+    """Fill start and end (s); ``end`` is -1 at first, ``state`` comes from `new_state`.
 
     A stream whose next task needs an unfinished task is listed with that task, and goes on when it
     is finished. A stream whose next SEND holds shared links puts a request on the heap. When no

@@ -1,6 +1,6 @@
-"""The reference engine: the rules of docs/time.md as SimPy processes, hosts, streams, links.
+"""The reference engine: the rules of docs/time.md as SimPy processes for hosts, streams and links.
 
-Times are made by ``max`` (waiting for several events) and ``+`` (timeouts) alone, so that other
+Times are computed with ``max`` (wait for several events) and ``+`` (timeouts) only, so that other
 engines can be compared with ``==``.
 """
 
@@ -23,7 +23,8 @@ from pipesim.ops import RECVS, SENDS
 __all__ = ["run"]
 
 Process = Generator[simpy.Event, Any, None]
-#: SimPy serves events of one moment by priority: 0 urgent, 1 normal, and links when all is known.
+#: SimPy serves events of equal time by priority: 0 urgent, 1 normal, then 2: links are granted when
+#: all requests of this time are known.
 _LAST = 2
 
 
@@ -35,9 +36,18 @@ def run(graph: TaskGraph, costs: TaskCosts) -> tuple[NDArray[np.float64], NDArra
 
 
 class _Request(NamedTuple):
-    """A transfer or collective that waits for its links since a moment; ``granted`` lets it go.
+    """Request of a transfer or collective for its links.
 
-    ``links`` counts how many members of a collective hold each.
+    Attributes
+    ----------
+    since
+        Time of the request (s).
+    task
+        The SEND, or the first member of the collective.
+    links
+        Links to hold; the count of a link is the number of members of a collective that hold it.
+    granted
+        Event that fires when the links are granted.
     """
 
     since: float
@@ -47,10 +57,10 @@ class _Request(NamedTuple):
 
 
 class _Links:
-    """Serve who asks first come, first served; of one moment, the smaller id first (rule 8).
+    """Queue of requests for links: first come, first served; at equal times by task id (rule 8).
 
-    Who needs several links waits in the queue of each, and starts when it is the first of all of
-    them and all are free.
+    A request for several links waits in the queue of each. It is granted when it is the first in
+    all of these queues and all of its links are free.
     """
 
     def __init__(self, env: simpy.Environment) -> None:
@@ -70,10 +80,10 @@ class _Links:
         self._serve_later()
 
     def _serve_later(self) -> None:
-        """Serve when every request of this moment is known."""
+        """Schedule `_serve` for when all requests of the current time are known."""
         event = self.env.event()
         event.callbacks.append(self._serve)
-        event._ok, event._value = True, None  # what succeed() does, but with our priority
+        event._ok, event._value = True, None  # as succeed() does, but with another priority
         self.env.schedule(event, priority=_LAST)  # type: ignore[arg-type]
 
     def _serve(self, _: simpy.Event) -> None:
@@ -87,7 +97,7 @@ class _Links:
 
 
 class _Step:
-    """One simulated step: the events of every task, and the processes that fire them."""
+    """One simulated step: the events of each task, and the processes that fire them."""
 
     def __init__(self, graph: TaskGraph, costs: TaskCosts) -> None:
         self.graph = graph
@@ -100,16 +110,18 @@ class _Step:
         self.reached = [env.event() for _ in range(n)]
         self.started = [env.event() for _ in range(n)]
         self.ended = [env.event() for _ in range(n)]
-        self.head: dict[int, simpy.Event] = {}  # of a SEND: its first byte arrives
-        self.tail: dict[int, simpy.Event] = {}  # of a SEND: its last byte arrives
+        self.head: dict[int, simpy.Event] = {}  # by SEND: its first byte arrives
+        self.tail: dict[int, simpy.Event] = {}  # by SEND: its last byte arrives
         self.partial: list[int] = graph.partial_dependency.tolist()
         self.share = costs.share
-        self.part_done: dict[int, simpy.Event] = {}  # of a bucket: its backward has got so far
-        self.buckets: dict[int, list[int]] = {}  # of a backward: those that need a part of it
+        self.part_done: dict[
+            int, simpy.Event
+        ] = {}  # by bucket: its gradients are complete
+        self.buckets: dict[int, list[int]] = {}  # by backward: the buckets that need a part of it
         for bucket in np.flatnonzero(graph.partial_dependency >= 0).tolist():
             self.buckets.setdefault(self.partial[bucket], []).append(bucket)
         self.links = _Links(env)
-        self.granted: dict[int, simpy.Event] = {}  # of a collective: it may hold its links
+        self.granted: dict[int, simpy.Event] = {}  # by collective: it may hold its links
         self.in_threads = graph.host_threads and bool(graph.host.any())
         self.is_send, self.is_recv = graph.is_op(SENDS), graph.is_op(RECVS)
         if costs.issued is not None:
@@ -122,7 +134,7 @@ class _Step:
             env.process(self.serve(graph.queues[stream].tolist()))
 
     def issue(self, tasks: Iterable[int]) -> Process:
-        """Be a host: issue tasks in id order, each at its launch cost (rule 7)."""
+        """Run a host: issue tasks in id order, each after its launch cost (rule 7)."""
         for task in tasks:
             for first in self.graph.issued_first[task].tolist() if self.in_threads else ():
                 yield self.issued[first]
@@ -131,7 +143,7 @@ class _Step:
             self.issued[task].succeed()
 
     def serve(self, queue: Iterable[int]) -> Process:
-        """Be a stream: run tasks one at a time, in queue order (rules 1 and 2)."""
+        """Run a stream: execute tasks one at a time, in queue order (rules 1 and 2)."""
         for task in queue:
             yield self.issued[task]
             for needed in self.graph.dependencies[task].tolist():
@@ -151,18 +163,18 @@ class _Step:
             self.ended[task].succeed()
 
     def begin(self, task: int) -> None:
-        """Note the start, and let buckets of its gradients be made while it lasts (rule 3)."""
+        """Record the start of a task; schedule the end of each bucket of its gradients (rule 3)."""
         self.start[task] = self.env.now
         for bucket in self.buckets.get(task, ()):
             self.part_done[bucket] = self.env.timeout(self.share[bucket] * self.duration[task])
         self.started[task].succeed()
 
     def held(self, task: int) -> Counter[int]:
-        """Return the links that a SEND, or a member of a collective, holds while it lasts."""
+        """Return the links that a SEND, or a member of a collective, holds while it runs."""
         return Counter(set(self.link_numbers[task].tolist()) - {-1})
 
     def compute(self, task: int) -> Process:
-        """Hold the stream for the task's duration; a member of a collective, its links too."""
+        """Hold the stream for a task's duration; hold a collective member's links too."""
         links: Counter[int] = Counter()
         if self.graph.group[task] >= 0:
             links = yield from self.meet(task)
@@ -174,7 +186,7 @@ class _Step:
     def meet(self, task: int) -> Generator[simpy.Event, Any, Counter[int]]:
         """Wait for all members of a collective (rule 9), then for the links of all (rule 8).
 
-        Returns the links that this member holds.
+        Return the links that this member holds.
         """
         group = int(self.graph.group[task])
         members = self.graph.collectives[group].tolist()
@@ -189,7 +201,7 @@ class _Step:
         return self.held(task)
 
     def send(self, task: int) -> Process:
-        """Hold link and stream for the bytes; head and tail arrive a latency later (rule 4)."""
+        """Hold links and stream while bytes are sent; they arrive one latency later (rule 4)."""
         if self.graph.rendezvous:  # rule 6
             yield self.reached[self.graph.pair[task]]
         duration, latency = self.duration[task], self.latency[task]
@@ -204,7 +216,7 @@ class _Step:
         self.tail[task] = self.env.timeout(latency)
 
     def receive(self, task: int) -> Process:
-        """Start when the head has arrived, end when the tail has (rule 4)."""
+        """Start at the arrival of the first byte, end at that of the last byte (rule 4)."""
         send = int(self.graph.pair[task])
         yield self.started[send]
         yield self.head[send]
