@@ -85,9 +85,7 @@ def _integers(name: str, values: object) -> Ints:
         )
     if column.dtype.kind in "iu":
         return column
-    if isinstance(
-        values, (list, tuple)
-    ):  # check the values that the user gave, before numpy converts them to one type
+    if isinstance(values, (list, tuple)):  # the user's values, before numpy gave them one type
         column = np.empty(len(values), dtype=object)
         column[:] = values
     for row, value in enumerate(column):

@@ -114,9 +114,7 @@ class _Step:
         self.tail: dict[int, simpy.Event] = {}  # by SEND: its last byte arrives
         self.partial: list[int] = graph.partial_dependency.tolist()
         self.share = costs.share
-        self.part_done: dict[
-            int, simpy.Event
-        ] = {}  # by bucket: its gradients are complete
+        self.part_done: dict[int, simpy.Event] = {}  # by bucket: its gradients are complete
         self.buckets: dict[int, list[int]] = {}  # by backward: the buckets that need a part of it
         for bucket in np.flatnonzero(graph.partial_dependency >= 0).tolist():
             self.buckets.setdefault(self.partial[bucket], []).append(bucket)
