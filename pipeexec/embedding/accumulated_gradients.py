@@ -1,4 +1,4 @@
-"""Gradients of several exchanges of keys, summed for each row and sent to its owner once."""
+"""Sum gradients of several exchanges of keys for each row, and send each sum to its owner once."""
 
 from __future__ import annotations
 
@@ -8,37 +8,48 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeexec.embedding.key_exchange import Summed, Terms, add_to_rows
+from pipeexec.embedding.exchange_config import ExchangeConfig
 from pipeexec.embedding.peers import Peers
+from pipeexec.embedding.row_gradients import SummedGradients, add_to_rows
 from pipeexec.embedding.row_layout import Layout
 
 __all__ = ["AccumulatedGradients"]
 
 
 class _Union(NamedTuple):
-    """Different numbers, ascending; which of them each given one is; how many a rank has."""
+    """Distinct addresses of several exchanges.
 
-    numbers: Tensor
-    which: Tensor
-    of_rank: list[int]
+    Attributes
+    ----------
+    addresses
+        Distinct addresses, ascending.
+    positions
+        Position among them of each input address.
+    n_by_rank
+        Number of distinct addresses of each rank.
+    """
+
+    addresses: Tensor
+    positions: Tensor
+    n_by_rank: list[int]
 
 
 class AccumulatedGradients:
     """Gradients of the micro-batches of a step, exchanged together.
 
-    A process sums its gradients of each row over the micro-batches, and sends each sum once. Nobody
-    has to say which rows these are: a sender knows which it has asked for, and an owner which it
-    was asked for by each sender, micro-batch by micro-batch. Both make the same union of them, in
+    A process sums its gradients of each row over the micro-batches, and sends each sum once. The
+    numbers of the rows are not sent. A sender knows which rows it has requested, and an owner knows
+    which rows each sender has requested, micro-batch by micro-batch. Both make the same union, in
     ascending order.
 
     Parameters
     ----------
     weight
-        This process's rows.
-    terms
-        Those of the embedding.
+        Rows of this process.
+    config
+        Settings of the embedding.
     peers
-        The processes that share it.
+        The processes that share the embedding.
 
     Attributes
     ----------
@@ -46,21 +57,21 @@ class AccumulatedGradients:
         Bytes that this process has sent to others.
     """
 
-    def __init__(self, weight: Tensor, terms: Terms, peers: Peers) -> None:
-        self._weight, self._terms, self._peers = weight, terms, peers
-        self._parts: list[Summed] = []
+    def __init__(self, weight: Tensor, config: ExchangeConfig, peers: Peers) -> None:
+        self._weight, self._config, self._peers = weight, config, peers
+        self._parts: list[SummedGradients] = []
         self.sent = 0
 
-    def add(self, part: Summed) -> None:
+    def add(self, part: SummedGradients) -> None:
         """Keep the gradients of one micro-batch."""
         self._parts.append(part)
 
     def clear(self) -> None:
-        """Forget what was added."""
+        """Drop the gradients that were added."""
         self._parts.clear()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that it holds, and the rows' gradient, which it adds to."""
+        """Yield the tensors that it holds, and the gradient of the rows, to which it adds."""
         for part in self._parts:
             yield from (part.addresses, part.gradients, part.rows)
         gradient = self._weight.grad
@@ -70,38 +81,39 @@ class AccumulatedGradients:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Send the sums to the owners of their rows, and add up those of this process's rows.
+        """Send the sums to the owners of their rows; add the received sums to this process's rows.
 
         Raises
         ------
         LostConnection
-            If a process is gone.
+            If a process has exited.
         """
         parts, self._parts = self._parts, []
-        layout = self._terms.layout
+        layout = self._config.layout
         own = _union(torch.cat([part.addresses for part in parts]), layout)
-        given = torch.cat([part.gradients for part in parts])
-        sums = given.new_zeros(len(own.numbers), given.shape[1]).index_add_(0, own.which, given)
+        grads = torch.cat([part.gradients for part in parts])
+        sums = grads.new_zeros(len(own.addresses), grads.shape[1])
+        sums.index_add_(0, own.positions, grads)
         senders = [
-            torch.arange(layout.n_ranks, device=given.device, dtype=part.rows.dtype)
-            .repeat_interleave(torch.tensor(part.wanted, device=given.device))
+            torch.arange(layout.n_ranks, device=grads.device, dtype=part.rows.dtype)
+            .repeat_interleave(torch.tensor(part.n_requested, device=grads.device))
             for part in parts
         ]  # fmt: skip
-        asked = _union(
+        requested = _union(
             torch.cat(senders) * layout.rows_per_rank + torch.cat([part.rows for part in parts]),
             layout,
         )
-        found = sums.new_empty(len(asked.numbers), sums.shape[1])
+        received = sums.new_empty(len(requested.addresses), sums.shape[1])
         self.sent = self._peers.exchange(
-            found, sums, asked.of_rank, own.of_rank, "accumulated gradients"
+            received, sums, requested.n_by_rank, own.n_by_rank, "accumulated gradients"
         )
-        rows = asked.numbers.remainder(layout.rows_per_rank)
-        add_to_rows(self._weight, rows, found, sparse=self._terms.sparse)
+        rows = requested.addresses.remainder(layout.rows_per_rank)
+        add_to_rows(self._weight, rows, received, sparse=self._config.sparse)
 
 
-def _union(numbers: Tensor, layout: Layout) -> _Union:
-    """Return the different ones among ``rank * rows_per_rank + row``."""
-    unique, which = torch.unique(numbers, return_inverse=True)
-    ranks = torch.arange(layout.n_ranks + 1, device=numbers.device, dtype=numbers.dtype)
+def _union(addresses: Tensor, layout: Layout) -> _Union:
+    """Return the distinct addresses, ``rank * rows_per_rank + row``."""
+    unique, positions = torch.unique(addresses, return_inverse=True)
+    ranks = torch.arange(layout.n_ranks + 1, device=addresses.device, dtype=addresses.dtype)
     ends = torch.searchsorted(unique, ranks * layout.rows_per_rank)
-    return _Union(unique, which, ends.diff().tolist())
+    return _Union(unique, positions, ends.diff().tolist())

@@ -1,4 +1,4 @@
-"""Arguments of `ShardedEmbedding`, checked."""
+"""Check the arguments of `ShardedEmbedding`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ from pipesim.errors import (
     check_type,
 )
 
-__all__ = ["Whole", "check_device", "check_modes", "checked_loads", "checked_rows", "rows_of"]
+__all__ = [
+    "FullTable",
+    "check_device",
+    "check_modes",
+    "checked_loads",
+    "checked_rows",
+    "table_rows",
+]
 
 #: All rows of a table.
-Whole = Tensor | nn.Embedding | nn.EmbeddingBag
+FullTable = Tensor | nn.Embedding | nn.EmbeddingBag
 
 
 def checked_rows(n_rows: int | Sequence[int]) -> list[int]:
-    """Return the rows of each table."""
+    """Return the number of rows of each table."""
     if isinstance(n_rows, Sequence) and not isinstance(n_rows, (str, bytes)):
         if not n_rows:
             raise ArgumentError("n_rows is empty; give the rows of at least one table")
@@ -37,7 +44,7 @@ def checked_rows(n_rows: int | Sequence[int]) -> list[int]:
 def checked_loads(
     counts: Keys | ArrayLike | None, n_rows: list[int], placement: str, unique: bool
 ) -> list[NDArray[np.float64]] | None:
-    """Return how often each row is sent, which rows are dealt by; None for other placements."""
+    """Return how often each row is sent, for ``"frequency"``; None for other placements."""
     if placement != "frequency":
         if counts is not None:
             raise ArgumentError(
@@ -47,7 +54,7 @@ def checked_loads(
         return None
     if counts is None:
         raise ArgumentError(
-            'placement="frequency" needs counts: how often each row is asked for, or pipesim.Keys'
+            'placement="frequency" needs counts: how often each row is requested, or pipesim.Keys'
         )
     if isinstance(counts, Keys):
         loads = counts.loads(unique=unique)
@@ -55,8 +62,8 @@ def checked_loads(
         loads = checked_tables("counts", counts)
     if list(map(len, loads)) != n_rows:
         raise ArgumentError(
-            f"counts are of tables of {list(map(len, loads))} rows, but n_rows is {n_rows}; give a "
-            "count a row"
+            f"counts are of tables of {list(map(len, loads))} rows, but n_rows is {n_rows}; give "
+            "one count for each row"
         )
     return loads
 
@@ -64,7 +71,7 @@ def checked_loads(
 def check_modes(
     combiner: str | None, padding_key: int | None, gradients: str, dtype: torch.dtype
 ) -> None:
-    """Raise for a combiner, padding or dtype that there is not."""
+    """Raise `ArgumentError` for an invalid combiner, padding key, ``gradients`` or dtype."""
     if combiner is not None:
         check_name("combiner", combiner, ["sum", "mean"])
     check_name("gradients", gradients, ["sum", "mean"])
@@ -75,7 +82,7 @@ def check_modes(
 
 
 def check_device(device: object) -> None:
-    """Raise for what is no device to torch."""
+    """Raise `ArgumentError` unless torch can make tensors on the device."""
     try:
         torch.empty(0, device=device)  # type: ignore[call-overload]  # raises for other types
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
@@ -85,7 +92,7 @@ def check_device(device: object) -> None:
         ) from error
 
 
-def rows_of(table: Whole) -> Tensor:
+def table_rows(table: FullTable) -> Tensor:
     """Return the rows of a table."""
     rows = table if isinstance(table, Tensor) else getattr(table, "weight", None)
     if not isinstance(rows, Tensor):

@@ -1,4 +1,4 @@
-"""`Peers`: the processes over which an embedding's rows are spread, seen from one of them."""
+"""`Peers`: the processes that share an embedding, as one of them sees the group."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ from pipesim.errors import ArgumentError, ArgumentTypeError, PeerError, PipeErro
 
 __all__ = ["Peers"]
 
-#: Seconds that processes have to come to the same call.
+#: Time (s) within which all processes must make the same call.
 _AGREE_SECONDS = 120.0
-#: Where the store says that groups are unlike.
-_APART = "pipeexec/apart"
+#: Keys of the store with the error of processes whose groups differ.
+_GROUP_ERROR = "pipeexec/group_error"
 
 
 class Peers:
-    """Processes that exchange tensors, all with all, and know each other's numbers.
+    """A group of processes that exchange tensors, all with all.
 
     Parameters
     ----------
     group
-        A process group of torch.distributed, `Processes`, or None for the default group, and for
-        this process alone where there is none.
+        A process group of torch.distributed, or `Processes`. None: the default group, or this
+        process alone if torch.distributed is not initialised.
 
     Raises
     ------
     ArgumentError
-        If this process is not one of the group.
+        If this process is not in the group.
 
     Attributes
     ----------
     rank, n
-        Number of this process in the group, and how many there are.
+        Rank of this process in the group, and number of processes.
     ranks
-        Their numbers in the default group.
+        Ranks of the processes in the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup | Processes | None) -> None:
         self._processes = group if isinstance(group, Processes) else None
         self._recorder: FlightRecorder | None = None
-        self._given = group
+        self._group = group
         self.rank, self.n, self.ranks = 0, 1, [0]
-        if (found := self.group) is not None:
-            self.rank, self.n = found.rank(), found.size()
-            self.ranks = dist.get_process_group_ranks(found)
+        if (process_group := self.group) is not None:
+            self.rank, self.n = process_group.rank(), process_group.size()
+            self.ranks = dist.get_process_group_ranks(process_group)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group; None for this process alone. It is its maker's, who may end it."""
-        return _group_of(self._given)
+        """The process group; None for this process alone. Its maker may destroy it."""
+        return _process_group(self._group)
 
     def __deepcopy__(self, memo: object) -> Peers:
-        """Copies of a module have the same peers."""
+        """Return the same object: copies of a module share it."""
         return self
 
-    def meet(self, settings: dict[str, Any] | PipeError) -> int:
-        """Check that all have the same settings; return a number that is the same for all.
+    def agree(self, settings: dict[str, Any] | PipeError) -> int:
+        """Check that all processes have the same settings; return a random number that all share.
 
         Raises
         ------
         ArgumentError
-            Naming the first setting that differs, in every process.
+            In every process, if settings differ; names the first one that differs.
         PeerError
-            If another has an error in place of settings, or does not come.
+            If another process has an error instead of settings, or does not make the call.
         """
         seed = int(torch.randint(1 << 31, ()))
         if isinstance(settings, PipeError):
@@ -82,13 +82,13 @@ class Peers:
         for rank, (_, error, _) in zip(self.ranks, everyone, strict=True):
             if error:
                 raise PeerError(f"rank {rank} has no embedding: {error}")
-        wanted, _, seed = everyone[0]
-        for rank, (its, _, _) in zip(self.ranks, everyone, strict=True):
-            for name, value in its.items():
-                if value != wanted[name]:
+        first, _, seed = everyone[0]
+        for rank, (others, _, _) in zip(self.ranks, everyone, strict=True):
+            for name, value in others.items():
+                if value != first[name]:
                     raise ArgumentError(
                         f"{name} of rank {rank} is {value!r}, that of rank {self.ranks[0]} "
-                        f"{wanted[name]!r}; give every process the same"
+                        f"{first[name]!r}; give every process the same"
                     )
         if self.n > 1 and self._recorder is None:
             own = self._processes
@@ -99,22 +99,22 @@ class Peers:
         return int(seed)
 
     def _share(self, value: Any) -> list[Any]:
-        """Return what each process gave, as JSON."""
+        """Return the value of each process; values are sent as JSON."""
         if self._processes is not None:
             return self._processes.share(value)
-        return [value] if self.n == 1 else _exchanged(value, self.ranks)
+        return [value] if self.n == 1 else _share_by_store(value, self.ranks)
 
     def exchange(
-        self, out: Tensor, values: Tensor, receives: Sequence[int], sends: Sequence[int], what: str
+        self, out: Tensor, values: Tensor, receives: Sequence[int], sends: Sequence[int], name: str
     ) -> int:
         """Send rows to every process, in order, and receive as many as they send.
 
-        Returns the bytes that this process sent to others.
+        Return the bytes that this process sent to others.
 
         Raises
         ------
         LostConnection
-            If a process is gone.
+            If a process has exited.
         """
         if self.n == 1:
             out.copy_(values)
@@ -122,43 +122,43 @@ class Peers:
         try:
             dist.all_to_all_single(out, values, list(receives), list(sends), group=self.group)
         except RuntimeError as error:
-            raise self.lost(error, what) from error
-        each = values[:1].numel() * values.itemsize
-        return (sum(sends) - sends[self.rank]) * each
+            raise self.lost(error, name) from error
+        row_bytes = values[:1].numel() * values.itemsize
+        return (sum(sends) - sends[self.rank]) * row_bytes
 
-    def gather(self, values: Tensor, what: str) -> list[Tensor]:
-        """Return the values of every process, which have one shape.
+    def gather(self, values: Tensor, name: str) -> list[Tensor]:
+        """Return the values of every process; all have one shape.
 
         Raises
         ------
         LostConnection
-            If a process is gone.
+            If a process has exited.
         """
         if self.n == 1:
             return [values]
-        found = [torch.empty_like(values) for _ in self.ranks]
+        gathered = [torch.empty_like(values) for _ in self.ranks]
         try:
-            dist.all_gather(found, values, group=self.group)
+            dist.all_gather(gathered, values, group=self.group)
         except RuntimeError as error:
-            raise self.lost(error, what) from error
-        return found
+            raise self.lost(error, name) from error
+        return gathered
 
-    def lost(self, error: RuntimeError, what: str) -> LostConnection:
-        """Return what a collective's error means: which process is gone, where that is known."""
-        gone = [] if self._recorder is None else self._recorder.wait_for_exit()
+    def lost(self, error: RuntimeError, name: str) -> LostConnection:
+        """Return the error for a failed exchange ``name``: it has the rank that exited, if known."""
+        exited = [] if self._recorder is None else self._recorder.wait_for_exit()
         first = (str(error) or type(error).__name__).splitlines()[0]
-        cause = RuntimeError(f"in the exchange of {what}: {first}")
-        return LostConnection(self.ranks[gone[0]] if gone else -1, cause)
+        cause = RuntimeError(f"in the exchange of {name}: {first}")
+        return LostConnection(self.ranks[exited[0]] if exited else -1, cause)
 
 
-def _group_of(group: object) -> dist.ProcessGroup | None:
-    """Return the process group that is meant; None for this process alone."""
+def _process_group(group: object) -> dist.ProcessGroup | None:
+    """Return the process group of an argument; None for this process alone."""
     if isinstance(group, Processes):
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         return group.group(range(group.n_ranks), backend, "sharded embedding")
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    # What torch gives a process in place of a group; compared with an array there is no one answer.
+    # torch gives this to processes outside a group. The type is checked first: == may be an array.
     if type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ArgumentError(
             "this process is not in process_group; make the embedding in the group's processes only"
@@ -171,34 +171,33 @@ def _group_of(group: object) -> dist.ProcessGroup | None:
     return group
 
 
-def _exchanged(value: Any, ranks: list[int]) -> list[Any]:
-    """Return what each process of a group gave, by the default group's store.
+def _share_by_store(value: Any, ranks: list[int]) -> list[Any]:
+    """Return the value of each process of a group, sent through the default group's store.
 
-    Each two processes count how often they have met, in whatever groups, so that they find each
-    other's words, and can compare groups, even where one thinks of another group. Who finds that
-    tells all, since some would wait for words that were never meant for them.
+    Each pair of processes counts its exchanges, in all groups. A process thus finds the value of
+    the other even if the two have different groups, and compares the groups. A process that finds
+    a difference posts an error to all, since others may wait for values that never come.
     """
     world = dist.group.WORLD
     store: Any = None if world is None else world.get_group_store()
     own = dist.get_rank()
-    places = {}
+    value_keys = {}
     for peer in ranks:
-        number = store.add(f"pipeexec/met/{own}/{peer}", 1)
-        store.set(f"pipeexec/words/{own}/{peer}/{number}", json.dumps([ranks, value]))
-        places[peer] = f"pipeexec/words/{peer}/{own}/{number}"
-    found: dict[int, Any] = {}
+        number = store.add(f"pipeexec/n_shared/{own}/{peer}", 1)
+        store.set(f"pipeexec/shared/{own}/{peer}/{number}", json.dumps([ranks, value]))
+        value_keys[peer] = f"pipeexec/shared/{peer}/{own}/{number}"
+    values: dict[int, Any] = {}
     end = time.monotonic() + _AGREE_SECONDS
     while True:
-        missing = [peer for peer in ranks if peer not in found]
+        missing = [peer for peer in ranks if peer not in values]
         for peer in missing:
-            if store.check([places[peer]]):
-                its_ranks, found[peer] = json.loads(store.get(places[peer]))
-                if its_ranks != ranks:
-                    _tell_apart(store, (own, ranks), (peer, its_ranks))
-        if store.check([f"{_APART}/{own}"]):
-            raise ArgumentError(store.get(f"{_APART}/{own}").decode())
+            if store.check([value_keys[peer]]):
+                peer_ranks, values[peer] = json.loads(store.get(value_keys[peer]))
+                _check_same_group(store, (own, ranks), (peer, peer_ranks))
+        if store.check([f"{_GROUP_ERROR}/{own}"]):
+            raise ArgumentError(store.get(f"{_GROUP_ERROR}/{own}").decode())
         if not missing:
-            return [found[peer] for peer in ranks]
+            return [values[peer] for peer in ranks]
         if time.monotonic() > end:
             raise PeerError(
                 f"rank {own} waited {_AGREE_SECONDS:g} s in vain for rank {missing[0]}; every "
@@ -207,12 +206,14 @@ def _exchanged(value: Any, ranks: list[int]) -> list[Any]:
         time.sleep(1e-3)
 
 
-def _tell_apart(store: Any, *groups: tuple[int, list[int]]) -> None:
-    """Tell every process of two unlike groups which two processes have them."""
-    (own, its_own), (peer, other) = sorted(groups)
+def _check_same_group(store: Any, *groups: tuple[int, list[int]]) -> None:
+    """Post an error to every process of two groups that differ: rank, and ranks of its group."""
+    (first, first_group), (second, second_group) = sorted(groups)
+    if first_group == second_group:
+        return
     text = (
-        f"process_group of rank {peer} has ranks {other}, that of rank {own} {its_own}; give every "
-        "process the same group"
+        f"process_group of rank {second} has ranks {second_group}, that of rank {first} "
+        f"{first_group}; give every process the same group"
     )
-    for rank in {*its_own, *other}:
-        store.set(f"{_APART}/{rank}", text)
+    for rank in {*first_group, *second_group}:
+        store.set(f"{_GROUP_ERROR}/{rank}", text)

@@ -1,14 +1,13 @@
-"""Where the rows of sharded tables lie, and what they hold at first.
+"""Rank and place of each row of sharded tables, and the rows' initial values.
 
-A rank has as many places for the rows of a table as any other; `pipesim.costs.row_placement` says
-which row is at which place of which rank. A rank's places of one table come behind those of the one
-before, and some may be nobody's. So a key has one number, its address, that says all:
-``owner * rows_per_rank + row``. By modulo::
+Each rank has equally many places for the rows of a table. `pipesim.costs.row_placement` gives the
+rank and place of each row. The places of a table follow those of the table before; some places may
+be unused. A key thus has one number, its address: ``owner * rows_per_rank + row``. By modulo::
 
     n = 2, tables of 5 and 2 rows      rank 0            rank 1
                                        0: key 0 of 0     4: key 1 of 0
                                        1: key 2 of 0     5: key 3 of 0
-                                       2: key 4 of 0     6: nobody's
+                                       2: key 4 of 0     6: unused
                                        3: key 0 of 1     7: key 1 of 1
 """
 
@@ -29,34 +28,34 @@ from pipesim.errors import ArgumentError, ArgumentTypeError
 
 __all__ = ["Layout"]
 
-#: Elements that are drawn at once, and rows that are copied at once.
-_DRAWN = 1 << 20
+#: Largest number of elements drawn at once, and of rows copied at once.
+_AT_ONCE = 1 << 20
 
 
 class Layout:
-    """Which rank has which rows of some tables, and where.
+    """The owner and place of each row of some tables.
 
     Parameters
     ----------
     n_rows
-        Rows of each table.
+        Number of rows of each table.
     n_ranks
-        Over how many ranks they are spread.
+        Number of ranks that share the rows.
     several
         Whether keys have a dimension of tables.
     placement
         ``"modulo"``, ``"hash"`` or ``"frequency"``.
     loads
-        Of each table, how often its rows are sent, which ``"frequency"`` deals them by.
+        For each table, how often each row is sent; ``"frequency"`` assigns rows by it.
 
     Attributes
     ----------
     rows_per_rank
-        Rows of all tables that a rank has, nobody's included.
-    beyond
-        The first number that is no address.
+        Places of a rank for rows of all tables, unused places included.
+    n_addresses
+        Number of addresses, and thus the first number that is no address.
     dtype
-        Of addresses: int32 where they fit.
+        Type of addresses: int32 if they fit, else int64.
     """
 
     def __init__(
@@ -72,39 +71,41 @@ class Layout:
         self.placement = placement
         self._places = [-(-rows // n_ranks) for rows in self.n_rows]
         *self._starts, self.rows_per_rank = accumulate(self._places, initial=0)
-        self.beyond = n_ranks * self.rows_per_rank
-        self.dtype = torch.int32 if self.beyond <= torch.iinfo(torch.int32).max else torch.int64
-        self._on: dict[torch.device, tuple[Tensor, ...]] = {}
+        self.n_addresses = n_ranks * self.rows_per_rank
+        self.dtype = (
+            torch.int32 if self.n_addresses <= torch.iinfo(torch.int32).max else torch.int64
+        )
+        self._columns: dict[torch.device, tuple[Tensor, ...]] = {}
         self._hashes = [
             row_hash(table, rows, n_ranks) for table, rows in enumerate(self.n_rows)
         ] if placement == "hash" else []  # fmt: skip
         self._table = torch.empty(0, dtype=self.dtype)
         if placement == "frequency":
             assert loads is not None
-            found = zip(*assign_rows(loads, n_ranks), self._starts, strict=True)
+            tables = zip(*assign_rows(loads, n_ranks), self._starts, strict=True)
             addresses = [
-                owner * self.rows_per_rank + start + place for owner, place, start in found
+                owner * self.rows_per_rank + start + place for owner, place, start in tables
             ]
             self._table = torch.from_numpy(np.concatenate(addresses)).to(self.dtype)
 
     @property
     def digest(self) -> int:
-        """A number that tells dealt rows apart; 0 where no table says where they are."""
+        """A hash of the addresses of ``"frequency"``; 0 for placements by a formula."""
         if not len(self._table):
             return 0
         return int(hashlib.sha256(self._table.numpy().tobytes()).hexdigest()[:15], 16)
 
     def shards(self, rank: int) -> Iterator[tuple[int, slice | Tensor, Tensor]]:
-        """Yield the rows of a rank in parts: a table, rows of the rank, and the keys of these.
+        """Yield the rows of a rank in parts: number of the table, rows of the rank, and their keys.
 
-        No part has more than a million rows.
+        A part has at most 2**20 rows.
         """
         for table, (start, rows) in enumerate(zip(self._starts, self.n_rows, strict=True)):
             places = self._places[table]
             first_key = sum(self.n_rows[:table])
             size = rows if self.placement == "frequency" else places
-            for begin in range(0, size, _DRAWN):
-                part = torch.arange(begin, min(begin + _DRAWN, size))
+            for begin in range(0, size, _AT_ONCE):
+                part = torch.arange(begin, min(begin + _AT_ONCE, size))
                 if self.placement == "modulo":
                     keys = part * self.n_ranks + rank
                     keys = keys[keys < rows]
@@ -113,15 +114,16 @@ class Layout:
                     terms = self._hashes[table]
                     hashed = (part + rank * places - terms.offset) % terms.size
                     keys = multiply_modulo(hashed, terms.inverse, terms.size)
-                    here = keys < rows
-                    yield table, start + part[here], keys[here]
+                    used = keys < rows
+                    yield table, start + part[used], keys[used]
                 else:
-                    of = self._table[first_key + begin : first_key + begin + len(part)].long()
-                    here = of // self.rows_per_rank == rank
-                    yield table, of[here] - rank * self.rows_per_rank, part[here]
+                    first = first_key + begin
+                    addresses = self._table[first : first + len(part)].long()
+                    own = addresses // self.rows_per_rank == rank
+                    yield table, addresses[own] - rank * self.rows_per_rank, part[own]
 
     def check_form(self, keys: object, device: torch.device, *, bags: bool) -> None:
-        """Raise unless keys are integers, on this device, in a shape that the tables allow."""
+        """Raise `ArgumentError` unless keys are integers on ``device``, in a shape for the tables."""
         if not isinstance(keys, Tensor) or keys.dtype not in (torch.int32, torch.int64):
             got = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
             raise ArgumentTypeError(f"keys must be a tensor of int32 or int64, got {got}")
@@ -140,12 +142,12 @@ class Layout:
             )
 
     def outside(self, keys: Tensor, *, bags: bool) -> Tensor:
-        """Return where keys are no rows of their tables."""
+        """Return a mask of the keys that are no rows of their tables."""
         rows, *_ = self._by_key(keys.device, bags=bags)
         return (keys < 0) | (keys >= rows)
 
     def addresses(self, keys: Tensor, *, bags: bool) -> Tensor:
-        """Return the address of each key; that of one outside its table means nothing."""
+        """Return the address of each key; for a key outside its table, any number."""
         if self.placement == "modulo":
             _, starts = self._by_key(keys.device, bags=bags)
             numbers = keys.to(self.dtype)
@@ -156,17 +158,18 @@ class Layout:
             return torch.add(row, owner, alpha=self.rows_per_rank)
         if self.placement == "frequency":
             rows, first, table = self._by_key(keys.device, bags=bags)
-            known = torch.minimum(keys.long().clamp(min=0), rows - 1)
-            return table[known + first]
+            clamped = torch.minimum(keys.long().clamp(min=0), rows - 1)
+            return table[clamped + first]
         _, starts, places, factor, offset, size = self._by_key(keys.device, bags=bags)
         hashed = (multiply_modulo(keys.long(), factor, size) + offset) % size
         owner = hashed.div(places, rounding_mode="floor")
-        # An owner's places of a table begin at starts, where it has the hashes from owner * places.
+        # The places of a table on a rank begin at starts; they are for the hashes from
+        # owner * places on.
         address: Tensor = owner * (self.rows_per_rank - places) + hashed + starts
         return address.to(self.dtype)
 
     def explain(self, keys: Tensor, bad: Tensor, *, bags: bool) -> ArgumentError:
-        """Return the error that names the first bad key."""
+        """Return the error that names the first key of the mask ``bad``."""
         position = tuple(bad.nonzero()[0].tolist())
         table = position[-1 - bags] if self.several else 0
         return ArgumentError(
@@ -175,12 +178,13 @@ class Layout:
         )
 
     def _by_key(self, device: torch.device, *, bags: bool) -> tuple[Tensor, ...]:
-        """Return the rows of each key's table, and what its address follows from.
+        """Return the number of rows of each key's table, and the numbers that give its address.
 
-        By modulo the number of the first key, by frequency that and the table of all addresses, by
-        hash the first row, the places of a rank, and the terms of the hash.
+        - ``"modulo"``: the number of the table's first key.
+        - ``"frequency"``: the number of the table's first key, and the addresses of all keys.
+        - ``"hash"``: the first place of the table, its places a rank, and the terms of the hash.
         """
-        if device not in self._on:
+        if device not in self._columns:
             columns: list[Sequence[int]]
             if self.placement == "modulo":
                 columns = [[self.n_ranks * start for start in self._starts]]
@@ -189,30 +193,30 @@ class Layout:
             else:
                 terms = [list(column) for column in zip(*self._hashes, strict=True)]
                 columns = [self._starts, self._places, *terms[:3]]
-            self._on[device] = tuple(
+            self._columns[device] = tuple(
                 torch.tensor(column, device=device) for column in (self.n_rows, *columns)
             )
-        found = self._on[device]
+        by_table = self._columns[device]
         if bags and self.several:
-            found = tuple(column[:, None] for column in found)
+            by_table = tuple(column[:, None] for column in by_table)
         if self.placement == "frequency":
             if self._table.device != device:
                 self._table = self._table.to(device)
-            return *found, self._table
-        return found
+            return *by_table, self._table
+        return by_table
 
     def draw(self, weight: Tensor, rank: int, seed: int) -> None:
-        """Fill a rank's rows with normal values, which do not depend on the number of ranks."""
+        """Fill a rank's rows with normal values that do not depend on the number of ranks."""
         weight.zero_()
-        at_once = max(1, _DRAWN // weight.shape[1])
+        n_at_once = max(1, _AT_ONCE // weight.shape[1])
         for table, place, keys in self.shards(rank):
             columns = torch.arange(weight.shape[1], device=weight.device)
             origin = _mixed(torch.tensor(seed * 65_521 + table, device=weight.device))
-            for start in range(0, len(keys), at_once):
-                numbers = keys[start : start + at_once].to(weight.device)
+            for start in range(0, len(keys), n_at_once):
+                numbers = keys[start : start + n_at_once].to(weight.device)
                 counters = numbers[:, None] * weight.shape[1] + columns
                 rows = place if isinstance(place, Tensor) else torch.arange(place.start, place.stop)
-                rows = rows[start : start + at_once].to(weight.device)
+                rows = rows[start : start + n_at_once].to(weight.device)
                 weight[rows] = _normal(_mixed(counters + origin)).to(weight.dtype)
 
 
@@ -224,7 +228,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _normal(bits: Tensor) -> Tensor:
-    """Return a normal value for each 64 bits, by Box and Muller."""
+    """Return a normal value for each 64 bits (Box and Muller, 1958)."""
     radius = ((bits >> 32) & 0xFFFFFFFF).add(1).float().mul(2.0**-32).log().mul(-2).sqrt()
     angle = (bits & 0xFFFFFFFF).float().mul(2 * math.pi * 2.0**-32)
     return radius * angle.cos()

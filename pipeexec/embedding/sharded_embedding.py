@@ -1,4 +1,7 @@
-"""`ShardedEmbedding`: tables whose rows are spread over the processes of a group."""
+"""`ShardedEmbedding`: tables whose rows are spread over the processes of a group.
+
+Longer than other files by the documentation of its one class.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,18 @@ from pipeexec.devices.host_memory import check_tensors
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.accumulated_gradients import AccumulatedGradients
 from pipeexec.embedding.arguments import (
-    Whole,
+    FullTable,
     check_device,
     check_modes,
     checked_loads,
     checked_rows,
-    rows_of,
+    table_rows,
 )
-from pipeexec.embedding.key_exchange import Exchange, Terms
+from pipeexec.embedding.exchange_config import ExchangeConfig
+from pipeexec.embedding.key_exchange import Exchange
 from pipeexec.embedding.peers import Peers
 from pipeexec.embedding.row_layout import Layout
+from pipeexec.embedding.row_state import check_row_state, row_state
 from pipesim.costs.keys import Keys
 from pipesim.costs.row_placement import PLACEMENTS
 from pipesim.errors import (
@@ -42,69 +47,77 @@ __all__ = ["ShardedEmbedding"]
 class ShardedEmbedding(nn.Module):
     """An embedding whose rows are spread over processes that each have a part of the batch.
 
-    Keys go to the processes that own their rows, vectors come back, and gradients go the same way;
-    each key of a process is sent once, however often it occurs there, unless ``unique=False``.
-    After the sparse operation kit of HugeCTR: data parallel before and after, model parallel
-    within. Every process of the group must make the module, call it (with no keys if it has none),
-    and call ``backward`` of what it returned, in the same order.
+    Keys are sent to the processes that own their rows, vectors come back, and gradients are sent to
+    the owners. A process sends each of its keys once, however often it occurs, unless
+    ``unique=False``. The design follows the sparse operation kit of HugeCTR: data parallel before
+    and after the embedding, model parallel within it.
+
+    Every process of the group must make the module, call it (without keys if it has none), and call
+    ``backward`` of the output, in the same order.
 
     Parameters
     ----------
     n_rows
-        Rows of the table; or a sequence of the rows of each of several tables, whose keys go in one
-        exchange.
+        Number of rows of the table. For several tables, whose keys go in one exchange, a sequence
+        of the numbers of rows.
     dim
         Length of a vector.
     process_group
         The processes: a process group, or `Processes`. None: the default group, or this process
-        alone where torch.distributed is not initialised. gloo, or NCCL for rows on GPUs.
+        alone if torch.distributed is not initialised. The backend is gloo, or NCCL for rows on
+        GPUs.
     combiner
-        None: a vector for each key. ``"sum"`` or ``"mean"``: the last dimension of keys is a bag,
-        with one vector; zeros where it has no key.
+        None: one vector for each key. ``"sum"`` or ``"mean"``: the last dimension of keys is a bag,
+        with one vector; a bag without keys gives zeros.
     padding_key
-        The key that stands for no key: zeros, or left out of its bag.
+        The key that stands for no key: its vector is zeros, and bags leave it out.
     gradients
-        ``"sum"`` over processes, right where the loss is that of all of them; ``"mean"``: divided
-        by their number, as DistributedDataParallel does with those of the rest of a model.
+        ``"sum"`` over processes, for a loss over the batches of all processes. ``"mean"``: the sum
+        divided by the number of processes, as in DistributedDataParallel for the rest of a model.
     sparse
-        Whether the gradient is sparse, of the rows that occur alone, as ``SparseAdam`` needs it.
+        Whether the gradient is sparse, with only the rows that occur, as ``SparseAdam`` needs it.
     placement
-        Which rank has a row: ``"modulo"``, rank ``key % n``, where it is number ``key // n`` of the
-        table; ``"hash"``, by a fixed mixing of the key; ``"frequency"``, dealt by ``counts`` such
-        that ranks are asked for about as many rows. `pipesim.costs.row_placement` has the formulas.
+        Rank of each row; `pipesim.costs.row_placement` has the formulas.
+
+        - ``"modulo"``: rank ``key % n``, where it is row ``key // n`` of the table.
+        - ``"hash"``: by a fixed hash of the key.
+        - ``"frequency"``: by ``counts``, so that all ranks get about equally many requests.
     unique
-        Whether a process sends each of its keys once, with the sum of its gradients; or as often as
-        it occurs. Results are the same.
+        Whether a process sends each of its keys once, with the sum of its gradients, or as often as
+        the key occurs. The results are the same.
     counts
-        For ``"frequency"``: how often each row is sent, an array or a list of one a table; or
-        `pipesim.Keys`, whose `loads` are taken. The same in every process.
+        For ``"frequency"``: how often each row is sent, as an array, or a list of one array a
+        table; or `pipesim.Keys`, of which `loads` is used. The same in every process.
     dtype, device
-        Of the rows.
+        Type and device of the rows.
 
     Attributes
     ----------
     weight
-        The rows that this process has, of shape ``(rows, dim)``: of the first table, then of the
-        next. A table takes equally many on every process, though the last may be no row. One
-        parameter for all tables, so that one lookup and one step of an optimizer serve all.
+        The rows of this process, shape ``(rows, dim)``, table after table. A table has equally many
+        places in every process; the last may be unused. One parameter has all tables, so that one
+        lookup and one optimizer step serve all.
 
     Raises
     ------
     ArgumentError
-        For a wrong argument, one that differs between processes, and other processes in the group
-        of another.
+        For an invalid argument, an argument that differs between processes, and process groups
+        that differ.
     CapacityError
         If the rows of this process do not fit in the memory of the machine.
     PeerError
-        If another process has a wrong argument, or does not come.
+        If another process has an invalid argument, or does not make the module.
 
     Notes
     -----
-    Rows are normal, as those of `torch.nn.Embedding`, and do not depend on the number of processes:
-    only on the random state of the group's first. ``state_dict`` has this process's rows, and is
-    refused by another process, or another number of them: keep `full_weight` for those.
-    DistributedDataParallel would take the rows of different processes for copies of one parameter;
-    keep the module out of it.
+    Rows are drawn from a normal distribution, as in `torch.nn.Embedding`. They depend on the random
+    state of the group's first process, not on the number of processes.
+
+    ``state_dict`` has the rows of this process. Another process refuses it, and so does a group of
+    another size; save `full_weight` for these.
+
+    Keep the module out of DistributedDataParallel, which would treat the rows of different
+    processes as copies of one parameter.
     """
 
     def __init__(
@@ -143,9 +156,9 @@ class ShardedEmbedding(nn.Module):
                 device,
             )
         except PipeError as error:
-            peers.meet(error)
+            peers.agree(error)
             raise
-        seed = peers.meet({
+        seed = peers.agree({
             "n_rows": rows if several else rows[0], "dim": dim,
             "combiner": combiner, "padding_key": padding_key, "gradients": gradients,
             "sparse": bool(sparse), "dtype": str(dtype),
@@ -154,7 +167,9 @@ class ShardedEmbedding(nn.Module):
         self._peers, self.dim = peers, dim
         self.gradients = gradients
         scale = 1 / peers.n if gradients == "mean" else 1.0
-        self._terms = Terms(layout, combiner, padding_key, scale, bool(sparse), bool(unique))
+        self._config = ExchangeConfig(
+            layout, combiner, padding_key, scale, bool(sparse), bool(unique)
+        )
         self.weight = nn.Parameter(
             torch.empty(layout.rows_per_rank, dim, dtype=dtype, device=device)
         )
@@ -162,113 +177,112 @@ class ShardedEmbedding(nn.Module):
 
     @property
     def n_rows(self) -> tuple[int, ...]:
-        """Rows of each table, over all processes."""
-        return self._terms.layout.n_rows
+        """Number of rows of each table, over all processes."""
+        return self._config.layout.n_rows
 
     @property
     def n_ranks(self) -> int:
-        """Number of processes that the rows are spread over."""
+        """Number of processes that share the rows."""
         return self._peers.n
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Numbers of these processes in torch.distributed's default group."""
+        """Ranks of these processes in torch.distributed's default group."""
         return tuple(self._peers.ranks)
 
     @property
     def combiner(self) -> str | None:
-        """How the vectors of a bag are combined; None where each key has its own."""
-        return self._terms.combiner
+        """How the vectors of a bag are combined; None for one vector a key."""
+        return self._config.combiner
 
     @property
     def placement(self) -> str:
-        """Which rank has a row: ``"modulo"``, ``"hash"`` or ``"frequency"``."""
-        return self._terms.layout.placement
+        """Placement of rows on ranks: ``"modulo"``, ``"hash"`` or ``"frequency"``."""
+        return self._config.layout.placement
 
     @property
     def unique(self) -> bool:
         """Whether a process sends each of its keys once."""
-        return self._terms.unique
+        return self._config.unique
 
     @classmethod
     def from_full(
         cls,
-        weights: Whole | Sequence[Whole],
+        weights: FullTable | Sequence[FullTable],
         process_group: dist.ProcessGroup | Processes | None = None,
         **options: Any,
     ) -> ShardedEmbedding:
-        """Return an embedding of given rows, of which every process keeps its own.
+        """Return an embedding with the given rows; every process keeps its part.
 
         Parameters
         ----------
         weights
             A tensor of all rows, or a module that has them; a list of these for several tables.
-            Of a module its rows alone are taken: give ``combiner`` and ``padding_key`` as options.
+            Only the rows of a module are used: give ``combiner`` and ``padding_key`` as options.
         process_group, **options
-            As for the class; ``dtype`` and ``device`` are those of the rows unless given.
+            As for the class; ``dtype`` and ``device`` default to those of the rows.
 
         Raises
         ------
         ArgumentError
-            For rows of unlike length, and as for the class.
+            For rows of different lengths, and as for the class.
         """
         several = isinstance(weights, Sequence)
         if several and not weights:
             raise ArgumentError("weights is empty; give the rows of at least one table")
-        tables = list(map(rows_of, weights if isinstance(weights, Sequence) else [weights]))
+        tables = list(map(table_rows, weights if isinstance(weights, Sequence) else [weights]))
         if len({table.shape[1] for table in tables}) != 1:
             shapes = [tuple(table.shape) for table in tables]
             raise ArgumentError(f"tables must have rows of one length, got shapes {shapes}")
         first = tables[0]
         options = {"dtype": first.dtype, "device": first.device, **options}
         sizes = [len(table) for table in tables]
-        made = cls(sizes if several else sizes[0], first.shape[1], process_group, **options)
-        for table, place, keys in made._terms.layout.shards(made._peers.rank):
-            made.weight.detach()[place] = tables[table][keys.to(tables[table].device)].to(
-                made.weight
-            )
-        return made
+        embedding = cls(sizes if several else sizes[0], first.shape[1], process_group, **options)
+        for table, place, keys in embedding._config.layout.shards(embedding._peers.rank):
+            rows = tables[table]
+            embedding.weight.detach()[place] = rows[keys.to(rows.device)].to(embedding.weight)
+        return embedding
 
     def full_weight(self) -> Tensor | list[Tensor]:
-        """Return all rows: a tensor, or one a table; every process must call this.
+        """Return all rows: a tensor, or a list of one a table; every process must call this.
 
         Raises
         ------
         LostConnection
-            If a process is gone.
+            If a process has exited.
         """
-        layout = self._terms.layout
-        found = self._peers.gather(self.weight.detach(), "rows")
-        tables = [found[0].new_empty(rows, self.dim) for rows in layout.n_rows]
-        for rank, rows in enumerate(found):
+        layout = self._config.layout
+        shards = self._peers.gather(self.weight.detach(), "rows")
+        tables = [shards[0].new_empty(rows, self.dim) for rows in layout.n_rows]
+        for rank, rows in enumerate(shards):
             for table, place, keys in layout.shards(rank):
                 tables[table][keys.to(rows.device)] = rows[place]
         return tables if layout.several else tables[0]
 
     def check(self, keys: Tensor) -> None:
-        """Raise `ArgumentError` unless keys are rows, of the type and shape of `forward`'s.
+        """Raise `ArgumentError` unless keys are rows, in a type and shape that `forward` takes.
 
-        Of this process alone: nothing is sent, and nobody waits.
+        This is local: nothing is sent, and no process waits.
         """
-        self._terms.check(check_type("keys", keys, Tensor))
+        self._config.check(check_type("keys", keys, Tensor))
 
     def dispatch(self, keys: Tensor, *, keeps_keys: bool = False) -> Exchange:
-        """Return an exchange of keys, whose phases are to be called one by one, without autograd.
+        """Return an exchange of keys; the caller calls its phases one by one, without autograd.
 
         Parameters
         ----------
         keys
-            As for `forward`. What is wrong with them is raised by ``counts``, once the other
-            processes know.
+            As for `forward`. ``counts`` raises the error of invalid keys, after it has told the
+            other processes.
         keeps_keys
-            Whether its gradients go to `accumulated_gradients`.
+            Whether the gradients of the exchange go to `accumulated_gradients`.
         """
         check_flag("keeps_keys", keeps_keys)
-        return Exchange(keys, self.weight, self._terms, self._peers, keeps_keys=keeps_keys)
+        return Exchange(keys, self.weight, self._config, self._peers, keeps_keys=keeps_keys)
 
     def accumulated_gradients(self) -> AccumulatedGradients:
-        """Return what gradients of several exchanges are added to, and exchanged by, together."""
-        return AccumulatedGradients(self.weight, self._terms, self._peers)
+        """Return an object that sums the gradients of several exchanges and sends the sums once."""
+        return AccumulatedGradients(self.weight, self._config, self._peers)
 
     def forward(self, keys: Tensor) -> Tensor:
         """Return the vectors of keys.
@@ -276,53 +290,42 @@ class ShardedEmbedding(nn.Module):
         Parameters
         ----------
         keys
-            int32 or int64. Of one table: any shape; with a combiner ``(..., bag)``. Of several:
-            ``(..., n_tables)``, or ``(..., n_tables, bag)``.
+            int32 or int64. Shape for one table: any, or ``(..., bag)`` with a combiner. Shape for
+            several tables: ``(..., n_tables)``, or ``(..., n_tables, bag)`` with a combiner.
 
         Returns
         -------
         Tensor
-            Of the shape of the keys, without that of bags, and ``dim``.
+            Shape of the keys, without the dimension of bags, then ``dim``.
 
         Raises
         ------
         ArgumentError
-            If keys are of another type or shape, or one is no row of its table. Nothing is sent.
+            For keys of another type or shape, and a key that is no row of its table. No key is
+            sent.
         PeerError
-            If another process refused its keys.
+            If another process has refused its keys.
         LostConnection
-            If another process is gone.
+            If another process has exited.
         """
-        output: Tensor = _Looked.apply(self.weight, self.dispatch(keys))  # type: ignore[no-untyped-call]
+        output: Tensor = _Lookup.apply(self.weight, self.dispatch(keys))  # type: ignore[no-untyped-call]
         return output
 
     def get_extra_state(self) -> Tensor:
-        """Return which rows these are."""
-        layout = self._terms.layout
-        code = {"modulo": [], "hash": [-1], "frequency": [-2, layout.digest]}[layout.placement]
-        return torch.tensor([self._peers.rank, self._peers.n, *self.n_rows, *code])
+        """Return a code of the rows that this process has; see `pipeexec.embedding.row_state`."""
+        return row_state(self._config.layout, self._peers.rank, self._peers.n)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raise unless a state is of the rows that this process has."""
+        """Raise `ArgumentError` unless a state has the rows of this process."""
         check_type("state", state, Tensor)
-        if state.tolist() != self.get_extra_state().tolist():
-            rank, n, *rows = state.tolist()
-            coded = next((i for i, x in enumerate(rows) if x < 0), len(rows))
-            placed = {0: "modulo", -1: "hash", -2: "frequency"}.get(sum(rows[coded:][:1]), "?")
-            raise ArgumentError(
-                f"a state of rank {rank} of {n}, tables of {rows[:coded]} rows"
-                f"{f' placed by {placed}' if rows[coded:] or self.placement != 'modulo' else ''}, "
-                f"cannot be loaded into rank {self._peers.rank} of {self._peers.n}, tables of "
-                f"{list(self.n_rows)} rows placed by {self.placement}; keep full_weight() instead, "
-                "and load it by from_full"
-            )
+        check_row_state(state, self._config.layout, self._peers.rank, self._peers.n)
 
     def extra_repr(self) -> str:
-        """Return what `repr` says of the module."""
+        """Return the rows, the dimension and the rank, for `repr`."""
         return f"{list(self.n_rows)}, {self.dim}, rank {self._peers.rank} of {self._peers.n}"
 
 
-class _Looked(torch.autograd.Function):
+class _Lookup(torch.autograd.Function):
     """The phases of an exchange, as one node of autograd's graph."""
 
     @staticmethod

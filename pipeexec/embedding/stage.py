@@ -1,19 +1,19 @@
-"""A sharded embedding as the stage of a pipeline: its exchanges and lookups, task by task."""
+"""A sharded embedding as a pipeline stage: its exchanges and lookups, task by task."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from pipeexec.devices.device import Values
+from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.distributed.signatures import Entry, Signature
 from pipeexec.embedding.key_exchange import Exchange
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
-from pipeexec.stages.activation_bytes import ActivationCounter
-from pipeexec.stages.module_call import Seed
-from pipeexec.stages.stage import Stage
+from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
+from pipeexec.stages.module_call import MicrobatchLoss
+from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import ArgumentError, ExecutionError, check_type
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import EXCHANGES, Op
@@ -24,18 +24,18 @@ __all__ = ["EmbeddingStage", "ShardedStage", "check_embedding", "check_keys", "e
 class EmbeddingStage(nn.Module):
     """A stage that looks up its last input, and passes on the others in front of the vectors.
 
-    So that dense features go through the pipeline beside the keys: ``(dense, keys)`` becomes
-    ``(dense, vectors)``. To be lowered with ``sharded=[stage]``.
+    Dense features thus go through the pipeline together with the keys: ``(dense, keys)`` becomes
+    ``(dense, vectors)``. Lower the graph with ``sharded=[stage]``.
 
     Parameters
     ----------
     embedding
-        Over a group of the processes that have the stage, one for each replica of the pipeline.
+        The embedding, over the processes that have the stage: one for each replica of the pipeline.
 
     Raises
     ------
     ArgumentError
-        For a module that is none.
+        For a module of another class.
     """
 
     def __init__(self, embedding: ShardedEmbedding) -> None:
@@ -43,13 +43,13 @@ class EmbeddingStage(nn.Module):
         self.embedding = check_type("embedding", embedding, ShardedEmbedding)
 
     def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Return the other values and the vectors, or the vectors where there are no others."""
+        """Return the other values, if any, and the vectors."""
         *others, keys = values
         vectors = self.embedding(keys)
         return (*others, vectors) if others else vectors
 
     def output_signature(self, inputs: Signature) -> Signature:
-        """Return shapes and types of what `forward` returns for those of its inputs."""
+        """Return shapes and types of the outputs of `forward`, from those of its inputs."""
         *others, keys = inputs
         bags = self.embedding.combiner is not None
         shape = (*keys.shape[: len(keys.shape) - bags], self.embedding.dim)
@@ -59,7 +59,7 @@ class EmbeddingStage(nn.Module):
 def check_embedding(module: nn.Module | None, stage: int, ranks: Sequence[int]) -> None:
     """Raise `ArgumentError` unless a stage is an embedding over the processes of its replicas.
 
-    ``ranks`` are those of the devices on which its replicas are.
+    ``ranks`` are the ranks of the devices of its replicas.
     """
     embedding = module.embedding if isinstance(module, EmbeddingStage) else None
     if not isinstance(embedding, ShardedEmbedding):
@@ -75,7 +75,7 @@ def check_embedding(module: nn.Module | None, stage: int, ranks: Sequence[int]) 
     if len(set(ranks)) < len(ranks):
         raise ArgumentError(
             f"stage {stage} is sharded over {len(ranks)} replicas, which are in processes "
-            f"{list(ranks)}; give each replica of it a process of its own"
+            f"{list(ranks)}; give each replica its own process"
         )
     if embedding.n_ranks != len(ranks) or (len(ranks) > 1 and {*embedding.ranks} != {*ranks}):
         raise ArgumentError(
@@ -86,14 +86,18 @@ def check_embedding(module: nn.Module | None, stage: int, ranks: Sequence[int]) 
 
 
 def check_keys(modules: Iterable[nn.Module], microbatches: Sequence[Values]) -> None:
-    """Raise `ArgumentError` for keys of a batch that are no rows, before any of them is sent.
+    """Raise `ArgumentError` for keys of a batch that are no rows, before any key is sent.
 
-    ``modules`` are all replicas of the first stage, of which one at most is in this process, and
-    so are ``microbatches``, which are empty where another has them.
+    Parameters
+    ----------
+    modules
+        All replicas of the first stage; at most one is in this process.
+    microbatches
+        Inputs of the micro-batches; empty for micro-batches of another process.
     """
-    given = [values for values in microbatches if values]
+    own = [values for values in microbatches if values]
     for embedding in (x.embedding for x in modules if isinstance(x, EmbeddingStage)):
-        for microbatch, (*_, keys) in enumerate(given):
+        for microbatch, (*_, keys) in enumerate(own):
             assert keys is not None
             try:
                 embedding.check(keys)
@@ -102,7 +106,7 @@ def check_keys(modules: Iterable[nn.Module], microbatches: Sequence[Values]) -> 
 
 
 def exchange_options(graph: TaskGraph) -> dict[str, bool]:
-    """Return the options of `ShardedStage` that a graph was lowered for."""
+    """Return the options of `ShardedStage` for a graph."""
     exchanges = graph.op == Op.ALL_TO_ALL
     return {
         "reorders": bool((graph.op == Op.DISPATCH).any()),
@@ -110,36 +114,51 @@ def exchange_options(graph: TaskGraph) -> dict[str, bool]:
     }
 
 
-class ShardedStage(Stage):
-    """The stage of an `EmbeddingStage`: what it holds for a micro-batch is its exchange of keys.
+class ShardedStage:
+    """The stage of an `EmbeddingStage`; for each micro-batch it holds an exchange of keys.
 
-    What passes by the lookup goes from task to task beside it.
+    It implements `pipeexec.stages.stage_like.StageLike`, and the tasks of exchanges besides. Values
+    that are not looked up are passed from task to task.
 
     Parameters
     ----------
-    module, index, device, held
-        As for `Stage`.
+    module, index
+        The module, and the number of the stage.
+    counter
+        Counts micro-batches in flight; shared by the stages of a device.
     reorders
-        Whether keys are grouped, and vectors and gradients put in order, by tasks of their own.
+        Whether separate tasks group keys, and reorder vectors and gradients.
     accumulates
         Whether gradients of all micro-batches are exchanged together.
+
+    Attributes
+    ----------
+    sent
+        Bytes that the latest exchange sent to other processes.
     """
+
+    is_ddp = False
 
     def __init__(
         self,
         module: EmbeddingStage,
         index: int,
-        device: torch.device,
-        held: ActivationCounter,
+        counter: ActivationCounter,
         *,
         reorders: bool = False,
         accumulates: bool = False,
     ) -> None:
-        super().__init__(module, index, device, held)
+        self.module: nn.Module = module
+        self.index, self.counter = index, counter
+        self.is_random: dict[bool, bool] = {}
+        self.modifies_input: dict[bool, bool] = {}
+        self.loss_fn: MicrobatchLoss | None = None
+        self.versions: WeightVersions | None = None
+        self.meter: ActivationMeter | None = None
         self.embedding, self._reorders = module.embedding, reorders
         self._exchanges: dict[int, Exchange] = {}
         self._accumulated = module.embedding.accumulated_gradients() if accumulates else None
-        self.sent = 0  # bytes of the latest exchange
+        self.sent = 0
 
     def dispatch(self, microbatch: int, values: Values) -> Values:
         """Group the keys, the last of the values, by owner; return the others."""
@@ -150,10 +169,10 @@ class ShardedStage(Stage):
         return tuple(others)
 
     def exchange(self, name: str, microbatch: int, values: Values) -> Values:
-        """Run one of `pipesim.ops.EXCHANGES`; return what passes by.
+        """Run one of `pipesim.ops.EXCHANGES`; return the values to pass on.
 
-        Unless they have tasks of their own, `dispatch` comes before the first, and `reorder` after
-        vectors have come and before gradients go.
+        Without separate tasks for them, `dispatch` runs before the first exchange, and `reorder`
+        after the vectors are received and before the gradients are sent.
         """
         if name == "accumulated":
             assert self._accumulated is not None
@@ -177,57 +196,56 @@ class ShardedStage(Stage):
         return values
 
     def reorder(self, name: str, microbatch: int, values: Values) -> Values:
-        """Put vectors in the order of the keys, behind the values; or sum gradients of each key."""
+        """Append the vectors in the order of the keys, or sum the gradients of each key."""
         exchange = self._exchanges[microbatch]
         if name == "vectors":
             return (*values, exchange.combine())
         *others, gradient = values
         if gradient is None:
             raise ExecutionError(
-                f"nothing depends on the vectors of stage {self.index}, so that its rows get "
-                "no gradient; let the loss depend on them"
+                f"no output depends on the vectors of stage {self.index}, so its rows get no "
+                "gradient; let the loss depend on them"
             )
         exchange.sum_gradients(gradient)
         return tuple(others)
 
     def held_tensors(self, microbatch: int) -> list[Tensor]:
-        """Return the tensors that the exchange of a micro-batch holds; none before its first.
+        """Return the tensors that the exchange of a micro-batch holds; none before its first phase.
 
-        Those of accumulated gradients, of no micro-batch, have number -1.
+        Micro-batch -1 stands for the accumulated gradients.
         """
         if microbatch < 0 and self._accumulated is not None:
             return list(self._accumulated.tensors())
         exchange = self._exchanges.get(microbatch)
         return [] if exchange is None else list(exchange.tensors())
 
-    def forward(
-        self,
-        microbatch: int,
-        values: Values,
-        seed: Seed,
-        recomputed: bool,
-        split: bool = False,
-        again: bool = False,
-    ) -> Values:
-        """Run F: look up the rows that this process was asked for."""
+    def forward(self, microbatch: int, values: Values, /, *_: object) -> Values:
+        """Run F: look up the rows that all processes requested; they draw no random numbers."""
         self._exchanges[microbatch].lookup()
         self.counter.acquire()
         return values
 
-    def backward(self, microbatch: int, gradients: Values) -> Values:
-        """Run B: add up the gradients of this process's rows; keys have none."""
-        passed = self.input_grad(microbatch, gradients)
-        self.weight_grad(microbatch)
-        return passed
+    def recompute(self, microbatch: int, /, *_: object) -> None:
+        """Raise: graphs have no R of a sharded stage."""
+        raise ExecutionError(
+            f"a graph has R of micro-batch {microbatch} of the sharded stage {self.index}, which "
+            "keeps no activations; lower the schedule with sharded="
+        )
 
-    def input_grad(self, microbatch: int, gradients: Values) -> Values:
-        """Run I: pass back the gradients of what has passed by."""
+    def backward(self, microbatch: int, gradients: Values, /) -> Values:
+        """Run B: add up the gradients of this process's rows; keys have no gradient."""
+        input_gradients = self.input_grad(microbatch, gradients)
+        self.weight_grad(microbatch)
+        return input_gradients
+
+    def input_grad(self, microbatch: int, gradients: Values, /) -> Values:
+        """Run I: return the gradients of the values that were passed on."""
         if self._accumulated is not None and not self._reorders:
             gradients = self.reorder("gradients", microbatch, gradients)
         return (*gradients, None)
 
-    def weight_grad(self, microbatch: int) -> None:
-        """Run W: add up the gradients of rows, or keep them until those of all are exchanged."""
+    def weight_grad(self, microbatch: int, /) -> None:
+        """Run W: add up the gradients of rows, or keep them for the exchange of all."""
         exchange = self._exchanges.pop(microbatch)
         if self._accumulated is None:
             exchange.accumulate()
@@ -235,9 +253,25 @@ class ShardedStage(Stage):
             self._accumulated.add(exchange.summed())
         self.counter.release()
 
+    def pending_parameters(self, microbatch: int, /) -> set[int] | None:
+        """Return None: W makes all gradients."""
+        return None
+
+    def begin_step(self, autocast: ContextFactory | None, /) -> None:
+        """Do nothing: lookups are not affected by autocast."""
+
+    def end_step(self) -> None:
+        """Do nothing: the exchanges of a step are complete."""
+
+    def after_optimizer_step(self, *, zero_grad: bool) -> None:
+        """Do nothing: the stage has no versions of weights."""
+
+    def mean_count(self, count: Tensor | float, /) -> Tensor | float:
+        """Return the count: the pipeline knows all replicas."""
+        return count
+
     def reset(self) -> None:
-        """Forget the micro-batches in flight, after a failure."""
-        super().reset()
+        """Drop the micro-batches in flight, after a failure."""
         self._exchanges.clear()
         if self._accumulated is not None:
             self._accumulated.clear()

@@ -64,7 +64,6 @@ def make_stages(
         ShardedStage(
             module,
             index % n,
-            devices[device].torch_device,
             counters[device],
             **exchange_options(graph),
         )
