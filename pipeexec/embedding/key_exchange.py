@@ -131,9 +131,9 @@ class Exchange:
         """Begin a phase; raise unless it is next. ``name`` is the called method, for the error."""
         if _PHASES[self._n_done : self._n_done + 1] != (phase,):
             n = self._n_done
-            following = "nothing: it is done" if n == len(_PHASES) else _PHASES[n]
+            due = "nothing: it is done" if n == len(_PHASES) else _PHASES[n]
             raise ExecutionError(
-                f"an exchange of keys was asked for {name or phase}, and next comes {following}; run "
+                f"an exchange of keys was asked for {name or phase}, and next comes {due}; run "
                 f"its phases once each, in order: {', '.join(_PHASES)}"
             )
         self._n_done += 1
@@ -201,7 +201,7 @@ class Exchange:
 
     @torch.no_grad()
     def vectors(self) -> Tensor:
-        """Send the vectors back; return the combined vectors of the input's keys, in order."""
+        """Run `receive`, then `combine`."""
         self.receive()
         return self.combine()
 
@@ -239,12 +239,9 @@ class Exchange:
 
     @torch.no_grad()
     def gradients(self, grad_output: Tensor) -> None:
-        """Sum the gradients of each key that was sent, and send the sums to its owner.
+        """Run `sum_gradients`, then `send_gradients`.
 
-        Parameters
-        ----------
-        grad_output
-            Gradient of the tensor that `vectors` returned.
+        ``grad_output`` is the gradient of the tensor that `vectors` returned.
         """
         self.sum_gradients(grad_output, "gradients")
         self.send_gradients()

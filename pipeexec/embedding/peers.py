@@ -144,7 +144,7 @@ class Peers:
         return gathered
 
     def lost(self, error: RuntimeError, name: str) -> LostConnection:
-        """Return the error for a failed exchange ``name``: it has the rank that exited, if known."""
+        """Return the error for a failed exchange ``name``, with the exited rank if known."""
         exited = [] if self._recorder is None else self._recorder.wait_for_exit()
         first = (str(error) or type(error).__name__).splitlines()[0]
         cause = RuntimeError(f"in the exchange of {name}: {first}")

@@ -123,7 +123,7 @@ class Layout:
                     yield table, addresses[own] - rank * self.rows_per_rank, part[own]
 
     def check_form(self, keys: object, device: torch.device, *, bags: bool) -> None:
-        """Raise `ArgumentError` unless keys are integers on ``device``, in a shape for the tables."""
+        """Raise `ArgumentError` unless keys are integers on ``device``, in an allowed shape."""
         if not isinstance(keys, Tensor) or keys.dtype not in (torch.int32, torch.int64):
             got = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
             raise ArgumentTypeError(f"keys must be a tensor of int32 or int64, got {got}")

@@ -488,7 +488,7 @@ def refused(processes: px.Processes) -> list[list[str]]:
 
 def test_the_others_learn_who_refused_its_keys(two_ranks: Ranks) -> None:
     told, own = two_ranks.run(refused)
-    text = "rank 1 refused its keys, as its own error says; none was sent"
+    text = "rank 1 refused its keys, see the error of that rank; no key was sent"
     assert told == [["PeerError", text]] * len(BAD_KEYS)
     for (kind, error), (_, _, wanted) in zip(own, BAD_KEYS.values(), strict=True):
         assert kind in ("ArgumentError", "ArgumentTypeError")
