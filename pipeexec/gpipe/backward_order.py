@@ -79,7 +79,7 @@ def link_cycles(
     """Append one node a clock cycle of the forward to ``phony``; return the last node's phony."""
     for cycle in cycles:
         tasks = newest_first(cycle, recomputed)
-        phony = _Tasks.apply(backward, tasks, phony)  # type: ignore[no-untyped-call]
+        phony = _TaskNode.apply(backward, tasks, phony)  # type: ignore[no-untyped-call]
     return phony
 
 
@@ -89,7 +89,7 @@ def link_tasks(backward: Backward, tasks: Sequence[Task], phony: Tensor) -> Tens
     The first task is the newest node. Returns that node's phony.
     """
     for task in reversed(tasks):
-        phony = _Tasks.apply(backward, [task], phony)  # type: ignore[no-untyped-call]
+        phony = _TaskNode.apply(backward, [task], phony)  # type: ignore[no-untyped-call]
     return phony
 
 
@@ -123,7 +123,7 @@ def link_backward(
     return leave
 
 
-class _Tasks(Function):
+class _TaskNode(Function):
     @staticmethod
     def forward(ctx: Any, backward: Backward, tasks: Sequence[Task], _: Tensor) -> Tensor:
         ctx.tasks = backward, tasks

@@ -15,7 +15,7 @@ from small_pipelines import call_within
 from torch import Tensor
 
 from pipeexec.gpipe import backward_order
-from pipeexec.gpipe.backward_order import _issue_or_queue, _Tasks, link_backward, link_tasks
+from pipeexec.gpipe.backward_order import _issue_or_queue, _TaskNode, link_backward, link_tasks
 from pipeexec.gpipe.task_orders import unordered_backward
 from pipesim.ops import Op
 
@@ -138,7 +138,7 @@ def test_the_gradient_of_an_input_comes_after_all_tasks() -> None:
     def run_nodes() -> None:
         """Run all nodes of the second call within a task of the first, as the engine may."""
         for _ in range(3):
-            _Tasks.backward(graph[0], None)  # type: ignore[no-untyped-call]
+            _TaskNode.backward(graph[0], None)  # type: ignore[no-untyped-call]
             graph[0] = graph[0].next_functions[0][0]
         assert second.issued == []
         found.extend(graph[0].apply(None))
