@@ -30,10 +30,10 @@ _ROUNDING = 1e-12
 
 
 def joint_issue_times(graph: TaskGraph, issued: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return when the hosts had issued each task and its partners (rule 7).
+    """Return the time at which the hosts had issued each task and its partners (rule 7).
 
-    Partners are the RECV of a rendezvous and the members of a collective. ``issued`` is when the
-    hosts had issued each task alone; both in seconds, shape ``(len(graph),)``.
+    Partners are the RECV of a rendezvous and the members of a collective. ``issued`` is the
+    issue time of each task alone. Both are in seconds, shape ``(len(graph),)``.
     """
     together = issued.copy()
     if graph.rendezvous:
@@ -48,9 +48,9 @@ def joint_issue_times(graph: TaskGraph, issued: NDArray[np.float64]) -> NDArray[
 def exact_seconds(first: NDArray[np.float64], last: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the seconds from ``first`` to ``last`` such that ``first + seconds == last``.
 
-    A difference is rounded; where the sum is off, a neighbouring double is right, if any is. So
-    times that an engine made are made again, bit by bit. Where none is, the sum is the smaller one:
-    what ended at ``last`` then waited for something else, too.
+    The difference is rounded. If the sum is not ``last``, a neighbouring double may give it, so
+    that times of an engine are reproduced exactly. If no double does, the result is the one with
+    the smaller sum: the task that ended at ``last`` then waited for another event, too.
     """
     return _nearest(last - first, 1.0, first, last)
 
@@ -77,20 +77,20 @@ def last_link_holder(timeline: Timeline) -> Ints:
 
     The holder is a message or a member of a collective, and so is the task that waits. Members of
     a collective wait for the links of all its members. Shape ``(len(graph),)``. -1 without a
-    holder, or if links are not known because the timeline has no costs. Of several holders that
-    ended at one moment, the smallest id.
+    holder, or if links are unknown because the timeline has no costs. If several holders ended at
+    the same time, the smallest id counts.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     holder_of_task = np.full(len(graph), -1, dtype=np.int64)
     if timeline.costs is None:
         return holder_of_task
     links = timeline.costs.of(graph).links
-    # A task of 0 s holds no link, and waits for none.
+    # A task of 0 s holds no link and waits for none.
     task, place = np.nonzero((links >= 0) & (end > start)[:, None])
     if not len(task):
         return holder_of_task
     link = links[task, place].astype(np.int64)
-    # Sorted by link, then end; of one end the smallest id comes last.
+    # Sorted by link, then end; at equal ends the smallest id comes last.
     moments = np.unique(end[task])
     width = len(moments) + 1
     ended = link * width + np.searchsorted(moments, end[task], "right")
@@ -116,7 +116,7 @@ def release_times(
     """Return, for each entry of ``graph.precedence``, when it stopped blocking its successor (s).
 
     One value for each of ``graph.precedence.values``: the end of that task. For buckets of
-    gradients it is the moment when their last backward has done the part that they need:
+    gradients it is the time at which their last backward has done the part that they need:
     ``shares``, one a task, or those of `bucket_shares`.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
@@ -128,14 +128,12 @@ def release_times(
     backward = graph.partial_dependency[buckets]
     shares = bucket_shares(timeline) if shares is None else shares
     done = start[backward] + shares[buckets] * (end[backward] - start[backward])
-    # Draws aside, a bucket that starts at once does so at this very moment.
+    # Without drawn noise, a bucket that starts at once starts exactly at this time.
     near = np.abs(done - start[buckets]) <= _ROUNDING * timeline.makespan
     done = np.minimum(np.where(near, start[buckets], done), end[backward])
-    same_stream = (
-        graph.stream[buckets] == graph.stream[backward]
-    )  # the stream itself comes to it later
+    same_stream = graph.stream[buckets] == graph.stream[backward]  # its own stream reaches it later
     done = np.where(same_stream, end[backward], done)
-    # All members of a collective wait for what each of them needs.
+    # All members of a collective wait for the dependencies of each member.
     label = np.where(graph.group >= 0, graph.group, len(graph) + np.arange(len(graph)))
     cells, number_of_cell = np.unique(label[buckets] * len(graph) + backward, return_inverse=True)
     latest = np.full(len(cells), -np.inf)
@@ -146,9 +144,10 @@ def release_times(
 
 
 def bucket_shares(timeline: Timeline) -> NDArray[np.float64]:
-    """Return the part of its backward that each bucket needs, 1 for other tasks.
+    """Return the share of its backward that each bucket needs, 1 for other tasks.
 
-    As costs have it, or without them as `measured_shares`. Shape ``(len(graph),)``.
+    The share is that of the costs, or that of `measured_shares` without costs. Shape
+    ``(len(graph),)``.
     """
     if timeline.costs is None or not len(timeline.graph.partial_dependency):
         return measured_shares(timeline)
@@ -158,11 +157,11 @@ def bucket_shares(timeline: Timeline) -> NDArray[np.float64]:
 def measured_shares(
     timeline: Timeline, predicted: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
-    """Return the part of its backward after which each bucket started, 1 for other tasks.
+    """Return the share of its backward after which each bucket started, 1 for other tasks.
 
-    ``predicted`` are the shares that are expected, by default those of the timeline's costs. They
-    are upper bounds for buckets that may have waited for something else: there, the start does
-    not show the share. Shape ``(len(graph),)``.
+    ``predicted`` are the expected shares, by default those of the timeline's costs. They are upper
+    bounds for buckets that may have waited for another event, as their start does not show the
+    share. Shape ``(len(graph),)``.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     shares = np.ones(len(graph))
@@ -194,8 +193,8 @@ def measured_shares(
 def message_latency(timeline: Timeline) -> NDArray[np.float64]:
     """Return the latency of each RECV, 0 for other tasks; seconds, shape ``(len(graph),)``.
 
-    Without costs, the shortest time from the start of a SEND to that of its RECV that any message
-    of this kind took.
+    Without costs, it is the shortest time from the start of a SEND to the start of its RECV, over
+    all messages of the same kind.
     """
     graph = timeline.graph
     recv = np.flatnonzero(graph.is_op(RECVS) & (graph.pair >= 0))
@@ -212,9 +211,9 @@ def message_latency(timeline: Timeline) -> NDArray[np.float64]:
 
 
 def collective_latency(timeline: Timeline) -> NDArray[np.float64]:
-    """Return what each collective would take without its bytes, 0 for other tasks.
+    """Return the time of each collective without its bytes, 0 for other tasks.
 
-    Seconds, shape ``(len(graph),)``; 0 without costs, and where seconds of it were measured.
+    Seconds, shape ``(len(graph),)``; 0 without costs, and if its seconds were measured.
     """
     graph = timeline.graph
     of_kind = np.zeros(len(graph.kinds))

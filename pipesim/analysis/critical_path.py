@@ -1,4 +1,4 @@
-"""The critical path of a timeline, and its table of devices."""
+"""Critical path of a timeline, and table of its devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["critical_path", "device_table"]
 def device_table(timeline: Timeline) -> pd.DataFrame:
     """Return one row a device: ``busy``, ``idle`` (s), ``utilization`` (0..1), and memory.
 
-    ``peak_memory`` (bytes) is there where the timeline has costs.
+    The column ``peak_memory`` (bytes) exists if the timeline has costs.
     """
     import pandas as pd
 
@@ -40,14 +40,14 @@ def device_table(timeline: Timeline) -> pd.DataFrame:
 def critical_path(timeline: Timeline) -> pd.DataFrame:
     """Return the chain of tasks that sets the makespan, first task first.
 
-    The search goes backwards from the task that ends last. Before each task comes the task that
-    released it last, of all that it waited for.
+    The search goes backwards from the task that ends last. The predecessor of a task on the chain
+    is the last of its predecessors that stopped blocking it.
 
     Returns
     -------
     pandas.DataFrame
-        The columns of ``timeline.frame``, and ``waited_for``: what the task's start waited for
-        last. ``"dependency"``, ``"stream"`` (the task before it on its stream), ``"message"``
+        The columns of ``timeline.frame``, and ``waited_for``: the last reason of the task's
+        wait. ``"dependency"``, ``"stream"`` (the task before it on its stream), ``"message"``
         (its SEND), ``"rendezvous"``, ``"link"`` (another message), ``"group"``, ``"host"`` (it was
         issued late; the chain begins there) or ``"start"`` (of the step).
         ``gap`` is the time between the two tasks, such as latency (s); below 0 for a message that
@@ -83,9 +83,9 @@ def _cause(
     held: Ints,
     moments: NDArray[np.float64],
 ) -> tuple[int | None, str]:
-    """Return the task that ``task`` waited for last, and why; no task at the step's start.
+    """Return the task that ``task`` waited for last, and the reason; None at the step's start.
 
-    ``moments`` are those of `release_times`.
+    ``moments`` are the result of `release_times` (s).
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     entries = slice(*graph.precedence.ptr[task : task + 2])
@@ -95,7 +95,7 @@ def _cause(
     sender = int(graph.pair[task]) if graph.op[task] in RECVS else -1
     if sender in before:
         before.remove(sender)
-        if end[task] > start[task]:  # it ends with its SEND, whenever it was reached
+        if end[task] > start[task]:  # a RECV ends with its SEND, whenever it was reached
             return sender, "message"
     last = max(before, key=lambda t: (free[t], t), default=None)
     if last is not None and free[last] >= start[task]:
@@ -109,7 +109,7 @@ def _cause(
         return holder, "link"
     ready = max(0.0 if last is None else free[last], 0.0 if holder < 0 else end[holder])
     if timeline.issued is not None and ready < issued[task] <= start[task]:
-        return None, "host"  # recorded: it takes a moment until the task starts
+        return None, "host"  # a recorded issue time is a little before the start of its task
     return (None, "start") if last is None else (last, _relation(graph, task, last))
 
 

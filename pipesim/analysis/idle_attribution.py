@@ -1,4 +1,4 @@
-"""Idle seconds of devices, given to causes: the loop behind `idle`.
+"""Attribute idle seconds of devices to causes: the loop behind `idle`.
 
 Two chains of tasks and waits lead up to each gap, one to its end and one to its beginning. The
 difference of the two is the gap's causes.
@@ -29,7 +29,7 @@ from pipesim.utils.jit import kernel
 __all__ = ["Cause", "seconds_of_causes"]
 
 Floats = NDArray[np.float64]
-# Places of columns, as compiled loops take them.
+# Indices of columns, as plain numbers for compiled loops.
 _WARM_UP, _COOL_DOWN, _IMBALANCE, _LATENCY = map(int, list(Cause)[:4])
 _CONTENTION, _HOST, _STRAGGLER = map(int, (Cause.CONTENTION, Cause.HOST, Cause.STRAGGLER))
 
@@ -37,7 +37,7 @@ _CONTENTION, _HOST, _STRAGGLER = map(int, (Cause.CONTENTION, Cause.HOST, Cause.S
 def seconds_of_causes(timeline: Timeline) -> Floats:
     """Return the seconds of each cause on each device, up to rounding.
 
-    Shape ``(n_devices, len(Cause))``, of a whole timeline.
+    Shape ``(n_devices, len(Cause))``. All tasks of the timeline must have run.
     """
     seconds = np.zeros((timeline.n_devices, len(Cause)))
     gaps = find_gaps(timeline)
@@ -57,7 +57,7 @@ class _Work(NamedTuple):
 
 
 def _scale_to_gap(work: _Work, rounding: float, lasts: float, seconds: Floats) -> None:
-    """Add a gap's parts to ``seconds``, scaled so that they add up to what it ``lasts``.
+    """Add a gap's parts to ``seconds``, scaled so that their sum is its length ``lasts``.
 
     Negative parts are subtracted proportionally from the other causes of the same group (tasks, or
     between tasks), then from all causes.
@@ -89,7 +89,7 @@ def _add_task(
     counts: bool,
     sign: int,
 ) -> float:
-    """Add what a task did until ``now`` on its chain; return when it started.
+    """Add the time of a task until ``now`` on its chain; return its start.
 
     The task after a gap has yet to start there: ``counts`` is False for it.
     """
@@ -110,7 +110,7 @@ def _add_task(
 
 
 def _add_waits(chain: Chain, parts: Floats, task: int, now: float, sign: int) -> float:
-    """Add what a task waited for until ``now``, latest first; return when it began to wait."""
+    """Add the waits of a task until ``now``, latest first; return the start of its wait."""
     before = chain.before[task]
     earlier = max(chain.ready[task], chain.issued[task])
     latest = max(earlier, chain.queued[task])

@@ -1,6 +1,6 @@
 """Columns of the idle gaps of devices and of the waits before each task.
 
-`idle_attribution` gives the gaps to causes from these columns.
+`idle_attribution` attributes the gaps to causes from these columns.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Floats = NDArray[np.float64]
 
 
 class Cause(IntEnum):
-    """Cause of idle time of a device. The value is the place of its column.
+    """Cause of idle time of a device. The value is the index of its column.
 
-    ``str`` gives what tables and legends call it.
+    ``str`` gives its name in tables and legends.
     """
 
     WARM_UP = 0
@@ -50,19 +50,19 @@ class Cause(IntEnum):
         return self.name.lower().replace("_", joint)
 
 
-# Places of columns, and roles of tasks, as compiled loops take them.
+# Indices of columns, and roles of tasks, as plain numbers for compiled loops.
 _WARM_UP, _COOL_DOWN, _LATENCY = int(Cause.WARM_UP), int(Cause.COOL_DOWN), int(Cause.LATENCY)
 _BANDWIDTH, _ORDER = int(Cause.BANDWIDTH), int(Cause.SCHEDULE_ORDER)
 COMPUTE_ROLE, COLLECTIVE_ROLE, SEND_ROLE, RECV_ROLE = range(4)
-#: Differences of durations below this share of the makespan are rounding of times.
+#: Differences of durations below this share of the makespan are due to rounding.
 _ROUNDING = 1e-12
 
 
 class Gaps(NamedTuple):
-    """Gaps of devices: from when, until when, the tasks after and before, the phase.
+    """Gaps of devices: start and end (s), the tasks after and before each gap, and its phase.
 
-    ``previous`` is -1 before a device's first task. ``phase`` is the cause that the pipeline's own
-    cycle has there, or -1 for that of each task.
+    ``previous`` is -1 before a device's first task. ``phase`` is the cause of the
+    pipeline's own cycle in the gap, or -1 for the cause of each task.
     """
 
     device: Ints
@@ -81,7 +81,7 @@ def find_gaps(timeline: Timeline) -> Gaps:
     n_devices, makespan = graph.n_devices, timeline.makespan
     computes = np.flatnonzero(graph.is_op(COMPUTE))
     computes = computes[np.lexsort((end[computes], start[computes], graph.device[computes]))]
-    # The end of the step is like a task on each device, which begins with it.
+    # The end of the step counts as a task on each device that starts there.
     last = int(np.argmax(end)) if len(graph) else 0
     device = np.concatenate([graph.device[computes], np.arange(n_devices)])
     task = np.concatenate([computes, np.full(n_devices, last)])
@@ -155,7 +155,7 @@ def make_chain(timeline: Timeline) -> Chain:
 
 
 def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
-    """Return the role of each task, and the cause that its time is, but for the steady state."""
+    """Return the role of each task, and the cause of its time outside the steady state."""
     graph = timeline.graph
     role = np.full(len(graph), COMPUTE_ROLE, dtype=np.int8)
     for code, ops in ((COLLECTIVE_ROLE, COLLECTIVES), (SEND_ROLE, SENDS), (RECV_ROLE, RECVS)):
@@ -176,7 +176,7 @@ class Durations(NamedTuple):
 
 
 def make_durations(timeline: Timeline) -> Durations:
-    """Return by how much each task was slower than usual, and its stage than others; seconds."""
+    """Return the excess of each task over its usual time, and of its stage over the mean (s)."""
     graph, rounding = timeline.graph, _ROUNDING * timeline.makespan
     usual = _typical_durations(timeline)
     uneven = np.zeros_like(usual)
@@ -207,7 +207,7 @@ def _rows(timeline: Timeline) -> Ints:
 def _typical_durations(timeline: Timeline) -> Floats:
     """Return the lower median of each operation's durations on each stage, NaN where it has none.
 
-    Shape ``(2 * len(Op), n_stages)``; `_rows` says which row is whose.
+    Shape ``(2 * len(Op), n_stages)``; `_rows` has the row of each task.
     """
     graph, duration = timeline.graph, timeline.duration
     usual = np.full((2 * len(Op), graph.n_stages), np.nan)
@@ -234,9 +234,9 @@ def _fill_waits(
 ) -> None:
     """Fill the columns of `Chain` that come from other tasks; they come in as -1, 0 and 0.
 
-    ``free`` is when each of ``values`` stopped blocking its successor. A message waits behind other
-    messages (``queued``). Every other task that it waits for may be ``before`` it. Of several that
-    stopped blocking at one moment, the largest id counts.
+    ``free`` is the time at which each of ``values`` stopped blocking its successor (s). A message
+    waits behind other messages (``queued``). Every other task that it waits for may be ``before``
+    it. If several stopped blocking at the same time, the largest id counts.
     """
     for task in range(len(role)):
         for k in range(ptr[task], ptr[task + 1]):

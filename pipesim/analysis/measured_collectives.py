@@ -1,4 +1,4 @@
-"""How long collectives took in a timeline, as fields of `Costs`."""
+"""Measure the seconds of collectives in a timeline, as fields of `Costs`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Average = Callable[[Floats], Any]
 
 
 def measured_collectives(timeline: Timeline, network: Network, average: Average) -> dict[str, Any]:
-    """Return the seconds of each collective that there is, one a stage, and the buckets.
+    """Return the seconds of each kind of collective by stage, and the buckets.
 
-    A collective lasts from the start of its last member. Those of buckets are together what one
-    REDUCE_GRAD would take, which has the latency of ``network`` once.
+    A collective lasts from the start of its last member. The reductions of all buckets together
+    have the seconds of one REDUCE_GRAD, which has the latency of ``network`` once.
     """
     graph = timeline.graph
     seconds = _seconds(timeline, average)
@@ -56,7 +56,7 @@ def measured_collectives(timeline: Timeline, network: Network, average: Average)
 
 
 def _seconds(timeline: Timeline, average: Average) -> dict[tuple[Op, int], Floats]:
-    """Return average seconds of each kind of collective; shape ``(n_stages,)``, NaN for none."""
+    """Return average seconds of each kind of collective; shape ``(n_stages,)``, NaN if absent."""
     graph = timeline.graph
     number, members = graph.collectives.rows, graph.collectives.values
     last, end = (np.full(len(graph.collectives), -np.inf) for _ in range(2))
@@ -76,9 +76,9 @@ def _seconds(timeline: Timeline, average: Average) -> dict[tuple[Op, int], Float
 
 
 def _buckets(timeline: Timeline, seconds: Floats) -> list[list[tuple[float, float]]]:
-    """Return shares of bytes, by the seconds beyond latency, and of the backward, of each bucket.
+    """Return shares of bytes (by seconds beyond latency) and of the backward of each bucket.
 
-    ``seconds`` has a row a bucket and a column a stage, NaN for a stage without buckets.
+    ``seconds`` has one row a bucket and one column a stage, NaN for a stage without buckets.
     """
     graph, shares = timeline.graph, measured_shares(timeline)
     buckets: list[list[tuple[float, float]]] = []

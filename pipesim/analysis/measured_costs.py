@@ -1,7 +1,7 @@
-"""Costs from timelines: how long each operation took.
+"""Take costs from timelines: the seconds of each operation.
 
-The simulator needs durations of tasks that ran at the same time as others, as in a step. Durations
-of stages that were measured alone are too short.
+The simulator needs durations of tasks that ran beside others, as in a step. Durations of stages
+that were measured alone are too short.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pipesim.timeline.timeline import Timeline
 
 __all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds"]
 
-#: Share of a timeline beyond which what costs leave out is worth a warning.
+#: Smallest share of a timeline for which time missing in the costs is worth a warning.
 _MUCH = 0.01
 
 _AVERAGES: dict[str, Callable[[NDArray[np.float64]], Any]] = {"mean": np.mean, "median": np.median}
@@ -51,7 +51,7 @@ def costs_from_timeline(
     network: Network | None = None,
     **fields: Any,
 ) -> Costs:
-    """Return the costs that a timeline shows; `Costs.from_timeline` says more."""
+    """Return the costs that a timeline shows; see `Costs.from_timeline`."""
     check_name("average", average, _AVERAGES)
     if not isinstance(timeline, Timeline):
         raise ArgumentError(f"costs come from a Timeline, got {type(timeline).__name__}")
@@ -59,7 +59,7 @@ def costs_from_timeline(
         check_name("cost", name, (*VALUE_FIELDS, *OTHER_FIELDS))
     timeline.check_complete("take costs from")
     values: dict[str, Any] = {}
-    if timeline.costs is not None:  # what a timeline does not show
+    if timeline.costs is not None:  # costs that a timeline does not show
         values = {name: getattr(timeline.costs, name) for name in (*_BYTES, *_KEPT)}
         if network is None:
             values["output_seconds"] = timeline.costs.output_seconds
@@ -81,7 +81,7 @@ def costs_from_timeline(
 
 
 def _warn_of_free_reductions(timeline: Timeline, costs: Costs) -> None:
-    """Warn where reductions of gradients took their time and the costs have no bytes of them."""
+    """Warn if reductions of gradients took time and the costs have no bytes for them."""
     graph = timeline.graph
     reductions = graph.op == Op.REDUCE_GRAD
     if not reductions.any() or costs.per_stage("gradient_bytes", graph.n_stages).any():
@@ -100,7 +100,7 @@ def _warn_of_free_reductions(timeline: Timeline, costs: Costs) -> None:
 
 
 def _warn_of_free_launches(timeline: Timeline) -> None:
-    """Warn if a timeline would be much shorter had its hosts issued every task in time."""
+    """Warn if a timeline would be much shorter with every task issued in time."""
     graph, costs = timeline.graph, replay_costs(timeline)
     late, in_time = (
         simulate(graph, replace(costs, issued=moments)).makespan
@@ -119,7 +119,7 @@ def _warn_of_free_launches(timeline: Timeline) -> None:
         )
 
 
-#: Seconds that follow from bytes, and not from the timeline, where the bytes are given.
+#: Seconds that come from bytes, not from the timeline, if bytes are given.
 _SECONDS_OF_BYTES = {
     "parameter_bytes": ("reduce_grad", "unshard", "buckets"),
     "gradient_bytes": ("reduce_grad", "buckets"),
@@ -129,13 +129,13 @@ _SECONDS_OF_BYTES = {
 }
 #: Fields of costs that a timeline does not show.
 _BYTES = tuple(name for name in VALUE_FIELDS if name.endswith("bytes"))
-#: The part whose seconds are those of an operation with parts.
+#: For each operation with parts, the part whose seconds count.
 _PART_OF = {Op.REORDER: EXCHANGES.index("vectors")}
 _KEPT = ("all_reduce", "exchange_bytes")
 
 
 def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]:
-    """Return seconds of each operation, for those that every stage has."""
+    """Return the seconds of each operation that every stage has."""
     graph = timeline.graph
     seconds = {
         op: stage_seconds(timeline, op, average, part=_PART_OF.get(op)) for op in DURATION_OF
@@ -163,11 +163,13 @@ def _durations(timeline: Timeline, average: str) -> dict[str, tuple[float, ...]]
 def _overlaps(
     timeline: Timeline, seconds: dict[Op, NDArray[np.float64]], average: str
 ) -> dict[str, NDArray[np.float64]]:
-    """Return seconds of overlapped actions, such that `Costs.of` gives their halves back.
+    """Return seconds of overlapped actions, from which `Costs.of` restores their halves.
 
-    Each stage has those of its two halves; where one of them is never overlapped, so much that the
-    other gets its share; without any, the sum of F and B. The first F and the last backward of a
-    stage overlap with nothing, so that those of ``seconds`` are there.
+    - A stage with both halves has the sum of their seconds.
+    - If one half is never overlapped, the seconds are such that the other half gets its share.
+    - Without overlapped halves, they are the sum of F and B.
+
+    The first F and the last backward of a stage overlap with no task, so that ``seconds`` has both.
     """
     halves = {op: stage_seconds(timeline, op, average, overlapped=True) for op in (Op.F, Op.B)}
     both = halves[Op.F] + halves[Op.B]
@@ -186,10 +188,10 @@ def stage_seconds(
     overlapped: bool = False,
     part: int | None = None,
 ) -> NDArray[np.float64]:
-    """Return mean or median seconds of an operation in each stage, NaN where there is none.
+    """Return mean or median seconds of an operation in each stage, NaN for stages without it.
 
-    Shape ``(n_stages,)``. Halves of overlapped actions do not count; with ``overlapped`` they alone
-    do. With ``part``, tasks of that part alone.
+    Shape ``(n_stages,)``. Halves of overlapped actions do not count; with ``overlapped`` only they
+    do. With ``part``, only tasks of that part count.
     """
     graph = timeline.graph
     half = (graph.kinds.overlapped > 0)[graph.kind]
@@ -238,7 +240,7 @@ def _skip_bytes(timeline: Timeline) -> SkipBytes | None:
 def scaled(
     costs: Costs, factor: float, stage: int | None = None, n_stages: int | None = None
 ) -> Costs:
-    """Return costs of stages that are faster or slower; `Costs.scaled` says more."""
+    """Return costs of faster or slower stages; see `Costs.scaled`."""
     value = number(factor)
     if value is None or not 0 <= value < math.inf:
         raise CostsError(f"factor must be finite and >= 0, got {factor!r}")
@@ -284,7 +286,7 @@ def _times(name: str, seconds: PerStage, factor: float) -> PerStage:
     Raises
     ------
     CostsError
-        If a product is too large a number.
+        If a product exceeds the largest float.
     """
     products = tuple(x * factor for x in (seconds if isinstance(seconds, tuple) else (seconds,)))
     if math.inf in products:

@@ -22,7 +22,7 @@ __all__ = ["measured_network", "message_waits"]
 
 
 def message_waits(timelines: Iterable[Timeline]) -> NDArray[np.float64]:
-    """Return seconds from SEND to use of each message that its consumer waited for."""
+    """Return the seconds from SEND to use of each message that delayed its consumer."""
     seconds = [message_times(values, waited_only=True) for values in timelines]
     return np.concatenate([values[~np.isnan(values)] for values in seconds])
 
@@ -37,13 +37,13 @@ def measured_network(timeline: Timeline, average: Average) -> Network:
     nbytes, fixed = timeline.nbytes[sends], np.zeros(len(sends))
     if timeline.costs is not None:
         fixed = _fixed_seconds(graph, timeline.costs)[graph.kind[sends]]
-    # Without a size, what a SEND held cannot be bandwidth: it counts as latency.
+    # Without a size, the time of a SEND cannot be bandwidth: it counts as latency.
     held = np.where(nbytes > 0, np.maximum(0.0, timeline.duration[sends] - fixed), 0.0)
-    # A RECV that its stream and host had reached when its message came shows how long that was.
+    # A RECV that its stream and host had reached before its message came shows the message's time.
     ready = _reached(timeline, recvs) < timeline.end[recvs]
     rest = message_times(timeline, waited_only=True)[recvs] - held - fixed
     counted = ready & ~np.isnan(rest)
-    if not counted.any():  # none was waited for
+    if not counted.any():  # no consumer waited
         rest, counted = message_times(timeline)[recvs] - held - fixed, ready
     latency = float(average(rest[counted]) if counted.any() else rest.min())
     bandwidth = float(nbytes.sum() / held.sum()) if held.any() else math.inf
@@ -51,14 +51,14 @@ def measured_network(timeline: Timeline, average: Average) -> Network:
 
 
 def _fixed_seconds(graph: TaskGraph, costs: Costs) -> NDArray[np.float64]:
-    """Return the seconds of each kind of message that do not come from its bytes."""
+    """Return the seconds of each kind of message that do not depend on its bytes."""
     return message_bytes(graph.kinds, costs.per_stage("output_seconds", graph.n_stages))
 
 
 def _reached(timeline: Timeline, recvs: NDArray[Any]) -> NDArray[np.float64]:
-    """Return when the stream of each RECV was free for it and its host had issued it.
+    """Return the time at which the stream of each RECV was free and its host had issued it (s).
 
-    Minus infinity for its first task, if that was issued at once.
+    Minus infinity for the first task of a stream, if it was issued at once.
     """
     before = timeline.graph.queue_predecessor[recvs]
     free = np.where(before < 0, -math.inf, timeline.end[before])

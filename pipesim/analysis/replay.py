@@ -23,24 +23,25 @@ __all__ = ["message_times", "replay", "replay_costs"]
 def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
     """Simulate a timeline from its own durations: a check of the graph, no prediction.
 
-    Each task takes as long as it did, and is issued when it was. Each message takes from the start
-    of its SEND to that of the task that waited for it, which includes waking up a waiting device,
-    or else to its arrival. Buckets of gradients need as much of their backward as had passed when
-    they started. Links are shared as the timeline's costs say, if it has any.
+    - Each task keeps its duration and its issue time.
+    - A message lasts from the start of its SEND to the start of the task that waited for it, which
+      includes the wake-up of a waiting device; without such a task, to its arrival.
+    - A bucket of gradients needs the part of its backward that had passed when the bucket started.
+    - Links are those of the timeline's costs, if it has costs.
 
-    A timeline from `simulate` is replayed to itself: every start and end is the same, up to
-    rounding. A measured one comes out shorter by what the graph does not explain, such as the
-    seconds between the end of what a task needed and its start.
+    The replay of a timeline from `simulate` has equal starts and ends, up to rounding. The replay
+    of a measured timeline is shorter by the seconds that the graph does not explain, such as those
+    from the end of a task's dependencies to its start.
 
-    When tasks were issued is `Timeline.issue_times`: as the executor recorded it, or as the
-    ``launch`` of the timeline's costs has it, but no later than the task started. A timeline with
-    neither, such as one read from another framework's trace, is replayed as if all its tasks were
-    issued before the step: what its host was late for is then left out.
+    Issue times are `Timeline.issue_times`: those that the executor recorded, or those by the
+    ``launch`` of the timeline's costs, but not later than the start of the task. A timeline with
+    neither, such as one from another framework's trace, is replayed as if all its tasks were issued
+    before the step. Delays by its host are then left out.
 
     Raises
     ------
     ArgumentError
-        For an unknown engine, or something that is no timeline.
+        For an unknown engine, and for an argument that is no `Timeline`.
     TimelineError
         If tasks of the timeline did not run.
     """
@@ -55,7 +56,7 @@ def replay(timeline: Timeline, *, engine: str = "compiled") -> Timeline:
 
 
 def replay_costs(timeline: Timeline) -> TaskCosts:
-    """Return the costs of each task of a whole timeline; `replay` says which."""
+    """Return the costs of each task of a complete timeline; `replay` describes them."""
     graph = timeline.graph
     own = np.arange(len(graph))[:, None]
     links = own if timeline.costs is None else timeline.costs.of(graph).links
@@ -75,8 +76,8 @@ def replay_costs(timeline: Timeline) -> TaskCosts:
 def _latencies(timeline: Timeline) -> NDArray[np.float64]:
     """Return the latency of each transfer, 0 for other tasks; seconds.
 
-    A SEND holds its stream and links as long as it did; the rest is latency. Where one latency
-    gives both the start and the end of a RECV, bit by bit, it is that one.
+    A SEND holds its stream and links for its duration; the rest is latency. If one latency gives
+    both the start and the end of a RECV exactly, it is the result.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     latency = np.zeros(len(graph))
@@ -85,7 +86,7 @@ def _latencies(timeline: Timeline) -> NDArray[np.float64]:
     arrived = _use_times(timeline)[recvs]
     by_end = exact_seconds(end[sends], arrived)
     by_start = exact_seconds(start[sends], start[recvs])
-    # The two are one number, each with the rounding of another sum; it is in both intervals.
+    # Both are one latency, rounded in two different sums; it lies in both intervals.
     margin, margin_by_end = np.spacing(start[recvs]) / 2, np.spacing(arrived) / 2
     least = np.maximum(by_start - margin, by_end - margin_by_end)
     most = np.minimum(by_start + margin, by_end + margin_by_end)
@@ -99,10 +100,10 @@ def _latencies(timeline: Timeline) -> NDArray[np.float64]:
 
 
 def message_times(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
-    """Return the seconds that each message took to be of use; NaN for tasks that are no RECV.
+    """Return the seconds from each message's SEND to its use; NaN for tasks that are no RECV.
 
-    From the start of its SEND to that of its consumer, where the consumer's stream waited for it;
-    else to its arrival, or NaN if ``waited_only``.
+    The use is the start of its consumer if the stream of the consumer waited for the message. Else
+    it is the arrival of the message, or NaN if ``waited_only``.
     """
     graph = timeline.graph
     seconds = np.full(len(graph), np.nan)
@@ -113,10 +114,10 @@ def message_times(timeline: Timeline, *, waited_only: bool = False) -> NDArray[n
 
 
 def _use_times(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.float64]:
-    """Return when each RECV's message was of use; NaN for other tasks.
+    """Return the time of use of each RECV's message (s); NaN for other tasks.
 
-    At the start of its consumer, where that waited for nothing else that is known: no other task,
-    host or link. Else at its arrival, or NaN if ``waited_only``.
+    It is the start of its consumer if the consumer waited for no other task, host or link. Else it
+    is the arrival of the message, or NaN if ``waited_only``.
     """
     graph, start, end = timeline.graph, timeline.start, timeline.end
     consumers = graph.dependencies.transpose()
@@ -124,7 +125,7 @@ def _use_times(timeline: Timeline, *, waited_only: bool = False) -> NDArray[np.f
     free = np.maximum(
         joint_issue_times(graph, timeline.issue_times), np.where(held >= 0, end[held], 0.0)
     )
-    free[free <= 0] = -np.inf  # nothing was waited for
+    free[free <= 0] = -np.inf  # no wait
     moments = np.full(len(graph), np.nan)
     for recv in np.flatnonzero(graph.is_op(RECVS)).tolist():
         if not waited_only:

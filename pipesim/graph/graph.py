@@ -47,16 +47,16 @@ _NO_OPTIONS = LoweringOptions()
 class TaskGraph:
     """All tasks of a step, their dependencies, and the order of each stream.
 
-    `pipesim.lower` makes one from a schedule, `build` from your own columns.
+    `pipesim.lower` makes a graph from a schedule, `build` from the user's columns.
 
     Attributes
     ----------
     name
         Name in tables and plots.
     n_devices, n_stages, n_microbatches, n_replicas
-        Counts. Replicas are copies of the model, whose gradients are reduced over all of them: the
-        paths of a bidirectional pipeline, on the same devices, and data-parallel replicas, each on
-        its own devices.
+        Counts. Replicas are copies of the model; gradients are reduced over all of them. They are
+        the paths of a bidirectional pipeline, on the same devices, and data-parallel replicas, each
+        on its own devices.
     kinds
         Operation, stage, replica, device and stream of each kind of task.
     kind, microbatch
@@ -67,10 +67,10 @@ class TaskGraph:
     stream_of_kind
         Index into ``streams`` of the stream of each kind.
     dependencies
-        CSR: the tasks whose end a task needs (rule 3).
+        CSR: for each task, the tasks that must end before its start (rule 3).
     partial_dependency
-        The dependency of which a task needs only a part: for a bucket of gradients, the last
-        backward of its stage, which makes the bucket before its own end. -1 for other tasks. Empty
+        For a bucket of gradients, the last backward of its stage, which completes the bucket before
+        its own end: the bucket needs only a part of this dependency. -1 for other tasks. Empty
         without buckets.
     pair
         The SEND of a RECV and the RECV of a SEND, else -1 (rule 4).
@@ -79,9 +79,9 @@ class TaskGraph:
     host
         Number of the host that issues a device's tasks; shape ``(n_devices,)`` (rule 7).
     options
-        The options that the graph was lowered with. `recompute`, `overlap`, `rendezvous`,
-        `host_threads`, `n_batches`, `grad_sync`, `weight_versions`, `skips` and `portals` of the
-        graph are theirs.
+        Options of the lowering. The graph has them as attributes too: `recompute`, `overlap`,
+        `rendezvous`, `host_threads`, `n_batches`, `grad_sync`, `weight_versions`, `skips` and
+        `portals`.
     """
 
     name: str
@@ -119,20 +119,20 @@ class TaskGraph:
         skips: Iterable[tuple[int, int]] = (),
         portals: bool = True,
     ) -> TaskGraph:
-        """Wire tasks, given in issue order, into a graph whose streams run them in that order.
+        """Wire tasks, given in issue order, into a graph; streams run them in this order.
 
         An order that is not topological is changed as little as needed. Tasks that wait for each
-        other in a circle have no such order: their graph keeps it, and `pipesim.verify` reports
-        them.
+        other in a circle have no topological order: the graph then keeps the given order, and
+        `pipesim.verify` reports these tasks.
 
         Parameters
         ----------
         tasks
             Columns: arrays, or lists, of integers.
         group
-            One number a task. Tasks of one number, other than -1, are the members of one
-            collective. By default the tasks of a collective operation, stage, part and micro-batch
-            are, over all replicas.
+            One number a task. Tasks with equal numbers, other than -1, are the members of one
+            collective. By default, the members are the tasks of one collective operation, stage,
+            part and micro-batch over all replicas.
         name, hosts, rendezvous, recompute, overlap, n_batches, grad_sync, weight_versions
             As the attributes and `pipesim.lower` describe. With several mini-batches, operations on
             whole stages have the number of the last micro-batch of their mini-batch.
@@ -314,7 +314,7 @@ class TaskGraph:
 
     @property
     def verified(self) -> bool:
-        """Whether `pipesim.verify` has passed this graph, or `pipesim.lower` has made it."""
+        """Whether `pipesim.verify` accepted this graph, or `pipesim.lower` made it."""
         return bool(self.__dict__.get("_verified", False))
 
     def as_verified(self) -> TaskGraph:
@@ -376,7 +376,7 @@ class TaskGraph:
 
     @cached_property
     def queues(self) -> CSR:
-        """The tasks of each stream, in the order in which it runs them: that of their ids."""
+        """Tasks of each stream in execution order, which is the order of their ids; CSR."""
         return CSR.group(self.kind, len(self.streams), self.stream_of_kind)
 
     @cached_property
@@ -470,15 +470,15 @@ class TaskGraph:
 
     @cached_property
     def sharded(self) -> tuple[int, ...]:
-        """Stages whose rows are spread over the replicas: those with exchanges."""
+        """Stages with rows spread over the replicas: those with exchanges."""
         stages = self.kinds.stage[self.kinds.op == Op.ALL_TO_ALL]
         return tuple(np.unique(stages).tolist())
 
     @cached_property
     def reduction_groups(self) -> Ints:
-        """After how many micro-batches each stage reduces its gradients; shape ``(n_stages,)``.
+        """Number of micro-batches after which each stage reduces its gradients.
 
-        0 where it does so once a mini-batch.
+        0 for once a mini-batch. Shape ``(n_stages,)``.
         """
         return group_sizes(self.grad_sync, self.n_stages)
 
@@ -523,14 +523,14 @@ class TaskGraph:
     def issued_first(self) -> CSR:
         """The tasks of other hosts that have to be issued before each, by threads (rule 7), as CSR.
 
-        A stream can only wait for an event that was recorded: that of each task of `precedence`,
-        and of a collective's earlier members.
+        A stream can only wait for recorded events: those of the tasks of `precedence`, and of the
+        earlier members of a collective.
         """
         return issued_first(self)
 
     @cached_property
     def levels(self) -> Ints:
-        """Distance of each task from the first, in tasks; -1 for those that can never start."""
+        """Distance of each task from the first, in tasks; -1 for tasks that can never start."""
         sizes = np.diff(self.collectives.ptr).astype(np.int64)
         return levels(
             LevelInputs(

@@ -1,8 +1,8 @@
 """The dependency rules: which tasks need the end of which other tasks (rule 3 of docs/time.md).
 
-The only copy. `pipesim.graph.kind_rules` turns `RULES` into tables of one graph's kinds,
-`pipesim.graph.wiring` applies these to all tasks, and the executor derives from `data_sources`
-whose result each task takes as its input.
+This is the only copy. `pipesim.graph.kind_rules` turns `RULES` into tables of one graph's kinds.
+`pipesim.graph.wiring` applies these to all tasks. The executor derives the input of each task from
+`data_sources`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Rule(NamedTuple):
         Offset of the needed task's stage from that of the task.
     via
         If one of these tasks is in the graph, the task needs it instead of ``needs``: the first in
-        the graph counts. Other rules say what the task of ``via`` needs.
+        the graph counts. Other rules have the needs of the task of ``via``.
     every
-        Whether the tasks of all micro-batches of the mini-batch are needed, or of the reduction,
-        where the stage reduces its gradients after every k micro-batches.
+        Whether the tasks of all micro-batches of the mini-batch are needed, or of the reduction if
+        the stage reduces its gradients after every k micro-batches.
     skips
         Whether the rule stands for one rule a skip connection: the messages of all skips that
         reach the stage are needed.
@@ -55,10 +55,10 @@ class Rule(NamedTuple):
         Part of the needed task; -1 if it has none.
     carries
         Whether the rule is a data edge: the result of the needed task, or of the task of ``via``
-        in its place, is the input of the task. Other rules say only that a task comes later, or
-        that it uses what its stage or its replica keeps: activations, gradients, parameters. Where
-        two rules that carry apply to a task, the later one in `RULES` delivers its input: F of a
-        sharded stage needs the output of the stage before, but takes the keys of its exchange.
+        in its place, is the input of the task. Other rules only order tasks, or the task uses data
+        of its stage or replica: activations, gradients, parameters. If two data edges apply to a
+        task, the later rule in `RULES` delivers its input: F of a sharded stage needs the output of
+        the stage before, but its input is the keys of its exchange.
     """
 
     ops: tuple[Op, ...]

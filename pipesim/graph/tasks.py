@@ -46,7 +46,7 @@ class StreamKind:
 
     @staticmethod
     def is_of_microbatch(code: Ints) -> Ints:
-        """Mark the codes of `of_microbatch`."""
+        """Return whether each code is one of `of_microbatch`."""
         return code < StreamKind.COLLECTIVE
 
     @staticmethod
@@ -72,7 +72,7 @@ class StreamKind:
 
     @staticmethod
     def code(name: str) -> int:
-        """Return the code that `name` prints as ``name``."""
+        """Return the code of a stream's name; the inverse of `name`."""
         whole, _, microbatch = name.partition("/")
         if microbatch:
             of_peer, number = StreamKind.code(whole), int(microbatch)
@@ -86,7 +86,7 @@ class StreamKind:
 
 
 class Task(NamedTuple):
-    """A view of one task; ``str`` gives its action's text form."""
+    """View of one task; ``str`` gives the text form of its action."""
 
     id: int
     op: Op
@@ -100,7 +100,7 @@ class Task(NamedTuple):
 
     @property
     def action(self) -> Action:
-        """The task's action, without its place."""
+        """Action of the task, without device and stream."""
         return Action(self.stage, self.op, self.microbatch, self.peer_stage, self.part)
 
     def __str__(self) -> str:
@@ -116,14 +116,14 @@ class Tasks:
     Attributes
     ----------
     op, device, stage
-        Operation, and where it runs.
+        Operation, and the device and stage that run it.
     microbatch
         -1 for operations on a whole stage.
     stream
         A `StreamKind` code.
     replica
-        Which copy of the model: a data-parallel replica, or a path of a bidirectional pipeline;
-        None for one copy.
+        Number of the copy of the model: a data-parallel replica, or a path of a bidirectional
+        pipeline; None for one copy.
     overlapped
         1 for an F, and the B right after it on the compute stream, that run as one action, else 0;
         None without overlapped actions.

@@ -1,4 +1,4 @@
-"""Loops over what must come before a task: its level, and whether ids are a topological order."""
+"""Loops over the predecessors of tasks: levels, and a topological order of ids."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _Walk(NamedTuple):
 
 
 def levels(inputs: LevelInputs) -> NDArray[np.int32]:
-    """Return the distance of each task from the first, in tasks; -1 if it can never start."""
+    """Return the distance of each task from the first, in tasks; -1 for tasks that never start."""
     n_tasks, n_streams = len(inputs.kind), len(inputs.queue_ptr) - 1
     n_groups = len(inputs.group_size)
     walk = _Walk(
@@ -165,7 +165,7 @@ def _fill_levels(inputs: LevelInputs, walk: _Walk) -> None:
 
 
 def stable_topological_order(waits: CSR) -> Ints:
-    """Return a topological order that takes the smallest id it can; short if there is a circle."""
+    """Return a topological order with the smallest ready id first; incomplete for a circle."""
     remaining = np.diff(waits.ptr).tolist()
     followers = waits.transpose()
     ready = [task for task, count in enumerate(remaining) if count == 0]

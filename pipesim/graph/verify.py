@@ -27,8 +27,8 @@ def verify(what: Schedule | TaskGraph) -> None:
       between them.
     - Each action is listed by the device that holds its stage.
     - An overlapped F is followed by its B.
-    - With several mini-batches, a stage ends the backward of one before that of the next begins,
-      and has the weights that each forward needs.
+    - With several mini-batches, a stage ends the backward of one before the backward of the next
+      begins, and has the weights that each forward needs.
     - The order can run: it has no deadlock.
 
     Invariants of a graph:
@@ -42,11 +42,11 @@ def verify(what: Schedule | TaskGraph) -> None:
     Raises
     ------
     ScheduleError
-        Showing the grid with the bad cell marked.
+        For a wrong schedule; the message shows the grid with the wrong cell marked.
     DeadlockError
-        Naming each blocked device's head and what it waits for.
+        For a deadlock; the message has the next task of each blocked device and what blocks it.
     GraphError
-        Naming the tasks at fault.
+        For a wrong graph; the message has the wrong tasks.
     ArgumentError
         For any other type.
     """
@@ -67,8 +67,8 @@ def verify(what: Schedule | TaskGraph) -> None:
 def _check_deadlock(graph: TaskGraph, label: str, schedule: Schedule | None = None) -> None:
     """Raise if tasks wait for each other in a circle.
 
-    Give the ``schedule`` of a `compute_graph`, whose ids are places in the schedule's columns: the
-    error then names positions in the schedule and shows its grid.
+    With the ``schedule`` of a `compute_graph`, the error has positions in the schedule and shows
+    its grid: ids of such a graph are indices into the schedule's columns.
     """
     stuck = graph.levels < 0
     if not stuck.any():

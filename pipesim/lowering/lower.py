@@ -78,127 +78,134 @@ def lower(
     Parameters
     ----------
     schedule
-        Verified first.
+        Schedule; verified first.
     recompute
-        Which micro-batches drop their activations after F and run R before their backward:
+        Micro-batches that drop their activations after F and run R before their backward:
         ``"never"``, ``"always"``, or all ``"except_last"`` (GPipe, arXiv 1811.06965, section 2.3,
-        and torchgpipe). R does not wait for the gradient. It comes where the schedule lists it,
-        or else right before its backward. ``"listed"``: those that the schedule lists.
+        and torchgpipe). ``"listed"``: those for which the schedule lists R. R does not wait for the
+        gradient. It runs where the schedule lists it, or else right before its backward.
     overlap
-        Whether transfers run on copy streams beside the compute stream. Without it a device sends
-        right after it has computed and receives right before it computes, on ``compute`` (rule 5).
-        What blocks there are bytes over bandwidth and ``Costs.output_seconds``: a sender goes on
-        during the latency of its message, so that messages of latency alone block no sender.
+        Whether transfers run on copy streams beside the compute stream. If False, a device sends
+        right after its compute task and receives right before it, on ``compute`` (rule 5). A
+        message then blocks the stream of its sender for bytes over bandwidth and
+        ``Costs.output_seconds``, but not for its latency.
     streams
-        ``"per_peer"``: a copy stream a peer and direction. ``"single"``: one a device, which shows
-        head-of-line blocking (rule 1). ``"per_microbatch"``: one a peer, direction and micro-batch,
-        as torchgpipe has one a device and micro-batch.
+        ``"per_peer"``: one copy stream for each peer and direction. ``"single"``: one for each
+        device, which shows head-of-line blocking (rule 1). ``"per_microbatch"``: one for each peer,
+        direction and micro-batch; torchgpipe has one for each device and micro-batch.
     rendezvous
         Whether a SEND waits until its RECV is reached (rule 6).
     hosts
-        ``"one"`` host issues for all devices, or one ``"per_device"`` (rule 7), or the number of
-        each device's host, such as ``[0, 0, 1, 1]``: of each of ``n_replicas * n_devices`` devices,
-        whole numbers from 0 without gaps.
+        ``"one"`` host issues for all devices, or one host ``"per_device"`` (rule 7). Or a sequence
+        with the number of the host of each of ``n_replicas * n_devices`` devices, such as
+        ``[0, 0, 1, 1]``: whole numbers from 0 without gaps.
     host_threads
         Whether several hosts are threads of one process, as in a `pipeexec.Pipeline` of one
-        process and in torchgpipe: then a host waits until the others have issued what its next
-        task needs. Otherwise they are processes, of which none waits for another (rule 7). Of one
-        host it says nothing.
+        process and in torchgpipe. A host then waits until the others have issued the dependencies
+        of its next task. Otherwise hosts are processes that do not wait for each other (rule 7). It
+        has no effect with one host.
     issue_order
-        In which order a host issues tasks. It changes when tasks are issued, never the order of a
-        stream. Messages and collectives come right behind what makes them.
+        Order in which a host issues tasks. It changes issue times, but never the order of a stream.
+        Messages and collectives come right behind their producers.
 
         - ``"clock_cycle"``: by distance from the first task, counted in compute tasks (torchgpipe,
-          arXiv 2004.09910, section 3.1). The default: with hosts that are processes no other
-          order that was tried took less time, and with one host none took over 2.5 % less. Where
-          hosts are threads, GPipe may take less by micro-batch (``benchmarks/hosts.py``).
+          arXiv 2004.09910, section 3.1). This is the default: with hosts that are processes, no
+          other tested order took less time; with one host, none took over 2.5 % less. With hosts
+          that are threads, GPipe may take less time by micro-batch (``benchmarks/hosts.py``).
         - ``"microbatch_major"``: the forward of a micro-batch through all stages, then that of the
-          next; so for backwards.
-        - ``"stage_major"``: all micro-batches of a stage, then the next stage; back from the last.
+          next; likewise for backwards.
+        - ``"stage_major"``: all micro-batches of a stage, then those of the next stage; backwards
+          from the last stage.
 
-        Where the schedule does not let a host go on like that, as in 1F1B, it takes the first of
-        the tasks that it can issue; `pipesim.lowering.issue_order.in_issue_order` has the exact
-        order.
+        If the schedule does not allow this order, as in 1F1B, the host issues the first of the
+        tasks that it can issue; `pipesim.lowering.issue_order.in_issue_order` has the exact order.
     step
-        ``"flush"`` ends with one optimizer step a stage, after all its gradients, or after those
-        of each mini-batch; ``"none"`` ends with the gradients.
+        ``"flush"``: one optimizer step for each stage, after all its gradients, or after those of
+        each mini-batch. ``"none"``: no optimizer steps; the graph ends with the gradients.
     n_replicas
-        Data-parallel replicas of the pipeline, each on devices of its own. Where there are
-        several, a stage's gradients are reduced over all of them, on a stream of its own if
-        transfers overlap, as soon as its last one is there; its optimizer step waits for that.
-        The paths of a bidirectional placement are replicas too, on the same devices.
+        Number of data-parallel replicas of the pipeline, each on devices of its own. With several,
+        the gradients of a stage are reduced over all of them once the last gradient is complete, on
+        a stream of its own if transfers overlap. The optimizer step waits for the reduction. The
+        paths of a bidirectional placement are replicas too, on the same devices.
     layout
-        Which devices have consecutive numbers: those of a replica (``"replica_major"``), or the
+        Devices with consecutive numbers: those of a replica (``"replica_major"``), or those of the
         replicas of a stage (``"stage_major"``); see `pipesim.scheduling.placement.replica_devices`.
     grad_sync
-        When gradients are reduced: once a mini-batch, after the ``"last"`` backward, as in the
-        ``no_sync`` of torch's DistributedDataParallel (PyTorch Distributed, arXiv 2006.15704,
-        section 3.2.4); after ``"every"`` micro-batch, as it does without; after every k
-        micro-batches, for a number k that divides those of a mini-batch; or once in ``"bucketed"``
-        parts, each as soon as the last backward has made its gradients (section 3.2.2 there).
+        When gradients are reduced:
+
+        - ``"last"``: once a mini-batch, after the last backward, as with ``no_sync`` of torch's
+          DistributedDataParallel (PyTorch Distributed, arXiv 2006.15704, section 3.2.4).
+        - ``"every"``: after every micro-batch, as DistributedDataParallel does without ``no_sync``.
+        - A number k: after every k micro-batches; k must divide the micro-batches of a mini-batch.
+        - ``"bucketed"``: once a mini-batch in buckets, each once the last backward has completed
+          its gradients (section 3.2.2 there).
+
         Stages may differ, such as embeddings and dense layers: give a sequence of one value a
         stage, the same as text, ``"every/2/last"``, or a mapping from stages, whose other stages
-        have ``"last"``. Gradients that wait for a reduction are memory; see rule 10.
+        have ``"last"``. Gradients that wait for a reduction occupy memory; see rule 10.
     n_buckets
-        Of a stage, where gradients are bucketed; the first has those of the last layers.
+        Number of buckets of a stage with bucketed gradients; the first has those of the last
+        layers.
     shard_optimizer
-        Whether each replica steps its share of the parameters and then gathers the others (UNSHARD)
-        as in ZeRO-1 (arXiv 1910.02054). `pipesim.Costs` then has REDUCE_GRAD as a reduce-scatter, a
-        STEP of the share's seconds, and optimizer state of its bytes. Gradients are held whole.
+        Whether each replica updates its share of the parameters and then gathers the others
+        (UNSHARD), as in ZeRO-1 (arXiv 1910.02054). In `pipesim.Costs`, REDUCE_GRAD is then a
+        reduce-scatter, and STEP and optimizer state have the seconds and bytes of the share. Each
+        replica still holds all gradients of a stage.
     sharded
-        Stages, or a stage, that are embeddings whose rows are spread over the replicas, as in
-        HugeCTR's sparse operation kit. Their F looks up the rows that all replicas ask for, their
-        B adds up the gradients of those rows; ALL_TO_ALLs exchange counts, keys and vectors around
-        F and gradients before B. They reduce no gradients and are not recomputed.
+        Stage, or stages, that are embeddings with rows spread over the replicas, as in HugeCTR's
+        sparse operation kit. Their F looks up the rows that all replicas request, and their B sums
+        the gradients of these rows. ALL_TO_ALLs exchange counts, keys and vectors around F, and
+        gradients before B. Sharded stages reduce no gradients and are not recomputed.
     exchange_work
         Where a sharded stage groups keys by owner, puts vectors in the order of its input and sums
-        the gradients of each key: as part of the exchanges, on the ``"collective"`` stream; or by
-        tasks of their own (DISPATCH, REORDER) on the ``"compute"`` stream of its device, so that
-        they compete with its other tasks, which wait behind them.
+        the gradients of each key: as part of the exchanges, on the ``"collective"`` stream; or in
+        tasks of their own (DISPATCH, REORDER) on the ``"compute"`` stream of its device, where
+        other tasks wait behind them.
     prefetch_keys
-        Whether a sharded stage 0 exchanges counts and keys of a micro-batch before the F of the one
-        before, so that they overlap with its compute. The keys of the whole batch are there when
-        a step begins. Later sharded stages get theirs from the stage before, as always.
+        Whether a sharded stage 0 exchanges counts and keys of a micro-batch before the F of the
+        previous one, so that they overlap with its compute. The keys of the whole batch are known
+        when a step begins. Later sharded stages still get their keys from the stage before.
     sparse_grad_sync
-        After ``"every"`` micro-batch, before its B; or once, after the ``"last"`` backward of a
-        sharded stage (``ALL_TO_ALL.accumulated``): gradients of all micro-batches, with the sum of
-        each row that a replica has asked for. Both ends know the rows from the exchanges of keys.
+        When sharded stages exchange gradients: for ``"every"`` micro-batch, before its B; or once,
+        after the ``"last"`` backward of a sharded stage (``ALL_TO_ALL.accumulated``). The one
+        exchange then has, for each row that a replica requested, the sum of its gradients over all
+        micro-batches. Both ends know the rows from the exchanges of keys.
     skips
-        ``(source, target)`` pairs of stages between which tensors go beside the pipeline's
-        outputs, such as a U-Net's long connections; each pair once, with source < target. Also as
-        text, ``"0-3,1-2"``, or as a mapping, whose keys count, such as ``skip_bytes`` of `Costs`.
-        Stages on one device hand over for free.
+        ``(source, target)`` pairs of stages with tensors beside the pipeline's outputs, such as the
+        long connections of a U-Net; each pair once, with source < target. Also as text,
+        ``"0-3,1-2"``, or as a mapping with such pairs as keys, such as ``skip_bytes`` of `Costs`.
+        Skips between stages on one device need no message and take no time.
     portals
-        Whether what a skip carries goes straight from the source's device to the target's, as in
-        torchgpipe (arXiv 2004.09910). Otherwise it goes from stage to stage, and what
-        crosses the border between two stages is one message beside the output. Gradients go back
-        the same way.
+        Whether the tensors of a skip go directly from the source's device to the target's, as in
+        torchgpipe (arXiv 2004.09910). Otherwise they go from stage to stage; all tensors of skips
+        that cross the border between two stages are one message beside the output. Gradients take
+        the same way back.
     recompute_first
-        Whether every R of a stage comes before its first backward, as where autograd runs all
-        that it can early; by default each comes right before its own. It takes the activations
-        of all micro-batches at once, and needs a schedule such as GPipe's, with all forwards of
-        a stage before its backwards.
+        Whether every R of a stage comes before its first backward, as if autograd ran all
+        recomputes early. By default each R comes right before its own backward. It holds the
+        activations of all micro-batches at once, and needs a schedule such as GPipe's, with all
+        forwards of a stage before its backwards.
     recompute_waits
-        Whether a device that has ``overlap=False`` receives a gradient before the R of that
-        micro-batch, which then does not fill the wait for it; by default, right before B. So does
-        torchgpipe on default streams: its host issues the copy of the gradient first.
+        Whether a device with ``overlap=False`` receives a gradient before the R of that
+        micro-batch, so that R does not fill the wait for it. By default the device receives it
+        right before B. torchgpipe on default streams receives it before R: its host issues the copy
+        of the gradient first.
 
     Returns
     -------
     TaskGraph
-        Its ids are the issue order.
+        Graph; its task ids are the issue order.
 
     Raises
     ------
     ArgumentError
-        For ``hosts`` that are no such numbers, for skips that are no such pairs, for
-        ``recompute_first`` where a forward comes later or the schedule lists R, for
-        ``recompute_waits`` where transfers overlap, and for collectives that do not suit the
-        schedule.
+        For invalid ``hosts`` or ``skips``, for ``recompute_first`` if a forward comes after a
+        backward or the schedule lists R, for ``recompute_waits`` if transfers overlap, and for
+        collectives that do not suit the schedule.
     ScheduleError
         If the schedule is wrong; see `pipesim.verify`.
     DeadlockError
-        If the transfers, so ordered, would wait for each other for ever.
+        If transfers in this order would wait for each other for ever.
     CapacityError
         If the graph and its times would not fit in memory.
     """
@@ -260,7 +267,7 @@ def lower(
     graph = TaskGraph.of_kinds(
         kinds, kind, microbatch, name=schedule.name, host=host, options=options
     )
-    if not overlap and (rendezvous or recompute_waits):  # may have to be reordered, or deadlock
+    if not overlap and (rendezvous or recompute_waits):  # may need another order, or deadlock
         graph = graph.in_topological_order()
         verify(graph)
     return in_issue_order(graph, issue_order).as_verified()

@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 
 
 class Draws(NamedTuple):
-    """Noise as engines take it.
+    """Columns of noise that engines read.
 
     Attributes
     ----------
@@ -45,9 +45,9 @@ class Draws(NamedTuple):
     table_of_kind
         Distribution that each kind of task draws from, or -1; shape ``(n_kinds,)``.
     computes, device
-        Of each kind: whether it computes, and where.
+        Whether each kind computes, and its device; shape ``(n_kinds,)``.
     hit_every, pause
-        Seconds of a device's work between failures, 0 for none; and how long each takes.
+        Seconds of a device's work between failures, 0 for none; seconds of the pause after each.
     """
 
     tables: Floats
@@ -60,38 +60,38 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How the durations of tasks vary from scenario to scenario.
+    """Variation of the durations of tasks from scenario to scenario.
 
-    A compute task of d seconds on device x lasts ``d * slow[x] * device factor * task factor``,
-    and a pause longer where it is hit. Messages and collectives take their ``message`` factor.
+    A compute task of d seconds on device x lasts ``d * slow[x] * device factor * task factor``.
+    With a failure it lasts a pause longer. Messages and collectives have a ``message`` factor.
 
     Attributes
     ----------
     seed
-        A whole number. The same seed and scenario give the same durations, always.
+        Whole number. The same seed and scenario always give the same durations.
     task
-        Factors of compute tasks, drawn for each: one distribution, or one an operation.
+        Factors of compute tasks, drawn for each task: one distribution, or one for each operation.
     device
-        Factors of devices, drawn once a scenario.
+        Factors of devices, drawn once for each device and scenario.
     message
-        Factors of the seconds of messages (not of their latency) and collectives, drawn for each;
-        all members of a collective last as long.
+        Factors of the seconds of messages (not of their latency) and collectives, drawn for each.
+        All members of a collective have the same factor and last equally long.
     gpus_per_device
-        GPUs that work in step as one device, such as a tensor-parallel group: of the factors of
-        each, the largest counts, and any one's failure is the device's.
+        Number of GPUs that work in step as one device, such as a tensor-parallel group. The largest
+        of their factors counts, and the failure of one GPU is a failure of the device.
     slow_devices
         Constant factors on compute tasks, by device.
     slow_links
-        Constant factors on seconds and latency of messages, by (sender, receiver). Collectives are
-        not slowed by them.
+        Constant factors on seconds and latency of messages, by (sender, receiver). They do not
+        change collectives.
     failures
-        Pauses.
+        Failures of devices and the pauses after them.
 
     Raises
     ------
     ArgumentError
         For a missing seed, factors that are not positive, operations that do not compute, and
-        failures of so many GPUs that the seconds between them are no number above 0.
+        failures of so many GPUs that the seconds between them round to 0.
 
     Examples
     --------
@@ -137,16 +137,16 @@ class Noise:
         return 0.0 if self.failures is None else self.failures.every / self.gpus_per_device
 
     def slowed(self, graph: TaskGraph, costs: TaskCosts) -> TaskCosts:
-        """Return costs with the constant factors of slow devices and links in them.
+        """Return costs multiplied by the constant factors of slow devices and links.
 
         Raises
         ------
         ArgumentError
             For a device that the graph does not have.
         CostsError
-            If a task may last longer than a float can say.
+            If the longest duration of a task exceeds the largest float.
         """
-        if costs.drawn is not None:  # from here on these are the seconds that vary
+        if costs.drawn is not None:  # the noise then varies the drawn seconds
             costs = costs.per_task()
         if self.slow_devices or self.slow_links:
             with np.errstate(over="ignore"):
@@ -155,7 +155,7 @@ class Noise:
         return costs
 
     def _check_longest(self, costs: TaskCosts) -> None:
-        """Raise if factors and pauses may make a task, or a latency, endless."""
+        """Raise `CostsError` if factors and pauses may make a task or a latency infinite."""
         base = float(costs.table.duration.max(initial=0.0))
         by_op = self.task if isinstance(self.task, Mapping) else {"": self.task}
         most = 1.0
@@ -204,7 +204,7 @@ class Noise:
         return replace(costs, table=table)
 
     def prepare(self, graph: TaskGraph) -> Draws:
-        """Return what draws need of a graph."""
+        """Return the columns for draws on a graph."""
         kinds = graph.kinds
         which = np.full(len(kinds), -1, dtype=np.int8)
         by_op = self.task if isinstance(self.task, Mapping) else {}
@@ -260,7 +260,7 @@ class Noise:
         prepared = self.prepare(graph)
         keys = self.keys([scenario])[0]
         index = np.arange(len(graph), dtype=np.uint64)
-        groups = graph.collectives  # all members last what the first one draws
+        groups = graph.collectives  # all members use the draw of the first
         index[groups.values] = groups.values[groups.ptr[groups.rows]]
         of_device = self.device_factors(graph.n_devices, [scenario])[0]
         computes = prepared.computes[graph.kind]

@@ -41,29 +41,29 @@ def simulate(
     noise: Noise | None = None,
     scenario: int = 0,
 ) -> Timeline:
-    """Predict when each task of ``graph`` runs.
+    """Predict the start and end of each task of ``graph``.
 
     Parameters
     ----------
     graph
-        From `pipesim.lower`; verified first.
+        Graph from `pipesim.lower`; verified first.
     costs
-        Of each stage, or, to replay a run, of each task.
+        Costs of each stage, or, to replay a run, of each task.
     engine
-        ``"compiled"``, or ``"simpy"``, the readable reference. The answers are equal; without
-        numba, or where it is switched off, SimPy's serves for both, with an `EngineWarning`.
+        ``"compiled"``, or ``"simpy"``, the readable reference. Their results are equal. If numba is
+        missing or switched off, SimPy's engine replaces the compiled one, with an `EngineWarning`.
     noise, scenario
-        Vary the durations as this noise does in this one of its scenarios, counted from 0; see
-        `pipesim.simulate_many` for many at once. Without noise there is scenario 0 alone.
+        Noise that varies the durations, and the number of its scenario, from 0. Without noise, 0
+        is the only scenario. `pipesim.simulate_many` simulates many scenarios at once.
 
     Raises
     ------
     CostsError
-        If the costs lack an operation of the graph, or are of another number of stages; or if they
-        are so large that a task would end after more than 1e150 s.
+        If the costs lack an operation of the graph or have another number of stages, and if a task
+        would end after more than 1e150 s.
     GraphError
         If the graph breaks an invariant; `DeadlockError` if tasks would wait for each other for
-        ever. Nothing is run then.
+        ever. No task is simulated then.
     NetworkError
         If a link names a device that the graph does not have.
     ArgumentError
@@ -85,13 +85,13 @@ def simulate(
         start, end = run(graph, tasks)
     _check_times(graph, end)
     if tasks.row is graph.kind and tasks.costs and tasks.issued is None:
-        return Timeline(graph, start, end, None, tasks.costs)  # which say the rest
+        return Timeline(graph, start, end, None, tasks.costs)  # costs imply bytes and issue times
     issued = issue_times(graph, tasks.launch) if tasks.issued is None else tasks.issued
     return Timeline(graph, start, end, tasks.nbytes, tasks.costs, issued=issued)
 
 
 def checked_costs(graph: TaskGraph, costs: Costs | TaskCosts) -> TaskCosts:
-    """Verify a graph and return its costs, verified."""
+    """Verify a graph and its costs; return the costs of its tasks."""
     if not isinstance(graph, TaskGraph):
         raise ArgumentError(
             f"simulate takes a TaskGraph, got {type(graph).__name__}; lower the schedule first: "
@@ -106,7 +106,7 @@ def checked_costs(graph: TaskGraph, costs: Costs | TaskCosts) -> TaskCosts:
 
 
 def checked_noise(noise: object) -> Noise:
-    """Return ``noise`` if it is one."""
+    """Return ``noise``; raise `ArgumentError` if it is no `Noise`."""
     if not isinstance(noise, Noise):
         raise ArgumentError(
             f"noise must be a pipesim.Noise, such as "
@@ -161,7 +161,7 @@ def _check_times(graph: TaskGraph, end: NDArray[np.float64]) -> None:
 
 
 def _check_shares(graph: TaskGraph, costs: TaskCosts) -> None:
-    """Raise unless what buckets need of their backward is a share of it."""
+    """Raise if the share of its backward that a bucket needs is not within 0 to 1."""
     good = (costs.share >= 0) & (costs.share <= 1)
     if not good.all():
         task = graph.task(int(np.argmin(good)))

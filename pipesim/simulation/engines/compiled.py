@@ -1,10 +1,10 @@
 """The fast engine: the rules of docs/time.md as loops over arrays, compiled by numba.
 
-If no task waits for a link, every time follows from times of smaller ids. One pass in order of ids
-then suffices: `one_pass`, or `one_pass_batched` for several scenarios. The pass gives up when two
+If no task waits for a link, every time depends only on times of smaller ids. One pass in order of
+ids then suffices: `one_pass`, or `one_pass_batched` for several scenarios. The pass stops when two
 transfers or collectives compete for a link. Then `event_loop` runs each stream until it reaches a
-shared link, and grants links in order of time. Times are made by ``max`` and ``+`` alone, so that
-engines agree exactly.
+shared link, and grants links in order of time. Times are computed with ``max`` and ``+`` only, so
+that engines agree exactly.
 """
 
 from __future__ import annotations

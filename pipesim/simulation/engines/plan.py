@@ -32,12 +32,12 @@ class Plan(NamedTuple):
     drawn
         Seconds of each task in one scenario of noise, in place of ``duration``; else empty.
     needs_ptr, needs, pair
-        Tasks whose end each task needs, as CSR. Transfer partner of each task.
+        Tasks that must end before each task, as CSR. Transfer partner of each task.
     partial, share
-        The backward of which each task needs only a part, or -1; empty if no task has one. That
-        part, 0..1, of each row.
+        The backward of which each bucket of gradients needs only a part, or -1; empty without
+        buckets. The needed share of the backward, 0..1, of each row.
     issued
-        When the host issues each task (rule 7), in seconds; empty if launches cost nothing.
+        Issue time of each task by its host (rule 7), in seconds; empty if launches cost nothing.
     group, members_ptr, members
         Collective of each task, or -1; empty without collectives. Members of each, as CSR.
     rendezvous
