@@ -21,12 +21,12 @@ from pipesim.timeline.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Repeat", "Step", "interval_over", "op_errors", "op_seconds", "parts_of_steps"]
+__all__ = ["MeasuredStep", "Repeat", "interval_over", "op_errors", "op_seconds", "parts_of_steps"]
 
 Key = tuple[str, int]
 
 
-class Step(HostTimed, Protocol):
+class MeasuredStep(HostTimed, Protocol):
     """Results of a measured step that comparisons use; `pipeexec.StepResult` has them."""
 
     @property
@@ -39,7 +39,7 @@ class Repeat(NamedTuple):
     """The prediction of a graph from one calibration, and the steps measured beside it."""
 
     predicted: Timeline
-    results: Sequence[Step]
+    results: Sequence[MeasuredStep]
 
 
 def interval_over(errors: Sequence[Sequence[float]]) -> Interval:

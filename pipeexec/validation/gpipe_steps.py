@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pipeexec.gpipe.gpipe import GPipe
@@ -17,9 +18,16 @@ from pipeexec.stages.restore import restore_afterwards, temporary_attribute
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
 from pipesim.network.network import Network
+from pipesim.timeline.task_bytes import static
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["GPipeStep", "GPipeSteps", "check_backward", "check_models", "mean_costs"]
+__all__ = [
+    "GPipeCalibration",
+    "GPipeStep",
+    "GPipeSteps",
+    "check_backward",
+    "check_models",
+]
 
 #: Costs of a step that are durations; others are the same in every step.
 _SECONDS = ("forward", "backward", "recompute")
@@ -108,7 +116,7 @@ class GPipeSteps:
         self.model.zero_grad(set_to_none=True)
         return GPipeStep(loss.detach(), timeline)
 
-    def calibrate(self, inputs: Batch, targets: Any) -> Costs:
+    def step_costs(self, inputs: Batch, targets: Any) -> Costs:
         """Return what a step that leaves no trace cost."""
         with restore_afterwards([self.model], [self.optimizer]):
             timeline = self.step(inputs, targets).timeline
@@ -118,7 +126,7 @@ class GPipeSteps:
         """Return costs with the bytes of parameters and optimizer, and of activations."""
         model = self.model
         with temporary_attribute(model, "checkpoint", "never"):
-            held = self.held_bytes(inputs, targets)
+            held = self.activation_bytes(inputs, targets)
         first = inputs[0] if isinstance(inputs, tuple) else inputs
         m = len(first.chunk(model.chunks))
         state = self.optimizer.state if self.optimizer is not None else {}
@@ -134,7 +142,18 @@ class GPipeSteps:
             ),
         )
 
-    def held_bytes(self, inputs: Batch, targets: Any) -> list[int]:
+    def measure(self, inputs: Batch, targets: Any) -> GPipeStep:
+        """Run a step; every step is measured."""
+        return self.step(inputs, targets)
+
+    def held_bytes(
+        self, costs: Costs, inputs: Batch, targets: Any, timeline: Timeline
+    ) -> NDArray[np.float64]:
+        """Return the peak bytes of each device; activations are counted in a step."""
+        activations = np.array(self.activation_bytes(inputs, targets))
+        return np.asarray(static(timeline.graph, costs) + activations)
+
+    def activation_bytes(self, inputs: Batch, targets: Any) -> list[int]:
         """Return the most bytes of activations that each partition holds, counted in a step."""
         with restore_afterwards([self.model], [self.optimizer]), self.model.metered() as meters:
             self.step(inputs, targets)
@@ -145,11 +164,30 @@ class GPipeSteps:
         return targets.to(self.model.devices[-1]) if isinstance(targets, Tensor) else targets
 
 
+class GPipeCalibration:
+    """Calibration steps of a module."""
+
+    def __init__(self, steps: GPipeSteps) -> None:
+        self._steps = steps
+        self._costs: list[Costs] = []
+
+    def warm_up(self) -> None:
+        """Run nothing: the steps that are measured warm the module up."""
+
+    def calibrate(self, inputs: Batch, targets: Any) -> None:
+        """Measure the costs of a step that leaves no trace."""
+        self._costs.append(self._steps.step_costs(inputs, targets))
+
+    def result(self, inputs: Batch, targets: Any) -> tuple[Costs, None]:
+        """Return the mean costs, with bytes counted on a batch; there is no profile."""
+        return self._steps.with_bytes(_mean_costs(self._costs), inputs, targets), None
+
+
 def _nbytes(state: Mapping[str, Any]) -> int:
     return sum(x.nbytes for x in state.values() if isinstance(x, Tensor))
 
 
-def mean_costs(costs: Sequence[Costs]) -> Costs:
+def _mean_costs(costs: Sequence[Costs]) -> Costs:
     """Return costs whose durations, latency and bandwidth are means over steps."""
     first = costs[0]
     changed: dict[str, Any] = {}

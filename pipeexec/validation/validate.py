@@ -1,4 +1,4 @@
-"""Predict steps, run them, and compare: the proof of a simulation.
+"""Predict steps, run them, and compare: the validation of a simulation.
 
 Calibration steps and measured steps take turns, so that a machine whose speed drifts drifts for
 both. Each row's prediction comes from the calibration steps alone. All of it may be repeated, with
@@ -19,23 +19,27 @@ from torch import nn
 from pipeexec.devices.device import DeviceLike
 from pipeexec.devices.host_memory import check_results
 from pipeexec.distributed.processes import Processes, guard_processes
-from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.executor.pipeline import Pipeline
 from pipeexec.gpipe.gpipe import GPipe
-from pipeexec.profiling.calibration import Calibration
 from pipeexec.profiling.profile import Profile
 from pipeexec.profiling.stage_bytes import with_stage_bytes
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import Loss
 from pipeexec.stages.optimizers import OptimizerFactory
-from pipeexec.validation.accuracy import Repeat, Step, op_errors, parts_of_steps
+from pipeexec.validation.accuracy import MeasuredStep, Repeat, op_errors, parts_of_steps
 from pipeexec.validation.gpipe_steps import (
-    GPipeStep,
+    GPipeCalibration,
     GPipeSteps,
     check_backward,
     check_models,
-    mean_costs,
 )
 from pipeexec.validation.result import Row, Validation, check_rows
+from pipeexec.validation.steppable import (
+    PipelineCalibration,
+    PipelineSteps,
+    StepCalibration,
+    Steppable,
+)
 from pipesim.analysis.measured_costs import output_bytes
 from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
@@ -51,7 +55,6 @@ from pipesim.errors import (
 )
 from pipesim.graph.graph import TaskGraph
 from pipesim.simulation.simulate import simulate
-from pipesim.timeline.task_bytes import static
 
 __all__ = ["validate"]
 
@@ -168,17 +171,19 @@ def validate(
         models = check_models({"gpipe": stages} if isinstance(stages, GPipe) else stages)
         check_rows(models)
         check_results([], n_steps=n_steps, repeat=repeat)
-        _check_alone(graphs, devices, processes, cuda_graph)
-        source = _taken(batches, repeat * (n_steps + 1))
+        _check_gpipe_options(graphs, devices, processes, cuda_graph)
+        source = _next_batches(batches, repeat * (n_steps + 1))
         counts = n_steps, warm_up, repeat
-        return _validated(models, _given(loss_fn), source, optimizer, counts, costs, progress)
+        return _validate_gpipes(
+            models, _checked_loss(loss_fn), source, optimizer, counts, costs, progress
+        )
     if graphs is None or devices is None:
         raise ArgumentError("validate needs graphs and devices, but for a GPipe, which has its own")
-    loss_fn = _given(loss_fn)
+    loss_fn = _checked_loss(loss_fn)
     first = _widest(graphs)
     if costs is not None:
         _check_costs(costs, graphs)
-    source = _taken(batches, repeat * (n_steps + 1))
+    source = _next_batches(batches, repeat * (n_steps + 1))
     with guard_processes(processes):
         check_results(graphs.values(), n_steps=n_steps, repeat=repeat)
     with Pipeline(
@@ -191,42 +196,42 @@ def validate(
         processes=processes,
         cuda_graph=cuda_graph,
     ) as pipeline:
-        pipelines = [pipeline.with_graph(graph) for graph in graphs.values()]
-        repeats = []
-        for number in range(repeat):
-            say = _prefixed(progress, f"repeat {number + 1} of {repeat}, " if repeat > 1 else "")
-            repeats.append(_measured(pipeline, pipelines, source, n_steps, warm_up, costs, say))
-        inputs, targets = repeats[-1].batch
-        counted = [each.memory(inputs, targets) for each in pipelines]
+        subjects = [PipelineSteps(pipeline.with_graph(graph)) for graph in graphs.values()]
+        repeats = _run_repeats(
+            subjects,
+            lambda batch: PipelineCalibration(pipeline, subjects, *batch),
+            source,
+            (n_steps, warm_up, repeat),
+            costs,
+            progress,
+        )
         real = with_stage_bytes(repeats[-1].costs, pipeline)
+        rows = _rows(graphs, subjects, repeats, real)
         clocks, notes = pipeline.clocks(), pipeline.notes
-    rows = {}
-    for row, (name, graph) in enumerate(graphs.items()):
-        found = [Repeat(simulate(graph, each.costs), each.results[row]) for each in repeats]
-        middle = _middle(found)
-        held = static(graph, real) + counted[row].at(middle.timeline).peak
-        rows[name] = _row(name, found, middle, held)
     if costs is not None:
         _warn_of_other_sizes(costs, rows)
     return Validation(rows, repeats[-1].costs, repeats[-1].profile, clocks, notes)
 
 
-def _given(loss_fn: Loss | None) -> Loss:
+def _checked_loss(loss_fn: Loss | None) -> Loss:
+    """Return the loss function, or raise if there is none."""
     if loss_fn is None:
         raise ArgumentError("validate needs loss_fn, which takes outputs and targets")
     check_function("loss_fn", loss_fn, "loss_fn(output, targets)")
     return loss_fn
 
 
-def _check_alone(graphs: object, devices: object, processes: object, cuda_graph: bool) -> None:
-    """Raise for what a GPipe has of its own, or cannot have."""
+def _check_gpipe_options(
+    graphs: object, devices: object, processes: object, cuda_graph: bool
+) -> None:
+    """Raise for arguments that a GPipe has itself, or cannot have."""
     if graphs is not None or devices is not None:
         raise ArgumentError("a GPipe has its own graph and devices; leave out graphs and devices")
     if processes is not None or cuda_graph:
         raise ArgumentError("a GPipe runs in one process, and in no CUDA graph; leave both out")
 
 
-def _validated(
+def _validate_gpipes(
     models: Mapping[str, GPipe],
     loss_fn: Loss,
     source: Iterator[tuple[Batch, Any]],
@@ -235,45 +240,26 @@ def _validated(
     costs: Costs | None,
     progress: Callable[[str], None] | None,
 ) -> Validation:
-    """Run calibration steps of the last module and measured steps of all in turn."""
-    n_steps, warm_up, repeat = counts
-    steps = [GPipeSteps(model, loss_fn, optimizer) for model in models.values()]
+    """Validate modules; calibration steps are those of the last one."""
+    subjects = [GPipeSteps(model, loss_fn, optimizer) for model in models.values()]
     first = next(source)
     if costs is not None:
         n_samples = len(first[0][0] if isinstance(first[0], tuple) else first[0])
         _check_costs(costs, {name: model.graph(n_samples) for name, model in models.items()})
     check_backward(models, first[0])
-    source = chain([first], source)
-    said: list[Costs] = []
-    results: list[list[list[GPipeStep]]] = []  # of each repeat, module and step
-    for number in range(repeat):
-        say = _prefixed(progress, f"repeat {number + 1} of {repeat}, " if repeat > 1 else "")
-        say(f"warming up: {warm_up} rounds")
-        batch = next(source)
-        for each in steps * warm_up:
-            each.step(*batch)
-        found: list[Costs] = []
-        results.append([[] for _ in steps])
-        for turn in range(n_steps):
-            batch = next(source)
-            if costs is None:
-                found.append(steps[-1].calibrate(*batch))
-            for each, kept in zip(steps, results[-1], strict=True):
-                kept.append(each.step(*batch))
-            say(f"round {turn + 1} of {n_steps}: loss {float(results[-1][-1][-1].loss):.4f}")
-        said.append(costs or steps[-1].with_bytes(mean_costs(found), *batch))
-    real = said[-1] if costs is None else steps[-1].with_bytes(costs, *batch)
-    rows = {}
-    for row, (name, each) in enumerate(zip(models, steps, strict=True)):
-        graph = results[-1][row][-1].timeline.graph
-        repeats = [
-            Repeat(simulate(graph, one), measured[row])
-            for one, measured in zip(said, results, strict=True)
-        ]
-        held = static(graph, real) + np.array(each.held_bytes(*batch))
-        rows[name] = _row(name, repeats, _middle(repeats), held)
+    repeats = _run_repeats(
+        subjects,
+        lambda _: GPipeCalibration(subjects[-1]),
+        chain([first], source),
+        counts,
+        costs,
+        progress,
+    )
+    last = repeats[-1]
+    real = last.costs if costs is None else subjects[-1].with_bytes(costs, *last.batch)
+    rows = _rows(models, subjects, repeats, real)
     notes = dict.fromkeys(note for model in models.values() for note in model.notes)
-    return Validation(rows, said[-1], notes=tuple(notes))
+    return Validation(rows, last.costs, notes=tuple(notes))
 
 
 def _widest(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
@@ -330,47 +316,70 @@ def _warn_of_other_sizes(costs: Costs, rows: Mapping[str, Row]) -> None:
 
 
 class _Measured(NamedTuple):
-    """One repeat: its costs, the steps of each graph, and the last batch."""
+    """One repeat: its costs, the steps of each subject, and the last batch."""
 
     costs: Costs
     profile: Profile | None
-    results: list[list[StepResult]]
+    results: list[list[MeasuredStep]]
     batch: tuple[Batch, Any]
 
 
-def _measured(
-    pipeline: Pipeline,
-    pipelines: Sequence[Pipeline],
+def _run_repeats(
+    subjects: Sequence[Steppable],
+    new_calibration: Callable[[tuple[Batch, Any]], StepCalibration],
     source: Iterator[tuple[Batch, Any]],
-    n_steps: int,
-    warm_up: int,
+    counts: tuple[int, int, int],
     costs: Costs | None,
-    say: Callable[[str], None],
-) -> _Measured:
-    """Run calibration steps, unless there are costs, and measured steps in turn."""
-    runs: list[list[StepResult]] = [[] for _ in pipelines]
-    batch = next(source)
-    graphs = [each.graph for each in pipelines]
-    calibration = Calibration(pipeline, *batch, graphs) if costs is None else None
-    say(f"warming up: {warm_up} rounds")
-    for _ in range(warm_up):
-        if calibration is not None:
-            calibration.warm_up(1)
-        for each in pipelines:
-            each.step(*batch)
-    for number in range(n_steps):
+    progress: Callable[[str], None] | None,
+) -> list[_Measured]:
+    """Run all repeats: calibration steps, unless there are costs, alternate with measured ones.
+
+    ``counts`` are the measured steps, the steps before them, and the repeats.
+    """
+    n_steps, warm_up, repeat = counts
+    repeats = []
+    for number in range(repeat):
+        report = _prefixed(progress, f"repeat {number + 1} of {repeat}, " if repeat > 1 else "")
         batch = next(source)
+        calibration = new_calibration(batch) if costs is None else None
+        report(f"warming up: {warm_up} rounds")
+        for _ in range(warm_up):
+            if calibration is not None:
+                calibration.warm_up()
+            for subject in subjects:
+                subject.step(*batch)
+        results: list[list[MeasuredStep]] = [[] for _ in subjects]
+        for turn in range(n_steps):
+            batch = next(source)
+            if calibration is not None:
+                calibration.calibrate(*batch)
+            for subject, steps in zip(subjects, results, strict=True):
+                steps.append(subject.measure(*batch))
+            report(f"round {turn + 1} of {n_steps}: loss {float(results[-1][-1].loss):.4f}")
+        profile: Profile | None = None
+        repeat_costs = costs
         if calibration is not None:
-            calibration.step()
-        for each, results in zip(pipelines, runs, strict=True):
-            each.align()
-            results.append(each.gather(each.step(*batch)))
-        say(f"round {number + 1} of {n_steps}: loss {float(runs[-1][-1].loss):.4f}")
-    if calibration is None:
-        assert costs is not None
-        return _Measured(costs, None, runs, batch)
-    profile = calibration.result()
-    return _Measured(profile.costs, profile, runs, batch)
+            repeat_costs, profile = calibration.result(*batch)
+        assert repeat_costs is not None
+        repeats.append(_Measured(repeat_costs, profile, results, batch))
+    return repeats
+
+
+def _rows(
+    names: Iterable[str],
+    subjects: Sequence[Steppable],
+    repeats: Sequence[_Measured],
+    real: Costs,
+) -> dict[str, Row]:
+    """Return the row of each subject; ``real`` are costs with the bytes that were measured."""
+    rows = {}
+    for index, (name, subject) in enumerate(zip(names, subjects, strict=True)):
+        graph = repeats[-1].results[index][-1].timeline.graph
+        compared = [Repeat(simulate(graph, x.costs), x.results[index]) for x in repeats]
+        middle = _middle(compared)
+        held = subject.held_bytes(real, *repeats[-1].batch, middle.timeline)
+        rows[name] = _row(name, compared, middle, held)
+    return rows
 
 
 def _prefixed(progress: Callable[[str], None] | None, prefix: str) -> Callable[[str], None]:
@@ -378,7 +387,9 @@ def _prefixed(progress: Callable[[str], None] | None, prefix: str) -> Callable[[
     return lambda line: progress(prefix + line) if progress is not None else None
 
 
-def _taken(batches: Iterable[tuple[Batch, Any]], n_batches: int) -> Iterator[tuple[Batch, Any]]:
+def _next_batches(
+    batches: Iterable[tuple[Batch, Any]], n_batches: int
+) -> Iterator[tuple[Batch, Any]]:
     """Yield ``n_batches`` batches, or raise."""
     source = iter(batches)
     for number in range(n_batches):
@@ -391,7 +402,7 @@ def _taken(batches: Iterable[tuple[Batch, Any]], n_batches: int) -> Iterator[tup
             ) from None
 
 
-def _middle(repeats: Sequence[Repeat]) -> Step:
+def _middle(repeats: Sequence[Repeat]) -> MeasuredStep:
     """Return the step whose makespan is the median."""
     results = [result for repeat in repeats for result in repeat.results]
     return sorted(results, key=lambda result: result.timeline.makespan)[len(results) // 2]
@@ -400,7 +411,7 @@ def _middle(repeats: Sequence[Repeat]) -> Step:
 def _row(
     name: str,
     repeats: Sequence[Repeat],
-    middle: Step,
+    middle: MeasuredStep,
     peak_memory: NDArray[np.float64],
 ) -> Row:
     """Put the steps of a graph beside its predictions."""

@@ -523,7 +523,7 @@ def test_a_slow_stage_is_found_in_the_parts() -> None:
 
 def test_given_costs_need_no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     """And messages of another size than they say are warned of; memory is what there was."""
-    monkeypatch.setattr(sys.modules["pipeexec.validation.validate"], "Calibration", None)
+    monkeypatch.setattr(sys.modules["pipeexec.validation.steppable"], "Calibration", None)
     arguments: dict[str, Any] = {
         "stages": nap_stages(2, 0, 0), "graphs": {"x": graphs()[NAMES[0]]}, "n_steps": 1,
     }  # fmt: skip

@@ -1,0 +1,103 @@
+"""`Steppable`: steps that a validation predicts and measures; `PipelineSteps`: a pipeline's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeexec.executor.pipeline import Pipeline, StepResult
+from pipeexec.profiling.calibration import Calibration
+from pipeexec.profiling.profile import Profile
+from pipeexec.stages.batches import Batch
+from pipeexec.validation.accuracy import MeasuredStep
+from pipesim.costs.costs import Costs
+from pipesim.timeline.task_bytes import static
+from pipesim.timeline.timeline import Timeline
+
+__all__ = ["PipelineCalibration", "PipelineSteps", "StepCalibration", "Steppable"]
+
+
+class Steppable(Protocol):
+    """Steps of one graph on real devices."""
+
+    def step(self, inputs: Batch, targets: Any) -> MeasuredStep:
+        """Run one training step that is not measured, and return its result."""
+        ...
+
+    def measure(self, inputs: Batch, targets: Any) -> MeasuredStep:
+        """Run one training step and return the measurements of all processes."""
+        ...
+
+    def held_bytes(
+        self, costs: Costs, inputs: Batch, targets: Any, timeline: Timeline
+    ) -> NDArray[np.float64]:
+        """Return the peak bytes of each device, at the times of a measured step.
+
+        ``costs`` have the bytes of parameters and optimizers. Shape ``(n_devices,)``.
+        """
+        ...
+
+
+class StepCalibration(Protocol):
+    """Calibration steps of one repeat, and the costs they lead to."""
+
+    def warm_up(self) -> None:
+        """Run a step that is not measured."""
+        ...
+
+    def calibrate(self, inputs: Batch, targets: Any) -> None:
+        """Run and measure a step that leaves no trace."""
+        ...
+
+    def result(self, inputs: Batch, targets: Any) -> tuple[Costs, Profile | None]:
+        """Return the costs of the steps so far, and their profile if there is one."""
+        ...
+
+
+class PipelineSteps:
+    """Runs training steps of a pipeline."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+    def step(self, inputs: Batch, targets: Any) -> StepResult:
+        """Run a step that is not measured."""
+        return self.pipeline.step(inputs, targets)
+
+    def measure(self, inputs: Batch, targets: Any) -> StepResult:
+        """Run a step on aligned clocks and gather the measurements of all processes."""
+        self.pipeline.align()
+        return self.pipeline.gather(self.pipeline.step(inputs, targets))
+
+    def held_bytes(
+        self, costs: Costs, inputs: Batch, targets: Any, timeline: Timeline
+    ) -> NDArray[np.float64]:
+        """Return the peak bytes of each device; activations and gradients are counted in a step."""
+        memory = self.pipeline.memory(inputs, targets)
+        return np.asarray(static(self.pipeline.graph, costs) + memory.at(timeline).peak)
+
+
+class PipelineCalibration:
+    """Calibration steps of a pipeline, for the graphs of all ``subjects``."""
+
+    def __init__(
+        self, pipeline: Pipeline, subjects: Sequence[PipelineSteps], inputs: Batch, targets: Any
+    ) -> None:
+        graphs = [subject.pipeline.graph for subject in subjects]
+        self._calibration = Calibration(pipeline, inputs, targets, graphs)
+
+    def warm_up(self) -> None:
+        """Run a step that is not measured."""
+        self._calibration.warm_up(1)
+
+    def calibrate(self, inputs: Batch, targets: Any) -> None:
+        """Measure a step; its batch is that of the constructor."""
+        self._calibration.step()
+
+    def result(self, inputs: Batch, targets: Any) -> tuple[Costs, Profile | None]:
+        """Return the costs of the profile, and the profile."""
+        profile = self._calibration.result()
+        return profile.costs, profile
