@@ -1,4 +1,4 @@
-"""Run the task graphs of pipesim on real devices, and compare what they take with what was said."""
+"""Run pipesim task graphs on real devices and compare measured times with predictions."""
 
 from pipeexec.data_parallel.accumulation import GradientAccumulation
 from pipeexec.data_parallel.learning_rate import scaled_learning_rate

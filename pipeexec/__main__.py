@@ -1,4 +1,4 @@
-"""``python -m pipeexec``, as torchrun needs it."""
+"""Entry point of ``python -m pipeexec`` and ``torchrun -m pipeexec``."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Criteo's click logs: how many rows their tables have, and batches that are drawn like them.
+"""Criteo's click logs: rows of their tables, and random keys of similar distribution.
 
-The logs are 13 numbers and 26 categories a sample. What is public of the categories are their
-numbers; how often each occurs is drawn from Zipf's law here, of a skew that is assumed.
+A sample has 13 numbers and 26 categories. The number of values of each category is public. Their
+frequencies are not: here they follow Zipf's law with an assumed skew.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
     "scaled_rows",
 ]
 
-#: Numbers of a sample that are no categories.
+#: Numbers of a sample, besides its categories.
 N_DENSE = 13
 #: Rows of the display advertising challenge (Kaggle, 2014) as facebookresearch/dlrm counts them.
 KAGGLE_ROWS = (
@@ -40,17 +40,17 @@ TERABYTE_ROWS = (
 )  # fmt: skip
 #: Exponent of Zipf's law: key k occurs about (k + 1) ** -SKEW as often as key 0. Assumed.
 SKEW = 1.05
-#: Blocks of keys that are taken to be equally frequent.
+#: Number of blocks of keys; keys of a block count as equally frequent.
 _BLOCKS = 4096
 
 
 def scaled_rows(rows: Sequence[int], factor: float, least: int = 4) -> tuple[int, ...]:
-    """Return the rows of smaller tables: times ``factor``, but at least ``least`` if there are.
+    """Return the rows of smaller tables: times ``factor``, but at least ``least`` or all rows.
 
     Raises
     ------
     ArgumentError
-        For a factor that is not above 0 and at most 1, and no whole number as ``least``.
+        For a factor that is not above 0 and at most 1, and a ``least`` that is no whole number.
     """
     got = number(factor)
     if got is None or not 0 < got <= 1:
@@ -67,7 +67,7 @@ def draw_keys(
     Raises
     ------
     ArgumentError
-        For a skew that is negative or not finite; 0 is evenly.
+        For a skew that is negative or not finite. A skew of 0 draws evenly.
     """
     share = torch.rand(n, len(rows), generator=generator, dtype=torch.float64).numpy()
     columns = [_quantile(share[:, i], size, skew) for i, size in enumerate(rows)]
@@ -75,38 +75,38 @@ def draw_keys(
 
 
 def distinct(rows: Sequence[int], n: int, skew: float = SKEW) -> float:
-    """Return how many different keys ``n`` samples have on average, all tables together.
+    """Return the mean number of different keys in ``n`` samples, over all tables.
 
-    A process asks for each once (`pipeexec.ShardedEmbedding`), so that this is what is sent.
+    A process requests each key once (`pipeexec.ShardedEmbedding`): it sends this many keys.
     """
     total = 0.0
     for size in rows:
         first = np.unique(np.geomspace(1, size + 1, _BLOCKS).astype(np.int64))
         count = np.diff(first)
-        each = np.diff(_cumulated(first, size, skew)) / count
-        total += float((count * -np.expm1(n * np.log1p(-np.minimum(each, 1 - 1e-16)))).sum())
+        share = np.diff(_cumulated(first, size, skew)) / count
+        total += float((count * -np.expm1(n * np.log1p(-np.minimum(share, 1 - 1e-16)))).sum())
     return total
 
 
 def _cumulated(x: NDArray[np.int64], size: int, skew: float) -> NDArray[np.float64]:
     """Return the share of keys below ``x - 1``, by the integral of ``x ** -skew`` from 1."""
-    power, logs, whole = 1 - _checked(skew), np.log(x), np.log(size + 1)
-    # expm1 and log1p: exact where power goes to 0, too
-    found: NDArray[np.float64] = (
+    power, logs, whole = 1 - _check_skew(skew), np.log(x), np.log(size + 1)
+    # expm1 and log1p are exact even as power approaches 0.
+    shares: NDArray[np.float64] = (
         np.expm1(power * logs) / np.expm1(power * whole) if power else logs / whole
     )
-    return found
+    return shares
 
 
 def _quantile(share: NDArray[np.float64], size: int, skew: float) -> NDArray[np.int64]:
     """Return the key at each share of a table: the inverse of `_cumulated`."""
-    power, whole = 1 - _checked(skew), np.log(size + 1)
+    power, whole = 1 - _check_skew(skew), np.log(size + 1)
     logs = np.log1p(share * np.expm1(power * whole)) / power if power else share * whole
-    found: NDArray[np.int64] = np.clip(np.exp(logs).astype(np.int64) - 1, 0, size - 1)
-    return found
+    keys: NDArray[np.int64] = np.clip(np.exp(logs).astype(np.int64) - 1, 0, size - 1)
+    return keys
 
 
-def _checked(skew: float) -> float:
+def _check_skew(skew: float) -> float:
     got = number(skew)
     if got is None or not 0 <= got < inf:
         raise ArgumentError(f"skew must be finite and >= 0, got {skew!r}")

@@ -1,6 +1,6 @@
-"""DLRM, a recommender: tables spread over all processes, and MLPs that each of them has.
+"""DLRM, a recommender: tables sharded over all processes, and MLPs that every process has.
 
-As two stages, of which the first is lowered as sharded::
+It has two stages. The first is lowered as sharded::
 
     numbers (n, 13) ---------------> bottom MLP --+
                                                   +--> products of all pairs --> top MLP --> logits
@@ -31,7 +31,7 @@ from pipeexec.demo_models.criteo import (
     scaled_rows,
 )
 from pipeexec.demo_models.layer_costs import layer_costs
-from pipeexec.demo_models.roofline import Kernel, Roofline
+from pipeexec.demo_models.roofline import KernelCost, Roofline
 from pipeexec.devices.host_memory import check_tensors
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
@@ -42,25 +42,25 @@ from pipesim.network.network import Network
 
 __all__ = ["DLRM", "KAGGLE", "TERABYTE", "DenseStage", "UnsplitDLRM"]
 
-#: Bytes of a parameter, of a key on its way, and that a radix sort of 32 bits with 8 a pass reads
-#: and writes of a key and its place.
+#: Bytes of a parameter; of a key in a message; and that a radix sort reads and writes for a key and
+#: its position (32 bits, 8 bits per pass).
 _PARAMETER, _KEY, _SORTED = 4, 4, 4 * 2 * 8
 
 
 @dataclass(frozen=True)
 class DLRM:
-    """Sizes of a DLRM, and what is made of them: stages, batches, costs.
+    """Sizes of a DLRM, with its stages, batches and costs.
 
     Attributes
     ----------
     rows
-        Of each table.
+        Number of rows of each table.
     dim
-        Length of a row, and of what the bottom MLP puts out.
+        Length of a row, and of the output of the bottom MLP.
     bottom, top
         Widths of the hidden layers of both MLPs.
     n_dense
-        Numbers of a sample.
+        Number of numbers of a sample.
 
     Raises
     ------
@@ -81,10 +81,10 @@ class DLRM:
 
     def __post_init__(self) -> None:
         for name in ("rows", "bottom", "top"):
-            given = getattr(self, name)
-            if not isinstance(given, Sequence) or isinstance(given, str):
-                raise ArgumentError(f"{name} must be a sequence of sizes, got {given!r}")
-            sizes = tuple(check_count(f"{name}[{i}]", size) for i, size in enumerate(given))
+            value = getattr(self, name)
+            if not isinstance(value, Sequence) or isinstance(value, str):
+                raise ArgumentError(f"{name} must be a sequence of sizes, got {value!r}")
+            sizes = tuple(check_count(f"{name}[{i}]", size) for i, size in enumerate(value))
             object.__setattr__(self, name, sizes)
         if not self.rows:
             raise ArgumentError("rows is empty; give the rows of at least one table")
@@ -102,7 +102,7 @@ class DLRM:
         return self.dim + len(self.rows) * (len(self.rows) + 1) // 2
 
     def scaled(self, factor: float, least: int = 4) -> DLRM:
-        """Return the same with smaller tables; see `pipeexec.demo_models.criteo.scaled_rows`."""
+        """Return a DLRM with smaller tables; see `pipeexec.demo_models.criteo.scaled_rows`."""
         return replace(self, rows=scaled_rows(self.rows, factor, least))
 
     def stages(
@@ -113,7 +113,7 @@ class DLRM:
         Parameters
         ----------
         process_group, sparse
-            As for `pipeexec.ShardedEmbedding`, whose module every process must make.
+            As for `pipeexec.ShardedEmbedding`; every process must construct the module.
         """
         embedding = ShardedEmbedding(list(self.rows), self.dim, process_group, sparse=sparse)
         return [EmbeddingStage(embedding), DenseStage(self)]
@@ -121,10 +121,10 @@ class DLRM:
     def batch(
         self, n: int, generator: torch.Generator, skew: float = SKEW
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return made-up samples: ``((numbers, keys), clicks)``, the same for the same generator.
+        """Return random samples: ``((numbers, keys), clicks)``, the same for the same generator.
 
-        Keys are those of `pipeexec.demo_models.criteo.draw_keys`; a quarter are clicks, as in
-        Criteo's logs.
+        Keys are those of `pipeexec.demo_models.criteo.draw_keys`. A quarter of the samples are
+        clicks, as in Criteo's logs.
         """
         n = check_count("n", n)
         check_tensors(
@@ -146,61 +146,62 @@ class DLRM:
         skew: float = SKEW,
         all_reduce: str = "ring",
     ) -> Costs:
-        """Return the costs of both stages on a device that one has the data sheet of.
+        """Return the costs of both stages on a device, from its data sheet.
 
-        The kernels of the MLPs are counted without running them. Of the embedding, vectors are read
-        and written once by each of: lookup, reordering, sums over keys that occur twice, sums
-        in the rows' gradients. Keys are sorted once. All of this is in F and B; an ALL_TO_ALL is
-        bytes over the network alone. SGD steps on the rows that occur (``sparse=True``).
+        The kernels of the MLPs are counted without running them. In the embedding, these read and
+        write vectors once each: lookup, reordering, sums over repeated keys, sums in the rows'
+        gradients. Keys are sorted once. All of this is part of F and B; an ALL_TO_ALL only sends
+        bytes over the network. SGD steps on the rows that occur (``sparse=True``).
 
         Parameters
         ----------
         device
-            What a GPU sustains, for numbers of ``dtype``.
+            Rates of a GPU, for numbers of ``dtype``.
         batch
-            Samples of a GPU's micro-batch.
+            Number of samples of a GPU's micro-batch.
         n_replicas
-            GPUs that share the tables; they hold equal parts.
+            Number of GPUs; each holds an equal part of the tables.
         network, all_reduce
             As in `pipesim.Costs`.
         dtype
-            Of activations, vectors and gradients on their way; parameters have 32 bits.
+            Type of activations, and of sent vectors and gradients; parameters have 32 bits.
         skew
-            Of the keys; the more, the fewer differ.
+            Skew of the keys; a larger skew means fewer different keys.
 
         Raises
         ------
         ArgumentError
-            For counts that are none.
+            For counts that are no whole numbers of at least 1.
         """
         batch, n_replicas = check_count("batch", batch), check_count("n_replicas", n_replicas)
-        n_keys, asked = batch * len(self.rows), distinct(self.rows, batch, skew)
-        one = self.dim * dtype.itemsize
-        every, each = n_keys * one, asked * one  # bytes of vectors as they occur, and once each
+        n_keys, n_distinct = batch * len(self.rows), distinct(self.rows, batch, skew)
+        vector = self.dim * dtype.itemsize
+        # Bytes of the vectors of all keys, and of those of different keys.
+        all_bytes, distinct_bytes = n_keys * vector, n_distinct * vector
         numbers = torch.empty(batch, self.n_dense, dtype=dtype, device="meta")
         vectors = torch.empty(batch, len(self.rows), self.dim, dtype=dtype, device="meta")
         with torch.device("meta"):
-            dense = nn.Sequential(_OfTuple(DenseStage(self).to(dtype)))
+            dense = nn.Sequential(_TupleInput(DenseStage(self).to(dtype)))
         [layer] = layer_costs(dense, (numbers, vectors)).layers
         n_dense = layer.parameter_bytes / dtype.itemsize
-        lookup, sums = 2 * each, 3 * each  # a sum reads both, and writes
-        forward = [Kernel(0, n) for n in (_SORTED * n_keys, lookup, each + every)]
-        backward = [Kernel(0, n) for n in (every + each, sums)]
+        lookup, sums = 2 * distinct_bytes, 3 * distinct_bytes  # a sum reads two and writes one
+        forward = [KernelCost(0, n) for n in (_SORTED * n_keys, lookup, distinct_bytes + all_bytes)]
+        backward = [KernelCost(0, n) for n in (all_bytes + distinct_bytes, sums)]
         shard = sum(-(-rows // n_replicas) for rows in self.rows) * self.dim
-        touched = 3 * _PARAMETER * asked * self.dim
+        step_bytes = 3 * _PARAMETER * n_distinct * self.dim
         return Costs(
             forward=(device.seconds(forward), device.seconds(layer.forward)),
             backward=(device.seconds(backward), device.seconds(layer.backward)),
             optimizer_step=(
-                device.seconds([Kernel(0, touched)]),
-                device.seconds([Kernel(0, 3 * _PARAMETER * n_dense)]),
+                device.seconds([KernelCost(0, step_bytes)]),
+                device.seconds([KernelCost(0, 3 * _PARAMETER * n_dense)]),
             ),
             output_bytes=(float(numbers.nbytes + vectors.nbytes), layer.output_bytes),
-            # Where each key's vector comes from and goes to.
+            # Source and destination of each key's vector.
             activation_bytes=(3.0 * _KEY * n_keys, layer.activation_bytes),
             parameter_bytes=(float(_PARAMETER * shard), _PARAMETER * n_dense),
-            key_bytes=(_KEY * asked, 0.0),
-            vector_bytes=(each, 0.0),
+            key_bytes=(_KEY * n_distinct, 0.0),
+            vector_bytes=(distinct_bytes, 0.0),
             network=Network() if network is None else network,
             all_reduce=all_reduce,
         )
@@ -208,17 +209,17 @@ class DLRM:
 
 #: The sizes of facebookresearch/dlrm, bench/dlrm_s_criteo_kaggle.sh.
 KAGGLE = DLRM(KAGGLE_ROWS, 16, (512, 256, 64), (512, 256))
-#: Those of MLPerf training: bench/run_and_time.sh there.
+#: The sizes of MLPerf training: facebookresearch/dlrm, bench/run_and_time.sh.
 TERABYTE = DLRM(TERABYTE_ROWS, 128, (512, 256), (1024, 1024, 512, 256))
 
 
 class DenseStage(nn.Module):
-    """Both MLPs and what is between them: numbers and vectors to a logit of each sample.
+    """Both MLPs and the products between them: numbers and vectors to one logit per sample.
 
     Parameters
     ----------
     sizes
-        Of the model.
+        Sizes of the model.
     """
 
     pairs: Tensor
@@ -241,12 +242,12 @@ class DenseStage(nn.Module):
 
 
 class UnsplitDLRM(nn.Module):
-    """The whole model in one module: what one process computes with all tables.
+    """The whole model in one module: one process has all tables.
 
     Attributes
     ----------
     tables, dense
-        An `nn.Embedding` a table, and the `DenseStage`.
+        One `nn.Embedding` per table, and the `DenseStage`.
     """
 
     def __init__(self, sizes: DLRM) -> None:
@@ -261,8 +262,8 @@ class UnsplitDLRM(nn.Module):
         return logits
 
 
-class _OfTuple(nn.Module):
-    """A module of several arguments as one of a tuple."""
+class _TupleInput(nn.Module):
+    """Module that calls another with the elements of a tuple as arguments."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -274,7 +275,7 @@ class _OfTuple(nn.Module):
 
 
 def _layers(widths: Sequence[int]) -> list[nn.Module]:
-    """Return linear layers, with a ReLU between two."""
+    """Return linear layers with ReLUs between them."""
     layers: list[nn.Module] = []
     for n_in, n_out in pairwise(widths):
         layers += [nn.Linear(n_in, n_out), nn.ReLU()]

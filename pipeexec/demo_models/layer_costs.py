@@ -1,7 +1,7 @@
-"""`LayerCosts`: what each layer of a model computes, moves and keeps, found without running it.
+"""`LayerCosts`: operations, bytes and activations of each layer, counted without computing.
 
-From it come the seconds on a device that one has only the data sheet of, and so a prediction of a
-pipeline before there is the hardware.
+With the data sheet of a device they give the seconds of each layer, and so the prediction of a
+pipeline before the hardware is available.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeexec.demo_models.roofline import Kernel, Kernels, Roofline
+from pipeexec.demo_models.roofline import KernelCost, KernelRecorder, Roofline
 from pipeexec.gpipe.layer_by_layer import DetachingShelf, backward_roots, isolated_layers
 from pipeexec.gpipe.skip import Key, Skippable
 from pipeexec.stages.batches import Batch
@@ -29,23 +29,23 @@ _META = torch.device("meta")
 
 
 class LayerCost(NamedTuple):
-    """One layer, for one micro-batch.
+    """Work and bytes of one layer, for one micro-batch.
 
     Attributes
     ----------
     forward, backward
-        Kernels of F and of B, the sums of the parameters' gradients included.
+        Kernels of F and of B. B includes the sums of the parameters' gradients.
     output_bytes
-        Bytes of its output; without skips.
+        Bytes of its output, without skips.
     activation_bytes
-        Bytes of what autograd saves for B, without parameters, and without what an earlier layer
-        has saved.
+        Bytes that autograd saves for B, without parameters and without tensors that an earlier
+        layer has saved.
     parameter_bytes
         Bytes of its parameters.
     """
 
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
+    forward: tuple[KernelCost, ...]
+    backward: tuple[KernelCost, ...]
     output_bytes: float
     activation_bytes: float
     parameter_bytes: float
@@ -68,14 +68,14 @@ class LayerCosts:
     layers
         In the order of the forward.
     skips
-        Between them (`pipeexec.gpipe.skip`).
+        Skips between layers (`pipeexec.gpipe.skip`).
     """
 
     layers: tuple[LayerCost, ...]
     skips: tuple[LayerSkip, ...] = ()
 
-    def on(self, device: Roofline) -> Layers:
-        """Return seconds and bytes of the layers on such a device."""
+    def to_layers(self, device: Roofline) -> Layers:
+        """Return seconds and bytes of the layers on a device."""
         columns: dict[str, list[float]] = {
             name: [device.seconds(getattr(layer, name)) for layer in self.layers]
             for name in ("forward", "backward")
@@ -85,27 +85,27 @@ class LayerCosts:
         return Layers(columns, "layer costs")
 
     def skip_bytes(self, balance: Sequence[int]) -> dict[tuple[int, int], float]:
-        """Return the bytes that skips carry from stage to stage, of those pairs that have any."""
+        """Return the bytes of skips between stages, for each pair of stages with skips."""
         sizes = checked_split(balance, len(self.layers), "balance")
         stage = np.repeat(np.arange(len(sizes)), sizes).tolist()
-        found: dict[tuple[int, int], float] = {}
+        nbytes: dict[tuple[int, int], float] = {}
         for skip in self.skips:
             pair = stage[skip.source], stage[skip.target]
             if pair[0] != pair[1]:
-                found[pair] = found.get(pair, 0.0) + skip.nbytes
-        return found
+                nbytes[pair] = nbytes.get(pair, 0.0) + skip.nbytes
+        return nbytes
 
     def costs(
         self, balance: Sequence[int], device: Roofline, *, network: Network | None = None
     ) -> Costs:
-        """Return the costs of stages of so many layers each.
+        """Return the costs of the stages of a balance.
 
         Parameters
         ----------
         balance
-            Layers of each stage, in order.
+            Number of layers of each stage, in order.
         device
-            What each of the devices sustains.
+            Rates of each device.
         network
             As in `Costs`.
 
@@ -114,19 +114,19 @@ class LayerCosts:
         ArgumentError
             For a balance that does not sum to the number of layers, or has an empty stage.
         """
-        return self.on(device).costs(balance, network=network)
+        return self.to_layers(device).costs(balance, network=network)
 
 
 def layer_costs(module: nn.Sequential, sample: Batch) -> LayerCosts:
     """Count what each layer does for one micro-batch.
 
-    Layers are run one by one, forward and backward, in training mode, as copies on the meta
-    device: nothing is computed, and no memory is needed for a module that is there already.
+    Copies of the layers run one by one on the meta device, forward and backward, in training mode.
+    Nothing is computed, and the copies need no memory.
 
     Parameters
     ----------
     module
-        Its layers take and return one tensor or one tuple of tensors, and may have skips.
+        Module whose layers take and return one tensor or one tuple of tensors; skips are allowed.
     sample
         A micro-batch, on any device.
 
@@ -135,15 +135,15 @@ def layer_costs(module: nn.Sequential, sample: Batch) -> LayerCosts:
     >>> import torch
     >>> linear = torch.nn.Linear(10, 20, bias=False, device="meta")
     >>> [layer] = layer_costs(torch.nn.Sequential(linear), torch.empty(4, 10)).layers
-    >>> layer.forward  # 2 * 4 * 10 * 20 operations; input, weight and output of 4 bytes a number
-    (Kernel(flops=1600.0, nbytes=1280.0, is_3x3=False),)
+    >>> layer.forward  # 2 * 4 * 10 * 20 operations; 4 bytes per number of input, weight, output
+    (KernelCost(flops=1600.0, nbytes=1280.0, is_3x3=False),)
     """
-    shelf, saved = DetachingShelf(), _Saved()
+    shelf, saved = DetachingShelf(), _SavedStorages()
     source: dict[Key, tuple[int, float]] = {}
     layers: list[LayerCost] = []
     skips: list[LayerSkip] = []
-    for i, (run, given) in enumerate(isolated_layers(module, sample, _META, shelf)):
-        layers.append(_counted(run, given, saved))
+    for i, (run, layer_input) in enumerate(isolated_layers(module, sample, _META, shelf)):
+        layers.append(_layer_cost(run, layer_input, saved))
         if isinstance(run, Skippable):
             for key in run.poppable():
                 skips.append(LayerSkip(source[key][0], i, source[key][1]))
@@ -153,41 +153,41 @@ def layer_costs(module: nn.Sequential, sample: Batch) -> LayerCosts:
     return LayerCosts(tuple(layers), tuple(skips))
 
 
-def _counted(layer: nn.Module, given: Batch, saved: _Saved) -> LayerCost:
-    """Run a layer forward and backward, and return what it did."""
+def _layer_cost(layer: nn.Module, layer_input: Batch, saved: _SavedStorages) -> LayerCost:
+    """Run a layer forward and backward, and return its cost."""
     parameters = list(layer.parameters())
-    for parameter in parameters:  # so that its gradient is added to one, as in a pipeline
+    for parameter in parameters:  # B then adds to a gradient, as in a pipeline
         parameter.grad = torch.zeros_like(parameter)
-    forward, backward = Kernels(), Kernels()
+    forward, backward = KernelRecorder(), KernelRecorder()
     before = saved.nbytes
-    with saved.but(layer), forward:
-        output = layer(given)
+    with saved.counting(layer), forward:
+        output = layer(layer_input)
     outputs, gradients = backward_roots(output)
     if outputs:
         with backward:
             torch.autograd.backward(outputs, gradients)
     return LayerCost(
-        tuple(forward.listed),
-        tuple(backward.listed),
+        tuple(forward.kernels),
+        tuple(backward.kernels),
         float(sum(x.nbytes for x in (output if isinstance(output, tuple) else (output,)))),
         saved.nbytes - before,
         float(sum(x.nbytes for x in parameters)),
     )
 
 
-class _Saved:
-    """The storages that autograd has saved, each once.
+class _SavedStorages:
+    """Storages that autograd has saved, each counted once.
 
-    They are held: the identity of one that is gone could be that of the next. On the meta device
-    they have no memory.
+    References are kept, so that no later storage gets the identity of a freed one. Storages on the
+    meta device have no memory.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0.0
         self._held: dict[int, torch.UntypedStorage] = {}
 
-    def but(self, layer: nn.Module) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context in which what is saved counts, but for a layer's own tensors."""
+    def counting(self, layer: nn.Module) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context that counts saved tensors, except parameters and buffers of a layer."""
         own = {_identity(x) for x in (*layer.parameters(), *layer.buffers())}
 
         def pack(tensor: Tensor) -> Tensor:

@@ -21,10 +21,11 @@ from pipeexec.demo_models.gpt import gpt
 from pipesim.errors import check_name
 from pipesim.utils.atomic_write import check_path
 
-__all__ = ["MODELS", "ModelSpec", "Workload", "build_model", "cross_entropy"]
+__all__ = ["MODELS", "DemoModel", "ModelSpec", "build_model", "cross_entropy"]
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-ModelParts = tuple[nn.Sequential, Loss, BatchMaker]
+#: Function of outputs and targets; its scalar is a mean over the samples.
+MeanLoss = Callable[[Tensor, Tensor], Tensor]
+ModelParts = tuple[nn.Sequential, MeanLoss, BatchMaker]
 Option = int | float | str | Path | None
 
 
@@ -38,7 +39,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Workload:
+class DemoModel:
     """A model, its loss and its data: everything that a training step needs.
 
     Attributes
@@ -54,7 +55,7 @@ class Workload:
     """
 
     layers: nn.Sequential
-    loss: Loss
+    loss: MeanLoss
     make_batch: BatchMaker
     options: Mapping[str, Option]
 
@@ -113,7 +114,7 @@ MODELS: Mapping[str, ModelSpec] = MappingProxyType(
 )
 
 
-def build_model(name: str, *, seed: int = 0, **options: Option) -> Workload:
+def build_model(name: str, *, seed: int = 0, **options: Option) -> DemoModel:
     """Build a ready-made model of `MODELS` by name; options that are None take their defaults.
 
     The option ``layers`` counts blocks. The model has two more layers: the first and the last.
@@ -130,4 +131,4 @@ def build_model(name: str, *, seed: int = 0, **options: Option) -> Workload:
         check_name(f"option of model {name!r}:", option, spec.options)
     options = {**spec.options, **chosen}
     layers, loss, make_batch = spec.make(seed, **options)
-    return Workload(layers, loss, make_batch, options)
+    return DemoModel(layers, loss, make_batch, options)

@@ -1,8 +1,8 @@
-"""A U-Net and a ResNet as flat sequential modules, whose connections around layers are skips.
+"""U-Net and ResNet as flat sequential modules whose connections around layers are skips.
 
-Both have the layers of torchgpipe's benchmarks, one for one, so that a balance published for those
-cuts these in the same places. Weights are drawn from torch's generator: the same after the same
-seed. Large ones are made without memory under ``with torch.device("meta")``.
+The layers are exactly those of torchgpipe's benchmarks. A balance published for those therefore
+cuts these models at the same layers. Weights come from torch's generator: the same seed gives the
+same weights. Under ``with torch.device("meta")`` large models need no memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pipesim.errors import ArgumentError, check_count, number
 
 __all__ = ["resnet", "unet"]
 
-Named = Iterator[tuple[str, nn.Module]]
+NamedLayers = Iterator[tuple[str, nn.Module]]
 
-_EXPANSION = 4  # channels of a bottleneck block's output, in those of its middle
+_EXPANSION = 4  # output channels of a bottleneck block over its middle channels
 
 
 @skippable(stash=["skip"])
 class _Stash(nn.Module):
-    """Hands on its input, and stashes it."""
+    """Return the input, and stash it."""
 
     def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
         yield stash("skip", x)
@@ -36,19 +36,19 @@ class _Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class _Concatenate(nn.Module):
-    """Puts the channels of the skip behind its own, grown by zeros to the skip's size."""
+    """Append the channels of the skip to the input, which is padded with zeros to the same size."""
 
     def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
         skip = yield pop("skip")
         height, width = (a - b for a, b in zip(skip.shape[2:], x.shape[2:], strict=True))
-        if height or width:  # what the max pool left over
+        if height or width:  # the max pool rounds odd sizes down
             x = F.pad(x, (0, width, 0, height))
         return torch.cat((x, skip), dim=1)
 
 
 @skippable(pop=["skip"])
 class _Add(nn.Module):
-    """Adds the skip, which a projection first brings to its own shape, if one is given."""
+    """Add the skip; a projection, if given, first maps it to the shape of the input."""
 
     def __init__(self, projection: nn.Module | None) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def unet(
     *,
     dropout: float = 0.1,
 ) -> nn.Sequential:
-    """Return a U-Net, with one long skip a level.
+    """Return a U-Net with one long skip per level.
 
     ::
 
@@ -88,15 +88,15 @@ def unet(
     depth
         Levels, each of which halves the image.
     num_convs, base_channels
-        Convolutions a run, and channels of the first; B and C of the paper's U-Net (B, C). Small:
-        ``unet(2, 1, 8)``.
+        Convolutions per run, and channels of the first run; B and C of the paper's U-Net (B, C).
+        A small model: ``unet(2, 1, 8)``.
     dropout
         Probability that a channel is dropped; at 0 the model draws no random numbers.
 
     Raises
     ------
     ArgumentError
-        For counts that are none, fewer than two base channels, and a probability that is none.
+        For invalid counts, fewer than two base channels, and an invalid probability.
 
     References
     ----------
@@ -111,7 +111,7 @@ def unet(
     if probability is None or not 0 <= probability < 1:
         raise ArgumentError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
 
-    def run(name: str, n_in: int, n_mid: int, n_out: int) -> Named:
+    def run(name: str, n_in: int, n_mid: int, n_out: int) -> NamedLayers:
         channels = [n_in, *[n_mid] * (num_convs - 1), n_out]
         for i, (a, b) in enumerate(pairwise(channels)):
             yield f"{name}_conv{i}", nn.Conv2d(a, b, 3, padding=1, bias=False)
@@ -119,7 +119,7 @@ def unet(
             yield f"{name}_norm{i}", nn.InstanceNorm2d(b)
             yield f"{name}_relu{i}", nn.LeakyReLU(0.01)
 
-    def layers() -> Named:
+    def layers() -> NamedLayers:
         widths = [base_channels * 2**level for level in range(depth)]
         namespaces = [Namespace() for _ in range(depth)]
         for level, (n, namespace) in enumerate(zip(widths, namespaces, strict=True)):
@@ -143,27 +143,27 @@ def resnet(
     base_channels: int = 64,
     input_channels: int = 3,
 ) -> nn.Sequential:
-    """Return a ResNet of bottleneck blocks, with one skip a block.
+    """Return a ResNet of bottleneck blocks, with one skip per block.
 
-    A block is eleven layers: stash, three times convolution, batch norm and ReLU, the last ReLU
-    behind the layer that adds the skip. With four layers before the blocks and three behind there
-    are ``11 * sum(blocks) + 7``: 370 by default, which is ResNet-101. Layers have torchvision's
-    names, with ``_`` for ``.``.
+    A block has eleven layers: the stash, three times convolution, batch norm and ReLU, and before
+    the last ReLU the layer that adds the skip. Four layers precede the blocks and three follow
+    them: ``11 * sum(blocks) + 7`` layers, 370 by default, which is ResNet-101. Layers have
+    torchvision's names, with ``_`` for ``.``.
 
     Maps float (batch, input_channels, height, width) to scores (batch, num_classes).
 
     Parameters
     ----------
     blocks
-        Blocks of each group; from the second on, a group halves the image and doubles the
-        channels. (3, 4, 6, 3) is ResNet-50; small: ``resnet([1, 1], 10, 8)``.
+        Number of blocks of each group. Each group but the first halves the image and doubles the
+        channels. (3, 4, 6, 3) is ResNet-50. A small model: ``resnet([1, 1], 10, 8)``.
     base_channels
-        Of the first convolution, and of the middle of the first group's blocks.
+        Channels of the first convolution, and of the middle of the first group's blocks.
 
     Raises
     ------
     ArgumentError
-        For counts that are none, and no blocks at all.
+        For invalid counts, and without any blocks.
 
     References
     ----------
@@ -178,7 +178,7 @@ def resnet(
     check_count("base_channels", base_channels)
     check_count("input_channels", input_channels)
 
-    def layers() -> Named:
+    def layers() -> NamedLayers:
         yield "conv1", nn.Conv2d(input_channels, base_channels, 7, 2, padding=3, bias=False)
         yield "bn1", nn.BatchNorm2d(base_channels)
         yield "relu", nn.ReLU()
@@ -202,12 +202,12 @@ def resnet(
 
 
 def _isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
-    """Put a layer's skip into a namespace; a type checker takes it for what it was undecorated."""
+    """Put a layer's skip into a namespace; type checkers see the undecorated class."""
     assert isinstance(layer, Skippable)
     return layer.isolate(namespace)
 
 
-def _bottleneck(name: str, n_in: int, middle: int, stride: int) -> Named:
+def _bottleneck(name: str, n_in: int, middle: int, stride: int) -> NamedLayers:
     """Yield the layers of one block, from ``n_in`` channels to four times ``middle``."""
     n_out, namespace, projection = middle * _EXPANSION, Namespace(), None
     if stride > 1 or n_in != n_out:

@@ -1,4 +1,7 @@
-"""Orders to and from torch.distributed.pipelining, which is loaded when it is first needed."""
+"""Convert schedules to and from torch.distributed.pipelining, which is imported on first use.
+
+One idea in 300 lines: a third of them are docstrings, and a third checks of arguments.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TORCH_SCHEDULES", "from_torch", "to_torch", "torch_schedule_order"]
 
-#: Names of torch's schedule classes (without ``Schedule``), and how many stages a rank each takes.
+#: Names of torch's schedule classes (without ``Schedule``), and the stages per rank of each.
 TORCH_SCHEDULES: Mapping[str, int | None] = {
     "GPipe": 1,
     "1F1B": 1,
@@ -43,10 +46,10 @@ def to_torch(
     loss_reduction: Literal["mean", "sum"] = "mean",
     **options: Any,
 ) -> PipelineScheduleMulti:
-    """Let torch.distributed.pipelining's own runtime run a schedule.
+    """Return torch.distributed.pipelining's runtime of a schedule.
 
-    To be called in every process of the group, each with its own stages. The stages take part in
-    it as in torch's own schedules, which means that FSDP and DDP do too.
+    Every process of the group must call this, each with its own stages. Stages run as in torch's
+    own schedules, and so do FSDP and DDP.
 
     Parameters
     ----------
@@ -58,8 +61,8 @@ def to_torch(
     loss_fn
         ``loss_fn(output, target)`` of a micro-batch.
     loss_reduction
-        Whether ``loss_fn`` returns a ``"mean"`` over its samples, or a ``"sum"``. Of means torch
-        takes the plain average: the micro-batches should be of one size.
+        Whether ``loss_fn`` returns a ``"mean"`` over its samples, or a ``"sum"``. Torch
+        averages means without weights: micro-batches should have the same size.
     **options
         More arguments of torch's schedules, such as ``output_merge_spec``.
 
@@ -116,18 +119,18 @@ def from_torch(
     Parameters
     ----------
     schedule
-        An object of a schedule class of torch's, or its ``pipeline_order``: a mapping of ranks to
+        Object of one of torch's schedule classes, or its ``pipeline_order``: a mapping of ranks to
         actions (or their text), with None for idle steps. Of `ScheduleGPipe` and `Schedule1F1B`,
         whose loops do not follow what they list, it is what the loop runs.
     n_microbatches
-        Number of micro-batches; by default read off the actions.
+        Number of micro-batches; by default that of the actions.
     name
-        Of the schedule; by default that of the class.
+        Name of the schedule; by default that of the class.
 
     Raises
     ------
     ArgumentError
-        If it has no order.
+        If the schedule has no order.
     ScheduleError
         If an action cannot be simulated, naming rank and position. The order itself is not checked
         before `pipesim.verify`.
@@ -158,7 +161,7 @@ def from_torch(
 def torch_schedule_order(
     name: str, n_devices: int, n_microbatches: int, n_chunks: int = 1, *, executed: bool = False
 ) -> Listed:
-    """Return the order that one of torch's schedule classes lists, without any process or stage.
+    """Return the order that one of torch's schedule classes lists; needs no process or stage.
 
     Parameters
     ----------
@@ -166,10 +169,10 @@ def torch_schedule_order(
         ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"LoopedBFS"``,
         ``"InterleavedZeroBubble"``, ``"ZBVZeroBubble"`` or ``"DualPipeV"``.
     n_devices, n_microbatches, n_chunks
-        Ranks, micro-batches, and stages a rank.
+        Number of ranks, of micro-batches, and of stages per rank.
     executed
-        Whether to return what the class runs, which for ``"GPipe"`` and ``"1F1B"`` is a loop of
-        its own; see docs/torch.md.
+        Whether to return the order that the class runs. ``"GPipe"`` and ``"1F1B"`` run a loop of
+        another order than they list; see docs/torch.md.
 
     Raises
     ------
@@ -232,14 +235,14 @@ def _compute_only(schedule: Schedule) -> _Orders:
 
 
 def _with_messages(graph: TaskGraph) -> _Orders:
-    """Do the same for a graph."""
+    """Return the actions of a graph, messages included, and the rank of each stage."""
     verify(graph)
     orders = torch_orders(graph)
     return orders, graph.device_of_stage.tolist(), "compute_comms"
 
 
 def _texts(rank: int, row: object) -> list[str]:
-    """Return the texts of what a rank lists."""
+    """Return the texts of the actions of a rank."""
     if isinstance(row, (str, bytes)) or not isinstance(row, Sequence):
         raise ArgumentError(
             f"rank {rank} of an order must list its actions, got {row!r:.60}; give a sequence such "
@@ -248,9 +251,9 @@ def _texts(rank: int, row: object) -> list[str]:
     return ["" if action is None else str(action) for action in row]
 
 
-#: What is asked of each stage here.
-_OF_STAGES = ("stage_index", "num_stages", "group_rank", "group_size")
-#: Arguments of torch's runtime that an option may not be, and what to do in its place.
+#: Attributes that each stage must have.
+_STAGE_ATTRIBUTES = ("stage_index", "num_stages", "group_rank", "group_size")
+#: Arguments of torch's runtime that options must not set, and what to do instead.
 _RESERVED = {
     "n_microbatches": "the schedule has it; leave it out",
     "scale_grads": "give loss_reduction='sum' for gradients that are not scaled",
@@ -258,24 +261,24 @@ _RESERVED = {
 
 
 def _check_options(options: Mapping[str, object]) -> None:
-    """Check that torch's runtime takes the options, and that nothing else here decides them."""
+    """Raise `ArgumentError` for options that torch's runtime lacks or that this package sets."""
     from pipeexec.torch_pipelining.private import options_of_runtime
 
-    known = set(options_of_runtime()) - {"stages", "loss_fn", *_RESERVED}
+    allowed = set(options_of_runtime()) - {"stages", "loss_fn", *_RESERVED}
     for option in options:
         if option in _RESERVED:
             raise ArgumentError(f"to_torch takes no option {option!r}: {_RESERVED[option]}")
-        check_name("option of torch's runtime:", option, known)
+        check_name("option of torch's runtime:", option, allowed)
 
 
 def _checked_stages(stages: Sequence[Any], homes: list[int], n_devices: int) -> list[Any]:
-    """Return the stages of this rank in order, if they are those that the placement says."""
+    """Return the stages of this rank in order; raise if they differ from the placement's."""
     if not isinstance(stages, Sequence):
         raise ArgumentError(
             f"to_torch takes a sequence of stages, got {stages!r:.60}; give [stage], even of one"
         )
     for stage in stages:
-        lacking = [name for name in _OF_STAGES if not hasattr(stage, name)]
+        lacking = [name for name in _STAGE_ATTRIBUTES if not hasattr(stage, name)]
         if lacking:
             raise ArgumentError(
                 f"{stage!r:.60} is no stage: it lacks {', '.join(lacking)}; wrap the module in "
@@ -297,8 +300,10 @@ def _checked_stages(stages: Sequence[Any], homes: list[int], n_devices: int) -> 
                 f"stage {stage.stage_index} says num_stages={stage.num_stages}, but the schedule "
                 f"has {len(homes)} stages; make each PipelineStage with that number"
             )
-    mine = [stage for stage, home in enumerate(homes) if home == rank]
-    given = [stage.stage_index for stage in ordered]
-    if given != mine:
-        raise ArgumentError(f"rank {rank} holds the stages {mine}, got {given}; give just these")
+    expected = [stage for stage, home in enumerate(homes) if home == rank]
+    indices = [stage.stage_index for stage in ordered]
+    if indices != expected:
+        raise ArgumentError(
+            f"rank {rank} holds the stages {expected}, got {indices}; give just these"
+        )
     return ordered

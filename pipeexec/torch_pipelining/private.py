@@ -1,7 +1,7 @@
-"""What is taken from torch.distributed.pipelining behind its public surface.
+"""Private names of torch.distributed.pipelining.
 
-The runtime that runs a list of actions, and the class of those actions, have no public name. They
-are imported here and nowhere else, so that a release that moves them breaks one file.
+The runtime that runs a list of actions, and the class of those actions, have no public name. Only
+this file imports them, so that a torch release that moves them breaks one file.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def make_runtime(
     *arguments: Any,
     **options: Any,
 ) -> PipelineScheduleMulti:
-    """Return torch's runtime of the texts of actions, one sequence a rank.
+    """Return torch's runtime for the texts of actions, one sequence per rank.
 
-    ``compute_only`` is lowered by torch; ``compute_comms`` is run as it stands.
+    Torch lowers ``compute_only`` orders, and runs ``compute_comms`` orders as given.
     """
     runtime = _PipelineScheduleRuntime(*arguments, **options)
     for rank, row in enumerate(orders):
@@ -56,8 +56,8 @@ def make_runtime(
 
 def options_of_runtime() -> tuple[str, ...]:
     """Return the names of all arguments that the runtime of the installed torch takes."""
-    # The runtime has no signature of its own. It takes some options out of its keyword arguments
-    # and hands the others to its base class; those that it takes out are named by its subclasses.
+    # The runtime has no own signature: it removes some keyword arguments and passes the others to
+    # its base class. Its subclasses name the removed ones.
     names: dict[str, None] = {}
     for schedule_class in (PipelineScheduleMulti, ScheduleInterleaved1F1B):
         names |= dict.fromkeys(inspect.signature(schedule_class).parameters)
@@ -65,35 +65,35 @@ def options_of_runtime() -> tuple[str, ...]:
 
 
 def listed_order(name: str, n_devices: int, n_microbatches: int, n_chunks: int) -> Listed:
-    """Return ``pipeline_order`` of one of torch's classes, made without processes.
+    """Return ``pipeline_order`` of one of torch's classes; needs no processes.
 
     Raises
     ------
     ValueError, AssertionError
-        As torch does for counts that the class does not take.
+        From torch, for counts that the class does not take.
     """
-    listed: Listed = _on_stubs(name, 0, n_devices, n_microbatches, n_chunks).pipeline_order
+    listed: Listed = _with_stubs(name, 0, n_devices, n_microbatches, n_chunks).pipeline_order
     return listed
 
 
 def executed_order(name: str, n_devices: int, n_microbatches: int) -> Listed:
-    """Return what a class of torch's for one stage a rank runs.
+    """Return the order that one of torch's classes for one stage per rank runs.
 
-    Its loop does not follow what it lists, so that stubs note what the loop calls.
+    Its loop deviates from the listed order, so that stubs record the calls of the loop.
     """
     return {rank: _recorded(name, rank, n_devices, n_microbatches) for rank in range(n_devices)}
 
 
 def loop_of(schedule: object) -> tuple[str, int, int] | None:
-    """Return name, ranks and micro-batches of a schedule that is a loop of its own, or None."""
+    """Return name, ranks and micro-batches of a schedule that runs a loop, else None."""
     name = _LOOPS.get(type(schedule))
     if name is None or not isinstance(schedule, PipelineScheduleSingle):
         return None
     return name, schedule._num_stages, schedule._n_microbatches
 
 
-def _on_stubs(name: str, rank: int, n_devices: int, n_microbatches: int, n_chunks: int) -> Any:
-    """Return a schedule of torch's whose stages only have the attributes that it looks at."""
+def _with_stubs(name: str, rank: int, n_devices: int, n_microbatches: int, n_chunks: int) -> Any:
+    """Return one of torch's schedules; its stages have only the attributes that it reads."""
     schedule_class: Any = get_schedule_class(name)
     stages = [
         SimpleNamespace(
@@ -111,15 +111,15 @@ def _on_stubs(name: str, rank: int, n_devices: int, n_microbatches: int, n_chunk
 
 
 def _recorded(name: str, rank: int, n_devices: int, n_microbatches: int) -> list[str]:
-    """Return what one rank runs."""
-    schedule = _on_stubs(name, rank, n_devices, n_microbatches, 1)
-    ran: list[str] = []
+    """Return the actions that one rank runs."""
+    schedule = _with_stubs(name, rank, n_devices, n_microbatches, 1)
+    actions: list[str] = []
     stage = schedule._stage
     for messages in ("fwd_recv", "fwd_send", "bwd_recv", "bwd_send"):
         setattr(stage, f"get_{messages}_ops", lambda microbatch: [])
-    stage.forward_one_chunk = lambda m, *_, **__: ran.append(f"{rank}F{m}")
-    stage.backward_one_chunk = lambda m, **__: ran.append(f"{rank}B{m}")
+    stage.forward_one_chunk = lambda m, *_, **__: actions.append(f"{rank}F{m}")
+    stage.backward_one_chunk = lambda m, **__: actions.append(f"{rank}B{m}")
     stage.perform_reduce_grad = lambda factor: None
     schedule._initialize_stage = lambda *_: None
     schedule._step_microbatches()
-    return ran
+    return actions

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pipesim as ps
 from pipeexec.demo_models.layer_costs import LayerCosts, layer_costs
-from pipeexec.demo_models.roofline import Kernel, Roofline
+from pipeexec.demo_models.roofline import KernelCost, Roofline
 from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
 from pipesim.errors import ArgumentError
 
@@ -60,10 +60,10 @@ def test_convolution_by_closed_form() -> None:
     [_, layer] = counted(nn.Conv2d(IN, IN, 1), nn.Conv2d(IN, OUT, 3, padding=1, bias=False)).layers
     x, y, w = N * IN * SIDE**2, N * OUT * SIDE**2, OUT * IN * 9
     flops = 2 * y * IN * 9
-    assert layer.forward == (Kernel(flops, FLOAT * (x + w + y), is_3x3=True),)
+    assert layer.forward == (KernelCost(flops, FLOAT * (x + w + y), is_3x3=True),)
     backward, added = layer.backward
-    assert backward == Kernel(2 * flops, FLOAT * ((y + x + w) + (x + w)), is_3x3=True)
-    assert added == Kernel(0, FLOAT * 3 * w)  # to the gradient of the micro-batches before
+    assert backward == KernelCost(2 * flops, FLOAT * ((y + x + w) + (x + w)), is_3x3=True)
+    assert added == KernelCost(0, FLOAT * 3 * w)  # to the gradient of the micro-batches before
     assert layer.output_bytes == FLOAT * y
     assert layer.parameter_bytes == FLOAT * w
     assert layer.activation_bytes == FLOAT * x  # its input
@@ -161,7 +161,7 @@ def test_skips_across_borders() -> None:
 
 def test_roofline_takes_what_bounds_a_kernel() -> None:
     """Operations, bytes or the launch; scaled, the rates alone."""
-    bounds = {Kernel(3e9, 1): 3e-3, Kernel(1, 2e8): 2e-3, Kernel(1, 1): 1e-6}
+    bounds = {KernelCost(3e9, 1): 3e-3, KernelCost(1, 2e8): 2e-3, KernelCost(1, 1): 1e-6}
     for kernel, seconds in bounds.items():
         assert DEVICE.seconds([kernel]) == seconds
     assert DEVICE.seconds(list(bounds)) == pytest.approx(sum(bounds.values()))

@@ -18,7 +18,7 @@ from pipeexec.demo_models import data
 from pipeexec.demo_models.convnet import convnet
 from pipeexec.demo_models.data import batches, image_batch, text_batch
 from pipeexec.demo_models.gpt import gpt
-from pipeexec.demo_models.registry import MODELS, Option, Workload, build_model, cross_entropy
+from pipeexec.demo_models.registry import MODELS, DemoModel, Option, build_model, cross_entropy
 from pipeexec.demo_models.split import split as split_layers
 from pipesim.errors import ArgumentError
 
@@ -36,7 +36,7 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def small(name: str, seed: int = 0, **options: Option) -> Workload:
+def small(name: str, seed: int = 0, **options: Option) -> DemoModel:
     return build_model(name, seed=seed, **{**SMALL[name], **options})
 
 
