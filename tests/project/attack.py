@@ -53,7 +53,7 @@ class Overdue(BaseException):
 
 
 class Outcome(NamedTuple):
-    """What became of a call."""
+    """The outcome of a call."""
 
     name: str
     parameter: str
@@ -98,9 +98,9 @@ def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [p for p in signature.parameters.values() if p.name != "self"]
 
 
-def call(function: Callable[..., Any], given: Mapping[str, Any]) -> object:
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> object:
     """Call with arguments by name, and take the first things that a result yields."""
-    args, named = [], dict(given)
+    args, named = [], dict(arguments)
     for parameter in inspect.signature(function).parameters.values():
         several = parameter.kind is parameter.VAR_POSITIONAL
         if parameter.name not in named:
@@ -121,18 +121,16 @@ def call(function: Callable[..., Any], given: Mapping[str, Any]) -> object:
     return result
 
 
-def _says(message: str, names: set[str]) -> bool:
+def _mentions(message: str, names: set[str]) -> bool:
     """Return whether a message has one of some names, their words apart or not."""
-    found = re.sub(r"[-_\s]+", " ", message).lower()
-    return any(
-        re.search(rf"\b{re.escape(name.replace('_', ' ').lower())}", found) for name in names
-    )
+    text = re.sub(r"[-_\s]+", " ", message).lower()
+    return any(re.search(rf"\b{re.escape(name.replace('_', ' ').lower())}", text) for name in names)
 
 
 def _names(function: Callable[..., Any], parameter: inspect.Parameter) -> set[str]:
     """Return the words that name a parameter: its own, and those that `SYNONYMS` adds.
 
-    Where there is one parameter alone, no message can be taken for another's.
+    With a single parameter, no message can be mistaken for another parameter's.
     """
     if len(parameters(function)) == 1:
         return {""}
@@ -143,7 +141,7 @@ def _names(function: Callable[..., Any], parameter: inspect.Parameter) -> set[st
 def outcome(
     name: str,
     function: Callable[..., Any],
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     parameter: inspect.Parameter,
     value: str,
     bad: object,
@@ -157,7 +155,7 @@ def outcome(
     elif parameter.kind is parameter.VAR_POSITIONAL:
         bad = (bad,)
 
-    def say(kind: str, text: object = "") -> Outcome:
+    def verdict(kind: str, text: object = "") -> Outcome:
         return Outcome(name, parameter.name, value, kind, f"{text}"[:300])
 
     began = time.monotonic()
@@ -168,36 +166,36 @@ def outcome(
             contextlib.redirect_stdout(io.StringIO()),
         ):
             warnings.simplefilter("always")
-            result = call(function, {**given, parameter.name: bad})
+            result = call(function, {**arguments, parameter.name: bad})
         signal.setitimer(signal.ITIMER_REAL, 0)
         close(result)
     except Overdue:
-        return say("slow", f"more than {seconds} s")
+        return verdict("slow", f"more than {seconds} s")
     except CapacityError as error:  # many parameters together are too much
-        return say("refused", f"{type(error).__name__}: {error}")
+        return verdict("refused", f"{type(error).__name__}: {error}")
     except PipeError as error:
         if len(str(error)) > LONGEST:
-            return say("endless", f"{len(str(error)):,} characters: {error}")
-        named = _says(str(error), _names(function, parameter))
-        return say("refused" if named else "unnamed", f"{type(error).__name__}: {error}")
+            return verdict("endless", f"{len(str(error)):,} characters: {error}")
+        named = _mentions(str(error), _names(function, parameter))
+        return verdict("refused" if named else "unnamed", f"{type(error).__name__}: {error}")
     except TypeError as error:
         # Python's own words for an option that there is not name it.
         refused = "unexpected keyword argument 'surprise'" in str(error)
-        return say("refused" if refused else "raised", f"TypeError: {error}")
+        return verdict("refused" if refused else "raised", f"TypeError: {error}")
     except BaseException as error:
-        return say("raised", f"{type(error).__name__}: {error}")
+        return verdict("raised", f"{type(error).__name__}: {error}")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if time.monotonic() - began > seconds:
-        return say("slow", f"{time.monotonic() - began:.1f} s")
+        return verdict("slow", f"{time.monotonic() - began:.1f} s")
     for warning in caught:
         if issubclass(warning.category, RuntimeWarning):
-            return say("warned", warning.message)
+            return verdict("warned", warning.message)
     if any(issubclass(warning.category, PipeWarning) for warning in caught):
-        return say("allowed", "warned")
+        return verdict("allowed", "warned")
     if allowed_by(str(parameter.annotation), value, bad):
-        return say("allowed", "type")
-    return say("accepted", type(result).__name__)
+        return verdict("allowed", "type")
+    return verdict("accepted", type(result).__name__)
 
 
 def attacks(parameter: inspect.Parameter, *, seldom: bool) -> dict[str, Callable[[], object]]:

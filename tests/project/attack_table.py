@@ -72,10 +72,16 @@ def layers() -> ps.Layers:
 
 
 def tasks() -> ps.Tasks:
-    made = graph()
-    stream = np.zeros(len(made.op), np.int64)
-    at = np.flatnonzero(made.on_compute)
-    return ps.Tasks(made.op[at], made.device[at], made.stage[at], made.microbatch[at], stream[at])
+    subject = graph()
+    stream = np.zeros(len(subject.op), np.int64)
+    ids = np.flatnonzero(subject.on_compute)
+    return ps.Tasks(
+        subject.op[ids],
+        subject.device[ids],
+        subject.stage[ids],
+        subject.microbatch[ids],
+        stream[ids],
+    )
 
 
 @cache

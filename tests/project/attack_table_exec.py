@@ -90,10 +90,10 @@ def accumulation() -> px.GradientAccumulation:
 
 
 def in_block() -> px.GradientAccumulation:
-    made = accumulation()
-    made._block = made.microbatch()  # type: ignore[attr-defined]  # or else it ends at once
-    made._block.__enter__()  # type: ignore[attr-defined]
-    return made
+    block = accumulation()
+    block._block = block.microbatch()  # type: ignore[attr-defined]  # or else it ends at once
+    block._block.__enter__()  # type: ignore[attr-defined]
+    return block
 
 
 def embedding() -> px.ShardedEmbedding:
@@ -121,7 +121,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "self": in_block(), "loss": nn.Linear(2, 1)(torch.ones(2)).sum()},
     "px.GradientAccumulation.flush": lambda _: {"self": accumulation()},
     "px.GradientAccumulation.load_state_dict": lambda _: {
-        "self": (made := accumulation()), "state_dict": made.state_dict()},
+        "self": (source := accumulation()), "state_dict": source.state_dict()},
     "px.GradientAccumulation.state_dict": lambda _: {"self": accumulation()},
     "px.GradientAccumulation.microbatch": lambda _: {"self": accumulation()},
     "px.Pipeline": lambda _: {

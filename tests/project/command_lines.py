@@ -56,13 +56,13 @@ def run(
 def options(main: Callable[[Sequence[str]], int], name: str) -> list[str]:
     """Return the options of a command that take a value, those of an earlier one left out."""
     program, command = name.split()
-    found = _listed(main, command)
+    names = _listed(main, command)
     for other in COMMANDS:
         if other == name:
             break
         if other.startswith(program):
-            found = [each for each in found if each not in _listed(main, other.split()[1])]
-    return found
+            names = [option for option in names if option not in _listed(main, other.split()[1])]
+    return names
 
 
 def _listed(main: Callable[[Sequence[str]], int], command: str) -> list[str]:
@@ -76,7 +76,7 @@ def attack_option(
 ) -> Outcome:
     """Run a command with a bad text for one option: exit status 2, and one line on stderr."""
 
-    def say(kind: str, what: object) -> Outcome:
+    def verdict(kind: str, what: object) -> Outcome:
         return Outcome(name, option, repr(text)[:20], kind, f"{what}"[:300])
 
     before = set(folder.parent.iterdir())
@@ -85,13 +85,13 @@ def attack_option(
     try:
         status, _, err = run(main, [*COMMANDS[name], f"{option}={text}"], seconds)
     except Overdue:
-        return say("slow", f"more than {seconds} s")
+        return verdict("slow", f"more than {seconds} s")
     except BaseException as error:
-        return say("raised", f"{type(error).__name__}: {error}")
+        return verdict("raised", f"{type(error).__name__}: {error}")
     if set(folder.parent.iterdir()) != before:
-        return say("outside", "wrote a file outside its folder")
+        return verdict("outside", "wrote a file outside its folder")
     if status == 0:
-        return say("allowed" if is_fine else "accepted", "exit status 0")
+        return verdict("allowed" if is_fine else "accepted", "exit status 0")
     if status != 2 or err.count("\n") != 1 or "Traceback" in err:
-        return say("raised", f"exit status {status}, stderr {err!r}")
-    return say("refused", err)
+        return verdict("raised", f"exit status {status}, stderr {err!r}")
+    return verdict("refused", err)

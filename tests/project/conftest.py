@@ -57,10 +57,10 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """Print a line a kind, where more was flipped than the normal tests do."""
-    found = config.stash.get(COUNTS, {})
-    if not found or "FUZZ_EXAMPLES" not in os.environ:
+    counts = config.stash.get(COUNTS, {})
+    if not counts or "FUZZ_EXAMPLES" not in os.environ:
         return
     terminalreporter.section("flipped bits")
-    for kind, count in found.items():
+    for kind, count in counts.items():
         parts = ", ".join(f"{count[word]} {word}" for word in ("refused", "same", "other value"))
         terminalreporter.write_line(f"{kind:24} {count.total():5} flips: {parts}")

@@ -35,23 +35,25 @@ def public() -> Iterator[str]:
         for name in package.__all__:
             thing = getattr(package, name)
             if inspect.ismodule(thing):
-                yield from (f"{short}.{name}.{each}" for each in thing.__all__
-                            if inspect.isroutine(getattr(thing, each)))  # fmt: skip
+                yield from (f"{short}.{name}.{attribute}" for attribute in thing.__all__
+                            if inspect.isroutine(getattr(thing, attribute)))  # fmt: skip
                 continue
             yield f"{short}.{name}"
             if inspect.isclass(thing):
-                yield from (f"{short}.{name}.{each}" for each in methods(thing))
+                yield from (f"{short}.{name}.{attribute}" for attribute in methods(thing))
 
 
 def methods(kind: type) -> Iterator[str]:
     """Yield the public methods of a class that our packages define."""
     for name in dir(kind):
         owner = next((base for base in kind.__mro__ if name in vars(base)), object)
-        ours = owner.__module__.partition(".")[0] in MAINS
-        made = (
-            isinstance(vars(owner)[name], FunctionType | classmethod | staticmethod) if ours else 0
+        is_own = owner.__module__.partition(".")[0] in MAINS
+        is_public_kind = (
+            isinstance(vars(owner)[name], FunctionType | classmethod | staticmethod)
+            if is_own
+            else 0
         )
-        if made and not name.startswith("_"):
+        if is_public_kind and not name.startswith("_"):
             yield name
 
 
@@ -63,7 +65,7 @@ def test_complete() -> None:
     assert set(ROWS) & set(UNATTACKED) == set()
 
 
-def found(name: str) -> Any:
+def callable_of(name: str) -> Any:
     """Return the callable of a name."""
     package, *path = name.split(".")
     return functools.reduce(getattr, path, {"ps": ps, "px": px}[package])
@@ -77,7 +79,7 @@ def close(name: str, result: object) -> None:
 
 def outcomes(name: str, folder: Path) -> list[Outcome]:
     """Return what becomes of each bad value of each parameter of one callable."""
-    function, make = found(name), ROWS[name]
+    function, make = callable_of(name), ROWS[name]
     end = functools.partial(close, name)
     slow = name in attack_table_exec.SLOW
     attack = functools.partial(outcome, name, close=end, seconds=10.0 if slow else SECONDS)
@@ -89,11 +91,13 @@ def outcomes(name: str, folder: Path) -> list[Outcome]:
         for parameter in parameters(function):
             values = attacks(parameter, seldom=slow)
             if "Path" in str(parameter.annotation):
-                values = values | {at: functools.partial(paths.__getitem__, at) for at in paths}
+                values = values | {
+                    path: functools.partial(paths.__getitem__, path) for path in paths
+                }
             for value, make_bad in values.items():
-                bad, given = make_bad(), make(folder)
+                bad, arguments = make_bad(), make(folder)
                 if not is_default(parameter, bad) and not is_long(parameter, value):
-                    results.append(attack(function, given, parameter, value, bad))
+                    results.append(attack(function, arguments, parameter, value, bad))
     return results
 
 

@@ -49,6 +49,7 @@ def test_its_methods_take_what_those_of_torch_take(monkeypatch: pytest.MonkeyPat
         FakeCuda().install(monkeypatch)
 
 
+@pytest.mark.measures_time
 @pytest.mark.usefixtures("cuda")
 def test_events_pass_late() -> None:
     """The host waits only where it asks for it; what waits for an event passes no earlier."""

@@ -79,7 +79,7 @@ def test_numbers_in_files_are_plain(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "option",
     [
         ("--devices", "1_0"),
         ("--forward", "1_0"),
@@ -89,20 +89,20 @@ def test_numbers_in_files_are_plain(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_numbers_of_the_command_are_plain(
-    given: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", *BASE, *given]) == 2
-    assert repr(given[1]) in capsys.readouterr().err
+    assert main(["simulate", *BASE, *option]) == 2
+    assert repr(option[1]) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "given", [("--steps", "1_0"), ("--timeout", "6_0"), ("--balance", "\u0662,1")]
+    "option", [("--steps", "1_0"), ("--timeout", "6_0"), ("--balance", "\u0662,1")]
 )
 def test_numbers_of_pipeexec_are_plain(
-    given: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert pipeexec_main(["validate", *given]) == 2
-    assert f"{given[0]}: " in capsys.readouterr().err
+    assert pipeexec_main(["validate", *option]) == 2
+    assert f"{option[0]}: " in capsys.readouterr().err
 
 
 def test_columns_that_are_there_twice(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def loaded_run(folder: Path) -> list[Any]:
 def settings(path: Path) -> list[Any]:
     """Return what a TOML file makes of a simulation, and its grid."""
     timelines = [run(case) for case in cases([], path, {}, other_tables=("grid",))]
-    return [read_grid(path), [(each.name, each.makespan) for each in timelines]]
+    return [read_grid(path), [(timeline.name, timeline.makespan) for timeline in timelines]]
 
 
 def profiled(path: Path) -> None:
@@ -229,14 +229,14 @@ def test_a_flipped_bit(name: str, tmp_path: Path, counts: dict[str, Counter[str]
             file.write_bytes(data)
             signal.alarm(PATIENCE)
             try:
-                found = kind.read(tmp_path)
+                value = kind.read(tmp_path)
             except PipeError:
                 count["refused"] += 1
             except BaseException as error:
                 error.add_note(f"bit {place % 8} of byte {place // 8} of {file.name}")
                 raise
             else:
-                word = "same" if found == whole else "other value"
+                word = "same" if value == whole else "other value"
                 count[word] += 1
                 assert kind.by_users or word == "same", (file.name, place // 8, place % 8)
             signal.alarm(0)

@@ -1,4 +1,4 @@
-"""What `import pipesim` offers and loads."""
+"""The names and modules that `import pipesim` loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODULES = [m.name for m in pkgutil.walk_packages(pipesim.__path__, "pipesim.")]
 
 
 def fresh(code: str) -> str:
-    """Run code in an interpreter of its own and return what it prints."""
+    """Run code in a new interpreter and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )

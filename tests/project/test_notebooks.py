@@ -21,7 +21,7 @@ def test_there_are_notebooks() -> None:
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cell raises, where there are no files and no settings."""
+    """No cell raises in a folder without files and settings."""
     for name in SETTINGS:
         folder = tmp_path / name.lower()
         folder.mkdir()

@@ -33,7 +33,7 @@ def test_there_is_something_to_run() -> None:
 @pytest.mark.parametrize("code", PYTHON)
 @pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 def test_code(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the text leaves to the reader (stages, batch, loss) is a small model here."""
+    """Names that the text leaves to the reader (stages, batch, loss) are those of a small model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(mpl.rcParams, "backend", "agg")
     run(code)

@@ -1,4 +1,4 @@
-"""What is written and read in these tests: each public function that takes a path."""
+"""Files that these tests write and read: each public function that takes a path."""
 
 from __future__ import annotations
 

@@ -93,10 +93,10 @@ def test_validate_and_show(
     assert "costs (ms; loaded: all stages running" in out
     assert rest[-1] == f"wrote {path}: the figure is {path / 'overlay.png'}\n"
     assert (path / "overlay.png").is_file()
-    told = err.splitlines()
-    assert [line for line in told if line.startswith("  round")]
-    assert all(line.startswith(("  ", "pipeexec: warning: ")) for line in told), err
-    assert any("below 1 ms" in line for line in told), "so small a model is no good to predict"
+    messages = err.splitlines()
+    assert [line for line in messages if line.startswith("  round")]
+    assert all(line.startswith(("  ", "pipeexec: warning: ")) for line in messages), err
+    assert any("below 1 ms" in line for line in messages), "so small a model is no good to predict"
 
     record = read_record(path)
     assert (record["seed"], record["batch"], record["steps"]) == (7, 5, 2)
@@ -284,7 +284,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note devices, micro-batches, layers and samples, and let no step run."""
     noted: list[str] = []
 
@@ -302,7 +302,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
-    ("arguments", "found"),
+    ("arguments", "expected"),
     [
         ("--schedules v.csv --balance 2,2,1,1", "2 devices, {8}, 2,2,1,1 layers, 32 samples"),
         ("--schedules three.csv", "3 devices, {4}, 3,2,1 layers, 16 samples"),
@@ -319,11 +319,11 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
 )
 def test_counts(
-    arguments: str, found: str, taken: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: str, expected: str, counts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file has its own counts, --balance has as many devices as its stages take."""
     fail(capsys, "validate", *words(SIZES), *arguments.split())
-    assert taken == [found]
+    assert counts == [expected]
 
 
 @pytest.mark.usefixtures("files", "no_step")
@@ -378,7 +378,7 @@ def test_a_cuda_device_where_there_is_none(
 def test_results_that_cannot_be_written_are_found_before_the_work(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A parent that is a file cannot be written into, whoever asks."""
+    """A parent that is a file cannot be written into, by any command."""
     line = fail(capsys, "validate", "--results", text / "results")
     assert "cannot write results in" in line
     (tmp_path / "notes").mkdir()

@@ -43,9 +43,9 @@ def _whole(model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> nn.Module:
 
 
 def _assert_close(model: nn.Module, other: nn.Module) -> None:
-    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, its.grad)
-        torch.testing.assert_close(mine, its)
+    for actual, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, wanted.grad)
+        torch.testing.assert_close(actual, wanted)
 
 
 def _parts(*sizes: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -198,13 +198,13 @@ class _Failing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at = ""
+        self.place = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.at == "forward":
+        if self.place == "forward":
             raise OSError("a flaky disk")
         x = x.clone()
-        if self.at == "backward":
+        if self.place == "backward":
             x.register_hook(self._fail)
         return x
 
@@ -215,7 +215,7 @@ class _Failing(nn.Module):
 def _failure_case(
     _: px.Processes | None,
     where: str,
-    at: int,
+    position: int,
     n_again: int,
     replicated: bool = True,
     sizes: Sequence[int] = (2, 2, 2),
@@ -229,28 +229,28 @@ def _failure_case(
     parts, weighted = _parts(*sizes), len(set(sizes)) > 1
     before = copy.deepcopy(getattr(model, "module", model))
     accumulation = px.GradientAccumulation(model, optimizer, 3)
-    _run(accumulation, parts[:at], weighted=weighted)
-    failing.at = "" if where == "after" else where
+    _run(accumulation, parts[:position], weighted=weighted)
+    failing.place = "" if where == "after" else where
 
     def fail() -> None:
-        loss = mse(model(parts[at][0]), parts[at][1])
+        loss = mse(model(parts[position][0]), parts[position][1])
         if where != "loss":
             accumulation.backward(loss)
         raise OSError(f"a flaky {where}")
 
-    n_samples = sizes[at] if weighted else None
+    n_samples = sizes[position] if weighted else None
     with pytest.raises(OSError, match="flaky"), accumulation.microbatch(n_samples):
         fail()
-    failing.at = ""
+    failing.place = ""
     assert not accumulation.has_stepped
     assert accumulation.n_accumulated == 3 - n_again
     _run(accumulation, parts[3 - n_again :], weighted=weighted)
     assert accumulation.has_stepped
-    for mine, its in zip(model.parameters(), _whole(before, parts).parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, its.grad)
+    for actual, wanted in zip(model.parameters(), _whole(before, parts).parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, wanted.grad)
     if replicated:
         assert events.count("step") == 1
-        assert events.count("all_reduce") == 1 + (at == 2 and where == "after")
+        assert events.count("all_reduce") == 1 + (position == 2 and where == "after")
 
 
 FAILURES = [("forward", 1, 2), ("loss", 2, 1), ("backward", 1, 3), ("backward", 2, 3),
@@ -258,19 +258,19 @@ FAILURES = [("forward", 1, 2), ("loss", 2, 1), ("backward", 1, 3), ("backward", 
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 1, 2)])
-@pytest.mark.parametrize(("where", "at", "n_again"), FAILURES)
+@pytest.mark.parametrize(("where", "position", "n_again"), FAILURES)
 def test_a_block_that_raises_leaves_things_usable(
-    where: str, at: int, n_again: int, sizes: Sequence[int]
+    where: str, position: int, n_again: int, sizes: Sequence[int]
 ) -> None:
-    """What raises before its backward is tried again; else the batch is."""
-    _failure_case(None, where, at, n_again, replicated=False, sizes=sizes)
+    """A micro-batch that raises before its backward is repeated; otherwise the batch is."""
+    _failure_case(None, where, position, n_again, replicated=False, sizes=sizes)
 
 
-@pytest.mark.parametrize(("where", "at", "n_again"), FAILURES)
+@pytest.mark.parametrize(("where", "position", "n_again"), FAILURES)
 def test_a_block_that_raises_in_replicas(
-    two_ranks: Ranks, where: str, at: int, n_again: int
+    two_ranks: Ranks, where: str, position: int, n_again: int
 ) -> None:
-    two_ranks.run(_failure_case, where=where, at=at, n_again=n_again)
+    two_ranks.run(_failure_case, where=where, position=position, n_again=n_again)
 
 
 def test_wrong_use_is_refused() -> None:

@@ -36,30 +36,30 @@ def _through_a_file(state: dict[str, Any]) -> Any:
 def _interrupted(
     make: Callable[[], tuple[px.GradientAccumulation, dict[str, Any]]],
     parts: list[tuple[Tensor, Tensor]],
-    at: int,
+    position: int,
     weighted: bool = False,
 ) -> None:
     """Train with and without an interruption after ``at`` micro-batches; weights are the same."""
     whole, _ = make()
     _run(whole, parts, weighted=weighted)
     first, saved = make()
-    _run(first, parts[:at], weighted=weighted)
+    _run(first, parts[:position], weighted=weighted)
     states = {name: _through_a_file(x.state_dict()) for name, x in saved.items()}
     state = first.state_dict()
-    _run(first, parts[at:], weighted=weighted)  # leaves the state as it is
+    _run(first, parts[position:], weighted=weighted)  # leaves the state as it is
     resumed, others = make()
     for name, other in others.items():
         other.load_state_dict(states[name])
     resumed.load_state_dict(_through_a_file(state))
-    assert resumed.n_accumulated == at % resumed.n_steps
-    _run(resumed, parts[at:], weighted=weighted)
+    assert resumed.n_accumulated == position % resumed.n_steps
+    _run(resumed, parts[position:], weighted=weighted)
     assert resumed.has_stepped
     states_now = [x.model.state_dict() for x in (resumed, whole)]
-    assert all(torch.equal(mine, states_now[1][name]) for name, mine in states_now[0].items())
+    assert all(torch.equal(value, states_now[1][name]) for name, value in states_now[0].items())
 
 
-@pytest.mark.parametrize(("at", "weighted"), [(1, False), (5, False), (5, True), (3, True)])
-def test_resumes_in_the_middle_bit_for_bit(at: int, weighted: bool) -> None:
+@pytest.mark.parametrize(("position", "weighted"), [(1, False), (5, False), (5, True), (3, True)])
+def test_resumes_in_the_middle_bit_for_bit(position: int, weighted: bool) -> None:
     def make() -> tuple[px.GradientAccumulation, dict[str, Any]]:
         model = dense(2)
         optimizer = torch.optim.Adam(model.parameters(), 0.1)
@@ -67,10 +67,10 @@ def test_resumes_in_the_middle_bit_for_bit(at: int, weighted: bool) -> None:
         saved = {"model": model, "optimizer": optimizer, "scaler": scaler}
         return px.GradientAccumulation(model, optimizer, 3, scaler=scaler), saved
 
-    _interrupted(make, _parts(5, 1, 3, 2, 2, 4), at, weighted)
+    _interrupted(make, _parts(5, 1, 3, 2, 2, 4), position, weighted)
 
 
-def _resume_case(processes: px.Processes, at: int) -> dict[str, Any]:
+def _resume_case(processes: px.Processes, position: int) -> dict[str, Any]:
     """Resume two replicas with a batch norm, whose buffers DDP broadcasts."""
 
     def make() -> tuple[px.GradientAccumulation, dict[str, Any]]:
@@ -81,15 +81,15 @@ def _resume_case(processes: px.Processes, at: int) -> dict[str, Any]:
         return px.GradientAccumulation(ddp, optimizer, 3), {"model": ddp, "optimizer": optimizer}
 
     parts = _parts(2, 2, 2, 2, 2, 2, seed=processes.rank)
-    _interrupted(make, parts, at)
+    _interrupted(make, parts, position)
     accumulation, _ = make()
     _run(accumulation, parts[:2])
     return accumulation.state_dict()
 
 
 def test_replicas_resume_from_a_state_each(two_ranks: Ranks) -> None:
-    for at in (2, 4):
-        states = two_ranks.run(_resume_case, at=at)
+    for position in (2, 4):
+        states = two_ranks.run(_resume_case, position=position)
     assert [x["rank"] for x in states] == [0, 1]
     gradients = [x["gradients"]["0.0.0.weight"] for x in states]
     assert not torch.equal(*gradients)  # each its own, before the sum
@@ -105,7 +105,7 @@ def test_other_states_are_refused() -> None:
     _run(accumulation, _parts(2, 2))
     state = accumulation.state_dict()
     before = [x.grad.clone() for x in model.parameters() if x.grad is not None]
-    for changed, said in (
+    for changed, text in (
         ({"n_steps": 4}, "n_steps=4, this GradientAccumulation has n_steps=3"),
         ({"n_accumulated": 3}, "n_accumulated=3 of n_steps=3"),
         ({"n_samples": [2]}, "1 n_samples"),
@@ -115,7 +115,7 @@ def test_other_states_are_refused() -> None:
         ({"gradients": {}}, "0 gradients"),
         ({"gradients": {"0.0.weight": torch.ones(2)}}, "gradient of '0.0.weight'"),
     ):
-        with pytest.raises(ArgumentError, match=said):
+        with pytest.raises(ArgumentError, match=text):
             accumulation.load_state_dict({**state, **changed})
     with pytest.raises(ArgumentError, match="lacks 'n_steps'"):
         accumulation.load_state_dict({})
@@ -190,9 +190,9 @@ def _losses_case(processes: px.Processes | None, unused: bool = False) -> None:
         inputs, targets = (torch.cat(x) for x in zip(*chain(*every), strict=True))
         (mse(expected(inputs, 0), targets) + mse(expected(inputs, 1), targets)).backward()
         its.step()
-        for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad)
-            torch.testing.assert_close(mine, other)
+        for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad, wanted.grad)
+            torch.testing.assert_close(actual, wanted)
     if processes is not None:
         assert events.count("all_reduce") == events.count("step") == 3
 
@@ -219,8 +219,8 @@ def _early_head_case(processes: px.Processes) -> list[Tensor]:
 
 
 def test_a_parameter_that_the_last_micro_batch_does_not_use(two_ranks: Ranks) -> None:
-    mine, its = two_ranks.run(_early_head_case)
-    assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+    first, second = two_ranks.run(_early_head_case)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_losses_of_one_forward_and_wrong_counts() -> None:
@@ -233,8 +233,8 @@ def test_losses_of_one_forward_and_wrong_counts() -> None:
         accumulation.backward(output.square().mean())
     output = expected(inputs)
     (mse(output, targets) + output.square().mean()).backward()
-    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for actual, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, wanted.grad)
 
     def go_back(n_times: int, n_losses: int) -> None:
         with accumulation.microbatch(n_losses=n_losses):
@@ -260,8 +260,8 @@ def test_two_forwards_of_gpipe_go_back_by_themselves() -> None:
     for loss in losses:
         loss.backward()
     (mse(module(inputs), targets) + module(inputs).square().mean()).backward()
-    for mine, other in zip(model.parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
+    for actual, wanted in zip(model.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, wanted.grad)
 
 
 # What accumulation is not
@@ -286,9 +286,9 @@ def test_dividing_both_data_and_loss_is_wrong(reduction: str, factor: float, tim
         with accumulation.microbatch():
             loss = nn.functional.mse_loss(model(x), y, reduction=reduction)
             accumulation.backward(loss * factor)
-    for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
-        assert mine.grad is not None
-        torch.testing.assert_close(times * mine.grad, other.grad)
+    for actual, wanted in zip(model.parameters(), whole.parameters(), strict=True):
+        assert actual.grad is not None
+        torch.testing.assert_close(times * actual.grad, wanted.grad)
 
 
 def _with_norm() -> nn.Sequential:
@@ -305,10 +305,10 @@ def _warnings(model: nn.Module, n_steps: int = 2, n_batches: int = 2) -> list[st
 
 
 def test_batch_norms_in_training_mode_are_named_once() -> None:
-    (said,) = _warnings(_with_norm())
-    assert "'1.0' normalize each of 2 micro-batches" in said
-    (said,) = _warnings(nn.Sequential(nn.BatchNorm1d(16, track_running_stats=False)).eval())
-    assert "'0'" in said  # which has no statistics but the micro-batch's
+    (warning,) = _warnings(_with_norm())
+    assert "'1.0' normalize each of 2 micro-batches" in warning
+    (warning,) = _warnings(nn.Sequential(nn.BatchNorm1d(16, track_running_stats=False)).eval())
+    assert "'0'" in warning  # which has no statistics but the micro-batch's
     frozen = _with_norm()
     frozen[1].eval()
     deferred = DeferredBatchNorm.convert_deferred_batch_norm(_with_norm(), chunks=2)
@@ -323,15 +323,15 @@ def test_deferred_batch_norm_has_the_statistics_of_the_batch() -> None:
     parts = _parts(4, 4)
     _run(px.GradientAccumulation(deferred, _sgd(deferred), 2), parts)
     plain(torch.cat([inputs for inputs, _ in parts]))
-    for mine, other in zip(deferred.buffers(), plain.buffers(), strict=False):
-        if mine.shape == other.shape:
-            torch.testing.assert_close(mine, other)
+    for actual, wanted in zip(deferred.buffers(), plain.buffers(), strict=False):
+        if actual.shape == wanted.shape:
+            torch.testing.assert_close(actual, wanted)
 
 
 def test_pipelines_name_batch_norms_too() -> None:
     ((inputs, targets),) = _parts(8)
 
-    def said(run: Callable[[], object]) -> list[str]:
+    def warnings_of(run: Callable[[], object]) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
@@ -342,16 +342,16 @@ def test_pipelines_name_batch_norms_too() -> None:
     for deferred, n_chunks, n_warnings in ((False, 2, 1), (True, 2, 0), (False, 1, 0)):
         model = px.GPipe(_with_norm(), [2, 1], devices=["cpu"] * 2, chunks=n_chunks,
                          deferred_batch_norm=deferred, threads=False)  # fmt: skip
-        texts = said(lambda model=model: model(inputs))  # type: ignore[misc]
+        texts = warnings_of(lambda model=model: model(inputs))  # type: ignore[misc]
         assert len(texts) == n_warnings
         assert all("'1.0'" in text and "deferred_batch_norm=True" in text for text in texts)
     layers = _with_norm()
     stages = [layers[:1], layers[1:]]
     graph = ps.lower(ps.schedule("1f1b", 2, 4))
     with px.Pipeline(stages, graph, ["cpu"] * 2, mse, pin_threads=False) as pipeline:
-        (text,) = said(lambda: pipeline.step(inputs, targets))
+        (text,) = warnings_of(lambda: pipeline.step(inputs, targets))
         assert "'1.0 of stage 1' normalize each of 4" in text
-        assert said(lambda: pipeline.with_graph(graph).step(inputs, targets)) == []
+        assert warnings_of(lambda: pipeline.with_graph(graph).step(inputs, targets)) == []
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("linear", 1.6), ("sqrt", 0.4), ("none", 0.1)])

@@ -89,8 +89,8 @@ def test_replicas_in_one_process(
     graph = lowered(schedule, n_stages, n_replicas, layout="stage_major", **mode)
     stages = layers(n_stages)
     with px.Pipeline(stages, graph, ["cpu"] * graph.n_devices, mse, sgd) as pipeline:
-        found = [float(pipeline.step(x, y).loss) for _ in range(2)]
-        assert found == pytest.approx(losses, rel=1e-5)
+        actual = [float(pipeline.step(x, y).loss) for _ in range(2)]
+        assert actual == pytest.approx(losses, rel=1e-5)
         for replica in range(n_replicas):
             copies = pipeline.modules[replica * n_stages : (replica + 1) * n_stages]
             own = [p.detach() for module in copies for p in module.parameters()]
@@ -103,21 +103,21 @@ def test_replicas_in_one_process(
 def test_stages_that_reduce_after_micro_batches_of_their_own(
     schedule: str, mode: dict[str, Any]
 ) -> None:
-    """Also where the backwards of two groups take turns: each has gradients of its own."""
+    """Also where the backwards of two groups alternate: each group has separate gradients."""
     x, y = data(18)
     losses, weights = unsplit(x, y, 2)
     if schedule == "mixed":
         order = "F0 F1 F2 F3 B1 B3 B0 B2"
         orders = [[f"{stage}{action}" for action in order.split()] for stage in range(2)]
-        made = ps.Schedule.from_orders(orders)
+        plan = ps.Schedule.from_orders(orders)
     else:
-        made = ps.schedule(schedule, 2, 4)
-    graph = ps.lower(made, n_replicas=2, **mode)
+        plan = ps.schedule(schedule, 2, 4)
+    graph = ps.lower(plan, n_replicas=2, **mode)
     stages = layers(2)
     with px.Pipeline(stages, graph, ["cpu"] * 4, mse, sgd) as pipeline:
-        found = [float(pipeline.step(x, y).loss) for _ in range(2)]
+        actual = [float(pipeline.step(x, y).loss) for _ in range(2)]
         copies = [p.detach() for module in pipeline.modules[2:] for p in module.parameters()]
-    assert found == pytest.approx(losses, rel=1e-5)
+    assert actual == pytest.approx(losses, rel=1e-5)
     torch.testing.assert_close([p.detach() for s in stages for p in s.parameters()], weights)
     torch.testing.assert_close(copies, weights)
 
@@ -151,14 +151,14 @@ def test_mini_batches_of_replicas(name: str, mode: dict[str, Any]) -> None:
     # Micro-batch m of the one replica has those of both.
     joined = [torch.stack(batch.chunk(2)).unflatten(1, (4, 2)).transpose(0, 1).flatten(0, 2)
               for batch in (x, y)]  # fmt: skip
-    found = []
+    results = []
     for n_replicas, batch in ((1, joined), (2, [x, y])):
         stages = layers(2)
         graph = ps.lower(schedule, n_replicas=n_replicas, **mode)
         with px.Pipeline(stages, graph, ["cpu"] * graph.n_devices, mse, sgd) as pipeline:
             loss = pipeline.step(*batch).loss
-        found.append([loss, *(p.detach() for stage in stages for p in stage.parameters())])
-    torch.testing.assert_close(*found)
+        results.append([loss, *(p.detach() for stage in stages for p in stage.parameters())])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
@@ -177,16 +177,16 @@ def test_buckets_are_complete_before_the_backward_is(schedule: str) -> None:
 
 def test_a_bucket_is_reduced_while_the_backward_goes_on() -> None:
     """That of the last layers: the backward waits in the middle until it is being reduced."""
-    begun, waited = threading.Event(), list[bool]()
+    reducing, waited = threading.Event(), list[bool]()
 
     class Waits(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             x = x.clone()
-            x.register_hook(lambda _: waited.append(begun.wait(10)))
+            x.register_hook(lambda _: waited.append(reducing.wait(10)))
             return x
 
     def reduce(run: Step, task: PlannedTask) -> None:
-        begun.set()
+        reducing.set()
         reduce_gradients(run, task)
 
     first, *others = dense(4)
@@ -203,7 +203,7 @@ def test_a_bucket_is_reduced_while_the_backward_goes_on() -> None:
 def test_gradients_are_kept_while_they_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the allocator must know that the stream of reductions uses them, too."""
     adopted: list[tuple[Tensor, Stream]] = []
-    monkeypatch.setattr(CpuDevice, "adopt", lambda _, *each: adopted.append(each))
+    monkeypatch.setattr(CpuDevice, "adopt", lambda _, *arguments: adopted.append(arguments))
     graph = ps.lower(ps.schedule("gpipe", 1, 1), n_replicas=2, step="none")
     with px.Pipeline([dense(2)], graph, ["cpu"] * 2, mse) as pipeline:
         pipeline.step(*data(2))
@@ -238,7 +238,7 @@ class Twice(nn.Module):
 
 
 def test_a_gradient_that_is_made_twice_is_refused_in_buckets() -> None:
-    """Nobody can tell when it is complete; reduced after the backward, it is right."""
+    """Nothing marks when it is complete; reduced after the backward, it is right."""
     x, y = data(8)
     for mode in ("last", "bucketed"):
         graph = lowered("gpipe", 1, 2, grad_sync=mode, n_buckets=2, step="none")
@@ -270,8 +270,8 @@ class Table(nn.Module):
         self.rows = nn.Embedding(6, 16, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.rows(x.abs()[:, 0].long().clamp(max=5))
-        return found + self.rows.weight.sum(0) if x[0, 0] < 0 else found
+        output = self.rows(x.abs()[:, 0].long().clamp(max=5))
+        return output + self.rows.weight.sum(0) if x[0, 0] < 0 else output
 
 
 @pytest.mark.parametrize("signs", [(1, -1), (-1, 1), (1, 1)])
@@ -279,15 +279,15 @@ def test_sparse_and_dense_gradients_of_micro_batches_add_up(signs: tuple[int, in
     """Summed one by one, whichever comes first."""
     x, y = data(8)
     x = x.abs() * torch.tensor(signs).repeat_interleave(2).repeat(2)[:, None]
-    found = []
+    gradients = []
     for mode in ("last", "every"):
         torch.manual_seed(0)
         table = Table()
         graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2, grad_sync=mode, step="none")
         with px.Pipeline([table], graph, ["cpu"] * 2, mse) as pipeline:
             pipeline.step(x, y)
-        found.append(table.rows.weight.grad.to_dense())
-    torch.testing.assert_close(*found)
+        gradients.append(table.rows.weight.grad.to_dense())
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("mode", ["last", "every"])
@@ -321,8 +321,8 @@ def _steps(
     stages = layers(n_stages)
     own = [s for s in range(n_stages) if processes.rank * n_own <= share * n_stages + s
            < (processes.rank + 1) * n_own]  # fmt: skip
-    given = [stage if s in own else None for s, stage in enumerate(stages)]
-    pipeline = px.Pipeline(given, graph, ["cpu"] * n_own, mse, sgd, processes=processes)
+    modules = [stage if s in own else None for s, stage in enumerate(stages)]
+    pipeline = px.Pipeline(modules, graph, ["cpu"] * n_own, mse, sgd, processes=processes)
     losses = [float(pipeline.gather(pipeline.step(x, y)).loss)]
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
         result = pipeline.step(x, y)
@@ -334,10 +334,10 @@ def _steps(
     return {"losses": losses, "weights": weights, "calls": len(of_gradients), "own": own}
 
 
-def _check(found: list[dict[str, Any]], sizes: list[int], n_calls: int, n_stages: int) -> None:
+def _check(results: list[dict[str, Any]], sizes: list[int], n_calls: int, n_stages: int) -> None:
     losses, weights = unsplit(*data(sum(sizes)), 2)
     per_stage = len(weights) // n_stages
-    for rank in found:
+    for rank in results:
         assert rank["losses"] == pytest.approx(losses, rel=1e-5)
         assert rank["calls"] == n_calls * len(rank["own"])
         for stage, own in rank["weights"].items():
@@ -358,18 +358,18 @@ def test_two_processes(two_ranks: Ranks, mode: dict[str, Any], n_calls: int) -> 
 def test_stages_that_differ_in_two_processes(two_ranks: Ranks) -> None:
     """Stage 0 sums K = 3 times and stage 1 once: 2 x 2 in all."""
     options = {"grad_sync": ("every", "last")}
-    found = two_ranks.run(
+    results = two_ranks.run(
         _steps, schedule="1f1b", n_stages=2, n_replicas=2, sizes=[7, 4], options=options
     )
-    _check(found, [7, 4], 2, 2)
+    _check(results, [7, 4], 2, 2)
 
 
 @pytest.mark.parametrize(("mode", "n_calls"), list(zip(MODES, [1, K, 2], strict=True)))
 def test_four_processes(four_ranks: Ranks, mode: dict[str, Any], n_calls: int) -> None:
     """2 replicas x 2 stages, a process each; replicas of unlike batches."""
     options = {"n_stages": 2, "n_replicas": 2, "sizes": [5, 8], "options": mode}
-    found = four_ranks.run(_steps, schedule="zb_h1", **options)
-    _check(found, [5, 8], n_calls, 2)
+    results = four_ranks.run(_steps, schedule="zb_h1", **options)
+    _check(results, [5, 8], n_calls, 2)
 
 
 # What stages hold
@@ -437,20 +437,20 @@ def _held_in_a_rank(processes: px.Processes) -> dict[str, Any]:
     x, y = data(6)
     stages = layers(2)
     with px.Pipeline(stages, graph, ["cpu"] * 2, mse, sgd, processes=processes) as pipeline:
-        found = {"held": _held(pipeline, x, y), "n_steps": pipeline.n_steps}
+        values = {"held": _held(pipeline, x, y), "n_steps": pipeline.n_steps}
         every = lowered("1f1b", 2, 2, hosts="per_device", grad_sync=("every", "last"))
         memory = pipeline.with_graph(every).memory(x, y)
-    found["by_rule"] = gradients_by_rule(memory.timeline, layers(2))
-    found["gradients"], found["buffers"] = (
+    values["by_rule"] = gradients_by_rule(memory.timeline, layers(2))
+    values["gradients"], values["buffers"] = (
         peak.tolist() for peak in (memory.peak_gradients, memory.peak_buffers)
     )
     alone = ps.lower(
         ps.schedule("1f1b", 1, 4), n_replicas=2, hosts="per_device", grad_sync=1, overlap=False
     )
     with px.Pipeline(layers(1), alone, ["cpu"], mse, processes=processes) as pipeline:
-        found["alone"] = pipeline.memory(x, y).peak_gradients.tolist()
+        values["alone"] = pipeline.memory(x, y).peak_gradients.tolist()
     weights = [p for stage in stages for p in stage.parameters()]
-    return {**found, "weights": [p.detach() for p in weights], "grads": [p.grad for p in weights]}
+    return {**values, "weights": [p.detach() for p in weights], "grads": [p.grad for p in weights]}
 
 
 def test_what_replicas_hold(two_ranks: Ranks) -> None:
@@ -507,14 +507,14 @@ def command_line(processes: px.Processes, folder: str) -> list[int]:
      (2, 4, [[0, 1], [2, 3]]), (3, 2, [[0], [0, 1], [1]]), (2, 1, [[0], [0]])],
 )  # fmt: skip
 def test_batches_of_replicas(n_ranks: int, n_replicas: int, expected: list[list[int]]) -> None:
-    """Each replica has samples of its own, the same ones in every process of it."""
-    found = [replicas_of(rank, n_ranks, n_replicas) for rank in range(n_ranks)]
-    assert [list(replicas) for replicas in found] == expected
+    """Each replica has different samples, the same ones in all of its processes."""
+    splits = [replicas_of(rank, n_ranks, n_replicas) for rank in range(n_ranks)]
+    assert [list(replicas) for replicas in splits] == expected
     make = build_model("gpt", layers=1, width=8, heads=1, sequence=8).make_batch
     own = [next(replica_batches(make, 2, 5, [replica])) for replica in range(n_replicas)]
     for inputs, others in pairwise(own):
         assert not torch.equal(inputs[0], others[0])
-    for replicas in found:
+    for replicas in splits:
         batch = next(replica_batches(make, 2, 5, replicas))
         for k, part in enumerate(batch):
             assert torch.equal(part, torch.cat([own[replica][k] for replica in replicas]))

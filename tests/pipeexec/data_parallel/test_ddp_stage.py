@@ -1,4 +1,4 @@
-"""Stages that DistributedDataParallel replicates: two pipelines, each in a process of its own."""
+"""Stages that DistributedDataParallel replicates: two pipelines, each in a separate process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Replicated:
 
 
 class Sometimes(nn.Module):
-    """Three layers: one that only some samples take, one that others take, one for nobody."""
+    """Three layers: one that only some samples take, one that others take, one that none take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ class Sometimes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         is_above = x[:, 0] > 0
-        found = torch.zeros_like(x)
+        output = torch.zeros_like(x)
         for layer, chosen in ((self.above, is_above), (self.below, ~is_above)):
             if chosen.any():
-                found[chosen] = layer(x[chosen])
-        return found
+                output[chosen] = layer(x[chosen])
+        return output
 
 
 def _stages(model: str) -> list[nn.Module]:
@@ -191,11 +191,11 @@ def _buffers_case(processes: px.Processes, recompute: str) -> None:
             assert bool((mean < 1e2).all()) == (is_broadcast or processes.rank == 0)
 
 
-def _failure_case(processes: px.Processes, at: int, schedule: str) -> None:
+def _failure_case(processes: px.Processes, backward: int, schedule: str) -> None:
     """Fail in a backward of every replica, then train."""
     graph = ps.lower(ps.schedule(schedule, n_devices=2, n_microbatches=4))
     stages, alone = _stages("dense"), _stages("dense")
-    faulty = Faulty(OSError("a flaky disk"), backward=at)
+    faulty = Faulty(OSError("a flaky disk"), backward=backward)
     replicated = Replicated([stages[0], nn.Sequential(stages[1], faulty)])
     own, whole = _batches(processes.rank, 4, 0)
     with (
@@ -212,10 +212,10 @@ def _failure_case(processes: px.Processes, at: int, schedule: str) -> None:
         _assert_close(stages, alone)
 
 
-@pytest.mark.parametrize(("at", "schedule"), [(1, "1f1b"), (3, "1f1b"), (3, "zb_h1")])
-def test_a_step_after_one_that_failed(two_ranks: Ranks, at: int, schedule: str) -> None:
+@pytest.mark.parametrize(("backward", "schedule"), [(1, "1f1b"), (3, "1f1b"), (3, "zb_h1")])
+def test_a_step_after_one_that_failed(two_ranks: Ranks, backward: int, schedule: str) -> None:
     """In the last backward, too, for which the reducer was ready."""
-    two_ranks.run(_failure_case, at=at, schedule=schedule)
+    two_ranks.run(_failure_case, backward=backward, schedule=schedule)
 
 
 def _refusals_case(processes: px.Processes) -> None:

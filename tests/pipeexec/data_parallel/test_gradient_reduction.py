@@ -80,25 +80,28 @@ def _sum_case(
     if processes.rank >= n:
         return {}
     like = [_parameter(*parameter) for parameter in parameters]
-    there = {
+    gradients = {
         (rank, copy, p): _gradient(kinds[rank][copy][p], like[p], rank + 5 * copy + 17 * p)
         for rank, copy, p in product(range(n), range(len(kinds[0])), range(len(like)))
     }
     own = [
-        [there[processes.rank, copy, p] for p in range(len(like))] for copy in range(len(kinds[0]))
+        [gradients[processes.rank, copy, p] for p in range(len(like))]
+        for copy in range(len(kinds[0]))
     ]
     # Others are needed as they were, to check the sums.
     own = [[None if x is None else x.clone() for x in copy] for copy in own]
     with pytest.MonkeyPatch.context() as patch:
         calls = _Calls(patch)
         patch.setattr(gradient_reduction, "BUCKET_BYTES", message)
-        found = sum_gradients(own, like, group)
-    for p, (got, parameter) in enumerate(zip(found, like, strict=True)):
-        _check_sum(got, [x for at, x in there.items() if at[2] == p and x is not None], parameter)
+        sums = sum_gradients(own, like, group)
+    for p, (got, parameter) in enumerate(zip(sums, like, strict=True)):
+        _check_sum(
+            got, [x for key, x in gradients.items() if key[2] == p and x is not None], parameter
+        )
         first = own[0][p]
         if first is not None and not first.is_sparse and first.stride() == parameter.stride():
             assert got is not None
-            assert got.data_ptr() == first.data_ptr()  # no memory of its own
+            assert got.data_ptr() == first.data_ptr()  # allocates no memory
     return dict(calls.counts)
 
 
@@ -112,13 +115,13 @@ def _group(n: int) -> dist.ProcessGroup:
     return _GROUPS[n]
 
 
-def _check_sum(got: Tensor | None, there: list[Tensor], parameter: nn.Parameter) -> None:
-    if not there:
+def _check_sum(got: Tensor | None, gradients: list[Tensor], parameter: nn.Parameter) -> None:
+    if not gradients:
         assert got is None
         return
     assert got is not None
-    wanted = torch.stack([x.to_dense() for x in there]).sum(0)
-    assert got.is_sparse == all(x.is_sparse for x in there)
+    wanted = torch.stack([x.to_dense() for x in gradients]).sum(0)
+    assert got.is_sparse == all(x.is_sparse for x in gradients)
     assert (got.dtype, got.shape) == (parameter.dtype, parameter.shape)
     assert torch.equal(got.to_dense(), wanted)
     if got.is_sparse:
@@ -162,7 +165,7 @@ def test_sums_over_copies_and_processes(four_ranks: Ranks, options: dict[str, An
         (["float32"] * 2, [["sparse", "sparse"], ["none", "sparse"]], 1, 3),
         (["float32", "float64"], [["sparse", "sparse"], ["sparse", "none"]], 1, 4),
         (["float32", "float32"], [["sparse", "dense"], ["sparse", "none"]], 2, 3),
-        # Nobody has one.
+        # No process has one.
         (["float32"], [["none"], ["none"]], 1, 0),
     ],
 )
@@ -201,7 +204,7 @@ def test_sums_in_one_process_without_a_group() -> None:
         ]
         for kinds in (["dense", "sparse", "none", "sparse"], ["strided", "none", "none", "dense"])
     ]
-    for got, there, parameter in zip(
+    for got, gradients, parameter in zip(
         sum_gradients([[None if x is None else x.clone() for x in row] for row in copies], like),
         zip(*copies, strict=True),
         like,
@@ -209,7 +212,7 @@ def test_sums_in_one_process_without_a_group() -> None:
     ):
         if got is not None and not got.is_sparse:  # one gradient keeps its layout
             got = got.contiguous()
-        _check_sum(got, [x for x in there if x is not None], parameter)
+        _check_sum(got, [x for x in gradients if x is not None], parameter)
 
 
 def _embedding_case(processes: Any) -> None:

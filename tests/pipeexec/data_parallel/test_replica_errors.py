@@ -1,4 +1,4 @@
-"""What users get wrong with replicas and sharded embeddings: every process ends, and says why.
+"""User mistakes with replicas and sharded embeddings: every process ends, and names the mistake.
 
 Processes that are lost within a collective, or hang there, are among the faults.
 """
@@ -104,8 +104,8 @@ def embedding_of_one_process(processes: px.Processes) -> None:
 
 def replicas_of_an_embedding_in_one_process(processes: px.Processes) -> None:
     stage = px.EmbeddingStage(px.ShardedEmbedding(16, 16, processes))
-    given = [None, nn.Linear(16, 16)] if processes.rank else [stage, None]
-    make(processes, given, sharded=[0], layout="stage_major")
+    modules = [None, nn.Linear(16, 16)] if processes.rank else [stage, None]
+    make(processes, modules, sharded=[0], layout="stage_major")
 
 
 def key_out_of_range(processes: px.Processes) -> None:
@@ -190,5 +190,5 @@ def refused(processes: px.Processes, name: str) -> tuple[str, float]:
 def test_every_process_says_what_is_wrong_at_once(
     case: Callable[[px.Processes], None], two_ranks: Ranks
 ) -> None:
-    found = two_ranks.run(refused, timeout=TIMEOUT, name=case.__name__)
-    assert_errors(found, REFUSED[case])
+    messages = two_ranks.run(refused, timeout=TIMEOUT, name=case.__name__)
+    assert_errors(messages, REFUSED[case])

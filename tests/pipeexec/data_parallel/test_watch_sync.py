@@ -41,10 +41,10 @@ K = 4
 #: Bytes of the gradients of `dense(2)`, which are one bucket.
 NBYTES = 4 * sum(x.numel() for x in dense(2).parameters())
 
-Found = dict[str, tuple[list[int], int, float]]
+Findings = dict[str, tuple[list[int], int, float]]
 
 
-def _found(report: SyncReport) -> Found:
+def _findings(report: SyncReport) -> Findings:
     """Return micro-steps, calls and bytes by kind of finding; check what is true of all."""
     for x in report.findings:
         assert 0 <= x.saved <= x.seconds <= report.seconds
@@ -59,7 +59,7 @@ def _calls(micro_steps: list[int]) -> tuple[list[int], int, float]:
 
 
 #: What each of the published loops is told, in 11 batches of which K are accumulated.
-PUBLISHED: dict[str, tuple[int, Found]] = {
+PUBLISHED: dict[str, tuple[int, Findings]] = {
     "baseline": (
         11,
         {"added_to": _calls([1, 2, 3, 5, 6, 7]), "never_stepped": _calls([9, 10])},
@@ -115,7 +115,7 @@ def _several_losses(ddp: Any, optimizer: Any, parts: Any) -> None:
 
 
 #: Other loops: all-reduces, and what they are told.
-OTHERS: dict[str, tuple[Loop, int, Found]] = {
+OTHERS: dict[str, tuple[Loop, int, Findings]] = {
     "forward inside": (
         _forward_inside,
         0,
@@ -130,26 +130,26 @@ OTHERS: dict[str, tuple[Loop, int, Found]] = {
 }
 
 
-def _judged(loop: Loop, given: bool = False, hooked: bool = False) -> tuple[int, Found]:
+def _judged(loop: Loop, named: bool = False, hooked: bool = False) -> tuple[int, Findings]:
     """Return the number of all-reduces of a loop, and what it is told."""
     if hooked:  # by a hook in Python
         ddp, optimizer, _ = _replica(dense(2))
     else:
         ddp = DistributedDataParallel(dense(2))
         optimizer = _sgd(ddp)
-    with px.watch_sync(ddp if given else None) as sync:
+    with px.watch_sync(ddp if named else None) as sync:
         loop(ddp, optimizer, _parts(*[2] * 11))
     report = sync.report()
     assert (report.nbytes, report.n_calls) == (NBYTES * report.n_calls, report.n_calls)
     assert 0 <= report.exposed <= report.seconds
-    return report.n_calls, _found(report)
+    return report.n_calls, _findings(report)
 
 
 def _published(name: str) -> Loop:
     return lambda ddp, optimizer, parts: VARIANTS[name](ddp, optimizer, parts, K)
 
 
-def _by_hand(processes: px.Processes) -> Found:
+def _by_hand(processes: px.Processes) -> Findings:
     """Reduce gradients without DDP, but for those of the last micro-step."""
     model = dense(2)
     optimizer = _sgd(model)
@@ -164,17 +164,17 @@ def _by_hand(processes: px.Processes) -> Found:
             optimizer.zero_grad()
         mse(model(inputs), targets).backward()
         optimizer.step()
-    return _found(sync.report())
+    return _findings(sync.report())
 
 
 def _all_cases(processes: px.Processes) -> dict[str, Any]:
     before = _patched()
-    found: dict[str, Any] = {name: _judged(_published(name)) for name in PUBLISHED}
-    found |= {name: _judged(loop) for name, (loop, _, _) in OTHERS.items()}
-    found["given, with a hook"] = _judged(_published("baseline"), given=True, hooked=True)
-    found["by hand"] = _by_hand(processes)
+    results: dict[str, Any] = {name: _judged(_published(name)) for name in PUBLISHED}
+    results |= {name: _judged(loop) for name, (loop, _, _) in OTHERS.items()}
+    results["given, with a hook"] = _judged(_published("baseline"), named=True, hooked=True)
+    results["by hand"] = _by_hand(processes)
     assert _patched() == before
-    return found
+    return results
 
 
 def _patched() -> list[object]:
@@ -195,8 +195,8 @@ def test_published_and_other_loops(two_ranks: Ranks) -> None:
         "added_to": ([0, 2], 2 * n_tensors, 2.0 * NBYTES),
         "unsynchronized_step": ([4], 0, 0.0),
     }
-    for found in two_ranks.run(_all_cases):
-        assert found == expected
+    for results in two_ranks.run(_all_cases):
+        assert results == expected
 
 
 @pytest.fixture
@@ -221,9 +221,9 @@ def test_a_trace_tells_the_same(tmp_path: Path) -> None:
             VARIANTS[name](ddp, optimizer, parts, K)
         profiled.export_chrome_trace(path)
         watched, traced = sync.report(), px.sync_report(path)
-        assert _found(watched) == expected
-        found = {kind: row[:2] for kind, row in _found(traced).items()}
-        assert found == {kind: row[:2] for kind, row in expected.items()}
+        assert _findings(watched) == expected
+        actual = {kind: row[:2] for kind, row in _findings(traced).items()}
+        assert actual == {kind: row[:2] for kind, row in expected.items()}
         assert traced.n_calls == n_calls
         assert (traced.n_micro_steps, traced.n_steps) == (watched.n_micro_steps, watched.n_steps)
         assert "a trace does not tell where no_sync() was" in str(traced)
@@ -288,15 +288,15 @@ def test_kernels_of_a_gpu_say_what_overlaps(tmp_path: Path) -> None:
                        "dur": end - start, "args": args})  # fmt: skip
 
     node = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
-    for at in (0.0, 100.0):
-        add("DistributedDataParallel.forward", at, at + 5, "user_annotation")
-        add(node, at + 10, at + 14)
-        add("torch::autograd::AccumulateGrad", at + 10, at + 11)
-        add("c10d::allreduce_", at + 12, at + 13)
-        add("record_param_comms", at + 12, at + 13, **{
+    for origin in (0.0, 100.0):
+        add("DistributedDataParallel.forward", origin, origin + 5, "user_annotation")
+        add(node, origin + 10, origin + 14)
+        add("torch::autograd::AccumulateGrad", origin + 10, origin + 11)
+        add("c10d::allreduce_", origin + 12, origin + 13)
+        add("record_param_comms", origin + 12, origin + 13, **{
             "Collective name": "allreduce", "In msg nelems": 100, "dtype": "Half"})  # fmt: skip
-        add("ncclDevKernel_AllReduce_Sum_f16_RING_LL", at + 20, at + 60, "kernel")
-        add("gemm", at + 15, at + 40, "kernel")
+        add("ncclDevKernel_AllReduce_Sum_f16_RING_LL", origin + 20, origin + 60, "kernel")
+        add("gemm", origin + 15, origin + 40, "kernel")
     add("c10d::allreduce_", 170, 171)  # of a metric, which no backward calls
     add("record_param_comms", 170, 171, **{
         "Collective name": "allreduce", "In msg nelems": 1, "dtype": "Float"})  # fmt: skip
@@ -343,8 +343,8 @@ def test_a_timeline_with_a_sum_a_micro_batch(step: float | None) -> None:
             graph = ps.lower(schedule, n_replicas=2, **options)  # type: ignore[arg-type]
             assert px.sync_report(ps.simulate(graph, costs)).findings == ()
     every = ps.lower(two_batches, n_replicas=2, grad_sync="every")
-    found = px.sync_report(ps.simulate(every, costs)).findings
-    assert {x.micro_steps for x in found} == {(0, 1, 2, 4, 5, 6)}
+    findings = px.sync_report(ps.simulate(every, costs)).findings
+    assert {x.micro_steps for x in findings} == {(0, 1, 2, 4, 5, 6)}
     serial = ps.lower(ps.schedule("1f1b", 1, 4), n_replicas=2, grad_sync="every", overlap=False)
     report = px.sync_report(ps.simulate(serial, costs))
     for finding in report.findings:

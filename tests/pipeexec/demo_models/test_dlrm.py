@@ -52,9 +52,9 @@ def _step(processes: px.Processes) -> dict[str, Any]:
         stages, graph, ["cpu"], loss_fn, lambda p: torch.optim.SGD(p, RATE), processes=processes
     ) as pipeline:
         result = pipeline.gather(pipeline.step(tuple(inputs), targets))
-    found = stages[1](inputs[0], embedding(inputs[1])).detach()  # after the step
+    output = stages[1](inputs[0], embedding(inputs[1])).detach()  # after the step
     tables, dense = embedding.full_weight(), [p.detach() for p in stages[1].parameters()]
-    return {"loss": float(result.loss), "tables": tables, "dense": dense, "output": found}
+    return {"loss": float(result.loss), "tables": tables, "dense": dense, "output": output}
 
 
 def test_a_step_of_two_replicas(two_ranks: Ranks) -> None:
@@ -66,11 +66,11 @@ def test_a_step_of_two_replicas(two_ranks: Ranks) -> None:
     loss.backward()
     optimizer.step()
     outputs = whole(numbers, keys).detach().split(SHARES)
-    for rank, found in enumerate(two_ranks.run(_step)):
-        assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
-        torch.testing.assert_close(found["tables"], [t.weight.detach() for t in whole.tables])
-        torch.testing.assert_close(found["dense"], [p.detach() for p in whole.dense.parameters()])
-        torch.testing.assert_close(found["output"], outputs[rank])
+    for rank, result in enumerate(two_ranks.run(_step)):
+        assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        torch.testing.assert_close(result["tables"], [t.weight.detach() for t in whole.tables])
+        torch.testing.assert_close(result["dense"], [p.detach() for p in whole.dense.parameters()])
+        torch.testing.assert_close(result["output"], outputs[rank])
 
 
 def test_stages_are_the_unsplit_model() -> None:
@@ -92,7 +92,7 @@ def test_stages_are_the_unsplit_model() -> None:
 
 
 def test_interaction_by_hand() -> None:
-    """What the top MLP reads: the bottom MLP's output, then a product of each pair, row by row."""
+    """The top MLP's input: the bottom MLP's output, then a product of each pair, row by row."""
     torch.manual_seed(0)
     dense = DenseStage(DLRM((9, 9), 2))
     numbers, vectors = torch.randn(1, 13), torch.tensor([[[2.0, 3.0], [5.0, 7.0]]])
@@ -134,8 +134,8 @@ def test_keys_follow_zipfs_law(skew: float) -> None:
     assert (keys < torch.tensor(rows)).all()
     assert torch.equal(keys, draw_keys(rows, n, generator(), skew))
     assert not torch.equal(keys, draw_keys(rows, n, generator(1), skew))
-    found = sum(len(column.unique()) for column in keys.unbind(1))
-    assert found == pytest.approx(distinct(rows, n, skew), rel=0.03)
+    n_distinct = sum(len(column.unique()) for column in keys.unbind(1))
+    assert n_distinct == pytest.approx(distinct(rows, n, skew), rel=0.03)
     # Of 3 rows, in the law's continuous form: the integral of x ** -skew from 1 to 2, and to 4.
     power = 1 - skew
     share = 0.5 if skew == 1 else (2**power - 1) / (4**power - 1)
@@ -172,9 +172,9 @@ def test_published_batch_sizes() -> None:
         return ps.simulate(graph, TERABYTE.costs(device, batch // 8, network=network)).makespan
 
     for rows, part in ((published["8xA100"], 0.29), (published["8xA100_custom_interact"], 0.44)):
-        ((known, _, fitted, _),) = [row for row in rows if row[:2] == [65536, "FP32"]]
+        ((fitted_batch, _, fitted, _),) = [row for row in rows if row[:2] == [65536, "FP32"]]
         ((other, _, wanted, _),) = [row for row in rows if row[:2] == [55296, "FP32"]]
-        assert seconds(known, part) * 1e3 == pytest.approx(fitted, rel=0.01)
+        assert seconds(fitted_batch, part) * 1e3 == pytest.approx(fitted, rel=0.01)
         assert seconds(other, part) * 1e3 == pytest.approx(wanted, rel=0.07)
 
 

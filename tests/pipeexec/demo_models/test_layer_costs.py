@@ -1,4 +1,4 @@
-"""What layers compute, move and keep, by closed forms and by the unsplit model."""
+"""Operations, traffic and kept bytes of layers, by closed forms and by the unsplit model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_convolution_by_closed_form() -> None:
 
 
 def test_first_layer_needs_no_gradient_of_its_input() -> None:
-    """Nobody asks for that of a sample which does not require it."""
+    """A sample that requires no gradient adds no work for it."""
     layer = counted(nn.Conv2d(IN, OUT, 1, bias=False)).layers[0]
     assert layer.backward[0].flops == layer.forward[0].flops
 
@@ -139,7 +139,7 @@ COSTS = layer_costs(skipping(), torch.empty(N, IN, SIDE, SIDE))
 
 @given(st.sets(st.integers(1, 6)))
 def test_stages_sum_to_the_same_on_any_balance(borders: set[int]) -> None:
-    """Seconds and bytes are dealt out, none made or lost."""
+    """Seconds and bytes are distributed; their sums stay the same."""
     balance = [b - a for a, b in pairwise([0, *sorted(borders), 7])]
     costs = COSTS.costs(balance, DEVICE)
     whole = COSTS.costs([7], DEVICE)

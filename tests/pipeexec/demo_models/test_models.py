@@ -41,7 +41,7 @@ def small(name: str, seed: int = 0, **options: Option) -> DemoModel:
 
 
 def counted(n_layers: int, costs: list[float] | None = None) -> nn.Sequential:
-    """Return a model without parameters, whose layers cost 1 or what is said."""
+    """Return a model without parameters, whose layers cost 1 or the given values."""
     layers = [nn.Identity() for _ in range(n_layers)]
     for layer, cost in zip(layers, costs or [], strict=False):
         layer.relative_cost = cost
@@ -104,8 +104,8 @@ def test_later_bytes_do_not_alter_earlier_logits() -> None:
 
 def test_order_of_earlier_bytes_matters() -> None:
     model = small("gpt").layers
-    there, back = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
-    assert not torch.allclose(there[:, 2], back[:, 2], atol=1e-5)
+    first, second = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
+    assert not torch.allclose(first[:, 2], second[:, 2], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -174,10 +174,12 @@ def test_too_long_an_input_is_named() -> None:
 
 def test_cross_entropy_is_the_mean_over_all_positions() -> None:
     logits, targets = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
-    each = [-torch.log_softmax(logits[i, j], -1)[targets[i, j]] for i in range(2) for j in range(3)]
-    torch.testing.assert_close(cross_entropy(logits, targets), torch.stack(each).mean())
+    losses = [
+        -torch.log_softmax(logits[i, j], -1)[targets[i, j]] for i in range(2) for j in range(3)
+    ]
+    torch.testing.assert_close(cross_entropy(logits, targets), torch.stack(losses).mean())
     flat = cross_entropy(logits[:, 0], targets[:, 0])
-    torch.testing.assert_close(flat, (each[0] + each[3]) / 2)
+    torch.testing.assert_close(flat, (losses[0] + losses[3]) / 2)
 
 
 # Split
@@ -201,8 +203,8 @@ def test_stages_in_a_row_are_the_unsplit_model(name: str, balance: list[int]) ->
     assert list(split) == list(unsplit)
     assert all(torch.equal(p.grad, unsplit[name].grad) for name, p in split.items())
     # Batch norm's running statistics are the same, too.
-    for mine, theirs in zip(work.layers.buffers(), again.layers.buffers(), strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, wanted in zip(work.layers.buffers(), again.layers.buffers(), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_a_small_resnet_by_hand() -> None:
 
 @pytest.mark.parametrize("size", [(8, 8), (13, 11), (9, 16)])
 def test_a_unet_keeps_the_size_of_its_image(size: tuple[int, int]) -> None:
-    """What a max pool leaves over is made up for; 8 is the least for two levels."""
+    """The size is kept where max pools cut odd sizes; 8 is the least for two levels."""
     assert unet(2, 1, 4, 2, 3)(torch.zeros(2, 2, *size)).shape == (2, 3, *size)
 
 

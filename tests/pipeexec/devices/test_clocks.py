@@ -27,15 +27,15 @@ class World:
 
 
 class FakeEvent:
-    """Knows when it passed; can be compared with events of its own clock only."""
+    """Knows when it passed; can be compared with events of the same clock only."""
 
-    def __init__(self, clock: float, at: float) -> None:
-        self.clock, self.at = clock, at
+    def __init__(self, clock: float, time: float) -> None:
+        self.clock, self.time = clock, time
 
     def seconds_since(self, base: Event) -> float:
         assert isinstance(base, FakeEvent)
         assert base.clock == self.clock, "events of two clocks"
-        return self.at - base.at
+        return self.time - base.time
 
 
 class FakeStream:
@@ -50,7 +50,7 @@ class FakeStream:
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, FakeEvent)
-        self.ready = max(self.ready, event.at)
+        self.ready = max(self.ready, event.time)
 
 
 class FakeDevice:
@@ -95,13 +95,13 @@ def test_events_of_several_devices_are_on_one_axis(delays: list[float], n: int) 
     devices = [FakeDevice(world, number) for number in range(n)]
     joined = clocks.start(devices)
     events = [device.compute.record() for device in devices]
-    seen = [joined.seconds(number, event) for number, event in enumerate(events)]
+    seconds = [joined.seconds(number, event) for number, event in enumerate(events)]
     assert joined.error > 0
     for a in range(n):
-        assert seen[a] >= 0
+        assert seconds[a] >= 0
         for b in range(n):
-            true = events[b].at - events[a].at
-            assert abs(seen[b] - seen[a] - true) <= joined.error + 1e-9
+            true = events[b].time - events[a].time
+            assert abs(seconds[b] - seconds[a] - true) <= joined.error + 1e-9
 
 
 def test_the_exchange_is_not_part_of_the_step() -> None:

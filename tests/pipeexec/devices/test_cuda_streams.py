@@ -134,7 +134,7 @@ def _recorded(cuda: FakeCuda, schedule: str) -> tuple[px.Pipeline, Step]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv", "chimera"])
 def test_a_capture_forks_and_joins_every_stream(cuda: FakeCuda, schedule: str) -> None:
-    """The stand-in refuses streams that have not joined, or are not brought back."""
+    """The stand-in refuses streams that have not joined the capture, or have not left it."""
     subject, run = _recorded(cuda, schedule)
     kinds = [call[0] for call in cuda.log]
     assert "synchronize" not in kinds[: kinds.index("end")]
@@ -152,7 +152,7 @@ def test_a_capture_forks_and_joins_every_stream(cuda: FakeCuda, schedule: str) -
 
 @pytest.mark.usefixtures("cuda")
 def test_a_stream_whose_tasks_wait_for_nothing_is_captured_too() -> None:
-    """It joins at the fork, not by a wait of its own."""
+    """It joins at the fork, not by a separate wait."""
     subject = _pipeline(_graph("gpipe"))
     free = [task._replace(waits=()) for task in subject._plan]
     subject._run_step(*data(8), lambda run, _: _discard(Recorder(torch.device("cpu")), run, free))
@@ -196,7 +196,7 @@ def test_a_gpipe_lets_its_host_go_on(cuda: FakeCuda, copies: bool) -> None:
     cuda.log.clear()
     output = model(x)
     assert torch.equal(output, torch.cat([plain(part) for part in x.chunk(2)]))
-    waited = {on for _, who, on in cuda.calls("wait") if who == cuda.caller.number}
+    waited = {target for _, who, target in cuda.calls("wait") if who == cuda.caller.number}
     compute = [d.stream("compute").stream.number for d in model._runtime.devices]  # type: ignore[union-attr]
     assert set(compute) <= waited
     assert ("keep", compute[0]) in cuda.log  # the inputs
@@ -204,14 +204,16 @@ def test_a_gpipe_lets_its_host_go_on(cuda: FakeCuda, copies: bool) -> None:
     n_waits = len(cuda.calls("wait"))
     mse(output, y).backward()
     mse(torch.cat([plain(part) for part in x.chunk(2)]), y).backward()
-    begun = {who for _, who, on in cuda.calls("wait")[n_waits:] if on == cuda.caller.number}
-    assert set(compute) <= begun
-    ends = [on for _, who, on in cuda.calls("wait")[n_waits:] if who == cuda.caller.number]
+    started = {
+        who for _, who, target in cuda.calls("wait")[n_waits:] if target == cuda.caller.number
+    }
+    assert set(compute) <= started
+    ends = [target for _, who, target in cuda.calls("wait")[n_waits:] if who == cuda.caller.number]
     assert set(ends[-2:]) == set(compute)
     assert not cuda.calls("synchronize")
     assert not cuda.calls("query")
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
     assert model.timeline().complete
 
 

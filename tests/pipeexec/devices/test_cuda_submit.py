@@ -13,9 +13,9 @@ from pipeexec.devices.cuda_streams import CudaStream
 
 def _contexts(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list of the streams that torch's context was made for."""
-    made: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "stream", lambda s: made.append(s) or cuda.stream(s))
-    return made
+    streams: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda s: streams.append(s) or cuda.stream(s))
+    return streams
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -23,14 +23,14 @@ def test_work_runs_under_its_stream(
     index: int, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another GPU than the current one needs torch's context, which knows both streams."""
-    made = _contexts(cuda, monkeypatch)
+    entered = _contexts(cuda, monkeypatch)
     stream = CudaStream(torch.cuda.Stream())
     stream.stream.device_index = index  # type: ignore[misc]
-    seen: list[Any] = []
-    stream.submit(lambda: seen.append(cuda.current))
-    assert seen == [stream.stream]
+    currents: list[Any] = []
+    stream.submit(lambda: currents.append(cuda.current))
+    assert currents == [stream.stream]
     assert cuda.current is cuda.caller
-    assert made == ([stream.stream] if index else [])
+    assert entered == ([stream.stream] if index else [])
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -45,12 +45,12 @@ def test_work_that_raises_gives_the_stream_back(index: int, cuda: FakeCuda) -> N
 def test_work_within_work(cuda: FakeCuda) -> None:
     """Each goes back to the stream around it."""
     outer, inner = CudaStream(torch.cuda.Stream()), CudaStream(torch.cuda.Stream())
-    seen: list[Any] = []
+    currents: list[Any] = []
 
     def work() -> None:
-        inner.submit(lambda: seen.append(cuda.current))
-        seen.append(cuda.current)
+        inner.submit(lambda: currents.append(cuda.current))
+        currents.append(cuda.current)
 
     outer.submit(work)
-    assert seen == [inner.stream, outer.stream]
+    assert currents == [inner.stream, outer.stream]
     assert cuda.current is cuda.caller

@@ -30,17 +30,17 @@ def _many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_cpu_is_a_new_worker() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = make_devices(["cpu", torch.device("cpu"), "cpu:0"])
-    assert [device.name for device in made] == ["cpu:0", "cpu:1", "cpu:2"]
-    assert all(device.torch_device == torch.device("cpu") for device in made)
+        devices = make_devices(["cpu", torch.device("cpu"), "cpu:0"])
+    assert [device.name for device in devices] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert all(device.torch_device == torch.device("cpu") for device in devices)
 
 
 def test_more_workers_than_cores_are_warned_of() -> None:
     """And none is pinned: two on one core would be slower than the machine is."""
     n = len(available_cores()) + 1
     with pytest.warns(OversubscriptionWarning, match=rf"{n} CPU devices share {n - 1} cores"):
-        made = make_devices(["cpu"] * n)
-    assert {device.core for device in made if isinstance(device, CpuDevice)} == {None}
+        devices = make_devices(["cpu"] * n)
+    assert {device.core for device in devices if isinstance(device, CpuDevice)} == {None}
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux' affinity")
@@ -48,23 +48,23 @@ def test_a_worker_is_pinned_and_has_one_thread() -> None:
     """Its caller is left as it was."""
     before = os.sched_getaffinity(0), torch.get_num_threads()
     (device,) = make_devices(["cpu"])
-    seen: list[Any] = []
+    settings: list[Any] = []
     stream = device.stream("compute")
-    stream.submit(lambda: seen.extend([os.sched_getaffinity(0), torch.get_num_threads()]))
+    stream.submit(lambda: settings.extend([os.sched_getaffinity(0), torch.get_num_threads()]))
     call_within(10, device.synchronize)
     device.close()
-    assert seen == [{available_cores()[0]}, 1]
+    assert settings == [{available_cores()[0]}, 1]
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == before
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux' affinity")
 def test_pinning_can_be_left_out() -> None:
     (device,) = make_devices(["cpu"], pin_threads=False)
-    seen: list[Any] = []
-    device.stream("compute").submit(lambda: seen.append(os.sched_getaffinity(0)))
+    cores: list[Any] = []
+    device.stream("compute").submit(lambda: cores.append(os.sched_getaffinity(0)))
     call_within(10, device.synchronize)
     device.close()
-    assert seen == [set(available_cores())]
+    assert cores == [set(available_cores())]
 
 
 def test_streams_are_made_on_first_use() -> None:
@@ -132,7 +132,7 @@ def test_cpu_and_gpu_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_gpu_may_be_named_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is a device with streams of its own on the same GPU."""
+    """Each is a device with separate streams on the same GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     first, second = make_devices(["cuda", "cuda:0"])
     assert isinstance(first, CudaDevice)

@@ -33,14 +33,14 @@ class Listed:
 
     def __init__(self) -> None:
         self.noted: list[Tensor] = []
-        self.asked: list[tuple[Tensor | None, float]] = []
+        self.requests: list[tuple[Tensor | None, float]] = []
 
     def timestamp(self) -> Tensor:
         self.noted.append(torch.tensor([len(self.noted)]))
         return self.noted[-1]
 
     def wait_until(self, noted: Tensor | None, seconds: float) -> None:
-        self.asked.append((noted, seconds))
+        self.requests.append((noted, seconds))
 
 
 class Linked(CpuDevice):
@@ -72,10 +72,10 @@ def test_a_message_is_copied_and_waits() -> None:
     assert message[0].data_ptr() != values[0].data_ptr()
     assert message[1] is None
     began, ended = waits.noted
-    assert waits.asked == [(began, 4 * 4096 / 2e9)]
+    assert waits.requests == [(began, 4 * 4096 / 2e9)]
     assert message.sent is ended
     links.await_arrival(message)
-    assert waits.asked[1:] == [(ended, 3e-6)]
+    assert waits.requests[1:] == [(ended, 3e-6)]
 
 
 def test_pure_latency_holds_nothing() -> None:
@@ -83,11 +83,11 @@ def test_pure_latency_holds_nothing() -> None:
     waits = Listed()
     links = EmulatedLinks(ps.Network(latency=1e-5, bandwidth=math.inf), 2, waits)
     message = links.carry((torch.ones(1000),), 1, 0)
-    assert waits.asked == []
+    assert waits.requests == []
     links.await_arrival(message)
-    assert [seconds for _, seconds in waits.asked] == [1e-5]
+    assert [seconds for _, seconds in waits.requests] == [1e-5]
     EmulatedLinks(ps.Network(bandwidth=1e9), 2, waits).await_arrival(TimedMessage((), None, 0.0))
-    assert len(waits.asked) == 1
+    assert len(waits.requests) == 1
 
 
 def test_each_pair_has_its_own_link() -> None:
@@ -96,7 +96,7 @@ def test_each_pair_has_its_own_link() -> None:
     links = EmulatedLinks(slow, 3, waits)
     for source, target in ((0, 1), (1, 0), (2, 1)):
         links.await_arrival(links.carry((torch.ones(25, dtype=torch.float32),), source, target))
-    assert [seconds for _, seconds in waits.asked] == [1e-6, 5e-6, 1e-7, 1e-6, 1e-7, 1e-6]
+    assert [seconds for _, seconds in waits.requests] == [1e-6, 5e-6, 1e-7, 1e-6, 1e-7, 1e-6]
 
 
 def test_messages_on_one_link_go_in_the_order_in_which_they_ask() -> None:
@@ -150,7 +150,7 @@ def test_a_pipeline_over_imposed_links_computes_the_same() -> None:
     assert_same(stages, whole)
     n_messages = 2 * 2 * 4
     assert len(waits.noted) == 2 * n_messages
-    seconds = [s for _, s in waits.asked]
+    seconds = [s for _, s in waits.requests]
     assert sorted(seconds) == sorted([3e-6] * n_messages + [2 * 16 * 4 / 2e9] * n_messages)
 
 
@@ -200,7 +200,7 @@ def test_waits_by_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_loads_anew")
 def test_without_the_kernels_waits_count_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibrated by the fastest of three runs, and said to be added to the copies."""
+    """The fastest of three runs calibrates them; a warning says that they are added to copies."""
     slept: list[int] = []
     times = iter([80.0, 50.0, 60.0])  # ms
 

@@ -58,18 +58,18 @@ def _declared() -> dict[str, list[tuple[str, str]]]:
 def test_kernels_are_called_as_they_are_declared(loaded: Loaded) -> None:
     """A pointer is 64 bits, a Python int is passed as one of C: 32 bits."""
     kernels = load_kernels(torch.device("cpu"))
-    at, found = torch.zeros(1, dtype=torch.int64), torch.zeros(7, dtype=torch.int32)
-    kernels.write_time(at)
-    kernels.wait(at, 2_000_003)
-    kernels.locate(found, 5)
+    time, sm_ids = torch.zeros(1, dtype=torch.int64), torch.zeros(7, dtype=torch.int32)
+    kernels.write_time(time)
+    kernels.wait(time, 2_000_003)
+    kernels.locate(sm_ids, 5)
     declared = _declared()
     assert list(declared) == [name for name, _, _ in loaded.launched]
     for name, _, args in loaded.launched:
         kinds = ["u64" if isinstance(x, Tensor) else "s32" for x in args]
         assert kinds == [kind for kind, _ in declared[name]]
-    assert loaded.launched[1][2] == [at, 2_000, 3]
+    assert loaded.launched[1][2] == [time, 2_000, 3]
     assert [name for _, name in declared["pipeexec_wait"]] == ["at", "microseconds", "nanoseconds"]
-    assert loaded.launched[2][1:] == ((7, 1, 1), [found, 5])
+    assert loaded.launched[2][1:] == ((7, 1, 1), [sm_ids, 5])
     assert len(kernels) == len(GpuKernels._fields) == len(declared)
 
 
@@ -85,14 +85,14 @@ def test_kernels_are_loaded_once_a_gpu(loaded: Loaded) -> None:
 
 def _assembler() -> str:
     """Return ptxas: CUDA's, or the one inside Triton."""
-    found = shutil.which("ptxas")
+    path = shutil.which("ptxas")
     triton = importlib.util.find_spec("triton")
-    if found is None and triton is not None and triton.origin is not None:
+    if path is None and triton is not None and triton.origin is not None:
         own = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
-        found = str(own) if own.is_file() else None
-    if found is None:
+        path = str(own) if own.is_file() else None
+    if path is None:
         pytest.skip("needs ptxas, of CUDA's tools or inside Triton")
-    return found
+    return path
 
 
 def _assembled(ptx: str, folder: Path, arch: str = "sm_90") -> dict[str, bytes]:
@@ -109,12 +109,12 @@ def _code(elf: bytes) -> dict[str, bytes]:
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
-    found = {}
+    sections = {}
     for name, _, _, _, offset, n_bytes in headers:
         text = elf[headers[names][4] + name :].split(b"\0", 1)[0].decode()
         if text.startswith(".text."):
-            found[text.removeprefix(".text.")] = elf[offset : offset + n_bytes]
-    return found
+            sections[text.removeprefix(".text.")] = elf[offset : offset + n_bytes]
+    return sections
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_100"])

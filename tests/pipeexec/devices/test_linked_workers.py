@@ -39,6 +39,7 @@ def test_messages_take_the_time_of_their_link() -> None:
     assert (since >= 0.15).all()
 
 
+@pytest.mark.measures_time
 @pytest.mark.parametrize("copies", [True, False])
 def test_copy_streams_carry_beside_what_computes(copies: bool) -> None:
     """The second forward of the first partition waits for the copy of the first, or does not."""
@@ -55,9 +56,9 @@ def test_copy_streams_carry_beside_what_computes(copies: bool) -> None:
     x = torch.rand(16, 16, requires_grad=True)
     model(x).sum().backward()
     timeline = model.timeline()
-    of = {str(timeline.graph.task(k)): k for k in range(len(timeline))}
-    beside = timeline.start[of["0F1"]] < timeline.end[of["0SEND_F0"]]
-    assert beside == copies
+    task_ids = {str(timeline.graph.task(k)): k for k in range(len(timeline))}
+    overlaps = timeline.start[task_ids["0F1"]] < timeline.end[task_ids["0SEND_F0"]]
+    assert overlaps == copies
 
 
 def test_devices_that_were_given_are_not_copied() -> None:

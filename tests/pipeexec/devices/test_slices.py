@@ -39,12 +39,12 @@ class FakeDriver:
     ) -> None:
         self.n_sms, self.failing, self.most = n_sms, failing, most
         self.clusters = clusters  # SMs of each, if a group of 8 must lie within one
-        self.asked: list[int] = []  # sizes
+        self.sizes: list[int] = []
         self.contexts: list[tuple[int, int]] = []
         self.n_streams = 0
 
-    def _answer(self, name: str, *found: Any) -> tuple[Any, ...]:
-        return (801 if name == self.failing else 0, *found)
+    def _answer(self, name: str, *values: Any) -> tuple[Any, ...]:
+        return (801 if name == self.failing else 0, *values)
 
     def cuInit(self, flags: int) -> tuple[Any, ...]:
         return self._answer("cuInit")
@@ -56,7 +56,7 @@ class FakeDriver:
         return self._answer("cuDeviceGetDevResource", _resource(0, self.n_sms))
 
     def cuDevSmResourceSplitByCount(self, n: int, whole: Any, flags: int, size: int) -> Any:
-        self.asked.append(size)
+        self.sizes.append(size)
         n = min(n, self.most)
         if self.clusters:
             n = min(n, sum(sms // 8 for sms in self.clusters) // (size // 8))
@@ -164,22 +164,22 @@ CLUSTERS = (18, 18, 18, 18, 16, 16, 14, 14)
 
 
 @pytest.mark.parametrize(
-    ("n", "asked", "rest"), [(1, [128, 120, 112], 20), (2, [64, 56], 20), (4, [32, 24], 36),
+    ("n", "sizes", "rest"), [(1, [128, 120, 112], 20), (2, [64, 56], 20), (4, [32, 24], 36),
                              (8, [16, 8], 68), (14, [8], 20)]
 )  # fmt: skip
-def test_parts_are_smaller_where_too_few_are_made(n: int, asked: list[int], rest: int) -> None:
+def test_parts_are_smaller_where_too_few_are_made(n: int, sizes: list[int], rest: int) -> None:
     """The largest size of which the driver makes so many; what is left over is more."""
     fake = FakeDriver(clusters=CLUSTERS)
     parts, left = split_gpu(fake, 0, n, major=9)
-    assert fake.asked == asked
-    assert [part.n_sms for part in parts] == [asked[-1]] * n
+    assert fake.sizes == sizes
+    assert [part.n_sms for part in parts] == [sizes[-1]] * n
     assert left is not None
     assert left.n_sms == rest
     assert len(fake.contexts) == n + 1
 
 
 def test_too_many_parts_for_the_clusters() -> None:
-    """What is said is of the largest size."""
+    """The error message names the largest size."""
     with pytest.raises(GreenContextsMissingError, match="made 14 parts of 8 SMs, not 15"):
         split_gpu(FakeDriver(clusters=CLUSTERS), 0, 15, major=9)
 
@@ -273,7 +273,7 @@ def test_bindings_that_cannot_be_imported(
 def test_bindings_that_do_not_suit_the_driver_are_passed_by(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The driver itself is asked; where it refuses too, the bindings' refusal is what is said."""
+    """The driver itself is called; if it refuses too, the error is that of the bindings."""
     monkeypatch.setattr(green_contexts, "load_driver", FakeDriver)
     parts, _ = split_with_any_driver(FakeDriver(failing="cuGreenCtxCreate"), 0, 4, major=9)
     assert [part.n_sms for part in parts] == [32] * 4
@@ -285,10 +285,10 @@ def test_bindings_that_do_not_suit_the_driver_are_passed_by(
 def test_parts_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the bindings took resources for larger than the driver's, and read between them."""
     driver = FakeDriver()
-    made = driver.cuDevSmResourceSplitByCount
+    split = driver.cuDevSmResourceSplitByCount
 
     def torn(*arguments: Any) -> Any:
-        error, groups, *rest = made(*arguments)
+        error, groups, *rest = split(*arguments)
         return (error, [groups[0], *(_resource(0, 0) for _ in groups[1:])], *rest)
 
     monkeypatch.setattr(driver, "cuDevSmResourceSplitByCount", torn)
@@ -301,25 +301,25 @@ def test_parts_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("driver")
 def test_slices_have_names_and_sms() -> None:
-    made = px.slices("cuda:0", 4)
-    assert [each.name for each in made] == [f"cuda:0/{i}of4" for i in range(4)]
-    assert [each.n_sms for each in made] == [32] * 4
-    assert {each.torch_device for each in made} == {torch.device("cuda:0")}
-    assert [each.note for each in made] == [""] * 4
+    parts = px.slices("cuda:0", 4)
+    assert [part.name for part in parts] == [f"cuda:0/{i}of4" for i in range(4)]
+    assert [part.n_sms for part in parts] == [32] * 4
+    assert {part.torch_device for part in parts} == {torch.device("cuda:0")}
+    assert [part.note for part in parts] == [""] * 4
 
 
 @pytest.mark.usefixtures("driver")
 def test_a_slice_computes_on_its_own_sms_and_copies_on_the_rest() -> None:
     """Handles are a thousand a context; the fifth context is that of the SMs left over."""
-    made = px.slices("cuda", 4)
+    parts = px.slices("cuda", 4)
     handles = {
-        (i, name): each.stream(name).stream.handle // 1000  # type: ignore[attr-defined]
-        for i, each in enumerate(made)
+        (i, name): part.stream(name).stream.handle // 1000  # type: ignore[attr-defined]
+        for i, part in enumerate(parts)
         for name in ("compute", "collective", "send:1", "recv:0")
     }
     for (i, name), context in handles.items():
         assert context == (4 if ":" in name else i)
-    streams = [each.stream("send:1").stream.handle for each in made]  # type: ignore[attr-defined]
+    streams = [part.stream("send:1").stream.handle for part in parts]  # type: ignore[attr-defined]
     assert len(set(streams)) == 4
 
 
@@ -332,19 +332,19 @@ def test_where_nothing_is_left_over_copies_are_on_the_slice(driver: FakeDriver) 
 def test_without_green_contexts_slices_share_sms(driver: FakeDriver) -> None:
     driver.failing = "cuGreenCtxCreate"
     with pytest.warns(SharedSlicesWarning, match=r"cuda:0 cannot be split .*share all SMs") as w:
-        made = px.slices("cuda:0", 2)
+        parts = px.slices("cuda:0", 2)
     assert w[0].filename == __file__
-    assert [each.n_sms for each in made] == [N_SMS] * 2
-    assert made[0].note == "slices share SMs"
+    assert [part.n_sms for part in parts] == [N_SMS] * 2
+    assert parts[0].note == "slices share SMs"
 
 
 def test_smaller_slices_say_so(driver: FakeDriver) -> None:
     """In a note, which a pipeline shows; without a warning, as they are slices all the same."""
     driver.clusters = CLUSTERS
-    made = px.slices("cuda:0", 4)
-    assert [each.n_sms for each in made] == [24] * 4
+    parts = px.slices("cuda:0", 4)
+    assert [part.n_sms for part in parts] == [24] * 4
     note = "slices have 24 SMs each, not 32: the driver made too few of those"
-    assert [each.note for each in made] == [note] * 4
+    assert [part.note for part in parts] == [note] * 4
 
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, True, None])
@@ -379,13 +379,13 @@ def test_links_must_be_a_network() -> None:
 
 @pytest.mark.usefixtures("driver")
 def test_links_are_between_the_slices_that_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are said to be imposed; messages to others are handed over."""
+    """The representation calls them imposed; messages to other devices pass without a delay."""
     module = slices_module
-    asked: list[float] = []
+    delays: list[float] = []
     waits = SimpleNamespace(
         description="at once",
         timestamp=lambda: torch.zeros(1),
-        wait_until=lambda timestamp, seconds: asked.append(seconds),
+        wait_until=lambda timestamp, seconds: delays.append(seconds),
     )
     kept: list[object] = []
     monkeypatch.setattr(module, "make_timer", lambda gpu: waits)
@@ -399,12 +399,12 @@ def test_links_are_between_the_slices_that_have_them(monkeypatch: pytest.MonkeyP
     message = first.carry((value,), second)
     assert message[0] is not value
     second.await_link(message)
-    assert asked == [1e-5, 1e-5]
+    assert delays == [1e-5, 1e-5]
     assert kept == ["current"]  # the time of sending, read on the stream that receives
-    handed = first.carry((value,), other)
-    assert handed[0] is value
-    other.await_link(handed)
-    assert len(asked) == 2
+    copies = first.carry((value,), other)
+    assert copies[0] is value
+    other.await_link(copies)
+    assert len(delays) == 2
 
 
 @pytest.mark.usefixtures("driver")
@@ -412,5 +412,5 @@ def test_slices_are_devices_of_a_pipeline_as_they_are() -> None:
     """As those that a user made."""
     from pipeexec.devices.make_devices import make_devices
 
-    made = px.slices("cuda:0", 2)
-    assert make_devices(made) == made
+    parts = px.slices("cuda:0", 2)
+    assert make_devices(parts) == parts

@@ -16,22 +16,22 @@ from small_pipelines import call_within
 from pipeexec.devices.cpu_streams import CallerStream, CpuEvent, CpuStream, InlineStream
 from pipeexec.devices.streams import Stream
 
-#: Long against what a hand-over takes; whoever does not wait, is seen.
+#: Long compared with a hand-over, so that a consumer that does not wait is detected.
 NAP = 0.05
 
 
 @pytest.fixture
 def make() -> Iterator[Callable[[str], Stream]]:
     """Make streams, and end them after the test."""
-    made: list[Stream] = []
+    streams: list[Stream] = []
 
     def stream(kind: str) -> Stream:
-        made.append(CpuStream(f"worker {len(made)}") if kind == "worker" else InlineStream())
-        return made[-1]
+        streams.append(CpuStream(f"worker {len(streams)}") if kind == "worker" else InlineStream())
+        return streams[-1]
 
     yield stream
-    for each in made:
-        call_within(5, each.close)
+    for item in streams:
+        call_within(5, item.close)
 
 
 KINDS = ("worker", "inline")
@@ -55,13 +55,13 @@ def test_a_stream_runs_its_work_in_order(kind: str, make: Callable[[str], Stream
 
 def test_a_worker_runs_beside_its_caller(make: Callable[[str], Stream]) -> None:
     """``submit`` returns at once: work that waits for the caller would block for ever otherwise."""
-    stream, gate, seen = make("worker"), threading.Event(), []
+    stream, gate, threads = make("worker"), threading.Event(), []
     stream.submit(gate.wait)
-    stream.submit(lambda: seen.append(threading.current_thread().name))
-    assert seen == []
+    stream.submit(lambda: threads.append(threading.current_thread().name))
+    assert threads == []
     gate.set()
     call_within(10, stream.synchronize)
-    assert seen == ["worker 0"]
+    assert threads == ["worker 0"]
 
 
 @pytest.mark.parametrize(("producer", "consumer"), PAIRS)
@@ -69,7 +69,7 @@ def test_a_consumer_sees_what_a_sleeping_producer_made(
     producer: str, consumer: str, make: Callable[[str], Stream]
 ) -> None:
     """An inline producer is blocked by a sleeping worker: it has no thread to sleep in."""
-    source, target, value, seen = make(producer), make(consumer), [], []
+    source, target, value, copies = make(producer), make(consumer), [], []
     if producer == "inline":
         blocker = make("worker")
         blocker.submit(lambda: time.sleep(NAP))
@@ -78,41 +78,41 @@ def test_a_consumer_sees_what_a_sleeping_producer_made(
         source.submit(lambda: time.sleep(NAP))
     source.submit(lambda: value.append("made"))
     target.wait_event(source.record())
-    target.submit(lambda: seen.extend(value or ["too early"]))
+    target.submit(lambda: copies.extend(value or ["too early"]))
     call_within(10, target.synchronize)
-    assert seen == ["made"]
+    assert copies == ["made"]
 
 
 @pytest.mark.parametrize(("producer", "consumer"), PAIRS)
 def test_only_what_comes_after_a_wait_waits(
     producer: str, consumer: str, make: Callable[[str], Stream]
 ) -> None:
-    source, target, gate, seen = make(producer), make(consumer), make("worker"), []
+    source, target, gate, order = make(producer), make(consumer), make("worker"), []
     opened = threading.Event()
     gate.submit(opened.wait)
     source.wait_event(gate.record())
     event = source.record()
-    target.submit(lambda: seen.append("before"))
+    target.submit(lambda: order.append("before"))
     reached = target.record()
     target.wait_event(event)
-    target.submit(lambda: seen.append("after"))
+    target.submit(lambda: order.append("after"))
     probe = make("worker")
     probe.wait_event(reached)
     call_within(10, probe.synchronize)
-    assert seen == ["before"]
+    assert order == ["before"]
     opened.set()
     call_within(10, target.synchronize)
-    assert seen == ["before", "after"]
+    assert order == ["before", "after"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_event_that_has_passed_stops_nobody(kind: str, make: Callable[[str], Stream]) -> None:
-    stream, event, seen = make(kind), CpuEvent(), []
+    stream, event, results = make(kind), CpuEvent(), []
     event.set()
     stream.wait_event(event)
-    stream.submit(lambda: seen.append(1))
+    stream.submit(lambda: results.append(1))
     call_within(10, stream.synchronize)
-    assert seen == [1]
+    assert results == [1]
 
 
 def test_events_tell_the_seconds_between_them(make: Callable[[str], Stream]) -> None:
@@ -130,7 +130,7 @@ def test_events_tell_the_seconds_between_them(make: Callable[[str], Stream]) -> 
 def test_an_error_surfaces_when_the_caller_synchronizes(
     kind: str, make: Callable[[str], Stream]
 ) -> None:
-    """The first one; later work ran, and the stream goes on."""
+    """The first error is raised; later work ran, and the stream stays usable."""
     stream, ran = make(kind), []
     first, second = ValueError("first"), ValueError("second")
 
@@ -259,7 +259,7 @@ def test_an_event_that_passes_while_it_is_waited_for(make: Callable[[str], Strea
 def test_work_is_run_between_its_events(
     first: str, second: str, make: Callable[[str], Stream]
 ) -> None:
-    """Behind what it needs, though that takes long; what follows an error runs."""
+    """Work starts after slow dependencies too; work that follows an error runs."""
     one, other, ran = make(first), make(second), []
     slow = one.run(lambda: (time.sleep(NAP), ran.append("slow")))
     began, ended = other.run(lambda: ran.append("behind"), [slow[1]])
@@ -285,7 +285,7 @@ def test_a_stream_that_is_its_caller_waits_for_what_work_needs(
 
 
 def test_work_that_comes_as_a_stream_stops_running_is_run() -> None:
-    """The worst moment: the runner has looked for the last time, but has not yet said so."""
+    """The worst moment: the runner has looked for the last time, but has not yet set its flag."""
     inline, ran = InlineStream(), []
     drain = inline._drain
     late = [lambda: ran.append("late")]
@@ -311,10 +311,10 @@ def test_an_event_that_passes_as_it_is_asked_says_so() -> None:
         def __exit__(self, *_: object) -> None:
             pass
 
-    event, told = CpuEvent(), []
+    event, calls = CpuEvent(), []
     event._lock = LateLock()
-    assert event.add_callback(lambda: told.append(1)) is False
-    assert told == []
+    assert event.add_callback(lambda: calls.append(1)) is False
+    assert calls == []
 
 
 def threads(name: str) -> list[threading.Thread]:
@@ -347,19 +347,19 @@ def test_an_idle_worker_keeps_nothing_alive() -> None:
     class Kept:
         pass
 
-    kept, gone = Kept(), threading.Event()
-    weakref.finalize(kept, gone.set)
+    kept, freed = Kept(), threading.Event()
+    weakref.finalize(kept, freed.set)
     stream = CpuStream("idle")
     stream.submit(lambda kept=kept: None)
     del kept
-    assert gone.wait(10)
+    assert freed.wait(10)
     stream.close()
 
 
 def test_a_worker_prepares_in_its_own_thread() -> None:
-    seen = []
-    stream = CpuStream("prepared", lambda: seen.append(threading.current_thread().name))
-    stream.submit(lambda: seen.append("work"))
+    order = []
+    stream = CpuStream("prepared", lambda: order.append(threading.current_thread().name))
+    stream.submit(lambda: order.append("work"))
     call_within(10, stream.synchronize)
     stream.close()
-    assert seen == ["prepared", "work"]
+    assert order == ["prepared", "work"]

@@ -92,14 +92,14 @@ def ended(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Fault, Future[Outcome]]]:
     """Run the faults of all tests that were asked for, two at a time: starting takes longest."""
-    asked = [
+    faults = [
         item.callspec.params["fault"]
         for item in request.session.items
         if item.path == request.path and "fault" in getattr(item, "fixturenames", ())
     ]
     with ThreadPoolExecutor(2) as pool:
         yield {
-            fault: pool.submit(inject, fault, tmp_path_factory.mktemp("fault")) for fault in asked
+            fault: pool.submit(inject, fault, tmp_path_factory.mktemp("fault")) for fault in faults
         }
         pool.shutdown(cancel_futures=True)
 
@@ -111,8 +111,8 @@ def test_every_process_ends_and_one_names_the_culprit(
     """In time, with a status that is not 0, one error, what ran before, and nothing left."""
     outcome = ended[fault].result()
     assert not wrongs(fault, outcome), report(fault, outcome)
-    (said,) = complaints(outcome.output)
-    assert re.search(CASES[fault], said), said
+    (message,) = complaints(outcome.output)
+    assert re.search(CASES[fault], message), message
 
 
 def test_a_run_without_a_fault_ends_well(tmp_path: Path) -> None:
@@ -140,10 +140,10 @@ def refused(commands: Sequence[Sequence[str]], folder: Path, port: int = 0, **op
     )
     assert all(status not in (0, None) for status in statuses), (statuses, output)
     assert len(complaints(output)) == 1, output
-    (said,) = complaints(output)
+    (message,) = complaints(output)
     assert "Traceback" not in output, output
     assert [text for text in left if "port" not in text] == []
-    return said
+    return message
 
 
 def test_no_room_for_the_results(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_no_room_for_the_results(tmp_path: Path) -> None:
         "runpy.run_module('pipeexec', run_name='__main__')\n"
     )
     _, _, *arguments = command(tmp_path, tmp_path / "results")
-    said = refused([[str(script), *arguments]] * 2, tmp_path)
-    assert re.search(f"cannot write .*{tmp_path}/results/.*too large", said), said
+    message = refused([[str(script), *arguments]] * 2, tmp_path)
+    assert re.search(f"cannot write .*{tmp_path}/results/.*too large", message), message
     assert not (tmp_path / "results/run").exists()
     assert ps.Timeline.load(tmp_path / "results/run-partial/timeline.csv").makespan > 0
     assert os.listdir(tmp_path / "results") == ["run-partial"]
@@ -172,19 +172,19 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip("needs the right to mount")
     try:
         (disk / "most").write_bytes(bytes(12288))
-        said = refused([command(tmp_path, disk)] * 2, tmp_path)
-        assert re.search(f"cannot write .*{disk}/.*No space left", said), said
-        assert re.search("what ran before is lost: cannot write .*No space left", said), said
+        message = refused([command(tmp_path, disk)] * 2, tmp_path)
+        assert re.search(f"cannot write .*{disk}/.*No space left", message), message
+        assert re.search("what ran before is lost: cannot write .*No space left", message), message
         assert os.listdir(disk) == ["most"]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_results_that_cannot_be_written(tmp_path: Path) -> None:
-    """Nobody trains for nothing."""
+    """Training does not start where results cannot be written."""
     (tmp_path / "file").touch()
-    said = refused([command(tmp_path, tmp_path / "file")] * 2, tmp_path)
-    assert f"cannot write results in {tmp_path}/file: " in said, said
+    message = refused([command(tmp_path, tmp_path / "file")] * 2, tmp_path)
+    assert f"cannot write results in {tmp_path}/file: " in message, message
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        said = refused([command(tmp_path, tmp_path, timeout=2)] * 2, tmp_path, port=port)
-    assert f"port 127.0.0.1:{port} is in use on " in said, said
-    assert "choose another --master-port" in said
+        message = refused([command(tmp_path, tmp_path, timeout=2)] * 2, tmp_path, port=port)
+    assert f"port 127.0.0.1:{port} is in use on " in message, message
+    assert "choose another --master-port" in message
 
 
 def test_no_room_for_notes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ Batch = tuple[list[nn.Module], Any, Any, Callable[[Any, Any], Tensor]]
 
 
 class Fork(nn.Module):
-    """One tensor to four: values, an integer mask, a skip connection, and one that nobody uses."""
+    """One tensor to four: values, an integer mask, a skip connection, and an unused one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,8 +183,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 def make_graph(schedule: str, p: int, m: int, options: dict[str, Any]) -> ps.TaskGraph:
     """Return the graph of a named schedule, or of a row of actions a device."""
-    made = ps.schedule(schedule, p, m) if schedule in ps.schedules().index else ORDERS[schedule]
-    return ps.lower(made, **options)
+    order = ps.schedule(schedule, p, m) if schedule in ps.schedules().index else ORDERS[schedule]
+    return ps.lower(order, **options)
 
 
 #: Schedules of our own: a device of each process, then another; and one with messages back.
@@ -208,22 +208,22 @@ def train(
     graph = make_graph(schedule, p, m, options)
     stages, inputs, targets, loss_fn = MODELS[model](graph.n_stages)
     own = p // processes.n_ranks
-    mine = range(processes.rank * own, (processes.rank + 1) * own)
-    here = np.isin(graph.homes, list(mine))
-    given = [s if here[:, k].any() else None for k, s in enumerate(stages)]
+    homes = range(processes.rank * own, (processes.rank + 1) * own)
+    local = np.isin(graph.homes, list(homes))
+    own_stages = [s if local[:, k].any() else None for k, s in enumerate(stages)]
     losses = []
     with px.Pipeline(
-        given, graph, ["cpu"] * own, loss_fn, OPTIMIZERS[optimizer], processes=processes
+        own_stages, graph, ["cpu"] * own, loss_fn, OPTIMIZERS[optimizer], processes=processes
     ) as subject:
         subject.align()
         for _ in range(n_steps):
             result = subject.step(
-                inputs if here[:, 0].any() else None, targets if here[:, -1].any() else None
+                inputs if local[:, 0].any() else None, targets if local[:, -1].any() else None
             )
             whole = subject.gather(result)
             losses.append(whole.loss)
-        check_whole(result, whole, processes, here)
-        assert {s for s in given if s is not None} <= {*subject.modules}, "a copy is trained"
+        check_whole(result, whole, processes, local)
+        assert {s for s in own_stages if s is not None} <= {*subject.modules}, "a copy is trained"
         modules = dict(enumerate(subject.modules))
     return {
         "losses": losses,
@@ -241,7 +241,7 @@ def train(
 
 
 def check_whole(
-    own: px.StepResult, whole: px.StepResult, processes: px.Processes, here: np.ndarray
+    own: px.StepResult, whole: px.StepResult, processes: px.Processes, local: np.ndarray
 ) -> None:
     """Check a gathered result, in the process that has it."""
     clocks = [Alignment(*row) for row in processes.share(processes.clock.alignment)]
@@ -306,16 +306,16 @@ def check(ranks: Ranks, model: str, schedule: str, p: int, m: int, **options: An
     """Run steps in the ranks and in this process: all must be equal to the last bit."""
     steps = {k: options.pop(k) for k in ("optimizer", "n_steps") if k in options}
     case = (model, schedule, p, m, options)
-    found = ranks.run(train, model=model, schedule=schedule, p=p, m=m, options=options, **steps)
+    results = ranks.run(train, model=model, schedule=schedule, p=p, m=m, options=options, **steps)
     wanted = expected(*case, **steps)
     graph = make_graph(schedule, p, m, options)
-    for rank, mine in enumerate(found):
-        assert torch.equal(torch.stack(mine["losses"]), torch.stack(wanted["losses"])), rank
-        assert mine["peak_held"] == found[0]["peak_held"]
+    for rank, result in enumerate(results):
+        assert torch.equal(torch.stack(result["losses"]), torch.stack(wanted["losses"])), rank
+        assert result["peak_held"] == results[0]["peak_held"]
     for kind in ("parameters", "gradients"):
-        places = [_by_stage(x[kind], graph.n_stages) for x in found]
-        seen = [name for place in places for name, _ in place]
-        assert set(seen) == set(wanted[kind])
+        places = [_by_stage(x[kind], graph.n_stages) for x in results]
+        names = [name for place in places for name, _ in place]
+        assert set(names) == set(wanted[kind])
         for name, value in (pair for place in places for pair in place):
             its = wanted[kind][name]
             same = value is its if its is None else torch.equal(value, its)
@@ -324,11 +324,11 @@ def check(ranks: Ranks, model: str, schedule: str, p: int, m: int, **options: An
 
 def _by_stage(values: dict[str, Any], n_stages: int) -> list[tuple[str, Any]]:
     """Return parameters by their stage, whichever path's copy they are of."""
-    found = []
+    pairs = []
     for name, value in values.items():
         number, _, rest = name.partition(".")
-        found.append((f"{int(number) % n_stages}.{rest}", value))
-    return found
+        pairs.append((f"{int(number) % n_stages}.{rest}", value))
+    return pairs
 
 
 # Schedules, recompute modes, and what stages are made of
@@ -418,19 +418,19 @@ def other_graphs(processes: px.Processes) -> list[Any]:
     stages: list[nn.Module | None] = list(cut(dense(2), [1, 1]))
     inputs, targets = data(8)
     first, second = (ps.lower(ps.schedule(name, 2, 4)) for name in ("gpipe", "zb_h1"))
-    found = []
+    values = []
     with px.Pipeline(stages, first, ["cpu"], mse, processes=processes) as subject:
         for graph in (first, second):
             other = subject.with_graph(graph)
-            found.append(other.gather(other.step(inputs, targets)).loss.item())
-            found.append(other.held_bytes(inputs, targets))
-            found.append(other.device_bytes(inputs, targets))
-            found.append(other.left_bytes(inputs, targets))
-    return found
+            values.append(other.gather(other.step(inputs, targets)).loss.item())
+            values.append(other.held_bytes(inputs, targets))
+            values.append(other.device_bytes(inputs, targets))
+            values.append(other.left_bytes(inputs, targets))
+    return values
 
 
 def test_other_graphs_on_the_same_stages(two_ranks: Ranks) -> None:
-    """What stages hold is known in every process, and is what it is in one, but for headers."""
+    """Every process knows the bytes of all stages: those of one process, except for headers."""
     stages, batch = cut(dense(2), [1, 1]), data(8)
     expected: list[Any] = []
     for name in ("gpipe", "zb_h1"):
@@ -441,11 +441,11 @@ def test_other_graphs_on_the_same_stages(two_ranks: Ranks) -> None:
                          subject.left_bytes(*batch)]  # fmt: skip
     first, second = two_ranks.run(other_graphs)
     assert first == second
-    for mine, its in zip(first, expected, strict=True):
-        if isinstance(its, float):
-            assert mine == its
+    for actual, wanted in zip(first, expected, strict=True):
+        if isinstance(wanted, float):
+            assert actual == wanted
         else:  # of four messages, each with a header of 128 bytes at most
-            assert all(a <= b <= a + 4 * 128 for a, b in zip(its, mine, strict=True))
+            assert all(a <= b <= a + 4 * 128 for a, b in zip(wanted, actual, strict=True))
 
 
 def late_clock(processes: px.Processes) -> list[float]:

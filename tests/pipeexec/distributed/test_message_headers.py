@@ -38,20 +38,22 @@ contents = st.builds(
 )
 
 
-@given(content=contents, of=st.lists(entries, max_size=4).map(tuple))
-def test_a_header_says_what_it_was_made_of(content: Content, of: Signature) -> None:
-    words = header(content, of).tolist()
+@given(content=contents, tensors=st.lists(entries, max_size=4).map(tuple))
+def test_a_header_says_what_it_was_made_of(content: Content, tensors: Signature) -> None:
+    words = header(content, tensors).tolist()
     assert Content(*words[2:7]) == content
     assert [(_DTYPES[dtype], tuple(shape)) for dtype, shape in _tensors(words)] == [
-        (entry.dtype, entry.shape) for entry in of
+        (entry.dtype, entry.shape) for entry in tensors
     ]
-    assert present(words) == [True] * len(of)
+    assert present(words) == [True] * len(tensors)
     check(words, words, source=1)
 
 
-def got(content: Content = CONTENT, of: Signature = SIGNATURE, values: Any = None) -> list[int]:
-    head = header(content, of)
-    return (head if values is None else mark_absent(head, of, values)).tolist()
+def got(
+    content: Content = CONTENT, tensors: Signature = SIGNATURE, values: Any = None
+) -> list[int]:
+    head = header(content, tensors)
+    return (head if values is None else mark_absent(head, tensors, values)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -62,11 +64,11 @@ def got(content: Content = CONTENT, of: Signature = SIGNATURE, values: Any = Non
         (got(CONTENT._replace(stage=1)), "1SEND_B5 of step 3 ("),
         (got(CONTENT._replace(microbatch=6)), "2SEND_B6 of step 3 ("),
         (got(CONTENT._replace(path=1)), "2SEND_B5 of step 3 on path 1 ("),
-        (got(of=(Entry((4, 2), torch.float32), *SIGNATURE[1:])), "(float32 [4, 2], int64 []"),
-        (got(of=(Entry((2, 4), torch.int32), *SIGNATURE[1:])), "(int32 [2, 4], int64 [], "),
-        (got(of=(Entry((8,), torch.float32), *SIGNATURE[1:])), "(float32 [8], int64 [], "),
-        (got(of=SIGNATURE[:2]), "of step 3 (float32 [2, 4], int64 []);"),
-        (got(of=()), "2SEND_B5 of step 3 (nothing);"),
+        (got(tensors=(Entry((4, 2), torch.float32), *SIGNATURE[1:])), "(float32 [4, 2], int64 []"),
+        (got(tensors=(Entry((2, 4), torch.int32), *SIGNATURE[1:])), "(int32 [2, 4], int64 [], "),
+        (got(tensors=(Entry((8,), torch.float32), *SIGNATURE[1:])), "(float32 [8], int64 [], "),
+        (got(tensors=SIGNATURE[:2]), "of step 3 (float32 [2, 4], int64 []);"),
+        (got(tensors=()), "2SEND_B5 of step 3 (nothing);"),
     ],
 )
 def test_whatever_differs_is_named(words: list[int], described: str) -> None:
@@ -79,17 +81,17 @@ def test_whatever_differs_is_named(words: list[int], described: str) -> None:
     assert "every process must run the same graph" in message
 
 
-@given(there=st.tuples(st.booleans(), st.booleans(), st.booleans()))
-def test_gradients_may_be_absent_but_not_activations(there: tuple[bool, ...]) -> None:
+@given(flags=st.tuples(st.booleans(), st.booleans(), st.booleans()))
+def test_gradients_may_be_absent_but_not_activations(flags: tuple[bool, ...]) -> None:
     values = tuple(
         torch.empty(e.shape, dtype=e.dtype) if is_there else None
-        for e, is_there in zip(SIGNATURE, there, strict=True)
+        for e, is_there in zip(SIGNATURE, flags, strict=True)
     )
     words = got(values=values)
-    assert present(words) == list(there)
+    assert present(words) == list(flags)
     check(words, got(), source=0)
     forward = CONTENT._replace(op=Op.SEND_F)
-    if not all(there):
+    if not all(flags):
         with pytest.raises(Mismatch, match="none"):
             check(got(forward, values=values), got(forward), source=0)
 
@@ -103,12 +105,12 @@ def test_gradients_may_be_absent_but_not_activations(there: tuple[bool, ...]) ->
 )  # fmt: skip
 def test_garbage_is_refused(words: list[int], kept: int) -> None:
     """Whatever stands in place of a header, or of its end, is an error of ours at most."""
-    found = got()[:kept] + words[kept:]
+    garbled = got()[:kept] + words[kept:]
     try:
-        check(found, got(), source=0)
+        check(garbled, got(), source=0)
     except Mismatch:
         return
-    stated = zip(_tensors(found), _tensors(got()), strict=True)
+    stated = zip(_tensors(garbled), _tensors(got()), strict=True)
     assert all(a == b or a == (-1, b[1]) for a, b in stated)
 
 
@@ -143,8 +145,8 @@ def exchange(processes: px.Processes, waits: bool) -> list[Any]:
     other = message._replace(head=header(CONTENT._replace(microbatch=0), agreed))
     assert message.in_one == (not waits)
     if processes.rank == 0:
-        for each in (message, message, other):
-            channel.finish(each, channel.post(each, values))
+        for item in (message, message, other):
+            channel.finish(item, channel.post(item, values))
         return []
     received: list[Any] = []
     for _ in range(2):
@@ -192,8 +194,8 @@ def test_memory_of_a_message_is_used_again_once_it_is_gone() -> None:
     channel.finish(message, channel.post(message, (torch.full((3,), 1.0),)))
     for value in (2.0, 3.0):
         channel.post(message, (torch.full((3,), value),))
-    gone, second, third = group.sent
-    assert second.data_ptr() == gone.data_ptr()
+    first, second, third = group.sent
+    assert second.data_ptr() == first.data_ptr()
     assert third.data_ptr() != second.data_ptr()
 
 
@@ -206,7 +208,9 @@ def test_absent_tensors_are_marked(absent: tuple[int, ...]) -> None:
     values = tuple(None if k in absent else torch.zeros(e.shape) for k, e in enumerate(agreed))
     after = mark_absent(head, agreed, values)
     assert torch.equal(head, before)
-    assert [at for at in range(len(head)) if after[at] != head[at]] == [(8, 12)[k] for k in absent]
+    assert [word for word in range(len(head)) if after[word] != head[word]] == [
+        (8, 12)[k] for k in absent
+    ]
     assert all(after[(8, 12)[k]] == -1 for k in absent)
 
 
@@ -232,7 +236,7 @@ def through_nccl(processes: px.Processes) -> list[Any]:
 
 
 def test_a_channel_for_gpus_sends_header_token_and_tensors(two_ranks: Ranks) -> None:
-    _, found = two_ranks.run(through_nccl)
-    for received in found:
+    _, messages = two_ranks.run(through_nccl)
+    for received in messages:
         for value, sent in zip(received, tensors(), strict=True):
             assert value is None if sent is None else torch.equal(value, sent)

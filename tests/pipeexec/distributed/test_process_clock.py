@@ -18,9 +18,9 @@ seeds = st.integers(0, 1 << 16)
 
 def clock(samples: list[tuple[float, float, float]]) -> ProcessClock:
     """Return a clock that has taken these samples."""
-    made = ProcessClock(1, 2, None)  # type: ignore[arg-type]  # talks to nobody
-    made._samples = samples
-    return made
+    result = ProcessClock(1, 2, None)  # type: ignore[arg-type]  # has no connections
+    result._samples = samples
+    return result
 
 
 def sampled(
@@ -37,15 +37,15 @@ def sampled(
 def test_offset_and_drift_are_found(offset: float, drift: float, seed: int) -> None:
     """To within the samples' noise, so that times of 49 s later are as well."""
     noise = 2e-5
-    found = sampled(offset, drift, noise, seed=seed)
-    fit = found.alignment
+    subject = sampled(offset, drift, noise, seed=seed)
+    fit = subject.alignment
     assert fit.offset == pytest.approx(offset, abs=noise)
     assert fit.drift == pytest.approx(drift, abs=noise / 10)
     assert fit.residual <= noise
     assert (fit.round_trip, fit.n_samples) == (1e-4, 50)
     for later in (0.0, 20.0, 49.0):
-        theirs = 1e5 + later - offset - drift * later
-        assert found.to_first(1e5 + later) == pytest.approx(theirs, abs=2 * noise)
+        remote = 1e5 + later - offset - drift * later
+        assert subject.to_first(1e5 + later) == pytest.approx(remote, abs=2 * noise)
 
 
 @given(offset=st.floats(-10, 10), noise=st.floats(0, 1e-3), seed=seeds)
@@ -81,15 +81,15 @@ def compare(processes: px.Processes, n: int) -> dict[str, Any]:
 
 def test_clocks_of_one_machine_agree(four_ranks: Ranks) -> None:
     """They are one clock: what is found is the error, which half a round trip bounds."""
-    found = four_ranks.run(compare, n=5)
-    assert found[0]["alignment"] == [0.0, 0.0, 0.0, 0.0, 0]
-    for each in found:
-        assert each["shared"] == [x["alignment"] for x in found]
-        assert each["totals"] == [6.0, 2.0]
-    for each in found[1:]:
-        offset, drift, residual, round_trip, n_samples = each["alignment"]
-        assert n_samples == min(each["before"] + 5, _MOST_SAMPLES)
+    results = four_ranks.run(compare, n=5)
+    assert results[0]["alignment"] == [0.0, 0.0, 0.0, 0.0, 0]
+    for result in results:
+        assert result["shared"] == [x["alignment"] for x in results]
+        assert result["totals"] == [6.0, 2.0]
+    for result in results[1:]:
+        offset, drift, residual, round_trip, n_samples = result["alignment"]
+        assert n_samples == min(result["before"] + 5, _MOST_SAMPLES)
         assert 0 < round_trip < 0.1
-        assert each["before"] >= 1, "processes are aligned when they join"
+        assert result["before"] >= 1, "processes are aligned when they join"
         if drift == 0.0:
             assert abs(offset) <= round_trip / 2 + 3 * residual

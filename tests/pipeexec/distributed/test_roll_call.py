@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from pipeexec.distributed.launch_environment import LaunchEnvironment
 from pipeexec.distributed.roll_call import Member, roll_call
-from pipesim.errors import ArgumentError
+from pipesim.errors import ArgumentError, ExecutionError
 
 LAUNCH = LaunchEnvironment(1, 2, None, None, "localhost", 29500, False, 0)
 
@@ -35,14 +35,30 @@ class LateStore:
 
 
 def test_a_process_that_reads_a_verdict_knows_everyone() -> None:
-    """Though nobody else was there when it looked before."""
+    """Although it saw no other process in its first look."""
     store: Any = LateStore(5.0)
     everyone = roll_call(store, LAUNCH, 5.0, time.monotonic() + 5.0)
-    assert [each.rank for each in everyone] == [0, 1]
+    assert [entry.rank for entry in everyone] == [0, 1]
 
 
 def test_a_process_that_reads_a_verdict_compares_settings() -> None:
-    """Else it would go on, and wait for a process that has given up."""
+    """Otherwise it would continue, and wait for a process that has given up."""
     store: Any = LateStore(5.0)
     with pytest.raises(ArgumentError, match="timeout differs: 5 in rank 0, 6 in rank 1"):
         roll_call(store, LAUNCH, 6.0, time.monotonic() + 6.0)
+
+
+def test_a_roll_call() -> None:
+    """Who is missing, who comes too late, and what does not suit: each is named."""
+    store, first = HashStore(), LaunchEnvironment(0, 3, 0, 3, "there", 5, True, 0)
+    missing = r"rank 0 waited 2 s in vain for rank 1, 2 of 3; there was rank 0 \(process "
+    with pytest.raises(ExecutionError, match=missing):
+        roll_call(store, first, 2.0, time.monotonic())
+    late = "in vain for rank 1, 2 of 3; rank 1 came later; there was rank 0 "
+    with pytest.raises(ExecutionError, match=late):
+        roll_call(store, first._replace(rank=1), 2.0, time.monotonic() + 9)
+    with pytest.raises(ArgumentError, match=r"two processes have RANK 0: process .* and rank 0 "):
+        roll_call(store, first, 3.0, time.monotonic() + 9)
+    other = "WORLD_SIZE differs: 3 in rank 0, 3 in rank 1, 4 in rank 2; give every process the same"
+    with pytest.raises(ArgumentError, match=other):
+        roll_call(store, first._replace(rank=2, n_ranks=4), 2.0, time.monotonic() + 9)

@@ -35,10 +35,10 @@ class Replaces(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 3)
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("n_seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.seen + x.shape[0]
+        self.n_seen = self.n_seen + x.shape[0]
         return nn.functional.dropout(self.layer(x), 0.5) + torch.randn(3)
 
 
@@ -47,10 +47,10 @@ class NeedsData(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("n_seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        self.seen.add_(1)
+        self.n_seen.add_(1)
         noise = torch.rand_like(x)
         return (x if float(x.sum()) > 1 else noise), (x > 0).long()[:, :2]
 
@@ -122,30 +122,36 @@ entries = st.builds(
 )
 
 
-@given(of=st.lists(entries, max_size=4).map(tuple))
-def test_signatures_are_written_and_read(of: Signature) -> None:
-    assert from_json(to_json(of)) == of
-    tensors = [torch.zeros(e.shape, dtype=e.dtype) for e in of]
-    assert signature(tensors) == of
-    check_values(tensors, of, "it")
-    check_values([None] * len(of), of, "it")
+@given(expected=st.lists(entries, max_size=4).map(tuple))
+def test_signatures_are_written_and_read(expected: Signature) -> None:
+    assert from_json(to_json(expected)) == expected
+    tensors = [torch.zeros(e.shape, dtype=e.dtype) for e in expected]
+    assert signature(tensors) == expected
+    check_values(tensors, expected, "it")
+    check_values([None] * len(expected), expected, "it")
 
 
-@given(of=st.lists(entries, max_size=3).map(tuple), other=st.lists(entries, max_size=3).map(tuple))
-def test_whatever_differs_from_what_was_agreed_is_refused(of: Signature, other: Signature) -> None:
-    tensors = [torch.zeros(e.shape, dtype=e.dtype) for e in of]
-    if of == other:
+@given(
+    agreed=st.lists(entries, max_size=3).map(tuple), other=st.lists(entries, max_size=3).map(tuple)
+)
+def test_whatever_differs_from_what_was_agreed_is_refused(
+    agreed: Signature, other: Signature
+) -> None:
+    tensors = [torch.zeros(e.shape, dtype=e.dtype) for e in agreed]
+    if agreed == other:
         check_values(tensors, other, "it")
         return
     with pytest.raises(ExecutionError) as caught:
         check_values(tensors, other, "what 0SEND_F0 sends")
     message = str(caught.value)
-    assert message.startswith(f"what 0SEND_F0 sends is {', '.join(map(str, of)) or 'nothing'}, but")
+    assert message.startswith(
+        f"what 0SEND_F0 sends is {', '.join(map(str, agreed)) or 'nothing'}, but"
+    )
     assert f"but {', '.join(map(str, other)) or 'nothing'} was agreed on" in message
 
 
 def test_autocast_changes_the_type_of_an_output() -> None:
     """Of tensors without data it is not known; see `pipeexec.distributed.signatures`."""
     with torch.autocast("cpu", torch.bfloat16):
-        found = output_signature(nn.Linear(8, 3), GIVEN, CPU, 0)
-    assert found == (Entry((4, 3), torch.bfloat16),)
+        actual = output_signature(nn.Linear(8, 3), GIVEN, CPU, 0)
+    assert actual == (Entry((4, 3), torch.bfloat16),)

@@ -44,12 +44,12 @@ def unsplit(n_steps: int, bag: int, combiner: str | None) -> dict[str, Any]:
     losses = []
     for _ in range(n_steps):
         optimizer.zero_grad()
-        found = [
+        rows = [
             nn.functional.embedding(k, w) if combiner is None
             else nn.functional.embedding_bag(k, w, mode=combiner, padding_idx=0)
             for w, k in zip(tables, keys.unbind(1), strict=True)
         ]  # fmt: skip
-        loss = mse(top(bottom(dense, keys)[0], torch.stack(found, 1)), y)
+        loss = mse(top(bottom(dense, keys)[0], torch.stack(rows, 1)), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -81,7 +81,7 @@ def steps(
     with pipeline:
         results = [pipeline.gather(pipeline.step(inputs, targets)) for _ in range(n_steps)]
     timeline = results[-1].timeline
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "losses": [result.loss.item() for result in results],
         "complete": bool(timeline.complete),
         "nbytes": {
@@ -92,42 +92,44 @@ def steps(
     }
     for name in ("bottom", "top"):
         if name in modules:
-            found[name] = [p.detach() for p in modules[name].parameters()]
+            values[name] = [p.detach() for p in modules[name].parameters()]
     if "embedding" in modules:
         embedding: Any = modules["embedding"]
-        found["tables"] = embedding.full_weight()
+        values["tables"] = embedding.full_weight()
         if embedding.weight.grad is not None:
             with torch.no_grad():
                 embedding.weight.copy_(embedding.weight.grad.to_dense())
-            found["grads"] = embedding.full_weight()
-    return found
+            values["grads"] = embedding.full_weight()
+    return values
 
 
 def _of_exchanges(timeline: ps.Timeline, part: int, replica: int) -> list[float]:
     """Return the bytes of a replica's exchanges, micro-batch by micro-batch."""
     graph = timeline.graph
-    of = (graph.op == Op.ALL_TO_ALL) & (graph.part == part) & (graph.replica == replica)
-    nbytes: list[float] = timeline.nbytes[of][np.argsort(graph.microbatch[of])].tolist()
+    exchanges = (graph.op == Op.ALL_TO_ALL) & (graph.part == part) & (graph.replica == replica)
+    nbytes: list[float] = timeline.nbytes[exchanges][
+        np.argsort(graph.microbatch[exchanges])
+    ].tolist()
     return nbytes
 
 
 def check(ranks: Ranks, *where: Any, n_steps: int = 2, **options: Any) -> list[dict[str, Any]]:
     """Run steps in ranks and in this process: losses, every row and other weights are equal."""
     schedule, n_devices, n_stages, lowering = where
-    found: list[dict[str, Any]] = ranks.run(
+    results: list[dict[str, Any]] = ranks.run(
         steps, schedule=schedule, n_devices=n_devices, n_stages=n_stages, lowering=lowering,
         n_steps=n_steps, **options,
     )  # fmt: skip
     wanted = unsplit(n_steps, options.get("bag", 0), options.get("combiner"))
-    for rank in found:
+    for rank in results:
         assert rank["complete"]
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
         for name in ("tables", "bottom", "top", "grads"):
             if name in rank:
                 torch.testing.assert_close(rank[name], wanted[name])
     for name in ("tables", "bottom", "top"):
-        assert any(name in rank for rank in found)
-    return found
+        assert any(name in rank for rank in results)
+    return results
 
 
 MODES: list[dict[str, Any]] = [
@@ -180,16 +182,16 @@ def test_sparse_gradients_of_rows(two_ranks: Ranks) -> None:
 
 def test_bytes_of_exchanges(two_ranks: Ranks) -> None:
     """Of each key once: what one replica asks the other for, and gets."""
-    found = check(two_ranks, "looped_bfs", 1, 2, {})
+    results = check(two_ranks, "looped_bfs", 1, 2, {})
     _, all_keys, _ = batch(sum(SIZES), 0)
-    asked: list[list[int]] = []  # keys that each replica asks the other for, by micro-batch
+    requests: list[list[int]] = []  # keys that each replica asks the other for, by micro-batch
     for replica, keys in enumerate(all_keys.split(SIZES)):
         parts = [{(t, k) for row in part.tolist() for t, k in enumerate(row)}
                  for part in keys.tensor_split(K)]  # fmt: skip
-        asked.append([sum(k % REPLICAS != replica for _, k in part) for part in parts])
-    for nbytes in (rank["nbytes"] for rank in found):
+        requests.append([sum(k % REPLICAS != replica for _, k in part) for part in parts])
+    for nbytes in (rank["nbytes"] for rank in results):
         for replica in range(REPLICAS):
-            of_keys, of_rows = asked[replica], asked[1 - replica]
+            of_keys, of_rows = requests[replica], requests[1 - replica]
             assert nbytes["counts", replica] == [8] * K
             assert nbytes["keys", replica] == [4 * n for n in of_keys]
             assert nbytes["vectors", replica] == [4 * DIM * n for n in of_rows]
@@ -199,14 +201,14 @@ def test_bytes_of_exchanges(two_ranks: Ranks) -> None:
 def test_bytes_of_accumulated_gradients(two_ranks: Ranks) -> None:
     """Each row of a replica's micro-batches once, whatever placement, and duplicates of keys."""
     lowering = {"sparse_grad_sync": "last"}
-    found = check(two_ranks, "looped_bfs", 1, 2, lowering, unique=False)
+    results = check(two_ranks, "looped_bfs", 1, 2, lowering, unique=False)
     _, all_keys, _ = batch(sum(SIZES), 0)
-    for nbytes in (rank["nbytes"] for rank in found):
+    for nbytes in (rank["nbytes"] for rank in results):
         for replica, keys in enumerate(all_keys.split(SIZES)):
             rows = {(t, k) for row in keys.tolist() for t, k in enumerate(row)}
-            asked = sum(k % REPLICAS != replica for _, k in rows)
+            n_requests = sum(k % REPLICAS != replica for _, k in rows)
             assert nbytes["gradients", replica] == []
-            assert nbytes["accumulated", replica] == [4 * DIM * asked]
+            assert nbytes["accumulated", replica] == [4 * DIM * n_requests]
             duplicates = [(part % REPLICAS != replica).sum() for part in keys.tensor_split(K)]
             assert nbytes["keys", replica] == [4 * int(n) for n in duplicates]
 
@@ -216,9 +218,9 @@ def test_gradients_add_up_without_an_optimizer(n_steps: int, once: str, two_rank
     """Of every process's rows alike."""
     lowering = {"step": "none", "sparse_grad_sync": once}
     options = {"n_devices": 1, "n_stages": 2, "lowering": lowering, "optimizer": False}
-    found = two_ranks.run(steps, schedule="looped_bfs", n_steps=n_steps, **options)
+    results = two_ranks.run(steps, schedule="looped_bfs", n_steps=n_steps, **options)
     wanted = unsplit(1, 0, None)
-    for rank in found:
+    for rank in results:
         for own, its in zip(rank["grads"], wanted["grads"], strict=True):
             torch.testing.assert_close(own, n_steps * its)
 
@@ -272,7 +274,7 @@ def test_a_step_is_predicted_from_measured_exchanges(once: bool, two_ranks: Rank
 def test_one_process_alone_has_all_rows(
     placement: str, lowering: dict[str, Any], unique: bool
 ) -> None:
-    """The graph's exchanges are then with nobody; every way to exchange gives the same."""
+    """The graph's exchanges then have one member; every way to exchange gives the same."""
     weights, bottom, top = model()
     graph = ps.lower(ps.schedule("1f1b", 2, K), sharded=[0], **lowering)
     counts = ps.Keys.zipf(ROWS, 9) if placement == "frequency" else None

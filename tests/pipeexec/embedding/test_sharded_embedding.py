@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,16 +15,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Ranks, run_to_end
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
 
 import pipeexec as px
-from pipeexec.embedding import peers
 from pipeexec.embedding.row_layout import Layout
 from pipesim import Keys
 from pipesim.costs.row_placement import PLACEMENTS, row_owners
-from pipesim.errors import ArgumentError, ArgumentTypeError, ExecutionError, PeerError, PipeError
+from pipesim.errors import ArgumentError
 
 DIM = 3
 OPTIMIZERS: dict[str, Any] = {
@@ -73,10 +70,10 @@ def learn(processes: px.Processes, n: int, case: dict[str, Any]) -> dict[str, An
     after: Any = module.full_weight()
     module.weight.data.copy_(gradient)
     full_gradient: Any = module.full_weight()
-    found = {"output": output, "gradient": gradient, "weight": after, "full": full_gradient}
+    values = {"output": output, "gradient": gradient, "weight": after, "full": full_gradient}
     if not case["several"]:
-        found |= {"weight": [after], "full": [full_gradient]}
-    return found
+        values |= {"weight": [after], "full": [full_gradient]}
+    return values
 
 
 def by_autograd(module: px.ShardedEmbedding, keys: Tensor, factor: Tensor) -> Tensor:
@@ -110,12 +107,12 @@ def reference(n: int, case: dict[str, Any]) -> dict[str, Any]:
         weight = torch.cat([table, torch.zeros(1, DIM, dtype=torch.float64)])
         sparse = options["sparse"]
         if combiner is None:
-            made: Any = nn.Embedding.from_pretrained(weight, False, len(table), sparse=sparse)
+            whole: Any = nn.Embedding.from_pretrained(weight, False, len(table), sparse=sparse)
         else:
-            made = nn.EmbeddingBag.from_pretrained(
+            whole = nn.EmbeddingBag.from_pretrained(
                 weight, False, mode=combiner, sparse=sparse, padding_idx=len(table)
             )
-        modules.append(made)
+        modules.append(whole)
     optimizer = OPTIMIZERS[case["optimizer"]](nn.ModuleList(modules).parameters())
     outputs = []
     for table, module in enumerate(modules):
@@ -202,26 +199,26 @@ def test_learns_what_the_modules_of_torch_learn(four_ranks: Ranks, tmp_path: Pat
     @given(st.lists(cases(), min_size=4, max_size=8))
     def check_many(many: list[tuple[int, dict[str, Any]]]) -> None:
         torch.save(many, tmp_path / "cases.pt")
-        found = four_ranks.run(learn_all, path=str(tmp_path / "cases.pt"))
-        for (n, case), *its in zip(many, *found, strict=True):
+        results = four_ranks.run(learn_all, path=str(tmp_path / "cases.pt"))
+        for (n, case), *its in zip(many, *results, strict=True):
             check(n, case, its[:n])
 
     check_many()
 
 
-def check(n: int, case: dict[str, Any], found: list[dict[str, Any]]) -> None:
+def check(n: int, case: dict[str, Any], results: list[dict[str, Any]]) -> None:
     """Compare what ranks found with one process: by modulo each has row key // n, of key % n."""
     wanted = reference(n, case)
     close = torch.testing.assert_close
-    close(torch.cat([x["output"] for x in found]), wanted["output"])
+    close(torch.cat([x["output"] for x in results]), wanted["output"])
     start = 0
     for table, rows in enumerate(case["n_rows"]):
         for key in range(rows) if case["options"]["placement"] == "modulo" else ():
-            own = found[key % n]["gradient"][start + key // n]
+            own = results[key % n]["gradient"][start + key // n]
             close(own, wanted["gradient"][table][key], msg=f"gradient of {key} of {table}")
-        for each in found:
-            close(each["weight"][table], wanted["weight"][table])
-            close(each["full"][table], wanted["gradient"][table])
+        for result in results:
+            close(result["weight"][table], wanted["weight"][table])
+            close(result["full"][table], wanted["gradient"][table])
         start += -(-rows // n)
 
 
@@ -269,22 +266,22 @@ def test_places_of_rows(placement: str) -> None:
     loads = [np.random.default_rng(rows).random(rows) for rows in n_rows]
     layout = Layout(n_rows, n, several=True, placement=placement, loads=loads)
     owners = row_owners(placement, n_rows, n, loads)
-    found: dict[tuple[int, int], int] = {}
+    addresses: dict[tuple[int, int], int] = {}
     for rank in range(n):
         for table, rows, keys in layout.shards(rank):
-            at = torch.arange(layout.rows_per_rank)[rows] + rank * layout.rows_per_rank
-            found |= {(table, key): int(a) for key, a in zip(keys.tolist(), at, strict=True)}
-    assert sorted(found) == [(t, k) for t, rows in enumerate(n_rows) for k in range(rows)]
-    assert len(set(found.values())) == sum(n_rows)
-    for (table, key), address in found.items():
-        asked = torch.zeros(3, dtype=torch.int32)
-        asked[table] = key
-        assert layout.addresses(asked, bags=False)[table] == address
+            local = torch.arange(layout.rows_per_rank)[rows] + rank * layout.rows_per_rank
+            addresses |= {(table, key): int(a) for key, a in zip(keys.tolist(), local, strict=True)}
+    assert sorted(addresses) == [(t, k) for t, rows in enumerate(n_rows) for k in range(rows)]
+    assert len(set(addresses.values())) == sum(n_rows)
+    for (table, key), address in addresses.items():
+        column = torch.zeros(3, dtype=torch.int32)
+        column[table] = key
+        assert layout.addresses(column, bags=False)[table] == address
         assert address // layout.rows_per_rank == owners[table][key]
 
 
 def test_duplicates_that_travel() -> None:
-    """Padding is asked of nobody, and each gradient comes by itself."""
+    """Padding is requested from no process, and each gradient is sent separately."""
     module = px.ShardedEmbedding.from_full(
         torch.eye(3), combiner="sum", padding_key=-1, unique=False
     )
@@ -301,16 +298,16 @@ def test_duplicates_that_travel() -> None:
 def test_counts_that_rows_are_dealt_by() -> None:
     """A histogram of keys, or its loads."""
     keys = Keys.zipf([40, 7], [30, 5])
-    found = [
+    modules = [
         px.ShardedEmbedding([40, 7], 2, placement="frequency", unique=False, counts=counts)
         for counts in (keys, keys.loads(unique=False), [range(40), [1] * 7])
     ]
-    states = [module.get_extra_state().tolist() for module in found]
+    states = [module.get_extra_state().tolist() for module in modules]
     assert states[0] == states[1] != states[2]
     assert states[0][:5] == [0, 1, 40, 7, -2]
     other = px.ShardedEmbedding([40, 7], 2, placement="hash")
     with pytest.raises(ArgumentError, match=r"placed by frequency, cannot .* placed by hash; keep"):
-        other.load_state_dict(found[0].state_dict())
+        other.load_state_dict(modules[0].state_dict())
 
 
 def test_a_key_that_occurs_often_is_sent_once() -> None:
@@ -330,34 +327,34 @@ def test_a_key_that_occurs_often_is_sent_once() -> None:
 def test_addresses_of_more_rows_than_32_bits_count() -> None:
     """Of two ranks: row 7 of the second table is that of rank 1, behind half of the first."""
     layout = Layout([5_000_000_000, 9], 2, several=True)
-    found = layout.addresses(torch.tensor([[4_999_999_998, 7]]), bags=False)
+    addresses = layout.addresses(torch.tensor([[4_999_999_998, 7]]), bags=False)
     assert layout.rows_per_rank == 2_500_000_005
-    assert found.tolist() == [[2_499_999_999, 2_500_000_005 + 2_500_000_003]]
+    assert addresses.tolist() == [[2_499_999_999, 2_500_000_005 + 2_500_000_003]]
 
 
 def initial(processes: px.Processes) -> list[Tensor]:
-    found = []
-    dealt = {"placement": "frequency", "counts": Keys.zipf([5000, 3], 100)}
-    for n, options in ((1, {}), (2, {}), (3, {"placement": "hash"}), (4, dealt)):
+    rows = []
+    by_frequency = {"placement": "frequency", "counts": Keys.zipf([5000, 3], 100)}
+    for n, options in ((1, {}), (2, {}), (3, {"placement": "hash"}), (4, by_frequency)):
         group = processes.group(range(n), key="initial")
         if processes.rank < n:
             torch.manual_seed(5 + processes.rank)
             module = px.ShardedEmbedding([5000, 3], 4, group, **options)  # type: ignore[arg-type]
-            found += module.full_weight()
-    return found
+            rows += module.full_weight()
+    return rows
 
 
 def test_initial_rows_do_not_depend_on_the_number_of_ranks(four_ranks: Ranks) -> None:
     """Nor on their placement. They are normal, and of rank 0's random state, whatever others'."""
-    found = [rows for each in four_ranks.run(initial) for rows in each]
-    for large, small in zip(found[::2], found[1::2], strict=True):
-        assert torch.equal(large, found[0])
-        assert torch.equal(small, found[1])
-    assert abs(found[0].mean()) < 0.02
-    assert abs(found[0].std() - 1) < 0.02
-    assert abs((found[0].abs() < 1).float().mean() - 0.6827) < 0.01
-    assert len(found[0].unique()) > 19_900
-    assert not torch.equal(found[0][:3], found[1])
+    tables = [rows for result in four_ranks.run(initial) for rows in result]
+    for large, small in zip(tables[::2], tables[1::2], strict=True):
+        assert torch.equal(large, tables[0])
+        assert torch.equal(small, tables[1])
+    assert abs(tables[0].mean()) < 0.02
+    assert abs(tables[0].std() - 1) < 0.02
+    assert abs((tables[0].abs() < 1).float().mean() - 0.6827) < 0.01
+    assert len(tables[0].unique()) > 19_900
+    assert not torch.equal(tables[0][:3], tables[1])
 
 
 def test_another_module_has_other_rows() -> None:
@@ -403,222 +400,8 @@ def test_one_process_is_an_embedding_of_its_own() -> None:
     pooled = px.ShardedEmbedding.from_full([bag, bag], combiner="mean")
     assert repr(pooled) == "ShardedEmbedding([6, 6], 4, rank 0 of 1)"
     with torch.no_grad():
-        found = pooled(keys.view(5, 1, 2).expand(5, 2, 2))
+        output = pooled(keys.view(5, 1, 2).expand(5, 2, 2))
     assert torch.equal(
-        found[:, 0], functional.embedding_bag(keys.view(5, 2), bag.weight, mode="mean")
+        output[:, 0], functional.embedding_bag(keys.view(5, 2), bag.weight, mode="mean")
     )
     assert pooled(keys.new_empty(0, 2, 3)).shape == (0, 2, 4)
-
-
-# What goes wrong
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
-    [
-        ((0, 4), {}, "n_rows must be at least 1, got 0"),
-        (([], 4), {}, "n_rows is empty; give the rows of at least one table"),
-        (([3, 2.5], 4), {}, r"n_rows\[1\] must be a whole number, got 2.5"),
-        (("9", 4), {}, "n_rows must be a whole number, got '9'"),
-        ((3, 0), {}, "dim must be at least 1, got 0"),
-        ((3, 4, "world"), {}, "process_group must be a torch.distributed.ProcessGroup, .* got str"),
-        ((3, 4), {"combiner": "men"}, "unknown combiner 'men'; did you mean 'mean'"),
-        ((3, 4), {"gradients": "max"}, "unknown gradients 'max'"),
-        ((3, 4), {"placement": "hashed"}, "unknown placement 'hashed'; did you mean 'hash'"),
-        ((3, 4), {"placement": "frequency"}, 'placement="frequency" needs counts'),
-        ((3, 4), {"counts": [1, 2, 3]}, 'counts are for placement="frequency", but placement is'),
-        ((3, 4), {"placement": "frequency", "counts": [1, 2]}, r"tables of \[2\] rows, but n_rows"),
-        ((3, 4), {"unique": 1}, "unique must be True or False, got 1"),
-        ((3, 4), {"padding_key": 0.5}, "padding_key must be an int or None, got 0.5"),
-        ((3, 4), {"dtype": torch.int8}, "dtype must be a floating-point type, got torch.int8"),
-    ],
-)
-def test_arguments_that_are_refused(arguments: Any, options: Any, text: str) -> None:
-    with pytest.raises(ArgumentError, match=text):
-        px.ShardedEmbedding(*arguments, **options)
-
-
-def test_full_rows_that_are_refused() -> None:
-    with pytest.raises(
-        ArgumentError, match=r"rows of one length, got shapes \[\(3, 2\), \(3, 4\)\]"
-    ):
-        px.ShardedEmbedding.from_full([torch.ones(3, 2), torch.ones(3, 4)])
-    with pytest.raises(ArgumentError, match=r"shape \(rows, dim\), got \(3,\)"):
-        px.ShardedEmbedding.from_full(torch.ones(3))
-
-
-BAD_KEYS: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "beyond": ({}, [[0, 1], [2, 5]], "key 5 at (1, 1) of the keys is no row of table 1, "
-               "whose keys are 0 to 4; no key was sent"),
-    "negative": ({}, [[-1, 1]], "key -1 at (0, 0) of the keys is no row of table 0"),
-    "in a bag": ({"combiner": "sum", "padding_key": -1}, [[[1, -1], [-1, 7]]],
-                 "key 7 at (0, 1, 1) of the keys is no row of table 1"),
-    "of 33 bits": ({}, [[1 << 32, 0]], f"key {1 << 32} at (0, 0) of the keys is no row of table 0"),
-    "floats": ({}, [[0.5, 1.5]], "keys must be a tensor of int32 or int64, got torch.float32"),
-    "tables": ({}, [[1, 1, 1]], "shape (..., tables), with 2 tables, got (1, 3)"),
-    "no bag": ({"combiner": "sum"}, [1, 1], "shape (..., tables, bag), got (2,)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD_KEYS)
-def test_keys_that_are_refused(name: str) -> None:
-    options, keys, text = BAD_KEYS[name]
-    module = px.ShardedEmbedding([9, 5], 2, **options)
-    with pytest.raises(ArgumentError) as caught:
-        module(torch.tensor(keys))
-    assert text in str(caught.value)
-
-
-def message(error: BaseException) -> list[str]:
-    return [type(error).__name__, str(error)]
-
-
-def refused(processes: px.Processes) -> list[list[str]]:
-    """Let rank 1 have bad keys; the next exchange works."""
-    found = []
-    for options, keys, _ in BAD_KEYS.values():
-        module = px.ShardedEmbedding([9, 5], 2, processes, **options)
-        good = torch.zeros((3, 2, 1) if options else (3, 2), dtype=torch.int64)
-        with pytest.raises(PipeError) as caught:
-            module(torch.tensor(keys) if processes.rank == 1 else good)
-        found.append(message(caught.value))
-        assert module(good).shape == (3, 2, 2)
-    return found
-
-
-def test_the_others_learn_who_refused_its_keys(two_ranks: Ranks) -> None:
-    told, own = two_ranks.run(refused)
-    text = "rank 1 refused its keys, see the error of that rank; no key was sent"
-    assert told == [["PeerError", text]] * len(BAD_KEYS)
-    for (kind, error), (_, _, wanted) in zip(own, BAD_KEYS.values(), strict=True):
-        assert kind in ("ArgumentError", "ArgumentTypeError")
-        assert wanted in error
-
-
-def disagree(processes: px.Processes) -> list[list[str]]:
-    """Make modules that do not fit together; return the errors."""
-    rank = processes.rank
-    pair = processes.group(range(2), key="pair")
-    wrong: list[tuple[Any, ...]] = [
-        ([9, 5 + rank], 2, None, {}),
-        (9, 2 + rank, processes, {}),
-        (9, 2, None, {"combiner": ["sum", None, None, None][rank]}),
-        (3, 2, None, {"placement": "frequency", "counts": [1, 2 + 2 * (rank == 1), 3]}),
-        ((0 if rank == 1 else 9), 2, None, {}),
-        (9, 2, pair if rank == 0 else None, {}),  # the last: they have met unequally often then
-    ]
-    found = []
-    for n_rows, dim, group, options in wrong:
-        with pytest.raises(PipeError) as caught:
-            px.ShardedEmbedding(n_rows, dim, group, **options)
-        found.append(message(caught.value))
-    if rank > 1:
-        with pytest.raises(ArgumentError) as outside:
-            px.ShardedEmbedding(9, 2, pair)
-        found.append(message(outside.value))
-    return found
-
-
-def test_processes_that_disagree_are_named(four_ranks: Ranks) -> None:
-    found = four_ranks.run(disagree)
-    sizes, lengths, combiners, dealt, mistakes, groups = zip(*(x[:6] for x in found), strict=True)
-    assert all(text.startswith("placement by counts of rank 1 is ") for _, text in dealt)
-    everywhere = "n_rows of rank 1 is [9, 6], that of rank 0 [9, 5]; give every process the same"
-    assert {text for _, text in sizes} == {everywhere}
-    assert all(text.startswith("dim of rank 1 is 3, that of rank 0 2") for _, text in lengths)
-    assert all(
-        text.startswith("combiner of rank 1 is None, that of rank 0 'sum'") for _, text in combiners
-    )
-    text = "process_group of rank 1 has ranks [0, 1, 2, 3], that of rank 0 [0, 1]"
-    assert all(error.startswith(text) for _, error in groups)
-    assert mistakes[1] == ["ArgumentError", "n_rows must be at least 1, got 0"]
-    assert mistakes[0] == ["PeerError", "rank 1 has no embedding: n_rows must be at least 1, got 0"]
-    assert "this process is not in process_group" in found[2][6][1]
-    four_ranks.close()
-
-
-def alone(processes: px.Processes) -> str:
-    """Let rank 0 wait for one that does not come, and then comes."""
-    text = ""
-    if processes.rank == 0:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(peers, "_AGREE_SECONDS", 0.1)
-            with pytest.raises(PeerError) as caught:
-                px.ShardedEmbedding(9, 2)
-        text = str(caught.value)
-    processes.barrier()
-    return text
-
-
-def test_a_process_that_does_not_come_is_named(two_ranks: Ranks) -> None:
-    assert two_ranks.run(alone)[0] == (
-        "rank 0 waited 0.1 s in vain for rank 1; every process of the group [0, 1] must make the "
-        "embedding"
-    )
-    two_ranks.close()  # they have met unequally often
-
-
-def test_phases_out_of_order() -> None:
-    exchange = px.ShardedEmbedding(9, 2).dispatch(torch.tensor([1, 2]))
-    exchange.counts()
-    with pytest.raises(ExecutionError, match="was asked for vectors, and next comes keys"):
-        exchange.vectors()
-    exchange.keys()
-    exchange.lookup()
-    exchange.vectors()
-    exchange.gradients(torch.ones(2, 2))
-    exchange.gradient()
-    with pytest.raises(ExecutionError, match="next comes nothing: it is done"):
-        exchange.accumulate()
-
-
-def test_a_graph_is_gone_back_once() -> None:
-    output = px.ShardedEmbedding(9, 2)(torch.tensor([1, 2])).sum()
-    output.backward(retain_graph=True)
-    with pytest.raises(ExecutionError, match="was asked for gradients"):
-        output.backward()
-
-
-def test_keys_of_another_kind() -> None:
-    with pytest.raises(ArgumentTypeError, match="got list"):
-        px.ShardedEmbedding(9, 2)([1, 2])
-    with pytest.raises(ArgumentError, match="keys are on meta, the rows on cpu"):
-        px.ShardedEmbedding(9, 2)(torch.empty(3, dtype=torch.int64, device="meta"))
-
-
-# A lost process
-
-
-def lose(phase: str) -> None:
-    """Be a rank of three, of which number 1 ends just before a phase."""
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    if phase == "keys":
-        dist.init_process_group("gloo")
-        group: Any = None
-    else:
-        group = px.join(20.0)
-    module = px.ShardedEmbedding(90, 2, group)
-    exchange = module.dispatch(torch.arange(30))
-    for name in ("counts", "keys", "lookup", "vectors"):
-        if rank == 1 and name == phase:
-            os._exit(0)
-        try:
-            getattr(exchange, name)()
-        except ExecutionError as error:
-            sys.stdout.write(f"{type(error).__name__} {error}\n")
-            sys.stdout.flush()
-            os._exit(3)
-
-
-@pytest.mark.parametrize("phase", ["keys", "vectors"])
-def test_a_lost_process_is_named(phase: str, tmp_path: Path) -> None:
-    """In a plain group, and in `Processes`: no hang, and which it was."""
-    statuses, logs = run_to_end([[__file__, phase]] * 3, tmp_path)
-    assert statuses == [3, 0, 3]
-    for log in (logs[0], logs[2]):
-        assert f"LostConnection the connection to rank 1 broke: in the exchange of {phase}: " in log
-
-
-if __name__ == "__main__":
-    lose(sys.argv[1])

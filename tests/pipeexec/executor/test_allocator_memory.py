@@ -36,10 +36,10 @@ def _task(index: int) -> Any:
 
 
 def _sampled(levels: list[int], graph: ps.TaskGraph, *indices: int) -> Samples:
-    """Run fake tasks, at which the allocator says ``levels`` in turn: first before all of them."""
-    said = iter(levels)
+    """Run fake tasks; the allocator reads ``levels`` one by one, the first before all tasks."""
+    readings = iter(levels)
     tasks, samples = sampled(
-        [_task(i) for i in range(len(graph))], _gpus(*indices), lambda gpu: next(said)
+        [_task(i) for i in range(len(graph))], _gpus(*indices), lambda gpu: next(readings)
     )
     for task in tasks:
         task.handler(None, task)
@@ -71,12 +71,12 @@ def test_taken_at_the_start_and_given_back_at_the_end() -> None:
 def test_blocks_that_streams_may_read_are_counted() -> None:
     """The most at any task, of each GPU; also what was freed within it stays there."""
     graph, timeline = _measured()
-    said = {"cuda:0": iter([5, 9, 70, 8, *[3] * 99]), "cuda:1": iter(range(100))}
+    readings = {"cuda:0": iter([5, 9, 70, 8, *[3] * 99]), "cuda:1": iter(range(100))}
     tasks, samples = sampled(
         [_task(i) for i in range(len(graph))],
         _gpus(0, 1),
         lambda gpu: 1,
-        lambda gpu: next(said[str(gpu)]),
+        lambda gpu: next(readings[str(gpu)]),
     )
     for task in tasks:
         task.handler(None, task)

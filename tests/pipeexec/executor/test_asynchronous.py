@@ -49,17 +49,17 @@ def test_copies_of_a_stage_learn_the_same(options: dict[str, Any]) -> None:
     inputs, targets = data(12)
     with pipeline(stages, graph, mse, sgd) as both, pipeline(others, plain, mse, sgd) as one:
         for _ in range(3):
-            mine = call_within(30, lambda: both.step(inputs, targets))
-            its = one.step(inputs, targets)
-            torch.testing.assert_close(mine.loss, its.loss)
+            actual = call_within(30, lambda: both.step(inputs, targets))
+            wanted = one.step(inputs, targets)
+            torch.testing.assert_close(actual.loss, wanted.loss)
         for stage, other in zip(stages, others, strict=True):
             for p, q in zip(stage.parameters(), other.parameters(), strict=True):
                 torch.testing.assert_close(p, q)
                 torch.testing.assert_close(p.grad, q.grad)
         for first, second in zip(both.modules[:2], both.modules[2:], strict=True):
             assert_same([first], [second])
-    assert mine.timeline.complete
-    assert mine.peak_held == ((1, 1) if options == {"recompute": "always"} else (3, 3))
+    assert actual.timeline.complete
+    assert actual.peak_held == ((1, 1) if options == {"recompute": "always"} else (3, 3))
 
 
 def test_copies_follow_the_stages() -> None:
@@ -84,11 +84,11 @@ def test_copies_have_the_modes_and_buffers_of_the_stages() -> None:
     others = copy.deepcopy(stages)
     inputs, targets = data(8)
     with pipeline(stages, ps.lower(CHIMERA)) as subject:
-        for each in (stages, others):
-            each[0][1].running_mean.fill_(3.0)
-        mine = call_within(30, lambda: subject.step(inputs, targets))
+        for copies in (stages, others):
+            copies[0][1].running_mean.fill_(3.0)
+        result = call_within(30, lambda: subject.step(inputs, targets))
     whole = unsplit(others, ps.lower(CHIMERA), inputs, targets)
-    assert torch.equal(mine.loss, whole)
+    assert torch.equal(result.loss, whole)
     assert_same(stages, others)
 
 

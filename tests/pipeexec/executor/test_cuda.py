@@ -78,9 +78,9 @@ def _adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3, capturable=True)
 
 
-def _close(mine: Sequence[nn.Module], its: Sequence[nn.Module]) -> None:
+def _close(actual: Sequence[nn.Module], wanted: Sequence[nn.Module]) -> None:
     """Compare gradients: other streams may have other kernels, so not to the last bit."""
-    for a, b in zip(gradients(mine), gradients(its), strict=True):
+    for a, b in zip(gradients(actual), gradients(wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -92,15 +92,15 @@ def test_slices_run_on_multiprocessors_of_their_own(n: int) -> None:
     """Blocks say which one they run on; no two slices name the same."""
     kernels = load_kernels(torch.device("cuda:0"))
     devices = px.slices("cuda:0", n)
-    seen: list[set[int]] = []
+    sm_sets: list[set[int]] = []
     for device in devices:
-        found = torch.full((4096,), -1, dtype=torch.int32, device="cuda:0")
+        sm_ids = torch.full((4096,), -1, dtype=torch.int32, device="cuda:0")
         torch.cuda.synchronize()
-        device.stream("compute").submit(partial(kernels.locate, found, 20_000))
+        device.stream("compute").submit(partial(kernels.locate, sm_ids, 20_000))
         device.synchronize()
-        seen.append(set(found.tolist()))
-    assert all(len(each) == device.n_sms for each, device in zip(seen, devices, strict=True))
-    assert sum(map(len, seen)) == len(set.union(*seen))
+        sm_sets.append(set(sm_ids.tolist()))
+    assert all(len(sms) == device.n_sms for sms, device in zip(sm_sets, devices, strict=True))
+    assert sum(map(len, sm_sets)) == len(set.union(*sm_sets))
     if not devices[0].note:  # of smaller slices, where the driver has too few of the largest
         assert sum(device.n_sms for device in devices) > 100
 
@@ -108,7 +108,7 @@ def test_slices_run_on_multiprocessors_of_their_own(n: int) -> None:
 @sliced
 @scheduled
 def test_parity_on_slices(schedule: str, n: int) -> None:
-    """Loss and gradients of the unsplit model, and every task after what it needs."""
+    """Loss and gradients are those of the unsplit model; each task follows its dependencies."""
     graph = _graph(schedule, n)
     stages = _stages(graph.n_stages)
     whole = copy.deepcopy(stages)
@@ -202,10 +202,10 @@ def test_stages_on_slices_run_at_the_same_time(n: int) -> None:
 def _overlap(timeline: ps.Timeline, device: int) -> float:
     """Return for how long a device sent while it computed (s)."""
     graph = timeline.graph
-    mine = graph.device == device
+    local = graph.device == device
 
     def spans(ops: Any) -> NDArray[np.float64]:
-        chosen = mine & graph.is_op(ops)
+        chosen = local & graph.is_op(ops)
         return np.stack([timeline.start[chosen], timeline.end[chosen]], axis=1)
 
     return sum(
@@ -300,10 +300,10 @@ def test_replays_are_the_same_as_eager_steps(schedule: str, n: int) -> None:
         px.Pipeline(others, graph, px.slices("cuda:0", n), mse, _sgd) as eager,
     ):
         for seed in range(6):
-            mine, its = (each.step(*_batch(graph, seed)) for each in (subject, eager))
-            torch.testing.assert_close(mine.loss, its.loss, rtol=1e-4, atol=1e-6)
+            actual, wanted = (runner.step(*_batch(graph, seed)) for runner in (subject, eager))
+            torch.testing.assert_close(actual.loss, wanted.loss, rtol=1e-4, atol=1e-6)
             _close(stages, others)
-            assert_order_respected(mine.timeline, SLACK)
+            assert_order_respected(actual.timeline, SLACK)
         assert subject._captured is not None
         assert subject._captured.n_captures == 1
     for a, b in zip(stages, others, strict=True):
@@ -346,7 +346,7 @@ def test_a_profile_of_replays_has_no_launch() -> None:
 
 
 def test_a_stage_that_waits_for_the_gpu_cannot_be_captured() -> None:
-    """In a process of its own, for a capture that failed may leave CUDA unusable."""
+    """In a separate process, since a capture that failed may leave CUDA unusable."""
     script = """
 import torch, pipesim as ps, pipeexec as px
 from pipesim.errors import ExecutionError
@@ -411,7 +411,7 @@ def test_clocks_of_two_gpus_are_joined() -> None:
 def test_a_gpipe_on_slices_is_the_module(
     checkpoint: Any, copy_streams: bool, portals: bool
 ) -> None:
-    """Outputs and gradients, of the input too; every task after what it needs."""
+    """Outputs and gradients are equal, the input's too; each task follows its dependencies."""
     torch.manual_seed(0)
     layers = unet(2, 1, 8, dropout=0.0)
     whole = copy.deepcopy(layers).to("cuda:0")

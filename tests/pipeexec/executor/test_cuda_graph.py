@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,12 +29,12 @@ from pipesim.errors import ArgumentError, ExecutionError
 
 @dataclass
 class Recorded:
-    """What a graph would hold on to."""
+    """The objects that a CUDA graph would keep alive."""
 
     run: Step
     tasks: Sequence[PlannedTask]
-    given: list[Tensor | None]
-    found: list[Tensor | None]
+    before: list[Tensor | None]
+    gradients: list[Tensor | None]
     losses: list[Tensor | None]
 
 
@@ -45,51 +45,52 @@ class FakeRecorder:
     device: torch.device
     subject: px.Pipeline | None = None
     launched: int = 0
-    made: list[FakeRecorder] = field(default_factory=list)
 
     def record(self, run: Step, tasks: Sequence[PlannedTask]) -> Recorded:
-        """Run nothing, as a capture: all is as before, and what it makes holds garbage."""
+        """Run nothing, as a capture: state is unchanged, and new tensors hold garbage."""
         assert self.subject is not None
         parameters = [p for m in self.subject.modules for p in m.parameters()]
-        given = [p.grad for p in parameters]
-        changed = [*self._state(), *(gradient for gradient in given if gradient is not None)]
+        initial = [p.grad for p in parameters]
+        changed = [*self._state(), *(gradient for gradient in initial if gradient is not None)]
         before = [(x, x.detach().clone()) for x in changed]
         run.walk(tasks)
         with torch.no_grad():
-            found = [p.grad for p in parameters]
-            for garbage in (*found, *run.inputs.loss.losses):
+            gradients = [p.grad for p in parameters]
+            for garbage in (*gradients, *run.inputs.loss.losses):
                 if garbage is not None:
                     garbage.fill_(float("nan"))
             for tensor, value in before:
                 tensor.copy_(value)
-        return Recorded(run, tasks, given, found, list(run.inputs.loss.losses))
+        return Recorded(run, tasks, initial, gradients, list(run.inputs.loss.losses))
 
     def launch(self, graph: Recorded) -> float:
         """Issue the step again, into the tensors of the capture."""
         assert self.subject is not None
         self.launched += 1
         run, parameters = graph.run, [p for m in self.subject.modules for p in m.parameters()]
-        for parameter, gradient in zip(parameters, graph.given, strict=True):
+        for parameter, gradient in zip(parameters, graph.before, strict=True):
             parameter.grad = gradient
         self.subject._finish.run = run
         run.walk(graph.tasks)
         self.subject._finish.run = None
         with torch.no_grad():
-            found = [p.grad for p in parameters]
+            current = [p.grad for p in parameters]
             losses = run.inputs.loss.losses
-            for static, made in zip((*graph.found, *graph.losses), (*found, *losses), strict=True):
-                if static is not None and made is not None and static is not made:
-                    static.copy_(made)
+            for static, tensor in zip(
+                (*graph.gradients, *graph.losses), (*current, *losses), strict=True
+            ):
+                if static is not None and tensor is not None and static is not tensor:
+                    static.copy_(tensor)
         run.inputs.loss.losses[:] = graph.losses
         return 1e-6
 
     def _state(self) -> list[Tensor]:
         assert self.subject is not None
-        found = [x for m in self.subject.modules for x in (*m.parameters(), *m.buffers())]
+        tensors = [x for m in self.subject.modules for x in (*m.parameters(), *m.buffers())]
         for optimizer in self.subject.optimizers:
             for state in {} if optimizer is None else optimizer.state.values():
-                found += [x for x in state.values() if isinstance(x, Tensor)]
-        return found
+                tensors += [x for x in state.values() if isinstance(x, Tensor)]
+        return tensors
 
 
 Make = Callable[..., px.Pipeline]
@@ -146,7 +147,7 @@ def _twins(captured: Make, optimizer: Any = _sgd, schedule: str = "1f1b") -> Any
 
 
 def test_steps_are_the_same_as_eager_ones(captured: Make) -> None:
-    """Two eager, one captured and replayed, three replayed; each with a batch of its own."""
+    """Two eager, one captured and replayed, three replayed; each with a different batch."""
     subject, eager, stages, others = _twins(captured)
     results = []
     with eager:
@@ -155,11 +156,11 @@ def test_steps_are_the_same_as_eager_ones(captured: Make) -> None:
             assert_same(stages, others)
             assert subject.n_steps == eager.n_steps
     assert _counts(subject) == (1, 4)
-    for mine, its in results:  # those of earlier steps were not overwritten
-        assert torch.equal(mine.loss, its.loss)
-        assert all(map(torch.equal, mine.losses, its.losses))
-        assert mine.timeline.complete
-        assert mine.peak_held == its.peak_held
+    for actual, wanted in results:  # those of earlier steps were not overwritten
+        assert torch.equal(actual.loss, wanted.loss)
+        assert all(map(torch.equal, actual.losses, wanted.losses))
+        assert actual.timeline.complete
+        assert actual.peak_held == wanted.peak_held
     assert results[-1][0].host_seconds == 1e-6
 
 
@@ -337,7 +338,7 @@ def test_several_mini_batches_are_refused() -> None:
 
 
 def test_optimizers_must_be_capturable() -> None:
-    """Those that know the option have it set; others are looked at once they have a state."""
+    """``capturable`` must be set where it exists; others are checked once they have a state."""
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     adam = torch.optim.Adam(parameters)

@@ -1,4 +1,4 @@
-"""What is deleted is freed at once: without Python's cycle collector, which may not run for long.
+"""Deleted objects are freed at once: without Python's cycle collector, which may run much later.
 
 On a GPU weights, captured graphs and their memory hang on it.
 """
@@ -94,20 +94,20 @@ USES = [_nothing, _step, _other_graph, _counted, _calibrated, _closed]
 
 def _held(subject: px.Pipeline) -> dict[str, weakref.ref[Any]]:
     """Return weak references to a pipeline and all that hangs on it."""
-    found: dict[str, Any] = {"pipeline": subject}
+    objects: dict[str, Any] = {"pipeline": subject}
     for number, stage in enumerate(subject.stages):
-        found |= {f"stage {number}": stage, f"module {number}": stage.module}
+        objects |= {f"stage {number}": stage, f"module {number}": stage.module}
         for name, parameter in stage.module.named_parameters():
-            found[f"{number}.{name}"] = parameter
+            objects[f"{number}.{name}"] = parameter
     for device in subject.devices:
-        found |= {f"{device.name} {number}": x for number, x in enumerate([device])}
+        objects |= {f"{device.name} {number}": x for number, x in enumerate([device])}
         for key, stream in device._streams.items():  # type: ignore[attr-defined]
-            found[f"{device.name} {key}"] = stream
-    return {name: weakref.ref(x) for name, x in found.items()}
+            objects[f"{device.name} {key}"] = stream
+    return {name: weakref.ref(x) for name, x in objects.items()}
 
 
 def _alive(held: dict[str, weakref.ref[Any]]) -> list[str]:
-    return [name for name, each in held.items() if each() is not None]
+    return [name for name, reference in held.items() if reference() is not None]
 
 
 @pytest.mark.parametrize("use", USES)
@@ -130,9 +130,9 @@ def test_a_pipeline_is_freed(
 class Raises(nn.Linear):
     """Raises a new error in one forward, which nothing but its traceback holds."""
 
-    def __init__(self, kind: type[BaseException], at: int) -> None:
+    def __init__(self, kind: type[BaseException], position: int) -> None:
         super().__init__(16, 16)
-        self.kind, self.left = kind, at
+        self.kind, self.left = kind, position
 
     def forward(self, x: Tensor) -> Tensor:
         """Raise, or compute."""
@@ -209,16 +209,16 @@ def test_a_closed_pipeline_lets_go_of_its_graphs() -> None:
     )
     other = subject.with_graph(_graph("gpipe"))
     graphs = []
-    for each in (subject, other):
+    for runner in (subject, other):
         for _ in range(3):
-            each.step(*data(8))
-        assert each._captured is not None
-        assert each._captured._replayed is not None
-        replayed = each._captured._replayed
+            runner.step(*data(8))
+        assert runner._captured is not None
+        assert runner._captured._replayed is not None
+        replayed = runner._captured._replayed
         graphs += [weakref.ref(replayed.graph), weakref.ref(replayed.step)]
         del replayed
     subject.close()
-    assert [each for each in graphs if each() is not None] == []
+    assert [reference for reference in graphs if reference() is not None] == []
     with pytest.raises(ExecutionError, match="the pipeline is closed"):
         other.step(*data(8))
 

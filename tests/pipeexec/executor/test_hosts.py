@@ -50,10 +50,10 @@ SLOW = 0.2  # s that a launch takes, in steps that are stopped
 
 @pytest.fixture(params=["workers", "GPUs"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return what makes pipelines, on CPU workers or on the stand-in for CUDA."""
+    """Return a function that builds pipelines, on CPU workers or on the stand-in for CUDA."""
     subjects: list[px.Pipeline] = []
 
-    def made(stages: Any, graph: ps.TaskGraph, **options: Any) -> px.Pipeline:
+    def build(stages: Any, graph: ps.TaskGraph, **options: Any) -> px.Pipeline:
         n = graph.n_devices
         devices: list[Any] = ["cpu"] * n
         if request.param == "GPUs":
@@ -62,7 +62,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         subjects.append(px.Pipeline(stages, graph, devices, mse, **options))
         return subjects[-1]
 
-    yield made
+    yield build
     for subject in subjects:
         subject.close()
 
@@ -107,8 +107,8 @@ def test_replicas_reduce_their_gradients_over_hosts(make: Any) -> None:
         inputs, targets = data(8)
         make(stages, graph).step(inputs, targets)
         mse(nn.Sequential(*whole)(inputs), targets).backward()
-        for mine, its in zip(stages, whole, strict=True):
-            for parameter, other in zip(mine.parameters(), its.parameters(), strict=True):
+        for actual, wanted in zip(stages, whole, strict=True):
+            for parameter, other in zip(actual.parameters(), wanted.parameters(), strict=True):
                 torch.testing.assert_close(parameter.grad, other.grad)
 
 
@@ -135,10 +135,10 @@ def test_each_host_is_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("host" in thread.name for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("at", [{"forward": 2}, {"backward": 1}])
+@pytest.mark.parametrize("call", [{"forward": 2}, {"backward": 1}])
 @pytest.mark.parametrize("index", [0, 2])
-def test_a_stage_that_raises_stops_all_hosts(make: Any, index: int, at: Any) -> None:
-    fault = Faulty(ValueError("broken"), **at)
+def test_a_stage_that_raises_stops_all_hosts(make: Any, index: int, call: Any) -> None:
+    fault = Faulty(ValueError("broken"), **call)
     stages = cut(dense(3), [1, 1, 1])
     stages[index].append(fault)
     subject = make(stages, lowered(hosts="per_device"), timeout=20)
@@ -176,6 +176,7 @@ def slow(hosts: Any, launch: float = SLOW) -> px.Pipeline:
     return px.Pipeline(cut(dense(3), [1, 1, 1]), graph, px.workers(3, launch=launch), mse)
 
 
+@pytest.mark.measures_time
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
 @pytest.mark.parametrize("hosts", ["one", "per_device"])
 def test_an_interrupt_stops_hosts(hosts: Any) -> None:
@@ -209,7 +210,7 @@ def test_closing_stops_hosts() -> None:
 
 
 def test_an_error_of_a_host_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is, and not taken for one of a task."""
+    """The error is unchanged, and not mistaken for one of a task."""
     subject = slow([0, 1, 1], launch=0.0)
     stream = subject.devices[1].stream("compute")
     with monkeypatch.context() as patch, subject:
@@ -220,6 +221,7 @@ def test_an_error_of_a_host_itself_is_raised(monkeypatch: pytest.MonkeyPatch) ->
         assert call_within(10, lambda: subject.step(*data(8))).loss > 0
 
 
+@pytest.mark.measures_time
 def test_an_imposed_launch_is_what_issuing_takes() -> None:
     """No task is issued before the simulator's time; times of waking up do not add up.
 
@@ -229,15 +231,17 @@ def test_an_imposed_launch_is_what_issuing_takes() -> None:
     for hosts in ("one", "per_device"):
         with slow(hosts, launch) as subject:
             assert "launches are imposed: 0.004 s of the host a task" in repr(subject)
-            result = subject.step(*data(8))
+            results = [subject.step(*data(8)) for _ in range(3)]
         alike = lowered(hosts=hosts, host_threads=True)
         least = ps.simulate(alike, ps.Costs(0, 0, launch=launch)).issue_times
-        assert (result.timeline.issue_times >= least - 1e-9).all()
-        assert result.host_seconds == pytest.approx(np.sum(result.host_times))
-        of_all = launch * len(alike)
-        assert 0.8 * of_all < result.host_seconds < 1.6 * of_all
+        for result in results:
+            assert (result.timeline.issue_times >= least - 1e-9).all()
+            assert result.host_seconds == pytest.approx(np.sum(result.host_times))
+        imposed = launch * len(alike)  # the fastest step, which other processes delay least
+        assert 0.8 * imposed < min(result.host_seconds for result in results) < 1.6 * imposed
 
 
+@pytest.mark.measures_time
 def test_imposed_launches_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the costs that are measured on such workers: with one host that is late, and with two."""
     monkeypatch.setattr(
@@ -290,7 +294,7 @@ def _slices(n: int) -> Any:
 
 
 def test_memory_and_validation_with_hosts() -> None:
-    """What a step that counts its tasks returns does not depend on who issues them."""
+    """The counts of a step do not depend on the host threads that issue its tasks."""
     schedule, counted = ps.schedule("gpipe", 2, 2), []
     batch = torch.randn(4, 3), torch.randn(4, 3)
     for devices, options in (

@@ -1,4 +1,4 @@
-"""What goes wrong in a pipeline: the error names it, all work stops, and the next step works."""
+"""Failures in a pipeline: the error names the task, all work stops, and the next step works."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Boom(Exception):
-    """What the stages of these tests raise."""
+    """The error that the stages of these tests raise."""
 
 
 class FaultyLoss:
@@ -76,9 +76,9 @@ class FaultyOptimizer(torch.optim.SGD):
         return super().step(closure)
 
 
-def faulty_stages(index: int, **at: int) -> tuple[list[nn.Module], Faulty]:
+def faulty_stages(index: int, **calls: int) -> tuple[list[nn.Module], Faulty]:
     """Return three stages, one of which raises."""
-    fault = Faulty(Boom("here"), **at)
+    fault = Faulty(Boom("here"), **calls)
     stages: list[nn.Module] = list(cut(dense(3), [1, 1, 1]))
     stages[index] = nn.Sequential(stages[index], fault)
     return stages, fault
@@ -165,15 +165,15 @@ def test_a_stage_that_raises_in_recompute(index: int) -> None:
         check_recovery(subject, stages, fault.repair)
 
 
-@pytest.mark.parametrize(("at", "task"), [(0, "1I0"), (1, "1I1")])
-def test_a_stage_that_raises_in_a_split_backward(at: int, task: str) -> None:
+@pytest.mark.parametrize(("call", "task"), [(0, "1I0"), (1, "1I1")])
+def test_a_stage_that_raises_in_a_split_backward(call: int, task: str) -> None:
     """The chain is gone through in I, and not again in W."""
     orders = [
         ["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"],
         ["1F0", "1F1", "1I0", "1W0", "1I1", "1W1"],
         ["2F0", "2I0", "2W0", "2F1", "2I1", "2W1"],
     ]
-    stages, fault = faulty_stages(1, backward=at)
+    stages, fault = faulty_stages(1, backward=call)
     with pipeline(stages, ps.lower(ps.Schedule.from_orders(orders))) as subject:
         check_error(failing_step(subject), task, 1, 1, int(task[-1]))
         fault.repair()
@@ -226,7 +226,7 @@ def test_a_partial_timeline_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_other_workers_stop_at_once() -> None:
-    """What a busy device had still to do is not done, though it waits for nobody.
+    """The remaining tasks of a busy device are dropped, although it waits for no other device.
 
     Device 1 fails while device 0 is in its second forward, and eight more are queued behind.
     """
@@ -521,7 +521,7 @@ def test_a_closed_pipeline_says_so() -> None:
     with make() as subject:
         sibling = subject.with_graph(lowered("gpipe", 2))
         subject.step(*data())
-    for each in (subject, sibling):
+    for closed in (subject, sibling):
         with pytest.raises(ExecutionError, match="the pipeline is closed"):
-            each.step(*data())
+            closed.step(*data())
     subject.close()

@@ -1,4 +1,4 @@
-"""What each process measures of a step: written, read, and put together."""
+"""The measurements of a step by each process: written, read, and merged."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_parts_are_written_and_read(
     devices: set[int], zero: float, losses: dict[int, float]
 ) -> None:
     """To the last bit, also where nothing ran, and where losses are infinite."""
-    mine = part(devices, zero, losses=losses, loss_dtype="float64" if losses else "")
-    assert_equal(ProcessResult.unpack(GRAPH, mine.pack()), mine)
+    local = part(devices, zero, losses=losses, loss_dtype="float64" if losses else "")
+    assert_equal(ProcessResult.unpack(GRAPH, local.pack()), local)
 
 
 def test_a_loss_that_is_no_number_is_read() -> None:
-    mine = part({2}, losses={0: float("nan")}, loss_dtype="float32")
-    assert np.isnan(ProcessResult.unpack(GRAPH, mine.pack()).losses[0])
+    local = part({2}, losses={0: float("nan")}, loss_dtype="float32")
+    assert np.isnan(ProcessResult.unpack(GRAPH, local.pack()).losses[0])
 
 
 @given(owner=st.tuples(*[st.integers(0, 3)] * 3), zeros=st.tuples(*[st.integers(-9, 9)] * 4))
@@ -68,27 +68,27 @@ def test_the_whole_is_what_its_parts_were_of(
              losses={rank: 0.25 * rank}, loss_dtype="float32" if rank % 2 else "")
         for rank, zero in enumerate(zeros)
     ]  # fmt: skip
-    found = merge_results(GRAPH, parts)
+    merged = merge_results(GRAPH, parts)
     first = min(zeros)
-    assert found.zero == first
-    assert found.timeline.complete
-    np.testing.assert_array_equal(found.timeline.start, TIMELINE.start - first)
-    np.testing.assert_array_equal(found.timeline.end, TIMELINE.end - first)
-    np.testing.assert_array_equal(found.timeline.nbytes, NBYTES)
-    assert found.losses == {0: 0.0, 1: 0.25, 2: 0.5, 3: 0.75}
-    assert found.peak_held == (1, 2, 3)
-    assert found.host_seconds == 2.0
-    assert found.loss_dtype == "float32"
+    assert merged.zero == first
+    assert merged.timeline.complete
+    np.testing.assert_array_equal(merged.timeline.start, TIMELINE.start - first)
+    np.testing.assert_array_equal(merged.timeline.end, TIMELINE.end - first)
+    np.testing.assert_array_equal(merged.timeline.nbytes, NBYTES)
+    assert merged.losses == {0: 0.0, 1: 0.25, 2: 0.5, 3: 0.75}
+    assert merged.peak_held == (1, 2, 3)
+    assert merged.host_seconds == 2.0
+    assert merged.loss_dtype == "float32"
 
 
 def test_parts_of_a_step_that_failed_have_no_peaks() -> None:
     """One alone, or several; tasks that ran nowhere stay out."""
     parts = [ProcessResult(0.0, part({d}).timeline, {}, 0.5) for d in (0, 2)]
     for some in (parts, parts[:1]):
-        found = merge_results(GRAPH, some)
-        assert found.peak_held == ()
-        assert not found.timeline.complete
-        assert found.timeline.ran.sum() == sum(p.timeline.ran.sum() for p in some)
+        merged = merge_results(GRAPH, some)
+        assert merged.peak_held == ()
+        assert not merged.timeline.complete
+        assert merged.timeline.ran.sum() == sum(p.timeline.ran.sum() for p in some)
 
 
 def test_issue_times_are_put_together() -> None:
@@ -96,10 +96,10 @@ def test_issue_times_are_put_together() -> None:
     issued = TIMELINE.start / 2
     parts = []
     for device, zero in ((0, 0.0), (1, 3.0), (2, 1.0)):
-        mine = part({device}, zero)
-        timeline = replace(mine.timeline, issued=None if device == 1 else issued - zero)
-        parts.append(replace(mine, timeline=timeline))
-    read = [ProcessResult.unpack(GRAPH, each.pack()) for each in parts]
-    found = merge_results(GRAPH, read).timeline.issued
+        local = part({device}, zero)
+        timeline = replace(local.timeline, issued=None if device == 1 else issued - zero)
+        parts.append(replace(local, timeline=timeline))
+    read = [ProcessResult.unpack(GRAPH, item.pack()) for item in parts]
+    actual = merge_results(GRAPH, read).timeline.issued
     assert read[1].timeline.issued is None
-    np.testing.assert_array_equal(found, np.where(GRAPH.device == 1, np.nan, issued))
+    np.testing.assert_array_equal(actual, np.where(GRAPH.device == 1, np.nan, issued))

@@ -36,14 +36,14 @@ GRAPH = ps.lower(orders("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
 
 
 def passed(names: str) -> list[Any]:
-    """Return an event a task, of which those of some tasks have passed."""
-    found = []
+    """Return one event a task; those of the named tasks have passed."""
+    events = []
     for k in range(len(GRAPH)):
         event = CpuEvent()
         if str(GRAPH.task(k)) in names.split():
             event.set()
-        found.append(event)
-    return found
+        events.append(event)
+    return events
 
 
 def heads(began: str, ended: str) -> list[str]:
@@ -69,8 +69,8 @@ def test_a_task_that_runs_is_what_its_device_is_in() -> None:
 
 def test_a_device_whose_tasks_have_ended_is_at_its_messages() -> None:
     everything = {str(GRAPH.task(k)) for k in range(len(GRAPH))}
-    there = everything - {"0RECV_B1", "0B1", "1SEND_B1", "0STEP"}
-    assert heads("1SEND_B1", " ".join(sorted(there))) == [
+    ended = everything - {"0RECV_B1", "0B1", "1SEND_B1", "0STEP"}
+    assert heads("1SEND_B1", " ".join(sorted(ended))) == [
         "device 0 before 0B1 (stage 0, micro-batch 1), waiting for 0RECV_B1 from device 1",
         "device 1 in 1SEND_B1 (stage 1, micro-batch 1)",
     ]
@@ -109,7 +109,7 @@ def test_progress_is_told_from_its_lack() -> None:
 # Whose fault it is, from what processes say
 
 
-def at(rank: int, task: str, running: bool, waits_for: str = "", step: int = 2) -> Status:
+def status(rank: int, task: str, running: bool, waits_for: str = "", step: int = 2) -> Status:
     head = Head(rank, task, f"stage {rank}, micro-batch 0", running, waits_for)
     return Status(rank, step, True, 5, [head])
 
@@ -117,8 +117,8 @@ def at(rank: int, task: str, running: bool, waits_for: str = "", step: int = 2) 
 def test_a_task_that_runs_is_the_culprit() -> None:
     """Even where messages run, which wait, and other processes are not in the step."""
     everyone = [
-        at(0, "0SEND_F0", True), at(1, "1B0", False, "1RECV_B0 from device 2"),
-        Status(2, 1, False, 0, []), at(3, "3F1", True),
+        status(0, "0SEND_F0", True), status(1, "1B0", False, "1RECV_B0 from device 2"),
+        Status(2, 1, False, 0, []), status(3, "3F1", True),
     ]  # fmt: skip
     assert stall_failure(everyone, 5.0) == Failure(
         "stalled",
@@ -128,7 +128,7 @@ def test_a_task_that_runs_is_the_culprit() -> None:
 
 
 def test_else_a_process_that_does_not_come() -> None:
-    everyone = [at(0, "0B0", False, "0RECV_B0 from device 1"), Status(1, 2, False, 0, [])]
+    everyone = [status(0, "0B0", False, "0RECV_B0 from device 1"), Status(1, 2, False, 0, [])]
     failure = stall_failure(everyone, 1.5)
     assert (failure.kind, failure.rank) == ("stalled", 1)
     assert failure.message == (
@@ -137,7 +137,7 @@ def test_else_a_process_that_does_not_come() -> None:
 
 
 def test_else_nobody() -> None:
-    everyone = [at(0, "0RECV_B0", True), at(1, "1RECV_F0", True)]
+    everyone = [status(0, "0RECV_B0", True), status(1, "1RECV_F0", True)]
     assert stall_failure(everyone, 1.0) == Failure(
         "stalled", -1, "nothing has moved for 1 s in step 2"
     )
@@ -147,23 +147,23 @@ def test_else_nobody() -> None:
 
 
 class Hangs(nn.Module):
-    """Passes its input on; in its n-th call from 0, waits to be let go."""
+    """Passes its input on; its n-th call (from 0) waits until it is released."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, call: int) -> None:
         super().__init__()
-        self.at, self.calls = at, 0
+        self.call, self.calls = call, 0
         self.gate = threading.Event()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        if self.calls == self.at + 1:
+        if self.calls == self.call + 1:
             self.gate.wait(20)
         return x
 
 
 def test_a_stage_that_hangs_is_named() -> None:
     """With what others wait for, and what ran before; what was to follow never runs."""
-    hang = Hangs(at=2)
+    hang = Hangs(call=2)
     first, last = cut(dense(2), [1, 1])
     stages = [first, nn.Sequential(nn.Linear(16, 16), hang), last]
     graph = ps.lower(ps.schedule("gpipe", 3, 4))

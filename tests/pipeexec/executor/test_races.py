@@ -1,7 +1,7 @@
 """No two streams of a GPU race, and no memory is freed that another stream may use.
 
 On the stand-in for CUDA: torch's sanitizer, fed with its events and waits, says what is ordered.
-Where every replica of a stage is on a GPU of its own, parameters do not say so on the stand-in, for
+Where each replica of a stage is on a separate GPU, parameters do not show it on the stand-in, for
 which all memory is the host's; so graphs with replicas run on slices of one GPU alone.
 """
 
@@ -38,7 +38,7 @@ def scheduled(schedule: str) -> ps.Schedule:
 
 
 def run_steps(subject: px.Pipeline, n: int = 2) -> None:
-    """Run steps one behind the other: the second writes memory that the first gave back."""
+    """Run one step after another: the second writes memory that the first released."""
     for seed in range(n):
         assert subject.step(*data(16, seed=seed)).timeline.complete
 
@@ -132,7 +132,7 @@ class _Summed(nn.Module):
 def test_a_sharded_embedding_of_one_process(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its exchanges are with nobody, on a stream of their own all the same."""
+    """Its exchanges have one member, but still run on a separate stream."""
     graph = ps.lower(ps.schedule("1f1b", 2, 4), sharded=[0], **options)
     torch.manual_seed(0)
     embedding = px.ShardedEmbedding.from_full([torch.rand(8, 4)])
@@ -159,7 +159,7 @@ def test_a_calibration(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
 
 
 def test_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it leaves is freed while streams may still use it."""
+    """Its remaining tensors are freed while streams may still use them."""
     layers = [nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), Faulty(ValueError(), forward=2))]
     with sanitized(monkeypatch) as watch:
         subject = px.Pipeline(
@@ -251,7 +251,7 @@ def test_gpipe_without_a_gradient_of_its_input(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_gpipe_whose_outputs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a backward would need is freed while streams still compute it."""
+    """Tensors for a backward are freed while streams still compute them."""
     with sanitized(monkeypatch) as watch:
         model = gpipe()
         for seed in range(3):
@@ -275,7 +275,7 @@ def test_two_forwards_of_gpipe_before_a_backward(monkeypatch: pytest.MonkeyPatch
 
 
 def _every_third_wait(patch: pytest.MonkeyPatch) -> None:
-    """Forget every third wait, whoever waits."""
+    """Forget every third wait, of any stream."""
     waits, inner = itertools.count(1), FakeStream.wait_event
 
     def wait_event(stream: FakeStream, event: FakeEvent) -> None:

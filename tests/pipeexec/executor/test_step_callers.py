@@ -95,6 +95,7 @@ CALLS: dict[str, Callable[[px.Pipeline], Any]] = {
 }
 
 
+@pytest.mark.measures_time
 @pytest.mark.parametrize("call", CALLS)
 def test_a_second_thread_is_refused_at_once(
     stepping: tuple[px.Pipeline, Gate, list[Any]], call: str
@@ -129,10 +130,11 @@ def test_two_steps_at_once_leave_the_gradients_of_one() -> None:
         n_done = sum(isinstance(r, px.StepResult) for r in results)
         assert n_done >= 1
         assert all(isinstance(r, (px.StepResult, ExecutionError)) for r in results)
-        found = [p.grad for s in stages for p in s.parameters()]
-        torch.testing.assert_close(found, [n_done * g for g in expected])
+        actual = [p.grad for s in stages for p in s.parameters()]
+        torch.testing.assert_close(actual, [n_done * g for g in expected])
 
 
+@pytest.mark.measures_time
 def test_close_ends_a_step_of_another_thread(
     stepping: tuple[px.Pipeline, Gate, list[Any]],
 ) -> None:
@@ -160,14 +162,15 @@ def test_close_in_a_signal_handler_ends_the_step() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.measures_time
 @pytest.mark.parametrize("call", ["step", "close", "held_bytes", "with_graph"])
 @pytest.mark.parametrize("where", ["stage", "loss"])
 def test_calls_from_within_a_step_are_refused(call: str, where: str) -> None:
-    found: list[px.Pipeline] = []
+    pipelines: list[px.Pipeline] = []
 
     def inside() -> None:
-        if found:
-            (CALLS | {"close": lambda p: p.close()})[call](found[0])
+        if pipelines:
+            (CALLS | {"close": lambda p: p.close()})[call](pipelines[0])
 
     def loss(output: Tensor, y: Tensor) -> Tensor:
         if where == "loss":
@@ -177,13 +180,13 @@ def test_calls_from_within_a_step_are_refused(call: str, where: str) -> None:
     first = Calls(inside) if where == "stage" else nn.Identity()
     stages = [nn.Sequential(dense(1), first), dense(1)]
     with px.Pipeline(stages, GRAPH, ["cpu"] * 2, loss) as pipeline:
-        found.append(pipeline)
+        pipelines.append(pipeline)
         start = time.monotonic()
         with pytest.raises(StageError, match=f"{call if call in ('step', 'close') else ''}.*was "
                                              "called from within a stage or the loss"):  # fmt: skip
             call_within(10, lambda: pipeline.step(*data(4)))
         assert time.monotonic() - start < 1
-        found.clear()
+        pipelines.clear()
         pipeline.step(*data(4))
 
 
@@ -199,7 +202,7 @@ def test_a_closed_pipeline_says_so(call: str) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("call", ["step", "held_bytes", "with_graph", "close"])
 def test_a_forked_process_is_refused_at_once(call: str) -> None:
-    """Its copy of the pipeline has no threads; the parent's goes on."""
+    """Its copy of the pipeline has no threads; the parent's stays usable."""
     with make(nn.Identity()) as pipeline:
         pipeline.step(*data(4))
         reader, writer = os.pipe()
@@ -354,9 +357,9 @@ def test_autocast_around_a_step_holds_in_stages_and_loss(schedule: str, recomput
     assert_same(stages, others)
 
 
-@pytest.mark.parametrize("at", [{"forward": 1}, {"backward": 0}, {"backward": 1}])
+@pytest.mark.parametrize("call", [{"forward": 1}, {"backward": 0}, {"backward": 1}])
 @pytest.mark.parametrize("n_before", [0, 1, 2])
-def test_a_failed_step_leaves_earlier_gradients(n_before: int, at: dict[str, int]) -> None:
+def test_a_failed_step_leaves_earlier_gradients(n_before: int, call: dict[str, int]) -> None:
     """So that it can be tried again."""
     stages, others = (cut(dense(2), [1, 1]) for _ in range(2))
     faulty = Faulty(ValueError("no"))
@@ -368,7 +371,7 @@ def test_a_failed_step_leaves_earlier_gradients(n_before: int, at: dict[str, int
         for _ in range(n_before):
             p.step(x, y)
             other.step(x, y)
-        faulty.calls, faulty.failing_calls = {"forward": 0, "backward": 0}, at
+        faulty.calls, faulty.failing_calls = {"forward": 0, "backward": 0}, call
         with pytest.raises(StageError, match="no"):
             p.step(x, y)
         assert_same(stages, others)

@@ -1,4 +1,4 @@
-"""What a step returns: read from events when it is asked for, and small until then."""
+"""The result of a step: read from events on first access, and small until then."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ GRAPH = ps.lower(ps.schedule("1f1b", n_devices=2, n_microbatches=4))
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Put the stand-in in torch's place; return a list that grows with each event that is read."""
     FakeCuda().install(monkeypatch)
-    found: list[int] = []
+    devices: list[int] = []
     seconds = Clocks.seconds
 
     def counted(clock: Clocks, device: int, event: Any) -> float:
-        found.append(device)
+        devices.append(device)
         return seconds(clock, device, event)
 
     monkeypatch.setattr(Clocks, "seconds", counted)
-    return found
+    return devices
 
 
 def _pipeline(devices: list[Any] | None = None, **options: Any) -> px.Pipeline:
@@ -57,7 +57,7 @@ def test_a_loop_that_never_looks_reads_no_event(reads: list[int]) -> None:
 
 
 def test_earlier_results_stay_what_they_were(reads: list[int]) -> None:
-    """Each step has events of its own."""
+    """Each step has separate events."""
     subject = _pipeline()
     first = subject.step(*data(8))
     second = subject.step(*data(8))
@@ -82,10 +82,10 @@ def test_a_result_holds_nothing_of_the_batch(devices: list[Any] | None) -> None:
     """Before its events are read, as after."""
     with _pipeline(devices) as subject:
         inputs, targets = data(8)
-        given = [weakref.ref(inputs), weakref.ref(targets)]
+        references = [weakref.ref(inputs), weakref.ref(targets)]
         result = subject.step(inputs, targets)
         del inputs, targets
-        assert [each() for each in given] == [None, None]
+        assert [reference() for reference in references] == [None, None]
         assert result.timeline.complete
 
 
@@ -95,17 +95,17 @@ def test_a_result_is_copied_as_any_record() -> None:
     result = _pipeline().step(*data(8))
     copies = [pickle.loads(pickle.dumps(result)), copy.copy(result), copy.deepcopy(result)]  # noqa: S301
     copies += [replace(result, host_seconds=1.0), px.StepResult(*_values(result))]
-    for each in copies:
-        np.testing.assert_array_equal(each.timeline.start, result.timeline.start)
-        np.testing.assert_array_equal(each.timeline.end, result.timeline.end)
-        assert torch.equal(each.loss, result.loss)
+    for duplicate in copies:
+        np.testing.assert_array_equal(duplicate.timeline.start, result.timeline.start)
+        np.testing.assert_array_equal(duplicate.timeline.end, result.timeline.end)
+        assert torch.equal(duplicate.loss, result.loss)
     assert copies[3].host_seconds == 1.0
     short = px.StepResult(result.losses, result.timeline, (1, 1), 0.5)
     assert (short.clock_error, short.milestones, short.part, short.n_losses) == (0.0, {}, None, 1)
 
 
 def _values(result: px.StepResult) -> list[Any]:
-    return [getattr(result, each.name) for each in fields(result)]
+    return [getattr(result, item.name) for item in fields(result)]
 
 
 @pytest.mark.usefixtures("reads")
@@ -122,11 +122,11 @@ def test_each_loss_that_is_no_number_is_named(
     devices: list[Any] | None, reads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one question a step, for which the caller waits once."""
-    asked: list[torch.Size] = []
+    shapes: list[torch.Size] = []
     isnan = Tensor.isnan
 
     def counted(x: Tensor) -> Tensor:
-        asked.append(x.shape)
+        shapes.append(x.shape)
         return isnan(x)
 
     monkeypatch.setattr(Tensor, "isnan", counted)
@@ -135,12 +135,12 @@ def test_each_loss_that_is_no_number_is_named(
     with _pipeline(devices) as subject, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = subject.step(inputs, targets)
-    said = [str(w.message) for w in caught if w.category is NanLossWarning]
-    assert [text.partition(";")[0] for text in said] == [
+    messages = [str(w.message) for w in caught if w.category is NanLossWarning]
+    assert [text.partition(";")[0] for text in messages] == [
         f"the loss of micro-batch {k} is NaN (step 0)" for k in (1, 3)
     ]
     assert caught[-1].filename == __file__
-    assert asked == [torch.Size([4])]
+    assert shapes == [torch.Size([4])]
     assert [bool(x.isnan()) for x in result.losses] == [False, True, False, True]
 
 

@@ -38,7 +38,7 @@ def n_recomputed(case: dict[str, Any]) -> int:
 
 def of_stages(order: str, n: int) -> list[list[str]]:
     """Return the actions of each stage, in order."""
-    return [[each for each in order.split() if each.startswith(f"{j}")] for j in range(n)]
+    return [[action for action in order.split() if action.startswith(f"{j}")] for j in range(n)]
 
 
 def after_forwards(graph: ps.TaskGraph) -> list[list[str]]:
@@ -71,7 +71,7 @@ def test_a_schedule_is_lowered_to_it(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", WITHOUT, ids=name)
 def test_a_module_runs_it(case: dict[str, Any]) -> None:
-    """What is issued, and what its graph says."""
+    """The tasks that are issued, and those of the graph."""
     m, n = case["m"], case["n"]
     model = px.GPipe(
         nn.Sequential(*(nn.Linear(1, 1) for _ in range(n))), [1] * n, devices=["cpu"] * n, chunks=m,
@@ -116,9 +116,9 @@ def test_listed_recomputes_of_bidirectional_and_split_schedules_run() -> None:
         ]
         listed = ps.Schedule.from_orders(orders, placement=base.placement, name=base.name)
         for mode in ("always", "except_last", "never"):
-            found, wanted = ps.lower(listed, recompute=mode), ps.lower(base, recompute=mode)
-            assert len(found) == len(wanted)
-            assert all(found.task(k) == wanted.task(k) for k in range(len(found)))
+            actual, wanted = ps.lower(listed, recompute=mode), ps.lower(base, recompute=mode)
+            assert len(actual) == len(wanted)
+            assert all(actual.task(k) == wanted.task(k) for k in range(len(actual)))
 
 
 def test_gradients_are_those_of_the_unsplit_model() -> None:
@@ -129,12 +129,14 @@ def test_gradients_are_those_of_the_unsplit_model() -> None:
     inputs, targets = torch.randn(8, 3).double(), torch.randn(8, 2).double()
     with px.Pipeline(stages, ps.lower(schedule), ["cpu"] * 2, nn.functional.mse_loss) as pipeline:
         pipeline.step(inputs, targets)
-    found = [p.grad.clone() for stage in stages for p in stage.parameters() if p.grad is not None]
+    gradients = [
+        p.grad.clone() for stage in stages for p in stage.parameters() if p.grad is not None
+    ]
     for stage in stages:
         stage.zero_grad()
     nn.functional.mse_loss(nn.Sequential(*stages)(inputs), targets).backward()
     wanted = [p.grad for stage in stages for p in stage.parameters()]
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(gradients, wanted)
 
 
 def test_files_of_listed_recomputes(tmp_path: Path) -> None:
@@ -156,11 +158,11 @@ def test_orders_where_threads_race() -> None:
     orders = ps.autograd_orders(2, 2, COSTS)
     assert orders.is_exhaustive
     assert orders.n_possible == 2
-    assert {tuple(map(str, each.orders[0][2:])) for each in orders.schedules} == {
+    assert {tuple(map(str, schedule.orders[0][2:])) for schedule in orders.schedules} == {
         ("0R1", "0B1", "0R0", "0B0"), ("0R1", "0R0", "0B1", "0B0"),
     }  # fmt: skip
-    for each in orders.schedules:
-        assert [str(a) for a in each.orders[1][2:]] == ["1R1", "1R0", "1B1", "1B0"]
+    for schedule in orders.schedules:
+        assert [str(a) for a in schedule.orders[1][2:]] == ["1R1", "1R0", "1B1", "1B0"]
     assert orders.best.makespan == orders.makespans.min()
     assert orders.spread == orders.worst.makespan / orders.best.makespan - 1
     assert orders.table.loc["on a CPU", "makespan"] == orders.timelines[0].makespan
@@ -172,15 +174,15 @@ def test_all_orders(recompute: Any, m: int) -> None:
     every = ps.autograd_orders(2, m, COSTS, recompute=recompute, recompute_thread="caller")
     assert every.n_possible == (1 if recompute == "never" else (math.comb(6, 3) // 4) ** 2)
     assert every.is_exhaustive
-    found = [each.orders for each in every.schedules]
-    assert len(set(found)) == len(found) == every.n_possible
+    listed = [schedule.orders for schedule in every.schedules]
+    assert len(set(listed)) == len(listed) == every.n_possible
     some = ps.autograd_orders(
         2, m, COSTS, recompute=recompute, recompute_thread="caller", n_orders=12, seed=1
     )
-    assert {each.orders for each in some.schedules} <= set(found)
+    assert {schedule.orders for schedule in some.schedules} <= set(listed)
     assert len(some.schedules) == min(12, every.n_possible)
     on_device = ps.autograd_orders(2, m, COSTS, recompute=recompute)
-    assert {each.orders for each in on_device.schedules} <= set(found)
+    assert {schedule.orders for schedule in on_device.schedules} <= set(listed)
 
 
 def test_drawn_orders_are_equally_likely() -> None:

@@ -122,9 +122,9 @@ def test_every_recompute_comes_first(schedule: ps.Schedule) -> None:
     for number, stream in enumerate(early.streams):
         queue = early.queues[number]
         ops, place = early.op[queue], early.replica[queue] * early.n_stages + early.stage[queue]
-        for each in np.unique(place):
-            again = np.flatnonzero((place == each) & (ops == Op.R))
-            back = np.flatnonzero((place == each) & (ops == Op.B))
+        for location in np.unique(place):
+            again = np.flatnonzero((place == location) & (ops == Op.R))
+            back = np.flatnonzero((place == location) & (ops == Op.B))
             if len(back):
                 assert again.max() < back.min()
                 order = early.microbatch[queue]

@@ -125,23 +125,23 @@ def test_by_size_of_parameters() -> None:
 class Sees(nn.Module):
     """Passes its input on, and notes how many samples it has."""
 
-    def __init__(self, seen: list[int]) -> None:
+    def __init__(self, sizes: list[int]) -> None:
         super().__init__()
-        self.seen = seen
+        self.sizes = sizes
 
     def __deepcopy__(self, _: Any) -> Any:
         return self  # copies note in the same list
 
     def forward(self, x: Any) -> Any:
-        self.seen.append(len(x))
+        self.sizes.append(len(x))
         return x * 1
 
 
 def test_by_size_of_the_first_micro_batch() -> None:
     """Of an uneven batch it is the largest: what fits holds the others too."""
-    seen: list[int] = []
-    balance_by_size(1, nn.Sequential(Sees(seen)), torch.zeros(7, 1), chunks=3, device="cpu")
-    assert seen == [3]
+    sizes: list[int] = []
+    balance_by_size(1, nn.Sequential(Sees(sizes)), torch.zeros(7, 1), chunks=3, device="cpu")
+    assert sizes == [3]
 
 
 def test_tuples_and_skips() -> None:

@@ -29,9 +29,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def _model(*layers: nn.Module) -> px.GPipe:
-    given = nn.Sequential(*(layers or dense(4)))
+    module = nn.Sequential(*(layers or dense(4)))
     devices = [FakeGpu(0), FakeGpu(1)]
-    return px.GPipe(given, [len(given) - 2, 2], devices=devices, chunks=4)
+    return px.GPipe(module, [len(module) - 2, 2], devices=devices, chunks=4)
 
 
 def _kept(model: px.GPipe) -> Any:
@@ -75,6 +75,7 @@ def _trained(model: px.GPipe) -> None:
     model(data(8)[0]).square().mean().backward()
 
 
+@pytest.mark.measures_time
 @pytest.mark.parametrize(
     "use",
     [_kept, _dropped, _deleted, _evaluated, _evaluated_without_gradients, _raised, _trained],
@@ -89,6 +90,7 @@ def test_the_host_goes_on(cuda: FakeCuda, use: Callable[[px.GPipe], Any]) -> Non
     del output
 
 
+@pytest.mark.measures_time
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_host_goes_on_after_a_failure(cuda: FakeCuda, where: str) -> None:
     """The exception of a partition is raised before the GPU is through; nothing is left behind."""
@@ -105,6 +107,7 @@ def test_the_host_goes_on_after_a_failure(cuda: FakeCuda, where: str) -> None:
     _trained(model)
 
 
+@pytest.mark.measures_time
 @pytest.mark.usefixtures("cuda")
 def test_measured_times_are_waited_for() -> None:
     """The one place where the host asks a GPU: a timeline has times of tasks that have run."""

@@ -30,8 +30,8 @@ def ran() -> dict[str, Any]:
         [sys.executable, str(program)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
 
 
 def test_the_device_has_a_thread(ran: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def test_tasks_that_come_while_one_is_issued_wait() -> None:
 
 
 def test_a_failure_leaves_no_queue() -> None:
-    """What waited is dropped, as the engine drops the nodes behind it; the next run begins anew."""
+    """Queued tasks are dropped, as the engine drops later nodes; the next run starts empty."""
 
     def fail() -> None:
         _issue_or_queue(subject, [(Op.B, 0, 0)])
@@ -141,16 +141,16 @@ def test_the_gradient_of_an_input_comes_after_all_tasks() -> None:
             _TaskNode.backward(graph[0], None)  # type: ignore[no-untyped-call]
             graph[0] = graph[0].next_functions[0][0]
         assert second.issued == []
-        found.extend(graph[0].apply(None))
+        gradients.extend(graph[0].apply(None))
 
-    found: list[Any] = []
+    gradients: list[Any] = []
     first = Recorder({(Op.B, 2, 0): run_nodes})
     output = _output(second, z)  # keeps the nodes
     assert output.grad_fn is not None
     graph.append(output.grad_fn.next_functions[0][0])
     _output(first, x).sum().backward()
     assert second.issued == [(Op.B, i, 0) for i in (2, 1, 0)]
-    assert found[-1].tolist() == [3.0, 3.0]  # all three were issued before
+    assert gradients[-1].tolist() == [3.0, 3.0]  # all three were issued before
     assert first.issued == [(Op.B, i, 0) for i in (2, 1, 0)]
     assert x.grad is not None
     assert not backward_order._QUEUES
@@ -160,12 +160,12 @@ def test_two_threads_have_a_queue_each() -> None:
     """A backward does not wait for that of another thread, nor give it its tasks."""
     barrier = threading.Barrier(2)
     recorders = [Recorder({(Op.B, 1, 0): lambda: barrier.wait(10)}) for _ in range(2)]
-    outputs = [_output(each, torch.ones(2, requires_grad=True)) for each in recorders]
+    outputs = [_output(recorder, torch.ones(2, requires_grad=True)) for recorder in recorders]
     threads = [threading.Thread(target=lambda x=x: x.sum().backward()) for x in outputs]
     for thread in threads:
         thread.start()
     call_within(20, lambda: [thread.join() for thread in threads])
-    assert all(each.issued == [(Op.B, i, 0) for i in (2, 1, 0)] for each in recorders)
+    assert all(recorder.issued == [(Op.B, i, 0) for i in (2, 1, 0)] for recorder in recorders)
 
 
 @pytest.mark.parametrize("recomputed", [[True] * 4, [True, True, True, False], [False] * 4])
@@ -185,4 +185,4 @@ def test_without_dependencies_tasks_are_issued_as_said(
         before = [(Op.B, i, j + 1)] if j < 2 else []
         if op == Op.B and recomputed[i]:
             before.append((Op.R, i, j))
-        assert all(tasks.index(each) < tasks.index((op, i, j)) for each in before)
+        assert all(tasks.index(task) < tasks.index((op, i, j)) for task in before)

@@ -10,7 +10,7 @@ thread, sums have one order too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -20,14 +20,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from images import digits, noisy_patches
-from small_pipelines import one_thread
 from torch import Tensor, nn
 
 import pipeexec as px
 from pipeexec.demo_models.skip_models import resnet, unet
 from pipeexec.gpipe.batchnorm import DeferredBatchNorm
 
-pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pipesim.errors.OversubscriptionWarning"),
+    pytest.mark.usefixtures("one_torch_thread"),
+]
 
 STEPS = 8
 MODES = ("always", "except_last", "never")
@@ -38,7 +40,7 @@ Run = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on what, and how; the loss falls to ``falls_to`` of what it was."""
+    """A model, its data and its optimizer; the loss falls to ``falls_to`` of its first value."""
 
     model: Callable[[], nn.Sequential]
     images: Callable[[], tuple[Tensor, Tensor]]
@@ -71,13 +73,7 @@ TASKS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-def made(name: str) -> nn.Sequential:
+def build(name: str) -> nn.Sequential:
     torch.manual_seed(0)
     return TASKS[name].model()
 
@@ -90,7 +86,7 @@ def piped(module: nn.Sequential, n: int, **options: Any) -> px.GPipe:
 
 
 def train(name: str, module: nn.Module, run: Run) -> list[float]:
-    """Return the loss of each step, every one on images of its own."""
+    """Return the loss of each step; every step has different images."""
     task = TASKS[name]
     optimizer = task.optimizer(module.parameters())
     losses = []
@@ -113,14 +109,14 @@ def in_turn(module: nn.Module, chunks: int) -> Run:
 @cache
 def without(name: str, chunks: int) -> tuple[list[float], nn.Sequential]:
     """Return the losses without a pipeline, and the module that was trained."""
-    plain = made(name)
+    plain = build(name)
     return train(name, plain, in_turn(plain, chunks)), plain
 
 
 def check_same_training(name: str, n: int, chunks: int, **options: Any) -> None:
     """Check losses, and parameters and running statistics after."""
     losses, plain = without(name, chunks)
-    model = piped(made(name), n, chunks=chunks, **options)
+    model = piped(build(name), n, chunks=chunks, **options)
     assert train(name, model, model) == losses
     for one, other in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
         assert torch.equal(one, other)
@@ -153,7 +149,7 @@ def test_skips_through_every_partition_between(name: str, n: int) -> None:
 def test_what_is_dropped_does_not_depend_on_the_mode() -> None:
     """Several micro-batches drop other channels than the module does, and learn as well."""
     name = "unet that drops"
-    models = [piped(made(name), 3, chunks=4, checkpoint=mode) for mode in ("always", "never")]
+    models = [piped(build(name), 3, chunks=4, checkpoint=mode) for mode in ("always", "never")]
     recomputed, kept = [train(name, model, model) for model in models]
     assert recomputed == kept
 
@@ -161,9 +157,9 @@ def test_what_is_dropped_does_not_depend_on_the_mode() -> None:
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 def test_deferred_batch_norm(checkpoint: Any) -> None:
     """Learns as without, as it normalises the same; its statistics are those of mini-batches."""
-    converted = DeferredBatchNorm.convert_deferred_batch_norm(made("resnet"), 4)
+    converted = DeferredBatchNorm.convert_deferred_batch_norm(build("resnet"), 4)
     losses = train("resnet", converted, in_turn(converted, 4))
-    model = piped(made("resnet"), 3, chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
+    model = piped(build("resnet"), 3, chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
     assert train("resnet", model, model) == losses == without("resnet", 4)[0]
     for one, other in zip(model.buffers(), converted.buffers(), strict=True):
         assert torch.equal(one, other)
@@ -171,7 +167,7 @@ def test_deferred_batch_norm(checkpoint: Any) -> None:
 
 def test_deferred_statistics_are_those_of_the_whole_mini_batch() -> None:
     """Of the first batch norm, whose input does not depend on how others cut; up to rounding."""
-    plain = made("resnet")
+    plain = build("resnet")
     model = piped(copy.deepcopy(plain), 3, chunks=4, deferred_batch_norm=True)
     images = digits(48)[0]
     for module in (plain, model):

@@ -68,7 +68,7 @@ def test_a_skip_goes_around_the_layers_between() -> None:
 
 
 def test_a_skip_that_was_popped_is_gone() -> None:
-    """Its memory is free, and nobody pops it a second time."""
+    """Its memory is free, and it is not popped a second time."""
     shelf = Shelf()
     with use_shelf(shelf):
         First()(torch.ones(1))
@@ -141,17 +141,17 @@ def test_a_layer_can_be_pickled() -> None:
 
 
 def test_some_names_of_a_layer_are_isolated() -> None:
-    ours = Namespace()
-    layer = Two().isolate(ours, only=["a"])
-    assert layer.stashable() == [(ours, "a"), (None, "b")]
+    namespace = Namespace()
+    layer = Two().isolate(namespace, only=["a"])
+    assert layer.stashable() == [(namespace, "a"), (None, "b")]
     assert layer.poppable() == [(None, "c")]
-    assert layer.isolate(ours).poppable() == [(ours, "c")]
+    assert layer.isolate(namespace).poppable() == [(namespace, "c")]
 
 
 def test_a_layer_is_named_and_kept_as_it_was_written() -> None:
     @skippable(stash=["x"])
     class Layer(nn.Linear):
-        """Of its own."""
+        """A layer with this docstring."""
 
     layer = Layer(2, 3, bias=False)
     assert type(layer).__name__ == "Layer"

@@ -65,9 +65,9 @@ def test_single_micro_batches_bound_the_rest() -> None:
     free = {Op.F: 3.0, Op.B: 7.0, Op.I: 5.0, Op.W: 4.0}
     alone = _step(ps.lower(ps.schedule("gpipe", 2, 1)), free)
     blocked = _step(graph, dict.fromkeys(free, 100.0) | {Op.SEND_F: 0.5})
-    said = launch_seconds([blocked, blocked], [alone])
+    predicted = launch_seconds([blocked, blocked], [alone])
     exact = _step(graph, free | {Op.I: 7.0, Op.W: 7.0, Op.SEND_F: 0.5})
-    assert said == pytest.approx(mean_launch([exact]))
+    assert predicted == pytest.approx(mean_launch([exact]))
 
 
 def test_without_times_of_tasks_the_mean_counts() -> None:
@@ -82,6 +82,7 @@ def test_the_share_is_that_of_a_host() -> None:
     assert host_share([step], 2) == host_share([step]) / 2
 
 
+@pytest.mark.measures_time
 def test_times_are_those_of_the_walk() -> None:
     """Of all tasks, in the order in which they were issued; their sum is nearly all there was."""
     with on_workers(cut(dense(2), [1, 1]), GRAPH, mse) as subject:
@@ -118,24 +119,25 @@ def _blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaStream, "synchronize", empty)
 
 
+@pytest.mark.measures_time
 @pytest.mark.usefixtures("_blocking")
 @pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
 def test_launch_is_not_that_of_full_queues(tmp_path: Path) -> None:
-    """Of a profile on GPUs; how busy the host was is said beside it, in files too."""
+    """Of a profile on GPUs; reports and files also give the busy share of the host."""
     torch.set_num_threads(1)
     graph = ps.lower(ps.schedule("zb_h1", n_devices=2, n_microbatches=4))
     subject = px.Pipeline(cut(dense(2), [1, 1]), graph, [FakeGpu(), FakeGpu()], mse)
     seconds = subject.step(*data(8)).host_seconds
     assert seconds / len(graph) > 0.5 * BLOCKED
-    found = px.measure(subject, *data(8), n_steps=2, warm_up=1)
-    assert isinstance(found.costs.launch, float)
-    assert 0 < found.costs.launch < 0.25 * BLOCKED
-    assert found.launch_share < 0.5 * found.host_share
-    found.save(tmp_path / "run")
+    profile = px.measure(subject, *data(8), n_steps=2, warm_up=1)
+    assert isinstance(profile.costs.launch, float)
+    assert 0 < profile.costs.launch < 0.25 * BLOCKED
+    assert profile.launch_share < 0.5 * profile.host_share
+    profile.save(tmp_path / "run")
     loaded = px.Profile.load(tmp_path / "run")
-    assert (loaded.host_share, loaded.launch_share) == (found.host_share, found.launch_share)
-    assert "us a task (launch), which is" in profile_report(found)
-    old = replace(found, host_share=float("nan"), launch_share=float("nan"))
+    assert (loaded.host_share, loaded.launch_share) == (profile.host_share, profile.launch_share)
+    assert "us a task (launch), which is" in profile_report(profile)
+    old = replace(profile, host_share=float("nan"), launch_share=float("nan"))
     old.save(tmp_path / "old")
     assert np.isnan(px.Profile.load(tmp_path / "old").host_share)
     assert "(launch)" not in profile_report(old)

@@ -47,7 +47,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.fixture(scope="module")
 def measured() -> px.Profile:
-    """What stages that sleep 5 ms in forward and 10 ms in backward are measured to take."""
+    """The profile of stages that sleep 5 ms in forward and 10 ms in backward."""
     with pipeline(nap_stages(2, FORWARD, BACKWARD), lowered(), mse, adam) as subject:
         return px.measure(subject, *data(), n_steps=3, warm_up=1)
 
@@ -92,9 +92,9 @@ def test_transfers_are_measured_by_size(measured: px.Profile) -> None:
         *("source", "target", "nbytes", "idle", "loaded", "idle_fit", "loaded_fit")
     ]
     for pair in ((0, 1), (1, 0)):
-        mine = transfers[(transfers["source"] == pair[0]) & (transfers["target"] == pair[1])]
-        assert mine["nbytes"].is_monotonic_increasing
-        assert mine["nbytes"].iloc[-1] >= 1 << 24
+        messages = transfers[(transfers["source"] == pair[0]) & (transfers["target"] == pair[1])]
+        assert messages["nbytes"].is_monotonic_increasing
+        assert messages["nbytes"].iloc[-1] >= 1 << 24
     assert (transfers.drop(columns=["source", "target"]) > 0).all(axis=None)
     assert list(measured.fits.index) == [
         (*pair, state) for pair in ((0, 1), (1, 0), (-1, -1)) for state in ("idle", "loaded")
@@ -158,8 +158,8 @@ def test_profiling_leaves_no_trace() -> None:
         pipeline(stages, lowered(), mse, adam) as subject,
         pipeline(untouched, lowered(), mse, adam) as other,
     ):
-        for each in (subject, other):
-            each.step(*data())
+        for runner in (subject, other):
+            runner.step(*data())
         profile = px.measure(subject, *data(), n_steps=2, warm_up=1)
         subject.held_bytes(*data())
         assert_same(stages, untouched)
@@ -320,10 +320,10 @@ SIZES = np.array([1 << k for k in range(12, 26, 2)], dtype=float)
 def test_a_fit_by_hand() -> None:
     """Points on a line give it back, whatever one of them does."""
     seconds = 20e-6 + SIZES / 5e9
-    found = fit(SIZES, seconds)
-    assert (found.latency, found.bandwidth) == pytest.approx((20e-6, 5e9))
-    assert found.residual == pytest.approx(0, abs=1e-9)
-    assert found.r2 == pytest.approx(1)
+    line = fit(SIZES, seconds)
+    assert (line.latency, line.bandwidth) == pytest.approx((20e-6, 5e9))
+    assert line.residual == pytest.approx(0, abs=1e-9)
+    assert line.r2 == pytest.approx(1)
     seconds[3] *= 10
     odd = fit(SIZES, seconds)
     assert (odd.latency, odd.bandwidth) == pytest.approx((20e-6, 5e9))
@@ -348,9 +348,9 @@ def test_fits_at_their_limits() -> None:
 @given(st.lists(st.floats(1e-6, 1e-2), min_size=1, max_size=7))
 def test_any_fit_has_possible_values(seconds: list[float]) -> None:
     """Whatever was measured, the network takes it."""
-    found = fit(SIZES[: len(seconds)], seconds)
-    ps.Network(found.latency, found.bandwidth)
-    assert found.residual >= 0
+    line = fit(SIZES[: len(seconds)], seconds)
+    ps.Network(line.latency, line.bandwidth)
+    assert line.residual >= 0
 
 
 def of_pairs(**speeds: tuple[float, float]) -> pd.DataFrame:
@@ -383,13 +383,13 @@ def test_pairs_of_other_speed_have_links_of_their_own() -> None:
 
 def test_latency_is_what_was_waited_for_beyond_the_bytes() -> None:
     """Of a simulated run whose network is known: its latency comes back, not that of the fit."""
-    given_ = ps.Network(latency=2e-3, bandwidth=1e9)
-    costs = ps.Costs(5e-3, 5e-3, output_bytes=1e6, network=given_)
+    network = ps.Network(latency=2e-3, bandwidth=1e9)
+    costs = ps.Costs(5e-3, 5e-3, output_bytes=1e6, network=network)
     timeline = ps.simulate(lowered(), costs)
     transfers = of_pairs(a01=(1e-5, 1e9), a10=(1e-5, 1e9))
-    found = network_of(transfers, fits(transfers), [timeline])
-    assert found.latency == pytest.approx(2e-3)
-    assert found.bandwidth == pytest.approx(1e9)
+    fitted = network_of(transfers, fits(transfers), [timeline])
+    assert fitted.latency == pytest.approx(2e-3)
+    assert fitted.bandwidth == pytest.approx(1e9)
     alone = network_of(transfers.head(0), {}, [timeline])
     assert (alone.latency, alone.bandwidth) == (pytest.approx(3e-3), math.inf)
 

@@ -98,8 +98,8 @@ def weights(stages: Sequence[nn.Module]) -> list[Tensor]:
     return [p.detach() for stage in stages for p in stage.parameters()]
 
 
-def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -146,8 +146,8 @@ def test_without_an_optimizer_gradients_add_up(schedule: str, step: Any) -> None
         for sign in (1, -1):
             _flat(whole(x), sign * y if sign > 0 else y.flip(0)).backward()
             pipeline.step(x, y if sign > 0 else y.flip(0))
-    found = [p.grad for stage in stages for p in stage.parameters()]
-    assert_equal(found, [p.grad for p in whole.parameters()])  # type: ignore[arg-type]
+    gradients = [p.grad for stage in stages for p in stage.parameters()]
+    assert_equal(gradients, [p.grad for p in whole.parameters()])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream_2bw"])
@@ -165,8 +165,8 @@ def test_each_mini_batch_is_divided_by_its_own_count(schedule: str, optimizer: A
         whole = nn.Sequential(*model(1))
         losses = [_flat(whole(x[half]), y[half]) for half in (slice(6), slice(6, 12))]
         torch.stack(losses).sum().backward()
-        found = [p.grad for stage in stages for p in stage.parameters()]
-        assert_equal(found, [p.grad for p in whole.parameters()])  # type: ignore[arg-type]
+        gradients = [p.grad for stage in stages for p in stage.parameters()]
+        assert_equal(gradients, [p.grad for p in whole.parameters()])  # type: ignore[arg-type]
         assert float(result.loss) == pytest.approx(float(torch.stack(losses).detach().mean()))
     else:
         first = float(torch.stack(result.losses[: n_microbatches // 2]).sum())
@@ -226,14 +226,14 @@ def test_two_processes(two_ranks: Ranks, options: dict[str, Any]) -> None:
     """Stages, or replicas, of two processes, of which one may not know the loss."""
     batch, mean, _ = LOSSES[options["name"]]
     losses, expected = unsplit(mean, *batch(11), 2)
-    found = two_ranks.run(_steps, **options)
-    for rank_losses, _ in found:
+    results = two_ranks.run(_steps, **options)
+    for rank_losses, _ in results:
         assert rank_losses == pytest.approx(losses, rel=1e-12)
     if "n_replicas" in options:
-        for _, own in found:
+        for _, own in results:
             assert_equal(own, expected)
     else:
-        every = sorted((p for _, own in found for p in own), key=lambda p: p.numel())
+        every = sorted((p for _, own in results for p in own), key=lambda p: p.numel())
         assert_equal([p.sum() for p in every],
                      [p.sum() for p in sorted(expected, key=lambda p: p.numel())])  # fmt: skip
 

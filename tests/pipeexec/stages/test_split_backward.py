@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +22,20 @@ from small_pipelines import (
     pipeline,
     unsplit,
 )
+from split_backward_cases import (
+    CASES,
+    MIXED,
+    TiedEmbedding,
+    X,
+    frozen,
+    normal,
+    tokens_of_samples,
+)
 from strategies import custom_schedules
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.demo_models.convnet import convnet
 from pipeexec.demo_models.gpt import gpt
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.stage import Stage
@@ -37,10 +44,6 @@ from pipesim.errors import StageError
 pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 
 CPU = torch.device("cpu")
-
-
-def normal(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def stage(module: nn.Module, index: int = 1) -> Stage:
@@ -59,9 +62,9 @@ def run(subject: Stage, inputs: tuple[Tensor, ...], how: str, microbatch: int = 
     )
     if not split:
         return [*outputs, *subject.backward(microbatch, gradients)]
-    found = subject.input_grad(microbatch, gradients)
+    input_gradients = subject.input_grad(microbatch, gradients)
     subject.weight_grad(microbatch)
-    return [*outputs, *found]
+    return [*outputs, *input_gradients]
 
 
 def of_parameters(module: nn.Module) -> dict[str, Tensor | None]:
@@ -69,249 +72,6 @@ def of_parameters(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 # Modules
-
-
-class Tied(nn.Module):
-    """Uses one weight three times, once transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(torch.tanh(self.inner(x)))
-        return torch.tanh(x) @ self.inner.weight.t() + F.linear(x, self.inner.weight)
-
-
-class TiedEmbedding(nn.Module):
-    """Embedding and head are one parameter; the padding row gets a gradient from the head only."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, 8, padding_idx=-1, **options)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.table(tokens)), self.table.weight)
-
-
-class Products(nn.Module):
-    """Calls of matmul and its kind, with parameters on either side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = (nn.Parameter(normal(8, 8, seed=seed) / 3) for seed in (3, 4))
-        self.bias = nn.Parameter(normal(8, seed=5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.a + torch.matmul(x, self.b)
-        rows = torch.addmm(self.bias, y.flatten(0, -2).tanh(), self.a)
-        rows = torch.addmm(self.bias, rows, self.b, beta=0.5) + torch.mm(rows, self.b)
-        left = (self.a @ rows.t()).t()
-        return (left + rows.mm(self.a)).view_as(x)
-
-
-class Penalized(nn.Module):
-    """Differentiates within its forward, and goes on with the gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            y = self.body(x)
-            (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        return y + slope
-
-
-class Partly(nn.Module):
-    """One branch without gradients, one under autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            still = self.second(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            low = self.first(x)
-        return self.second(self.first(x)) * still + low.float()
-
-
-class Checkpointed(nn.Module):
-    """Layers within `torch.utils.checkpoint`, between two uses of one without."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        self.outer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(checkpoint(self.inner, self.outer(x), use_reentrant=self.reentrant))
-
-
-class Recurrent(nn.Module):
-    """A composite function with weights of its own, and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0])
-
-
-class Vectorized(nn.Module):
-    """Layers under `torch.func`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + torch.func.vmap(self.linear)(x)
-
-
-class Marked(Tensor):
-    """A tensor of another type."""
-
-
-class WithSubclass(nn.Module):
-    """A layer of a tensor of another type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.as_subclass(Marked)).as_subclass(Tensor)
-
-
-class Unused(nn.Module):
-    """A layer whose output nobody uses gets no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.unused(x)
-        return self.used(x)
-
-
-def frozen(*names: str) -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
-    for name in names:
-        model.get_parameter(name).requires_grad_(False)
-    return model
-
-
-def convolutions(n: int, **options: Any) -> nn.Module:
-    """Convolutions and their transposes, with every option."""
-    convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[n - 1]
-    transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[n - 1]
-    return nn.Sequential(
-        convolution(4, 8, 3, stride=2, padding=(1,) * n, groups=2),
-        nn.ReLU(inplace=True),
-        convolution(8, 8, 3, padding="same", dilation=2, bias=False),
-        convolution(8, 8, 1, padding="valid"),
-        transposed(8, 4, 3, stride=2, padding=1, output_padding=1, groups=2),
-    )
-
-
-class Case(NamedTuple):
-    """A stage's module and a micro-batch for it."""
-
-    module: nn.Module
-    inputs: tuple[Tensor, ...]
-
-
-def _tokens() -> tuple[Tensor, ...]:
-    return (torch.tensor([[0, 1, 2, 5], [2, 2, 3, 0], [1, 5, 5, 4]]),)
-
-
-X = normal(3, 4, 8)
-CASES: dict[str, Callable[[], Case]] = {
-    "linear": lambda: Case(nn.Linear(8, 8), (normal(5, 8),)),
-    "linear of one sample": lambda: Case(nn.Linear(8, 8), (normal(8),)),
-    "linear of a sequence": lambda: Case(nn.Linear(8, 8, bias=False), (X,)),
-    "linear of a transpose": lambda: Case(nn.Linear(4, 8), (X.transpose(1, 2),)),
-    "linear of nothing": lambda: Case(nn.Linear(8, 8), (X[:0],)),
-    "in place": lambda: Case(
-        nn.Sequential(nn.Linear(8, 8), nn.ReLU(True), nn.Linear(8, 8, False), nn.ReLU(True)),
-        (X,),
-    ),
-    "embedding": lambda: Case(nn.Embedding(6, 8), _tokens()),
-    "embedding with padding": lambda: Case(
-        nn.Embedding(6, 8, padding_idx=2, scale_grad_by_freq=True), _tokens()
-    ),
-    "embedding with a norm": lambda: Case(nn.Embedding(6, 8, max_norm=1.0), _tokens()),
-    "sparse embedding": lambda: Case(nn.Embedding(6, 8, sparse=True), _tokens()),
-    "tied embedding": lambda: Case(TiedEmbedding(), _tokens()),
-    "tied": lambda: Case(Tied(), (X,)),
-    "products": lambda: Case(Products(), (X,)),
-    "transformer": lambda: Case(gpt(n_layers=1, d_model=8, n_heads=2, sequence=4)[1], (X,)),
-    "transformer with dropout": lambda: Case(
-        gpt(n_layers=1, d_model=8, n_heads=2, sequence=4, dropout=0.5)[1], (X,)
-    ),
-    "language model": lambda: Case(
-        gpt(n_layers=1, d_model=8, n_heads=2, sequence=4, vocabulary=6), _tokens()
-    ),
-    "torch's transformer": lambda: Case(
-        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (X,)
-    ),
-    "residual block": lambda: Case(
-        nn.Sequential(*convnet(n_blocks=1, channels=4, image_size=8)[:2]), (normal(3, 3, 8, 8),)
-    ),
-    "channels last": lambda: Case(
-        nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last), (normal(3, 4, 8, 8),)
-    ),
-    "convolutions 1d": lambda: Case(convolutions(1), (normal(3, 4, 8),)),
-    "convolutions 2d": lambda: Case(convolutions(2), (normal(3, 4, 8, 8),)),
-    "convolutions 3d": lambda: Case(convolutions(3), (normal(2, 4, 8, 8, 8),)),
-    "uneven padding": lambda: Case(nn.Conv1d(4, 8, 4, padding="same"), (normal(3, 4, 8),)),
-    "convolution of one sample": lambda: Case(nn.Conv2d(4, 8, 3), (normal(4, 8, 8),)),
-    "batch norm": lambda: Case(
-        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), (normal(5, 8),)
-    ),
-    "weight norm": lambda: Case(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), (X,)),
-    "attention": lambda: Case(Attention(), (X,)),
-    "recurrent": lambda: Case(Recurrent(), (X,)),
-    "checkpointed": lambda: Case(Checkpointed(False), (X,)),
-    "checkpointed, reentrant": lambda: Case(Checkpointed(True), (X,)),
-    "differentiates": lambda: Case(Penalized(), (X,)),
-    "partly without gradients": lambda: Case(Partly(), (X,)),
-    "vectorized": lambda: Case(Vectorized(), (X,)),
-    "subclass": lambda: Case(WithSubclass(), (X,)),
-    "unused": lambda: Case(Unused(), (X,)),
-    "frozen weight": lambda: Case(frozen("0.weight", "2.weight"), (X,)),
-    "frozen bias": lambda: Case(frozen("0.bias", "2.bias"), (X,)),
-    "frozen layer": lambda: Case(frozen("2.weight", "2.bias"), (X,)),
-    "frozen": lambda: Case(frozen("0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"),
-                           (X,)),
-    "doubles": lambda: Case(frozen().double(), (X.double(),)),
-    "half": lambda: Case(frozen().bfloat16(), (X.bfloat16(),)),
-    "complex": lambda: Case(nn.Linear(8, 8, dtype=torch.complex64), (X.to(torch.complex64),)),
-}  # fmt: skip
-
-
-class Attention(nn.Module):
-    """Torch's own attention, whose layers are called out of our sight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return y
-
-
-#: A parameter gets one part of its gradient in I, another in W; sparse ones cannot be compared.
-MIXED = {"differentiates", "partly without gradients", "products", "tied", "sparse embedding"}
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -325,12 +85,12 @@ def test_i_and_w_are_b(name: str, how: str, index: int) -> None:
     torch.manual_seed(0)
     module, inputs = CASES[name]()
     same = copy.deepcopy(module)
-    mine, its = stage(module, index), stage(same, index)
+    split, whole = stage(module, index), stage(same, index)
     with one_thread():
         for microbatch in range(2):
-            found = run(mine, inputs, how, microbatch)
-            expected = run(its, inputs, how.replace("IW", "B"), microbatch)
-            for a, b in zip(found, expected, strict=True):
+            actual = run(split, inputs, how, microbatch)
+            expected = run(whole, inputs, how.replace("IW", "B"), microbatch)
+            for a, b in zip(actual, expected, strict=True):
                 assert (a is None and b is None) or torch.equal(a, b)
             if name not in MIXED:
                 assert_same([module], [same])
@@ -339,7 +99,7 @@ def test_i_and_w_are_b(name: str, how: str, index: int) -> None:
                 torch.testing.assert_close(gradient, expected_gradients[key])
                 if gradient is not None:
                     assert gradient.stride() == expected_gradients[key].stride()
-    assert mine.counter.current == 0
+    assert split.counter.current == 0
 
 
 # What waits
@@ -389,11 +149,11 @@ def test_what_waits_has_no_gradient_before_w(name: str) -> None:
 def test_hooks_of_parameters_are_called_once(kind: str) -> None:
     """In I, since a parameter with hooks does not wait."""
     module = nn.Linear(8, 8)
-    seen: list[Tensor | None] = []
+    values: list[Tensor | None] = []
     watches = kind == "register_hook"
-    getattr(module.weight, kind)(lambda x: seen.append(x if watches else x.grad.clone()))
+    getattr(module.weight, kind)(lambda x: values.append(x if watches else x.grad.clone()))
     run(stage(module), (X,), "FIW")
-    (gradient,) = seen
+    (gradient,) = values
     assert gradient is not None
     assert torch.equal(gradient, module.weight.grad)
 
@@ -402,17 +162,17 @@ def test_gradients_of_several_microbatches_add_up() -> None:
     """In the order of their W, whatever that of their I."""
     module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     same = copy.deepcopy(module)
-    mine, its = stage(module), stage(same)
+    split, whole = stage(module), stage(same)
     batches = [normal(3, 8, seed=seed) for seed in range(3)]
     with one_thread():
         for k in range(3):
-            mine.forward(k, (batches[k],), 5, False, True)
-            its.forward(k, (batches[k],), 5, False)
+            split.forward(k, (batches[k],), 5, False, True)
+            whole.forward(k, (batches[k],), 5, False)
         for k in (1, 0, 2):
-            mine.input_grad(k, (torch.ones(3, 8),))
+            split.input_grad(k, (torch.ones(3, 8),))
         for k in (2, 0, 1):
-            mine.weight_grad(k)
-            its.backward(k, (torch.ones(3, 8),))
+            split.weight_grad(k)
+            whole.backward(k, (torch.ones(3, 8),))
     assert_same([module], [same])
 
 
@@ -420,11 +180,11 @@ def test_a_tied_weight_needs_one_sum() -> None:
     """Its uses are added to each other first, then to what there was: as autograd does."""
     module = TiedEmbedding()
     same = copy.deepcopy(module)
-    for each in (module, same):
-        each.table.weight.grad = torch.full((6, 8), 1e4)
+    for model in (module, same):
+        model.table.weight.grad = torch.full((6, 8), 1e4)
     with one_thread():
-        run(stage(module), _tokens(), "FIW")
-        run(stage(same), _tokens(), "FB")
+        run(stage(module), tokens_of_samples(), "FIW")
+        run(stage(same), tokens_of_samples(), "FB")
     assert_same([module], [same])
 
 
@@ -487,13 +247,13 @@ def metered(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[int]:
     run(subject, inputs, "FIW")
     subject.meter = meter = ActivationMeter([*module.parameters(), *module.buffers()])
     (output,) = subject.forward(0, inputs, 5, False, True)
-    found = [meter.current]
+    levels = [meter.current]
     gradient = torch.ones_like(output)
     subject.input_grad(0, (gradient,))
-    found.append(meter.current)
+    levels.append(meter.current)
     assert meter.deferred_peak == meter.current
     subject.weight_grad(0)
-    return [*found, meter.current]
+    return [*levels, meter.current]
 
 
 @pytest.mark.parametrize(
@@ -521,7 +281,7 @@ def test_a_stage_holds_less_after_i() -> None:
 
 
 class Stash(torch.autograd.Function):
-    """Keeps a tensor in the graph in a way that autograd does not let go of by itself."""
+    """Keeps a tensor in the graph in a way that autograd alone does not release."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor) -> Tensor:
@@ -547,7 +307,7 @@ class Stashing(nn.Module):
 
 
 def test_the_graph_is_gone_after_i() -> None:
-    """What waits holds values, not what made them."""
+    """Deferred weight gradients hold values, not the graph that computed them."""
     module = Stashing()
     subject = stage(module)
     (output,) = subject.forward(0, (X,), 5, False, True)
@@ -587,16 +347,16 @@ def test_parity_of_a_language_model(recompute: str) -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    losses, found = [], []
+    losses, trained = [], []
     for rows in (SPLIT, WHOLE):
         layers = gpt(n_layers=2, d_model=8, n_heads=2, sequence=4, vocabulary=6, dropout=0.1)
         torch.manual_seed(0)
         graph = ps.lower(orders(*rows), recompute=recompute)
         with pipeline(cut(layers, [2, 2]), graph, loss_fn) as subject:
             losses.append(subject.step(tokens, targets).loss)
-        found.append(layers)
+        trained.append(layers)
     assert torch.equal(*losses)
-    assert_same([found[0]], [found[1]])
+    assert_same([trained[0]], [trained[1]])
 
 
 class Explodes(nn.Module):
@@ -633,8 +393,8 @@ def test_a_failed_i_leaves_nothing_behind() -> None:
         subject.step(inputs, targets)
         assert [held.current for held in subject.held] == [0, 0]
     unsplit(whole, graph, inputs, targets)
-    for mine, its in zip(stages, whole, strict=True):
-        torch.testing.assert_close(of_parameters(mine), of_parameters(its))
+    for actual, wanted in zip(stages, whole, strict=True):
+        torch.testing.assert_close(of_parameters(actual), of_parameters(wanted))
 
 
 # Measured costs

@@ -33,11 +33,11 @@ def run(stage: Stage, x: Tensor, gradient: Tensor, how: str) -> tuple[Tensor, Te
         stage.recompute(0, seed=5)
     gradients = () if stage.loss_fn is not None else (gradient,)
     if "B" in how:
-        (found,) = stage.backward(0, gradients)
+        (input_gradient,) = stage.backward(0, gradients)
     else:
-        (found,) = stage.input_grad(0, gradients)
+        (input_gradient,) = stage.input_grad(0, gradients)
         stage.weight_grad(0)
-    return outputs[0], found
+    return outputs[0], input_gradient
 
 
 @pytest.fixture
@@ -64,16 +64,16 @@ def test_a_stage_computes_what_its_module_does(how: str, x: Tensor, gradient: Te
     module, same = layers(), layers()
     subject = stage(module)
     with one_thread():
-        output, found = run(subject, x, gradient, how)
+        output, input_gradient = run(subject, x, gradient, how)
         leaf = x.clone().requires_grad_()
         expected = same(leaf)
         expected.backward(gradient)
     assert torch.equal(output, expected)
     assert not output.requires_grad
-    assert found is not None
-    assert torch.equal(found, leaf.grad)
-    for mine, its in zip(module.parameters(), same.parameters(), strict=True):
-        assert torch.equal(mine.grad, its.grad)
+    assert input_gradient is not None
+    assert torch.equal(input_gradient, leaf.grad)
+    for actual, wanted in zip(module.parameters(), same.parameters(), strict=True):
+        assert torch.equal(actual.grad, wanted.grad)
     assert (subject.counter.current, subject.counter.peak) == (0, 1)
 
 
@@ -81,22 +81,22 @@ def test_a_stage_computes_what_its_module_does(how: str, x: Tensor, gradient: Te
 def test_the_last_stage_starts_from_its_loss(how: str, x: Tensor, gradient: Tensor) -> None:
     module, same = layers(), layers()
     with one_thread():
-        output, found = run(stage(module, target=gradient), x, gradient, how)
+        output, input_gradient = run(stage(module, target=gradient), x, gradient, how)
         leaf = x.clone().requires_grad_()
         loss = mse(same(leaf), gradient)
         loss.backward()
     assert torch.equal(output, loss)
-    assert found is not None
-    assert torch.equal(found, leaf.grad)
-    for mine, its in zip(module.parameters(), same.parameters(), strict=True):
-        assert torch.equal(mine.grad, its.grad)
+    assert input_gradient is not None
+    assert torch.equal(input_gradient, leaf.grad)
+    for actual, wanted in zip(module.parameters(), same.parameters(), strict=True):
+        assert torch.equal(actual.grad, wanted.grad)
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_stage_0_computes_no_gradient_of_the_data(how: str, x: Tensor, gradient: Tensor) -> None:
     module = layers()
-    _, found = run(stage(module, index=0), x, gradient, how)
-    assert found is None
+    _, input_gradient = run(stage(module, index=0), x, gradient, how)
+    assert input_gradient is None
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
@@ -107,9 +107,9 @@ def test_a_stage_without_parameters_passes_gradients_on(
 ) -> None:
     leaf = x.clone().requires_grad_()
     module(leaf).backward(gradient)
-    _, found = run(stage(module), x, gradient, how)
-    assert found is not None
-    assert torch.equal(found, leaf.grad)
+    _, input_gradient = run(stage(module), x, gradient, how)
+    assert input_gradient is not None
+    assert torch.equal(input_gradient, leaf.grad)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -121,23 +121,23 @@ def test_an_in_place_operation_leaves_the_input_alone(
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     subject = stage(module)
     for _ in range(3):
-        _, found = run(subject, x, gradient, how)
+        _, input_gradient = run(subject, x, gradient, how)
         assert torch.equal(x, before)
-        assert found is not None
-        assert torch.equal(found == 0, before <= 0)
+        assert input_gradient is not None
+        assert torch.equal(input_gradient == 0, before <= 0)
     assert subject.modifies_input == {True: True}
 
 
 def test_an_input_that_nobody_changes_is_copied_once(x: Tensor, gradient: Tensor) -> None:
     """In the first forward, before that is known."""
-    seen: list[int] = []
+    addresses: list[int] = []
     module = nn.Sequential(nn.Linear(4, 4))
-    module.register_forward_pre_hook(lambda _, args: seen.append(args[0].data_ptr()))
+    module.register_forward_pre_hook(lambda _, args: addresses.append(args[0].data_ptr()))
     subject = stage(module)
     for _ in range(3):
         run(subject, x, gradient, "FB")
-    assert seen[0] != x.data_ptr()
-    assert seen[1:] == [x.data_ptr()] * 2
+    assert addresses[0] != x.data_ptr()
+    assert addresses[1:] == [x.data_ptr()] * 2
 
 
 class _Later(nn.Module):
@@ -176,7 +176,7 @@ def test_an_output_that_is_no_tensor_is_refused(output: Any, message: str, x: Te
 
 
 def test_tuples_with_tensors_that_take_no_gradient(x: Tensor) -> None:
-    """Integers and booleans pass; outputs that nobody went back from have no gradient."""
+    """Integers and booleans pass; outputs without a backward have no gradient."""
 
     class Several(nn.Module):
         def forward(self, x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
@@ -191,9 +191,9 @@ def test_tuples_with_tensors_that_take_no_gradient(x: Tensor) -> None:
         torch.bool,
         torch.float32,
     ]
-    found = subject.backward(0, (torch.ones_like(x), None, None, None))
-    assert torch.equal(found[0], torch.full_like(x, 2))
-    assert found[1] is None
+    input_gradients = subject.backward(0, (torch.ones_like(x), None, None, None))
+    assert torch.equal(input_gradients[0], torch.full_like(x, 2))
+    assert input_gradients[1] is None
 
 
 @pytest.mark.parametrize("how", ["FRB", "FRIW"])
@@ -220,9 +220,9 @@ def test_a_recompute_sees_a_buffer_that_was_replaced(x: Tensor, gradient: Tensor
     module = Scaled()
     subject = stage(module)
     module.scale = torch.full((), 3.0)
-    _, found = run(subject, x, gradient, "FRB")
-    assert found is not None
-    assert torch.equal(found, 3 * gradient)
+    _, input_gradient = run(subject, x, gradient, "FRB")
+    assert input_gradient is not None
+    assert torch.equal(input_gradient, 3 * gradient)
 
 
 def test_a_reset_stage_holds_nothing(x: Tensor) -> None:
@@ -290,9 +290,9 @@ def test_threads_that_draw_at_once_do_not_disturb_each_other(name: str, x: Tenso
             return [DRAWS[name](x) for _ in range(200)]
 
     expected = [drawn(seed) for seed in range(4)]
-    found: dict[int, list[Tensor]] = {}
+    results: dict[int, list[Tensor]] = {}
     workers = [
-        threading.Thread(target=lambda seed=seed: found.update({seed: drawn(seed)}))
+        threading.Thread(target=lambda seed=seed: results.update({seed: drawn(seed)}))
         for seed in range(4)
     ]
     before = torch.get_rng_state()
@@ -301,7 +301,7 @@ def test_threads_that_draw_at_once_do_not_disturb_each_other(name: str, x: Tenso
     call_within(30, lambda: [worker.join() for worker in workers])
     assert torch.equal(torch.get_rng_state(), before)
     for seed in range(4):
-        assert all(torch.equal(a, b) for a, b in zip(found[seed], expected[seed], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results[seed], expected[seed], strict=True))
 
 
 def test_seeds_differ_in_every_argument() -> None:

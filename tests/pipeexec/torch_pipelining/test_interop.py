@@ -83,8 +83,8 @@ def test_gradients_under_torch(tmp_path: Path) -> None:
         for kind in ("torch", "lowered"):
             files.append(str(tmp_path / f"{name}.{kind}.csv"))
             schedule.save(files[-1])
-    found = run_ranks(tmp_path, files, [file for file in files if "lowered" in file])
-    for file, gradients in zip(files, found, strict=True):
+    results = run_ranks(tmp_path, files, [file for file in files if "lowered" in file])
+    for file, gradients in zip(files, results, strict=True):
         schedule = SCHEDULES[Path(file).name.split(".")[0]]
         expected, loss = whole_model(schedule.n_stages)
         torch.testing.assert_close(gradients.pop("loss"), loss)
@@ -241,7 +241,7 @@ def test_from_torch_of_orders() -> None:
     ],
 )
 def test_from_torch_refuses(order: Any, words: str) -> None:
-    """What is no order."""
+    """Values that are no order."""
     with pytest.raises(ArgumentError, match=words):
         px.from_torch(order)
 
@@ -304,7 +304,7 @@ def test_what_torch_does_not_find(
 
 
 def test_private_names_in_one_file() -> None:
-    """What torch may move without notice is imported in private.py and nowhere else."""
+    """Names that torch may move without notice are imported in private.py alone."""
     for file in sorted(Path(px.__file__).parent.rglob("*.py")):
         names = [
             name.name

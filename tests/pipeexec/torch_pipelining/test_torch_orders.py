@@ -63,15 +63,15 @@ def test_every_class_of_torch_is_here() -> None:
 
 @pytest.mark.parametrize("name", TORCH_SCHEDULES)
 def test_which_listings_are_valid(name: str) -> None:
-    """What torch lists is complete and can run, for the counts that it takes; all but 1F1B's."""
-    orders = [torch_order(name, *each, executed=False) for each in counts(name)]
-    found = [order for order in orders if order is not None]
-    assert len(found) > 30
+    """Torch's listings are complete and can run, for the counts that it takes; all but 1F1B's."""
+    orders = [torch_order(name, *count, executed=False) for count in counts(name)]
+    valid = [order for order in orders if order is not None]
+    assert len(valid) > 30
     if name not in WRONG_LISTINGS:
-        for order in found:
+        for order in valid:
             ps.verify(order)
         return
-    for order in found:
+    for order in valid:
         with pytest.raises(ScheduleError, match=r"names a micro-batch outside"):
             ps.verify(order)
 
@@ -88,19 +88,19 @@ def test_1f1b_listing() -> None:
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_our_order_is_torchs(name: str) -> None:
     """Action by action, for all counts that both take; of 1F1B and GPipe, what torch runs."""
-    ours, options = OURS[name]
-    if ours not in ps.schedules().index:
-        pytest.skip(f"{ours} is not registered")
-    info = schedule_info(ours)
+    own_name, options = OURS[name]
+    if own_name not in ps.schedules().index:
+        pytest.skip(f"{own_name} is not registered")
+    info = schedule_info(own_name)
     compared = 0
     for p, m, v in counts(name):
-        theirs = torch_order(name, p, m, v)
+        wanted = torch_order(name, p, m, v)
         more = {"n_chunks": v} if "n_chunks" in info.options else {}
-        if theirs is None or not info.allows(p, m, **options, **more):
+        if wanted is None or not info.allows(p, m, **options, **more):
             continue
-        mine = ps.schedule(ours, p, m, **options, **more)
-        assert mine.orders == theirs.orders, f"n_devices={p}, n_microbatches={m}, n_chunks={v}"
-        assert mine == theirs
+        actual = ps.schedule(own_name, p, m, **options, **more)
+        assert actual.orders == wanted.orders, f"n_devices={p}, n_microbatches={m}, n_chunks={v}"
+        assert actual == wanted
         compared += 1
     assert compared > 10
 

@@ -65,15 +65,17 @@ def test_modules_are_predicted_run_and_compared() -> None:
         "plain": model(portals=False, dependencies=False),
         "all": model(threads=False),
     }
-    found = px.validate(models, loss_fn=mse, batches=batches(), optimizer=sgd, n_steps=3, warm_up=1)
-    assert list(found.table.index) == ["plain", "all"]
-    assert found.rows["plain"].predicted.graph.skips == ((0, 2),)
-    assert not found.rows["plain"].predicted.graph.portals
-    assert found.costs.skip_sizes == (((0, 2), 48.0),)
-    for row in found.rows.values():
+    result = px.validate(
+        models, loss_fn=mse, batches=batches(), optimizer=sgd, n_steps=3, warm_up=1
+    )
+    assert list(result.table.index) == ["plain", "all"]
+    assert result.rows["plain"].predicted.graph.skips == ((0, 2),)
+    assert not result.rows["plain"].predicted.graph.portals
+    assert result.costs.skip_sizes == (((0, 2), 48.0),)
+    for row in result.rows.values():
         assert row.measured.complete
         assert len(row.makespans) == 3
-        assert np.isclose(row.prediction, ps.simulate(row.measured.graph, found.costs).makespan)
+        assert np.isclose(row.prediction, ps.simulate(row.measured.graph, result.costs).makespan)
     # A step is forward, loss and backward; the first batch warms up.
     whole = layers()
     optimizer = sgd(whole.parameters())
@@ -84,9 +86,9 @@ def test_modules_are_predicted_run_and_compared() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    for row in found.rows.values():
+    for row in result.rows.values():
         np.testing.assert_allclose(row.losses, losses[1:], rtol=1e-6)
-    assert [each.threads for each in models.values()] == [None, False]
+    assert [module.threads for module in models.values()] == [None, False]
 
 
 def test_memory_is_counted() -> None:
@@ -106,8 +108,8 @@ def test_memory_is_counted() -> None:
 
 def test_costs_can_be_given() -> None:
     costs = ps.Costs(forward=1.0, backward=2.0, recompute=1.0, skip_bytes=48)
-    found = px.validate(model(), loss_fn=mse, batches=batches(), n_steps=1, warm_up=0, costs=costs)
-    assert found.rows["gpipe"].prediction == ps.simulate(model().graph(8), costs).makespan
+    result = px.validate(model(), loss_fn=mse, batches=batches(), n_steps=1, warm_up=0, costs=costs)
+    assert result.rows["gpipe"].prediction == ps.simulate(model().graph(8), costs).makespan
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_a_parent_that_is_read_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch])
 def test_something_else_is_not_replaced(make: Callable[[Path], None], tmp_path: Path) -> None:
-    """Even an empty folder: whoever made it, knows why."""
+    """Even an empty folder, whose purpose is unknown."""
     path = tmp_path / "mine"
     make(path)
     for call in (check_writable, write):
@@ -176,7 +176,7 @@ def test_a_run_is_written_by_one(tmp_path: Path) -> None:
         with pytest.raises(RunDirectoryError, match=rf"process {other.pid} on .* is writing .*run"):
             write(path)
     write(path, "second")
-    assert [each.name for each in path.parent.iterdir()] == ["run"]
+    assert [file.name for file in path.parent.iterdir()] == ["run"]
     read_record(path)
 
 
@@ -184,17 +184,17 @@ def test_a_lock_that_its_owner_removes_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lock of a file without a name is none: it is taken again."""
-    honest, taken = fcntl.flock, []
+    honest, locks = fcntl.flock, []
 
     def flock(handle: int, how: int) -> None:
         honest(handle, how)
-        if not taken:
+        if not locks:
             (tmp_path / ".run.lock").unlink()
-        taken.append(handle)
+        locks.append(handle)
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with run_lock(tmp_path / "run"), run_lock(tmp_path / "run"):
-        assert len(taken) == 2
+        assert len(locks) == 2
         assert (tmp_path / ".run.lock").exists()
     assert list(tmp_path.iterdir()) == []
 

@@ -125,7 +125,7 @@ def test_steps_are_replayed_from_their_own_durations(validation: px.Validation) 
 
 
 def test_measured_steps_take_as_long_as_they_sleep(validation: px.Validation) -> None:
-    """(m + p - 1)(f + b) of 5 ms each, plus one R a micro-batch where there are some."""
+    """(m + p - 1)(f + b) of 5 ms each, plus one R a micro-batch in graphs with recomputes."""
     for name, row in validation.rows.items():
         least = 25e-3 + 25e-3 + (4 * 5e-3 if "always" in name else 0)
         assert min(row.makespans) >= least, name
@@ -219,8 +219,8 @@ def test_the_stages_are_trained() -> None:
         for batch in rounds:
             for _ in one:
                 pipeline.step(*batch)
-    for mine, its in zip(stages, untouched, strict=True):
-        for a, b in zip(mine.parameters(), its.parameters(), strict=True):
+    for actual, wanted in zip(stages, untouched, strict=True):
+        for a, b in zip(actual.parameters(), wanted.parameters(), strict=True):
             torch.testing.assert_close(a, b)
     assert lines[0] == "warming up: 1 rounds"
     assert [line.split(":")[0] for line in lines[1:]] == ["round 1 of 2", "round 2 of 2"]
@@ -282,9 +282,9 @@ def test_mistakes_are_found_before_any_step(changes: dict[str, Any], message: st
 
 
 def test_too_few_batches() -> None:
-    given = list(itertools.islice(batches(), 2))
+    few = list(itertools.islice(batches(), 2))
     with pytest.raises(ArgumentError, match="got 2 batches, but 6 are needed: one to warm up with"):
-        validate(stages=nap_stages(2, 0, 0), batches=given)
+        validate(stages=nap_stages(2, 0, 0), batches=few)
 
 
 def test_a_stage_that_fails_ends_the_validation() -> None:
@@ -489,9 +489,9 @@ def test_parts_sum_to_the_error_of_each_step(repeated: px.Validation) -> None:
         assert row.parts is not None
         assert row.parts["repeat"].tolist() == [0, 0, 0, 1, 1, 1]
         assert tuple(row.parts["measured"]) == row.makespans
-        said = np.repeat(row.predictions, 3)
+        predicted = np.repeat(row.predictions, 3)
         sums = row.parts.drop(columns=["repeat", "measured"]).sum(axis=1)
-        np.testing.assert_allclose(sums, said - np.array(row.makespans), atol=1e-12)
+        np.testing.assert_allclose(sums, predicted - np.array(row.makespans), atol=1e-12)
     table = repeated.parts
     assert list(table.index) == list(repeated.rows)
     np.testing.assert_allclose(table.iloc[:, 2:].sum(axis=1), table["error"], atol=1e-12)
@@ -513,10 +513,10 @@ def test_a_slow_stage_is_found_in_the_parts() -> None:
     """Costs of stages ten times as slow: the durations were the error, on a busy machine too."""
     graph = graphs()[NAMES[0]]
     costs = ps.Costs(50e-3, 50e-3)
-    found = validate(costs=costs, graphs={"x": graph}, n_steps=3)
-    assert found.profile is None
-    assert found.costs is costs
-    parts = found.parts.loc["x"]
+    result = validate(costs=costs, graphs={"x": graph}, n_steps=3)
+    assert result.profile is None
+    assert result.costs is costs
+    parts = result.parts.loc["x"]
     assert parts["durations"] == parts[["durations", "spread", "transfers", "host"]].abs().max()
     assert parts["durations"] > 0.8 * parts["error"] > 0.2
 
@@ -530,8 +530,8 @@ def test_given_costs_need_no_calibration(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.warns(
         AccuracyWarning, match=r"stage 0 sends 5 bytes a micro-batch, and it sent 32"
     ):
-        found = validate(**arguments, costs=ps.Costs(1e-3, 1e-3, output_bytes=5))
-    assert min(found.rows["x"].peak_memory) > 2 * 80
+        result = validate(**arguments, costs=ps.Costs(1e-3, 1e-3, output_bytes=5))
+    assert min(result.rows["x"].peak_memory) > 2 * 80
 
 
 @pytest.mark.parametrize(

@@ -64,18 +64,18 @@ def versions() -> str:
     for name in names:
         importlib.import_module(name)
     packages = ("torch", "numpy", "pandas", "matplotlib", "numba", "pytest", "cuda-bindings")
-    known = ", ".join(f"{name} {version(name)}" for name in packages)
+    listing = ", ".join(f"{name} {version(name)}" for name in packages)
     return (
         f"{len(names)} modules; Python {platform.python_version()}, CUDA {torch.version.cuda}, "
-        f"{known}"
+        f"{listing}"
     )
 
 
 def _modules(package: str) -> Iterator[str]:
     yield package
-    for found in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):
-        if not found.name.endswith("__main__"):
-            yield found.name
+    for module in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):
+        if not module.name.endswith("__main__"):
+            yield module.name
 
 
 def syntax() -> str:
@@ -108,7 +108,7 @@ def kernels() -> str:
             if done.returncode:
                 raise Failed(f"for sm_{architecture}: {done.stderr}")
     names = ", ".join(_ENTRY.findall(PTX))
-    return f"{names} for {', '.join(f'sm_{each}' for each in ARCHITECTURES)}"
+    return f"{names} for {', '.join(f'sm_{number}' for number in ARCHITECTURES)}"
 
 
 def cuda_tests() -> list[str]:
@@ -169,12 +169,12 @@ def run(name: str, command: Sequence[str], seconds: float, out: Path) -> tuple[b
         except subprocess.TimeoutExpired:
             return False, f"took more than {seconds:.0f} s"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    ours = [line for line in lines if _OUR_WARNING.search(line)]
-    if ours:
-        return False, f"{len(ours)} warnings by our files, the first: {ours[0].strip()}"
+    warnings = [line for line in lines if _OUR_WARNING.search(line)]
+    if warnings:
+        return False, f"{len(warnings)} warnings by our files, the first: {warnings[0].strip()}"
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    said = [*lines[-1:], *failed[:3]] if lines else [f"exit status {code}"]
-    return code == 0, "; ".join(line.strip() for line in said)
+    result = [*lines[-1:], *failed[:3]] if lines else [f"exit status {code}"]
+    return code == 0, "; ".join(line.strip() for line in result)
 
 
 def run_step(name: str) -> int:
@@ -196,10 +196,10 @@ def main(argv: Sequence[str]) -> int:
     with (OUT / "log.txt").open("w") as file:
         for name, (command, seconds) in commands().items():
             start = perf_counter()
-            good, said = run(name, command, seconds, OUT)
+            good, text = run(name, command, seconds, OUT)
             passed &= good
             took = f"{perf_counter() - start:6.1f} s"
-            line = f"{name:<9} {'ok' if good else 'FAILED':<7} {took}  {said}"
+            line = f"{name:<9} {'ok' if good else 'FAILED':<7} {took}  {text}"
             print(line, flush=True)
             print(line, file=file, flush=True)
     print(f"the logs are in {OUT.relative_to(ROOT)}")

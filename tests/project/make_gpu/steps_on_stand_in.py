@@ -77,12 +77,12 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 def run(name: str, folder: Path) -> str:
     """Run a step; return what it raised, empty for nothing or missed targets."""
-    step, said = steps.step_called(name), report.Report(folder / f"{name}.txt")
+    step, page = steps.step_called(name), report.Report(folder / f"{name}.txt")
     call = getattr(importlib.import_module(step.module), step.function)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            call(Bench(folder / name), said, *step.arguments)
+            call(Bench(folder / name), page, *step.arguments)
     except Exception:
         return traceback.format_exc()
     return ""
@@ -92,11 +92,11 @@ def main(names: Sequence[str]) -> int:
     """Run steps; return 1 if one raised."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         install(patch)
-        found = {name: run(name, Path(folder)) for name in names or STEPS}
-    for name, error in found.items():
+        errors = {name: run(name, Path(folder)) for name in names or STEPS}
+    for name, error in errors.items():
         print(f"{name}: {error or 'ran'}")
-    wrong = [name for name, error in found.items() if error]
-    print(f"{len(found)} steps, {len(wrong)} raised {' '.join(wrong)}")
+    wrong = [name for name, error in errors.items() if error]
+    print(f"{len(errors)} steps, {len(wrong)} raised {' '.join(wrong)}")
     return int(bool(wrong))
 
 

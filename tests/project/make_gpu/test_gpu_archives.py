@@ -65,13 +65,13 @@ def test_an_archive_is_whole_while_a_step_runs(
 ) -> None:
     """So that a command that is killed leaves what was measured until then."""
     runner = _runner(gpu_script, monkeypatch, tmp_path)
-    seen: list[list[str]] = []
+    contents: list[list[str]] = []
     step = runner._step
 
     def looking(name: str) -> Any:
         outcome = step(name)
         with tarfile.open(tmp_path / "packed" / "gpu.tar.gz") as archive:
-            seen.append(archive.getnames())
+            contents.append(archive.getnames())
         summary = (tmp_path / "packed" / "summary.txt").read_text()
         assert f"{name:<14} cut" in summary
         return outcome
@@ -79,7 +79,7 @@ def test_an_archive_is_whole_while_a_step_runs(
     monkeypatch.setattr(runner, "_step", looking)
     runner.names = ["warm-up", "environment", "host"]
     runner.run()
-    assert {"warm-up.txt", "warm-up.log", "environment.txt", "host.json"} <= set(seen[-1])
+    assert {"warm-up.txt", "warm-up.log", "environment.txt", "host.json"} <= set(contents[-1])
 
 
 def test_a_limit_cuts_what_is_under_way(
@@ -97,9 +97,9 @@ def test_a_limit_cuts_what_is_under_way(
         return step(name)
 
     monkeypatch.setattr(runner, "_step", short)
-    found = {o.step: (o.status, o.remark) for o in runner.run()}
-    assert found["memory"] == ("cut", "stopped after 1 s in: slow")
-    assert found["soak"] == ("not run", "LIMIT=1000 s was reached")
+    results = {o.step: (o.status, o.remark) for o in runner.run()}
+    assert results["memory"] == ("cut", "stopped after 1 s in: slow")
+    assert results["soak"] == ("not run", "LIMIT=1000 s was reached")
 
 
 def test_nothing_is_run_on_a_gpu_that_cannot_be_used(
@@ -109,8 +109,8 @@ def test_nothing_is_run_on_a_gpu_that_cannot_be_used(
     runner = _runner(gpu_script, monkeypatch, tmp_path)
     runner.names = ["overlap", "environment"]
     monkeypatch.setattr(gpu_script, "WARM_UP", "overlap")
-    found = [(o.status, o.remark) for o in runner.run()]
-    assert found == [("failed", "ValueError: bad"), ("not run", "the step overlap did not pass")]
+    results = [(o.status, o.remark) for o in runner.run()]
+    assert results == [("failed", "ValueError: bad"), ("not run", "the step overlap did not pass")]
 
 
 def test_an_interrupt_leaves_what_was_written(
@@ -141,12 +141,12 @@ def test_an_interrupt_leaves_what_was_written(
     assert [o.remark for o in part("outcomes").outcomes_in(tmp_path / "out")][-1] == outcome.remark
 
 
-@pytest.mark.parametrize("met", [True, False])
+@pytest.mark.parametrize("is_green", [True, False])
 def test_figures_of_slices_need_slices(
-    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met: bool
+    gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_green: bool
 ) -> None:
     """The step `environment` probes what figures rest on; where it lacks, no time is spent."""
-    probe = {"kind": "environment", "probe": "slices are green contexts", "met": met}
+    probe = {"kind": "environment", "probe": "slices are green contexts", "met": is_green}
     other = {"kind": "environment", "probe": "streams run side by side", "met": False}
     lines = "\n".join(map(json.dumps, (other, probe)))
     runner = _runner(gpu_script, monkeypatch, tmp_path)
@@ -156,8 +156,8 @@ def test_figures_of_slices_need_slices(
     monkeypatch.setattr(gpu_script, "command_of", lambda *_: command)
     runner.names = ["environment", "host"]
     last = runner.run()[-1]
-    assert last.status == ("passed" if met else "not run")
-    assert last.remark == ("" if met else "the GPU lacks: slices are green contexts")
+    assert last.status == ("passed" if is_green else "not run")
+    assert last.remark == ("" if is_green else "the GPU lacks: slices are green contexts")
 
 
 def test_results_of_one_step_replace_only_its_own(gpu_script: ModuleType, tmp_path: Path) -> None:
@@ -174,8 +174,8 @@ def test_results_of_one_step_replace_only_its_own(gpu_script: ModuleType, tmp_pa
     outcomes.Outcome("environment", "not run", 0.0, "no time").save(tmp_path / "1")
     packing.pack(["environment"], tmp_path / "1", tmp_path / "1")
     packing.unpack(tmp_path / "1" / "gpu.tar.gz", tmp_path / "all")
-    found = {o.step: o.remark for o in outcomes.outcomes_in(tmp_path / "all")}
-    assert found == {"environment": "run 0", "host": "run 1"}
+    remarks = {o.step: o.remark for o in outcomes.outcomes_in(tmp_path / "all")}
+    assert remarks == {"environment": "run 0", "host": "run 1"}
     assert [file.name for file in (tmp_path / "all" / "host").iterdir()] == ["1.csv"]
 
 
@@ -196,7 +196,7 @@ def test_files_that_are_no_archive_are_refused(
         folder.mkdir()
         outcomes.Outcome("host", "passed", 1.0, "", is_dry=is_dry).save(folder)
     packing.pack(["host"], dry, dry)
-    for file, said in (
+    for file, message in (
         (tmp_path / "none", "No such file"), (text, "cannot be unpacked: .*; give the gpu.tar.gz"),
         (empty, "holds no results of make gpu"),
         (evil, "cannot be unpacked: .*; give the gpu.tar.gz"),
@@ -205,4 +205,4 @@ def test_files_that_are_no_archive_are_refused(
         assert gpu_script.main(["--unpack", str(file), "--out", str(measured)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1
-        assert re.search(said, lines[0])
+        assert re.search(message, lines[0])

@@ -20,9 +20,9 @@ from places import ROOT
 # Requirements
 
 
-def _driver(found: Mapping[Any, Any]) -> Any:
+def _driver(changes: Mapping[Any, Any]) -> Any:
     """Return a stand-in for libcuda: an H100 with a driver of CUDA 13.0, but for what is given."""
-    values = {"count": 1, "version": 13000, 16: 132, 75: 9, "init": 0, "green": True, **found}
+    values = {"count": 1, "version": 13000, 16: 132, 75: 9, "init": 0, "green": True, **changes}
 
     def put(key: Any) -> Callable[..., int]:
         def call(to: Any, *_: Any) -> int:
@@ -47,7 +47,7 @@ def _driver(found: Mapping[Any, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("driver", "cuda", "said"),
+    ("driver", "cuda", "message"),
     [
         ({}, "13.0", None),
         ({"version": 12080}, "12.8", None),
@@ -61,23 +61,23 @@ def _driver(found: Mapping[Any, Any]) -> Any:
     ],
 )
 def test_a_gpu_that_does_not_do_is_named(
-    gpu_script: ModuleType, driver: dict[Any, Any], cuda: str | None, said: str | None
+    gpu_script: ModuleType, driver: dict[Any, Any], cuda: str | None, message: str | None
 ) -> None:
     """In one line, before torch is loaded."""
     requirements = part("requirements")
     gpu = requirements.find_gpu(_driver(driver))
     problems = [gpu] if isinstance(gpu, str) else requirements.gpu_problems(
         gpu, ["validation-8"], cuda)  # fmt: skip
-    assert len(problems) == (said is not None)
-    if said is not None:
-        assert re.search(said, problems[0])
+    assert len(problems) == (message is not None)
+    if message is not None:
+        assert re.search(message, problems[0])
 
 
 def test_the_fewest_sms_of_a_slice_are_those_of_green_contexts(gpu_script: ModuleType) -> None:
     """They stand twice, as requirements are checked without loading torch."""
     from pipeexec.devices.gpu_slices import green_contexts
 
-    fewest = {major: each[0] for major, each in green_contexts._GRANULARITY.items()}
+    fewest = {major: counts[0] for major, counts in green_contexts._GRANULARITY.items()}
     assert fewest == part("requirements")._FEWEST
     assert green_contexts._SINCE_HOPPER[0] == 8
 
@@ -89,7 +89,7 @@ def test_two_slices_fit_where_eight_do_not(gpu_script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--only", "validation-3"], r"ONLY: step 'validation-3' does not exist; there are env"),
         (["--only", " , "], "ONLY names no step"),
@@ -102,7 +102,7 @@ def test_two_slices_fit_where_eight_do_not(gpu_script: ModuleType) -> None:
 )
 def test_what_cannot_run_is_refused_at_once(
     gpu_script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    options: list[str], said: str,
+    options: list[str], message: str,
 ) -> None:  # fmt: skip
     """In one line; nothing is run, and nothing is written."""
     monkeypatch.setattr(
@@ -114,7 +114,7 @@ def test_what_cannot_run_is_refused_at_once(
     assert gpu_script.main(options) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert re.search(said, lines[0])
+    assert re.search(message, lines[0])
 
 
 def test_packages_and_pythons_that_do_not_do_are_named(

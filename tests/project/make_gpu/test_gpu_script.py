@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> None:
     """Its archive holds what a reader wants to see."""
     steps, outcomes, packing = part("steps"), part("outcomes"), part("packing")
-    ran, packed, found = (tmp_path / name for name in ("ran", "packed", "found"))
+    ran, packed, unpacked = (tmp_path / name for name in ("ran", "packed", "found"))
     ran.mkdir()
     packed.mkdir()
     for name in (steps.WARM_UP, *steps.DRY):
@@ -30,19 +30,19 @@ def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> No
         outcomes.Outcome(name, "passed", 1.0, "", is_dry=True).save(ran)
     packing.pack((steps.WARM_UP, *steps.DRY), ran, packed)
     assert {file.name for file in packed.iterdir()} == {"gpu.tar.gz", "summary.txt"}
-    assert gpu_script.main(["--unpack", str(packed / "gpu.tar.gz"), "--out", str(found)]) == 0
-    page = (found / "README.md").read_text()
+    assert gpu_script.main(["--unpack", str(packed / "gpu.tar.gz"), "--out", str(unpacked)]) == 0
+    page = (unpacked / "README.md").read_text()
     for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"):
         assert re.search(rf"\| 2 \| {name} \| True \| True \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", page)
         assert re.search(rf"\| 2 \| {name} \| True \| [\d.e-]+ \|", page)  # gradients
     for figure in re.findall(r"\((figures/[^)]*)\)", page):
-        assert (found / figure).is_file()
-        assert (found / figure).with_suffix(".pdf").is_file()
-    assert {file.stem for file in (found / "figures").iterdir()} >= {
+        assert (unpacked / figure).is_file()
+        assert (unpacked / figure).with_suffix(".pdf").is_file()
+    assert {file.stem for file in (unpacked / "figures").iterdir()} >= {
         "overlay-2-slices-graph", "overlap-gpipe", "gpipe-ablation",
     }  # fmt: skip
     kinds = {"errors", "gradients", "overlap", "gpipe", "host", "peers", "soak", "data-sheet"}
-    assert kinds <= {file.stem for file in found.glob("*.csv")}
+    assert kinds <= {file.stem for file in unpacked.glob("*.csv")}
 
 
 def test_a_step_that_raises_says_where(gpu_script: ModuleType, tmp_path: Path) -> None:
@@ -53,10 +53,10 @@ def test_a_step_that_raises_says_where(gpu_script: ModuleType, tmp_path: Path) -
         report.check(False, "too slow")
         report.end()
 
-    for call, code, said in ((misses, 3, "MISSED too slow"), (None, 1, "TypeError")):
+    for call, code, text in ((misses, 3, "MISSED too slow"), (None, 1, "TypeError")):
         module.host = call  # type: ignore[attr-defined]
         assert gpu_script.run_here("host", tmp_path, dry=True) == code
-        assert said in (tmp_path / "host.txt").read_text()
+        assert text in (tmp_path / "host.txt").read_text()
 
 
 def test_gradients_are_checked_before_times(gpu_script: ModuleType, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_memory_is_drawn_from_its_files(gpu_script: ModuleType, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "said"),
+    ("code", "status", "remark"),
     [
         (PASSES, "passed", "fine"),
         (MISSES, "missed", "1 of 2 targets, first: error of 7 %"),
@@ -107,7 +107,7 @@ def test_memory_is_drawn_from_its_files(gpu_script: ModuleType, tmp_path: Path) 
     ],
 )
 def test_a_step_is_a_process_of_its_own(
-    gpu_script: ModuleType, tmp_path: Path, code: str, status: str, said: str
+    gpu_script: ModuleType, tmp_path: Path, code: str, status: str, remark: str
 ) -> None:
     """However it ends, its log is there; one that hangs leaves the stack of every thread."""
     log, seconds = tmp_path / "host.log", 0.7 if code == HANGS else 30.0
@@ -115,7 +115,7 @@ def test_a_step_is_a_process_of_its_own(
     ended = part("process").run_process(
         command, log, seconds, gpu_script.environment_of_steps(), tmp_path
     )
-    assert gpu_script.status_of(ended, tmp_path / "host.txt") == (status, said)
+    assert gpu_script.status_of(ended, tmp_path / "host.txt") == (status, remark)
     if code == HANGS:
         assert "in asleep" in log.read_text()
         assert "Current thread" in log.read_text()

@@ -11,7 +11,7 @@ from rehearsal import ROOT, cuda_tests, run
 
 
 @pytest.mark.parametrize(
-    ("code", "passed", "said"),
+    ("code", "passed", "text"),
     [
         ("print('first'); print('fine')", True, "fine"),
         ("print('FAILED test_x.py'); print('1 failed'); raise SystemExit(1)", False,
@@ -24,12 +24,12 @@ from rehearsal import ROOT, cuda_tests, run
          "fine"),
     ],
 )  # fmt: skip
-def test_a_check_passes_or_fails(tmp_path: Path, code: str, passed: bool, said: str) -> None:
+def test_a_check_passes_or_fails(tmp_path: Path, code: str, passed: bool, text: str) -> None:
     """And its output is kept."""
     seconds = 1 if "sleep" in code else 30
-    found = run("check", [sys.executable, "-c", code], seconds, tmp_path)
-    assert found[0] == passed
-    assert found[1].startswith(said)
+    result = run("check", [sys.executable, "-c", code], seconds, tmp_path)
+    assert result[0] == passed
+    assert result[1].startswith(text)
     assert (tmp_path / "check.log").is_file()
 
 

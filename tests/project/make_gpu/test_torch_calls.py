@@ -29,11 +29,11 @@ def test_torch_has_every_name_and_takes_every_call() -> None:
         "torch.cuda.Stream.synchronize",
     }
     alike = {use._replace(where=""): use for use in uses}
-    assert [said for use in alike.values() if (said := problem(use)) is not None] == []
+    assert [message for use in alike.values() if (message := problem(use)) is not None] == []
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("import torch\ntorch.cuda.graf", "file.py:2: there is no torch.cuda.graf"),
         ("from torch.cuda import graf", "file.py:1: there is no torch.cuda.graf"),
@@ -57,10 +57,10 @@ def test_torch_has_every_name_and_takes_every_call() -> None:
         ("def f(base, e): base.time.elapsed_time()", "missing a required argument"),
     ],
 )
-def test_what_torch_has_not_is_found(text: str, said: str) -> None:
-    (found,) = {problem(use) for use in torch_uses(ROOT / "file.py", text)} - {None}
-    with pytest.raises(AttributeError, match=said):
-        raise AttributeError(found)
+def test_what_torch_has_not_is_found(text: str, message: str) -> None:
+    (reason,) = {problem(use) for use in torch_uses(ROOT / "file.py", text)} - {None}
+    with pytest.raises(AttributeError, match=message):
+        raise AttributeError(reason)
 
 
 def test_the_driver_takes_every_call() -> None:
@@ -73,6 +73,6 @@ def test_the_driver_takes_every_call() -> None:
         assert driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM == 1
         roots.append(driver)
     assert {use.name for use in calls} >= {"cuDevSmResourceSplitByCount", "cuGreenCtxCreate"}
-    assert [said for root in roots for use in calls if (said := problem(use, root))] == []
+    assert [message for root in roots for use in calls if (message := problem(use, root))] == []
     planted = calls[0]._replace(n_arguments=7)
     assert all("too many positional arguments" in str(problem(planted, root)) for root in roots)
