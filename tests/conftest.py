@@ -120,3 +120,12 @@ def gpu_script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     for name in list(sys.modules):
         if name.startswith("on_gpu") or name in ("gpu", "_machine", "_interval"):
             del sys.modules[name]
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Let torch compute with one thread, so that sums have one order."""
+    from pipeexec.devices.thread_settings import one_thread
+
+    with one_thread():
+        yield
