@@ -1,7 +1,4 @@
-"""Convert schedules to and from torch.distributed.pipelining, which is imported on first use.
-
-One idea in 300 lines: a third of them are docstrings, and a third checks of arguments.
-"""
+"""Convert schedules to and from torch.distributed.pipelining, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from pipeexec.torch_pipelining.argument_checks import check_options, stages_in_order
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name, check_text
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.torch_csv import torch_orders
@@ -95,7 +93,7 @@ def to_torch(
         raise ArgumentError(
             f"loss_fn must be callable as loss_fn(output, target), got {loss_fn!r:.60}"
         )
-    _check_options(options)
+    check_options(options)
     form: Literal["compute_only", "compute_comms"]
     if isinstance(schedule, Schedule):
         orders, homes, form = _compute_only(schedule)
@@ -103,7 +101,7 @@ def to_torch(
         orders, homes, form = _with_messages(schedule)
     else:
         raise ArgumentError(f"to_torch takes a Schedule or a TaskGraph, got {schedule!r:.60}")
-    ordered = _checked_stages(stages, homes, len(orders))
+    ordered = stages_in_order(stages, homes, len(orders))
     scale = loss_reduction == "mean"
     return make_runtime(
         orders, form, ordered, schedule.n_microbatches, loss_fn=loss_fn, scale_grads=scale,
@@ -249,61 +247,3 @@ def _texts(rank: int, row: object) -> list[str]:
             "as ['0F0', '0B0']"
         )
     return ["" if action is None else str(action) for action in row]
-
-
-#: Attributes that each stage must have.
-_STAGE_ATTRIBUTES = ("stage_index", "num_stages", "group_rank", "group_size")
-#: Arguments of torch's runtime that options must not set, and what to do instead.
-_RESERVED = {
-    "n_microbatches": "the schedule has it; leave it out",
-    "scale_grads": "give loss_reduction='sum' for gradients that are not scaled",
-}
-
-
-def _check_options(options: Mapping[str, object]) -> None:
-    """Raise `ArgumentError` for options that torch's runtime lacks or that this package sets."""
-    from pipeexec.torch_pipelining.private import options_of_runtime
-
-    allowed = set(options_of_runtime()) - {"stages", "loss_fn", *_RESERVED}
-    for option in options:
-        if option in _RESERVED:
-            raise ArgumentError(f"to_torch takes no option {option!r}: {_RESERVED[option]}")
-        check_name("option of torch's runtime:", option, allowed)
-
-
-def _checked_stages(stages: Sequence[Any], homes: list[int], n_devices: int) -> list[Any]:
-    """Return the stages of this rank in order; raise if they differ from the placement's."""
-    if not isinstance(stages, Sequence):
-        raise ArgumentError(
-            f"to_torch takes a sequence of stages, got {stages!r:.60}; give [stage], even of one"
-        )
-    for stage in stages:
-        lacking = [name for name in _STAGE_ATTRIBUTES if not hasattr(stage, name)]
-        if lacking:
-            raise ArgumentError(
-                f"{stage!r:.60} is no stage: it lacks {', '.join(lacking)}; wrap the module in "
-                "torch.distributed.pipelining.PipelineStage"
-            )
-        check_count("stage_index of a stage", stage.stage_index, 0)
-    ordered = sorted(stages, key=lambda stage: stage.stage_index)
-    if not ordered:
-        raise ArgumentError("to_torch got no stages; give those that this rank holds")
-    rank, size = ordered[0].group_rank, ordered[0].group_size
-    if size != n_devices:
-        raise ArgumentError(
-            f"the schedule is for {n_devices} devices, but the stages' process group has {size} "
-            "ranks; give one rank a device"
-        )
-    for stage in ordered:
-        if stage.num_stages != len(homes):
-            raise ArgumentError(
-                f"stage {stage.stage_index} says num_stages={stage.num_stages}, but the schedule "
-                f"has {len(homes)} stages; make each PipelineStage with that number"
-            )
-    expected = [stage for stage, home in enumerate(homes) if home == rank]
-    indices = [stage.stage_index for stage in ordered]
-    if indices != expected:
-        raise ArgumentError(
-            f"rank {rank} holds the stages {expected}, got {indices}; give just these"
-        )
-    return ordered

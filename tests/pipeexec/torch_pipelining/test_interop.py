@@ -20,7 +20,7 @@ from torch_ranks import batch, layers, run_ranks
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.torch_pipelining.interop import _RESERVED
+from pipeexec.torch_pipelining.argument_checks import RESERVED
 from pipeexec.torch_pipelining.private import make_runtime, options_of_runtime
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
 from pipesim.scheduling.placement import Placement
@@ -144,7 +144,7 @@ def test_options_are_those_of_the_installed_torch() -> None:
     """
     for subclass in _PipelineScheduleRuntime.__subclasses__():
         assert set(inspect.signature(subclass).parameters) <= set(options_of_runtime())
-    for option in set(options_of_runtime()) - {"stages", "loss_fn", *_RESERVED}:
+    for option in set(options_of_runtime()) - {"stages", "loss_fn", *RESERVED}:
         px.to_torch(ps.schedule("gpipe", 2, 2), linear_stubs(), mse, **{option: None})
 
 
