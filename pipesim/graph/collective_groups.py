@@ -1,4 +1,4 @@
-"""Collectives: which tasks are the members of one, and which bucket needs which backward."""
+"""Find the members of each collective, and the backward that each bucket needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def default_groups(
 ) -> Ints | None:
     """Number the collectives: one for each operation, stage, part and micro-batch.
 
-    Its members are the tasks of all replicas. Return one number a task, -1 for tasks of no
+    The members are the tasks of all replicas. Return one number a task, -1 for tasks without a
     collective; None without collectives.
     """
     collective = kinds.is_op(COLLECTIVES)
@@ -42,7 +42,7 @@ def group_members(group: Ints | None) -> CSR:
 
 
 def partial_dependencies(kinds: Kinds, kind: Ints, needs: CSR) -> Ints:
-    """Return the last of the backwards that each bucket of gradients needs, -1 for other tasks.
+    """Return the last backward that each bucket of gradients needs, -1 for other tasks.
 
     Empty without buckets.
     """

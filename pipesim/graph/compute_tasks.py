@@ -1,4 +1,4 @@
-"""The compute actions of a schedule as kinds of task, and as a graph without messages."""
+"""Turn the compute actions of a schedule into kinds of task, and a graph without messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compute_kinds(schedule: Schedule) -> tuple[Kinds, NDArray[np.int32]]:
 
 
 def _halves(schedule: Schedule) -> NDArray[np.bool_]:
-    """Mark both halves of each overlapped action."""
+    """Return whether each action is a half of an overlapped action."""
     if schedule.overlapped is None:
         return np.zeros(len(schedule), dtype=bool)
     after = np.zeros_like(schedule.overlapped)
@@ -48,7 +48,7 @@ def _halves(schedule: Schedule) -> NDArray[np.bool_]:
 
 
 def compute_graph(schedule: Schedule) -> TaskGraph:
-    """Return the compute actions of a schedule as a graph; ids are places in its columns."""
+    """Return the compute actions of a schedule as a graph; ids are indices into its columns."""
     return TaskGraph.of_kinds(
         *compute_kinds(schedule),
         schedule.microbatch,

@@ -1,4 +1,4 @@
-"""When replicas reduce the gradients of each stage: one choice for all stages, or one a stage."""
+"""Check and print when replicas reduce gradients: one value for all stages, or one a stage."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def checked_grad_sync(grad_sync: GradSyncArgument, n_stages: int, batch_size: in
     n_stages
         Number of stages.
     batch_size
-        Micro-batches of a mini-batch. That many are ``"last"``, and 1 is ``"every"``.
+        Micro-batches of a mini-batch. This number means ``"last"``, and 1 means ``"every"``.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def _checked_stages(stages: Mapping[int, str | int], n_stages: int) -> range:
 
 
 def _checked(value: object, name: str, batch_size: int) -> str | int:
-    """Return the value of one stage; a number that is a mode is that mode."""
+    """Return the value of one stage; 1 and the size of a mini-batch become modes."""
     if isinstance(value, str):
         return check_name(name, value, GRAD_SYNC)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
@@ -111,9 +111,9 @@ def of_stages(grad_sync: GradSyncs, n_stages: int) -> tuple[str | int, ...]:
 
 
 def group_sizes(grad_sync: GradSyncs, n_stages: int) -> Ints:
-    """Return after how many micro-batches each stage reduces its gradients.
+    """Return the number of micro-batches after which each stage reduces its gradients.
 
-    0 where it does so once a mini-batch, for ``"last"`` and ``"bucketed"``. Shape ``(n_stages,)``.
+    0 for once a mini-batch, with ``"last"`` and ``"bucketed"``. Shape ``(n_stages,)``.
     """
     sizes = {"every": 1, "last": 0, "bucketed": 0}
     values = of_stages(grad_sync, n_stages)

@@ -1,4 +1,4 @@
-"""The invariants of a task graph: tasks, overlapped actions, collectives, messages and ids.
+"""Check the invariants of a task graph: tasks, overlaps, collectives, messages and ids.
 
 Each invariant is a function. `pipesim.verify` also finds tasks that wait for each other in a
 circle.
@@ -18,12 +18,12 @@ __all__ = ["check_ids", "check_tasks"]
 
 
 def check_tasks(graph: TaskGraph) -> None:
-    """Check all invariants of a graph but its ids and that it can run.
+    """Check all invariants of a graph except its ids and deadlocks.
 
     Raises
     ------
     GraphError
-        Naming the tasks at fault.
+        For a wrong graph; the message has the wrong tasks.
     """
     n, kinds = len(graph), graph.kinds
     if ((graph.dependencies.values < 0) | (graph.dependencies.values >= n)).any():
@@ -60,7 +60,7 @@ def check_ids(graph: TaskGraph) -> None:
     Raises
     ------
     GraphError
-        Naming a task, and one that it waits for and that is issued later.
+        For another order; the message has a task and a predecessor that is issued later.
     """
     waits = graph.precedence
     late = np.flatnonzero(waits.values >= waits.rows)

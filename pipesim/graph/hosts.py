@@ -32,7 +32,7 @@ def host_of_devices(hosts: object, n_devices: int) -> NDArray[np.int64]:
     Raises
     ------
     UnknownNameError
-        For any other name, and for anything that is no list.
+        For any other name, and for any other type.
     ArgumentError
         For a list of another length, and for numbers that are not whole, below 0, or have gaps.
     """

@@ -16,7 +16,7 @@ __all__ = ["LoweringOptions"]
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """Options of `pipesim.lower` that hold for a whole graph, checked and in one form.
+    """Options of `pipesim.lower` that hold for a whole graph, checked and normalized.
 
     Attributes
     ----------
@@ -30,7 +30,7 @@ class LoweringOptions:
     n_batches
         Number of mini-batches, each with its own optimizer step.
     grad_sync
-        When gradients are reduced, as `pipesim.lower` describes: one value, or one a stage where
+        When gradients are reduced, as `pipesim.lower` describes: one value, or one a stage if
         stages differ. The backwards that a REDUCE_GRAD needs are, for ``"every"``, those of its
         micro-batch; for a number k, those of the k micro-batches up to its own; otherwise those of
         the whole mini-batch.
@@ -67,14 +67,14 @@ class LoweringOptions:
         portals: bool = True,
         **flags: bool,
     ) -> LoweringOptions:
-        """Return the options of a graph of these kinds, given as `TaskGraph.build` takes them.
+        """Return the options of a graph of these kinds, from arguments of `TaskGraph.build`.
 
         Raises
         ------
         ArgumentError
             For an option of another type, an unknown mode, and skips that are no pairs of stages.
         GraphError
-            If mini-batches do not share the micro-batches evenly, or a message carries none of the
+            If mini-batches have unequal numbers of micro-batches, or a message carries none of the
             skips.
         """
         for name, flag in (flags | {"portals": portals}).items():

@@ -1,7 +1,7 @@
 """Overlapped actions: an F and a B that run as one (``OVERLAP_F_B``), and their dependencies.
 
-They are two tasks, one right after the other on a stream. Both start when both can, and the results
-of both are there at the end of both.
+They are two consecutive tasks on a stream. Both start when both can start, and the results of both
+are ready when both have ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["overlapped_pairs", "with_ends", "with_starts"]
 
 
 def overlapped_pairs(kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> tuple[Ints, Ints]:
-    """Return the F halves and the B halves of overlapped actions; short if they do not pair up.
+    """Return the F and the B halves of overlapped actions; incomplete if they do not pair up.
 
     The B of an overlapped F is the task after it on its stream.
     """
@@ -53,7 +53,7 @@ def with_ends(needs: CSR, kinds: Kinds, kind: Ints, stream_of_kind: Ints) -> CSR
 
 
 def _joined(needs: CSR, rows: Ints, values: Ints) -> CSR:
-    """Add values to rows of a CSR, behind their present values, and none twice."""
+    """Append values to rows of a CSR, without duplicates."""
     all_rows = np.concatenate([needs.rows, rows])
     all_values = np.concatenate([needs.values, values])
     _, first = np.unique(all_rows * np.int64(len(needs)) + all_values, return_index=True)

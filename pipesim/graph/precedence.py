@@ -1,4 +1,4 @@
-"""The tasks that must have begun, ended or been issued before each task."""
+"""Find the tasks that must have begun, ended or been issued before each task."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def precedence(graph: TaskGraph) -> CSR:
         check_memory("what members of collectives wait for", int(32 * (sizes**2).sum()))
         for number in range(len(graph.collectives)):
             members = graph.collectives[number]
-            # Of each stream the last, since that has the others before it.
+            # The last task of each stream suffices, as the others are before it.
             needed = np.sort(own.gather(members))[::-1]
             needed = needed[np.unique(graph.stream[needed], return_index=True)[1]]
             rows.append(np.repeat(members, len(needed)))

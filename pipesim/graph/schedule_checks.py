@@ -1,4 +1,4 @@
-"""The invariants of a schedule: every action once, on its device, in an order that makes sense.
+"""Check the invariants of a schedule: each action once, on its device, in a valid order.
 
 Each invariant is a function. `pipesim.verify` also finds orders that cannot run.
 """
@@ -24,12 +24,12 @@ _MOST_CELLS_PER_ACTION = 1000
 
 
 def verify_listing(schedule: Schedule) -> None:
-    """Check all invariants of a schedule but that its order can run.
+    """Check all invariants of a schedule except deadlocks.
 
     Raises
     ------
     ScheduleError
-        Showing the grid with the bad cell marked.
+        For a wrong schedule; the message shows the grid with the wrong cell marked.
     """
     n_stages, n_microbatches = schedule.n_stages, schedule.n_microbatches
     if schedule.n_batches < 1:
@@ -66,8 +66,8 @@ def _lists_all(
 ) -> bool:
     """Return whether each cell has one F, and one B or one I and one W, and at most one R.
 
-    A cell is a stage and micro-batch, and its actions must be on its device. ``listed`` comes in
-    as zeros, and gets a bit for each operation of each cell.
+    A cell is a stage and micro-batch, and its actions must be on its device. ``listed`` is
+    zeros at first, and gets a bit for each operation of each cell.
     """
     n_stages, n_microbatches = listed.shape
     for device in range(len(ptr) - 1):

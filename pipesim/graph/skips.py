@@ -37,7 +37,7 @@ _EXAMPLE = "[(0, 3), (1, 2)]"
 
 
 def skip_text(skip: Skip) -> str:
-    """Return ``0-3``."""
+    """Return the text of a skip, such as ``0-3``."""
     return f"{skip[0]}-{skip[1]}"
 
 
@@ -89,7 +89,7 @@ def checked_skips(skips: object, n_stages: int) -> tuple[Skip, ...]:
 
 
 def _checked_pair(skip: object) -> Skip:
-    """Return source and target as plain integers."""
+    """Return source and target as Python integers."""
     if isinstance(skip, str):
         return skip_from_text(skip)
     stages = list(skip) if isinstance(skip, (tuple, list, np.ndarray)) else []
@@ -112,14 +112,14 @@ def border_crossings(skips: Iterable[Skip], portals: bool) -> dict[Skip, list[in
 
 
 def skips_of(kinds: Kinds, skips: Iterable[Skip], portals: bool) -> tuple[Skip, ...]:
-    """Return the skips of a graph: those given, or by default those that its messages name.
+    """Return the skips of a graph: the given ones, or by default those of its messages.
 
     Raises
     ------
     ArgumentError
         For anything but pairs of stages.
     GraphError
-        For a message that carries none of them.
+        For a message without any of these skips.
     """
     pairs = checked_skips(skips, int(kinds.stage.max(initial=-1)) + 1)
     is_message = kinds.peer_stage >= 0
@@ -138,7 +138,7 @@ def skips_of(kinds: Kinds, skips: Iterable[Skip], portals: bool) -> tuple[Skip, 
 
 
 def checked_skip_bytes(value: object) -> SkipBytes | None:
-    """Return bytes of skips as costs keep them.
+    """Return bytes of skips in the form of `Costs`: a number, or pairs of stages with bytes.
 
     Raises
     ------
@@ -229,7 +229,7 @@ def input_bytes(
 ) -> NDArray[np.float64]:
     """Return the bytes that skips add to the input of each stage; shape ``(n_stages,)``.
 
-    Without portals, skips that a stage only passes on do not count: no recompute needs them.
+    Without portals, skips that a stage only forwards do not count: no recompute needs them.
     """
     sizes, nbytes = _sizes(skip_bytes, skips), np.zeros(n_stages)
     for (_, target), size in zip(skips, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""The kinds of messages and collectives that come with the compute tasks of a graph."""
+"""Add the kinds of messages and collectives to the compute tasks of a graph."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Collectives(NamedTuple):
     groups
         Number of micro-batches after which each stage reduces; 0 for once a mini-batch.
     exchanges
-        How sharded stages exchange rows. They reduce no gradients.
+        Exchanges of sharded stages, which reduce no gradients.
     unshards
-        Whether replicas gather the parameters after each has stepped its share.
+        Whether replicas gather the parameters after each has updated its share.
     """
 
     grad_sync: GradSyncs
@@ -91,14 +91,14 @@ def add_partners(
     overlap, streams
         As in `pipesim.lower`.
     collectives
-        Which collectives to add.
+        Collectives to add.
     borders
         Pairs of stages between which skips have messages.
 
     Returns
     -------
     Kinds, Partners
-        The kinds of ``compute`` and behind them the new ones; and which come with which.
+        The kinds of ``compute`` followed by the new kinds; the new kinds of each kind of task.
     """
     kinds, messages = _add_messages(compute, overlap, streams, borders)
     stream = StreamKind.COLLECTIVE if overlap else StreamKind.COMPUTE
@@ -112,7 +112,7 @@ def _add_messages(
 ) -> tuple[Kinds, tuple[Ints, Ints, Ints, CSR, CSR]]:
     """Add the kinds of messages; return also the first five columns of `Partners`."""
     kinds, homes, n_kinds = compute.kinds, compute.homes, len(compute.kinds)
-    ends: list[tuple[Ints, ...]] = []  # of each direction: SEND, RECV, channel
+    ends: list[tuple[Ints, ...]] = []  # columns SEND, RECV and channel of each direction
     out: list[tuple[Ints, Ints]] = []
     into: list[tuple[Ints, Ints]] = []
     n = 0
@@ -143,7 +143,7 @@ def _add_messages(
 
 
 def _rows(parts: Sequence[tuple[Ints, Ints]], n_rows: int) -> CSR:
-    """Return the values of each row, given parts of rows and values."""
+    """Return the values of each row as CSR, from parts of rows and values."""
     rows, values = (np.concatenate(column) for column in zip(*parts, strict=True))
     return CSR.from_pairs(rows, values, n_rows)
 
@@ -151,13 +151,13 @@ def _rows(parts: Sequence[tuple[Ints, Ints]], n_rows: int) -> CSR:
 def _messages(
     compute: TaskGraph, producers: frozenset[Op], step: int, borders: Sequence[Skip]
 ) -> _Messages:
-    """Return the messages with results of ``producers``: ``step`` stages on, and those of skips."""
+    """Return messages of the ``producers`` to the stage at offset ``step``, and those of skips."""
     kinds, homes, n_stages = compute.kinds, compute.homes, compute.n_stages
     own = np.flatnonzero(kinds.is_op(producers))
     pairs = np.array(borders, dtype=np.int64).reshape(-1, 2).T[::step]
     which, border = np.nonzero(kinds.stage[own][:, None] == pairs[0])
     producer = np.concatenate([own, own[which]])
-    # Past either end of the pipeline is the stage itself, which is on the same device.
+    # At either end of the pipeline, the target is the stage itself, which needs no message.
     to = np.concatenate([(kinds.stage[own] + step).clip(0, n_stages - 1), pairs[1][border]])
     is_skip = np.arange(len(producer)) >= len(own)
     is_remote = homes[kinds.replica[producer], to] != kinds.device[producer]

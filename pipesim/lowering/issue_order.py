@@ -24,9 +24,9 @@ ISSUE_ORDERS: tuple[IssueOrder, ...] = ("clock_cycle", "microbatch_major", "stag
 def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
     """Return a graph in clock-cycle order with its tasks issued in another order.
 
-    The next task is always one that can be issued: all tasks that it waits for have been, the task
-    before it on its stream included. Messages and collectives come as soon as they can: right after
-    the task that produces them. Compute tasks are sorted by
+    The next task is always one that can be issued: all its predecessors are issued, including the
+    task before it on its stream. Messages and collectives come right after the task that produces
+    them. Compute tasks are sorted by
 
     - ``"microbatch_major"``: pass, then position;
     - ``"stage_major"``: position.
@@ -35,17 +35,17 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
     its backward (R, B, I, W, REORDER of gradients), or the STEPs of a mini-batch. Passes come in
     the order in which their first F, B or I, or STEP is issued by clock cycle. The position is that
     on the way forward and back through ``n`` stages: ``s`` for the forward of stage ``s``,
-    ``2 * n - 1 - s`` for all others. Ties go to the order by clock cycle, in which replicas take
-    turns, task by task.
+    ``2 * n - 1 - s`` for all others. Ties keep the order by clock cycle, in which replicas
+    alternate, task by task.
 
-    It takes O(n log n) for n tasks and dependencies.
+    The complexity is O(n log n) for n tasks and dependencies.
     """
     if issue_order == "clock_cycle":
         return graph
     is_compute = graph.is_op(COMPUTE)
     position = np.where(_is_forward(graph), graph.stage, 2 * graph.n_stages - 1 - graph.stage)
     keys = [position, _passes(graph)] if issue_order == "microbatch_major" else [position]
-    # The last key counts first, and ties keep the order of ids: all that messages go by.
+    # lexsort takes the last key first. Ties keep the order of ids, which alone sorts messages.
     by_rank = np.lexsort([*(np.where(is_compute, key, -1) for key in keys), is_compute])
     rank = np.empty(len(graph), dtype=np.int64)
     rank[by_rank] = np.arange(len(graph))
@@ -53,14 +53,14 @@ def in_issue_order(graph: TaskGraph, issue_order: IssueOrder) -> TaskGraph:
 
 
 def _is_forward(graph: TaskGraph) -> NDArray[np.bool_]:
-    """Mark F, and of a sharded stage, DISPATCH before it and REORDER of vectors after it."""
+    """Return whether each task is F, or DISPATCH or REORDER of vectors of a sharded stage."""
     puts_vectors = (graph.op == Op.REORDER) & (graph.part == EXCHANGES.index("vectors"))
     marked: NDArray[np.bool_] = graph.is_op(frozenset({Op.F, Op.DISPATCH})) | puts_vectors
     return marked
 
 
 def _passes(graph: TaskGraph) -> Ints:
-    """Return the first task of the pass that each compute task is of; any number for others."""
+    """Return the first task of the pass of each compute task; any number for other tasks."""
     number = np.where(_is_forward(graph), 0, np.where(graph.op == Op.STEP, 2, 1))
     number = number * (graph.n_microbatches + 1) + graph.microbatch + 1
     first = np.full(3 * (graph.n_microbatches + 1), len(graph))
@@ -71,17 +71,17 @@ def _passes(graph: TaskGraph) -> Ints:
 
 
 def _topological_order(waits: CSR, rank: Ints, by_rank: Ints) -> Ints:
-    """Return a topological order that takes the task of the smallest rank it can."""
+    """Return a topological order with the smallest rank among ready tasks first."""
     followers = waits.transpose()
     order = np.empty(len(rank), dtype=np.int64)
     heap = np.empty(len(rank), dtype=np.int64)
     remaining = np.diff(waits.ptr).astype(np.int64)
-    _take_in_turn(remaining, followers.ptr, followers.values, rank, by_rank, heap, order)
+    _fill_order(remaining, followers.ptr, followers.values, rank, by_rank, heap, order)
     return order
 
 
 @kernel()
-def _take_in_turn(
+def _fill_order(
     remaining: Ints,
     ptr: Ints,
     followers: Ints,
@@ -92,7 +92,7 @@ def _take_in_turn(
 ) -> None:
     """Fill ``order``; ``heap`` holds the ranks of the tasks that can be issued, as a binary heap.
 
-    Longer than most functions here: pushing and popping stand in the loop that they serve.
+    The function is long because push and pop are part of its loop.
     """
     size, n_issued = 0, 0
     for k in range(len(rank)):  # ranks in order are a heap

@@ -1,4 +1,4 @@
-"""The times at which hosts issue tasks (rule 7)."""
+"""Compute the times at which hosts issue tasks (rule 7)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["issue_times"]
 
 
 def issue_times(graph: TaskGraph, launch: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return when each task has been issued by its host, in seconds (rule 7).
+    """Return the time at which the host has issued each task, in seconds (rule 7).
 
     Parameters
     ----------
     graph
-        A host issues its tasks in the order of their ids.
+        Graph; a host issues its tasks in the order of their ids.
     launch
-        Seconds that issuing each task takes; shape ``(len(graph),)``.
+        Seconds to issue each task; shape ``(len(graph),)``.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Check the options of `pipesim.lower`, and put its collectives together."""
+"""Check the options of `pipesim.lower`, and derive its collectives."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _MOST_BUCKETS = 1000
 
 
 def check_options(**options: object) -> None:
-    """Check options that are names or flags, and that they suit each other.
+    """Check options that are names or flags, and their combinations.
 
     Raises
     ------
     ArgumentError
         For an unknown name, a flag that is neither True nor False, and for ``recompute_waits``
-        where transfers overlap.
+        with overlapping transfers.
     """
     for name, value in options.items():
         if name in _NAMES:
@@ -127,7 +127,7 @@ def checked_sharded(sharded: Iterable[int] | int, schedule: Schedule) -> tuple[i
 
 
 def _check_reduced_stages(grad_sync: GradSyncArgument, sharded: tuple[int, ...]) -> None:
-    """Raise if a mapping names when a stage reduces its gradients, and that stage is sharded."""
+    """Raise if ``grad_sync`` is a mapping with a sharded stage."""
     named = set(grad_sync) & set(sharded) if isinstance(grad_sync, Mapping) else set()
     if named:
         raise ArgumentError(

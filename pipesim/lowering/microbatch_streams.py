@@ -1,4 +1,4 @@
-"""Copy streams for one micro-batch each, in place of one for each peer and direction.
+"""Split the copy stream of each peer and direction into one stream for each micro-batch.
 
 torchgpipe copies each micro-batch on its own stream (arXiv 2004.09910, section 3.2.2), so that a
 message waits for no message of another micro-batch:
@@ -29,9 +29,9 @@ _BYTES_PER_STREAM = 1000
 def with_streams_of_microbatches(
     kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[np.int32]
 ) -> tuple[Kinds, NDArray[np.int32]]:
-    """Return kinds and tasks in which messages of different micro-batches differ in kind.
+    """Return kinds and tasks with separate kinds for messages of each micro-batch.
 
-    Such a kind is on the stream of its peer, direction and micro-batch.
+    Each such kind is on the stream of its peer, direction and micro-batch.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Receiving a gradient before the recompute that could fill the wait for it."""
+"""Receive a gradient before the recompute that could fill the wait for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gradients_first(kinds: Kinds, kind: NDArray[np.int32], microbatch: NDArray[n
 
 
 def _channels(kinds: Kinds) -> Ints:
-    """Return a number for the pair of devices of each kind of RECV; -1 for other kinds."""
+    """Return the number of the pair of devices of each kind of RECV; -1 for other kinds."""
     n_stages = int(kinds.stage.max(initial=0)) + 1
     homes = np.zeros((int(kinds.replica.max(initial=0)) + 1, n_stages), dtype=np.int64)
     homes[kinds.replica, kinds.stage] = kinds.device

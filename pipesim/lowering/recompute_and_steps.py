@@ -1,4 +1,4 @@
-"""The compute tasks of a schedule, with its recomputes and optimizer steps."""
+"""Add recomputes and optimizer steps to the compute tasks of a schedule."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def with_recomputes_and_steps(
 ) -> TaskGraph:
     """Return the compute tasks of a schedule as a graph, in the order of each device.
 
-    An R comes before each backward whose forward kept no activations, and the STEP of a stage after
-    its last backward, of each mini-batch. Options are those of `pipesim.lower`.
+    An R comes before each backward if its forward kept no activations. A STEP comes after the last
+    backward of a stage in each mini-batch. Options are those of `pipesim.lower`.
     """
     kinds, kind = compute_kinds(schedule)
     kinds, recomputes, of_microbatch, places = with_recomputes(
@@ -62,9 +62,9 @@ def with_recomputes_and_steps(
 def _steps(schedule: Schedule, path: Ints, stage: Ints) -> tuple[Ints, NDArray[np.int32], Ints]:
     """Return kind, micro-batch and place of each STEP.
 
-    The kind of a STEP is its index into ``path`` and ``stage``. Its place is the position in the
-    schedule's columns that it is inserted at: the end of its device, or with several mini-batches,
-    behind the last backward of its stage.
+    The kind of a STEP is its index into ``path`` and ``stage``. Its place is its position in the
+    schedule's columns: at the end of its device, or with several mini-batches, behind the last
+    backward of its stage.
     """
     homes, n_batches = np.asarray(schedule.placement.paths), schedule.n_batches
     kind = np.arange(len(stage))
@@ -88,11 +88,11 @@ def clock_cycles(schedule: Schedule, compute: TaskGraph) -> Ints:
     Raises
     ------
     DeadlockError
-        If tasks wait for each other in a circle, naming them.
+        If tasks wait for each other in a circle; the message names them.
     """
     cycles = compute.levels
     if cycles.min() < 0:
-        verify(schedule)  # names them
+        verify(schedule)  # raises DeadlockError with the tasks
     if schedule.placement.n_paths == 1:
         return cycles
     cycles, stage = cycles.copy(), compute.stage

@@ -25,7 +25,7 @@ _BACKWARD = frozenset({Op.B, Op.I})
 
 
 def with_chosen(schedule: Schedule, recompute: Chosen, sharded: tuple[int, ...]) -> Schedule:
-    """Return the schedule without the listed R that do not run in a mode.
+    """Return the schedule without the listed R that a mode does not run.
 
     ``recompute`` is that of `pipesim.lower`; ``"listed"`` drops only the R of sharded stages.
     """
@@ -45,7 +45,7 @@ def with_chosen(schedule: Schedule, recompute: Chosen, sharded: tuple[int, ...])
 
 
 def _is_recomputed(schedule: Schedule, recompute: Chosen) -> NDArray[np.bool_]:
-    """Mark the actions whose micro-batch is recomputed in a mode."""
+    """Return whether a mode recomputes the micro-batch of each action."""
     if recompute == "except_last":
         early: NDArray[np.bool_] = schedule.microbatch != schedule.n_microbatches - 1
         return early
@@ -79,13 +79,13 @@ def with_recomputes(
 ) -> tuple[Kinds, Ints, NDArray[np.int32], Ints]:
     """Return the R that a schedule does not list: all kinds, and kind, micro-batch, place of each.
 
-    An R is put in front of the action at its place: its own backward, or with ``first`` the first
+    An R is inserted before the action at its place: its own backward, or with ``first`` the first
     backward of its stage.
 
     Raises
     ------
     ArgumentError
-        For ``first`` where a forward comes after a backward, or where the schedule lists R.
+        For ``first`` if a forward comes after a backward, or if the schedule lists R.
     """
     recomputes = (schedule.op == Op.R).any()
     if first and recomputes:
@@ -110,7 +110,7 @@ def with_recomputes(
 
 
 def _recompute_kinds(kinds: Kinds, backward: Ints) -> tuple[Kinds, Ints]:
-    """Add the kinds of R of some kinds of backward, unless they are there; return that of each."""
+    """Add missing kinds of R for some kinds of backward; return the kind of R of each."""
     places = zip(kinds.stage.tolist(), kinds.replica.tolist(), kinds.op.tolist(), strict=True)
     kind_of_place = {(s, r): number for number, (s, r, op) in enumerate(places) if op == Op.R}
     r_of = np.full(len(kinds), -1, dtype=np.int32)
@@ -134,9 +134,9 @@ def _recompute_kinds(kinds: Kinds, backward: Ints) -> tuple[Kinds, Ints]:
 def _first_backwards(
     schedule: Schedule, kinds: Kinds, kind: NDArray[np.int32], before: Ints
 ) -> Ints:
-    """Return, for each backward that an R comes before, the first backward of its stage.
+    """Return the first backward of the stage of each recomputed backward.
 
-    ``before`` are these backwards. Their forwards must all come before that first backward.
+    ``before`` are the recomputed backwards. Their forwards must all come before the first backward.
     """
     place = (kinds.replica * schedule.n_stages + kinds.stage)[kind]
     first = np.full(int(place.max()) + 1, len(kind))

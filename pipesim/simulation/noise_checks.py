@@ -1,4 +1,4 @@
-"""Checks of the arguments of `pipesim.Noise`."""
+"""Check the arguments of `pipesim.Noise`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["checked_factors", "distributions_by_name"]
 
 
 def distributions_by_name(task: object) -> dict[str, object]:
-    """Return the distributions of compute tasks by the names that a user gives them.
+    """Return the distributions of compute tasks by their names in error messages.
 
     Raises
     ------
@@ -32,7 +32,7 @@ def distributions_by_name(task: object) -> dict[str, object]:
 
 
 def checked_factors(name: str, factors: object, example: str) -> dict[Any, float]:
-    """Return factors as floats."""
+    """Return factors as floats; raise `ArgumentError` for other values."""
     if not isinstance(factors, Mapping):
         raise ArgumentError(f"{name} must be a mapping, such as {example}, got {factors!r}")
     checked = {}

@@ -1,6 +1,6 @@
 """The compiled engine's pass in order of ids.
 
-It serves graphs in which no task waits for a link: there, each time follows from times of
+It is for graphs in which no task waits for a link: there, each time depends only on times of
 smaller ids.
 """
 
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 def _stream_ready(plan: Plan, progress: Progress, task: int) -> float:
-    """Return when the task's stream is free and its host has issued it, in seconds."""
+    """Return the time at which the task's stream is free and its host has issued it (s)."""
     ready = float(progress.stream_free[plan.stream[plan.kind[task]]])
     if len(plan.issued):
         ready = max(ready, plan.issued[task])
@@ -34,7 +34,7 @@ def _stream_ready(plan: Plan, progress: Progress, task: int) -> float:
 
 
 def _ready(plan: Plan, progress: Progress, task: int, start: Floats, end: Floats) -> float:
-    """Return when stream, host and dependencies let a task start, in seconds."""
+    """Return the earliest start of a task by its stream, host and dependencies (s)."""
     ready = _stream_ready(plan, progress, task)
     for k in range(plan.needs_ptr[task], plan.needs_ptr[task + 1]):
         ready = max(ready, end[plan.needs[k]])
@@ -44,7 +44,7 @@ def _ready(plan: Plan, progress: Progress, task: int, start: Floats, end: Floats
 
 
 def _group_ready(plan: Plan, progress: Progress, group: int, start: Floats, end: Floats) -> float:
-    """Return when all members of a collective are ready, in seconds (rule 9)."""
+    """Return the time at which all members of a collective are ready (s; rule 9)."""
     ready = 0.0
     for j in range(plan.members_ptr[group], plan.members_ptr[group + 1]):
         ready = max(ready, _ready(plan, progress, plan.members[j], start, end))
@@ -102,7 +102,7 @@ def one_pass(plan: Plan, progress: Progress, start: Floats, end: Floats) -> bool
             ready = max(ready, _stream_ready(plan, progress, plan.pair[task]))
         if len(plan.group) and plan.group[task] >= 0:
             group = plan.group[task]
-            if group_start[group] < 0.0:  # the first member: every task that any needs has run
+            if group_start[group] < 0.0:  # the first member: dependencies of all have run
                 ready = _group_ready(plan, progress, group, start, end)
                 group_start[group] = ready
                 if not _hold_group_links(plan, progress, group, ready):

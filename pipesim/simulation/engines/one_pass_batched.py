@@ -1,6 +1,6 @@
 """The compiled engine's pass in order of ids, for several scenarios at once.
 
-For each scenario it does the same as `one_pass.one_pass`.
+The times of each scenario are those of `one_pass.one_pass`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Floats = NDArray[np.float64]
 def prune(plan: Plan, kept_ptr: Ints, kept: Ints) -> int:
     """Keep the last need on each other stream; the order of that stream implies the rest.
 
-    The backward of which a task needs a part (``partial``) is not among the needs.
+    The backward of which a bucket needs a part (``partial``) is not among the needs.
 
-    Returns how many ids a task looks back at most.
+    Return the largest distance of ids between a task and its needs.
     """
     total, reach = 0, 1
     for task in range(len(plan.kind)):
@@ -41,7 +41,7 @@ def prune(plan: Plan, kept_ptr: Ints, kept: Ints) -> int:
         first = total
         for k in range(plan.needs_ptr[task], plan.needs_ptr[task + 1]):
             other = plan.stream[plan.kind[plan.needs[k]]]
-            if other == last and total > first:  # another of the same stream: the later one counts
+            if other == last and total > first:  # on the same stream the later need counts
                 kept[total - 1] = max(kept[total - 1], plan.needs[k])
             elif other != own:
                 kept[total] = plan.needs[k]
@@ -66,10 +66,10 @@ class Batch(NamedTuple):
         Factor of each device, shape ``(n, n_devices)``; keys of draws, shape ``(n, 3)``.
     start, end, lasted
         Start, end and duration of the latest tasks, in seconds; shape ``(window, n)``. A task has
-        the row of its id modulo ``window``, a power of two. ``start`` is kept for SENDs alone. If
-        some task needs a part of another, it is kept for all; else ``lasted`` has no row.
+        the row of its id modulo ``window``, a power of two. ``start`` has values of SENDs only;
+        with buckets, of all tasks. Without buckets, ``lasted`` has no row.
     makespan, busy
-        Seconds of each scenario's step, and seconds that all devices compute; come in as 0.
+        Seconds of each scenario's step, and seconds that all devices compute; 0 at first.
     competes
         Whether two tasks compete for a link; then the scenario's other results are wrong.
     ready, seconds, finish
@@ -117,7 +117,7 @@ def _draw_seconds(plan: Plan, draws: Draws, batch: Batch, task: int, seconds: Fl
 
 
 def _stream_ready(plan: Plan, progress: Progress, task: int, ready: Floats) -> None:
-    """Fill ``ready`` with when the task's stream is free and its host has issued it."""
+    """Fill ``ready`` with the time at which the task's stream is free and it is issued (s)."""
     stream = plan.stream[plan.kind[task]]
     issued = plan.issued[task] if len(plan.issued) else 0.0
     for k in range(len(ready)):
@@ -125,7 +125,7 @@ def _stream_ready(plan: Plan, progress: Progress, task: int, ready: Floats) -> N
 
 
 def _wait_for_stream(plan: Plan, progress: Progress, task: int, ready: Floats) -> None:
-    """Raise ``ready`` to when the stream of another task is free and its host has issued it."""
+    """Raise ``ready`` to the time at which another task's stream is free and it is issued (s)."""
     stream = plan.stream[plan.kind[task]]
     issued = plan.issued[task] if len(plan.issued) else 0.0
     for k in range(len(ready)):
@@ -133,7 +133,7 @@ def _wait_for_stream(plan: Plan, progress: Progress, task: int, ready: Floats) -
 
 
 def _wait_for_needs(plan: Plan, batch: Batch, task: int, ready: Floats) -> None:
-    """Raise ``ready`` to when the dependencies of a task are done."""
+    """Raise ``ready`` to the end of the last dependency of a task (s)."""
     last = len(batch.end) - 1  # a power of two, less 1
     for j in range(plan.needs_ptr[task], plan.needs_ptr[task + 1]):
         needed = plan.needs[j] & last
@@ -148,7 +148,7 @@ def _wait_for_needs(plan: Plan, batch: Batch, task: int, ready: Floats) -> None:
 def _group_end(
     plan: Plan, draws: Draws, batch: Batch, group: int, begin: Floats, finish: Floats
 ) -> None:
-    """Fill when a collective ends in each scenario, by the member that lasts longest."""
+    """Fill the end of a collective in each scenario, by its longest member (s)."""
     first, last = plan.members_ptr[group], plan.members_ptr[group + 1]
     member, longest = plan.members[first], 0.0
     for i in range(first, last):
