@@ -61,8 +61,8 @@ def test_a_table_by_hand() -> None:
         "SEND_F after SEND_F on send": (1, 0, 0, False),
     }
     columns = ["edges", "redundant", "seconds", "needed"]
-    found = {name: tuple(table.loc[name, columns]) for name in wanted}
-    assert found == wanted
+    rows = {name: tuple(table.loc[name, columns]) for name in wanted}
+    assert rows == wanted
     assert table.loc["B after B on compute", "race"] == (
         "0B1 and 0B0: gradients of the weights of stage 0"
     )
@@ -149,10 +149,10 @@ def test_a_rendezvous_does_not_imply_the_queue_it_is_derived_from() -> None:
     ]
     implied = 0
     for k, (_, a, b) in enumerate(edges):
-        gone = {edge for edge in [(True, a, int(graph.pair[b]))] if graph.op[b] in RECVS}
+        removed = {edge for edge in [(True, a, int(graph.pair[b]))] if graph.op[b] in RECVS}
         after: dict[int, list[int]] = {}
         for n, (of_rendezvous, *ends) in enumerate(edges):
-            if (of_rendezvous, *ends) not in gone and (n < k or ends != [a, b]):
+            if (of_rendezvous, *ends) not in removed and (n < k or ends != [a, b]):
                 after.setdefault(ends[0], []).append(ends[1])
         implied += walks(after, a, b)
     assert table.loc["nothing", "redundant"] == implied
@@ -210,13 +210,13 @@ def test_edges_are_implied_where_a_path_leads_beside_them(
     waits = graph.precedence
     assert every == pairs(Edges(waits.values, waits.rows))
     for kind in kinds:
-        others = [fixed, *(each.edges for each in remaining(graph, kinds, kind))]
+        others = [fixed, *(derived.edges for derived in remaining(graph, kinds, kind))]
         after: dict[int, list[int]] = {}
         for edges in others:
             for a, b in pairs(edges):
                 after.setdefault(a, []).append(b)
         ends = zip(*(column.tolist() for column in kind.edges), strict=True)
-        wanted = sum(walks(after, *each) for each in ends)
+        wanted = sum(walks(after, *edge) for edge in ends)
         row = table.loc[kind.name]
         if not len(kind.edges.after):  # a rendezvous of RECVs that are first on their streams
             assert row["redundant"] is pd.NA
@@ -233,13 +233,13 @@ def pairs(edges: Edges) -> set[tuple[int, int]]:
 
 def walks(after: dict[int, list[int]], source: int, target: int) -> bool:
     """Tell whether a path leads from one task to another."""
-    seen, left = {source}, [source]
+    reached, left = {source}, [source]
     while left:
         for other in after.get(left.pop(), ()):
-            if other not in seen and other <= target:
-                seen.add(other)
+            if other not in reached and other <= target:
+                reached.add(other)
                 left.append(other)
-    return target in seen
+    return target in reached
 
 
 # The race detector
@@ -251,17 +251,17 @@ def races(graph: ps.TaskGraph, kind: Kind) -> list[str]:
         if kind.sort == "queue":
             subject = pipeline_on_slices(without(graph, kind))
         else:
-            gone = pairs(kind.edges)
+            removed = pairs(kind.edges)
             inner = pipeline_module.plan
 
             def plan(*args: Any, **options: Any) -> list[Any]:
                 return [
                     task._replace(
-                        waits=tuple(t for t in task.waits if (t, task.id) not in gone),
+                        waits=tuple(t for t in task.waits if (t, task.id) not in removed),
                         sync=task.sync
                         and task.sync._replace(
                             milestones=tuple(
-                                x for x in task.sync.milestones if (x[0], task.id) not in gone
+                                x for x in task.sync.milestones if (x[0], task.id) not in removed
                             )
                         ),
                     )

@@ -23,9 +23,9 @@ def run(name: str, m: int = 4, **costs: Any) -> ps.Timeline:
     return ps.simulate(ps.lower(ps.schedule(name, 2, m)), ps.Costs(1, 2, **costs))
 
 
-def measured(of: ps.Timeline, factor: float = 1.0) -> ps.Timeline:
+def measured(timeline: ps.Timeline, factor: float = 1.0) -> ps.Timeline:
     """Return the same tasks with other times."""
-    return replace(of, start=of.start * factor, end=of.end * factor)
+    return replace(timeline, start=timeline.start * factor, end=timeline.end * factor)
 
 
 def test_table() -> None:

@@ -72,8 +72,8 @@ def test_totals(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     compute = graph.is_op(COMPUTE)
     assert timeline.makespan == timeline.end.max()
     for device in range(graph.n_devices):
-        mine = compute & (graph.device == device)
-        busy = math.fsum(timeline.end[mine]) - math.fsum(timeline.start[mine])
+        own = compute & (graph.device == device)
+        busy = math.fsum(timeline.end[own]) - math.fsum(timeline.start[own])
         assert timeline.busy[device] == pytest.approx(busy, rel=1e-9, abs=1e-9)
     assert timeline.idle == pytest.approx(timeline.makespan - timeline.busy)
     assert 0 <= timeline.bubble_fraction <= 1

@@ -32,15 +32,15 @@ def measured(timeline: ps.Timeline) -> ps.Timeline:
 
 
 def parts(
-    of: ps.TaskGraph, costs: ps.Costs, *, noise: ps.Noise | None = None, **options: Any
+    task_graph: ps.TaskGraph, costs: ps.Costs, *, noise: ps.Noise | None = None, **options: Any
 ) -> dict[str, float]:
     """Return the parts that are not 0, of a run with ``costs`` that was predicted with `COSTS`."""
-    predicted = ps.simulate(of, COSTS)
-    ran = measured(ps.simulate(of, costs, noise=noise))
-    found = ps.Comparison(predicted, ran).error_parts(**options)
-    assert list(found.index) == list(PARTS)
-    assert found.sum() == pytest.approx(predicted.makespan - ran.makespan, abs=1e-9)
-    return {name: seconds for name, seconds in found.items() if abs(seconds) > 1e-9}
+    predicted = ps.simulate(task_graph, COSTS)
+    ran = measured(ps.simulate(task_graph, costs, noise=noise))
+    causes = ps.Comparison(predicted, ran).error_parts(**options)
+    assert list(causes.index) == list(PARTS)
+    assert causes.sum() == pytest.approx(predicted.makespan - ran.makespan, abs=1e-9)
+    return {name: seconds for name, seconds in causes.items() if abs(seconds) > 1e-9}
 
 
 # By hand: one thing is wrong
@@ -72,14 +72,14 @@ def test_slow_messages() -> None:
 def test_a_message_that_nobody_waited_for() -> None:
     """It is ten times as late, arrives while its receiver is busy, and costs nothing."""
     timeline = ps.simulate(graph("gpipe", m=8), replace(COSTS, forward=(1, 5)))
-    of = timeline.graph
-    recv = np.flatnonzero((of.op == Op.RECV_F) & (of.microbatch == 3))
+    task_graph = timeline.graph
+    recv = np.flatnonzero((task_graph.op == Op.RECV_F) & (task_graph.microbatch == 3))
     end = timeline.end.copy()
     end[recv] += 2.5
     late = replace(measured(timeline), end=end)
-    found = error_parts(timeline, late)
+    causes = error_parts(timeline, late)
     assert late.duration[recv] > 2.5
-    assert found.abs().max() < 1e-9
+    assert causes.abs().max() < 1e-9
 
 
 def test_tasks_that_stray_from_their_mean() -> None:
@@ -93,18 +93,18 @@ def test_tasks_that_stray_from_their_mean() -> None:
     seconds[first] += 0.5
     seconds[second] -= 0.5
     ran = measured(resimulated(predicted, seconds))
-    found = error_parts(predicted, ran)
-    assert found["durations"] == pytest.approx(0)
-    assert found["spread"] == pytest.approx(-0.5)
-    assert found.sum() == pytest.approx(predicted.makespan - ran.makespan)
+    causes = error_parts(predicted, ran)
+    assert causes["durations"] == pytest.approx(0)
+    assert causes["spread"] == pytest.approx(-0.5)
+    assert causes.sum() == pytest.approx(predicted.makespan - ran.makespan)
 
 
 def resimulated(timeline: ps.Timeline, seconds: Any) -> ps.Timeline:
     """Simulate with other durations of compute tasks."""
-    of = timeline.graph
+    task_graph = timeline.graph
     assert timeline.costs is not None
-    tasks = timeline.costs.of(of)
-    return ps.simulate(of, replace(tasks, drawn=np.where(of.is_op(RECVS | SENDS),
+    tasks = timeline.costs.of(task_graph)
+    return ps.simulate(task_graph, replace(tasks, drawn=np.where(task_graph.is_op(RECVS | SENDS),
                                                          tasks.duration, seconds)))  # fmt: skip
 
 
@@ -121,9 +121,9 @@ def test_a_host_known_from_costs() -> None:
     """A measured timeline with costs has its launch from them."""
     one = graph("gpipe", 1)
     ran = ps.simulate(one, replace(COSTS, launch=3.0))
-    found = error_parts(ps.simulate(one, COSTS), ran)
-    assert found["host"] == pytest.approx(-14)
-    assert found["unexplained"] == pytest.approx(0)
+    causes = error_parts(ps.simulate(one, COSTS), ran)
+    assert causes["host"] == pytest.approx(-14)
+    assert causes["unexplained"] == pytest.approx(0)
 
 
 def shifted(timeline: ps.Timeline, tasks: Any, seconds: float) -> ps.Timeline:
@@ -139,27 +139,27 @@ def test_hand_over_between_streams() -> None:
     timeline = ps.simulate(graph("gpipe", m=1), COSTS)
     send = np.flatnonzero(timeline.graph.op == Op.SEND_F)
     late = shifted(timeline, send, 0.5)
-    found = error_parts(timeline, late)
-    assert found["hand_over"] == pytest.approx(-0.5)
-    assert found.drop("hand_over").abs().max() < 1e-9
+    causes = error_parts(timeline, late)
+    assert causes["hand_over"] == pytest.approx(-0.5)
+    assert causes.drop("hand_over").abs().max() < 1e-9
 
 
 def test_waking_up_is_part_of_a_message() -> None:
     """A consumer that starts half a second after its message: as costs have it, latency."""
     timeline = ps.simulate(graph("gpipe", m=1), COSTS)
     consumer = np.flatnonzero((timeline.graph.op == Op.F) & (timeline.graph.stage == 1))
-    found = error_parts(timeline, shifted(timeline, consumer, 0.5))
-    assert found["transfers"] == pytest.approx(-0.5)
-    assert found.drop("transfers").abs().max() < 1e-9
+    causes = error_parts(timeline, shifted(timeline, consumer, 0.5))
+    assert causes["transfers"] == pytest.approx(-0.5)
+    assert causes.drop("transfers").abs().max() < 1e-9
 
 
 def test_a_gap_within_a_stream_is_unexplained() -> None:
     """Between two F of one device, which had all they needed."""
     timeline = ps.simulate(graph("gpipe", 1), COSTS)
     late = shifted(timeline, 2, 0.5)
-    found = error_parts(timeline, late)
-    assert found["unexplained"] == pytest.approx(-0.5)
-    assert found.drop("unexplained").abs().max() < 1e-9
+    causes = error_parts(timeline, late)
+    assert causes["unexplained"] == pytest.approx(-0.5)
+    assert causes.drop("unexplained").abs().max() < 1e-9
 
 
 def test_causes_that_meet_share_what_they_change() -> None:
@@ -168,52 +168,56 @@ def test_causes_that_meet_share_what_they_change() -> None:
     Predicted 3 s; with the durations 9, with the message 6, with both 9, since the message then
     comes as the first F ends. On average over both orders, (6 + 3) / 2 and (3 + 0) / 2.
     """
-    of = graph("gpipe", m=2)
-    said, slow = ps.Costs(1, 0), ps.Costs((1, 4), 0)
-    tasks = slow.of(of).per_task()
+    task_graph = graph("gpipe", m=2)
+    prices, slow = ps.Costs(1, 0), ps.Costs((1, 4), 0)
+    tasks = slow.of(task_graph).per_task()
     latency = tasks.latency.copy()
-    latency[(of.microbatch == 1) & ((of.op == Op.SEND_F) | (of.op == Op.RECV_F))] = 3
+    latency[
+        (task_graph.microbatch == 1) & ((task_graph.op == Op.SEND_F) | (task_graph.op == Op.RECV_F))
+    ] = 3
     late = replace(tasks, table=tasks.table._replace(latency=latency))
-    predicted, ran = ps.simulate(of, said), measured(ps.simulate(of, late))
+    predicted, ran = ps.simulate(task_graph, prices), measured(ps.simulate(task_graph, late))
     assert (predicted.makespan, ran.makespan) == (3, 9)
-    found = error_parts(predicted, ran)
-    assert found["durations"] == pytest.approx(-4.5)
-    assert found["transfers"] == pytest.approx(-1.5)
-    assert found.drop(["durations", "transfers"]).abs().max() < 1e-9
+    causes = error_parts(predicted, ran)
+    assert causes["durations"] == pytest.approx(-4.5)
+    assert causes["transfers"] == pytest.approx(-1.5)
+    assert causes.drop(["durations", "transfers"]).abs().max() < 1e-9
 
 
 def test_shares_of_three() -> None:
     """Nothing changes until all three have: a third each, and nothing for who does not play."""
-    assert _shapley(lambda seen: float(seen == 0b1011), [True, True, False, True]) == (
+    assert _shapley(lambda members: float(members == 0b1011), [True, True, False, True]) == (
         pytest.approx([-1 / 3, -1 / 3, 0, -1 / 3])
     )
 
 
 def test_a_collective_that_one_member_carries_out() -> None:
     """As in one process, where the first reduces for all: the others only wait for it."""
-    of = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2)
-    timeline = ps.simulate(of, replace(COSTS, parameter_bytes=4, optimizer_step=1))
-    first, second = np.flatnonzero(of.op == Op.REDUCE_GRAD)
-    last = np.flatnonzero(of.op == Op.STEP)[-1]
-    assert of.device[last] == of.device[second] != of.device[first]
+    task_graph = ps.lower(ps.schedule("gpipe", 1, 2), n_replicas=2)
+    timeline = ps.simulate(task_graph, replace(COSTS, parameter_bytes=4, optimizer_step=1))
+    first, second = np.flatnonzero(task_graph.op == Op.REDUCE_GRAD)
+    last = np.flatnonzero(task_graph.op == Op.STEP)[-1]
+    assert task_graph.device[last] == task_graph.device[second] != task_graph.device[first]
     start, end = timeline.start.copy(), timeline.end.copy()
     assert timeline.duration[first] > 0
     start[second] = end[first]
     end[last] += 1
-    found = error_parts(timeline, replace(measured(timeline), start=start, end=end))
-    assert found["durations"] == pytest.approx(-1)
-    assert found.drop("durations").abs().max() < 1e-9
+    causes = error_parts(timeline, replace(measured(timeline), start=start, end=end))
+    assert causes["durations"] == pytest.approx(-1)
+    assert causes.drop("durations").abs().max() < 1e-9
 
 
 def test_a_receiver_that_is_issued_late() -> None:
     """With a rendezvous, a SEND waits for it: no hand-over of its own, but the host's doing."""
-    of = graph("gpipe", m=2, rendezvous=True)
+    task_graph = graph("gpipe", m=2, rendezvous=True)
     free = ps.Costs(0, 0)
-    found = error_parts(
-        ps.simulate(of, free), measured(ps.simulate(of, replace(free, launch=0.25))), launch=0.25
+    causes = error_parts(
+        ps.simulate(task_graph, free),
+        measured(ps.simulate(task_graph, replace(free, launch=0.25))),
+        launch=0.25,
     )
-    assert found["host"] == pytest.approx(-0.25 * len(of))
-    assert found.drop("host").abs().max() < 1e-9
+    assert causes["host"] == pytest.approx(-0.25 * len(task_graph))
+    assert causes.drop("host").abs().max() < 1e-9
 
 
 # Properties
@@ -222,13 +226,14 @@ def test_a_receiver_that_is_issued_late() -> None:
 @given(st.data())
 def test_parts_sum_to_the_error(data: st.DataObject) -> None:
     """Of any two runs of any graph."""
-    of = data.draw(graphs())
+    task_graph = data.draw(graphs())
     predicted, ran = (
-        ps.simulate(of, data.draw(costs(of.n_stages, of.n_devices))) for _ in range(2)
+        ps.simulate(task_graph, data.draw(costs(task_graph.n_stages, task_graph.n_devices)))
+        for _ in range(2)
     )
     launch = data.draw(st.sampled_from([None, 0.0, 0.5]))
-    found = error_parts(predicted, measured(ran), launch=launch)
-    assert found.sum() == pytest.approx(predicted.makespan - ran.makespan, rel=1e-9, abs=1e-6)
+    causes = error_parts(predicted, measured(ran), launch=launch)
+    assert causes.sum() == pytest.approx(predicted.makespan - ran.makespan, rel=1e-9, abs=1e-6)
 
 
 @given(cases(), st.sampled_from([0.5, 2.0]))
@@ -236,12 +241,12 @@ def test_other_durations_are_nothing_but_durations(
     case: tuple[ps.TaskGraph, ps.Costs], factor: float
 ) -> None:
     """Where messages are free and all stages slow down alike, all of the error is theirs."""
-    of, given_ = case
-    free = replace(given_, network=ps.Network(), launch=0.0, output_seconds=0.0)
-    predicted, ran = ps.simulate(of, free), ps.simulate(of, free.scaled(factor))
-    found = error_parts(predicted, measured(ran))
-    assert found["durations"] == pytest.approx(predicted.makespan - ran.makespan, abs=1e-6)
-    assert found.drop("durations").abs().max() < 1e-6
+    task_graph, prices = case
+    free = replace(prices, network=ps.Network(), launch=0.0, output_seconds=0.0)
+    predicted, ran = ps.simulate(task_graph, free), ps.simulate(task_graph, free.scaled(factor))
+    causes = error_parts(predicted, measured(ran))
+    assert causes["durations"] == pytest.approx(predicted.makespan - ran.makespan, abs=1e-6)
+    assert causes.drop("durations").abs().max() < 1e-6
 
 
 @given(st.data())
@@ -249,22 +254,26 @@ def test_a_run_with_one_link_a_pair_leaves_nothing_unexplained(data: st.DataObje
     """Durations, messages and the host say it all."""
     # On streams of micro-batches, messages that last wait for the link, which nothing shows.
     streams = data.draw(st.sampled_from(["per_peer", "single"]))
-    of = data.draw(graphs(streams=streams).filter(lambda g: not len(g.collectives)))
+    task_graph = data.draw(graphs(streams=streams).filter(lambda g: not len(g.collectives)))
     network = ps.Network(latency=data.draw(st.sampled_from([0.0, 0.5])))
     both = [
-        replace(data.draw(costs(of.n_stages, of.n_devices)), network=network, launch=launch)
+        replace(
+            data.draw(costs(task_graph.n_stages, task_graph.n_devices)),
+            network=network,
+            launch=launch,
+        )
         for launch in (0.0, 0.25)
     ]
-    predicted, ran = (ps.simulate(of, each) for each in both)
-    found = error_parts(predicted, measured(ran), launch=0.25)
-    assert abs(found["unexplained"]) < 1e-6
+    predicted, ran = (ps.simulate(task_graph, prices) for prices in both)
+    causes = error_parts(predicted, measured(ran), launch=0.25)
+    assert abs(causes["unexplained"]) < 1e-6
 
 
 def test_without_costs_of_the_prediction() -> None:
     """As when both were loaded from files: values come from the times of the prediction."""
-    of = graph("1f1b", 4, 8)
+    task_graph = graph("1f1b", 4, 8)
     slow = replace(COSTS, forward=(1.5, 1, 1, 1), network=ps.Network(latency=0.5, bandwidth=4.0))
-    predicted, ran = ps.simulate(of, COSTS), measured(ps.simulate(of, slow))
+    predicted, ran = ps.simulate(task_graph, COSTS), measured(ps.simulate(task_graph, slow))
     whole, bare = error_parts(predicted, ran), error_parts(measured(predicted), ran)
     assert bare.sum() == pytest.approx(whole.sum())
     assert bare["durations"] == pytest.approx(whole["durations"], abs=0.05)

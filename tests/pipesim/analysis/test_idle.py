@@ -218,8 +218,8 @@ def test_reductions_of_gradients() -> None:
     assert causes(ps.simulate(graph, costs)) == [{"bandwidth": 5}] * 2
     slow = replace(costs, network=replace(network, latency=2))
     assert causes(ps.simulate(graph, slow)) == [{"bandwidth": 5, "latency": 4}] * 2
-    known = replace(slow, reduce_grad=7)
-    assert causes(ps.simulate(graph, known)) == [{"bandwidth": 7}] * 2
+    priced = replace(slow, reduce_grad=7)
+    assert causes(ps.simulate(graph, priced)) == [{"bandwidth": 7}] * 2
     tasks = costs.of(graph)
     late = np.where((graph.device == 1) & graph.is_op(frozenset({ps.Op.B})), 6.0, tasks.duration)
     table = ps.simulate(graph, replace(tasks, drawn=late)).idle_by_cause()
@@ -236,8 +236,8 @@ def test_rows_sum_to_idle(data: st.DataObject) -> None:
     jitter = data.draw(st.sampled_from([0.0, 0.0, 1e-3, 0.5]))
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
     start, end = (t + jitter * random.random(len(graph)) for t in (timeline.start, timeline.end))
-    known = costs if data.draw(st.booleans()) else None
-    timeline = ps.Timeline(graph, start, np.maximum(start, end), timeline.nbytes, known)
+    recorded = costs if data.draw(st.booleans()) else None
+    timeline = ps.Timeline(graph, start, np.maximum(start, end), timeline.nbytes, recorded)
     table = timeline.idle_by_cause()
     assert (table.sum(axis=1) == timeline.idle).all()
     assert (table.to_numpy()[:, ::-1].sum(axis=1) == timeline.idle).all()

@@ -67,9 +67,9 @@ def test_any_simulation_gives_its_durations_back(case: tuple[ps.TaskGraph, ps.Co
     plain = (graph.kinds.overlapped == 0)[graph.kind]
     for name, op in (("forward", Op.F), ("recompute", Op.R), ("optimizer_step", Op.STEP)):
         if ((graph.op == op) & plain).any():
-            of = np.unique(graph.stage[(graph.op == op) & plain])
-            found, expected = (c.per_stage(name, graph.n_stages)[of] for c in (back, costs))
-            assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
+            stages = np.unique(graph.stage[(graph.op == op) & plain])
+            estimate, expected = (c.per_stage(name, graph.n_stages)[stages] for c in (back, costs))
+            assert estimate == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @given(
@@ -107,8 +107,8 @@ def test_from_traces_to_what_if(tmp_path: Path) -> None:
     measured, other = run("gpipe", costs, step="none"), run("1f1b", costs, step="none")
     imported = ps.Timeline.from_chrome(write(tmp_path, traced(measured)))
     assert ps.replay(imported).makespan == pytest.approx(measured.makespan)
-    found = ps.Costs.from_timeline(imported)
-    assert ps.simulate(other.graph, found).makespan == pytest.approx(other.makespan)
+    estimate = ps.Costs.from_timeline(imported)
+    assert ps.simulate(other.graph, estimate).makespan == pytest.approx(other.makespan)
 
 
 def test_of_a_real_run() -> None:
@@ -136,9 +136,9 @@ def test_split_and_recomputed_backwards() -> None:
     assert split.backward == (5, 5)
     again = ps.Costs.from_timeline(run("1f1b", costs, recompute="always"))
     assert again.recompute == (0.5, 0.5)
-    found = ps.Costs.from_timeline(split_run(costs, "0F0 0I0 0W0", "1F0 1B0"))
-    assert found.backward == (5, 5)
-    assert found.input_grad is None
+    estimate = ps.Costs.from_timeline(split_run(costs, "0F0 0I0 0W0", "1F0 1B0"))
+    assert estimate.backward == (5, 5)
+    assert estimate.input_grad is None
 
 
 def test_other_fields() -> None:

@@ -81,16 +81,16 @@ def test_costs_of_a_run_predict_it(
 ) -> None:
     """Taken from a run and simulated again: the same makespan, whatever each stage takes."""
     schedule = ps.schedule(name, p, 4 * p)
-    each = [tuple(x[s % 4] for s in range(schedule.n_stages)) for x in
+    columns = [tuple(x[s % 4] for s in range(schedule.n_stages)) for x in
             (forward, backward, overlapped)]  # fmt: skip
-    halves = tuple(x / 2 for x in each[1])
-    costs = ps.Costs(each[0], each[1], halves, halves, overlapped=each[2])
+    halves = tuple(x / 2 for x in columns[1])
+    costs = ps.Costs(columns[0], columns[1], halves, halves, overlapped=columns[2])
     timeline = ps.simulate(ps.lower(schedule), costs)
     back = ps.Costs.from_timeline(
         replace(timeline, costs=None), input_grad=halves, weight_grad=halves
     )
-    assert back.forward == pytest.approx(each[0])
-    assert back.overlapped == pytest.approx(each[2])
+    assert back.forward == pytest.approx(columns[0])
+    assert back.overlapped == pytest.approx(columns[2])
     assert ps.simulate(timeline.graph, back).makespan == pytest.approx(timeline.makespan)
 
 

@@ -57,10 +57,10 @@ def assert_itself(timeline: ps.Timeline, engine: str = "compiled") -> ps.Timelin
 def test_any_simulated_timeline(hosts: str, engine: str, data: st.DataObject) -> None:
     """Of any graph: launch, noise, shared links, collectives, buckets and skips."""
     some = st.one_of(cases(hosts=hosts), skipping_cases(hosts=hosts))
-    of, costs = data.draw(some)
-    launch = data.draw(st.one_of(LAUNCHES, st.tuples(*[LAUNCHES] * of.n_stages)))
-    noise = data.draw(st.one_of(st.none(), noises(of)))
-    timeline = ps.simulate(of, replace(costs, launch=launch), noise=noise)
+    task_graph, costs = data.draw(some)
+    launch = data.draw(st.one_of(LAUNCHES, st.tuples(*[LAUNCHES] * task_graph.n_stages)))
+    noise = data.draw(st.one_of(st.none(), noises(task_graph)))
+    timeline = ps.simulate(task_graph, replace(costs, launch=launch), noise=noise)
     assert_itself(assert_itself(timeline, engine), engine)
 
 
@@ -68,9 +68,9 @@ def test_any_simulated_timeline(hosts: str, engine: str, data: st.DataObject) ->
 @pytest.mark.parametrize("n_stages", [1, 2, 4])
 def test_by_hand(hosts: str, n_stages: int) -> None:
     """Hosts are late throughout: a step lasts as long as issuing it, and the last task."""
-    of = graph("gpipe", n_stages, 8, hosts=hosts, step="none")
-    timeline = ps.simulate(of, ps.Costs(1, 1, launch=4))
-    issuing = max(np.bincount(of.host[of.device])) * 4
+    task_graph = graph("gpipe", n_stages, 8, hosts=hosts, step="none")
+    timeline = ps.simulate(task_graph, ps.Costs(1, 1, launch=4))
+    issuing = max(np.bincount(task_graph.host[task_graph.device])) * 4
     assert timeline.makespan == issuing + 1 or hosts == "per_device"
     for engine in ("compiled", "simpy"):
         again = ps.replay(timeline, engine=engine)
@@ -78,24 +78,26 @@ def test_by_hand(hosts: str, n_stages: int) -> None:
         assert (again.end == timeline.end).all()
 
 
-def of_tasks(of: ps.TaskGraph, costs: ps.Costs, *, known: bool) -> ps.TaskCosts:
+def of_tasks(task_graph: ps.TaskGraph, costs: ps.Costs, *, recorded: bool) -> ps.TaskCosts:
     """Return costs whose tasks each have a launch of their own."""
-    tasks = costs.of(of).per_task()
-    launch = np.arange(len(of)) % 5 / 7
-    return replace(tasks, table=tasks.table._replace(launch=launch), costs=costs if known else None)
+    tasks = costs.of(task_graph).per_task()
+    launch = np.arange(len(task_graph)) % 5 / 7
+    return replace(
+        tasks, table=tasks.table._replace(launch=launch), costs=costs if recorded else None
+    )
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_launches_of_tasks(known: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recorded", [True, False])
+def test_launches_of_tasks(recorded: bool, tmp_path: Path) -> None:
     """Costs of tasks say when they are issued, not those of stages that they come from."""
-    of = graph(p=3, hosts="per_device")
+    task_graph = graph(p=3, hosts="per_device")
     costs = ps.Costs(1, 2, launch=9, network=ps.Network(latency=0.3))
-    timeline = ps.simulate(of, of_tasks(of, costs, known=known))
+    timeline = ps.simulate(task_graph, of_tasks(task_graph, costs, recorded=recorded))
     assert timeline.issued is not None
     assert (ps.replay(timeline).end == timeline.end).all()
     assert (ps.replay(ps.replay(timeline)).end == timeline.end).all()
     timeline.save(tmp_path / "t.csv")
-    loaded = ps.Timeline.load(tmp_path / "t.csv", costs=costs if known else None)
+    loaded = ps.Timeline.load(tmp_path / "t.csv", costs=costs if recorded else None)
     assert (ps.replay(loaded).end == timeline.end).all()
 
 
@@ -157,22 +159,22 @@ def test_a_message_is_not_what_the_host_was_late_for() -> None:
     """Its latency ends when its receiver has it, though that starts later."""
     costs = ps.Costs(1, 1, launch=1, output_bytes=1, network=ps.Network(latency=1.5))
     timeline = ps.simulate(graph("gpipe", m=2), costs)
-    seen = measured(timeline, issued=timeline.issue_times)
-    assert (ps.replay(seen).end == timeline.end).all()
-    assert ps.Costs.from_timeline(seen, launch=1).network.latency == 1.5
+    run = measured(timeline, issued=timeline.issue_times)
+    assert (ps.replay(run).end == timeline.end).all()
+    assert ps.Costs.from_timeline(run, launch=1).network.latency == 1.5
 
 
 def test_clocks_that_differ() -> None:
     """No task is issued after it has started; what clocks say otherwise delays nothing."""
     timeline = ps.simulate(graph(), ps.Costs(1, 1))
-    seen = measured(timeline, issued=timeline.start + 1e-3)
-    assert ps.replay(seen).makespan == timeline.makespan
+    run = measured(timeline, issued=timeline.start + 1e-3)
+    assert ps.replay(run).makespan == timeline.makespan
 
 
 def test_the_executor_records_when_tasks_are_issued(tmp_path: Path) -> None:
     """In order, before they start; and in files."""
-    of = graph(m=4)
-    with pipeline(cut(dense(2), [1, 1]), of) as subject:
+    task_graph = graph(m=4)
+    with pipeline(cut(dense(2), [1, 1]), task_graph) as subject:
         timeline = subject.step(*data(8)).timeline
     issued = timeline.issued
     assert issued is not None
@@ -187,17 +189,17 @@ def test_the_executor_records_when_tasks_are_issued(tmp_path: Path) -> None:
 
 def late_run() -> tuple[ps.Timeline, ps.Timeline]:
     """Return a prediction without launch, and a run whose host was late, with issue times."""
-    of = graph("gpipe", m=2, step="none")
-    ran = ps.simulate(of, ps.Costs(1, 1, launch=1))
-    return ps.simulate(of, ps.Costs(1, 1)), measured(ran, issued=ran.issue_times)
+    task_graph = graph("gpipe", m=2, step="none")
+    ran = ps.simulate(task_graph, ps.Costs(1, 1, launch=1))
+    return ps.simulate(task_graph, ps.Costs(1, 1)), measured(ran, issued=ran.issue_times)
 
 
 def test_parts_of_an_error() -> None:
     """Recorded issue times are the host's part, with nothing said of launch."""
     predicted, ran = late_run()
-    found = ps.Comparison(predicted, ran).error_parts()
-    assert found["host"] == predicted.makespan - ran.makespan < 0
-    assert found.drop("host").abs().max() < 1e-12
+    causes = ps.Comparison(predicted, ran).error_parts()
+    assert causes["host"] == predicted.makespan - ran.makespan < 0
+    assert causes.drop("host").abs().max() < 1e-12
 
 
 def test_critical_path_and_idle_time() -> None:
@@ -206,8 +208,8 @@ def test_critical_path_and_idle_time() -> None:
     own = ps.simulate(ran.graph, ps.Costs(1, 1, launch=1))
     assert ran.critical_path()["waited_for"].tolist() == own.critical_path()["waited_for"].tolist()
     assert ran.critical_path()["waited_for"].iloc[0] == "host"
-    known = replace(ran, costs=ps.Costs(1, 1))  # what is recorded counts, not the costs' launch
-    assert known.idle_by_cause().equals(own.idle_by_cause())
+    priced = replace(ran, costs=ps.Costs(1, 1))  # what is recorded counts, not the costs' launch
+    assert priced.idle_by_cause().equals(own.idle_by_cause())
     assert ran.issued is not None
     a_moment_before = replace(ran, issued=np.maximum(ran.issued - 1e-3, 0.0))
     assert a_moment_before.critical_path()["waited_for"].iloc[0] == "host"
@@ -215,18 +217,18 @@ def test_critical_path_and_idle_time() -> None:
 
 def test_buckets_that_were_issued_late() -> None:
     """A bucket that waited for the host does not show what part of its backward it needs."""
-    of = graph("gpipe", 1, 1, n_replicas=2, grad_sync="bucketed", n_buckets=2, step="none")
+    task_graph = graph("gpipe", 1, 1, n_replicas=2, grad_sync="bucketed", n_buckets=2, step="none")
     half = ((0.5, 0.5), (0.5, 1.0))
     costs = ps.Costs(1, 4, reduce_grad=1, buckets=(half,))
-    tasks = costs.of(of).per_task()
-    launch = np.where((of.op == Op.REDUCE_GRAD) & (of.part == 0), 5.0, 0.0)
-    late = ps.simulate(of, replace(tasks, table=tasks.table._replace(launch=launch)))
-    first = np.flatnonzero((of.op == Op.REDUCE_GRAD) & (of.part == 0))
+    tasks = costs.of(task_graph).per_task()
+    launch = np.where((task_graph.op == Op.REDUCE_GRAD) & (task_graph.part == 0), 5.0, 0.0)
+    late = ps.simulate(task_graph, replace(tasks, table=tasks.table._replace(launch=launch)))
+    first = np.flatnonzero((task_graph.op == Op.REDUCE_GRAD) & (task_graph.part == 0))
     assert (late.start[first] == 10).all()  # its half of B was done at 3
-    predicted = ps.simulate(of, costs)
-    found = ps.Comparison(predicted, late).error_parts()
-    assert found["host"] == predicted.makespan - late.makespan < 0
-    assert found.drop("host").abs().max() == 0
+    predicted = ps.simulate(task_graph, costs)
+    causes = ps.Comparison(predicted, late).error_parts()
+    assert causes["host"] == predicted.makespan - late.makespan < 0
+    assert causes.drop("host").abs().max() == 0
 
 
 def test_costs_from_a_timeline_whose_host_was_late() -> None:

@@ -234,8 +234,8 @@ def test_costs_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert "note" not in out
     listed = {row[0]: row for row in rows(out)}
     assert [float(listed[name][1]) for name in names] == [66, 57, 54, 53]
-    each = ["--forward", "1,2,3,4", "--input-grad", 1, "--weight-grad", 1]  # one a device
-    assert "v_half" in succeed(capsys, "simulate", "v_half", *SHAPE, *each, "--per", "device")
+    options = ["--forward", "1,2,3,4", "--input-grad", 1, "--weight-grad", 1]  # one a device
+    assert "v_half" in succeed(capsys, "simulate", "v_half", *SHAPE, *options, "--per", "device")
     line = fail(capsys, "simulate", "1f1b", *BASE, "--per", "stages")
     assert "unknown per 'stages'; did you mean 'stage'?" in line
 
@@ -516,8 +516,8 @@ def test_the_example_in_the_help_runs(capsys: pytest.CaptureFixture[str], config
     """Each table's settings reach its schedule, and only that; the file of costs is read."""
     example = [line[2:] for line in EPILOG.splitlines() if line.startswith("  ") or not line]
     config.write_text("\n".join(example))
-    given = ps.Costs(forward=9, backward=9, activation_bytes=2**30)
-    given.save(config.parent / "costs.json")
+    costs_in_file = ps.Costs(forward=9, backward=9, activation_bytes=2**30)
+    costs_in_file.save(config.parent / "costs.json")
     costs = ps.Costs(
         forward=1e-3,
         backward=(2e-3, 2e-3, 2e-3, 3e-3),

@@ -33,9 +33,9 @@ def test_one_value_or_one_a_stage() -> None:
 
 def test_defaults() -> None:
     """R takes as long as F, and B as long as I and W together, unless they are given."""
-    mine = ps.Costs(forward=(1, 2), input_grad=3, weight_grad=(4, 5))
-    assert mine.per_stage("recompute", 2).tolist() == [1, 2]
-    assert mine.per_stage("backward", 2).tolist() == [7, 8]
+    prices = ps.Costs(forward=(1, 2), input_grad=3, weight_grad=(4, 5))
+    assert prices.per_stage("recompute", 2).tolist() == [1, 2]
+    assert prices.per_stage("backward", 2).tolist() == [7, 8]
     full = ps.Costs(forward=1, backward=2, input_grad=3, weight_grad=4, recompute=5)
     assert full.per_stage("recompute", 1).tolist() == [5]
     assert full.per_stage("backward", 1).tolist() == [2]
@@ -46,7 +46,7 @@ def test_costs_of_tasks_by_hand() -> None:
     """Each operation has its own field, of its own stage; messages have their network's."""
     orders = [["0F0", "0F1", "0B0", "0I1", "0W1"], ["1F0", "1F1", "1I0", "1B1", "1W0"]]
     graph = ps.lower(ps.Schedule.from_orders(orders), recompute="except_last")
-    mine = ps.Costs(
+    prices = ps.Costs(
         forward=(1, 2),
         backward=(3, 4),
         input_grad=(5, 6),
@@ -57,7 +57,7 @@ def test_costs_of_tasks_by_hand() -> None:
         output_bytes=(20, 999),
         network=ps.Network(latency=15, bandwidth=10),
     )
-    got = mine.of(graph)
+    got = prices.of(graph)
     table = {
         str(graph.task(t)): (got.duration[t], got.latency[t], got.launch[t], got.nbytes[t])
         for t in range(len(graph))
@@ -79,14 +79,14 @@ def test_costs_of_tasks_by_hand() -> None:
     assert table["1SEND_B1"] == (2, 15, 14, 20)
     assert table["1RECV_F1"] == (0, 15, 14, 20)
     assert table["0RECV_B1"] == (0, 15, 13, 20)
-    assert got.costs is mine
+    assert got.costs is prices
 
 
 @given(cases())
 def test_task_costs_suit_the_graph(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """One finite value a task; links are those of messages and reductions, bytes of messages."""
-    graph, mine = case
-    got = mine.of(graph)
+    graph, prices = case
+    got = prices.of(graph)
     for column in (got.duration, got.latency, got.launch, got.nbytes):
         assert column.shape == (len(graph),)
         assert (np.isfinite(column) & (column >= 0)).all()
@@ -97,7 +97,7 @@ def test_task_costs_suit_the_graph(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     for column in (got.latency, got.nbytes):
         assert (column[ends] == column[graph.pair[ends]]).all()
     # What takes no time holds nothing; a link of endless bandwidth is not held by seconds either.
-    held = graph.is_op(SENDS) & (replace(mine, output_seconds=0.0).of(graph).duration > 0)
+    held = graph.is_op(SENDS) & (replace(prices, output_seconds=0.0).of(graph).duration > 0)
     assert (got.links[held] >= 0).any(axis=1).all()
 
 
@@ -227,13 +227,13 @@ def test_unknown_field() -> None:
 @given(st.data())
 def test_file_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """JSON keeps every bit: endless bandwidth, bytes of skips and exchanges, and buckets too."""
-    _, mine = data.draw(
+    _, prices = data.draw(
         st.one_of(st.tuples(st.none(), costs(3, 3)), skipping_cases(), cases(grad_sync="bucketed"))
     )
     path = tmp_path_factory.mktemp("costs") / "costs.json"
-    mine.save(path)
-    assert ps.Costs.load(path) == mine
-    assert ps.Costs.from_dict(mine.to_dict()) == mine
+    prices.save(path)
+    assert ps.Costs.load(path) == prices
+    assert ps.Costs.from_dict(prices.to_dict()) == prices
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 

@@ -59,13 +59,13 @@ def test_expected_keys_are_those_of_draws(placement: str, unique: bool, counted:
     if counted:
         keys = ps.Keys.from_counts([np.round(x * 500) for x in keys.frequencies], [80, 20])
     owners = keys.owners(3, placement, unique=unique)
-    found = np.zeros((200, 3))
-    for seed, row in enumerate(found):
+    counts = np.zeros((200, 3))
+    for seed, row in enumerate(counts):
         for owner, drawn in zip(owners, keys.draw(seed), strict=True):
             row += np.bincount(owner[np.unique(drawn) if unique else drawn], minlength=3)
-    error = found.std(axis=0) / len(found) ** 0.5
+    error = counts.std(axis=0) / len(counts) ** 0.5
     wanted = keys.sent(3, placement, unique=unique)
-    assert (np.abs(found.mean(axis=0) - wanted) <= 5 * error + 1e-9).all()
+    assert (np.abs(counts.mean(axis=0) - wanted) <= 5 * error + 1e-9).all()
     assert keys.load(3, placement, unique=unique) == pytest.approx(
         wanted[0].max() / wanted[0].mean()
     )
@@ -85,10 +85,10 @@ def test_the_busiest_owner_of_drawn_micro_batches(unique: bool) -> None:
                     sent = np.unique(drawn) if unique else drawn
                     received += np.bincount(owner[sent], minlength=4)
             ratios.append(received.max() / received.mean())
-        found = keys.busiest(4, placement, unique=unique)
-        assert found == pytest.approx(np.mean(ratios), rel=0.01)
-        assert found >= keys.load(4, placement, unique=unique)
-    assert found > 1.005  # though the rows are dealt evenly
+        ratio = keys.busiest(4, placement, unique=unique)
+        assert ratio == pytest.approx(np.mean(ratios), rel=0.01)
+        assert ratio >= keys.load(4, placement, unique=unique)
+    assert ratio > 1.005  # though the rows are dealt evenly
     always = ps.Keys.from_counts([1, 1, 1, 1])
     assert always.busiest(2) == always.load(2) == 1
 
@@ -145,14 +145,14 @@ def test_frequent_rows_are_spread_evenly() -> None:
 def test_bytes_of_exchanges() -> None:
     """Vectors go back; counts are eight bytes a pair; accumulated gradients are unique."""
     keys = ps.Keys([3, 1], 2)
-    found = keys.exchange_bytes(2, 8, unique=False, n_microbatches=2, itemsize=2)
-    assert list(found) == list(EXCHANGES)
-    assert found["counts"].tolist() == [[8, 8], [8, 8]]
-    assert found["keys"] == pytest.approx(4 * np.array([[1.5, 0.5], [1.5, 0.5]]))
-    assert found["vectors"] == pytest.approx(16 * np.array([[1.5, 1.5], [0.5, 0.5]]))
-    assert found["gradients"] == pytest.approx(16 * np.array([[1.5, 0.5], [1.5, 0.5]]))
+    nbytes = keys.exchange_bytes(2, 8, unique=False, n_microbatches=2, itemsize=2)
+    assert list(nbytes) == list(EXCHANGES)
+    assert nbytes["counts"].tolist() == [[8, 8], [8, 8]]
+    assert nbytes["keys"] == pytest.approx(4 * np.array([[1.5, 0.5], [1.5, 0.5]]))
+    assert nbytes["vectors"] == pytest.approx(16 * np.array([[1.5, 1.5], [0.5, 0.5]]))
+    assert nbytes["gradients"] == pytest.approx(16 * np.array([[1.5, 0.5], [1.5, 0.5]]))
     union = [255 / 256, 1 - (3 / 4) ** 4]
-    assert found["accumulated"] == pytest.approx(16 * np.array([union, union]))
+    assert nbytes["accumulated"] == pytest.approx(16 * np.array([union, union]))
 
 
 def simulated(costs: ps.Costs, n_replicas: int = 2) -> ps.Timeline:
@@ -167,9 +167,9 @@ def test_the_busiest_pair_says_how_long_an_exchange_lasts(tmp_path: Path) -> Non
     timeline = simulated(costs)
     graph = timeline.graph
     for name, seconds, nbytes in (("keys", 3, [51, 8]), ("vectors", 4, [4, 8])):
-        of = (graph.op == Op.ALL_TO_ALL) & (graph.part == EXCHANGES.index(name))
-        assert timeline.duration[of].tolist() == [seconds] * 2
-        assert timeline.nbytes[of].tolist() == nbytes
+        exchanges = (graph.op == Op.ALL_TO_ALL) & (graph.part == EXCHANGES.index(name))
+        assert timeline.duration[exchanges].tolist() == [seconds] * 2
+        assert timeline.nbytes[exchanges].tolist() == nbytes
     costs.save(tmp_path / "costs.json")
     assert ps.Costs.load(tmp_path / "costs.json") == costs
     assert json.loads((tmp_path / "costs.json").read_text())["exchange_bytes"]["0"]["keys"]
@@ -185,8 +185,8 @@ def test_even_bytes_of_pairs_are_those_of_one_number() -> None:
     """Every start and end, to the last bit."""
     costs = ps.Costs(1, 2, key_bytes=9, vector_bytes=33, network=ps.Network(0.1, 7))
     even = {name: np.full((3, 3), n / 3) for name, n in (("keys", 9), ("vectors", 33))}
-    found = simulated(replace(costs, exchange_bytes={0: even}), 3)
-    assert (found.end == simulated(costs, 3).end).all()
+    timeline = simulated(replace(costs, exchange_bytes={0: even}), 3)
+    assert (timeline.end == simulated(costs, 3).end).all()
 
 
 @pytest.mark.parametrize(

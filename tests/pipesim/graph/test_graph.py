@@ -25,20 +25,20 @@ from pipesim.utils.csr import CSR
 @given(graphs())
 def test_dependencies_are_rule_3(graph: ps.TaskGraph) -> None:
     """The table of rules, against the rules written out task by task."""
-    found = [graph.dependencies[task].tolist() for task in range(len(graph))]
-    assert [set(needed) for needed in found] == dependencies(graph)
-    assert all(len(needed) == len(set(needed)) for needed in found)
+    actual = [graph.dependencies[task].tolist() for task in range(len(graph))]
+    assert [set(needed) for needed in actual] == dependencies(graph)
+    assert all(len(needed) == len(set(needed)) for needed in actual)
 
 
 def test_dependencies_by_hand() -> None:
     """Rule 3 on two stages and one micro-batch, recomputed and split in halves."""
     orders = [["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]]
     graph = ps.lower(ps.Schedule.from_orders(orders), recompute="always")
-    found = {
+    actual = {
         str(graph.task(task)): sorted(str(graph.task(int(n))) for n in graph.dependencies[task])
         for task in range(len(graph))
     }
-    assert found == {
+    assert actual == {
         "0F0": [],
         "0SEND_F0": ["0F0"],
         "1RECV_F0": [],
@@ -152,8 +152,8 @@ def test_build_mends_the_order(graph: ps.TaskGraph) -> None:
     same = {name: getattr(graph, name) for name in ("rendezvous", "n_batches", "grad_sync")}
     again = TaskGraph.build(shuffled, **same)
     ps.verify(again)
-    for mine, other in zip(range(len(again.queues)), range(len(graph.queues)), strict=True):
-        assert [str(again.task(t)) for t in again.queues[mine]] == [
+    for rebuilt, other in zip(range(len(again.queues)), range(len(graph.queues)), strict=True):
+        assert [str(again.task(t)) for t in again.queues[rebuilt]] == [
             str(graph.task(t)) for t in graph.queues[other]
         ]
 
@@ -254,11 +254,11 @@ def changed(name: str, row: int, value: object) -> dict[str, Any]:
 )
 def test_bad_columns(column: dict[str, Any], message: str) -> None:
     """Column, row and value are named, with what is allowed, whoever wires the graph."""
-    given = {**COLUMNS, **column}
-    group = given.pop("group", None)
+    columns = {**COLUMNS, **column}
+    group = columns.pop("group", None)
     for make in (TaskGraph.build, TaskGraph.wire):
         with pytest.raises(GraphError, match=message):
-            make(ps.Tasks(**given), group=group)
+            make(ps.Tasks(**columns), group=group)
 
 
 def test_numbers_far_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

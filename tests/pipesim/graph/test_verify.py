@@ -296,8 +296,8 @@ def test_collectives_that_deadlock() -> None:
     assert graph.levels.tolist() == [-1] * 4
     with pytest.raises(DeadlockError, match="deadlocks: 2 streams wait for each other") as caught:
         ps.verify(graph)
-    for on, head in enumerate(("0REDUCE_GRAD", "1REDUCE_GRAD")):
-        assert f"device {on}, compute: {head} (position 0) waits for" in str(caught.value)
+    for number, head in enumerate(("0REDUCE_GRAD", "1REDUCE_GRAD")):
+        assert f"device {number}, compute: {head} (position 0) waits for" in str(caught.value)
     again = Tasks(op, device, stage[[0, 1, 0, 1]], tasks.microbatch, tasks.stream, device)
     ps.verify(TaskGraph.build(again))
 

@@ -20,9 +20,9 @@ UNIFORM = ps.Costs(forward=1, input_grad=1, weight_grad=1, activation_bytes=1, w
 counts = st.integers(1, 9)
 
 
-def run(schedule: ps.Schedule, of: ps.Costs = UNIFORM) -> ps.Timeline:
+def run(schedule: ps.Schedule, prices: ps.Costs = UNIFORM) -> ps.Timeline:
     """Simulate the bare schedule."""
-    return ps.simulate(ps.lower(schedule, step="none"), of)
+    return ps.simulate(ps.lower(schedule, step="none"), prices)
 
 
 def scrambled(seed: int) -> Any:
@@ -30,13 +30,13 @@ def scrambled(seed: int) -> Any:
     return lambda action, ready: hash((seed, action.stage, int(action.op), action.microbatch)) % 97
 
 
-def bytes_of_one(placement: ps.Placement, of: ps.Costs) -> list[float]:
+def bytes_of_one(placement: ps.Placement, prices: ps.Costs) -> list[float]:
     """Return the bytes of one micro-batch on each device, on the path that has most of them."""
     names = ("activation_bytes", "weight_grad_bytes")
-    taken = np.maximum(*(of.per_stage(name, placement.n_stages) for name in names))
+    nbytes = np.maximum(*(prices.per_stage(name, placement.n_stages) for name in names))
     return [
         max(
-            sum(taken[s] for s, home in enumerate(path) if home == device)
+            sum(nbytes[s] for s, home in enumerate(path) if home == device)
             for path in placement.paths
         )
         for device in range(placement.n_devices)
@@ -116,8 +116,8 @@ def test_gpipe_is_a_priority(p: int, m: int, f: int, b: int) -> None:
 def test_orders_run_within_their_limits(data: st.DataObject) -> None:
     """Any placement, costs, priority and limits: complete, free of deadlock, within memory."""
     placement = data.draw(placements())
-    of = data.draw(costs(placement.n_stages, placement.n_devices))
-    one = bytes_of_one(placement, of)
+    prices = data.draw(costs(placement.n_stages, placement.n_devices))
+    one = bytes_of_one(placement, prices)
     spare = [data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.5])) for _ in one]
     limits = [nbytes * (1 + more) for nbytes, more in zip(one, spare, strict=True)]
     in_flight = [data.draw(st.integers(1, 3)) for _ in range(placement.n_stages)]
@@ -126,7 +126,7 @@ def test_orders_run_within_their_limits(data: st.DataObject) -> None:
     schedule = ps.order_by(
         placement,
         data.draw(st.integers(placement.n_paths, 5)),
-        of,
+        prices,
         priority=priority,
         memory_limit=data.draw(st.sampled_from([limits, None])),
         in_flight=data.draw(st.sampled_from([in_flight, None])),
@@ -141,20 +141,20 @@ def test_orders_run_within_their_limits(data: st.DataObject) -> None:
 def test_memory_stays_within_the_limit(data: st.DataObject) -> None:
     """The peak of a simulation, whatever its own timing, since an order fixes what is held."""
     placement = data.draw(placements())
-    of = data.draw(costs(placement.n_stages, placement.n_devices))
-    of = ps.Costs.from_dict(
-        {**of.to_dict(), "parameter_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+    prices = data.draw(costs(placement.n_stages, placement.n_devices))
+    prices = ps.Costs.from_dict(
+        {**prices.to_dict(), "parameter_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
     )
-    one = bytes_of_one(placement, of)
+    one = bytes_of_one(placement, prices)
     limits = [nbytes * data.draw(st.sampled_from([1.0, 1.5, 3.0])) for nbytes in one]
     schedule = ps.order_by(
         placement,
         data.draw(st.integers(placement.n_paths, 5)),
-        of,
+        prices,
         priority=data.draw(st.builds(scrambled)),
         memory_limit=limits,
     )
-    assert (run(schedule, of).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
+    assert (run(schedule, prices).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
 
 
 @given(st.data())
@@ -186,14 +186,14 @@ def test_messages_count() -> None:
     """Drawn by hand: I0 is back when F1 has ended, or, with messages of four seconds, after F2."""
     rows = []
     for bandwidth in (math.inf, 2):
-        of = ps.Costs(
+        prices = ps.Costs(
             forward=(2, 1),
             input_grad=1,
             weight_grad=1,
             output_bytes=8,
             network=ps.Network(bandwidth=bandwidth),
         )
-        rows.append(ps.order_by(ps.linear(2), 3, of).grid().splitlines()[0])
+        rows.append(ps.order_by(ps.linear(2), 3, prices).grid().splitlines()[0])
     assert rows == [
         "device 0 | 0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2",
         "device 0 | 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2",
@@ -202,16 +202,16 @@ def test_messages_count() -> None:
 
 def test_a_priority_sees_when_actions_are_ready() -> None:
     """Ranked by the moment they are ready, and called once for each action."""
-    seen: dict[str, float] = {}
+    times: dict[str, float] = {}
 
     def first_come(action: ps.Action, ready: float) -> float:
-        assert str(action) not in seen
-        seen[str(action)] = ready
+        assert str(action) not in times
+        times[str(action)] = ready
         return ready
 
     schedule = ps.order_by(ps.linear(2), 2, UNIFORM, priority=first_come)
-    assert len(seen) == len(schedule) == 12
-    assert (seen["0F1"], seen["1F0"], seen["1I0"], seen["0I0"], seen["0W0"]) == (0, 1, 2, 3, 4)
+    assert len(times) == len(schedule) == 12
+    assert (times["0F1"], times["1F0"], times["1I0"], times["0I0"], times["0W0"]) == (0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +245,6 @@ def test_a_priority_sees_when_actions_are_ready() -> None:
 )
 def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
     """Each mistake is named with what was got and what is allowed."""
-    given = {"placement": ps.v_shaped(2), "n_microbatches": 2, "costs": UNIFORM, **change}
+    options = {"placement": ps.v_shaped(2), "n_microbatches": 2, "costs": UNIFORM, **change}
     with pytest.raises(error, match=message):
-        ps.order_by(**given)
+        ps.order_by(**options)

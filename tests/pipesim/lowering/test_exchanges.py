@@ -110,16 +110,16 @@ def test_rows_that_occur_in_several_micro_batches_are_sent_once() -> None:
     keys = ps.Keys.zipf(1000, 500, exponent=1.1)
     sizes = keys.exchange_bytes(2, 16, n_microbatches=8)
     costs = replace(COSTS, exchange_bytes={0: sizes})
-    each = simulate("gpipe", 2, 8, costs=costs)
+    every = simulate("gpipe", 2, 8, costs=costs)
     once = simulate("gpipe", 2, 8, costs=costs, sparse_grad_sync="last")
     sent = [
         timeline.nbytes[timeline.graph.part == EXCHANGES.index(name)].sum()
-        for timeline, name in ((each, "gradients"), (once, "accumulated"))
+        for timeline, name in ((every, "gradients"), (once, "accumulated"))
     ]
     assert sent[1] < 0.45 * sent[0]
     union = 2 * 64 * keys.loads(n_microbatches=8)[0].sum()
     assert sent[1] == pytest.approx(union)
-    assert once.makespan < each.makespan
+    assert once.makespan < every.makespan
 
 
 # What is refused

@@ -100,7 +100,7 @@ def test_each_stage_reduces_as_it_was_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("form", "kept"),
     [
         (1, "every"),
         (4, "last"),
@@ -111,9 +111,9 @@ def test_each_stage_reduces_as_it_was_told() -> None:
         (("bucketed", 1), ("bucketed", "every")),
     ],
 )
-def test_forms_of_grad_sync(given: Any, kept: Any, tmp_path: Path) -> None:
+def test_forms_of_grad_sync(form: Any, kept: Any, tmp_path: Path) -> None:
     """One value where all stages have the same; and a saved timeline has it."""
-    graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync=given, n_buckets=2)
+    graph = ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync=form, n_buckets=2)
     assert graph.grad_sync == kept
     timeline = ps.simulate(graph, COSTS)
     timeline.save(tmp_path / "timeline.csv")
@@ -123,7 +123,7 @@ def test_forms_of_grad_sync(given: Any, kept: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("form", "message"),
     [
         (
             3,
@@ -137,9 +137,9 @@ def test_forms_of_grad_sync(given: Any, kept: Any, tmp_path: Path) -> None:
         ("every/lst", "unknown grad_sync of stage 1 'lst'; did you mean 'last'"),
     ],
 )
-def test_no_such_grad_sync(given: Any, message: str) -> None:
+def test_no_such_grad_sync(form: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync=given)
+        ps.lower(ps.schedule("1f1b", 2, 4), n_replicas=2, grad_sync=form)
 
 
 def test_paths_reduce_once() -> None:
@@ -257,9 +257,9 @@ def test_buckets_are_there_before_the_backward_ends(
     start, end = timeline.start, timeline.end
     last = graph.op == Op.B
     for part, latest in ((0, end[last].max()), (1, end[last].max())):
-        of = graph.part == part
-        assert (start[of] >= start[last].max()).all()
-        assert (start[of] <= latest).all()
+        bucket = graph.part == part
+        assert (start[bucket] >= start[last].max()).all()
+        assert (start[bucket] <= latest).all()
     assert (start[graph.part == 1] == end[last].max()).all()
 
 
@@ -327,10 +327,10 @@ def test_idle_time_is_what_reductions_outlast_the_backward() -> None:
 def test_replayed_from_its_own_durations(sync: Any) -> None:
     """Buckets start where they did, with costs and without."""
     timeline = simulate(2, 3, grad_sync=sync)
-    for seen in (timeline, replace(timeline, costs=None)):
-        again = ps.replay(seen)
+    for run in (timeline, replace(timeline, costs=None)):
+        again = ps.replay(run)
         assert (again.start == timeline.start).all()
-        parts = ps.Comparison(predicted=timeline, measured=seen).error_parts()
+        parts = ps.Comparison(predicted=timeline, measured=run).error_parts()
         assert not parts.any()
 
 
@@ -365,8 +365,8 @@ def test_costs_of_a_run_with_collectives_predict_it(
     network = ps.Network(latency=latency, bandwidth=2)
     costs = replace(COSTS, parameter_bytes=(3, 6), key_bytes=2, vector_bytes=4, network=network)
     timeline = simulate(2, 3, costs, **options)
-    for seen in (timeline, replace(timeline, costs=None, sizes=timeline.nbytes)):
-        back = ps.Costs.from_timeline(seen)
+    for run in (timeline, replace(timeline, costs=None, sizes=timeline.nbytes)):
+        back = ps.Costs.from_timeline(run)
         assert ps.simulate(timeline.graph, back).makespan == pytest.approx(timeline.makespan)
     assert back.reduce_grad is not None
 
@@ -471,11 +471,11 @@ def test_layouts_on_nodes() -> None:
 def changed(graph: ps.TaskGraph, keep: np.ndarray, **columns: Any) -> ps.TaskGraph:
     """Build a graph of some of the tasks again, with some columns changed."""
     codes = np.array([StreamKind.code(graph.streams[s][1]) for s in graph.stream])
-    given = {
+    merged = {
         "op": graph.op, "device": graph.device, "stage": graph.stage, "stream": codes,
         "microbatch": graph.microbatch, "replica": graph.replica, "part": graph.part, **columns,
     }  # fmt: skip
-    tasks = ps.Tasks(**{name: np.asarray(column)[keep] for name, column in given.items()})
+    tasks = ps.Tasks(**{name: np.asarray(column)[keep] for name, column in merged.items()})
     return ps.TaskGraph.build(tasks, grad_sync=graph.grad_sync)
 
 

@@ -37,8 +37,8 @@ def forward_seconds(issue_order: Any, launch: float, m: int, n: int, **options: 
 
 def test_the_clock_cycle_costs_least() -> None:
     """By hand: launch 0.3 s, F 1 s, 8 micro-batches, 4 stages."""
-    found = [forward_seconds(order, 0.3, 8, 4) for order in ISSUE_ORDERS]
-    assert found == pytest.approx([11.8, 12.7, 15.5])
+    times = [forward_seconds(order, 0.3, 8, 4) for order in ISSUE_ORDERS]
+    assert times == pytest.approx([11.8, 12.7, 15.5])
     assert forward_seconds("clock_cycle", 0.3, 8, 4, hosts="per_device") == pytest.approx(11.3)
 
 
@@ -50,10 +50,10 @@ def test_closed_forms_of_forwards(m: int, n: int, launch: float) -> None:
     Micro-batch by micro-batch: the last one begins when its first F is issued, or reached. Stage by
     stage: the last stage begins when its first F is issued, or its input is there.
     """
-    found = forward_seconds("microbatch_major", launch, m, n)
-    assert found == pytest.approx(launch + (m - 1) * max(1, n * launch) + n)
-    found = forward_seconds("stage_major", launch, m, n)
-    assert found == pytest.approx(launch + (n - 1) * max(1, m * launch) + m)
+    actual = forward_seconds("microbatch_major", launch, m, n)
+    assert actual == pytest.approx(launch + (m - 1) * max(1, n * launch) + n)
+    actual = forward_seconds("stage_major", launch, m, n)
+    assert actual == pytest.approx(launch + (n - 1) * max(1, m * launch) + m)
 
 
 @pytest.mark.parametrize("hosts", ["one", "per_device"])
@@ -125,8 +125,8 @@ def test_no_stream_changes_its_order(case: Any, data: st.DataObject) -> None:
         waits = graph.precedence
         assert (waits.values < waits.rows).all()
         ps.verify(graph)
-    of = drawn.of(graphs[2])
-    assert_rules_hold(ps.simulate(graphs[2], of), of)
+    durations = drawn.of(graphs[2])
+    assert_rules_hold(ps.simulate(graphs[2], durations), durations)
 
 
 def test_without_overlap_a_rendezvous_does_not_deadlock() -> None:

@@ -111,14 +111,14 @@ def test_compute_order_is_the_schedules(case: Lowering) -> None:
         flat = [a for x in order for a in (x if isinstance(x, ps.Overlapped) else (x,))]
         flat = [action for action in flat if action.op in kept]
         for replica in range(options["n_replicas"]):
-            on = device + replica * schedule.n_devices
+            home = device + replica * schedule.n_devices
             if options.get("layout") == "stage_major":
-                on = replica + device * options["n_replicas"]
-            mine = [t for t in np.flatnonzero(graph.device == on) if graph.op[t] in kept]
-            assert [graph.task(int(t)).action for t in mine] == flat
-            assert (graph.replica[mine] // schedule.placement.n_paths == replica).all()
+                home = replica + device * options["n_replicas"]
+            own = [t for t in np.flatnonzero(graph.device == home) if graph.op[t] in kept]
+            assert [graph.task(int(t)).action for t in own] == flat
+            assert (graph.replica[own] // schedule.placement.n_paths == replica).all()
             halves = {a for x in order if isinstance(x, ps.Overlapped) for a in x}
-            marks = graph.kinds.overlapped[graph.kind[mine]]
+            marks = graph.kinds.overlapped[graph.kind[own]]
             assert marks.tolist() == [action in halves for action in flat]
     assert before == [str(action) for order in schedule.orders for action in order]
     assert (graph.n_devices, graph.n_stages, graph.n_microbatches) == (
@@ -263,8 +263,8 @@ def test_replicas_are_alike(case: Lowering) -> None:
     wanted = [str(task) for task in wanted if task.op not in together]
     for replica in range(3):
         of_copy = np.flatnonzero(many.replica // n_paths == replica)
-        mine = [many.task(int(t)) for t in of_copy]
-        left = [str(task) for task in mine if task.op not in together]
+        own = [many.task(int(t)) for t in of_copy]
+        left = [str(task) for task in own if task.op not in together]
         assert sorted(left) == sorted(wanted)
         if not (options["rendezvous"] and not options["overlap"]):
             assert left == wanted

@@ -94,8 +94,10 @@ def test_transformer_layer_by_layer() -> None:
     )
     of_layers = model.costs([1] * 6, microbatch_size=2, flops_per_second=1e9)
     values = of_layers.to_dict()
-    given = {name: values.get(name) for name in COLUMNS}
-    layers = ps.Layers({name: each for name, each in given.items() if isinstance(each, tuple)})
+    columns = {name: values.get(name) for name in COLUMNS}
+    layers = ps.Layers(
+        {name: column for name, column in columns.items() if isinstance(column, tuple)}
+    )
     stages = model.costs([1, 3, 2], microbatch_size=2, flops_per_second=1e9)
     got = layers.costs([1, 3, 2])
     for name in layers.columns:

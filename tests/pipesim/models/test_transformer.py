@@ -122,12 +122,12 @@ def test_door() -> None:
     """`Costs.transformer` takes the settings of both, and counts the layers."""
     network = ps.Network(latency=1e-6, bandwidth=1e11)
     run = {**RUN, "tensor_parallel": 2, "recompute": "full", "network": network}
-    mine = ps.Costs.transformer([3, 5], **SIZES, **run)
-    assert mine == SMALL.costs((3, 5), **run)
-    assert mine == ps.Costs.transformer(np.array([3, 5]), **SIZES, **run)
-    assert mine.network is network
+    costs = ps.Costs.transformer([3, 5], **SIZES, **run)
+    assert costs == SMALL.costs((3, 5), **run)
+    assert costs == ps.Costs.transformer(np.array([3, 5]), **SIZES, **run)
+    assert costs.network is network
     assert ps.Costs.transformer(4, **SIZES, n_layers=8, **RUN) == SMALL.costs([2, 2, 2, 2], **RUN)
-    timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), mine)
+    timeline = ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), costs)
     assert timeline.complete
 
 
@@ -285,8 +285,8 @@ def test_one_meaning_of_a_number_of_stages() -> None:
     model = ps.Transformer(**LARGE_HEAD)
     # Of the table, the head is a row of its own where it may have a stage of its own.
     for partition, rows in (("even", [1] * 8), ("balanced", [*[1] * 8, 0])):
-        each = model.costs(rows, **RATE)
-        layers = ps.Layers({"forward": each.forward, "backward": each.backward})  # type: ignore[dict-item]
+        costs = model.costs(rows, **RATE)
+        layers = ps.Layers({"forward": costs.forward, "backward": costs.backward})  # type: ignore[dict-item]
         of_model = model.costs(4, **RATE, partition=partition)
         of_layers = layers.costs(4, partition=partition)
         assert of_layers == ps.Costs.from_layers(layers, 4, partition=partition)

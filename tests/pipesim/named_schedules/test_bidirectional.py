@@ -130,13 +130,13 @@ def test_published_dualpipe_makespans(p: int, m: int, makespan: int, busy: int, 
     assert timeline.idle.tolist() == [idle] * p
 
 
-@given(of=counts("dualpipe"), f=SECONDS, data=st.data())
-def test_dualpipe_makespan(of: tuple[int, int], f: int, data: st.DataObject) -> None:
+@given(size=counts("dualpipe"), f=SECONDS, data=st.data())
+def test_dualpipe_makespan(size: tuple[int, int], f: int, data: st.DataObject) -> None:
     """The published bubble (p/2 - 1)(F&B + B - 3W) is that of the devices in the middle.
 
     Where I is as long as F, W no longer, and F&B no shorter than B.
     """
-    p, m = of
+    p, m = size
     w = data.draw(st.integers(1, f))
     b = f + w
     both = data.draw(st.integers(b, f + b + 100))
@@ -149,9 +149,9 @@ def test_dualpipe_makespan(of: tuple[int, int], f: int, data: st.DataObject) -> 
 
 
 @given(counts("dualpipe"))
-def test_dualpipe_overlaps_and_splits(of: tuple[int, int]) -> None:
+def test_dualpipe_overlaps_and_splits(size: tuple[int, int]) -> None:
     """What the eight steps add up to, on the device k away from the nearer end."""
-    p, m = of
+    p, m = size
     schedule = ps.schedule("dualpipe", p, m)
     for device, order in enumerate(schedule.orders):
         k = min(device, p - 1 - device)
@@ -163,9 +163,9 @@ def test_dualpipe_overlaps_and_splits(of: tuple[int, int]) -> None:
 
 
 @given(counts("dualpipe"))
-def test_dualpipe_activations(of: tuple[int, int]) -> None:
+def test_dualpipe_activations(size: tuple[int, int]) -> None:
     """Of p + 1 micro-batches, on every device."""
-    p, m = of
+    p, m = size
     assert run("dualpipe", p, m, activation_bytes=1).peak_memory.tolist() == [p + 1] * p
 
 
@@ -176,12 +176,12 @@ def test_directions_mirror_each_other(name: str, data: st.DataObject) -> None:
     p, m = data.draw(counts(name))
     schedule = ps.schedule(name, p, m)
     for device in range(p):
-        here, there = (
+        down, up = (
             np.stack([schedule.op, schedule.stage, schedule.microbatch])[:, schedule.device == d]
             for d in (device, p - 1 - device)
         )
-        there[2] = (there[2] + m // 2) % m
-        assert np.array_equal(here, there)
+        up[2] = (up[2] + m // 2) % m
+        assert np.array_equal(down, up)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -200,7 +200,7 @@ def test_closed_forms_of_two_directions(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_devices_hold_two_sets_of_weights(name: str) -> None:
     """One a direction, with gradients of its own."""
-    both, one = (run(of, 4, 8, parameter_bytes=1).peak_memory for of in (name, "1f1b"))
+    both, one = (run(family, 4, 8, parameter_bytes=1).peak_memory for family in (name, "1f1b"))
     assert both.tolist() == (schedule_info(name).parameters.value(4, 8) * one).tolist()
 
 

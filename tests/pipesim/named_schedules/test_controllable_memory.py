@@ -93,8 +93,8 @@ def test_the_steady_state_repeats_every_six(name: str, p: int) -> None:
     timeline = run(ps.schedule(name, p, m))
     graph = timeline.graph
     for device in range(p):
-        mine = (graph.device == device) & (graph.op == ps.Op.F) & (graph.stage == device)
-        starts = np.sort(timeline.start[mine])
+        own = (graph.device == device) & (graph.op == ps.Op.F) & (graph.stage == device)
+        starts = np.sort(timeline.start[own])
         steady = np.diff(starts[2 * p : 4 * p])
         assert steady.mean() == pytest.approx(6, abs=6 / len(steady))
 

@@ -34,7 +34,7 @@ def run(name: str, p: int, m: int, **costs: float) -> ps.Timeline:
 
 def versions(name: str, p: int, m: int) -> list[float]:
     """Return how many versions of its weights each device holds."""
-    held, one = (run(of, p, m, parameter_bytes=1).peak_memory for of in (name, "1f1b"))
+    held, one = (run(family, p, m, parameter_bytes=1).peak_memory for family in (name, "1f1b"))
     return [float(version) for version in held - one + 1]
 
 

@@ -50,8 +50,8 @@ def longest_span(timeline: ps.Timeline) -> float:
     """Return the longest time from a device's first compute task to the end of its last."""
     compute = timeline.graph.is_op(SCHEDULED)
     spans = [
-        timeline.end[of].max() - timeline.start[of].min()
-        for of in (compute & (timeline.graph.device == d) for d in range(timeline.n_devices))
+        timeline.end[own].max() - timeline.start[own].min()
+        for own in (compute & (timeline.graph.device == d) for d in range(timeline.n_devices))
     ]
     return float(max(spans))
 
@@ -97,10 +97,10 @@ def test_closed_forms_hold(name: str, data: st.DataObject) -> None:
 def test_closed_forms_are_numbers(name: str) -> None:
     """For every count that the schedule takes, and they say what they are."""
     info = schedule_info(name)
-    taken = [(p, m) for p in range(1, 9) for m in range(1, 25) if info.allows(p, m)]
+    sizes = [(p, m) for p in range(1, 9) for m in range(1, 25) if info.allows(p, m)]
     for form in (info.bubble, info.activations, info.parameters):
         assert form.text
-        assert not any(math.isnan(form.of(p, m)) for p, m in taken)
+        assert not any(math.isnan(form.of(p, m)) for p, m in sizes)
 
 
 DRAWN = {
@@ -292,8 +292,8 @@ def test_published_dualpipev_bubble(data: st.DataObject, p: int, w: int) -> None
 def test_dualpipev_overlaps() -> None:
     """Each device overlaps the F of a chunk with the B of its other one."""
     schedule = ps.schedule("dualpipev", 3, 8)
-    found = [[a for a in order if isinstance(a, ps.Overlapped)] for order in schedule.orders]
-    for device, pairs in enumerate(found):
+    overlaps = [[a for a in order if isinstance(a, ps.Overlapped)] for order in schedule.orders]
+    for device, pairs in enumerate(overlaps):
         assert {pair.forward.stage + pair.backward.stage for pair in pairs} == {5}
         # Two in each round of the steady state, one in each round after it; the last device's
         # first B has no message to hide.

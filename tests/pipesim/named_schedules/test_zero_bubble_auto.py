@@ -33,8 +33,8 @@ def longest_span(timeline: ps.Timeline) -> float:
     """Return the most seconds from a device's first start to its last end."""
     compute = timeline.graph.is_op(SCHEDULED)
     spans = [
-        timeline.end[compute & of].max() - timeline.start[compute & of].min()
-        for of in (timeline.graph.device == d for d in range(timeline.n_devices))
+        timeline.end[compute & own].max() - timeline.start[compute & own].min()
+        for own in (timeline.graph.device == d for d in range(timeline.n_devices))
     ]
     return float(max(spans))
 

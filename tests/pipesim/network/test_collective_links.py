@@ -47,9 +47,9 @@ def traffic(
     """
     columns, group = [], []
     lasts: dict[tuple[int, int, int], float] = {}
-    for replica, (device, other, asked, seconds) in enumerate(uses):
+    for replica, (device, other, start, seconds) in enumerate(uses):
         columns.append((Op.F, device, 0, StreamKind.COMPUTE, replica))
-        lasts[replica, Op.F, 0], lasts[replica, Op.F, 1] = asked, 0.0
+        lasts[replica, Op.F, 0], lasts[replica, Op.F, 1] = start, 0.0
         lasts[replica, Op.REDUCE_GRAD, 0] = lasts[replica, Op.SEND_F, 0] = seconds
         if other < 0:
             columns.append((Op.REDUCE_GRAD, device, 0, StreamKind.COMPUTE, replica))
@@ -197,8 +197,8 @@ def test_engines_agree_on_crowds(uses: list[Use], n_nics: int, algorithm: str) -
     start, end = simpy_engine.run(graph, tasks)
     for mode in (compiled, as_python):
         with mode():
-            mine, ends = engine.run(graph, tasks)
-        assert (mine == start).all()
+            starts, ends = engine.run(graph, tasks)
+        assert (starts == start).all()
         assert (ends == end).all()
     assert_rules_hold(ps.Timeline(graph, start, end), tasks)
 

@@ -53,8 +53,8 @@ def test_named_pairs() -> None:
     """Pairs of one link share its number; the others keep links of their own."""
     links = [ps.Link(5, 1, ((0, 2), (1, 2))), ps.Link(6, 2, ((2, 0),))]
     network = ps.Network(latency=1, bandwidth=math.inf, links=links)  # type: ignore[arg-type]
-    there, too, back, other = resolve(network, (0, 2), (1, 2), (2, 0), (0, 1))
-    assert there == too == ({0}, 5.0, 1.0)
+    outward, too, back, other = resolve(network, (0, 2), (1, 2), (2, 0), (0, 1))
+    assert outward == too == ({0}, 5.0, 1.0)
     assert back == ({1}, 6.0, 2.0)
     assert other[1:] == (1.0, math.inf)
     assert min(other[0]) >= 2
@@ -249,10 +249,10 @@ def test_links_of_nodes_by_hand(network: ps.Network, n: int, data: st.DataObject
     def holds(a: int, b: int) -> set[tuple[Any, ...]]:
         if (a, b) in named:
             return {("link",)}
-        each = nodes.devices_per_node // nodes.n_nics
+        per_nic = nodes.devices_per_node // nodes.n_nics
         ports = {("out", a), ("in", b)} if nodes.port_bandwidth < math.inf else set()
         far = a // nodes.devices_per_node != b // nodes.devices_per_node
-        nics = {("nic out", a // each), ("nic in", b // each)}
+        nics = {("nic out", a // per_nic), ("nic in", b // per_nic)}
         return ports | (nics if far and nodes.nic_bandwidth < math.inf else set())
 
     got = resolve(network, *pairs, n_devices=n)
@@ -260,11 +260,13 @@ def test_links_of_nodes_by_hand(network: ps.Network, n: int, data: st.DataObject
         zip(pairs, got, strict=True), repeat=2
     ):
         assert len(links & others) == len(holds(*one) & holds(*two)), (one, two)
-    there, back = data.draw(st.sampled_from(pairs)), got
-    if there not in named and there[::-1] not in named:  # the same both ways, on other links
-        here, other = back[pairs.index(there)], back[pairs.index(there[::-1])]
-        assert here[1:] == other[1:]
-        assert not here[0] & other[0]
+    direction, back = data.draw(st.sampled_from(pairs)), got
+    if (
+        direction not in named and direction[::-1] not in named
+    ):  # the same both ways, on other links
+        forth, other = back[pairs.index(direction)], back[pairs.index(direction[::-1])]
+        assert forth[1:] == other[1:]
+        assert not forth[0] & other[0]
 
 
 @pytest.mark.parametrize(
@@ -378,11 +380,11 @@ def test_all_to_all_over_nodes() -> None:
     fast = ps.Nodes(4, port_bandwidth=8, nic_bandwidth=1000)
     assert ps.Network(nodes=fast).all_to_all(8, range(8)) == 7 / 8 * 8 / 8
     # What a link of its own carries leaves the NICs to the rest.
-    there = ps.Link(5, 2, ((0, 4), (1, 4), (0, 5), (1, 5)))
-    back = ps.Link(5, 2, tuple((b, a) for a, b in there.pairs))
+    outward = ps.Link(5, 2, ((0, 4), (1, 4), (0, 5), (1, 5)))
+    back = ps.Link(5, 2, tuple((b, a) for a, b in outward.pairs))
     members = [0, 1, 4, 5]
-    assert ps.Network(links=(there,), nodes=NODES).all_to_all(8, members) == 4 * 2 / 1 + 5
-    assert ps.Network(links=(there, back), nodes=NODES).all_to_all(8, members) == 4 * 2 / 2 + 5
+    assert ps.Network(links=(outward,), nodes=NODES).all_to_all(8, members) == 4 * 2 / 1 + 5
+    assert ps.Network(links=(outward, back), nodes=NODES).all_to_all(8, members) == 4 * 2 / 2 + 5
 
 
 @given(st.data(), st.integers(3, 7), st.floats(0, 1e9), st.sampled_from(["ring", "tree"]))

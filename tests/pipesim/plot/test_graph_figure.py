@@ -59,13 +59,13 @@ def texts(ax: Axes) -> dict[tuple[float, float], str]:
 
 def arrows(ax: Axes, graph: ps.TaskGraph, sort: str) -> set[str]:
     """Both tasks of each arrow of a sort."""
-    found = set()
+    names = set()
     for patch in ax.patches:
         gid = str(patch.get_gid())
         if isinstance(patch, FancyArrowPatch) and gid.startswith(f"{sort}:"):
             tasks = gid.partition(":")[2].split(">")
-            found.add(" ".join(str(graph.task(int(task))) for task in tasks))
-    return found
+            names.add(" ".join(str(graph.task(int(task))) for task in tasks))
+    return names
 
 
 def rows(ax: Axes, n: int) -> list[str]:
@@ -152,12 +152,12 @@ def test_messages_as_nodes_are_between_their_tasks() -> None:
     """SEND right behind what it sends, RECV right before what needs it, towards each other."""
     ax = drawn(lowered(n=2, m=2, step="none"), messages="nodes")
     where = texts(ax)
-    beside = {key: text for key, text in where.items() if text[0] in "<>"}
-    assert {(x, round(y)): text for (x, y), text in beside.items()} == {
+    messages = {key: text for key, text in where.items() if text[0] in "<>"}
+    assert {(x, round(y)): text for (x, y), text in messages.items()} == {
         (0.5, 0): ">0", (1.5, 0): ">1", (0.5, 1): "<0", (1.5, 1): "<1",
         (3.5, 1): ">1", (4.5, 1): ">0", (3.5, 0): "<1", (4.5, 0): "<0",
     }  # fmt: skip
-    assert all((y > 0 if y < 0.5 else y < 1) for _, y in beside)
+    assert all((y > 0 if y < 0.5 else y < 1) for _, y in messages)
 
 
 def test_labels_are_the_microbatches_of_messages() -> None:

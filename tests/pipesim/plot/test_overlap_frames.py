@@ -26,8 +26,8 @@ def run(schedule: ps.Schedule, **options: Any) -> ps.Timeline:
 
 def frames(ax: Axes, gid: str = "cells:overlapped") -> list[tuple[float, ...]]:
     """Return left, right, top and bottom of each frame, in order."""
-    found = [artist for artist in ax.collections if artist.get_gid() == gid]
-    corners = [path.vertices[:4] for artist in found for path in artist.get_paths()]
+    artists = [artist for artist in ax.collections if artist.get_gid() == gid]
+    corners = [path.vertices[:4] for artist in artists for path in artist.get_paths()]
     sides = [(*np.sort(c[:, 0])[[0, -1]], *np.sort(c[:, 1])[[0, -1]]) for c in corners]
     return sorted(tuple(np.round(side, 9).tolist()) for side in sides)
 
@@ -63,8 +63,8 @@ def test_every_pair_is_framed(name: str, transfers: bool) -> None:
                 end = cells.loc[device, "B", b.stage, b.microbatch]["end"]
                 expected.append((device, start, end))
     ax = timeline.plot(ax=axes(), transfers=transfers)
-    found = [(round((y0 + y1) / 2 + 0.17 * transfers), x0, x1) for x0, x1, y0, y1 in frames(ax)]
-    np.testing.assert_allclose(sorted(found), sorted(expected))
+    actual = [(round((y0 + y1) / 2 + 0.17 * transfers), x0, x1) for x0, x1, y0, y1 in frames(ax)]
+    np.testing.assert_allclose(sorted(actual), sorted(expected))
 
 
 def test_no_frames_without_pairs() -> None:

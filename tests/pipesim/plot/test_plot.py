@@ -68,7 +68,7 @@ def axes(width: float = 7.16, height: float = 2.0) -> Axes:
     return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
-def found(ax: Axes, gid: str) -> Any:
+def artist_of(ax: Axes, gid: str) -> Any:
     """The one artist with this gid."""
     (artist,) = [artist for artist in ax.get_children() if artist.get_gid() == gid]
     return artist
@@ -80,7 +80,7 @@ def drawn(ax: Axes) -> set[str]:
 
 def boxes(ax: Axes, gid: str) -> np.ndarray:
     """Left, right, low y and high y of each cell of a collection, in data coordinates."""
-    corners = np.array([path.vertices[:4] for path in found(ax, gid).get_paths()])
+    corners = np.array([path.vertices[:4] for path in artist_of(ax, gid).get_paths()])
     return np.column_stack(
         [corners[..., 0].min(1), corners[..., 0].max(1), corners[..., 1].min(1),
          corners[..., 1].max(1)]
@@ -97,7 +97,7 @@ def overlapping(cells: np.ndarray) -> int:
 
 
 def numbers_in(ax: Axes, gid: str = "cells:numbers") -> BoxLabels:
-    artist = found(ax, gid)
+    artist = artist_of(ax, gid)
     assert isinstance(artist, BoxLabels)
     return artist
 
@@ -215,13 +215,13 @@ def test_bubbles_are_what_no_cell_covers() -> None:
     ax = timeline.plot(ax=axes(), unit="s")
     bands = boxes(ax, "bubbles")
     assert bands[:, 1].tolist() == [timeline.makespan] * 2
-    assert found(ax, "bubbles").get_zorder() < found(ax, "cells:F").get_zorder()
+    assert artist_of(ax, "bubbles").get_zorder() < artist_of(ax, "cells:F").get_zorder()
 
 
 def test_recompute_is_hatched_and_other_work_is_not() -> None:
     ax = simulated("gpipe", 2, 4, recompute="always").plot(ax=axes())
-    assert found(ax, "cells:R").get_hatch()
-    assert not found(ax, "cells:F").get_hatch()
+    assert artist_of(ax, "cells:R").get_hatch()
+    assert not artist_of(ax, "cells:F").get_hatch()
     assert ax.get_legend() is not None
     assert legend_of(ax.get_legend()) == ["forward", "backward", "recompute", "optimizer"]
 
@@ -265,7 +265,7 @@ def two_chunks() -> Timeline:
 
 def test_stages_of_one_device_are_told_apart() -> None:
     ax = two_chunks().plot(ax=axes())
-    faces = found(ax, "cells:F").get_facecolors()
+    faces = artist_of(ax, "cells:F").get_facecolors()
     stages = [task.stage for task in map(two_chunks().graph.task, range(99)[:len(two_chunks())])
               if task.op == Op.F]  # fmt: skip
     brightness = dict(zip(stages, faces[:, :3].sum(axis=1), strict=True))
@@ -408,7 +408,7 @@ def test_messages_of_pure_latency_are_ticks() -> None:
     costs = dataclasses.replace(COSTS, network=ps.Network(latency=0.001))
     timeline = simulated(n=2, m=3, costs=costs)
     ax = timeline.plot(ax=axes(), transfers=True, unit="s")
-    ticks = np.array([path.vertices for path in found(ax, "cells:instant").get_paths()])
+    ticks = np.array([path.vertices for path in artist_of(ax, "cells:instant").get_paths()])
     frame = timeline.frame
     messages = frame[frame["op"].isin(op.name for op in TRANSFERS)]
     np.testing.assert_allclose(sorted(ticks[:, 0, 0]), sorted(messages["start"]))
@@ -430,8 +430,8 @@ def test_transfers_on_the_compute_stream_are_drawn_there() -> None:
 def test_messages_next_to_nothing_long_take_no_gaps_away() -> None:
     fast = dataclasses.replace(COSTS, network=ps.Network(bandwidth=1e15))
     ax = simulated(overlap=False, costs=fast, recompute="always").plot(ax=axes())
-    assert found(ax, "cells:F").get_linewidth()[0] > 0.2
-    assert found(ax, "cells:R").get_hatch()
+    assert artist_of(ax, "cells:F").get_linewidth()[0] > 0.2
+    assert artist_of(ax, "cells:R").get_hatch()
 
 
 def test_one_device_has_no_transfers_to_draw() -> None:
@@ -444,7 +444,7 @@ def test_one_device_has_no_transfers_to_draw() -> None:
 def test_an_arrow_for_each_output_and_gradient(options: dict[str, Any]) -> None:
     timeline = simulated("1f1b", 3, 4, **options)
     ax = timeline.plot(ax=axes(), dependencies=True, unit="s")
-    arrows = found(ax, "dependencies")
+    arrows = artist_of(ax, "dependencies")
     frame = timeline.frame.set_index(["op", "stage", "microbatch"])
     expected = []
     for m in range(4):
@@ -511,7 +511,7 @@ def test_predicted_is_above_measured_on_the_same_axis() -> None:
 def test_predictions_are_paler() -> None:
     predicted = simulated()
     ax = ps.Comparison(predicted, measured(predicted)).plot(ax=axes())
-    pale, full = (found(ax, f"{name}:F").get_facecolors() for name in ("predicted", "measured"))
+    pale, full = (artist_of(ax, f"{name}:F").get_facecolors() for name in ("predicted", "measured"))
     assert (pale[:, :3].sum(axis=1) > full[:, :3].sum(axis=1)).all()
     assert legend_of(ax.get_legend())[:2] == ["predicted", "measured"]
 
@@ -521,7 +521,7 @@ def test_makespans_are_marked_and_the_error_is_in_the_title() -> None:
     comparison = ps.Comparison(predicted, measured(predicted))
     ax = comparison.plot(ax=axes(), unit="s")
     for name, timeline in (("predicted", predicted), ("measured", comparison.measured)):
-        assert found(ax, f"{name}:makespan").get_xdata()[0] == timeline.makespan
+        assert artist_of(ax, f"{name}:makespan").get_xdata()[0] == timeline.makespan
         assert ax.get_xlim()[1] >= timeline.makespan
     error = style.format_error(comparison.makespan_error)
     assert ax.get_title(loc="right").endswith(f"error {error}")
@@ -578,7 +578,7 @@ def test_compared_transfers_have_lanes_of_their_own() -> None:
     lanes: dict[str, list[Any]] = {"predicted": [], "measured": []}
     for name, timeline in (("predicted", predicted), ("measured", comparison.measured)):
         frame = timeline.frame[timeline.duration > 0]
-        for op in sorted({Op[each] for each in frame["op"]}):
+        for op in sorted({Op[op] for op in frame["op"]}):
             tasks, cells = frame[frame["op"] == op.name], boxes(ax, f"{name}:{op.name}")
             np.testing.assert_allclose(cells[:, :2], tasks[["start", "end"]], atol=1e-12)
             for device in range(4):
@@ -613,11 +613,11 @@ def test_memory_steps_up_to_each_devices_peak() -> None:
     timeline = simulated("1f1b", 3, 6)
     ax = axes()
     assert plot.memory(timeline, ax=ax) is ax
-    peaks = [found(ax, f"memory:{device}").get_ydata().max() for device in range(3)]
+    peaks = [artist_of(ax, f"memory:{device}").get_ydata().max() for device in range(3)]
     np.testing.assert_allclose(np.array(peaks) * MIB, timeline.peak_memory)
     assert ax.get_ylabel() == "Memory held (MiB)"
     assert legend_of(ax.get_legend()) == ["device 0", "device 1", "device 2"]
-    line = found(ax, "memory:2")
+    line = artist_of(ax, "memory:2")
     assert line.get_drawstyle() == "steps-post"
     assert line.get_xdata()[-1] == timeline.makespan * 1e3
 
@@ -640,9 +640,9 @@ def test_bars_are_as_long_as_the_column_says() -> None:
 
 
 def test_a_value_that_is_not_known_is_marked() -> None:
-    known = simulated()
-    unknown = dataclasses.replace(known, costs=None)
-    ax = plot.bars(ps.compare({"a": known, "b": unknown}), ax=axes(), column="peak_memory")
+    simulation = simulated()
+    unknown = dataclasses.replace(simulation, costs=None)
+    ax = plot.bars(ps.compare({"a": simulation, "b": unknown}), ax=axes(), column="peak_memory")
     assert [text.get_text() for text in ax.texts] == ["456 MiB", "n/a"]
 
 

@@ -55,7 +55,7 @@ def test_register_without_parentheses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("kinds", "words"),
     [
         ({"bubble": 0.5}, r"bubble must be a pipesim.ClosedForm.* got 0.5 \(float\)"),
         ({"activations": None}, r"activations must be a pipesim.ClosedForm"),
@@ -65,10 +65,10 @@ def test_register_without_parentheses() -> None:
         ({"counts": ps.Counts("any", True)}, "got one with allow=True, which is no function"),  # type: ignore[arg-type]
     ],
 )
-def test_kinds_of_what_is_known(given: dict[str, Any], words: str) -> None:
+def test_kinds_of_what_is_known(kinds: dict[str, Any], words: str) -> None:
     """Formulas and counts of another kind are refused, with the name of the schedule."""
     with pytest.raises(ArgumentError, match=f"schedule 'mine': .*{words}"):
-        ps.register("mine", **given)
+        ps.register("mine", **kinds)
 
 
 @pytest.mark.parametrize("function", [None, max, lambda n_devices, *rest: None])
@@ -181,7 +181,7 @@ def test_required_options() -> None:
     """One without a default must be given; ``**options`` is none."""
 
     @ps.register("mine")
-    def mine(
+    def order(
         device: int, n_devices: int, n_microbatches: int, last: str, **options: object
     ) -> Iterator[str]:
         yield from ("0F0", last)
@@ -398,10 +398,10 @@ def test_errors_of_a_device(text: str, error: type[Exception], words: str) -> No
 def test_errors_of_a_whole_schedule() -> None:
     """Likewise, and running out of memory is what it is."""
 
-    def mine(n_devices: int, n_microbatches: int, error: Exception) -> ps.Schedule:
+    def factory(n_devices: int, n_microbatches: int, error: Exception) -> ps.Schedule:
         raise error
 
-    ps.register("mine")(mine)
+    ps.register("mine")(factory)
     with pytest.raises(ScheduleError, match="schedule 'mine': its function raised KeyError: 1"):
         ps.schedule("mine", 2, 2, error=KeyError(1))
     with pytest.raises(CapacityError, match="schedule 'mine': its function ran out of memory"):
@@ -416,8 +416,8 @@ def test_errors_of_a_priority() -> None:
         ps.order_by(ps.linear(2), 2, priority=lambda action, ready: 1 / 0)
 
 
-@pytest.mark.parametrize("given", [None, 5, "01", iter([0, 1])])
-def test_a_placement_is_a_sequence(given: Any) -> None:
+@pytest.mark.parametrize("devices", [None, 5, "01", iter([0, 1])])
+def test_a_placement_is_a_sequence(devices: Any) -> None:
     """Anything else is refused."""
     with pytest.raises(ArgumentError, match="a placement must be a sequence of device numbers"):
-        ps.Placement(given)
+        ps.Placement(devices)

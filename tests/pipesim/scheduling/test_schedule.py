@@ -155,8 +155,8 @@ def test_published_1f1b_bubble_rates(row: dict[str, Any], expected: dict[str, fl
     timeline = ps.simulate(ps.lower(ps.schedule("1f1b", row["p"], row["m"])), costs)
     compute = timeline.graph.is_op(COMPUTE)
     spans = [
-        timeline.end[compute & of].max() - timeline.start[compute & of].min()
-        for of in (timeline.graph.device == device for device in range(row["p"]))
+        timeline.end[compute & own].max() - timeline.start[compute & own].min()
+        for own in (timeline.graph.device == device for device in range(row["p"]))
     ]
     work = row["m"] * (row["TF_us"] + row["TB_us"] + row["TW_us"]) * micro
     assert round(float((max(spans) - work) / max(spans)), 4) == expected["1F1B"]
@@ -363,7 +363,7 @@ def test_a_cell_of_a_notebook_runs_twice() -> None:
     for last in ("0B0", "0B0"):
 
         @register("mine")
-        def mine(device: int, n_devices: int, n_microbatches: int) -> Iterator[str]:
+        def order(device: int, n_devices: int, n_microbatches: int) -> Iterator[str]:
             yield from ("0F0", last)  # noqa: B023
 
     assert len(ps.schedule("mine", 1, 1)) == 2

@@ -134,7 +134,7 @@ def test_a_file_that_was_changed(tmp_path: Path, form: str) -> None:
     (path,) = tmp_path.iterdir()
     text = path.read_text()
     signature = re.search("sha256:[0-9a-f]{16}", text)[0]  # type: ignore[index]
-    other = re.sub("(?<=[A-Z])[01](?![0-9])", lambda found: "10"[int(found[0])], text)
+    other = re.sub("(?<=[A-Z])[01](?![0-9])", lambda match: "10"[int(match[0])], text)
     path.write_text(other)
     with pytest.raises(ScheduleError, match="its checksum does not match") as caught:
         ps.Schedule.load(path)

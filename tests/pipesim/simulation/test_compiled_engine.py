@@ -40,8 +40,8 @@ def assert_engines_agree(graph: ps.TaskGraph, costs: ps.TaskCosts) -> ps.Timelin
     start, end = simpy_engine.run(graph, costs)
     for mode in (compiled, as_python):
         with mode():
-            mine, ends = engine.run(graph, costs)
-        assert (mine == start).all()
+            starts, ends = engine.run(graph, costs)
+        assert (starts == start).all()
         assert (ends == end).all()
     return ps.Timeline(graph, start, end)
 
@@ -202,8 +202,8 @@ def messages(
     op, device, stage, stream, replica = np.array(columns, dtype=np.int64).T
     graph = TaskGraph.build(Tasks(op, device, stage, np.zeros_like(op), stream, replica))
     drawn = np.zeros(len(graph))
-    for number, (_, _, asked, seconds) in enumerate(routes):
-        drawn[4 * number : 4 * number + 2] = asked, seconds
+    for number, (_, _, start, seconds) in enumerate(routes):
+        drawn[4 * number : 4 * number + 2] = start, seconds
     of_graph = ps.Costs(1, 1, output_bytes=1, network=network).of(graph)
     return graph, replace(of_graph, drawn=drawn)
 
@@ -399,8 +399,8 @@ def answers(block: bool, **environment: str) -> dict[str, Any]:
         text=True,
         check=True,
     )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def test_without_numba() -> None:
@@ -409,13 +409,13 @@ def test_without_numba() -> None:
     assert with_numba["available"]
     assert with_numba["numba"]
     assert with_numba["warnings"] == []
-    for off in (answers(block=False, NUMBA_DISABLE_JIT="1"), answers(block=True)):
-        assert not off["available"]
-        assert not off["numba"]
-        assert off["answers"] == with_numba["answers"]
-        assert set(off["warnings"]) == {"EngineWarning"}
-        assert "numba is missing or switched off; SimPy's engine serves" in off["texts"][0]
-        assert off["files"][0] == "<string>", "the warning points at who called simulate"
+    for python in (answers(block=False, NUMBA_DISABLE_JIT="1"), answers(block=True)):
+        assert not python["available"]
+        assert not python["numba"]
+        assert python["answers"] == with_numba["answers"]
+        assert set(python["warnings"]) == {"EngineWarning"}
+        assert "numba is missing or switched off; SimPy's engine serves" in python["texts"][0]
+        assert python["files"][0] == "<string>", "the warning points at who called simulate"
 
 
 def test_simpys_engine_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:

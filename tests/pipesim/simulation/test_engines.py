@@ -386,9 +386,9 @@ def test_invariants(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert (end[graph.pair[recvs]] <= end[recvs]).all()
     held = np.flatnonzero(graph.is_op(SENDS) & (tasks.duration > 0))
     for link in np.unique(tasks.links[held][tasks.links[held] >= 0]):
-        mine = held[(tasks.links[held] == link).any(axis=1)]
-        mine = mine[np.argsort(start[mine], kind="stable")]
-        assert (end[mine][:-1] <= start[mine][1:]).all()
+        own = held[(tasks.links[held] == link).any(axis=1)]
+        own = own[np.argsort(start[own], kind="stable")]
+        assert (end[own][:-1] <= start[own][1:]).all()
 
 
 @given(cases())

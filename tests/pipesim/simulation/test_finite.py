@@ -51,12 +51,12 @@ def test_endless_times(
     engine: str, fields: dict[str, Any], noise: dict[str, Any] | None, message: str | None
 ) -> None:
     """The first task that would end beyond any time is named."""
-    given = None if noise is None else ps.Noise(seed=0, **noise)
+    drawn = None if noise is None else ps.Noise(seed=0, **noise)
     if message is None:
-        assert np.isfinite(ps.simulate(GRAPH, costs(), noise=given).makespan)
+        assert np.isfinite(ps.simulate(GRAPH, costs(), noise=drawn).makespan)
         return
     with pytest.raises(CostsError, match=message):
-        ps.simulate(GRAPH, costs(**fields), engine=engine, noise=given)
+        ps.simulate(GRAPH, costs(**fields), engine=engine, noise=drawn)
 
 
 @pytest.mark.parametrize(
@@ -147,16 +147,16 @@ def test_a_scenario_is_checked_without_noise(scenario: Any) -> None:
 
 @dataclass(frozen=True)
 class Own:
-    """A distribution of the user's own, whose quantiles are ``made``."""
+    """A distribution of the user's own, whose quantiles are ``values``."""
 
-    made: Callable[[Any], Any]
+    values: Callable[[Any], Any]
 
     def quantile(self, level: Any) -> Any:
-        return self.made(level)
+        return self.values(level)
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("values", "message"),
     [
         (lambda level: None, "must return an array of factors of the shape.*got NoneType"),
         (lambda level: "x", "got str 'x'"),
@@ -169,9 +169,9 @@ class Own:
     ],
 )
 @pytest.mark.parametrize("what", ["task", "device", "message"])
-def test_a_distribution_of_the_users_own(made: Any, message: str, what: str) -> None:
+def test_a_distribution_of_the_users_own(values: Any, message: str, what: str) -> None:
     """It is named, and what it returned."""
-    noise = ps.Noise(seed=0, **{what: Own(made)})
+    noise = ps.Noise(seed=0, **{what: Own(values)})
     with pytest.raises(ArgumentError, match=message):
         ps.simulate(GRAPH, costs(), noise=noise)
     with pytest.raises(ArgumentError, match=message):

@@ -44,8 +44,8 @@ def assert_distributed(values: np.ndarray, cdf: Callable[[float], float]) -> Non
 
 def assert_alike(one: np.ndarray, other: np.ndarray) -> None:
     """Do the same for two samples."""
-    at = np.concatenate([one, other])
-    shares = [np.searchsorted(np.sort(x), at, side="right") / len(x) for x in (one, other)]
+    values = np.concatenate([one, other])
+    shares = [np.searchsorted(np.sort(x), values, side="right") / len(x) for x in (one, other)]
     assert np.abs(shares[0] - shares[1]).max() < 1.95 * math.sqrt(1 / len(one) + 1 / len(other))
 
 
@@ -203,9 +203,9 @@ def test_messages_and_devices() -> None:
     computes = graph.is_op(COMPUTE) & (tasks.duration > 0)
     ratio = of_devices.duration[computes] / tasks.duration[computes]
     assert (of_devices.duration[~computes] == tasks.duration[~computes]).all()
-    each = [np.unique(ratio[graph.device[computes] == d].round(12)) for d in range(8)]
-    assert [len(values) for values in each] == [1] * 8
-    assert len(np.unique(each)) == 8
+    ratios = [np.unique(ratio[graph.device[computes] == d].round(12)) for d in range(8)]
+    assert [len(values) for values in ratios] == [1] * 8
+    assert len(np.unique(ratios)) == 8
 
 
 def test_slow_device() -> None:
@@ -505,8 +505,8 @@ def test_unknown_operation() -> None:
         UnknownNameError, match=r"unknown compute operation 'STPE'; did you mean 'S"
     ):
         noise_of(task={"STPE": ps.Normal(0.1)})
-    known = "B, DISPATCH, F, I, R, REORDER, STEP, W"
-    with pytest.raises(UnknownNameError, match=rf"'SEND_F'.*\(known: {known}\)"):
+    names = "B, DISPATCH, F, I, R, REORDER, STEP, W"
+    with pytest.raises(UnknownNameError, match=rf"'SEND_F'.*\(known: {names}\)"):
         noise_of(task={"SEND_F": ps.Normal(0.1)})
 
 
@@ -547,9 +547,9 @@ def test_slow_devices_that_do_not_exist(slow: dict[str, Any], message: str) -> N
 def test_bad_scenarios(options: dict[str, Any], message: str) -> None:
     """Counts, noise, costs and graphs."""
     graph = ps.lower(ps.schedule("gpipe", 2, 2))
-    given_ = {"graph": graph, "costs": ONE, "noise": noise_of(), "progress": False, **options}
+    arguments = {"graph": graph, "costs": ONE, "noise": noise_of(), "progress": False, **options}
     with pytest.raises(PipeError, match=message):
-        ps.simulate_many(**given_)
+        ps.simulate_many(**arguments)
 
 
 def test_bad_scenario() -> None:

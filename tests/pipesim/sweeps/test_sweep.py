@@ -191,7 +191,7 @@ GOOD = {"schedule": "1f1b", "n_microbatches": 2}
 
 
 @pytest.mark.parametrize(
-    ("configurations", "says"),
+    ("configurations", "message"),
     [
         ({"schedul": ["1f1b"]}, "grid: unknown key 'schedul'; did you mean 'schedule'?"),
         ([GOOD, {**GOOD, "latencey": 1}], "row 1: unknown key 'latencey'; did you mean 'latency'?"),
@@ -211,20 +211,22 @@ GOOD = {"schedule": "1f1b", "n_microbatches": 2}
         ("1f1b", "sweep takes a mapping"),
     ],
 )
-def test_refused_before_anything_runs(configurations: Any, says: str, log: Path) -> None:
+def test_refused_before_anything_runs(configurations: Any, message: str, log: Path) -> None:
     """Nothing is run, though a good row stands first."""
     if isinstance(configurations, list) and configurations:
         configurations = [{"schedule": "own", "n_microbatches": 2}, *configurations]
-        says = says.replace("row 1", "row 2").replace("row 0", "row 1")
+        message = message.replace("row 1", "row 2").replace("row 0", "row 1")
     with pytest.raises(ArgumentError) as caught:
         sweep(configurations)
-    assert says in str(caught.value)
-    assert isinstance(caught.value, UnknownNameError) == ("unknown" in says or "no option" in says)
+    assert message in str(caught.value)
+    assert isinstance(caught.value, UnknownNameError) == (
+        "unknown" in message or "no option" in message
+    )
     assert runs(log) == []
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"n_jobs": 0}, "n_jobs must be a whole number but 0"),
         ({"backend": "locky", "n_jobs": 2}, "joblib cannot use the backend 'locky'"),
@@ -235,10 +237,10 @@ def test_refused_before_anything_runs(configurations: Any, says: str, log: Path)
         ({"path": "a\0b"}, "cannot write a\0b: embedded null"),
     ],
 )
-def test_bad_options(options: dict[str, Any], says: str) -> None:
+def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         sweep([GOOD], **options)
-    assert str(caught.value).startswith(says)
+    assert str(caught.value).startswith(message)
 
 
 def test_none_is_as_if_it_were_not_given() -> None:
@@ -253,10 +255,10 @@ def test_a_formula_that_fails_stops_no_sweep(tmp_path: Path) -> None:
     def fails(n_devices: int, n_microbatches: int) -> float:
         raise ZeroDivisionError
 
-    asked = []
+    calls = []
 
     def counted(n_devices: int, n_microbatches: int) -> float:
-        asked.append(n_devices)
+        calls.append(n_devices)
         return 0.0
 
     forms = {"bubble": ps.ClosedForm("1 / 0", fails), "activations": ps.ClosedForm("0", counted)}
@@ -273,7 +275,7 @@ def test_a_formula_that_fails_stops_no_sweep(tmp_path: Path) -> None:
         _REGISTRY.pop("own")
     assert table["makespan"].tolist() == pytest.approx([9e-3, 9e-3])
     assert grid["schedule"].tolist() == ["own", "own", "1f1b"]
-    assert asked == []
+    assert calls == []
 
 
 def test_a_preset_and_its_options_are_a_network() -> None:
@@ -319,9 +321,9 @@ def test_resume_runs_what_is_missing(log: Path, tmp_path: Path) -> None:
     assert len(pd.read_json(path, lines=True)) == 4
     sweep(grid, path=path, base={**BASE, "forward": 2e-3})
     assert runs(log) == [2, 3]
-    asked = [{"schedule": "own", "n_microbatches": 2}] * 2
+    configurations = [{"schedule": "own", "n_microbatches": 2}] * 2
     whole = {"n_devices": 2, "costs": ps.Costs(1e-3, 2e-3, activation_bytes=10**6)}
-    assert results(sweep(asked, path=path, base=whole)) == results(first)[1:] * 2
+    assert results(sweep(configurations, path=path, base=whole)) == results(first)[1:] * 2
     assert runs(log) == []  # the same costs, given in another way
 
 
@@ -512,7 +514,7 @@ def test_dask_cluster(log: Path) -> None:
     dask = pytest.importorskip("dask")
     distributed = pytest.importorskip("distributed")
     grid = {"schedule": ["own", "gpipe"], "n_microbatches": [1, 2, 3]}
-    here = results(sweep(grid))
+    expected = results(sweep(grid))
     quiet = {
         "distributed.scheduler.allowed-failures": 0,
         "distributed.logging": {"distributed": "critical"},
@@ -525,14 +527,14 @@ def test_dask_cluster(log: Path) -> None:
         distributed.Client(cluster),
     ):
         runs(log)
-        assert results(sweep(grid, backend="dask")) == here
+        assert results(sweep(grid, backend="dask")) == expected
         assert runs(log) == [1, 2, 3]
         with joblib.parallel_config(backend="dask"):
             table = sweep({"schedule": ["own"], "n_microbatches": [1, FATAL, 2, 3]})
     assert table["error"].dropna().to_dict() == {
         1: "worker was killed (signal unknown; out of memory?)"
     }
-    assert results(table.drop(index=1)) == here[:3]
+    assert results(table.drop(index=1)) == expected[:3]
 
 
 def test_dask_needs_a_client() -> None:
@@ -601,7 +603,7 @@ def test_command_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["gpip", *FLAGS, "--grid", "microbatches=1,2"], "did you mean 'gpipe'?"),
         (["gpipe", *FLAGS, "--grid", "microbatch=1,2"], "did you mean 'n_microbatches'?"),
@@ -619,7 +621,7 @@ def test_command_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 )
 def test_command_mistakes(
     arguments: list[str],
-    says: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -630,4 +632,4 @@ def test_command_mistakes(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-    assert says in err
+    assert message in err

@@ -111,18 +111,18 @@ def test_everything_taken_is_given_back(case: tuple[ps.TaskGraph, ps.Costs]) -> 
     graph, costs = case
     timeline = ps.simulate(graph, costs)
     frame, held = timeline.memory(), static(graph, costs)
-    taken, given_back = changes(graph, costs)
-    assert (taken >= 0).all()
+    allocated, given_back = changes(graph, costs)
+    assert (allocated >= 0).all()
     assert (given_back >= 0).all()
-    assert (taken[~graph.is_op(COMPUTE)] == 0).all()
+    assert (allocated[~graph.is_op(COMPUTE)] == 0).all()
     assert (given_back[~graph.is_op(COMPUTE | {Op.REDUCE_GRAD})] == 0).all()
-    assert taken.sum() == given_back.sum()
+    assert allocated.sum() == given_back.sum()
     for device in range(graph.n_devices):
-        mine = frame[frame["device"] == device]
-        assert mine["nbytes"].iloc[0] == mine["nbytes"].iloc[-1] == held[device]
-        assert (mine["nbytes"] >= held[device]).all()
-        assert (np.diff(mine["time"]) >= 0).all()
-        assert mine["nbytes"].max() == timeline.peak_memory[device]
+        own = frame[frame["device"] == device]
+        assert own["nbytes"].iloc[0] == own["nbytes"].iloc[-1] == held[device]
+        assert (own["nbytes"] >= held[device]).all()
+        assert (np.diff(own["time"]) >= 0).all()
+        assert own["nbytes"].max() == timeline.peak_memory[device]
 
 
 @given(cases())
@@ -135,15 +135,15 @@ def test_peak_is_what_an_order_of_events_shows(case: tuple[ps.TaskGraph, ps.Cost
     """
     graph, costs = case
     timeline = ps.simulate(graph, costs)
-    taken, given_back = changes(graph, costs)
+    allocated, given_back = changes(graph, costs)
     for device in range(graph.n_devices):
         own = graph.device == device
         others = np.flatnonzero(own & ~graph.on_compute & (given_back > 0))
         now = peak = 0.0
         for task in np.flatnonzero(own & graph.on_compute):
-            now += taken[task]
-            at, start, end = timeline.start[task], timeline.start[others], timeline.end[others]
-            ended = (end < at) | (end == at) & ((start < end) | (others < task))
+            now += allocated[task]
+            moment, start, end = timeline.start[task], timeline.start[others], timeline.end[others]
+            ended = (end < moment) | (end == moment) & ((start < end) | (others < task))
             peak = max(peak, now - given_back[others[ended]].sum())
             now -= given_back[task]
         assert timeline.peak_memory[device] == static(graph, costs)[device] + peak

@@ -269,12 +269,12 @@ def test_a_simulated_run_comes_back(
     paths = write(tmp_path_factory.mktemp("traces"), traced(timeline))
     back = ps.Timeline.from_chrome(paths)
     ps.verify(back.graph)
-    theirs, ours = microseconds(timeline), microseconds(back)
-    assert theirs.keys() == ours.keys()
+    expected, actual = microseconds(timeline), microseconds(back)
+    assert expected.keys() == actual.keys()
     computed = back.graph.is_op(COMPUTE)
     for task in np.flatnonzero(computed).tolist():
         name = str(back.graph.task(task))
-        assert ours[name] == pytest.approx(theirs[name], abs=0.01)
+        assert actual[name] == pytest.approx(expected[name], abs=0.01)
     assert ps.replay(back).makespan == pytest.approx(timeline.makespan, abs=1e-8)
     needs = back.graph.dependencies
     assert (back.start[needs.rows] >= back.end[needs.values] - 1e-12).all()
@@ -388,7 +388,7 @@ Change = Callable[[list[list[Event]]], object]
 )
 def test_bad_traces(tmp_path: Path, change: Change, message: str) -> None:
     """Each names the file, or the action and its rank, and says what to do."""
-    ranks = [[dict(e) for e in of] for of in GPIPE_1]
+    ranks = [[dict(e) for e in events] for events in GPIPE_1]
     change(ranks)
     info = {"world_size": 2}
     paths = write(tmp_path, ranks)

@@ -23,9 +23,9 @@ FIRST = [*ranges("0F0 0F1"), *ranges("0B0 0B1", 10, 60)]
 BEFORE, AFTER = event("PP:1F0", 10, 20), event("PP:1B1", 50, 60)
 
 
-def second(*within: Event) -> list[Event]:
-    """Return the second device's ranges; ``within`` lie in the overlapped one."""
-    return [BEFORE, event(PAIR, 20, 50), *within, AFTER]
+def second(*inner: Event) -> list[Event]:
+    """Return the second device's ranges; ``inner`` lie in the overlapped one."""
+    return [BEFORE, event(PAIR, 20, 50), *inner, AFTER]
 
 
 def paired(timeline: ps.Timeline) -> list[tuple[str, str]]:
@@ -48,7 +48,7 @@ def test_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("within", "forward", "backward"),
+    ("inner", "forward", "backward"),
     [
         ((("PP:1F1", 21, 29), ("PP:1B0", 31, 50)), (21, 29), (31, 50)),
         ((("PP:1F1", 20, 30),), (20, 30), (30, 50)),  # the rest is the other's
@@ -60,12 +60,12 @@ def test_by_hand(tmp_path: Path) -> None:
 )
 def test_halves_with_ranges(
     tmp_path: Path,
-    within: tuple[tuple[Any, ...], ...],
+    inner: tuple[tuple[Any, ...], ...],
     forward: tuple[int, int],
     backward: tuple[int, int],
 ) -> None:
     """Halves that have ranges keep their times, unless they ran at once."""
-    events = [event(name, a, b, tid=tid[0] if tid else 1) for name, a, b, *tid in within]
+    events = [event(name, a, b, tid=tid[0] if tid else 1) for name, a, b, *tid in inner]
     timeline = read(tmp_path, FIRST, second(*events))
     times = microseconds(timeline)
     assert paired(timeline) == [("1F1", "1B0")]
@@ -144,10 +144,12 @@ def test_gaps_are_charged(tmp_path: Path) -> None:
 def outlined(timeline: ps.Timeline, keep: bool) -> list[list[Event]]:
     """Return the ranges of a simulation, those of overlapped actions too; halves if ``keep``."""
     ranks, rows = traced(timeline), timeline.frame.itertuples()
-    of = {(r.device, f"PP:{r.stage}{r.op}{r.microbatch}"): r for r in rows if r.overlapped}
+    rows_by_name = {
+        (r.device, f"PP:{r.stage}{r.op}{r.microbatch}"): r for r in rows if r.overlapped
+    }
     for device, events in enumerate(ranks):
         halves = sorted(
-            (e for e in events if (device, e["name"]) in of),
+            (e for e in events if (device, e["name"]) in rows_by_name),
             key=lambda e: (e["ts"], "B" in e["name"]),
         )
         for forward, backward in zip(halves[::2], halves[1::2], strict=True):
@@ -175,12 +177,12 @@ def test_a_simulated_run_comes_back(
     paths = write(tmp_path_factory.mktemp("traces"), outlined(timeline, keep))
     back = ps.Timeline.from_chrome(paths)
     assert sorted(paired(back)) == sorted(paired(timeline))
-    theirs, ours = microseconds(timeline), microseconds(back)
-    assert theirs.keys() == ours.keys()
+    expected, actual = microseconds(timeline), microseconds(back)
+    assert expected.keys() == actual.keys()
     if keep:
-        for name in theirs:
+        for name in expected:
             if "_" not in name:
-                assert ours[name] == pytest.approx(theirs[name], abs=0.01)
+                assert actual[name] == pytest.approx(expected[name], abs=0.01)
     assert ps.replay(back).makespan == pytest.approx(timeline.makespan, abs=1e-8)
     needs = back.graph.dependencies
     assert (back.start[needs.rows] >= back.end[needs.values] - 1e-9).all()

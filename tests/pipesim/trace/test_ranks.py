@@ -26,7 +26,7 @@ GPIPE_1 = (ranges("0F0 . . 0B0"), ranges(". 1F0 1B0"))
 
 def in_process(events: list[Event], pid: object) -> list[Event]:
     """Return the same events of another process."""
-    return [{**each, "pid": pid} for each in events]
+    return [{**row, "pid": pid} for row in events]
 
 
 def one_file(directory: Path, events: list[Event], **head: Any) -> Path:
@@ -97,10 +97,10 @@ def test_our_own_file_comes_back(
     timeline.to_chrome(path)
     back = ps.Timeline.from_chrome(path, pattern=OURS)
     assert back.n_devices == timeline.n_devices
-    theirs, ours = microseconds(timeline), microseconds(back)
-    assert theirs.keys() == ours.keys()
-    for name, times in theirs.items():
-        assert ours[name] == pytest.approx(times, abs=0.02)  # 1 ns a task that takes no time
+    expected, actual = microseconds(timeline), microseconds(back)
+    assert expected.keys() == actual.keys()
+    for name, times in expected.items():
+        assert actual[name] == pytest.approx(times, abs=0.02)  # 1 ns a task that takes no time
 
 
 def test_processes_and_files(tmp_path: Path) -> None:
@@ -112,10 +112,10 @@ def test_processes_and_files(tmp_path: Path) -> None:
 
 def test_threads_that_overlap(tmp_path: Path) -> None:
     """Two ranks in one process: their actions run at once; one rank may change its thread."""
-    other = [{**each, "tid": 2} for each in ranges("1F0 1B0", start=5)]
+    other = [{**row, "tid": 2} for row in ranges("1F0 1B0", start=5)]
     with pytest.raises(TimelineError, match=r"0F0 and 1F0 ran at the same time on threads 1 and 2"):
         ps.Timeline.from_chrome(one_file(tmp_path, [*GPIPE_1[0], *other]))
-    other = [{**each, "tid": 2} for each in GPIPE_1[1]]
+    other = [{**row, "tid": 2} for row in GPIPE_1[1]]
     timeline = ps.Timeline.from_chrome(one_file(tmp_path, [*GPIPE_1[0], *other]))
     assert timeline.n_devices == 1
 
@@ -133,7 +133,7 @@ def test_empty_ranges(tmp_path: Path) -> None:
 def test_empty_ranges_come_first(tmp_path: Path) -> None:
     """Before an F that starts at that moment, be it of the same step or of the next."""
     once = [*ranges("0F0"), event("PP:0B0", 10, 10), *ranges("0F1", start=10)]
-    again = [{**each, "ts": each["ts"] + 20} for each in once]
+    again = [{**row, "ts": row["ts"] + 20} for row in once]
     ends = [event("PP:0B1", 20, 20), event("PP:0B1", 40, 40)]
     imported = load(write(tmp_path, [[*again, *ends, *once]]))
     assert imported.n_steps == 2

@@ -45,11 +45,11 @@ def nanoseconds(event: dict[str, Any]) -> tuple[int, int]:
 def assert_nested(slices: list[dict[str, Any]]) -> None:
     """No slice of a thread begins before the one before it has ended."""
     threads = defaultdict(list)
-    for each in slices:
-        threads[each["pid"], each["tid"]].append(nanoseconds(each))
-    for of in threads.values():
-        of.sort()
-        assert all(a[1] <= b[0] for a, b in pairwise(of))
+    for row in slices:
+        threads[row["pid"], row["tid"]].append(nanoseconds(row))
+    for intervals in threads.values():
+        intervals.sort()
+        assert all(a[1] <= b[0] for a, b in pairwise(intervals))
 
 
 def test_by_hand(timeline: ps.Timeline, tmp_path: Path) -> None:
@@ -57,11 +57,11 @@ def test_by_hand(timeline: ps.Timeline, tmp_path: Path) -> None:
     timeline.to_chrome(tmp_path / "t.json")
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events(tmp_path / "t.json", "M")
              if e["name"] == "thread_name"}  # fmt: skip
-    found = [
+    rows = [
         (e["name"], e["pid"], names[e["pid"], e["tid"]], e["ts"], e["dur"])
         for e in events(tmp_path / "t.json", "X")
     ]
-    assert sorted(found, key=lambda row: row[3]) == [
+    assert sorted(rows, key=lambda row: row[3]) == [
         ("0F0", 1, "compute", 0, 1000),
         ("0SEND_F0", 1, "send:1", 1000, 250),
         ("1RECV_F0", 2, "recv:0", 1500, 250),
@@ -177,9 +177,9 @@ def test_a_file_a_rank_for_hta(timeline: ps.Timeline, tmp_path: Path) -> None:
         }
         assert {e["args"]["stream"] for e in kernels} == {1, 2, 3}
         assert all(isinstance(e[key], int) for e in slices for key in ("ts", "dur"))
-        for each in kernels:
-            talks = re.match(r"nccl.*Kernel", each["name"]) is not None
-            assert talks == ("SEND" in each["name"] or "RECV" in each["name"])
+        for kernel in kernels:
+            talks = re.match(r"nccl.*Kernel", kernel["name"]) is not None
+            assert talks == ("SEND" in kernel["name"] or "RECV" in kernel["name"])
         assert_nested(kernels)
 
 

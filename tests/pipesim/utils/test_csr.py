@@ -85,9 +85,9 @@ def test_gather(case: tuple[int, list[int]], data: st.DataObject) -> None:
     """The values of rows, one row after the other."""
     n_rows, numbers = case
     csr = CSR.group(np.array(numbers, dtype=np.int64), n_rows)
-    asked = data.draw(st.lists(st.integers(0, n_rows - 1), max_size=5))
-    wanted = [value for row in asked for value in csr[row].tolist()]
-    assert csr.gather(np.array(asked, dtype=np.int64)).tolist() == wanted
+    rows = data.draw(st.lists(st.integers(0, n_rows - 1), max_size=5))
+    wanted = [value for row in rows for value in csr[row].tolist()]
+    assert csr.gather(np.array(rows, dtype=np.int64)).tolist() == wanted
 
 
 def test_width_of_ids() -> None:

@@ -33,10 +33,10 @@ def doubled() -> Kernel[..., Any]:
     @kernel(_twice)
     def total(values: np.ndarray, first: int = 0) -> float:
         """Twice the sum from ``first`` on."""
-        found = 0.0
+        amount = 0.0
         for k in range(first, len(values)):
-            found += _twice(values[k])
-        return found
+            amount += _twice(values[k])
+        return amount
 
     return total
 
@@ -138,9 +138,9 @@ def test_the_name_in_the_cache_tells_the_order_of_fields() -> None:
         return float(columns.values[0])
 
     kernels = [kernel()(function) for function in (first, other)]
-    for each in kernels:
-        each.compile()
-    stamps = [each.function.__qualname__.rpartition("_")[2] for each in kernels]
+    for entry in kernels:
+        entry.compile()
+    stamps = [kernel.function.__qualname__.rpartition("_")[2] for kernel in kernels]
     assert stamps[0] != stamps[1]
 
 
