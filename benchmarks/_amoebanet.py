@@ -78,14 +78,14 @@ class _Halved(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.relu = nn.ReLU()
-        self.here = nn.Conv2d(inputs, outputs // 2, 1, 2, bias=False)
+        self.direct = nn.Conv2d(inputs, outputs // 2, 1, 2, bias=False)
         self.moved = nn.Conv2d(inputs, outputs // 2, 1, 2, bias=False)
         self.norm = nn.BatchNorm2d(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(x)
         moved = nn.functional.pad(x[:, :, 1:, 1:], (0, 1, 0, 1))
-        return self.norm(torch.cat([self.here(x), self.moved(moved)], dim=1))
+        return self.norm(torch.cat([self.direct(x), self.moved(moved)], dim=1))
 
 
 class Genotype(NamedTuple):
@@ -137,11 +137,11 @@ class _Cell(nn.Module):
             for state, build in genotype.operations
         )
 
-    def forward(self, given: Tensor | Pair) -> Pair:
-        last, before = given if isinstance(given, tuple) else (given, given)
+    def forward(self, inputs: Tensor | Pair) -> Pair:
+        last, before = inputs if isinstance(inputs, tuple) else (inputs, inputs)
         states = [self.last(last), self.before(before)]
-        made = zip(self.genotype.operations, self.operations, strict=True)
-        for ((a, _), first), ((b, _), second) in zip(made, made, strict=True):
+        branches = zip(self.genotype.operations, self.operations, strict=True)
+        for ((a, _), first), ((b, _), second) in zip(branches, branches, strict=True):
             states.append(first(states[a]) + second(states[b]))
         return torch.cat([states[i] for i in self.genotype.put_out], dim=1), last
 
@@ -154,8 +154,8 @@ class _Classify(nn.Module):
         self.pool = nn.AvgPool2d(7)
         self.linear = nn.Linear(channels, n_classes)
 
-    def forward(self, given: Pair) -> Tensor:
-        return self.linear(self.pool(given[0]).flatten(1))
+    def forward(self, inputs: Pair) -> Tensor:
+        return self.linear(self.pool(inputs[0]).flatten(1))
 
 
 def amoebanet_d(n_layers: int, n_filters: int, n_classes: int = 1000) -> nn.Sequential:

@@ -117,13 +117,13 @@ def one_step(kind: str) -> dict[str, float]:
     lap("lower")
     timeline = ps.simulate(tasks, price)
     lap("simulate")
-    found = {
+    values = {
         "makespan": timeline.makespan,
         "bubble": timeline.bubble_fraction,
         "memory": float(timeline.peak_memory.max()),
     }
     lap("metrics")
-    return {**seconds, **found, "tasks": len(tasks), "devices": tasks.n_devices}
+    return {**seconds, **values, "tasks": len(tasks), "devices": tasks.n_devices}
 
 
 def size_lines(ps: Any, result: dict[str, float]) -> list[str]:
@@ -134,10 +134,10 @@ def size_lines(ps: Any, result: dict[str, float]) -> list[str]:
     members = range(1, N_STAGES * n, N_STAGES)
     nic = ps.Network.preset("dgx_h100").nodes
     by_hand = 2 * (n - 1) / n * nbytes / nic.nic_bandwidth + 2 * (n - 1) * nic.nic_latency
-    each = llama(ps).n_parameters
+    n_parameters = llama(ps).n_parameters
     return [
         f"{int(result['tasks']):,} tasks on {int(result['devices']):,} devices of 8 GPUs: {gpus:,} "
-        f"GPUs; {each:.4g} parameters",
+        f"GPUs; {n_parameters:.4g} parameters",
         f"Layers of each stage: {' '.join(map(str, LAYERS))}",
         f"All-reduce of a stage of 8 layers: {nbytes:.4g} bytes a GPU over {n} replicas, "
         f"{price.network.all_reduce(nbytes, members):.6f} s; by hand {by_hand:.6f} s",

@@ -28,8 +28,8 @@ def pin(n_cores: int) -> None:
 
 
 def _field(path: str, name: str) -> str:
-    found = re.search(rf"^{name}\s*:\s*(.*)$", Path(path).read_text(), re.MULTILINE)
-    return found[1].strip() if found else "unknown"
+    match = re.search(rf"^{name}\s*:\s*(.*)$", Path(path).read_text(), re.MULTILINE)
+    return match[1].strip() if match else "unknown"
 
 
 def memory(name: str) -> int:

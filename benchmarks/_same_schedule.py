@@ -51,8 +51,8 @@ class Runs(NamedTuple):
 def compare(options: dict[str, Any], directory: Path) -> list[list[str]]:
     """Run each schedule both ways; return the lines of a table. Traces go to ``directory``."""
     torch.set_num_threads(1)
-    theirs = {name: Runs([], []) for name in SCHEDULES}
-    ours = {name: Runs([], []) for name in SCHEDULES}
+    torch_runs = {name: Runs([], []) for name in SCHEDULES}
+    own_runs = {name: Runs([], []) for name in SCHEDULES}
     with ExitStack() as stack:
         torch_step = stack.enter_context(torch_steps(options, directory))
         our_step = {name: stack.enter_context(our_steps(options, name)) for name in SCHEDULES}
@@ -62,18 +62,20 @@ def compare(options: dict[str, Any], directory: Path) -> list[list[str]]:
                 torch_step(name, number)
                 _, timeline = our_step[name]()
                 if number >= 0:
-                    theirs[name].untraced.append(untraced)
-                    ours[name].untraced.append(seconds)
-                    ours[name].traced.append(timeline)
-    for name, runs in theirs.items():
+                    torch_runs[name].untraced.append(untraced)
+                    own_runs[name].untraced.append(seconds)
+                    own_runs[name].traced.append(timeline)
+    for name, runs in torch_runs.items():
         runs.traced.extend(read(options, name, directory))
-    return [row for name in SCHEDULES for row in rows(name, theirs[name], ours[name])]
+    return [row for name in SCHEDULES for row in rows(name, torch_runs[name], own_runs[name])]
 
 
-def rows(name: str, theirs: Runs, ours: Runs) -> Iterator[list[str]]:
+def rows(name: str, torch_runs: Runs, own_runs: Runs) -> Iterator[list[str]]:
     """Yield the lines of a schedule."""
-    makespans = [[t.makespan for t in runs.traced] for runs in (theirs, ours)]
-    for runtime, runs, seconds in zip(("torch", "ours"), (theirs, ours), makespans, strict=True):
+    makespans = [[t.makespan for t in runs.traced] for runs in (torch_runs, own_runs)]
+    for runtime, runs, seconds in zip(
+        ("torch", "ours"), (torch_runs, own_runs), makespans, strict=True
+    ):
         simulated = [ps.simulate(t.graph, ps.Costs.from_timeline(t)) for t in runs.traced]
         line = [
             name,
@@ -87,7 +89,7 @@ def rows(name: str, theirs: Runs, ours: Runs) -> Iterator[list[str]]:
         if runtime == "torch":
             yield [*line, "1", "1"]
         else:
-            yield [*line, _ratio(seconds, makespans[0]), _ratio(runs.untraced, theirs.untraced)]
+            yield [*line, _ratio(seconds, makespans[0]), _ratio(runs.untraced, torch_runs.untraced)]
 
 
 def _ms(seconds: list[float]) -> str:
@@ -100,9 +102,11 @@ def _errors(predicted: list[ps.Timeline], measured: list[ps.Timeline]) -> str:
     return f"{statistics.median(errors):+.1%} ({max(errors, key=abs):+.1%})"
 
 
-def _ratio(ours: list[float], theirs: list[float]) -> str:
+def _ratio(own_seconds: list[float], torch_seconds: list[float]) -> str:
     """Return the median of the ratios of neighbouring steps."""
-    return f"{statistics.median(a / b for a, b in zip(ours, theirs, strict=True)):.2f}"
+    return (
+        f"{statistics.median(a / b for a, b in zip(own_seconds, torch_seconds, strict=True)):.2f}"
+    )
 
 
 def schedule_of(options: dict[str, Any], name: str) -> ps.Schedule:
@@ -154,12 +158,12 @@ def torch_steps(
     context = mp.get_context("spawn")
     pipes, processes = [], []
     for rank in range(N_RANKS):
-        mine, theirs = context.Pipe()
-        arguments = (rank, port, options, str(directory), theirs)
+        local, remote = context.Pipe()
+        arguments = (rank, port, options, str(directory), remote)
         processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
         processes[-1].start()
-        theirs.close()  # so that a rank that dies ends the pipe
-        pipes.append(mine)
+        remote.close()  # so that a rank that dies ends the pipe
+        pipes.append(local)
 
     def step(name: str, number: int | None) -> float:
         for pipe in pipes:
@@ -204,8 +208,8 @@ def run_rank(
         dist.barrier()
         return perf_counter() - start
 
-    while (told := pipe.recv()) is not None:
-        name, number = told
+    while (request := pipe.recv()) is not None:
+        name, number = request
         if number is None:
             pipe.send(step(name))
             continue

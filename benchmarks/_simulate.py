@@ -91,11 +91,11 @@ def queued(graph: Any, timeline: Any) -> float:
     waited = n_sends = 0
     for send, producer in ((ps.Op.SEND_F, ps.Op.F), (ps.Op.SEND_B, ps.Op.B)):
         sends, producers = (np.flatnonzero(graph.op == op) for op in (send, producer))
-        made, sent = np.zeros(shape), np.zeros(shape)
-        made[graph.stage[producers], graph.microbatch[producers]] = timeline.end[producers]
+        produced, sent = np.zeros(shape), np.zeros(shape)
+        produced[graph.stage[producers], graph.microbatch[producers]] = timeline.end[producers]
         sent[graph.stage[sends], graph.microbatch[sends]] = timeline.end[sends]
         before = np.concatenate([np.zeros((shape[0], 1)), sent[:, :-1]], axis=1)
-        reached = np.maximum(made, before)[graph.stage[sends], graph.microbatch[sends]]
+        reached = np.maximum(produced, before)[graph.stage[sends], graph.microbatch[sends]]
         waited += int((timeline.start[sends] > reached).sum())
         n_sends += len(sends)
     return waited / max(1, n_sends)

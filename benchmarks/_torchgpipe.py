@@ -80,10 +80,10 @@ def read(name: str) -> dict[str, Any]:
 def ablation() -> list[Row]:
     """Return the four rows of the U-Net (5, 64)."""
     file = read("torchgpipe_unet_timeline_ablation")
-    given = file["inputs"]
+    inputs = file["inputs"]
     return [
         Row(
-            name, unet_layers, tuple(given["balance"]), given["chunks"], given["batch"],
+            name, unet_layers, tuple(inputs["balance"]), inputs["chunks"], inputs["batch"],
             "except_last", switches,
             Figures(got["samples_per_s"], got["gpu_utilization_pct"] / 100, got["peak_memory_GiB"]),
         )

@@ -53,9 +53,9 @@ class _Imposed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, seconds: tuple[float, float], held: int, sizes: Sequence[int], *given: Tensor
+        ctx: Any, seconds: tuple[float, float], held: int, sizes: Sequence[int], *inputs: Tensor
     ) -> Any:
-        ctx.seconds, ctx.shapes = seconds[1], [x.shape for x in given]
+        ctx.seconds, ctx.shapes = seconds[1], [x.shape for x in inputs]
         ctx.save_for_backward(torch.empty(held, dtype=torch.uint8))
         time.sleep(seconds[0])
         return tuple(torch.zeros(1, max(1, size // 4)) for size in sizes)
@@ -82,24 +82,26 @@ def partition(
             for name in pops:
                 skips.append((yield pop(name)))
             sizes = [size, *stashes.values()]
-            made = _Imposed.apply(seconds, held, sizes, self.weight, x, *skips)  # type: ignore[no-untyped-call]
-            for name, skip in zip(stashes, made[1:], strict=True):
+            outputs = _Imposed.apply(seconds, held, sizes, self.weight, x, *skips)  # type: ignore[no-untyped-call]
+            for name, skip in zip(stashes, outputs[1:], strict=True):
                 yield stash(name, skip)
-            return made[0]
+            return outputs[0]
 
     return Partition()  # type: ignore[no-any-return]
 
 
 def imposed(costs: ps.Costs, n: int) -> nn.Sequential:
     """Return a model of ``n`` layers that take what the costs say."""
-    of = {name: costs.per_stage(name, n) for name in ("forward", "backward", "activation_bytes")}
+    per_stage = {
+        name: costs.per_stage(name, n) for name in ("forward", "backward", "activation_bytes")
+    }
     sizes = costs.per_stage("output_bytes", n)
     skips = {f"{a}-{b}": (a, b, int(size)) for (a, b), size in skips_of(costs).items()}
     return nn.Sequential(
         *(
             partition(
-                (of["forward"][j] / FASTER, of["backward"][j] / FASTER),
-                int(of["activation_bytes"][j] / SMALLER),
+                (per_stage["forward"][j] / FASTER, per_stage["backward"][j] / FASTER),
+                int(per_stage["activation_bytes"][j] / SMALLER),
                 int(sizes[j] / SMALLER) if j < n - 1 else 4,
                 [name for name, (_, target, _) in skips.items() if target == j],
                 {name: size // SMALLER for name, (a, _, size) in skips.items() if a == j},
@@ -145,32 +147,32 @@ def models(costs: ps.Costs, link: float, n: int, m: int) -> dict[str, px.GPipe]:
     }
 
 
-def gains(found: dict[str, float]) -> dict[str, str]:
+def gains(speeds: dict[str, float]) -> dict[str, str]:
     """Return how many times as fast each row is as the one above it."""
     names = list(PUBLISHED)
-    said = {names[0]: "-"}
+    texts = {names[0]: "-"}
     for above, name in itertools.pairwise(names):
-        said[name] = f"{found[above] / found[name]:.2f}"
-    return said
+        texts[name] = f"{speeds[above] / speeds[name]:.2f}"
+    return texts
 
 
-def lines_of(found: Validation, published: dict[str, tuple[float, float]]) -> list[list[str]]:
+def lines_of(validation: Validation, published: dict[str, tuple[float, float]]) -> list[list[str]]:
     """Return a line a row, with the published figures: samples a second, and GiB."""
     seconds = {name: (row.prediction, float(np.median(row.makespans)))
-               for name, row in found.rows.items()}  # fmt: skip
+               for name, row in validation.rows.items()}  # fmt: skip
     predicted, measured = (gains({k: v[side] for k, v in seconds.items()}) for side in (0, 1))
     of_paper = gains({name: 1 / speed for name, (speed, _) in published.items()})
-    held = {name: memory(row) for name, row in found.rows.items()}
+    held = {name: memory(row) for name, row in validation.rows.items()}
     unit = held["+ dependency"][1]
     lines = []
-    for name, row in found.rows.items():
+    for name, row in validation.rows.items():
         speed, gib = published.get(name, (np.nan, np.nan))
-        shares = gib / published["+ dependency"][1], *(each / unit for each in held[name])
+        shares = gib / published["+ dependency"][1], *(nbytes / unit for nbytes in held[name])
         of_memory = ["-" if np.isnan(share) else f"{share:.2f}" for share in shares]
         lines.append([
-            name, *(f"{each * 1e3:.1f}" for each in seconds[name]),
+            name, *(f"{value * 1e3:.1f}" for value in seconds[name]),
             f"{np.median(row.errors):+.1%}",
-            *(each.get(name, "-") for each in (predicted, measured, of_paper)),
+            *(column.get(name, "-") for column in (predicted, measured, of_paper)),
             "-" if np.isnan(speed) else f"{speed:.1f}", *of_memory[1:], of_memory[0],
         ])  # fmt: skip
     return lines
@@ -198,26 +200,30 @@ def main() -> None:
     machine = reached(fit([rows["dependency"]]))
     row = rows["dependency"]
     n, m = len(row.balance), row.n_microbatches
-    found = px.validate(
+    validation = px.validate(
         models(costs_of(row, machine), machine.link, n, m),
         loss_fn=nn.functional.mse_loss,
         batches=iter(lambda: (torch.zeros(m, 1), torch.zeros(m, 1)), None),
         n_steps=args.steps,
         repeat=2,
     )
-    published = {name: (rows[of].published.speed, rows[of].published.memory)
-                 for name, of in PUBLISHED.items()}  # fmt: skip
+    published = {name: (rows[step].published.speed, rows[step].published.memory)
+                 for name, step in PUBLISHED.items()}  # fmt: skip
     panels = Validation(
-        {name: found.rows[name] for name in PUBLISHED}, found.costs, found.profile, (), found.notes
+        {name: validation.rows[name] for name in PUBLISHED},
+        validation.costs,
+        validation.profile,
+        (),
+        validation.notes,
     )
     panels.save(args.run)
     publish(
         [
-            *header(["torch", "numpy"]), "", *found.notes, "",
+            *header(["torch", "numpy"]), "", *validation.notes, "",
             f"{n} partitions, {m} micro-batches; makespans in ms; gains over the row above;",
             "memory of all devices over that of '+ dependency', measured; published: torchgpipe's,",
             "of the U-Net (5, 64) on four P40s (samples a second; memory as PyTorch kept it)", "",
-            *table(COLUMNS, lines_of(found, published), 1),
+            *table(COLUMNS, lines_of(validation, published), 1),
         ],
         args.out,
     )  # fmt: skip

@@ -73,12 +73,14 @@ def phase_table(quick: bool) -> tuple[list[str], dict[str, dict[str, float]]]:
             fresh(kind, cache)
             runs["filled"] = [fresh(kind, cache) for _ in range(3 if quick else 9)]
         results[kind] = runs["filled"][-1]
-        for state, each in runs.items():
-            cells = [machine.number(statistics.median(run[name] for run in each)) for name in names]
-            slowest = machine.number(max(run["process"] for run in each))
-            body.append([what, state, f"{len(each)}", *cells, slowest])
+        for state, samples in runs.items():
+            cells = [
+                machine.number(statistics.median(run[name] for run in samples)) for name in names
+            ]
+            slowest = machine.number(max(run["process"] for run in samples))
+            body.append([what, state, f"{len(samples)}", *cells, slowest])
             if state == "filled":
-                middle = statistics.median(run["process"] for run in each)
+                middle = statistics.median(run["process"] for run in samples)
                 verdicts.append(f"{middle:.2f} s, {'met' if middle < AIM else 'not met'}")
     lines = machine.table(("network", "cache", "runs", *names, "slowest"), body, 2)
     return [
@@ -139,10 +141,10 @@ def row(name: str, slowdown: Any, bubble: Any, n_tasks: int, seconds: float) -> 
 def noisy(ps: Any, graph: Any, price: Any, name: str, noise: Any, n: int) -> list[str]:
     """Return the row of a kind of noise."""
     start = perf_counter()
-    found = ps.simulate_many(graph, price, noise, n, n_jobs=1, progress=False)
+    scenarios = ps.simulate_many(graph, price, noise, n, n_jobs=1, progress=False)
     seconds = perf_counter() - start
-    slowdown = found.makespan / found.quiet_makespan
-    return row(name, slowdown, found.bubble_fraction, len(graph), seconds)
+    slowdown = scenarios.makespan / scenarios.quiet_makespan
+    return row(name, slowdown, scenarios.bubble_fraction, len(graph), seconds)
 
 
 def one_by_one(ps: Any, graph: Any, price: Any, name: str, noises: list[Any]) -> list[str]:
@@ -180,10 +182,10 @@ def straggler_table(ps: Any, price: Any, n: int) -> list[str]:
         rows.append(noisy(ps, graph, price, f"a GPU pauses 1 s every {hours} h", noise, n))
     slow = [ps.Noise(slow_devices={stage: 1.1}, seed=0) for stage in range(p)]
     quiet = ps.simulate(graph, price).makespan
-    each = [ps.simulate(graph, price, noise=noise).makespan / quiet - 1 for noise in slow]
+    slowdowns = [ps.simulate(graph, price, noise=noise).makespan / quiet - 1 for noise in slow]
     return [
         *machine.table(STRAGGLERS, rows, 1),
-        f"One GPU 10% slower, by its stage (%): {' '.join(f'{x:.1%}'[:-1] for x in each)}",
+        f"One GPU 10% slower, by its stage (%): {' '.join(f'{x:.1%}'[:-1] for x in slowdowns)}",
     ]
 
 
@@ -201,31 +203,33 @@ def replica_table(ps: Any, price: Any, n: int) -> list[str]:
         one = ps.simulate_many(graphs[1], price, noise, 16 * n, n_jobs=1, progress=False)
         for r, graph in graphs.items():
             start = perf_counter()
-            found = ps.simulate_many(graph, price, noise, n, n_jobs=1, progress=False)
+            runs = ps.simulate_many(graph, price, noise, n, n_jobs=1, progress=False)
             seconds = perf_counter() - start
             # All replicas are done when the slowest is: half of all steps are longer than the
             # quantile 2^(-1/r) of one; then comes the all-reduce, quiet or not.
             median = np.quantile(one.makespan, 0.5 ** (1 / r)) - one.quiet_makespan
-            cells = row(name, found.makespan / found.quiet_makespan, found.bubble_fraction,
+            cells = row(name, runs.makespan / runs.quiet_makespan, runs.bubble_fraction,
                         len(graph), seconds)  # fmt: skip
-            expected = f"{1 + median / found.quiet_makespan:.4f}"
+            expected = f"{1 + median / runs.quiet_makespan:.4f}"
             body.append([name, f"{r}", expected, *cells[1:]])
     columns = ("", "replicas", "median expected", *STRAGGLERS[1:])
     return machine.table(columns, body, 1)
 
 
 def agreement(ps: Any, n: int) -> list[str]:
-    """Return how far apart the two networks are, and how fast scenarios run on either."""
+    """Return how far apart the two networks are, and how fast runs run on either."""
     graph, noise, lines = cluster.graph(ps), ps.Noise(task=ps.LogNormal(0.02), **GPUS), []
-    found = {}
+    makespans = {}
     for kind, what in NETWORKS.items():
         price = cluster.costs(ps, kind)
         ps.simulate_many(graph, price, noise, 1, n_jobs=1, progress=False)  # compiles
         start = perf_counter()
-        found[kind] = ps.simulate_many(graph, price, noise, n, n_jobs=1, progress=False).makespan
+        makespans[kind] = ps.simulate_many(
+            graph, price, noise, n, n_jobs=1, progress=False
+        ).makespan
         rate = len(graph) * n / (perf_counter() - start)
         lines.append(f"{what}: {machine.number(rate, 1e6)} M task-scenarios/s ({n} scenarios)")
-    apart = float(np.abs(found["nics"] / found["links"] - 1).max())
+    apart = float(np.abs(makespans["nics"] / makespans["links"] - 1).max())
     return [*lines, f"Their makespans differ by {apart:.1e} at most."]
 
 

@@ -61,13 +61,13 @@ def main() -> None:
     options = parser.parse_args()
     for code in CASES.values():
         seconds(code)  # fills the caches of numba and of the file system
-    found: dict[str, list[float]] = {name: [] for name in CASES}
+    times: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(options.rounds):
         for name, code in CASES.items():
-            found[name].append(seconds(code))
+            times[name].append(seconds(code))
     rows = [
         [name, f"{statistics.median(values):.3f}", f"{min(values):.3f}", f"{max(values):.3f}"]
-        for name, values in found.items()
+        for name, values in times.items()
     ]
     lines = machine.header(("numpy", "pandas", "numba", "pipesim"))
     lines += [f"Seconds in fresh processes, medians of {options.rounds} rounds in turn", ""]

@@ -120,21 +120,21 @@ def run(folder: str, n_steps: int, repeat: int) -> None:
     lines = []
     with px.join(120) as processes:
         for validate in (linear, recommender):
-            found = validate(processes, n_steps, repeat)
-            lines += [_table(found), ""]
-            if len(found.rows) > 1:
-                order = found.differences
+            validation = validate(processes, n_steps, repeat)
+            lines += [_table(validation), ""]
+            if len(validation.rows) > 1:
+                order = validation.differences
                 right = int((order["right"] | ~order["beyond_noise"]).sum())
                 lines += [f"order right, or within the noise, in {right} of {len(order)} pairs:"]
                 lines += [order.to_string(float_format=lambda x: f"{x * 1e3:.2f} ms"), ""]
-            lines += ["what the errors consist of (ms):", _ms(found.parts), ""]
+            lines += ["what the errors consist of (ms):", _ms(validation.parts), ""]
         if processes.rank == 0:
             (Path(folder) / "text").write_text("\n".join(lines))
 
 
-def _table(found: px.Validation) -> str:
+def _table(validation: px.Validation) -> str:
     rows = [f"{'':18}{'predicted':>11}{'measured':>10}{'error':>8}{'mean, 95 % interval':>28}"]
-    for name, row in found.table.iterrows():
+    for name, row in validation.table.iterrows():
         interval = f"{row['error_mean']:+.1%} ({row['error_low']:+.1%} to {row['error_high']:+.1%})"
         rows.append(
             f"{name:18}{row['predicted'] * 1e3:8.2f} ms{row['measured'] * 1e3:7.2f} ms"

@@ -81,8 +81,8 @@ class Top(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Return one number a sample."""
-        found: Tensor = self.layer(torch.tanh(vectors.flatten(1)))
-        return found
+        output: Tensor = self.layer(torch.tanh(vectors.flatten(1)))
+        return output
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -112,14 +112,14 @@ def embedding(processes: px.Processes, placement: str, unique: bool) -> px.Shard
 
 def loads(module: px.ShardedEmbedding, rank: int, n_batches: int) -> dict[str, list[int]]:
     """Return keys that this rank receives, and sends to others, in each micro-batch."""
-    found: dict[str, list[int]] = {"received": [], "sent": []}
+    counts: dict[str, list[int]] = {"received": [], "sent": []}
     for batch in range(n_batches):
         exchange = module.dispatch(drawn(rank, batch))
         exchange.counts()
         exchange.keys()
-        found["received"].append(exchange.n_received)
-        found["sent"].append(exchange.sent["keys"] // 4)
-    return found
+        counts["received"].append(exchange.n_received)
+        counts["sent"].append(exchange.sent["keys"] // 4)
+    return counts
 
 
 def lookup_error(module: px.ShardedEmbedding, rank: int) -> float:
@@ -129,7 +129,7 @@ def lookup_error(module: px.ShardedEmbedding, rank: int) -> float:
     (output * factors(0)[rank]).sum().backward()
     optimizer.step()
     whole = [nn.Embedding.from_pretrained(rows, freeze=False) for rows in tables()]
-    keys = torch.cat([drawn(each, 0) for each in range(N_RANKS)])
+    keys = torch.cat([drawn(rank, 0) for rank in range(N_RANKS)])
     wanted = torch.stack([m(k) for m, k in zip(whole, keys.unbind(1), strict=True)], 1)
     (wanted * factors(0).flatten(0, 1)).sum().backward()
     torch.optim.SGD([m.weight for m in whole], RATE).step()
@@ -175,14 +175,14 @@ def pipelined(processes: px.Processes, placement: str, unique: bool) -> dict[str
 def run_rank(n_batches: int, directory: str) -> None:
     """Be one process: run all cases, and write what is found."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     with px.join(timeout=60) as processes:
         for placement, unique in CASES:
             module = embedding(processes, placement, unique)
             case: dict[str, Any] = dict(loads(module, processes.rank, n_batches))
             case["lookup"] = lookup_error(module, processes.rank)
-            found.append(case | pipelined(processes, placement, unique))
-        Path(directory, f"{processes.rank}.json").write_text(json.dumps(found))
+            results.append(case | pipelined(processes, placement, unique))
+        Path(directory, f"{processes.rank}.json").write_text(json.dumps(results))
         processes.barrier()
 
 
@@ -190,13 +190,13 @@ def measured(directory: Path) -> list[list[str]]:
     """Return the lines of the first table."""
     ranks = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(N_RANKS)]
     lines = []
-    for (placement, unique), *each in zip(CASES, *ranks, strict=True):
-        received = list(zip(*(found["received"] for found in each), strict=True))
+    for (placement, unique), *results in zip(CASES, *ranks, strict=True):
+        received = list(zip(*(result["received"] for result in results), strict=True))
         load = sum(max(x) / (sum(x) / N_RANKS) for x in received) / len(received)
-        sent = sum(sum(found["sent"]) for found in each) / N_RANKS / len(received)
+        sent = sum(sum(result["sent"]) for result in results) / N_RANKS / len(received)
         predicted = KEYS.busiest(N_RANKS, placement, unique=unique)
         others = to_others(KEYS.sent(N_RANKS, placement, unique=unique))
-        sums = sum(found["sums"] for found in each) / N_RANKS
+        sums = sum(result["sums"] for result in results) / N_RANKS
         of_step = ps.Keys(list(KEYS.frequencies), N_KEYS // K).exchange_bytes(
             N_RANKS, DIM, placement=placement, unique=unique, n_microbatches=K, itemsize=8
         )
@@ -204,8 +204,8 @@ def measured(directory: Path) -> list[list[str]]:
             placement, "once" if unique else "all", f"{load:.3f}", f"{predicted:.3f}",
             f"{predicted / load - 1:+.1%}", f"{KEYS.busiest(64, placement, unique=unique):.2f}",
             f"{sent:.0f}", f"{others:.0f}",
-            f"{max(found['lookup'] for found in each):.0e}",
-            f"{max(found['pipeline'] for found in each):.0e}",
+            f"{max(result['lookup'] for result in results):.0e}",
+            f"{max(result['pipeline'] for result in results):.0e}",
             f"{sums / 1e3:.1f}", f"{to_others(of_step['accumulated']) / 1e3:.1f}",
         ])  # fmt: skip
     return lines

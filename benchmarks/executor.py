@@ -68,7 +68,7 @@ def measure(
 
 def parts_of_a_task(n_steps: int) -> list[list[str]]:
     """Return where the time of 1F1B's tasks goes on one and on two devices."""
-    found = []
+    measurements = []
     for n_devices in (1, 2):
         with where.clocks(where.PARTS) as clock:
             pipeline, batch = make("1f1b", n_devices, 64)
@@ -77,11 +77,11 @@ def parts_of_a_task(n_steps: int) -> list[list[str]]:
                     if number == WARM_UP:
                         clock.reset()
                     pipeline.step(batch, batch)
-        found.append((clock, len(pipeline.graph) * n_steps))
+        measurements.append((clock, len(pipeline.graph) * n_steps))
     labels = dict.fromkeys([*(part for _, _, part in where.PARTS), "wake-up"])
     lines = [
-        [label, *(f"{clock.seconds[label] / n * 1e6:.1f}" for clock, n in found),
-         f"{found[1][0].calls[label] / found[1][1]:.2f}"]
+        [label, *(f"{clock.seconds[label] / n * 1e6:.1f}" for clock, n in measurements),
+         f"{measurements[1][0].calls[label] / measurements[1][1]:.2f}"]
         for label in labels if label not in where.ASLEEP
     ]  # fmt: skip
     return lines
@@ -92,26 +92,26 @@ def run_rank(n_steps: int, directory: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore", PipeWarning)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     with px.join() as processes:
         pipeline, batch = make("1f1b", 2, 32, processes)
         results = []
         for _ in range(WARM_UP + n_steps):
             pipeline.align()
             results.append(pipeline.gather(pipeline.step(batch, batch)))
-        found["tasks"] = len(pipeline.graph)
-        found["issue"] = statistics.median(r.host_seconds for r in results[WARM_UP:])
-        found["step"] = statistics.median(r.timeline.makespan for r in results[WARM_UP:])
+        values["tasks"] = len(pipeline.graph)
+        values["issue"] = statistics.median(r.host_seconds for r in results[WARM_UP:])
+        values["step"] = statistics.median(r.timeline.makespan for r in results[WARM_UP:])
         timelines = [r.timeline for r in results[WARM_UP:]]
-        found |= dict(zip(("header", "payload"), one_way(timelines), strict=True))
+        values |= dict(zip(("header", "payload"), one_way(timelines), strict=True))
         with where.clocks(where.MESSAGES) as clock:
             for _ in range(n_steps):
                 pipeline.step(batch, batch)
         n_messages = pipeline.graph.is_op(SENDS).sum()  # one end of each is here
-        found["parts"] = {key: s / n_messages / n_steps for key, s in clock.seconds.items()}
-        found["residual"] = processes.clock.alignment.residual
+        values["parts"] = {key: s / n_messages / n_steps for key, s in clock.seconds.items()}
+        values["residual"] = processes.clock.alignment.residual
         pipeline.close()
-        Path(directory, f"{processes.rank}.json").write_text(json.dumps(found))
+        Path(directory, f"{processes.rank}.json").write_text(json.dumps(values))
 
 
 def one_way(timelines: list[ps.Timeline]) -> tuple[float, float]:

@@ -162,12 +162,17 @@ def status_of(ended: Ended, report: Path) -> tuple[str, str]:
     if ended.code < 0:
         return "failed", f"ended by {signal.Signals(-ended.code).name} in: {ended.last_line}"
     lines = report.read_text().splitlines() if report.is_file() else []
-    met, missed = ([x[len(mark) :].strip() for x in lines if x.startswith(mark)] for mark in MARKS)
+    reached, missed = (
+        [x[len(mark) :].strip() for x in lines if x.startswith(mark)] for mark in MARKS
+    )
     if ended.code == _MISSED and missed:
-        return "missed", f"{len(missed)} of {len(met) + len(missed)} targets, first: {missed[0]}"
+        return (
+            "missed",
+            f"{len(missed)} of {len(reached) + len(missed)} targets, first: {missed[0]}",
+        )
     if ended.code:
         return "failed", ended.last_line
-    return "passed", f"{len(met)} targets met" if met else ended.last_line
+    return "passed", f"{len(reached)} targets met" if reached else ended.last_line
 
 
 def run_here(name: str, out: Path, dry: bool) -> int:
@@ -181,10 +186,10 @@ def run_here(name: str, out: Path, dry: bool) -> int:
         call(Bench(out / name, dry), report, *step.arguments)
         report.end()
     except Missed as missed:
-        report.say(str(missed))
+        report.add(str(missed))
         return _MISSED
     except BaseException:
-        report.say(traceback.format_exc())
+        report.add(traceback.format_exc())
         return 1
     return 0
 

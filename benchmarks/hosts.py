@@ -103,20 +103,20 @@ def lowered(schedule: str, case: Case) -> ps.TaskGraph:
 def seconds(timeline: ps.Timeline) -> dict[str, float]:
     """Return the columns that a timeline is for."""
     graph = timeline.graph
-    found = {graph.name: timeline.makespan}
+    times = {graph.name: timeline.makespan}
     if graph.name == "gpipe":
-        found[FORWARD] = float(timeline.end[graph.op == Op.F].max())
-    return found
+        times[FORWARD] = float(timeline.end[graph.op == Op.F].max())
+    return times
 
 
 def napped(n_steps: int) -> ps.Costs:
     """Return what F and B take, with the time that a thread needs to wake up."""
     graph, timelines = run("1f1b", Case("one", "clock_cycle", "0"), n_steps)
-    found = [
+    medians = [
         float(np.mean([timeline.duration[graph.op == op] for timeline in timelines]))
         for op in (Op.F, Op.B)
     ]
-    return ps.Costs(forward=found[0], backward=found[1])
+    return ps.Costs(forward=medians[0], backward=medians[1])
 
 
 def simulated(case: Case, costs: ps.Costs) -> dict[str, float]:
@@ -137,11 +137,11 @@ def run(schedule: str, case: Case, n_steps: int) -> tuple[ps.TaskGraph, list[ps.
 
 def measured(case: Case, n_steps: int) -> dict[str, float]:
     """Return the median seconds of some steps; nothing for hosts that are processes."""
-    found: dict[str, float] = {}
+    medians: dict[str, float] = {}
     for name in SCHEDULES if case.hosts in HOSTS else ():
         steps = [seconds(timeline) for timeline in run(name, case, n_steps)[1]]
-        found |= {key: statistics.median(step[key] for step in steps) for key in steps[0]}
-    return found
+        medians |= {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+    return medians
 
 
 def row(case: Case, sim: dict[str, float], ran: dict[str, float]) -> list[str]:
@@ -154,14 +154,14 @@ def row(case: Case, sim: dict[str, float], ran: dict[str, float]) -> list[str]:
     return cells
 
 
-def benefits(found: dict[Case, tuple[dict[str, float], dict[str, float]]]) -> list[list[str]]:
+def benefits(times: dict[Case, tuple[dict[str, float], dict[str, float]]]) -> list[list[str]]:
     """Return by how much other orders take longer than the clock cycle, where F is 3 launches."""
     rows = []
     for hosts in HOSTS:
         for order in ISSUE_ORDERS[1:]:
             cells = [hosts, order]
-            clock = found[Case(hosts, "clock_cycle", "F/3")]
-            other = found[Case(hosts, order, "F/3")]
+            clock = times[Case(hosts, "clock_cycle", "F/3")]
+            other = times[Case(hosts, order, "F/3")]
             for key in (FORWARD, *SCHEDULES):
                 cells += [f"{o[key] / c[key]:.3f}" for o, c in zip(other, clock, strict=True)]
             rows.append(cells)
@@ -178,8 +178,8 @@ def main() -> None:
     torch.set_num_threads(1)
     costs = napped(options.steps)
     f, b = (float(np.mean(x)) * 1e3 for x in (costs.forward, costs.backward))
-    found = {case: (simulated(case, costs), measured(case, options.steps)) for case in cases()}
-    pairs = [(sim[key], ran[key]) for sim, ran in found.values() for key in ran]
+    times = {case: (simulated(case, costs), measured(case, options.steps)) for case in cases()}
+    pairs = [(sim[key], ran[key]) for sim, ran in times.values() for key in ran]
     errors = sorted(abs(sim / ran - 1) for sim, ran in pairs)
     ends = ["sim", "run", "error"]
     columns = ["hosts", "issue order", "launch", "F", *ends[1:], "GPipe", *ends[1:], "1F1B",
@@ -192,12 +192,12 @@ def main() -> None:
         f"errors of {len(errors)} makespans: median {statistics.median(errors):.1%}, largest "
         f"{errors[-1]:.1%}",
         "",
-        *table(columns, [row(case, *both) for case, both in found.items()], 3),
+        *table(columns, [row(case, *both) for case, both in times.items()], 3),
         "",
         "over the clock cycle's time, where a launch takes F/3: simulated, run",
     ]
     columns = ["hosts", "issue order", "F", "run", "GPipe", "run", "1F1B", "run"]
-    publish([*lines, *table(columns, benefits(found), 2)], options.out)
+    publish([*lines, *table(columns, benefits(times), 2)], options.out)
 
 
 if __name__ == "__main__":

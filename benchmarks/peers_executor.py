@@ -39,7 +39,7 @@ def problem(options: dict[str, Any]) -> tuple[list[nn.Sequential], torch.Tensor,
     return split(workload.layers, options["stages"]), inputs, targets, workload.loss
 
 
-def ours(options: dict[str, Any], graph: ps.TaskGraph) -> tuple[Step, Callable[[], None]]:
+def pipeexec_step(options: dict[str, Any], graph: ps.TaskGraph) -> tuple[Step, Callable[[], None]]:
     """Return a step of ours, in seconds, and what ends it."""
     stages, inputs, targets, loss = problem(options)
     pipeline = px.Pipeline(
@@ -114,10 +114,10 @@ def torch_step(options: dict[str, Any], name: str) -> tuple[Step, Callable[[], N
     context = mp.get_context("spawn")
     pipes, processes = [], []
     for rank in range(options["stages"]):
-        mine, theirs = context.Pipe()
-        process = context.Process(target=torch_rank, args=(rank, port, options, name, theirs))
+        local, remote = context.Pipe()
+        process = context.Process(target=torch_rank, args=(rank, port, options, name, remote))
         process.start()
-        pipes.append(mine)
+        pipes.append(local)
         processes.append(process)
 
     def step() -> float:
@@ -154,18 +154,20 @@ def main() -> None:
     ends: list[Callable[[], None]] = []
     steps: dict[str, Step] = {}
 
-    def add(name: str, made: tuple[Step, Callable[[], None]]) -> None:
-        steps[name] = made[0]
-        ends.append(made[1])
+    def add(name: str, step: tuple[Step, Callable[[], None]]) -> None:
+        steps[name] = step[0]
+        ends.append(step[1])
 
     gpipe = ps.schedule("gpipe", *counts, backward_order="forward")
-    add("pipeexec gpipe", ours(options, ps.lower(gpipe, step="none")))
+    add("pipeexec gpipe", pipeexec_step(options, ps.lower(gpipe, step="none")))
     add("torch.distributed.pipelining gpipe", torch_step(options, "gpipe"))
     try:
         steps["torchgpipe gpipe"] = torchgpipe_step(options)
     except ImportError as error:
         print(f"torchgpipe left out: {error}")
-    add("pipeexec 1f1b", ours(options, ps.lower(ps.schedule("1f1b", *counts), step="none")))
+    add(
+        "pipeexec 1f1b", pipeexec_step(options, ps.lower(ps.schedule("1f1b", *counts), step="none"))
+    )
     add("torch.distributed.pipelining 1f1b", torch_step(options, "1f1b"))
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options["rounds"] + 3):
@@ -177,8 +179,8 @@ def main() -> None:
         end()
     print(f"{options}; torch {torch.__version__}; median of {options['rounds']} interleaved rounds")
     for name, seconds in times.items():
-        mine = times[f"pipeexec {name.split()[-1]}"]
-        ratio = statistics.median(a / b for a, b in zip(mine, seconds, strict=True))
+        own = times[f"pipeexec {name.split()[-1]}"]
+        ratio = statistics.median(a / b for a, b in zip(own, seconds, strict=True))
         print(f"{name:>36}: {statistics.median(seconds) * 1e3:8.1f} ms   ours/this {ratio:.3f}")
 
 

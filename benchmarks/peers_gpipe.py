@@ -58,10 +58,10 @@ def dense(width: int, n: int, size: int) -> Case:
 def cases() -> list[Case]:
     """Return models from next to nothing a task to several milliseconds."""
     torch.manual_seed(0)
-    found = [dense(width, n, 32) for width in (8, 128, 256, 512, 1024) for n in (2, 4)]
+    dense_cases = [dense(width, n, 32) for width in (8, 128, 256, 512, 1024) for n in (2, 4)]
     images = build_model("convnet", layers=6, width=16, image_size=16).layers
-    found += [Case("convnet", images, (3, 16, 16), n, size=4) for n in (2, 4)]
-    return found
+    dense_cases += [Case("convnet", images, (3, 16, 16), n, size=4) for n in (2, 4)]
+    return dense_cases
 
 
 def balance(n_layers: int, n: int) -> list[int]:
@@ -111,13 +111,13 @@ def measure(case: Case, checkpoint: str, rounds: int) -> list[str]:
     gc.collect()
     gc.disable()
     for number in range(rounds + 5):
-        for step, found in zip(steps, seconds, strict=True):
+        for step, times in zip(steps, seconds, strict=True):
             took = step()
             if number >= 5:
-                found.append(took)
+                times.append(took)
     gc.enable()
     ratios = sorted(a / b for a, b in zip(seconds[0], seconds[1], strict=True))
-    ours, theirs, alone = (statistics.median(each) for each in seconds)
+    own, peer, alone = (statistics.median(times) for times in seconds)
     recomputed = {"always": case.chunks, "except_last": case.chunks - 1, "never": 0}[checkpoint]
     n_tasks = case.n * (2 * case.chunks + recomputed)
     low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
@@ -126,11 +126,11 @@ def measure(case: Case, checkpoint: str, rounds: int) -> list[str]:
         str(case.n),
         checkpoint,
         f"{alone * 1e3:.2f}",
-        f"{ours * 1e3:.2f}",
-        f"{theirs * 1e3:.2f}",
+        f"{own * 1e3:.2f}",
+        f"{peer * 1e3:.2f}",
         f"{statistics.median(ratios):.3f}",
         f"{low:.2f}-{high:.2f}",
-        *(f"{(each - alone) / n_tasks * 1e6:.0f}" for each in (ours, theirs)),
+        *(f"{(median - alone) / n_tasks * 1e6:.0f}" for median in (own, peer)),
     ]
 
 

@@ -54,19 +54,19 @@ Step = Callable[[], object]
 class Kind(NamedTuple):
     """A schedule that both have: its name here and in torch, and how many stages a rank has."""
 
-    ours: str
-    theirs: str
+    name: str
+    torch_name: str
     n_chunks: int
     own_order: bool = False
 
     @property
     def label(self) -> str:
         """Name of its row."""
-        return f"{self.ours}, own order" if self.own_order else self.ours
+        return f"{self.name}, own order" if self.own_order else self.name
 
     def stages(self, rank: int) -> list[int]:
         """Return the stages of a rank: V-shaped for ZBV, else looped."""
-        if self.ours == "zbv":
+        if self.name == "zbv":
             return [rank, 2 * N_RANKS - 1 - rank]
         return [chunk * N_RANKS + rank for chunk in range(self.n_chunks)]
 
@@ -83,8 +83,8 @@ KINDS = [
 class Peers(NamedTuple):
     """The two runtimes of one schedule in this process."""
 
-    ours: Step
-    theirs: Step
+    own_step: Step
+    torch_step: Step
     zero_grad: Callable[[], None]
     gradients: Callable[[], list[torch.Tensor]]
     close: Callable[[], None]
@@ -98,47 +98,53 @@ def make(kind: Kind, options: dict[str, Any], processes: px.Processes) -> Peers:
     workload = build_model("gpt", **sizes)
     inputs, targets = workload.make_batch(options["microbatches"] * options["size"], 0)
     modules: list[nn.Module] = list(split(workload.layers, n_stages))
-    mine = kind.stages(rank)
+    own = kind.stages(rank)
 
-    theirs = torch_step(kind, options["microbatches"], modules, mine, workload.loss)
+    peer = torch_step(kind, options["microbatches"], modules, own, workload.loss)
     graph = ps.lower(order_of(kind, options["microbatches"]), step="none")
     pipeline = px.Pipeline(modules, graph, ["cpu"], workload.loss, processes=processes)
-    given = (inputs if 0 in mine else None, targets if n_stages - 1 in mine else None)
+    arguments = (inputs if 0 in own else None, targets if n_stages - 1 in own else None)
 
     def zero_grad() -> None:
-        for index in mine:
+        for index in own:
             modules[index].zero_grad()
 
     def gradients() -> list[torch.Tensor]:
-        return [p.grad.clone() for i in mine for p in modules[i].parameters() if p.grad is not None]
+        return [p.grad.clone() for i in own for p in modules[i].parameters() if p.grad is not None]
 
     return Peers(
-        lambda: pipeline.step(*given), lambda: theirs(*given), zero_grad, gradients, pipeline.close
+        lambda: pipeline.step(*arguments),
+        lambda: peer(*arguments),
+        zero_grad,
+        gradients,
+        pipeline.close,
     )
 
 
 def order_of(kind: Kind, n_microbatches: int) -> ps.Schedule:
     """Return the order that our pipeline runs."""
     if kind.own_order:
-        chunks = {} if kind.ours == "zbv" else {"n_chunks": kind.n_chunks}
-        return ps.schedule(kind.ours, N_RANKS, n_microbatches, **chunks)
+        chunks = {} if kind.name == "zbv" else {"n_chunks": kind.n_chunks}
+        return ps.schedule(kind.name, N_RANKS, n_microbatches, **chunks)
     listed = px.torch_schedule_order(
-        kind.theirs, N_RANKS, n_microbatches, kind.n_chunks, executed=True
+        kind.torch_name, N_RANKS, n_microbatches, kind.n_chunks, executed=True
     )
-    return px.from_torch(listed, name=kind.ours)
+    return px.from_torch(listed, name=kind.name)
 
 
 def torch_step(
     kind: Kind,
     n_microbatches: int,
     modules: list[nn.Module],
-    mine: list[int],
+    indices: list[int],
     loss: Callable[..., torch.Tensor],
 ) -> Callable[[Any, Any], None]:
     """Return a step of torch's on inputs and targets, each None where it is not needed."""
-    stages = [PipelineStage(modules[i], i, len(modules), torch.device("cpu")) for i in mine]
-    made: Any = getattr(torch_schedules, f"Schedule{kind.theirs}")
-    schedule = made(stages if kind.n_chunks > 1 else stages[0], n_microbatches, loss_fn=loss)
+    stages = [PipelineStage(modules[i], i, len(modules), torch.device("cpu")) for i in indices]
+    schedule_class: Any = getattr(torch_schedules, f"Schedule{kind.torch_name}")
+    schedule = schedule_class(
+        stages if kind.n_chunks > 1 else stages[0], n_microbatches, loss_fn=loss
+    )
     core = sorted(os.sched_getaffinity(0))[dist.get_rank()]
 
     def step(inputs: Any, targets: Any) -> None:
@@ -156,7 +162,7 @@ def run_rank(options: dict[str, Any], directory: str) -> None:
     """Be one process: run both, step by step, and write the seconds of each."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", PipeWarning)
-    kinds = [kind for kind in KINDS if kind.ours in options["schedules"]]
+    kinds = [kind for kind in KINDS if kind.name in options["schedules"]]
     with px.join(timeout=60) as processes:
         everyone = [make(kind, options, processes) for kind in kinds]
         seconds: list[list[list[float]]] = [[[], []] for _ in kinds]
@@ -166,7 +172,7 @@ def run_rank(options: dict[str, Any], directory: str) -> None:
         for number in range(-WARM_UP, options["rounds"]):
             for peers, times in zip(everyone, seconds, strict=True):
                 for turn in (number % 2, 1 - number % 2):
-                    took = timed((peers.ours, peers.theirs)[turn], peers.zero_grad)
+                    took = timed((peers.own_step, peers.torch_step)[turn], peers.zero_grad)
                     if number >= 0:
                         times[turn].append(took)
         for peers in everyone:
@@ -186,37 +192,37 @@ def timed(step: Step, zero_grad: Callable[[], None]) -> float:
 
 def check(kind: Kind, peers: Peers) -> None:
     """Raise unless both runtimes give the same gradients, up to rounding."""
-    found = []
-    for step in (peers.ours, peers.theirs):
+    gradients = []
+    for step in (peers.own_step, peers.torch_step):
         timed(step, peers.zero_grad)
-        found.append(peers.gradients())
-    for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-5, msg=f"{kind.label} differs")
+        gradients.append(peers.gradients())
+    for own, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-5, msg=f"{kind.label} differs")
 
 
 def rows(options: dict[str, Any], directory: Path) -> list[list[str]]:
     """Return the lines of the table."""
     ranks = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(N_RANKS)]
-    kinds = [kind for kind in KINDS if kind.ours in options["schedules"]]
-    found = []
-    for kind, *each in zip(kinds, *ranks, strict=True):
-        ours, theirs = (
-            [max(pair) for pair in zip(*(rank[turn] for rank in each), strict=True)]
+    kinds = [kind for kind in KINDS if kind.name in options["schedules"]]
+    lines = []
+    for kind, *of_ranks in zip(kinds, *ranks, strict=True):
+        own, peer = (
+            [max(pair) for pair in zip(*(rank[turn] for rank in of_ranks), strict=True)]
             for turn in (0, 1)
         )
-        ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+        ratios = sorted(a / b for a, b in zip(own, peer, strict=True))
         low, high = interval(len(ratios))
         quarter = len(ratios) // 4
-        found.append([
+        lines.append([
             kind.label,
-            f"{statistics.median(ours) * 1e3:.1f}",
-            f"{statistics.median(theirs) * 1e3:.1f}",
+            f"{statistics.median(own) * 1e3:.1f}",
+            f"{statistics.median(peer) * 1e3:.1f}",
             f"{statistics.median(ratios):.3f}",
             f"{ratios[low]:.3f} to {ratios[high]:.3f}",
             f"{ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}",
             str(len(ratios)),
         ])  # fmt: skip
-    return found
+    return lines
 
 
 def main() -> None:
@@ -232,7 +238,7 @@ def main() -> None:
     }
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--schedules", nargs="+", default=[k.ours for k in KINDS])
+    parser.add_argument("--schedules", nargs="+", default=[k.name for k in KINDS])
     parser.add_argument("--trivial", action="store_true", help="stages that take no time")
     out = machine.ROOT / "results" / "benchmarks" / "peers_processes.txt"
     parser.add_argument("--out", type=Path, default=out)

@@ -80,7 +80,7 @@ def one_f_one_b(p: int, m: int) -> Orders:
     return orders
 
 
-def ours(engine: str, transfers: bool) -> Peer:
+def pipesim_peer(engine: str, transfers: bool) -> Peer:
     """Simulate with pipesim; messages are tasks in any case, here with or without a duration."""
     network = ps.Network(LATENCY, 1 / SECONDS) if transfers else ps.Network()
     costs = ps.Costs(FORWARD, BACKWARD, output_bytes=1.0, network=network)
@@ -214,7 +214,7 @@ def peers(transfers: bool) -> Iterator[tuple[str, Peer | str]]:
         except ps.errors.PipeError as error:
             yield f"pipesim, {engine}", f"not there: {error}"
         else:
-            yield f"pipesim, {engine}", ours(engine, transfers)
+            yield f"pipesim, {engine}", pipesim_peer(engine, transfers)
     how = "a process a message" if transfers else "a store a dependency"
     wanted: list[tuple[str, str, Callable[[], Peer]]] = [
         (f"bare SimPy, {how}", "simpy", lambda: bare_simpy(transfers))
@@ -232,18 +232,20 @@ def peers(transfers: bool) -> Iterator[tuple[str, Peer | str]]:
 
 def compare(p: int, m: int, transfers: bool, n_rounds: int) -> list[str]:
     """Measure one problem; return its table."""
-    found = dict(peers(transfers))
-    rounds: dict[str, list[Round]] = {name: [] for name, peer in found.items() if callable(peer)}
+    contestants = dict(peers(transfers))
+    rounds: dict[str, list[Round]] = {
+        name: [] for name, peer in contestants.items() if callable(peer)
+    }
     reference = next(iter(rounds))
     for number in range(n_rounds + 1):  # the first touches new memory, and is not counted
-        for name, peer in found.items():
+        for name, peer in contestants.items():
             if callable(peer):
                 done = peer(p, m)
                 rounds[name] += [done] if number else []
-    mine = [sum(r.seconds) for r in rounds[reference]]
+    own = [sum(r.seconds) for r in rounds[reference]]
     expected = rounds[reference][0].makespan
     body = []
-    for name, peer in found.items():
+    for name, peer in contestants.items():
         if isinstance(peer, str):
             body.append([name, peer])
             continue
@@ -253,7 +255,7 @@ def compare(p: int, m: int, transfers: bool, n_rounds: int) -> list[str]:
         # A phase that a peer does not have takes no time.
         rates = [machine.number(last.n_tasks / s / 1e6 if s > 1e-5 else None) for s in phases]
         total = statistics.median(times)
-        ratio = statistics.median(b / a for a, b in zip(mine, times, strict=True))
+        ratio = statistics.median(b / a for a, b in zip(own, times, strict=True))
         pairs = zip(rounds[reference], rounds[name], strict=True)
         engines = statistics.median(b.seconds[2] / a.seconds[2] for a, b in pairs)
         if math.isnan(last.makespan):

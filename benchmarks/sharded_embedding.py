@@ -84,7 +84,7 @@ def draw(case: Case, n_rows: list[int], generator: torch.Generator) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def ours(full: list[Tensor]) -> Step:
+def own_step(full: list[Tensor]) -> Step:
     """Return the step of our module."""
     module = px.ShardedEmbedding.from_full(full, combiner="sum", gradients="mean", sparse=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
@@ -152,11 +152,13 @@ def torchrec_step(full: list[Tensor], *, pooled: bool) -> Step:
     def step(keys: Tensor, grad: Tensor) -> Tensor:
         lengths = torch.ones(keys.numel(), dtype=torch.int64)
         values = keys.t().reshape(-1)
-        found = sharded(torchrec.KeyedJaggedTensor.from_lengths_sync(names, values, lengths)).wait()
+        vectors = sharded(
+            torchrec.KeyedJaggedTensor.from_lengths_sync(names, values, lengths)
+        ).wait()
         if pooled:
-            output = found.values().view_as(grad)
+            output = vectors.values().view_as(grad)
         else:
-            output = torch.stack([found[name].values() for name in names], 1)
+            output = torch.stack([vectors[name].values() for name in names], 1)
         output.backward(grad)
         return output.detach()
 
@@ -168,7 +170,7 @@ def make(case: Case, options: dict[str, Any]) -> dict[str, Step]:
     generator = torch.Generator().manual_seed(0)
     sizes = [min(rows, options["most"]) for rows in CRITEO]
     full = [torch.randn(rows, case.dim, generator=generator) for rows in sizes]
-    steps = {"ours": ours(full)}
+    steps = {"ours": own_step(full)}
     if options["has_torchrec"]:
         steps["torchrec bags"] = torchrec_step(full, pooled=True)
         steps["torchrec"] = torchrec_step(full, pooled=False)
@@ -189,15 +191,15 @@ def run_rank(options: dict[str, Any], directory: str) -> None:
         grad = torch.randn(case.batch, len(sizes), case.dim, generator=generator) * 1e-2
         check(steps, batches, grad)
         gc.freeze()  # collections between steps look at what is new alone
-        found: dict[str, list[float]] = {name: [] for name in steps}
+        times: dict[str, list[float]] = {name: [] for name in steps}
         names = list(steps)
         for number in range(-WARM_UP, options["rounds"]):
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
                 took = timed(steps[name], batches[number % len(batches)], grad)
                 if number >= 0:
-                    found[name].append(took)
-        seconds.append(found)
+                    times[name].append(took)
+        seconds.append(times)
         del steps
         gc.unfreeze()
     Path(directory, f"{dist.get_rank()}.json").write_text(json.dumps(seconds))
@@ -228,18 +230,18 @@ def rows(directory: Path) -> list[list[str]]:
     """Return the lines of the table."""
     ranks = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(N_RANKS)]
     lines = []
-    for case, *each in zip(CASES, *ranks, strict=True):
+    for case, *of_ranks in zip(CASES, *ranks, strict=True):
         slowest = {
-            name: [max(pair) for pair in zip(*(found[name] for found in each), strict=True)]
-            for name in each[0]
+            name: [max(pair) for pair in zip(*(times[name] for times in of_ranks), strict=True)]
+            for name in of_ranks[0]
         }
-        mine = slowest.pop("ours")
-        for name, theirs in slowest.items():
-            ratios = sorted(a / b for a, b in zip(mine, theirs, strict=True))
+        own = slowest.pop("ours")
+        for name, peer in slowest.items():
+            ratios = sorted(a / b for a, b in zip(own, peer, strict=True))
             low, high = interval(len(ratios))
             lines.append([
                 str(case.dim), str(case.batch), "skewed" if case.skewed else "uniform", name,
-                f"{statistics.median(mine) * 1e3:.1f}", f"{statistics.median(theirs) * 1e3:.1f}",
+                f"{statistics.median(own) * 1e3:.1f}", f"{statistics.median(peer) * 1e3:.1f}",
                 f"{statistics.median(ratios):.3f}", f"{ratios[low]:.3f} to {ratios[high]:.3f}",
             ])  # fmt: skip
     return lines

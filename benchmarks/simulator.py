@@ -154,9 +154,9 @@ def memory_table(rows: Rows) -> list[str]:
         if isinstance(result, str):
             body.append([*lead, result])
             continue
-        each = [result.nbytes[name] / result.n_tasks for name in PHASES]
+        nbytes = [result.nbytes[name] / result.n_tasks for name in PHASES]
         gib = max(result.nbytes[name] for name in PHASES) / 2**30
-        body.append([*lead, *(f"{value:.0f}" for value in (*each, max(each))), f"{gib:.2f}"])
+        body.append([*lead, *(f"{value:.0f}" for value in (*nbytes, max(nbytes))), f"{gib:.2f}"])
     return machine.table(("engine", "(p, m)", "tasks", *PHASES, "most", "GiB"), body, 2)
 
 
@@ -183,7 +183,7 @@ def noise_table(engine: str, quick: bool) -> tuple[list[str], float | None]:
 def aims_table(uniform: Rows, shared: Rows, growth: Rows, noise: float | None) -> list[str]:
     """Return what is aimed at beside what was measured."""
 
-    def of(rows: Rows, size: Size, engine: str = "compiled") -> Result | None:
+    def get(rows: Rows, size: Size, engine: str = "compiled") -> Result | None:
         for case, result in rows:
             same = (case.engine, case.n_devices, case.n_microbatches) == (engine, *size)
             if same and isinstance(result, Result):
@@ -196,19 +196,23 @@ def aims_table(uniform: Rows, shared: Rows, growth: Rows, noise: float | None) -
     def over(a: float | None, b: float | None) -> float | None:
         return a / b if a and b else None
 
-    small, middle, large = of(growth, GROWTH[0]), of(growth, GROWTH[1]), of(growth, GROWTH[3])
-    ours, theirs = of(uniform, SIZES[1]), of(uniform, SIZES[1], "simpy")
+    small, middle, large = (
+        get(growth, GROWTH[0]),
+        get(growth, GROWTH[1]),
+        get(growth, GROWTH[3]),
+    )
+    own, peer = get(uniform, SIZES[1]), get(uniform, SIZES[1], "simpy")
     spread = over(rate(small, "end to end"), rate(large, "end to end"))
     kind = "M/s"
     aims: list[tuple[str, float, float | None, str]] = [
         ("engine, 10^6 tasks, without contention", 40, rate(middle, "engine"), kind),
         ("engine, 10^8 tasks, without contention", 20, rate(large, "engine"), kind),
-        ("engine, (64, 1024), with contention", 10, rate(of(shared, SIZES[1]), "engine"), kind),
-        ("engine, (1024, 16384), with contention", 10, rate(of(shared, SIZES[3]), "engine"), kind),
+        ("engine, (64, 1024), with contention", 10, rate(get(shared, SIZES[1]), "engine"), kind),
+        ("engine, (1024, 16384), with contention", 10, rate(get(shared, SIZES[3]), "engine"), kind),
         ("noise: task-scenarios on 2 cores", 300, noise, kind),
         ("schedule to makespan, 10^6 tasks", 10, rate(middle, "end to end"), kind),
         ("schedule to makespan, 10^8 tasks", 10, rate(large, "end to end"), kind),
-        ("engine over SimPy's, (64, 1024)", 300, over(rate(ours, "engine"), rate(theirs, "engine")),
+        ("engine over SimPy's, (64, 1024)", 300, over(rate(own, "engine"), rate(peer, "engine")),
          "x"),
         ("growth of end to end a task, 10^5 to 10^8", 2, spread, "x at most"),
     ]  # fmt: skip
@@ -223,14 +227,14 @@ def aims_table(uniform: Rows, shared: Rows, growth: Rows, noise: float | None) -
 
 def speed_up(rows: Rows) -> list[str]:
     """Return the compiled engine's speed over SimPy's, where both were measured."""
-    found = {(c.n_devices, c.n_microbatches, c.engine): r for c, r in rows}
+    results = {(c.n_devices, c.n_microbatches, c.engine): r for c, r in rows}
     names = ("engine", "simulate", "end to end")
     body = []
-    for case, theirs in rows:
-        ours = found.get((case.n_devices, case.n_microbatches, "compiled"))
-        if case.engine == "simpy" and isinstance(ours, Result) and isinstance(theirs, Result):
-            ratios = [(theirs.median(n) or 0.0) / (ours.median(n) or float("nan")) for n in names]
-            same = "equal" if ours.makespan == theirs.makespan else "DIFFERENT"
+    for case, peer in rows:
+        own = results.get((case.n_devices, case.n_microbatches, "compiled"))
+        if case.engine == "simpy" and isinstance(own, Result) and isinstance(peer, Result):
+            ratios = [(peer.median(n) or 0.0) / (own.median(n) or float("nan")) for n in names]
+            same = "equal" if own.makespan == peer.makespan else "DIFFERENT"
             size = f"({case.n_devices}, {case.n_microbatches})"
             body.append([size, *(f"{machine.number(ratio)}x" for ratio in ratios), same])
     return machine.table(("(p, m)", *names, "makespans"), body, 1) if body else []

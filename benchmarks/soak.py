@@ -65,19 +65,19 @@ def run_rank(options: dict[str, Any], n_ranks: int, directory: str) -> None:
     torch.manual_seed(0)
     warnings.simplefilter("ignore", PipeWarning)
     if n_ranks == 1:
-        found = soak(options, None)
+        record = soak(options, None)
     else:
         with px.join(timeout=60) as processes:
-            found = soak(options, processes)
-    Path(directory, f"{n_ranks}.{os.environ['RANK']}.json").write_text(json.dumps(found))
+            record = soak(options, processes)
+    Path(directory, f"{n_ranks}.{os.environ['RANK']}.json").write_text(json.dumps(record))
 
 
 def soak(options: dict[str, Any], processes: px.Processes | None) -> dict[str, Any]:
     """Run all steps; return seconds, CPU seconds, losses, resident bytes and counts."""
     n_steps = options["steps"]
     # Made first: what is noted is no growth.
-    found: dict[str, Any] = {key: [0.0] * n_steps for key in ("seconds", "cpu", "losses")}
-    found["resident"] = [0] * (n_steps // EVERY)
+    record: dict[str, Any] = {key: [0.0] * n_steps for key in ("seconds", "cpu", "losses")}
+    record["resident"] = [0] * (n_steps // EVERY)
     inputs = torch.randn(BATCH, WIDTH)
     targets = torch.tanh(inputs @ torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
     stages = [
@@ -96,24 +96,24 @@ def soak(options: dict[str, Any], processes: px.Processes | None) -> dict[str, A
     before = None
     for step in range(n_steps):
         if step == n_steps // 10:
-            found["warm"] = counts(processes)
+            record["warm"] = counts(processes)
             if options["trace"]:
                 tracemalloc.start()
                 before = tracemalloc.take_snapshot()
         cpu, start = process_time(), perf_counter()
         result = pipeline.step(inputs, targets)
-        found["seconds"][step] = perf_counter() - start
-        found["cpu"][step] = process_time() - cpu
-        found["losses"][step] = float(sum(result.losses)) if result.losses else 0.0
+        record["seconds"][step] = perf_counter() - start
+        record["cpu"][step] = process_time() - cpu
+        record["losses"][step] = float(sum(result.losses)) if result.losses else 0.0
         if step % EVERY == EVERY - 1:
-            found["resident"][step // EVERY] = machine.resident()
+            record["resident"][step // EVERY] = machine.resident()
     del result
-    found["end"] = counts(processes)
+    record["end"] = counts(processes)
     if before is not None:
         grown = tracemalloc.take_snapshot().compare_to(before, "lineno")
-        found["trace"] = [str(line) for line in grown[:10]]
+        record["trace"] = [str(line) for line in grown[:10]]
     pipeline.close()
-    return found
+    return record
 
 
 def counts(processes: px.Processes | None) -> Counts:
@@ -143,20 +143,20 @@ def drift(seconds: list[float]) -> tuple[float, float, float]:
         statistics.median(warm[i : i + BLOCK]) for i in range(0, len(warm) - BLOCK + 1, BLOCK)
     ]
     scale = 1000 / BLOCK / statistics.median(blocks)
-    found = slope(blocks)
-    return found[0] * scale, found[1] * scale, found[2] * scale
+    trend = slope(blocks)
+    return trend[0] * scale, trend[1] * scale, trend[2] * scale
 
 
-def row(name: str, found: dict[str, Any], losses: list[float]) -> tuple[list[str], list[str]]:
+def row(name: str, record: dict[str, Any], losses: list[float]) -> tuple[list[str], list[str]]:
     """Return a process's line of the table, and what is wrong with it."""
-    n_steps = len(found["seconds"])
+    n_steps = len(record["seconds"])
     n_warm = n_steps - n_steps // 10
-    resident = found["resident"][n_steps // 10 // EVERY :]
+    resident = record["resident"][n_steps // 10 // EVERY :]
     first, last = (statistics.median(part) for part in (resident[:5], resident[-5:]))
-    warm, end = Counts(*found["warm"]), Counts(*found["end"])
+    warm, end = Counts(*record["warm"]), Counts(*record["end"])
     tenth = n_steps // 10
     falls = statistics.mean(losses[-tenth:]) / statistics.mean(losses[:tenth])
-    time, cpu = drift(found["seconds"]), drift(found["cpu"])
+    time, cpu = drift(record["seconds"]), drift(record["cpu"])
     wrong = {
         "the resident set grows": (last - first) / n_warm > MOST_BYTES,
         "objects grow": (end.n_objects - warm.n_objects) / n_warm > MOST_OBJECTS,
@@ -167,8 +167,8 @@ def row(name: str, found: dict[str, Any], losses: list[float]) -> tuple[list[str
     }
     cells = [
         name,
-        f"{statistics.median(found['seconds']) * 1e3:.1f}",
-        f"{statistics.median(found['cpu']) * 1e3:.1f}",
+        f"{statistics.median(record['seconds']) * 1e3:.1f}",
+        f"{statistics.median(record['cpu']) * 1e3:.1f}",
         _share(time),
         _share(cpu),
         f"{first / 2**20:.1f}",
@@ -179,8 +179,8 @@ def row(name: str, found: dict[str, Any], losses: list[float]) -> tuple[list[str
     return cells, [f"{name}: {what}" for what, is_so in wrong.items() if is_so]
 
 
-def _share(found: tuple[float, float, float]) -> str:
-    return f"{found[0]:+.1%} ({found[1]:+.1%} to {found[2]:+.1%})"
+def _share(trend: tuple[float, float, float]) -> str:
+    return f"{trend[0]:+.1%} ({trend[1]:+.1%} to {trend[2]:+.1%})"
 
 
 def main() -> None:
@@ -196,12 +196,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for n_ranks, name in ((2, "process"), (1, "threads")):
             _ranks.spawn(run_rank, n_ranks, options, n_ranks, directory)
-            found = [
+            records = [
                 json.loads(Path(directory, f"{n_ranks}.{rank}.json").read_text())
                 for rank in range(n_ranks)
             ]
-            losses = found[-1]["losses"]  # the last process has the last stage
-            for rank, one in enumerate(found):
+            losses = records[-1]["losses"]  # the last process has the last stage
+            for rank, one in enumerate(records):
                 label = f"{name} {rank}" if n_ranks > 1 else name
                 cells, bad = row(label, one, losses)
                 table.append(cells)

@@ -7,7 +7,7 @@ own, on one module and micro-batch; gradients add up. Columns are
 - F, F split: milliseconds of a forward, for B and for ours;
 - B, I, W: milliseconds of our tasks, and ``(I+W)/B`` of the round's own times;
 - torch: ``(I+W)/B`` of torch's helpers, over the same B;
-- after F, I, W: KiB that ours holds then, counted storage by storage.
+- after F, I, W: KiB that the stage holds then, counted storage by storage.
 
 All are medians over the rounds, of the thread's CPU time: neighbours on a shared machine then count
 only for the caches that they take.
@@ -83,13 +83,13 @@ class Turns:
         self._time("F", lambda: self.stage.forward(0, (self.input,), 0, False))
         self._time("B", lambda: self.stage.backward(0, (self.gradient,)))
 
-    def ours(self) -> None:
+    def split(self) -> None:
         """F, I and W."""
         self._time("F split", lambda: self.stage.forward(0, (self.input,), 0, False, True))
         self._time("I", lambda: self.stage.input_grad(0, (self.gradient,)))
         self._time("W", lambda: self.stage.weight_grad(0))
 
-    def theirs(self) -> None:
+    def torch_split(self) -> None:
         """The same with torch's helpers."""
         leaf = self.input.detach().requires_grad_()
         output = self.module(leaf)
@@ -112,25 +112,25 @@ class Turns:
         return statistics.median((i + w) / b for i, w, b in zip(*columns, strict=True))
 
     def held(self) -> list[int]:
-        """Return the bytes that ours holds after F, I and W."""
+        """Return the bytes that the stage holds after F, I and W."""
         stage = self.stage
         stage.meter = meter = ActivationMeter([*self.module.parameters(), *self.module.buffers()])
-        found = []
+        readings = []
         for call in (
             lambda: stage.forward(0, (self.input,), 0, False, True),
             lambda: stage.input_grad(0, (self.gradient,)),
             lambda: stage.weight_grad(0),
         ):
             call()
-            found.append(meter.current)
+            readings.append(meter.current)
         stage.meter = None
-        return found
+        return readings
 
 
 def measure(case: Case, seconds: float, least: int) -> list[str]:
     """Return the row of a case."""
     turns = Turns(case)
-    order = [turns.whole, turns.ours, turns.theirs]
+    order = [turns.whole, turns.split, turns.torch_split]
     for call in order * 3:
         call()
     turns.times.clear()

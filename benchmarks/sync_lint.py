@@ -80,13 +80,13 @@ def run(folder: str, repeat: int) -> None:
                     saved[name].append(report.saved)
                     reports[name] = str(report)
         if processes.rank == 0:
-            found = {"measured": measured, "saved": saved, "reports": reports}
-            (Path(folder) / "found.json").write_text(json.dumps(found))
+            results = {"measured": measured, "saved": saved, "reports": reports}
+            (Path(folder) / "found.json").write_text(json.dumps(results))
 
 
-def text(found: dict[str, Any]) -> str:
+def text(results: dict[str, Any]) -> str:
     """Return the table, with gains against the loop with no_sync in the same round."""
-    measured, saved = found["measured"], found["saved"]
+    measured, saved = results["measured"], results["saved"]
     ms = 1e3 / N_PARTS
     lines = [
         f"{N_RANKS} processes, K = {K}, {N_PARTS} micro-batches of {SAMPLES} samples, {LAYERS} "
@@ -101,8 +101,8 @@ def text(found: dict[str, Any]) -> str:
         predicted = [x * ms for x in saved[name]]
         shown = [f"{statistics.median(x):6.2f} {_quartiles(x)}" for x in (predicted, gains)]
         lines.append(f"{name:<18}{statistics.median(took) * ms:>9.2f}   {shown[0]:<24}{shown[1]}")
-    for name, said in found["reports"].items():
-        lines += ["", f"{name}: {said}"]
+    for name, report in results["reports"].items():
+        lines += ["", f"{name}: {report}"]
     return "\n".join(lines)
 
 
@@ -117,10 +117,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         _ranks.spawn(run, N_RANKS, folder, arguments.repeat)
-        found = json.loads((Path(folder) / "found.json").read_text())
-    said = "\n".join([*machine.header(["pipesim", "torch"]), "", text(found)])
-    print(said)
-    (machine.ROOT / "results" / "benchmarks" / "sync_lint.txt").write_text(said + "\n")
+        results = json.loads((Path(folder) / "found.json").read_text())
+    report = "\n".join([*machine.header(["pipesim", "torch"]), "", text(results)])
+    print(report)
+    (machine.ROOT / "results" / "benchmarks" / "sync_lint.txt").write_text(report + "\n")
 
 
 if __name__ == "__main__":

@@ -139,25 +139,25 @@ def error(predicted: ps.Timeline, measured: ps.Timeline) -> float:
 
 def rows(timelines: dict[str, list[ps.Timeline]]) -> list[list[str]]:
     """Return the lines of the table: median error, and the largest in brackets."""
-    found = []
+    lines = []
     for name, steps in timelines.items():
-        other = next(each for each in timelines if each != name)
+        other = next(runtime for runtime in timelines if runtime != name)
         errors: dict[str, list[float]] = {"replayed": [], "simulated": [], "predicted": []}
         for step, its_other in zip(steps, timelines[other], strict=True):
-            own, others = (ps.Costs.from_timeline(each) for each in (step, its_other))
+            own, others = (ps.Costs.from_timeline(steps) for steps in (step, its_other))
             errors["replayed"].append(error(ps.replay(step), step))
             errors["simulated"].append(error(ps.simulate(step.graph, own), step))
             errors["predicted"].append(error(ps.simulate(step.graph, others), step))
         costs = ps.Costs.from_timeline(steps[-1])
         cells = [
-            f"{statistics.median(each):+.1%} ({max(each, key=abs):+.1%})"
-            for each in errors.values()
+            f"{statistics.median(values):+.1%} ({max(values, key=abs):+.1%})"
+            for values in errors.values()
         ]
         makespan = statistics.median(step.makespan for step in steps)
         seconds = [costs.per_stage(op, N_RANKS).mean() for op in ("forward", "backward")]
         times = [f"{s * 1e3:.1f}" for s in (*seconds, makespan)]
-        found.append([name, *times, f"{costs.network.latency * 1e3:.2f}", *cells])
-    return found
+        lines.append([name, *times, f"{costs.network.latency * 1e3:.2f}", *cells])
+    return lines
 
 
 def main() -> None:

@@ -80,8 +80,8 @@ def predictions(
         yield [
             label, part, row.name, f"{published.speed:.3f}", f"{got.speed:.3f}",
             percent(got.speed / published.speed - 1),
-            _known(published.utilization, ".0%"), f"{got.utilization:.0%}",
-            _known(published.memory, ".1f"), f"{got.memory:.1f}",
+            _cell(published.utilization, ".0%"), f"{got.utilization:.0%}",
+            _cell(published.memory, ".1f"), f"{got.memory:.1f}",
         ]  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def percent(part: float) -> str:
     return f"{round(part, 5) + 0.0:+.1%}"
 
 
-def _known(value: float, form: str) -> str:
+def _cell(value: float, form: str) -> str:
     return "-" if math.isnan(value) else format(value, form)
 
 
@@ -118,7 +118,9 @@ def changed(rows: Sequence[Row]) -> Iterator[list[str]]:
     """Yield the errors of all rows for each assumption, fitted on the same row."""
     for name, (machine, switches) in assumptions().items():
         others = [
-            row._replace(switches={key: switches.get(key, on) for key, on in row.switches.items()})
+            row._replace(
+                switches={key: switches.get(key, is_on) for key, is_on in row.switches.items()}
+            )
             for row in rows
         ]
         part = fit([row for row in others if row.name == HEADLINE], machine)
@@ -134,7 +136,7 @@ def unet_tables() -> Iterator[str]:
         part = fit([row])
         chosen = " *" if row.name == HEADLINE else ""
         lines += predictions(rows, reached(part), row.name + chosen, f"{part:.3f}")
-        speeds = [predict(each, reached(part)).speed for each in rows]
+        speeds = [predict(row, reached(part)).speed for row in rows]
         in_order.append(speeds == sorted(speeds))
     compute, copies = rows[3], rows[1]
     both = fit_link(compute, copies)
@@ -164,7 +166,7 @@ def unet_tables() -> Iterator[str]:
 def baseline_orders(row: Row, machine: Machine) -> Iterator[list[str]]:
     """Yield what the baseline takes in orders that its engine may have taken."""
     costs, n, m = costs_of(row, machine), len(row.balance), row.n_microbatches
-    switches = {key: on for key, on in row.switches.items() if key != "recompute_first"}
+    switches = {key: is_on for key, is_on in row.switches.items() if key != "recompute_first"}
     orders = ps.autograd_orders(
         n, m, costs, recompute="except_last", recompute_thread="caller", n_orders=N_ORDERS,
         step="none", skips=skips_of(costs), **switches,

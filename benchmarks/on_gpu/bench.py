@@ -105,10 +105,10 @@ class Bench:
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
 
-    def keep(self, found: px.Validation, name: str, **record: Any) -> None:
+    def keep(self, validation: px.Validation, name: str, **record: Any) -> None:
         """Write the run directory of a validation; figures are drawn elsewhere, from these."""
         self.out.mkdir(parents=True, exist_ok=True)
-        found.save(self.out / name, record=record, figures=False)
+        validation.save(self.out / name, record=record, figures=False)
 
     def wait(self) -> None:
         """Wait for the GPU."""
@@ -124,9 +124,9 @@ class Bench:
         with px.Pipeline(
             stages, graph, self.devices(graph.n_devices, link), cross_entropy, optimizer,
             cuda_graph=self.captures(cuda_graph),
-        ) as made:  # fmt: skip
-            yield made
-        del made
+        ) as pipeline:  # fmt: skip
+            yield pipeline
+        del pipeline
         self.release()
 
 
@@ -162,10 +162,10 @@ def hidden_share(timeline: ps.Timeline) -> float:
     graph = timeline.graph
     total = hidden = 0.0
     for device in range(graph.n_devices):
-        mine = graph.device == device
+        own = graph.device == device
         sends, busy = (
             np.stack([timeline.start[chosen], timeline.end[chosen]], axis=1)
-            for chosen in (mine & graph.is_op(SENDS), mine & graph.is_op(COMPUTE))
+            for chosen in (own & graph.is_op(SENDS), own & graph.is_op(COMPUTE))
         )
         total += float((sends[:, 1] - sends[:, 0]).sum())
         begin = np.maximum(sends[:, None, 0], busy[None, :, 0])
@@ -175,15 +175,15 @@ def hidden_share(timeline: ps.Timeline) -> float:
 
 
 @contextmanager
-def noted_warnings(say: Callable[[str], None]) -> Iterator[None]:
-    """Say each warning once, in place of printing it."""
+def noted_warnings(write: Callable[[str], None]) -> Iterator[None]:
+    """Write each warning once, in place of printing it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             yield
         finally:
             for text in dict.fromkeys(f"{w.category.__name__}: {w.message}" for w in caught):
-                say(f"warning {text}")
+                write(f"warning {text}")
 
 
 @contextmanager
@@ -195,14 +195,14 @@ def messages_timed_once(bench: Bench) -> Iterator[None]:
     profile = importlib.import_module(
         "pipeexec.profiling.calibration"
     )  # `pipeexec.profile` is a function too
-    measure, found = profile.measure_transfers, dict[tuple[tuple[int, int], ...], pd.DataFrame]()
+    measure, tables = profile.measure_transfers, dict[tuple[tuple[int, int], ...], pd.DataFrame]()
     options: dict[str, Any] = {"sizes": (1 << 12, 1 << 16), "repeat": 1} if bench.dry else {}
 
     def once(pipeline: px.Pipeline, pairs: Sequence[tuple[int, int]]) -> pd.DataFrame:
         key = tuple(pairs)
-        if key not in found:
-            found[key] = measure(pipeline, pairs, **options)
-        return found[key]
+        if key not in tables:
+            tables[key] = measure(pipeline, pairs, **options)
+        return tables[key]
 
     profile.measure_transfers = once  # type: ignore[attr-defined]
     try:

@@ -31,30 +31,30 @@ _QUEUES = 32
 
 def environment(bench: Bench, report: Report) -> None:
     """Say what there is, and probe it."""
-    report.say(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
+    report.add(f"torch {torch.__version__}, CUDA {torch.version.cuda}")
     names = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "PYTORCH_CUDA_ALLOC_CONF")
-    report.say(", ".join(f"{name}={os.environ.get(name, '')}" for name in names))
+    report.add(", ".join(f"{name}={os.environ.get(name, '')}" for name in names))
     if bench.dry:
-        report.say(f"no GPU: {', '.join(PROBES)} are left out")
+        report.add(f"no GPU: {', '.join(PROBES)} are left out")
         return
     properties = torch.cuda.get_device_properties(bench.gpu)
-    report.say(f"{properties.name}, {properties.multi_processor_count} SMs, compute capability "
+    report.add(f"{properties.name}, {properties.multi_processor_count} SMs, compute capability "
                f"{properties.major}.{properties.minor}")  # fmt: skip
-    report.say(_driver())
-    report.say(f"green contexts through {getattr(find_driver(), '__name__', 'libcuda')}")
+    report.add(_driver())
+    report.add(f"green contexts through {getattr(find_driver(), '__name__', 'libcuda')}")
     lost = ""
     for name, probe in PROBES.items():
         if lost:
             report.check(False, f"{name}: not probed, {lost}")
             continue
         try:
-            with noted_warnings(report.say):
-                said = probe(bench)
+            with noted_warnings(report.add):
+                answer = probe(bench)
         except Exception as error:
-            said = f"no: {type(error).__name__}: {error}"
-        met = said.startswith("yes")
-        report.record("environment", probe=name, met=met, said=said)
-        report.check(met, f"{name}: {said}")
+            answer = f"no: {type(error).__name__}: {error}"
+        is_met = answer.startswith("yes")
+        report.record("environment", probe=name, met=is_met, said=answer)
+        report.check(is_met, f"{name}: {answer}")
         lost = _lost(name)
 
 
@@ -78,13 +78,13 @@ def _driver() -> str:
     return f"driver, SM clock, memory clock, power limit: {done.stdout.strip()}"
 
 
-def _noted(found: list[torch.Tensor]) -> list[set[int]]:
+def _noted(buffers: list[torch.Tensor]) -> list[set[int]]:
     torch.cuda.synchronize()
-    return [set(each.tolist()) - {-1} for each in found]
+    return [set(buffer.tolist()) - {-1} for buffer in buffers]
 
 
-def _disjoint(seen: list[set[int]]) -> bool:
-    return sum(map(len, seen)) == len(set.union(*seen))
+def _disjoint(sms: list[set[int]]) -> bool:
+    return sum(map(len, sms)) == len(set.union(*sms))
 
 
 def _empty(n: int, bench: Bench) -> list[torch.Tensor]:
@@ -105,17 +105,17 @@ def _splits(bench: Bench) -> str:
 
 
 def _smid(bench: Bench) -> str:
-    where, said = load_kernels(bench.gpu).locate, []
+    where, counts = load_kernels(bench.gpu).locate, []
     for n in bench.slice_counts:
-        devices, found = px.slices("cuda:0", n), _empty(n, bench)
+        devices, buffers = px.slices("cuda:0", n), _empty(n, bench)
         torch.cuda.synchronize()
-        for device, each in zip(devices, found, strict=True):
-            device.stream("compute").submit(partial(where, each, _HELD))
-        seen = _noted(found)
-        if not _disjoint(seen):
-            return f"no: {n} slices saw SMs {sorted(map(sorted, seen))}"
-        said.append("+".join(str(len(each)) for each in seen))
-    return f"yes: {', '.join(said)} SMs seen"
+        for device, buffer in zip(devices, buffers, strict=True):
+            device.stream("compute").submit(partial(where, buffer, _HELD))
+        sms = _noted(buffers)
+        if not _disjoint(sms):
+            return f"no: {n} slices saw SMs {sorted(map(sorted, sms))}"
+        counts.append("+".join(str(len(numbers)) for numbers in sms))
+    return f"yes: {', '.join(counts)} SMs seen"
 
 
 def _events(bench: Bench) -> str:
@@ -145,21 +145,21 @@ def _forked(streams: list[Stream], body: Callable[[], None]) -> torch.cuda.CUDAG
 
 def _captured_slices(bench: Bench) -> str:
     where, n = load_kernels(bench.gpu).locate, bench.slice_counts[-1]
-    devices, found = px.slices("cuda:0", n), _empty(n, bench)
+    devices, buffers = px.slices("cuda:0", n), _empty(n, bench)
     streams = [device.stream("compute") for device in devices]
 
     def body() -> None:
-        for stream, each in zip(streams, found, strict=True):
-            stream.submit(partial(where, each, _HELD))
+        for stream, buffer in zip(streams, buffers, strict=True):
+            stream.submit(partial(where, buffer, _HELD))
 
     where(torch.empty(1, dtype=torch.int32, device=bench.gpu), 1)  # loads it
     graph = _forked(streams, body)
-    if _noted(found) != [set()] * n:
+    if _noted(buffers) != [set()] * n:
         return "no: a capture ran its kernels"
     graph.replay()
-    seen = _noted(found)
-    counts = "+".join(str(len(each)) for each in seen)
-    return f"{'yes' if _disjoint(seen) else 'no'}: {counts} SMs seen in a replay"
+    sms = _noted(buffers)
+    counts = "+".join(str(len(numbers)) for numbers in sms)
+    return f"{'yes' if _disjoint(sms) else 'no'}: {counts} SMs seen in a replay"
 
 
 def _captured_events(bench: Bench) -> str:
@@ -177,13 +177,13 @@ def _captured_events(bench: Bench) -> str:
 
     torch.cuda._sleep(1)  # loads it
     graph = _forked(streams, body)
-    said = []
+    times = []
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()
-        said.append([event.seconds_since(noted[0]) for event in noted[1:]])
-    good = all(0 < slept <= late + 1e-6 for slept, late in said)
-    return f"{'yes' if good else 'no'}: {said} s"
+        times.append([event.seconds_since(noted[0]) for event in noted[1:]])
+    good = all(0 < slept <= late + 1e-6 for slept, late in times)
+    return f"{'yes' if good else 'no'}: {times} s"
 
 
 def _wait(waits: StreamTimer, seconds: float) -> None:
@@ -211,7 +211,7 @@ def _side_by_side(bench: Bench) -> str:
     The streams are those of a linear pipeline: a slice computes, and has a stream to and from each
     neighbour. Eight slices have 36, so that theirs are reported without a target.
     """
-    said, good = [], True
+    ratios, good = [], True
     for n in bench.slice_counts:
         streams = [
             device.stream(name)
@@ -234,8 +234,8 @@ def _side_by_side(bench: Bench) -> str:
         last = max(ended.seconds_since(first) for _, ended in sleeps)
         one = min(ended.seconds_since(began) for began, ended in sleeps)
         good = good and (last < 1.5 * one or len(streams) > _QUEUES)
-        said.append(f"{len(streams)} streams {last / one:.2f}")
-    return f"{'yes' if good else 'no'}: time over that of one: {', '.join(said)}"
+        ratios.append(f"{len(streams)} streams {last / one:.2f}")
+    return f"{'yes' if good else 'no'}: time over that of one: {', '.join(ratios)}"
 
 
 def _event_nodes(bench: Bench) -> str:
@@ -247,8 +247,8 @@ def _event_nodes(bench: Bench) -> str:
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()
-    each = noted[-1].seconds_since(noted[0]) / (count - 1)
-    return f"yes: {each * 1e6:.2f} us each, {count} in a row"
+    seconds = noted[-1].seconds_since(noted[0]) / (count - 1)
+    return f"yes: {seconds * 1e6:.2f} us each, {count} in a row"
 
 
 def _loops(bench: Bench) -> str:
@@ -262,14 +262,14 @@ def _loops(bench: Bench) -> str:
 def _products(bench: Bench) -> str:
     """What a slice computes, and whether the others slow it down."""
     x, w = (torch.randn(rows, 1024, device=bench.gpu) for rows in (2048, 1024))
-    said = []
+    rates = []
     for n in bench.slice_counts:
         devices = px.slices("cuda:0", n)
         alone = _product_seconds(devices[:1], x, w)
         together = _product_seconds(devices, x, w)
-        said.append(f"{n} slices {2 * x.numel() * 1024 / alone / 1e12:.1f} TFLOP/s each, "
+        rates.append(f"{n} slices {2 * x.numel() * 1024 / alone / 1e12:.1f} TFLOP/s each, "
                     f"x{together / alone:.3f} with all busy")  # fmt: skip
-    return f"yes: {'; '.join(said)}"
+    return f"yes: {'; '.join(rates)}"
 
 
 def _product_seconds(devices: list[Slice], x: torch.Tensor, w: torch.Tensor) -> float:

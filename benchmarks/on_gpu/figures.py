@@ -29,18 +29,18 @@ def draw_overlays(runs: Iterable[Path], to: Path) -> bool:
 
     Returns False if none of them is whole.
     """
-    found: dict[str, ps.Comparison] = {}
+    comparisons: dict[str, ps.Comparison] = {}
     for run in runs:
         try:
             rows = px.load_run(run).rows
         except RunDirectoryError:  # its step was cut
             continue
-        found |= {name: row.comparison for name, row in rows.items()}
-    if found:
-        order = [name for name in _ORDER if name in found]
-        order += [name for name in found if name not in order]
-        _save(overlay({name: found[name] for name in order}), to)
-    return bool(found)
+        comparisons |= {name: row.comparison for name, row in rows.items()}
+    if comparisons:
+        order = [name for name in _ORDER if name in comparisons]
+        order += [name for name in comparisons if name not in order]
+        _save(overlay({name: comparisons[name] for name in order}), to)
+    return bool(comparisons)
 
 
 def draw_overlap(folder: Path, schedule: str, to: Path) -> bool:

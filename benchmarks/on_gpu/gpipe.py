@@ -48,34 +48,34 @@ def gpipe(bench: Bench, report: Report) -> None:
         )
         error = gradient_error(models[name], layers, bench, inputs, targets, m)
         report.check(error <= GRADIENTS, f"gradients, {name}: {error:.1e} (limit {GRADIENTS:g})")
-    found = px.validate(
+    validation = px.validate(
         models,
         loss_fn=nn.functional.mse_loss,
         batches=iter(lambda: (inputs, targets), None),
         n_steps=bench.pick(5, 1),
         warm_up=bench.pick(3, 1),
     )
-    for name, values in _rows(found):
+    for name, values in _rows(validation):
         report.record("gpipe", row=name, **values)
         gain = values["gain_measured"]
-        said = (
+        line = (
             f"{name:>14} predicted {values['predicted'] * 1e3:8.2f} ms, measured "
             f"{values['measured'] * 1e3:8.2f} ms, error {values['error']:+.1%}, worst "
             f"{values['worst']:+.1%}, utilization {values['utilization_measured']:.1%}"
         )
         if gain is not None:
-            said += f", gain {gain:.3f} (predicted {values['gain_predicted']:.3f})"
-        report.time(abs(values["error"]) <= TARGET, said)
-    bench.keep(found, "ablation", slices=n, link=LINK.to_dict())
+            line += f", gain {gain:.3f} (predicted {values['gain_predicted']:.3f})"
+        report.time(abs(values["error"]) <= TARGET, line)
+    bench.keep(validation, "ablation", slices=n, link=LINK.to_dict())
 
 
-def _rows(found: Validation) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(validation: Validation) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the values of each row; gains are over the row above, None for the first."""
     above = None
-    for name, row in found.table.iterrows():
-        mine = found.rows[str(name)]
-        gain = (None, None) if above is None else gains(above, mine)
-        above = mine
+    for name, row in validation.table.iterrows():
+        steps = validation.rows[str(name)]
+        gain = (None, None) if above is None else gains(above, steps)
+        above = steps
         yield str(name), {
             **{key: float(row[key]) for key in ("predicted", "measured", "error", "worst")},
             "gain_predicted": gain[0], "gain_measured": gain[1],
@@ -101,9 +101,9 @@ def gradient_error(
     nn.functional.mse_loss(outputs, targets.to(bench.gpu)).backward()
     nn.functional.mse_loss(model(inputs), targets.to(model.devices[-1])).backward()
     errors = [
-        float((mine.grad.cpu() - its.grad.cpu()).abs().max() / its.grad.abs().max().cpu())
-        for mine, its in zip(model.parameters(), whole.parameters(), strict=True)
-        if mine.grad is not None and its.grad is not None and its.grad.any()
+        float((own.grad.cpu() - its.grad.cpu()).abs().max() / its.grad.abs().max().cpu())
+        for own, its in zip(model.parameters(), whole.parameters(), strict=True)
+        if own.grad is not None and its.grad is not None and its.grad.any()
     ]
     model.zero_grad()
     return max(errors)

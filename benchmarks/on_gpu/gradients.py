@@ -53,10 +53,10 @@ def gradient_error(bench: Bench, name: str, n: int, cuda_graph: bool, **options:
     return largest_error([p.grad for stage in stages for p in stage.parameters()], wanted)
 
 
-def largest_error(found: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> float:
+def largest_error(actual: Sequence[Tensor | None], wanted: Sequence[Tensor]) -> float:
     """Return how far gradients are from those wanted, relative to the largest of a parameter."""
-    there = [gradient for gradient in found if gradient is not None]
+    present = [gradient for gradient in actual if gradient is not None]
     return max(
         float((a - b).abs().max() / b.abs().max().clamp_min(1e-12))
-        for a, b in zip(there, wanted, strict=True)
+        for a, b in zip(present, wanted, strict=True)
     )

@@ -25,7 +25,7 @@ def host(bench: Bench, report: Report) -> None:
     """Time the host a task, with stages that do nothing, and say where the time goes."""
     n = bench.pick(4, 2)
     m = 8 * n
-    report.say(f"{n} slices, {m} micro-batches, empty stages; microseconds a task, medians")
+    report.add(f"{n} slices, {m} micro-batches, empty stages; microseconds a task, medians")
     for name in ("gpipe", "1f1b"):
         graph = ps.lower(ps.schedule(name, n, m), step="none")
         batch = torch.zeros(m, 1), torch.zeros(m, 1)
@@ -50,7 +50,7 @@ def host(bench: Bench, report: Report) -> None:
                     f"{name}, {kind}: host {issue:.2f}, step {step:.2f}, {len(graph)} tasks",
                 )
                 if name == "1f1b" and not cuda_graph:
-                    report.say(_hottest(lambda: [subject.step(*batch) for _ in range(5)]))  # noqa: B023
+                    report.add(_hottest(lambda: [subject.step(*batch) for _ in range(5)]))  # noqa: B023
 
 
 def _hottest(call: Callable[[], Any]) -> str:

@@ -19,7 +19,7 @@ def memory(bench: Bench, report: Report) -> None:
     for name in ("gpipe", "1f1b"):
         graph = lowered(name, n, m)
         with (
-            noted_warnings(report.say),
+            noted_warnings(report.add),
             messages_timed_once(bench),
             bench.pipeline(graph, bench.stages(n, 2 * n), optimizer=sgd) as subject,
         ):
@@ -28,7 +28,7 @@ def memory(bench: Bench, report: Report) -> None:
             costs = px.profile(subject, *batch, n_steps=bench.pick(3, 1), warm_up=1)
             predicted = ps.simulate(graph, costs)
             if bench.dry:
-                report.say(f"{name}: no GPU whose allocator could be asked")
+                report.add(f"{name}: no GPU whose allocator could be asked")
                 continue
             allocated = subject.allocated(*batch)
         frame = allocated.frame
@@ -43,7 +43,7 @@ def memory(bench: Bench, report: Report) -> None:
         before, most, active, rise, gradients = (
             x / 2**20 for x in (before, most, active, rise, gradients)
         )
-        report.say(f"{name}: allocated {before:.0f} MiB before the step, {most:.0f} at most (with "
+        report.add(f"{name}: allocated {before:.0f} MiB before the step, {most:.0f} at most (with "
                    f"blocks that streams may still read {active:.0f}); rise {most - before:.0f} "
                    f"MiB, predicted {rise:.0f} and at most {gradients:.0f} of gradients, which a "
                    "step begins without")  # fmt: skip

@@ -14,7 +14,7 @@ def overlap(bench: Bench, report: Report) -> None:
     n = bench.pick(4, 2)
     m, batch = 2 * n, bench.batch(2 * n)  # tasks of a millisecond
     links = {"50 GB/s, 10 us": ps.Network(10e-6, 50e9), "5 GB/s, 10 us": ps.Network(10e-6, 5e9)}
-    report.say(f"{n} slices with imposed links: share of the SENDs' time in which their slice "
+    report.add(f"{n} slices with imposed links: share of the SENDs' time in which their slice "
                "computes, and the makespan; medians of 5 steps")  # fmt: skip
     for number, (link_name, link) in enumerate(links.items()):
         for name in ("gpipe", "1f1b") if number == 0 else ("1f1b",):
@@ -23,7 +23,7 @@ def overlap(bench: Bench, report: Report) -> None:
                 for overlaps in (True, False):
                     graph = lowered(name, n, m, overlaps)
                     with (
-                        noted_warnings(report.say),
+                        noted_warnings(report.add),
                         bench.pipeline(graph, bench.stages(n, 2 * n), cuda_graph=cuda_graph,
                                        link=link, optimizer=sgd) as subject,
                     ):  # fmt: skip

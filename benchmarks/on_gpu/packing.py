@@ -74,23 +74,23 @@ def unpack(file: Path, folder: Path) -> list[Outcome]:
             raise UnpackError(
                 f"{file} cannot be unpacked: {error}; give the {ARCHIVE} that make gpu wrote"
             ) from error
-        found = outcomes_in(unpacked)
+        outcomes = outcomes_in(unpacked)
         steps = [step for step in (WARM_UP, *STEPS) if any(files_of(step, unpacked))]
         if not steps:
             raise UnpackError(f"{file} holds no results of make gpu")
         was_dry = {outcome.is_dry for outcome in outcomes_in(folder)}
-        is_dry = any(outcome.is_dry for outcome in found)
+        is_dry = any(outcome.is_dry for outcome in outcomes)
         if was_dry and was_dry != {is_dry}:
             kinds = ["a dry run", "measured results"]
             new, old = kinds if is_dry else reversed(kinds)
             raise UnpackError(f"{file} holds {new}, and {folder} {old}; give OUT=another folder")
         folder.mkdir(parents=True, exist_ok=True)
         kept = {outcome.step for outcome in outcomes_in(folder)}
-        not_run = {outcome.step for outcome in found if outcome.status == "not run"}
+        not_run = {outcome.step for outcome in outcomes if outcome.status == "not run"}
         for step in (step for step in steps if step not in not_run & kept):
             remove(step, folder)
-            for each in list(files_of(step, unpacked)):
-                target = folder / each.relative_to(unpacked)
+            for source in list(files_of(step, unpacked)):
+                target = folder / source.relative_to(unpacked)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(each, target)
+                shutil.move(source, target)
     return outcomes_in(folder)

@@ -32,17 +32,17 @@ TORCH, HAND, TORCHGPIPE = "torch.distributed.pipelining", "by hand", "torchgpipe
 def peers(bench: Bench, report: Report) -> None:
     """Compare steps with those of other runtimes on the same streams, in turns."""
     for line in PEERS.splitlines():
-        report.say(line)
+        report.add(line)
     with one_thread() if bench.dry else nullcontext():  # as CPU workers
         contest = Contest(bench, report)
         rounds = f"medians of {contest.n_rounds} rounds"
-        report.say(f"\n{rounds}; ratio: ours over theirs (95 % interval)")
+        report.add(f"\n{rounds}; ratio: ours over theirs (95 % interval)")
         with one_process():
             for name in ("gpipe", "1f1b", "zb_h1"):
                 contest.attempt(name, contest.pipeline, name)
         contest.attempt("one device", contest.whole_gpu)
         if importlib.util.find_spec("torchgpipe") is None:
-            report.say("torchgpipe is not installed: left out; carry its wheel in WHEELS")
+            report.add("torchgpipe is not installed: left out; carry its wheel in WHEELS")
             return
         for checkpoint in ("never", "except_last"):
             contest.attempt(f"torchgpipe, {checkpoint}", contest.torchgpipe, checkpoint)
@@ -66,7 +66,7 @@ class Contest:
         try:
             call(*arguments)
         except Exception as error:
-            self.report.say(traceback.format_exc())
+            self.report.add(traceback.format_exc())
             self.report.check(False, f"{name}: {type(error).__name__}: {error}")
         self.bench.release()
 
@@ -74,13 +74,13 @@ class Contest:
         """Compare a schedule of `pipeexec.Pipeline` with torch's runtime, and GPipe by hand."""
         bench, stages, batch = self.bench, self.stages, self.batch
         graph = ps.lower(ps.schedule(schedule, self.n, self.m), step="none")
-        with bench.pipeline(graph, stages) as ours:
-            streams = compute_streams(ours.devices)
+        with bench.pipeline(graph, stages) as subject:
+            streams = compute_streams(subject.devices)
             torchs = TorchRuntime(graph, stages, streams, bench.gpu, batch)
-            theirs: dict[str, Step] = {TORCH: torchs.step}
+            peers: dict[str, Step] = {TORCH: torchs.step}
             if schedule == "gpipe":
-                theirs[HAND] = by_hand.gpipe(stages, streams, batch, self.m)
-            self._compare(schedule, lambda: ours.step(*batch).host_seconds, theirs,
+                peers[HAND] = by_hand.gpipe(stages, streams, batch, self.m)
+            self._compare(schedule, lambda: subject.step(*batch).host_seconds, peers,
                           then=torchs.check_order)  # fmt: skip
 
     def torchgpipe(self, checkpoint: str) -> None:
@@ -95,23 +95,23 @@ class Contest:
         places = bench.devices(self.n)
         streams = compute_streams(places)
         options = {"chunks": self.m, "checkpoint": checkpoint}
-        ours = px.GPipe(layers, balance, devices=places, **options)
-        theirs = GPipe(layers, balance, devices=[bench.gpu] * self.n, **options)
-        with on_streams(theirs, streams, bench.gpu):
+        own = px.GPipe(layers, balance, devices=places, **options)
+        peer = GPipe(layers, balance, devices=[bench.gpu] * self.n, **options)
+        with on_streams(peer, streams, bench.gpu):
             self._compare(
-                f"gpipe, checkpoint={checkpoint!r}", self._through(ours, streams),
-                {TORCHGPIPE: self._through(theirs, streams)},
+                f"gpipe, checkpoint={checkpoint!r}", self._through(own, streams),
+                {TORCHGPIPE: self._through(peer, streams)},
             )  # fmt: skip
 
     def whole_gpu(self) -> None:
         """Compare a pipeline of one device with plain accumulation on its stream."""
         whole = nn.Sequential(*self.stages)
         graph = ps.lower(ps.schedule("gpipe", 1, self.m), step="none")
-        with px.Pipeline([whole], graph, [self.bench.gpu], cross_entropy) as ours:
-            (stream,) = compute_streams(ours.devices)
-            theirs = by_hand.accumulation(self.stages, stream, self.batch, self.m)
+        with px.Pipeline([whole], graph, [self.bench.gpu], cross_entropy) as subject:
+            (stream,) = compute_streams(subject.devices)
+            peer = by_hand.accumulation(self.stages, stream, self.batch, self.m)
             self._compare("one device, the whole GPU",
-                          lambda: ours.step(*self.batch).host_seconds, {HAND: theirs})  # fmt: skip
+                          lambda: subject.step(*self.batch).host_seconds, {HAND: peer})  # fmt: skip
 
     def _through(self, model: nn.Module, streams: list[GpuStream]) -> Step:
         """Return a step of a module, whose outputs are on the last stream."""
@@ -124,11 +124,11 @@ class Contest:
         return step
 
     def _compare(
-        self, schedule: str, ours: Step, theirs: Mapping[str, Step],
+        self, schedule: str, own: Step, peers: Mapping[str, Step],
         then: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Check the gradients of each side, then time both; say a line for each peer."""
-        steps = {name: self._afresh(step) for name, step in {"ours": ours, **theirs}.items()}
+        steps = {name: self._afresh(step) for name, step in {"ours": own, **peers}.items()}
         for name, step in steps.items():
             error = self._gradient_error(step)
             self.report.check(
@@ -137,8 +137,8 @@ class Contest:
             )
         then()
         times = in_turn(self.bench, steps, self.n_rounds, self.warm_up)
-        for name in theirs:
-            self._say(schedule, name, times["ours"], times[name])
+        for name in peers:
+            self._report_ratio(schedule, name, times["ours"], times[name])
 
     def _afresh(self, step: Step) -> Step:
         """Return a step that begins without gradients."""
@@ -155,20 +155,20 @@ class Contest:
         self.bench.wait()
         return largest_error([p.grad for x in self.stages for p in x.parameters()], self.wanted)
 
-    def _say(self, schedule: str, peer: str, ours: Times, theirs: Times) -> None:
+    def _report_ratio(self, schedule: str, peer: str, own_times: Times, peer_times: Times) -> None:
         """Report one ratio."""
-        found = ratio(ours.wall, theirs.wall)
-        seconds = [statistics.median(x) for x in (*ours, *theirs)]
+        stats = ratio(own_times.wall, peer_times.wall)
+        seconds = [statistics.median(x) for x in (*own_times, *peer_times)]
         ms = [f"{x * 1e3:.2f}" for x in seconds]
         self.report.record(
             "peers", name=peer, schedule=schedule, version=_version(peer), ours=seconds[0],
-            theirs=seconds[2], ratio=found.median, low=found.low, high=found.high,
+            theirs=seconds[2], ratio=stats.median, low=stats.low, high=stats.high,
             host_ours=seconds[1], host_theirs=seconds[3], n_rounds=self.n_rounds, target=TARGET,
         )  # fmt: skip
         self.report.time(
-            found.median <= TARGET,
+            stats.median <= TARGET,
             f"{schedule}, {peer}: ours {ms[0]} ms (host {ms[1]}), theirs {ms[2]} ms (host {ms[3]}),"
-            f" ratio {found.median:.3f} ({found.low:.3f} to {found.high:.3f}; target {TARGET})",
+            f" ratio {stats.median:.3f} ({stats.low:.3f} to {stats.high:.3f}; target {TARGET})",
         )
 
 

@@ -72,20 +72,20 @@ def predicted(bench: Bench, sheet: DataSheet, counts: Sequence[int]) -> pd.DataF
         tokens, _ = bench.batch(bench.samples(n))
         layers = layer_costs(bench.layers(n_blocks), tokens)
         n_sms = part_size(sheet.n_sms, n, sheet.major)
-        each = Roofline(sheet.flops * n_sms / sheet.n_sms, sheet.bandwidth / n, LAUNCH)
+        roofline = Roofline(sheet.flops * n_sms / sheet.n_sms, sheet.bandwidth / n, LAUNCH)
         for name, options in (item for group in GROUPS for item in group):
             for overlap in (True, False):
                 graph = lowered(name, n, m, overlap, **options)
-                costs = layers.costs(bench.balance(graph.n_stages, n_blocks), each)
-                makespan = ps.simulate(graph, _with_steps(costs, each, graph.n_stages)).makespan
+                costs = layers.costs(bench.balance(graph.n_stages, n_blocks), roofline)
+                makespan = ps.simulate(graph, _with_steps(costs, roofline, graph.n_stages)).makespan
                 rows.append(
                     {"slices": n, "schedule": name, "overlap": overlap, "makespan": makespan}
                 )
     return pd.DataFrame(rows)
 
 
-def _with_steps(costs: ps.Costs, each: Roofline, n_stages: int) -> ps.Costs:
+def _with_steps(costs: ps.Costs, roofline: Roofline, n_stages: int) -> ps.Costs:
     """Return costs with I and W, each half of B, and SGD's steps, which move memory."""
     half = tuple((costs.per_stage("backward", n_stages) / 2).tolist())
-    step = costs.per_stage("parameter_bytes", n_stages) * _MOVED_BY_SGD / each.bandwidth
+    step = costs.per_stage("parameter_bytes", n_stages) * _MOVED_BY_SGD / roofline.bandwidth
     return replace(costs, input_grad=half, weight_grad=half, optimizer_step=tuple(step.tolist()))

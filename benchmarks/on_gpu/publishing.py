@@ -35,11 +35,11 @@ def publish(folder: Path) -> None:
 
 def _records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each kind of table, step after step."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    records: dict[str, list[dict[str, Any]]] = {}
     for step in (WARM_UP, *STEPS):
         for row in records_of(folder / f"{step}.jsonl"):
-            found.setdefault(row.pop("kind"), []).append({"step": step, **row})
-    return found
+            records.setdefault(row.pop("kind"), []).append({"step": step, **row})
+    return records
 
 
 def _figures(folder: Path, to: Path) -> Iterator[tuple[str, str]]:
@@ -71,8 +71,8 @@ def _page(
     yield "Made by `make gpu` and `make gpu-unpack`; [docs/cuda.md](../../docs/cuda.md) explains.\n"
     yield f"```\n{(folder / SUMMARY).read_text().rstrip()}\n```"
     for ran in dict.fromkeys(tables["sources"]["digest"]) if "sources" in tables else ():
-        known = f"commit {commit()}" if ran == digest() else "not those of this checkout"
-        yield f"\nSources `{ran}` ({known})."
+        origin = f"commit {commit()}" if ran == digest() else "not those of this checkout"
+        yield f"\nSources `{ran}` ({origin})."
     if "errors" in tables:
         yield "\n## Makespan: data sheet, calibrated, measured\n"
         yield ("Milliseconds. `data sheet`: predicted from nominal rates alone; nothing measured "

@@ -46,7 +46,7 @@ class Report:
         path.write_text("".join(f"{line}\n" for line in head))
         self.records.write_text("")
 
-    def say(self, line: str = "") -> None:
+    def add(self, line: str = "") -> None:
         """Add a line of text."""
         print(line, flush=True)
         with self.path.open("a") as file:
@@ -57,18 +57,18 @@ class Report:
         with self.records.open("a") as file:
             file.write(json.dumps({"kind": kind, **values}) + "\n")
 
-    def check(self, met: bool, line: str) -> None:
+    def check(self, is_met: bool, line: str) -> None:
         """Add a line of text that says whether a target was met."""
-        self.say(f"{MARKS[not met]:<6} {line}")
-        if not met:
+        self.add(f"{MARKS[not is_met]:<6} {line}")
+        if not is_met:
             self.missed.append(line)
 
-    def time(self, met: bool, line: str) -> None:
+    def time(self, is_met: bool, line: str) -> None:
         """Do the same for a target that depends on times; a dry run has none."""
         if self.dry:
-            self.say(f"{'':<6} {line}")
+            self.add(f"{'':<6} {line}")
         else:
-            self.check(met, line)
+            self.check(is_met, line)
 
     def end(self) -> None:
         """Raise `Missed` if a target was missed."""

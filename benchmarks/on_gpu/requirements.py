@@ -74,13 +74,15 @@ def find_gpu(library: Any = None) -> Gpu | str:
     library.cuDeviceGet(ctypes.byref(device), 0)
     name = ctypes.create_string_buffer(100)
     library.cuDeviceGetName(name, len(name), device)
-    found = []
+    capability = []
     for attribute in (_SM_COUNT, _MAJOR):
         value = ctypes.c_int()
         library.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-        found.append(value.value)
+        capability.append(value.value)
     green = hasattr(library, "cuGreenCtxCreate")
-    return Gpu(name.value.decode(errors="replace"), found[0], found[1], version.value, green)
+    return Gpu(
+        name.value.decode(errors="replace"), capability[0], capability[1], version.value, green
+    )
 
 
 def gpu_problems(gpu: Gpu, names: Iterable[str], cuda: str | None) -> list[str]:
@@ -112,8 +114,8 @@ def gpu_problems(gpu: Gpu, names: Iterable[str], cuda: str | None) -> list[str]:
 def package_problems(packages: Iterable[str] = PACKAGES) -> list[str]:
     """Return a line for each requirement that this Python does not meet."""
     if sys.version_info[:2] < _PYTHON:
-        wanted, found = (".".join(map(str, v)) for v in (_PYTHON, sys.version_info[:2]))
-        return [f"Python {wanted} or newer is needed, {sys.executable} is {found}; give PYTHON="]
+        wanted, version = (".".join(map(str, v)) for v in (_PYTHON, sys.version_info[:2]))
+        return [f"Python {wanted} or newer is needed, {sys.executable} is {version}; give PYTHON="]
     lacking = [name for name in packages if importlib.util.find_spec(name) is None]
     if not lacking:
         return []
@@ -128,8 +130,8 @@ def torch_cuda() -> str | None:
     if spec is None or spec.origin is None:
         return None
     text = (Path(spec.origin).parent / "version.py").read_text()
-    found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else None
 
 
 def path_problems(

@@ -32,7 +32,7 @@ _RACE = "CUDASanitizerErrors"
 def sanitizer(bench: Bench, report: Report) -> None:
     """Run three steps of each case; a race is an error of the operator that completes it."""
     if bench.dry:
-        report.say("no GPU: the same steps without the sanitizer")
+        report.add("no GPU: the same steps without the sanitizer")
     else:
         plain = partial(_pipeline, bench, _lowered("1f1b"), 2)
         with patch.object(CudaStream, "wait_event", lambda stream, event: None):

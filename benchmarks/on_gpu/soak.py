@@ -40,7 +40,7 @@ def soak(bench: Bench, report: Report) -> None:
             last_loss=losses[-1], allocated_growth=grew[0], reserved_growth=grew[1],
             resident_growth=grew[2], early_makespan=early, late_makespan=late,
         )  # fmt: skip
-        report.say(f"{kind}: {n_steps} steps, {count} replays, loss {losses[0]:.3f} to "
+        report.add(f"{kind}: {n_steps} steps, {count} replays, loss {losses[0]:.3f} to "
                    f"{losses[-1]:.3f}")  # fmt: skip
         report.check(grew[0] <= 1 << 20 and grew[1] <= 64 << 20,
                      f"{kind}: bytes allocated grew by {grew[0]}, reserved by {grew[1]}, the "

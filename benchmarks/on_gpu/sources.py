@@ -14,12 +14,12 @@ _FOLDERS = ("pipesim", "pipeexec", "benchmarks", "tests")
 
 def digest() -> str:
     """Return a checksum of all Python files of this checkout."""
-    found = hashlib.sha256()
+    state = hashlib.sha256()
     for folder in _FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
-            found.update(file.relative_to(ROOT).as_posix().encode())
-            found.update(file.read_bytes())
-    return found.hexdigest()[:16]
+            state.update(file.relative_to(ROOT).as_posix().encode())
+            state.update(file.read_bytes())
+    return state.hexdigest()[:16]
 
 
 def commit() -> str:

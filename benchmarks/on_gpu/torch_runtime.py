@@ -69,12 +69,12 @@ class StreamStage(PipelineStage):
         self.stream, self.ran = stream, ran
         self.previous: StreamStage | None = None
         self.next: StreamStage | None = None
-        self._made: dict[tuple[str, int], torch.cuda.Event] = {}
+        self._events: dict[tuple[str, int], torch.cuda.Event] = {}
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run F behind that of the stage before."""
         self.ran.append(f"{self.stage_index}F{fwd_chunk_id}")
-        with self._behind(self.previous, "F", fwd_chunk_id):
+        with self._following(self.previous, "F", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         _keep_for(self.next, output)
         return output
@@ -83,7 +83,7 @@ class StreamStage(PipelineStage):
         """Run B or I behind that of the next stage."""
         op = "B" if kwargs.get("full_backward", True) else "I"
         self.ran.append(f"{self.stage_index}{op}{bwd_chunk_id}")
-        with self._behind(self.next, "B", bwd_chunk_id):
+        with self._following(self.next, "B", bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -104,17 +104,17 @@ class StreamStage(PipelineStage):
         return []
 
     @contextmanager
-    def _behind(self, source: StreamStage | None, op: str, microbatch: int) -> Iterator[None]:
+    def _following(self, source: StreamStage | None, op: str, microbatch: int) -> Iterator[None]:
         """Compute on this stage's stream once a neighbour has made its value; record an event."""
         if self.stream is None:
             yield
             return
         if source is not None:
-            self.stream.wait_event(source._made[op, microbatch])
+            self.stream.wait_event(source._events[op, microbatch])
         with torch.cuda.stream(self.stream):
             yield
-        made = self._made[op, microbatch] = torch.cuda.Event()
-        made.record(self.stream)
+        event = self._events[op, microbatch] = torch.cuda.Event()
+        event.record(self.stream)
 
 
 def _keep_for(stage: StreamStage | None, value: Tensor | None) -> None:
@@ -152,18 +152,18 @@ class TorchRuntime:
         n, m = len(stages), graph.n_microbatches
         self.order, self.ran = issue_order(graph), list[str]()
         self._streams, self._batch = streams, batch
-        made = [
+        pipeline_stages = [
             StreamStage(module, i, n, device, stream, self.ran)
             for i, (module, stream) in enumerate(zip(stages, streams, strict=True))
         ]
-        for first, second in pairwise(made):
+        for first, second in pairwise(pipeline_stages):
             first.next, second.previous = second, first
 
         def loss_of(output: Tensor, targets: Tensor) -> Tensor:
             return cross_entropy(output, targets) / m
 
         self._runtime = make_runtime(
-            [self.order], "compute_comms", made, m, loss_fn=loss_of, scale_grads=False
+            [self.order], "compute_comms", pipeline_stages, m, loss_fn=loss_of, scale_grads=False
         )
 
     def step(self) -> None:

@@ -57,9 +57,9 @@ def in_turn(
     return times
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+def ratio(own: Sequence[float], peer: Sequence[float]) -> Ratio:
     """Return the ratios of neighbouring steps, ours over theirs."""
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    ratios = sorted(a / b for a, b in zip(own, peer, strict=True))
     low, high = interval(len(ratios))
     return Ratio(statistics.median(ratios), ratios[low], ratios[high])
 

@@ -38,22 +38,22 @@ _TITLE = (
 def validation(bench: Bench, report: Report, n: int) -> None:
     """Compare gradients, then validate schedules on ``n`` slices; each line at once."""
     m, samples = 2 * n, bench.samples(n)
-    report.say(f"{n} slices; {2 * n} blocks of width {bench.width}, {m} micro-batches of {samples} "
+    report.add(f"{n} slices; {2 * n} blocks of width {bench.width}, {m} micro-batches of {samples} "
                f"x {bench.sequence} tokens; float32")  # fmt: skip
     kinds = bench.kinds
     _gradients(bench, report, n, kinds[:1] if n == 8 else kinds)
-    report.say("\nsheet: makespan predicted from the data sheet alone; predicted: from calibration "
+    report.add("\nsheet: makespan predicted from the data sheet alone; predicted: from calibration "
                "steps")  # fmt: skip
-    report.say("error: predicted over measured makespan - 1, median of the steps; worst: of any; "
+    report.add("error: predicted over measured makespan - 1, median of the steps; worst: of any; "
                "replay: from the step's own durations")  # fmt: skip
-    report.say("host: seconds in which the host issued a step, or launched its graph, over its "
+    report.add("host: seconds in which the host issued a step, or launched its graph, over its "
                "makespan; full queues of the GPU block the host, too")  # fmt: skip
-    report.say("one clock for all slices of a GPU, so no clock error\n")
-    report.say(f"{'':<6} {_TITLE}")
-    found = sheet_of(bench)
+    report.add("one clock for all slices of a GPU, so no clock error\n")
+    report.add(f"{'':<6} {_TITLE}")
+    named_sheet = sheet_of(bench)
     sheet: Sheet = {}
-    if found is not None:
-        rows = predicted(bench, found[1], [n]).itertuples()
+    if named_sheet is not None:
+        rows = predicted(bench, named_sheet[1], [n]).itertuples()
         sheet = {(row.schedule, row.overlap): row.makespan for row in rows}
     with messages_timed_once(bench):
         for cuda_graph in kinds:
@@ -64,7 +64,7 @@ def validation(bench: Bench, report: Report, n: int) -> None:
 
 
 def _gradients(bench: Bench, report: Report, n: int, kinds: Sequence[bool]) -> None:
-    report.say("\ngradients against the unsplit model's, relative to the largest of a parameter")
+    report.add("\ngradients against the unsplit model's, relative to the largest of a parameter")
     for name, options in (item for group in GROUPS for item in group):
         for cuda_graph in kinds:
             error = gradient_error(bench, name, n, cuda_graph, **options)
@@ -82,16 +82,16 @@ def _validated(
     graphs = {name: lowered(name, n, m, overlap, **options) for name, options in group}
     n_stages = next(iter(graphs.values())).n_stages
     batches = (bench.batch(m * bench.samples(n), seed) for seed in range(10_000))
-    with noted_warnings(report.say), counted_replays() as replays:
-        found = validate(
+    with noted_warnings(report.add), counted_replays() as replays:
+        result = validate(
             bench.stages(n_stages, 2 * n), graphs, bench.devices(n), cross_entropy, batches, sgd,
             n_steps=bench.pick(3 if n == 8 else 5, 2), warm_up=bench.pick(3, 1),
             cuda_graph=bench.captures(cuda_graph),
         )  # fmt: skip
         count = replays()
     allocated = bench.release()
-    for name in found.rows:
-        _row(bench, report, n, name, found, sheet.get((name, overlap)), cuda_graph=cuda_graph,
+    for name in result.rows:
+        _row(bench, report, n, name, result, sheet.get((name, overlap)), cuda_graph=cuda_graph,
              overlap=overlap, allocated=allocated)  # fmt: skip
     if bench.captures(cuda_graph):
         # Calibration's two pipelines, and each row's, in every measured round.
@@ -99,17 +99,17 @@ def _validated(
         report.check(count >= least, f"{count} steps ran as CUDA graphs, at least {least} wanted")
     kind = "graph" if cuda_graph else "eager"
     name = f"{kind}-{'on' if overlap else 'off'}-{group[0][0]}"
-    bench.keep(found, name, slices=n, overlap=overlap, cuda_graph=cuda_graph)
+    bench.keep(result, name, slices=n, overlap=overlap, cuda_graph=cuda_graph)
 
 
 def _row(
-    bench: Bench, report: Report, n: int, name: str, found: Validation, sheet: float | None, *,
+    bench: Bench, report: Report, n: int, name: str, result: Validation, sheet: float | None, *,
     cuda_graph: bool, overlap: bool, allocated: int,
 ) -> None:  # fmt: skip
     """Say and record one row."""
-    row = found.table.loc[name]
-    launch = float(np.mean(found.costs.launch))
-    steps = found.rows[name]
+    row = result.table.loc[name]
+    launch = float(np.mean(result.costs.launch))
+    steps = result.rows[name]
     host = median(np.array(steps.host_seconds) / np.array(steps.makespans))
     report.record(
         "errors", slices=n, schedule=name, cuda_graph=cuda_graph, overlap=overlap,

@@ -24,21 +24,21 @@ def warm_up(bench: Bench, report: Report) -> None:
     if not bench.dry:
         properties = torch.cuda.get_device_properties(bench.gpu)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        report.say(f"{properties.name}, {memory}, UUID {getattr(properties, 'uuid', 'unknown')}")
-    found = sheet_of(bench)
-    if found is None:
-        report.say("no data sheet of this GPU: no prediction from it")
+        report.add(f"{properties.name}, {memory}, UUID {getattr(properties, 'uuid', 'unknown')}")
+    named_sheet = sheet_of(bench)
+    if named_sheet is None:
+        report.add("no data sheet of this GPU: no prediction from it")
     else:
-        name, sheet = found
-        report.say(f"data sheet of {name}: {sheet}; makespans in ms, of nothing measured")
+        name, sheet = named_sheet
+        report.add(f"data sheet of {name}: {sheet}; makespans in ms, of nothing measured")
         for row in predicted(bench, sheet, bench.slice_counts).itertuples():
             report.record(
                 "data sheet", slices=row.slices, schedule=row.schedule, overlap=row.overlap,
                 makespan=row.makespan, sheet=name,
             )  # fmt: skip
             if row.overlap:
-                report.say(f"{row.slices} slices, {row.schedule:>16} {row.makespan * 1e3:8.2f}")
-    report.say(f"predicted in {perf_counter() - start:.1f} s")
+                report.add(f"{row.slices} slices, {row.schedule:>16} {row.makespan * 1e3:8.2f}")
+    report.add(f"predicted in {perf_counter() - start:.1f} s")
     if not bench.dry:
         x = torch.randn(1024, 1024, device=bench.gpu, requires_grad=True)
         (x @ x).sum().backward()  # cuBLAS, and autograd's thread for the GPU
@@ -46,4 +46,4 @@ def warm_up(bench: Bench, report: Report) -> None:
         # Loops are compiled, and kept on disk, once they have more tasks than run as plain Python.
         graph = ps.lower(ps.schedule("1f1b", 8, jit.PLAIN_ELEMENTS_UNCACHED // _TASKS))
         ps.simulate(graph, ps.Costs(forward=1.0, backward=2.0))
-    report.say(f"compiled loops: {jit.available()}; ready after {perf_counter() - start:.1f} s")
+    report.add(f"compiled loops: {jit.available()}; ready after {perf_counter() - start:.1f} s")
