@@ -1,0 +1,21 @@
+"""Sweeps of two devices, in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+import pipesim as ps
+
+__all__ = ["BASE", "RESULTS", "sweep"]
+
+BASE = {"n_devices": 2, "forward": 1e-3, "backward": 2e-3, "activation_bytes": 1e6}
+RESULTS = [
+    "n_tasks", "makespan", "bubble_fraction", "throughput", "peak_memory", "seconds", "error",
+]  # fmt: skip
+
+
+def sweep(configurations: Any, **options: Any) -> pd.DataFrame:
+    """Sweep without a bar, and in this process unless told otherwise."""
+    return ps.sweep(configurations, **{"base": BASE, "n_jobs": 1, "progress": False, **options})

@@ -1,0 +1,198 @@
+"""How long collectives last on a network: rings, trees and all-to-all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from message_routes import resolve
+from strategies import clusters, networks
+
+import pipesim as ps
+from pipesim.errors import NetworkError, UnknownNameError
+
+#: Two nodes of four devices and two NICs each; ports are eight times as fast as NICs.
+NODES = ps.Nodes(4, port_latency=1, port_bandwidth=8, nic_latency=3, nic_bandwidth=1, n_nics=2)
+CLUSTER = ps.Network(nodes=NODES)
+
+
+def test_ring_all_reduce() -> None:
+    """Rule 9: 2(n-1)/n * bytes / bandwidth + 2(n-1) * latency."""
+    network = ps.Network(latency=1, bandwidth=8)
+    assert network.all_reduce(64, range(4)) == 2 * 3 / 4 * 64 / 8 + 2 * 3 * 1
+    assert network.all_reduce(64, [2]) == 0
+    assert ps.Network(latency=1).all_reduce(64, np.array([3, 1])) == 2
+
+
+def test_ring_takes_the_slowest_hop() -> None:
+    """The slowest latency and bandwidth of the hops, also of the one that closes the ring."""
+    slow = ps.Network(1, 8, (ps.Link(5, 4, ((2, 0),)),))
+    assert slow.all_reduce(12, [0, 1, 2]) == 4 / 3 * 12 / 4 + 4 * 5
+    assert slow.all_reduce(12, [0, 2, 1]) == 4 / 3 * 12 / 8 + 4 * 1  # the other way round
+    shared = ps.Network(1, 8, (ps.Link(1, 8, ((0, 1), (1, 2))),))
+    assert shared.all_reduce(12, [0, 1, 2]) == 4 / 3 * 12 / 4 + 4 * 1
+
+
+def test_ring_over_nodes() -> None:
+    """Inside a node at the port's rate; beyond it at the NIC's, which hops may share."""
+    assert CLUSTER.all_reduce(8, range(4)) == 6 / 4 * 8 / 8 + 6 * 1
+    assert CLUSTER.all_reduce(8, range(8)) == 14 / 8 * 8 / 1 + 14 * 3  # one hop a NIC
+    # 0 and 1 have one NIC: as 0 4 1 5 it carries two hops each way, as 0 1 4 5 one.
+    assert CLUSTER.all_reduce(8, [0, 4, 1, 5]) == 6 / 4 * 8 / 0.5 + 6 * 3
+    assert CLUSTER.all_reduce(8, [0, 1, 4, 5]) == 6 / 4 * 8 / 1 + 6 * 3
+    # With a port slower than the NIC, two hops on the NIC are still as fast as the port.
+    nodes = ps.Nodes(2, port_bandwidth=1, nic_bandwidth=2, n_nics=1)
+    assert ps.Network(nodes=nodes).all_reduce(4, [0, 2, 1, 3]) == 6 / 4 * 4 / 1
+
+
+@pytest.mark.parametrize(("n", "depth"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
+def test_tree_all_reduce(n: int, depth: int) -> None:
+    """2 * bytes / bandwidth + 2 * ceil(log2 n) * latency."""
+    network = ps.Network(latency=1, bandwidth=8)
+    assert network.all_reduce(64, range(n), "tree") == 2 * 64 / 8 + 2 * depth
+    assert network.all_reduce(64, [n], "tree") == 0
+    ports = ps.Network(nodes=ps.Nodes(n, port_latency=1, port_bandwidth=8))
+    assert ports.all_reduce(64, range(n), "tree") == 2 * 64 / 8 + 2 * depth
+
+
+def test_tree_shares_links() -> None:
+    """One link for all pairs carries both trees' 2(n-1) edges twice, half of the bytes on each."""
+    for n in (4, 5, 8):
+        pairs = tuple(itertools.permutations(range(n), 2))
+        network = ps.Network(links=(ps.Link(0, 2, pairs),))
+        assert network.all_reduce(64, range(n), "tree") == pytest.approx(4 * (n - 1) * 32 / 2)
+
+
+def test_unlimited_bandwidth_leaves_latency() -> None:
+    """Of named links, of the other pairs, and of nodes: bytes take no time at all."""
+    slow = ps.Link(5, 0.5, ((0, 1), (1, 0)))
+    nodes = ps.Nodes(2, port_latency=1, port_bandwidth=8, nic_latency=3, nic_bandwidth=2)
+    for network in (ps.Network(2, 4, (slow,)), ps.Network(links=(slow,), nodes=nodes)):
+        for members in ([0, 1], [0, 2], range(4)):
+            latency = network.unlimited().all_reduce(64, members)
+            assert latency == network.all_reduce(0, members) > 0
+            assert network.all_reduce(64, members) > latency
+
+
+def test_all_to_all() -> None:
+    """(n-1)/n * bytes over a device's end, all pairs' bytes over a link of all; one latency."""
+    network = ps.Network(latency=1, bandwidth=8)
+    assert network.all_to_all(64, range(4)) == 3 / 4 * 64 / 8 + 1
+    assert network.all_to_all(64, [3]) == 0
+    pairs = tuple(itertools.permutations(range(4), 2))
+    links = tuple(ps.Link(1, 8, (pair,)) for pair in pairs)
+    assert ps.Network(links=links).all_to_all(64, range(4)) == 3 / 4 * 64 / 8 + 1
+    assert ps.Network(links=(ps.Link(1, 8, pairs),)).all_to_all(64, range(4)) == 12 * 16 / 8 + 1
+
+
+def test_all_to_all_over_nodes() -> None:
+    """The port inside a node; two devices' messages to four others on each NIC."""
+    assert CLUSTER.all_to_all(8, range(4)) == 3 / 4 * 8 / 8 + 1
+    assert CLUSTER.all_to_all(8, range(8)) == 2 * 4 / 8 * 8 / 1 + 3
+    assert CLUSTER.all_to_all(8, [0, 4]) == 1 / 2 * 8 / 1 + 3
+    fast = ps.Nodes(4, port_bandwidth=8, nic_bandwidth=1000)
+    assert ps.Network(nodes=fast).all_to_all(8, range(8)) == 7 / 8 * 8 / 8
+    # What a link of its own carries leaves the NICs to the rest.
+    outward = ps.Link(5, 2, ((0, 4), (1, 4), (0, 5), (1, 5)))
+    back = ps.Link(5, 2, tuple((b, a) for a, b in outward.pairs))
+    members = [0, 1, 4, 5]
+    assert ps.Network(links=(outward,), nodes=NODES).all_to_all(8, members) == 4 * 2 / 1 + 5
+    assert ps.Network(links=(outward, back), nodes=NODES).all_to_all(8, members) == 4 * 2 / 2 + 5
+
+
+@given(st.data(), st.integers(3, 7), st.floats(0, 1e9), st.sampled_from(["ring", "tree"]))
+def test_collectives_are_not_faster_than_the_wire(
+    data: st.DataObject, n: int, nbytes: float, algorithm: str
+) -> None:
+    """No faster than the fastest link allows, nor than with a slower network's links unshared."""
+    network = data.draw(networks(n))
+    members = data.draw(st.permutations(range(n)))
+    routes = network.resolve(*np.array(list(itertools.permutations(range(n), 2))).T, n)
+    least = 2 * (n - 1) / n * nbytes / routes.bandwidth.max()
+    got = network.all_reduce(nbytes, members, algorithm)
+    assert got >= least * (1 - 1e-9)
+    assert got >= 2 * routes.latency.min()
+    assert network.all_to_all(nbytes, members) >= routes.latency.max()
+    assert network.all_to_all(nbytes, members) == pytest.approx(
+        network.all_to_all(nbytes, sorted(members))
+    )
+    assert network.all_reduce(2 * nbytes, members, algorithm) >= got
+
+
+@given(clusters(), st.integers(3, 9), st.data())
+def test_all_to_all_by_adding_up(network: ps.Network, n: int, data: st.DataObject) -> None:
+    """The closed form is the busiest link's total, where every pair's message is added up."""
+    drawn = data.draw(st.lists(st.integers(0, 5), min_size=n * n, max_size=n * n))
+    sizes = np.array(drawn, dtype=float).reshape(n, n)
+    seconds = _added_up(network, sizes)
+    assert network.all_to_all(sizes, range(n)) == pytest.approx(seconds)
+    order = data.draw(st.permutations(range(n)))
+    assert network.all_to_all(sizes[np.ix_(order, order)], order) == pytest.approx(seconds)
+    even = np.full((n, n), 1 / n)
+    assert network.all_to_all(1, range(n)) == pytest.approx(_added_up(network, even))
+    assert network.all_to_all(even, range(n)) == network.all_to_all(1, range(n))
+
+
+def _added_up(network: ps.Network, sizes: np.ndarray) -> float:
+    n = len(sizes)
+    pairs = list(itertools.permutations(range(n), 2))
+    nodes, busy = network.nodes, dict[Any, float]()
+    assert nodes is not None
+    for (a, b), (held, _, bandwidth) in zip(
+        pairs, resolve(network, *pairs, n_devices=n), strict=True
+    ):
+        if any((a, b) in link.pairs for link in network.links):
+            speeds = {("link",): bandwidth, ("out", a): bandwidth, ("in", b): bandwidth}
+        else:
+            speeds = {("out", a): nodes.port_bandwidth, ("in", b): nodes.port_bandwidth}
+            if a // nodes.devices_per_node != b // nodes.devices_per_node:
+                speeds |= {("nic", k): nodes.nic_bandwidth for k in sorted(held)[-2:]}
+        for key, speed in speeds.items():
+            busy[key] = busy.get(key, 0.0) + sizes[a, b] / speed
+    latency = max(t for _, t, _ in resolve(network, *pairs, n_devices=n))
+    return max(busy.values()) + latency
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "devices", "message"),
+    [
+        (-1, [0, 1], "bytes must be finite and >= 0, got -1"),
+        (math.nan, [0, 1], "bytes must be finite and >= 0, got nan"),
+        (math.inf, [0, 1], "bytes must be finite"),
+        ("1", [0, 1], "bytes must be finite"),
+        (1, 4, r"devices must be a sequence of device numbers, such as \[0, 1\], got 4"),
+        (1, [], "devices must be a sequence"),
+        (1, [0.0, 1.0], "devices must be a sequence"),
+        (1, [True, False], "devices must be a sequence"),
+        (1, [[0, 1]], "devices must be a sequence"),
+        (1, [[0], [1, 2]], "devices must be a sequence"),
+        (1, "01", "devices must be a sequence"),
+        (1, [0, -1], "a device must be 0 to 2147483647, got -1"),
+        (1, [0, 2**31], "a device must be 0 to 2147483647, got 2147483648"),
+        (1, [3, 0, 3], "device 3 is named twice; name each member once"),
+    ],
+)
+def test_bad_collectives(nbytes: Any, devices: Any, message: str) -> None:
+    """Bytes, and members that are different devices."""
+    for operation in (ps.Network().all_reduce, ps.Network().all_to_all):
+        with pytest.raises(NetworkError, match=message):
+            operation(nbytes, devices)
+
+
+@pytest.mark.parametrize("sizes", [[[1]], [[1, 2], [3]], [1, 2], [["a", 1], [1, 1]]])
+def test_bad_bytes_of_pairs(sizes: Any) -> None:
+    with pytest.raises(NetworkError, match=r"bytes of pairs must be numbers of shape \(2, 2\)"):
+        ps.Network().all_to_all(sizes, [0, 1])
+    with pytest.raises(NetworkError, match="got inf from member 1 to 0"):
+        ps.Network().all_to_all([[0, 1], [math.inf, 0]], [0, 1])
+
+
+def test_unknown_algorithm() -> None:
+    """The nearest known one is named."""
+    with pytest.raises(UnknownNameError, match="unknown all-reduce 'rng'; did you mean 'ring'"):
+        ps.Network().all_reduce(1, [0, 1], "rng")

@@ -1,0 +1,17 @@
+"""Close the figures that a test opens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _no_figures_left() -> Any:
+    """Pyplot draws into memory; what a test opens through it is closed."""
+    mpl.use("Agg")
+    yield
+    plt.close("all")
