@@ -1,7 +1,7 @@
 """Random faults in pipelines of many processes: none may hang, or name the wrong culprit.
 
 ``python tests/helpers/chaos.py`` draws what goes wrong, where and when from a seed, runs
-each in processes of its own, and prints how it ended. Exit status 1 if any went wrong.
+each in new processes, and prints how it ended. Exit status 1 if any went wrong.
 """
 
 from __future__ import annotations

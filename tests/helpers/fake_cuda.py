@@ -59,7 +59,7 @@ def check_signature(name: str, stand_in: Callable[..., Any], real: Any) -> None:
 
 
 class Observer(Protocol):
-    """Is told of calls that order streams or keep memory."""
+    """Receives the calls that order streams or keep memory."""
 
     def recorded(self, event: FakeEvent, stream: FakeStream) -> None:
         """Note that an event was recorded on a stream."""
@@ -97,7 +97,7 @@ class FakeCuda:
     Attributes
     ----------
     observers
-        Are told of each call.
+        Receive each call.
     caller
         The default stream of the first GPU, which is current at first.
     """

@@ -130,7 +130,7 @@ def _alive(mark: str, sessions: Sequence[int]) -> list[int]:
 def _fresh(
     arguments: Sequence[str], environment: dict[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """Start an interpreter in a session of its own."""
+    """Start an interpreter in a new session."""
     with log.open("w") as file:
         return subprocess.Popen(
             [sys.executable, *arguments], env=environment, stdin=subprocess.DEVNULL,
@@ -232,7 +232,7 @@ def expected(fault: Fault) -> list[str]:
         index = int(graph.pair[index])
         task = graph.task(index)
         rank = int(graph.device[index]) // fault.devices
-    if fault.kind == "shape":  # whoever gets it refuses it
+    if fault.kind == "shape":  # its receiver refuses it
         return [f"stage {task.stage}"]
     if fault.kind == "hook":
         return [rf"{task.stage}[BI]{task.microbatch} failed", f"rank {rank}"]

@@ -49,7 +49,7 @@ def on_purpose(*_: object) -> NoReturn:
 
 
 class Trickster(nn.Module):
-    """A layer and a nap; does wrong when told."""
+    """A layer and a nap; fails as `TRICKS` demands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Trickster(nn.Module):
 
 
 class Optimizer(torch.optim.SGD):
-    """Raises when told."""
+    """Raises as `TRICKS` demands."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=1e-3)

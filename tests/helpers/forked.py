@@ -32,7 +32,7 @@ _SERVER.set_forkserver_preload(
 
 
 class Forked:
-    """``python ...`` in a session of its own; as `subprocess.Popen`, as far as tests need it.
+    """``python ...`` in a new session; as `subprocess.Popen`, as far as tests need it.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class Forked:
 def _become(
     arguments: list[str], environment: dict[str, str], log: Path, reader: Connection
 ) -> None:
-    """Be the interpreter that was asked for."""
+    """Become the requested interpreter."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

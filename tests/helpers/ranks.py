@@ -29,7 +29,7 @@ Case = Callable[Concatenate[Any, ...], Any]
 
 
 def free_port() -> int:
-    """Return a port that nobody has."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

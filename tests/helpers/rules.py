@@ -1,4 +1,4 @@
-"""The rules of docs/time.md, said a second time: what every engine's answer is checked against.
+"""A second implementation of the rules in docs/time.md, to check every engine's answer.
 
 Given a finished timeline, each start and end must be exactly what the rules make of the others.
 This needs no event loop, so that it shares nothing with an engine but the rules.

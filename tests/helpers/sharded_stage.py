@@ -73,7 +73,7 @@ def model() -> tuple[list[Tensor], Bottom, Top]:
 
 
 def batch(n: int, bag: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dense features, keys (also repeated ones, and rows that nobody asks for), targets."""
+    """Return dense features, keys (also repeated ones; some rows never occur), targets."""
     generator = torch.Generator().manual_seed(1)
     shape = (n, bag) if bag else (n,)
     keys = [torch.randint(rows // 2 + 1, shape, generator=generator) for rows in ROWS]

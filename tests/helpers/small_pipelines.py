@@ -141,7 +141,7 @@ def data(n: int, width: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def dense(n_layers: int, width: int = 16) -> nn.Sequential:
-    """Return a model of ``n_layers`` layers, each some arithmetic that can be told apart."""
+    """Return a model of ``n_layers`` layers, each with a different result."""
     torch.manual_seed(n_layers)
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(n_layers))

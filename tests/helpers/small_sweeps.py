@@ -17,5 +17,5 @@ RESULTS = [
 
 
 def sweep(configurations: Any, **options: Any) -> pd.DataFrame:
-    """Sweep without a bar, and in this process unless told otherwise."""
+    """Sweep without a bar, by default in this process."""
     return ps.sweep(configurations, **{"base": BASE, "n_jobs": 1, "progress": False, **options})

@@ -98,7 +98,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 def needs(action: Action, halves: set[tuple[int, int]], n_stages: int) -> list[Action]:
-    """Return what a compute action needs (rule 3), said a second time on purpose."""
+    """Return what a compute action needs (rule 3), implemented a second time on purpose."""
     stage, op, microbatch, *_ = action
 
     def gradient(stage: int) -> Action:
@@ -118,7 +118,7 @@ def needs(action: Action, halves: set[tuple[int, int]], n_stages: int) -> list[A
 def custom_schedules(
     draw: st.DrawFn, max_microbatches: int = 3, recomputes: bool = False
 ) -> ps.Schedule:
-    """Draw orders that can run: one order of everything that breaks no rule, dealt to the devices.
+    """Draw orders that can run: one order of all actions that breaks no rule, split by device.
 
     Each stage and micro-batch has its own choice of a whole backward (B) or a split one (I, W), and
     with ``recomputes`` of an R.

@@ -103,7 +103,7 @@ def test_of_itself(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
 
 
 def test_of_a_saved_run(tmp_path: Path) -> None:
-    """The same tasks, in a graph of its own."""
+    """The same tasks, in another graph."""
     predicted = run("1f1b")
     measured(predicted, 2.0).save(tmp_path / "timeline.csv")
     loaded = ps.Timeline.load(tmp_path / "timeline.csv")
@@ -180,7 +180,7 @@ def test_rows_of_a_file_are_models_too(tmp_path: Path) -> None:
 
 
 def test_sweeps_of_models_of_other_sizes() -> None:
-    """Unless it is said what costs are of; one a device makes the models equal."""
+    """Unless the unit of costs is given; one a device makes the models equal."""
     fields = {"n_devices": 2, "n_microbatches": 4, "forward": 2, "input_grad": 2, "weight_grad": 2}
     options: dict[str, Any] = {"n_jobs": 1, "progress": False}
     grid = {"schedule": ["gpipe", "zbv"]}

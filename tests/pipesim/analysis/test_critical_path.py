@@ -55,7 +55,7 @@ def test_recompute_is_not_a_bubble() -> None:
 
 
 def test_device_table() -> None:
-    """One row a device; memory where there are costs."""
+    """One row a device; memory if costs are known."""
     timeline = run("1f1b", 2, 3, ps.Costs(1, 2, activation_bytes=4))
     table = device_table(timeline)
     assert list(table.columns) == ["busy", "idle", "utilization", "peak_memory"]
@@ -107,7 +107,7 @@ def test_critical_path_through_the_slowest_device() -> None:
 
 
 def test_critical_path_through_messages() -> None:
-    """Latency is a gap; a message that lasts is a task of its own."""
+    """Latency is a gap; a message with a duration is a task."""
     network = ps.Network(latency=5, bandwidth=1)
     timeline = run("gpipe", 2, 1, ps.Costs(1, 2, output_bytes=3, network=network))
     # RECV.start = SEND.start + 5, three seconds long: it begins 2 after the SEND has ended.

@@ -208,7 +208,7 @@ def test_a_collective_that_one_member_carries_out() -> None:
 
 
 def test_a_receiver_that_is_issued_late() -> None:
-    """With a rendezvous, a SEND waits for it: no hand-over of its own, but the host's doing."""
+    """With a rendezvous, a late RECV delays the SEND: the cause is the host, not a hand-over."""
     task_graph = graph("gpipe", m=2, rendezvous=True)
     free = ps.Costs(0, 0)
     causes = error_parts(

@@ -195,7 +195,7 @@ def late_run() -> tuple[ps.Timeline, ps.Timeline]:
 
 
 def test_parts_of_an_error() -> None:
-    """Recorded issue times are the host's part, with nothing said of launch."""
+    """Recorded issue times are the host's part, without a value for launch."""
     predicted, ran = late_run()
     causes = ps.Comparison(predicted, ran).error_parts()
     assert causes["host"] == predicted.makespan - ran.makespan < 0

@@ -169,7 +169,7 @@ def test_columns_line_up(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_schedules_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
-    """Closed forms stand there as text and as numbers for the counts that are asked for."""
+    """Closed forms are printed as text, and as numbers for the given counts."""
     out = succeed(capsys, "schedules", "--devices", 3, "--microbatches", 6)
     table = ps.schedules(3, 6)
     listed = {row[0]: row for row in rows(out)}
@@ -457,7 +457,7 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["simulate", "1f1b", *BASE]) == 130
 
 
-# As a process of its own.
+# As a process.
 
 
 def process(code: str) -> subprocess.Popen[bytes]:

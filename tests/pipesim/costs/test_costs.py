@@ -217,7 +217,7 @@ def test_network_is_a_network() -> None:
 
 
 def test_unknown_field() -> None:
-    """Asked for, or in a file, with the nearest known one."""
+    """In a call or in a file; the error names the nearest known one."""
     with pytest.raises(UnknownNameError, match="unknown cost 'foward'; did you mean 'forward'"):
         ps.Costs(1, 1).per_stage("foward", 2)
     with pytest.raises(UnknownNameError, match="unknown cost 'foward'; did you mean 'forward'"):

@@ -88,7 +88,7 @@ def test_the_busiest_owner_of_drawn_micro_batches(unique: bool) -> None:
         ratio = keys.busiest(4, placement, unique=unique)
         assert ratio == pytest.approx(np.mean(ratios), rel=0.01)
         assert ratio >= keys.load(4, placement, unique=unique)
-    assert ratio > 1.005  # though the rows are dealt evenly
+    assert ratio > 1.005  # though each rank owns equally many rows
     always = ps.Keys.from_counts([1, 1, 1, 1])
     assert always.busiest(2) == always.load(2) == 1
 
@@ -114,7 +114,7 @@ def test_a_hash_gives_each_row_a_place_of_its_own(n_rows: int, n_ranks: int) -> 
 
 
 def test_a_hash_spreads_what_modulo_does_not() -> None:
-    """Only every fourth row is asked for: all of them on one of four ranks by modulo."""
+    """Only every fourth row occurs: all of them on one of four ranks by modulo."""
     keys = ps.Keys([1, 0, 0, 0] * 250, 100)
     assert keys.load(4, "modulo") == 4
     assert keys.load(4, "hash") < 1.05

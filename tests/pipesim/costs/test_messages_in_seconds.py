@@ -22,7 +22,7 @@ def simulated(costs: ps.Costs, engine: str = "compiled", **options: Any) -> Time
 
 
 def test_a_blocking_message_by_hand() -> None:
-    """Device 0 goes on during a latency, and not while its stream is held (rules 4 and 5)."""
+    """Device 0 computes during a latency, and not while its stream is held (rules 4 and 5)."""
     graph = ps.lower(ps.schedule("gpipe", 2, 2), overlap=False, step="none")
     free, held = (ps.simulate(graph, costs).frame for costs in (FREE, HELD))
     for frame, second in ((free, 1.0), (held, 1.5)):

@@ -253,7 +253,7 @@ def changed(name: str, row: int, value: object) -> dict[str, Any]:
     ],
 )
 def test_bad_columns(column: dict[str, Any], message: str) -> None:
-    """Column, row and value are named, with what is allowed, whoever wires the graph."""
+    """The error names column, row, value and allowed values, for either way to build a graph."""
     columns = {**COLUMNS, **column}
     group = columns.pop("group", None)
     for make in (TaskGraph.build, TaskGraph.wire):

@@ -43,7 +43,7 @@ def test_text_and_back(schedule: ps.Schedule) -> None:
     ],
 )
 def test_bad_text(text: str, message: str) -> None:
-    """What is wrong with it is said."""
+    """The error names the mistake."""
     with pytest.raises(ArgumentError, match=message):
         parse_action(text)
 
@@ -69,7 +69,7 @@ def test_time(schedule: ps.Schedule, overlap: bool) -> None:
 
 
 def test_default_is_the_sum(schedule: ps.Schedule) -> None:
-    """Unless it is told, an overlapped action takes as long as its halves, one after the other."""
+    """By default, an overlapped action takes as long as its two halves together."""
     graph = ps.lower(schedule)
     timeline = ps.simulate(graph, ps.Costs(forward=(1, 4), backward=(2, 3)))
     for action, seconds in (("0F2", 1), ("0B0", 2), ("1F2", 4), ("1B1", 3)):

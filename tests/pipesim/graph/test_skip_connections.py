@@ -389,7 +389,7 @@ def test_columns_of_ones_own(op: str, stage: int, peer: int) -> None:
 
 
 def test_graphs_of_ones_own() -> None:
-    """Skips are those that the messages name, unless they are said."""
+    """By default, skips are those that the messages name."""
     graph = unet(3, 1, skips=[(0, 2)], portals=False)
     columns = (graph.op, graph.device, graph.stage, graph.microbatch)
     stream = [StreamKind.code(graph.streams[s][1]) for s in graph.stream]

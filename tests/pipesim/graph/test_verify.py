@@ -53,7 +53,7 @@ def test_missing_action() -> None:
 
 
 def test_missing_forward() -> None:
-    """Where there is a backward."""
+    """If the graph has a backward."""
     assert "device 0 lacks 0F0 (1 F missing" in refusal([["0B0", "0F1", "0B1"]])
 
 

@@ -44,7 +44,7 @@ def bytes_of_one(placement: ps.Placement, prices: ps.Costs) -> list[float]:
 
 
 def test_one_activation_a_device() -> None:
-    """Drawn by hand: where one fits, F waits until W has given back the last one's."""
+    """Drawn by hand: where one fits, F waits until W has freed the bytes of the last one."""
     schedule = ps.order_by(ps.linear(2), 2, UNIFORM, memory_limit=1)
     assert draw(run(schedule), transfers=False) == grid("""
         0 | F0 .. .. I0 W0 F1 .. .. I1 W1

@@ -1,7 +1,7 @@
 """Work around exchanges as tasks, keys exchanged early, gradients of all micro-batches at once.
 
 Against grids drawn by hand; replica 1 does what replica 0 does, so that one of them is drawn. A
-capital letter is a task of its own on the compute stream: D groups keys, V puts vectors in order, G
+capital letter is one task on the compute stream: D groups keys, V puts vectors in order, G
 sums gradients.
 """
 

@@ -500,7 +500,7 @@ def test_exchanges_that_a_replica_lacks_are_found() -> None:
 
 
 def test_a_stage_that_a_replica_lacks_is_found() -> None:
-    """Its gradients would be reduced with nobody's."""
+    """Its gradients would be reduced with none of another replica."""
     graph = ps.lower(ps.schedule("looped_bfs", 1, 2, n_chunks=2), n_replicas=2)
     lacks = (graph.replica == 1) & (graph.stage == 1)
     with pytest.raises(GraphError, match=r"\(1REDUCE_GRAD\) .* but replica 1 lacks it: .* stage 1"):

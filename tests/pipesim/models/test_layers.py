@@ -308,7 +308,7 @@ def test_every_field_but_launch_is_a_column() -> None:
 
 
 def test_one_stage_of_uniform_costs_is_scaled() -> None:
-    """Where it is said how many there are."""
+    """If their number is given."""
     costs = ps.Costs(forward=1, backward=2, overlapped=3)
     scaled = costs.scaled(2.5, stage=2, n_stages=4)
     assert (scaled.forward, scaled.backward) == ((1, 1, 2.5, 1), (2, 2, 5, 2))

@@ -159,7 +159,7 @@ sizes = st.sampled_from([1, 2, 4, 8])
 def test_stages_sum_to_the_model(
     model: ps.Transformer, t: int, sequence: bool, recompute: Any, data: st.DataObject
 ) -> None:
-    """However its layers are dealt, the stages have the model's FLOPs, activations and weights."""
+    """For any split into stages, the stages have the model's FLOPs, activations and weights."""
     n_stages = data.draw(st.integers(1, model.n_layers))
     cuts = data.draw(st.permutations(range(1, model.n_layers)).map(lambda c: c[: n_stages - 1]))
     split = np.diff([0, *sorted(cuts), model.n_layers]).tolist()
@@ -283,7 +283,7 @@ RATE: dict[str, Any] = {"microbatch_size": 1, "flops_per_second": 1e9}
 def test_one_meaning_of_a_number_of_stages() -> None:
     """Words say how layers are divided, of a transformer and of a table of its layers alike."""
     model = ps.Transformer(**LARGE_HEAD)
-    # Of the table, the head is a row of its own where it may have a stage of its own.
+    # In the table, the head has its own row if it may have its own stage.
     for partition, rows in (("even", [1] * 8), ("balanced", [*[1] * 8, 0])):
         costs = model.costs(rows, **RATE)
         layers = ps.Layers({"forward": costs.forward, "backward": costs.backward})  # type: ignore[dict-item]
@@ -292,13 +292,13 @@ def test_one_meaning_of_a_number_of_stages() -> None:
         assert of_layers == ps.Costs.from_layers(layers, 4, partition=partition)
         assert of_layers.forward == pytest.approx(of_model.forward)
     assert model.costs(4, **RATE, partition="even") == model.costs([2, 2, 2, 2], **RATE)
-    # The head takes as long as 9.3 layers: it gets a stage of its own.
+    # The head takes as long as 9.3 layers: it gets its own stage.
     assert model.costs(4, **RATE, partition="balanced") == model.costs([2, 3, 3, 0], **RATE)
     assert layers.costs(4) == layers.costs(4, partition="balanced")
 
 
 def test_an_even_split_that_costs_time_is_told() -> None:
-    """Unless it is asked for, or costs nothing to speak of."""
+    """Unless the caller wants it, or its cost is negligible."""
     model = ps.Transformer(**LARGE_HEAD)
     with pytest.warns(CostsWarning, match="the last takes .*partition=.balanced") as caught:
         assert model.costs(4, **RATE) == model.costs([2, 2, 2, 2], **RATE)

@@ -29,7 +29,7 @@ def counts(draw: st.DrawFn, name: str) -> tuple[int, int]:
 
 
 def run(name: str, p: int, m: int, **costs: float) -> ps.Timeline:
-    """Simulate without optimizer steps; B is twice as long as F, I and W unless told otherwise."""
+    """Simulate without optimizer steps; by default, B is twice as long as F, I and W."""
     seconds = {"forward": 1, "backward": 2, "input_grad": 1, "weight_grad": 1, **costs}
     return ps.simulate(ps.lower(ps.schedule(name, p, m), step="none"), ps.Costs(**seconds))
 
@@ -199,7 +199,7 @@ def test_closed_forms_of_two_directions(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_devices_hold_two_sets_of_weights(name: str) -> None:
-    """One a direction, with gradients of its own."""
+    """One copy for each direction, with separate gradients."""
     both, one = (run(family, 4, 8, parameter_bytes=1).peak_memory for family in (name, "1f1b"))
     assert both.tolist() == (schedule_info(name).parameters.value(4, 8) * one).tolist()
 

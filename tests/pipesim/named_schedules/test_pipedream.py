@@ -27,7 +27,7 @@ def counts(draw: st.DrawFn, name: str) -> tuple[int, int]:
 
 
 def run(name: str, p: int, m: int, **costs: float) -> ps.Timeline:
-    """Simulate; B is twice as long as F unless told otherwise, and steps take no time."""
+    """Simulate; by default, B is twice as long as F, and steps take no time."""
     seconds = {"forward": 1, "backward": 2, **costs}
     return ps.simulate(ps.lower(ps.schedule(name, p, m)), ps.Costs(**seconds))
 

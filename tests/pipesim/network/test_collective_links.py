@@ -80,7 +80,7 @@ def test_reduction_waits_for_a_message(name: str) -> None:
     """Rules 8, 9: 1 and 8 reduce over the NICs of nodes 0 and 2, both ways.
 
     All are there at 2, and the NIC out of node 0 is busy until 4. Meanwhile the NIC out of node 2
-    stands idle, although 9 to 12, which asked at 3, could have it: nobody overtakes in any queue.
+    stands idle, although 9 to 12, ready at 3, could have it: no message overtakes in a queue.
     13 to 4 uses neither of these nodes' NICs.
     """
     graph, tasks = traffic(

@@ -97,7 +97,7 @@ def test_all_to_all_over_nodes() -> None:
     assert CLUSTER.all_to_all(8, [0, 4]) == 1 / 2 * 8 / 1 + 3
     fast = ps.Nodes(4, port_bandwidth=8, nic_bandwidth=1000)
     assert ps.Network(nodes=fast).all_to_all(8, range(8)) == 7 / 8 * 8 / 8
-    # What a link of its own carries leaves the NICs to the rest.
+    # Messages on named links leave the NICs to the rest.
     outward = ps.Link(5, 2, ((0, 4), (1, 4), (0, 5), (1, 5)))
     back = ps.Link(5, 2, tuple((b, a) for a, b in outward.pairs))
     members = [0, 1, 4, 5]

@@ -26,7 +26,7 @@ def contend(network: ps.Network, one: tuple[int, int], two: tuple[int, int], n: 
 
 
 def test_uniform() -> None:
-    """Every directed pair has a link of its own."""
+    """Every directed pair has its own link."""
     network = ps.Network(latency=2, bandwidth=8)
     links = resolve(network, (0, 1), (1, 0), (0, 2), (3, 2))
     assert len(frozenset().union(*(held for held, _, _ in links))) == 4

@@ -1,4 +1,4 @@
-"""Mistakes in what a user registers, lists or writes to a file: said, and no harm to the rest."""
+"""Mistakes in schedules that a user registers, lists or writes: named, without harm to others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_name_is_a_text(name: Any) -> None:
 
 
 def test_register_without_parentheses() -> None:
-    """The function is taken for the name: said, with what to write."""
+    """The function is in the place of the name; the error tells the right form."""
     with pytest.raises(ArgumentError, match=r'write @ps.register\("gpipe"\) above the function'):
         ps.register(gpipe)  # type: ignore[arg-type]
 
@@ -79,7 +79,7 @@ def test_functions_that_take_no_counts(function: Any) -> None:
 
 
 def test_a_test_of_counts_that_fails() -> None:
-    """The listing shows the schedule as allowed, and the others as ever."""
+    """The listing shows the schedule as allowed, and the others unchanged."""
     ps.register("mine", counts=ps.Counts("x", lambda p, m: p == 1 // 0))(gpipe)
     assert schedule_info("mine").allows(2, 2)
     assert "mine" in ps.schedules().index
@@ -119,7 +119,7 @@ def test_a_formula_that_gives_no_number(value: Any) -> None:
     ],
 )
 def test_what_a_function_returns(built: Any, words: str) -> None:
-    """A schedule of the counts that were asked for."""
+    """A schedule with the requested counts."""
     ps.register("mine")(lambda n_devices, n_microbatches: built)
     with pytest.raises(ScheduleError, match=f"schedule 'mine': .*{words}"):
         ps.schedule("mine", 2, 2)
@@ -279,7 +279,7 @@ def test_a_file_of_two_paths_that_fit_no_placement(tmp_path: Path) -> None:
     ],
 )
 def test_messages_on_the_wrong_side(tmp_path: Path, content: str, words: str) -> None:
-    """A SEND stands after what makes its content, a RECV before its use; row and column said."""
+    """A SEND stands after what makes its content, a RECV before its use; errors name the cell."""
     with pytest.raises(ScheduleError, match=words):
         load(tmp_path, content)
 

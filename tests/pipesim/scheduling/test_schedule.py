@@ -305,7 +305,7 @@ def test_numpy_counts_are_counts() -> None:
 
 
 def test_unknown_option() -> None:
-    """Named with the schedule and what it takes."""
+    """The error names the schedule and its options."""
     with pytest.raises(
         UnknownNameError,
         match=r"'gpipe' takes no option 'backwards_order'; did you mean 'backward_order'",
@@ -322,7 +322,7 @@ def test_unknown_backward_order() -> None:
 
 
 def test_listing() -> None:
-    """One row a name, in numbers for the counts that are asked for."""
+    """One row a name, in numbers for the given counts."""
     table = ps.schedules(n_devices=4, n_microbatches=8)
     assert sorted(table.index) == NAMES
     assert table.index.name == "schedule"

@@ -188,7 +188,7 @@ def messages(
 ) -> tuple[ps.TaskGraph, ps.TaskCosts]:
     """Return a graph of single messages, ``(sender, receiver, asked at, seconds)`` each.
 
-    Every message is a pipeline of its own: an F that lasts until the message is asked for, and
+    Every message is a pipeline: an F that lasts until the message is ready, and
     an F at the other end that takes no time. Ids follow the order of ``routes``.
     """
     columns = []
@@ -306,7 +306,7 @@ REDUCED = ps.Costs(1, 1, optimizer_step=1, parameter_bytes=2, network=ps.Network
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_reduction_waits_for_the_slower_replica(name: str) -> None:
-    """Rule 9: 1B0 ends at 3 and at 6; stage 0's backward goes on beside the reduction."""
+    """Rule 9: 1B0 ends at 3 and at 6; stage 0's backward runs beside the reduction."""
     graph = ps.lower(STACK, n_replicas=2)
     timeline = ps.simulate(graph, REDUCED, engine=name, noise=SLOW)
     assert draw(timeline) == grid("""

@@ -53,7 +53,7 @@ def assert_alike(one: np.ndarray, other: np.ndarray) -> None:
 
 
 def test_normal() -> None:
-    """Mean 1 and the deviation that was asked for."""
+    """Mean 1 and the given deviation."""
     drawn = factors(ps.Noise(seed=1, task=ps.Normal(0.1)))
     assert_distributed(drawn, lambda x: normal((x - 1) / 0.1))
     assert drawn.mean() == pytest.approx(1, abs=0.003)
@@ -83,7 +83,7 @@ def test_tails() -> None:
 
 
 def test_lognormal() -> None:
-    """Mean 1; the logarithm has the deviation that was asked for."""
+    """Mean 1; the logarithm has the given deviation."""
     drawn = factors(ps.Noise(seed=2, task=ps.LogNormal(0.3)))
     assert_distributed(drawn, lambda x: normal((math.log(x) + 0.3**2 / 2) / 0.3))
     assert drawn.mean() == pytest.approx(1, abs=0.01)
@@ -411,7 +411,7 @@ def test_scenarios_say_what_they_are() -> None:
 def test_progress(
     progress: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shown where asked for, once it has taken a while: all scenarios are counted."""
+    """Shown on request, after some time: all scenarios are counted."""
     import tqdm.auto
 
     bar = tqdm.auto.tqdm
@@ -500,7 +500,7 @@ def test_distributions_of_operations_are_named() -> None:
 
 
 def test_unknown_operation() -> None:
-    """With the nearest one; messages are not asked for by operation."""
+    """The error names the nearest one; noise of messages has no operation."""
     with pytest.raises(
         UnknownNameError, match=r"unknown compute operation 'STPE'; did you mean 'S"
     ):

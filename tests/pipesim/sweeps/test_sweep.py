@@ -84,7 +84,7 @@ def runs(log: Path) -> list[int]:
 
 
 def test_a_grid_is_every_combination_in_order() -> None:
-    """The last key varies fastest; each row is what a simulation of it says, whoever ran it."""
+    """The last key varies fastest; each row equals a simulation of it, in any worker."""
     grid = {
         "schedule": ["1f1b", "gpipe"],
         "n_microbatches": np.array([5, 2]),
@@ -147,7 +147,7 @@ def test_an_option_goes_to_the_schedules_that_take_it() -> None:
 
 
 def test_bad_values_are_rows(register: Callable[[Build], Build]) -> None:
-    """What is wrong with one row, foreseen or not, is told there, and stops no other."""
+    """An error of one row, foreseen or not, is in that row, and stops no other."""
 
     @register
     def build(n_devices: int, n_microbatches: int) -> ps.Schedule:
@@ -296,7 +296,7 @@ def test_progress_bar(progress: bool, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_resume_runs_what_is_missing(log: Path, tmp_path: Path) -> None:
-    """Another grid adds rows to the file; a table holds the rows that were asked for, in order."""
+    """Another grid adds rows to the file; a table holds the requested rows, in order."""
     path = tmp_path / "rows.jsonl"
     first = sweep({"schedule": ["own"], "n_microbatches": [1, 2]}, path=path)
     assert runs(log) == [1, 2]
@@ -404,7 +404,7 @@ if __name__ == "__main__":
 
 
 def alive(process: psutil.Process) -> bool:
-    """Tell whether a process has not ended; nobody may have collected one that has."""
+    """Return whether a process runs; one that ended may still be uncollected."""
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 

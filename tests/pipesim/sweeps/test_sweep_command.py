@@ -14,7 +14,7 @@ FLAGS = ["--devices", "2", "--forward", "1e-3", "--backward", "2e-3", "--jobs", 
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It prints the rows as asked for, appends them to a file, and goes on from there."""
+    """It prints the requested rows, appends them to a file, and resumes from it."""
     out, csv = tmp_path / "rows.jsonl", tmp_path / "table.csv"
     flags = [*FLAGS, "--grid", "microbatches=4,0", "--grid", "recompute=always"]
     for _ in range(2):

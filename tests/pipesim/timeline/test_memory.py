@@ -34,7 +34,7 @@ TWO = [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1B1", "1B0"]]
 
 
 def test_forward_takes_and_backward_gives() -> None:
-    """Taken at the start of F, given back at the end of B."""
+    """Allocated at the start of F, freed at the end of B."""
     timeline = simulated(TWO, ps.Costs(forward=1, backward=2, activation_bytes=(10, 7)))
     assert balance(timeline, 0) == [(0, 0), (0, 10), (1, 20), (7, 10), (9, 0)]
     assert balance(timeline, 1) == [(0, 0), (1, 7), (2, 14), (5, 7), (7, 0)]

@@ -279,7 +279,7 @@ def put(row: int, column: str, value: object) -> Edit:
     ],
 )
 def test_edited(timeline: ps.Timeline, tmp_path: Path, edit: Edit, message: str) -> None:
-    """Each kind of edit, with the file, and the line where there is one."""
+    """Each kind of edit, with the file, and with the line if one is at fault."""
     rows = timeline.frame.reset_index(drop=True).astype(object)
     edited = edit(rows)
     (rows if edited is None else edited).to_csv(tmp_path / "t.csv", index=False)
@@ -313,7 +313,7 @@ def test_edited_in_any_way(tmp_path_factory: pytest.TempPathFactory, data: st.Da
 
 
 def test_replicas_in_a_file(tmp_path: Path) -> None:
-    """A column more, where there are several; their reductions are put together again."""
+    """One more column for several replicas; loading joins their reductions again."""
     schedule = ps.schedule("1f1b", 2, 2)
     costs = ps.Costs(1, 2, parameter_bytes=4, network=ps.Network(bandwidth=1))
     noise = ps.Noise(seed=0, task=ps.LogNormal(0.3), message=ps.LogNormal(0.3))

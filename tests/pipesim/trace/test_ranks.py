@@ -104,7 +104,7 @@ def test_our_own_file_comes_back(
 
 
 def test_processes_and_files(tmp_path: Path) -> None:
-    """One file with several ranks beside others of one each: nobody knows which is which."""
+    """One file with several ranks beside others of one each: the ranks are ambiguous."""
     paths = write(tmp_path, [[*GPIPE_1[0], *in_process(GPIPE_1[1], 8)], GPIPE_1[1]])
     with pytest.raises(TimelineError, match=r"rank0\.json has ranges of 2 processes, .* 2 files"):
         ps.Timeline.from_chrome(paths)
@@ -193,7 +193,7 @@ def test_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 def test_bidirectional_runs(tmp_path: Path) -> None:
-    """A stage on two ranks is said to be what cannot be imported."""
+    """The error names a stage on two ranks, which cannot be imported."""
     timeline = ps.simulate(ps.lower(ps.schedule("chimera", 2, 2)), ps.Costs(1e-3, 2e-3))
     timeline.to_chrome(tmp_path / "t.json")
     with pytest.raises(TimelineError, match=r"on ranks 0 and 1; .*; bidirectional sch.* cannot"):

@@ -220,7 +220,7 @@ def test_broken(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not jit.available()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert doubled()(values) == 2 * len(values)  # said once
+        assert doubled()(values) == 2 * len(values)  # warned once
     graph = ps.lower(ps.schedule("1f1b", 2, 2))
     with pytest.warns(EngineWarning, match="SimPy's engine serves"):
         assert ps.simulate(graph, ps.Costs(1, 2), engine="compiled").makespan == 9
