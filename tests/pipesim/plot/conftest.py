@@ -11,7 +11,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _no_figures_left() -> Any:
-    """Pyplot draws into memory; what a test opens through it is closed."""
+    """Pyplot draws into memory, and has no open figure before and after a test."""
     mpl.use("Agg")
+    plt.close("all")
     yield
     plt.close("all")
