@@ -70,9 +70,9 @@ class FakeRecorder:
         run, parameters = graph.run, [p for m in self.subject.modules for p in m.parameters()]
         for parameter, gradient in zip(parameters, graph.before, strict=True):
             parameter.grad = gradient
-        self.subject._finish.run = run
+        self.subject._finish.step = run
         run.walk(graph.tasks)
-        self.subject._finish.run = None
+        self.subject._finish.step = None
         with torch.no_grad():
             current = [p.grad for p in parameters]
             losses = run.inputs.loss.losses

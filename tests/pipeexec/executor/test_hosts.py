@@ -271,7 +271,7 @@ def test_launches_that_mean_nothing(launch: Any) -> None:
 
 def test_gpipe_refuses_imposed_launches() -> None:
     """Nothing would say that its predictions lack them."""
-    with pytest.raises(ArgumentError, match="GPipe's host is the caller's own thread"):
+    with pytest.raises(ArgumentError, match="GPipe's host is the caller's thread"):
         px.GPipe(nn.Sequential(*dense(2)), [1, 1], devices=px.workers(2, launch=1e-3), chunks=2)
 
 

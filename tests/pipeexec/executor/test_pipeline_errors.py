@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.executor.planned_task import Remote
 from pipesim.errors import (
     ArgumentError,
     ExecutionError,
@@ -115,7 +116,7 @@ def check_recovery(
 ) -> None:
     """Check that the next step gives the right gradients, and holds and leaks nothing."""
     repair()
-    assert subject._finish.run is None
+    assert subject._finish.step is None
     assert all(not stage._activations and not stage._inputs for stage in subject.stages)
     whole = copy.deepcopy(stages)
     graph = subject.graph
@@ -261,7 +262,7 @@ def test_a_task_that_fails_after_what_it_waited_for_has_not_run() -> None:
 
     with pipeline(list(cut(dense(3), [1, 1, 1])), lowered()) as subject:
         subject._plan = [
-            task._replace(meet=lambda *_: None, work=breaks)
+            task._replace(handler=breaks, remote=Remote(before_start=lambda *_: None))
             if str(subject.graph.task(task.id)) == "1F1" else task
             for task in subject._plan
         ]  # fmt: skip

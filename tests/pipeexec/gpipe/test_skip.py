@@ -155,7 +155,7 @@ def test_a_layer_is_named_and_kept_as_it_was_written() -> None:
 
     layer = Layer(2, 3, bias=False)
     assert type(layer).__name__ == "Layer"
-    assert type(layer).__doc__ == "Of its own."
+    assert type(layer).__doc__ == "A layer with this docstring."
     assert list(layer.state_dict()) == ["module.weight"]
     assert repr(layer).startswith("@skippable(Layer(in_features=2")
 
