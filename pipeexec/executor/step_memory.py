@@ -184,7 +184,9 @@ class Counted:
             allocated = _Allocated(x for slot in task.copies for x in _gradients(step, task, slot))
             with allocated:
                 handler(step, task)
-            buffers = allocated.peak - max(allocated.before, allocated.alive())
+            # Not all that was allocated and is alive: gloo's thread may still hold the flat buffer.
+            gradients = _storages(x for slot in task.copies for x in _gradients(step, task, slot))
+            buffers = allocated.peak - max(allocated.before, _alive(gradients))
         self.buffers.taken[ids[0]] = self.buffers.given[ids[0]] = buffers
 
     @contextmanager
