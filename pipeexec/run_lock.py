@@ -51,13 +51,13 @@ def check_file_names(label: str, names: Iterable[str], reserved: Iterable[str] =
     ArgumentError
         If a name is wrong; the message begins with ``label``.
     """
-    seen = set(reserved)
+    taken_names = set(reserved)
     for name in names:
-        if _check_name(label, name, _LONGEST) in seen:
+        if _check_name(label, name, _LONGEST) in taken_names:
             raise ArgumentError(
                 f"{label} {name!r} is taken by another file of the run directory; choose another"
             )
-        seen.add(name)
+        taken_names.add(name)
 
 
 def _check_name(label: str, name: object, longest: int) -> str:

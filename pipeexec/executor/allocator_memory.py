@@ -81,12 +81,12 @@ class Allocated:
         TimelineError
             If ``predicted`` has no costs.
         """
-        said = self.frame.iloc[:0] if predicted is None else self._of_gpus(predicted)
-        last = max([self.timeline.makespan, *said["time"]])
+        prediction = self.frame.iloc[:0] if predicted is None else self._of_gpus(predicted)
+        last = max([self.timeline.makespan, *prediction["time"]])
         ax = axes_or_new(ax, 6)
         sign, scale = time_unit(last)
-        size_sign, size = byte_unit(float(max([1, *self.frame["nbytes"], *said["nbytes"]])))
-        for kind, frame, style in (("measured", self.frame, "-"), ("predicted", said, "--")):
+        size_sign, size = byte_unit(float(max([1, *self.frame["nbytes"], *prediction["nbytes"]])))
+        for kind, frame, style in (("measured", self.frame, "-"), ("predicted", prediction, "--")):
             for number, gpu in enumerate(dict.fromkeys(frame["gpu"])):
                 rows = frame[frame["gpu"] == gpu]
                 (line,) = ax.step(
@@ -118,7 +118,7 @@ class Allocated:
 
 
 class Samples:
-    """What the allocator said before the step, and after each task was issued.
+    """Allocated bytes before the step, and after each task was issued.
 
     Parameters
     ----------

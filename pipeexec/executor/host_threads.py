@@ -112,7 +112,7 @@ def make_host_threads(
     if is_one and not any(task.device.launch for task in tasks):
         return None
     number = np.zeros(len(graph), np.int64) if is_one else graph.host[graph.device]
-    of: dict[int, list[PlannedTask]] = {}
+    tasks_of_host: dict[int, list[PlannedTask]] = {}
     for task in tasks:
-        of.setdefault(int(number[task.id]), []).append(task)
-    return HostThreads(graph, [own for _, own in sorted(of.items())])
+        tasks_of_host.setdefault(int(number[task.id]), []).append(task)
+    return HostThreads(graph, [own for _, own in sorted(tasks_of_host.items())])

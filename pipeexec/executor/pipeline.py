@@ -358,8 +358,8 @@ class Pipeline:
         other.__dict__.update(self.__dict__)
         with self._locked_open("with_graph"), guard_processes(self.processes):
             other._set_graph(graph)
-        for mine, its in zip(self.stages, other.stages, strict=False):
-            its.is_random, its.modifies_input = mine.is_random, mine.modifies_input
+        for own, its in zip(self.stages, other.stages, strict=False):
+            its.is_random, its.modifies_input = own.is_random, own.modifies_input
         return other
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -700,7 +700,7 @@ class Pipeline:
         with (
             self._locked_open("memory"),
             self.preserved(),
-            attach_meters(self.stages, [meters[at] for at in graph.homes.ravel().tolist()]),
+            attach_meters(self.stages, [meters[device] for device in graph.homes.ravel().tolist()]),
         ):
             step = self._run_step(inputs, targets, partial(_walk_alone, tasks))
             result = self._make_result(step)
@@ -724,7 +724,7 @@ class Pipeline:
         with (
             self._locked_open("held_bytes, left_bytes or device_bytes"),
             self.preserved(),
-            attach_meters(self.stages, [meters[at] for at in place]),
+            attach_meters(self.stages, [meters[index] for index in place]),
         ):
             self._run_step(inputs, targets, Step.walk)  # eagerly: a replay takes no memory
         return meters

@@ -37,9 +37,10 @@ def make_pipeline_devices(
     if processes is not None:
         devices = processes.spread(devices)
     if len(devices) != graph.n_devices:
-        given = names if processes is None else [device.name for device in devices]
+        local_devices = names if processes is None else [device.name for device in devices]
         raise ArgumentError(
-            f"the graph has {graph.n_devices} devices, got {len(given)}: {list(given)!r}; "
+            f"the graph has {graph.n_devices} devices, got {len(local_devices)}: "
+            f"{list(local_devices)!r}; "
             "give one device a device of the graph"
         )
     return devices

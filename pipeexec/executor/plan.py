@@ -168,8 +168,8 @@ class _SyncPlan:
             t for t in graph.precedence[index].tolist()
             if self.is_local[t] and graph.stream[t] != graph.stream[index]
         }  # fmt: skip
-        within = {self._backward[t] for t in members if t in self._backward}
-        return tuple(needed.union(t for t in members if t < index).difference(within))
+        backwards = {self._backward[t] for t in members if t in self._backward}
+        return tuple(needed.union(t for t in members if t < index).difference(backwards))
 
 
 def _handler(task: Task, sync: ReplicaSync | None, group: int) -> Handler:

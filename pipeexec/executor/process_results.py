@@ -66,10 +66,10 @@ class ProcessResult:
         line, _, body = text.partition(b"\n")
         zero, losses, host_seconds, peak_held, dtype, clock_error = json.loads(line)
         tasks, *columns = np.frombuffer(body).reshape(6, -1)
-        found = _empty(len(graph))
-        for column, values in zip(found, columns, strict=True):
+        merged = _empty(len(graph))
+        for column, values in zip(merged, columns, strict=True):
             column[tasks.astype(np.int64)] = values
-        start, end, nbytes, issued, took = found
+        start, end, nbytes, issued, took = merged
         timeline = Timeline(graph, start, end, nbytes, issued=none_if_unknown(issued))
         return cls(
             zero,

@@ -38,28 +38,28 @@ class StepHeads:
     def status(self, rank: int, step: int) -> Status:
         """Return how many tasks have ended, and the head of each device's streams."""
         n_ended, heads = 0, []
-        found: dict[int, tuple[str, int]] = {}
+        nearest: dict[int, tuple[str, int]] = {}
         for number, (device, name) in enumerate(self.graph.streams):
             queue = self.graph.queues[number]
             if not len(queue) or self.began[queue[0]] is None:
                 continue  # not issued yet, or of another process
             done = bisect_left(queue, True, key=lambda task: not self._has_ended(task))
             n_ended += done
-            if done < len(queue) and self._is_nearer(name, int(queue[done]), found.get(device)):
-                found[device] = name, int(queue[done])
-        for device, (_, task) in sorted(found.items()):
+            if done < len(queue) and self._is_nearer(name, int(queue[done]), nearest.get(device)):
+                nearest[device] = name, int(queue[done])
+        for device, (_, task) in sorted(nearest.items()):
             heads.append(self._head(device, task))
         return Status(rank, step, True, n_ended, heads)
 
-    def _is_nearer(self, name: str, task: int, found: tuple[str, int] | None) -> bool:
+    def _is_nearer(self, name: str, task: int, other: tuple[str, int] | None) -> bool:
         """Return whether a stream's head says more of its device than that of one before it.
 
         A compute task does, unless it waits while a collective runs. Streams come in the order of
         their names.
         """
-        if found is None or name != "compute":
-            return found is None
-        return self._has_begun(task) or not self._has_begun(found[1])
+        if other is None or name != "compute":
+            return other is None
+        return self._has_begun(task) or not self._has_begun(other[1])
 
     def _has_begun(self, task: int) -> bool:
         event = self.began[task]
@@ -93,13 +93,13 @@ class Progress:
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
         self.failure: Failure | None = None
-        self._seen = -1, time.monotonic()
+        self._last_progress = -1, time.monotonic()
 
     def stalled(self, status: Status) -> bool:
         """Note a status; return whether it has been the same for too long."""
         now = time.monotonic()
-        if status.n_ended != self._seen[0]:
-            self._seen = status.n_ended, now
-        if self.timeout is not None and now - self._seen[1] > self.timeout:
+        if status.n_ended != self._last_progress[0]:
+            self._last_progress = status.n_ended, now
+        if self.timeout is not None and now - self._last_progress[1] > self.timeout:
             self.failure = stall_failure([status], self.timeout)
         return self.failure is not None

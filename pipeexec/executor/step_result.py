@@ -82,7 +82,7 @@ class StepResult:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields, for copies and pickles: events stay in their process."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {x.name: getattr(self, x.name) for x in fields(self)}
 
     @property
     def n_microbatches(self) -> int:

@@ -111,21 +111,21 @@ class Readings:
     @property
     def milestone_shares(self) -> dict[int, float]:
         """Share of its backward after which each bucket's gradients were there, by reduction."""
-        found: dict[int, float] = {}
+        shares: dict[int, float] = {}
         for task, event, began, ended in self.milestones:
             whole = max(ended.seconds_since(began), 1e-9)
-            found[task] = max(found.get(task, 0.0), event.seconds_since(began) / whole)
-        return found
+            shares[task] = max(shares.get(task, 0.0), event.seconds_since(began) / whole)
+        return shares
 
     @property
     def host_times(self) -> NDArray[np.float64] | None:
         """What the host took to issue each task (s); NaN for others, None of a replay."""
         if self.is_replay or self.took is not None:
             return self.took
-        found = np.full(len(self.graph), np.nan)
+        seconds = np.full(len(self.graph), np.nan)
         order = np.array(self.order, dtype=np.int64)
-        found[order] = np.diff(np.array(self.issued)[order], append=self.host_seconds)
-        return found
+        seconds[order] = np.diff(np.array(self.issued)[order], append=self.host_seconds)
+        return seconds
 
     @property
     def clock_error(self) -> float:
