@@ -62,7 +62,7 @@ gpu-unpack: $(STAMP)  ## put what make gpu packed (FILE=gpu.tar.gz) into results
 	@$(BIN)/python benchmarks/gpu.py --unpack "$(FILE)" $(call given,OUT,--out)
 
 gpu-rehearsal: $(REHEARSAL)/.stamp  ## make gpu and its code on a machine without a GPU, with $(PYTHON312); slow to install
-	$(REHEARSAL)/bin/python tests/project/make_gpu/rehearsal.py
+	PYTHONPATH=tests/helpers $(REHEARSAL)/bin/python tests/project/make_gpu/rehearsal.py
 
 clean:  ## remove caches and build artefacts; leaves the environments and results/
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

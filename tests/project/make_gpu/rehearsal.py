@@ -30,7 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 
-from places import ROOT
+from places import HELPERS, ROOT
 
 OUT = ROOT / "results" / "gpu-rehearsal"
 PACKAGES = ("pipesim", "pipeexec")
@@ -146,12 +146,15 @@ def commands() -> dict[str, tuple[list[str], float]]:
 
 
 def environment(name: str) -> dict[str, str]:
-    """Return the environment of a check: no GPU; the wheels too, but where `make` installs them."""
-    path = [str(ROOT), *map(str, WHEELS.glob("*.whl"))] if name != "make_gpu" else []
+    """Return the environment of a check: no GPU, and the paths of packages, helpers and wheels.
+
+    ``make gpu`` gets no paths: it finds the packages itself, and takes the wheels by an option.
+    """
+    path = [] if name == "make_gpu" else [ROOT, HELPERS, *WHEELS.glob("*.whl")]
     return {
         **{key: text for key, text in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")},
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
         "PYTHONWARNINGS": "default::DeprecationWarning,default::FutureWarning",
         "MPLBACKEND": "Agg",
     }

@@ -4,7 +4,8 @@ A dry run takes other branches than a GPU: CPU workers, no CUDA graphs, no slice
 `FakeGpu`, whose work runs at once on the CPU. Times mean nothing, and targets are not looked at:
 a step fails if it raises. Left out are the steps whose calls need a driver.
 
-``python tests/project/make_gpu/steps_on_stand_in.py STEP...`` runs some steps, or all of `STEPS`.
+``PYTHONPATH=tests/helpers python tests/project/make_gpu/steps_on_stand_in.py STEP...``
+runs some steps, or all of `STEPS`.
 """
 
 from __future__ import annotations

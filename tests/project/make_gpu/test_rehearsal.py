@@ -57,3 +57,9 @@ def test_what_the_checks_cover() -> None:
         "test_races.py", "test_gpu_kernels.py", "test_gpu_peers.py", "test_nested_backward.py",
     }  # fmt: skip
     assert "test_costs.py" not in names
+
+
+def test_checks_find_the_helpers(tmp_path: Path) -> None:
+    """Each check is a process, which finds helpers by the paths that it is given."""
+    command = [sys.executable, "-c", "import fake_cuda, places"]
+    assert run("steps", command, 60, tmp_path) == (True, "exit status 0")
