@@ -110,8 +110,8 @@ def _draw_seconds(plan: Plan, draws: Draws, batch: Batch, task: int, seconds: Fl
         if draws.hit_every > 0.0:
             for k in range(n):
                 level = uniform(random_bits(batch.keys[k, FAILURE_DRAWS], np.uint64(task)))
-                if level * draws.hit_every < seconds[k]:
-                    seconds[k] = seconds[k] + draws.pause
+                pause = draws.pause if level * draws.hit_every < seconds[k] else 0.0
+                seconds[k] = seconds[k] + pause
         for k in range(n):
             batch.busy[k] += seconds[k]
 
