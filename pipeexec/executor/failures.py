@@ -1,4 +1,4 @@
-"""The error that ends a step: what failed, where, and what everyone else was at."""
+"""Build and raise the error of a failed step: task, place, and tasks of the other processes."""
 
 from __future__ import annotations
 
@@ -24,26 +24,30 @@ __all__ = ["describe_last_task", "raise_failure"]
 def raise_failure(
     step: Step, processes: Processes | None, interrupt: BaseException | None = None
 ) -> NoReturn:
-    """Raise what stopped a step, with what ran before; ``interrupt`` came from outside a task."""
+    """Raise the error that stopped a step; its ``timeline`` holds the tasks that ran before.
+
+    ``interrupt`` is an exception from outside a task, such as KeyboardInterrupt.
+    """
     try:
         if processes is None:
-            raise _of_one_process(step)
-        raise _process_error(step, processes, interrupt)
+            raise _single_process_error(step)
+        raise _multi_process_error(step, processes, interrupt)
     finally:
-        del interrupt  # if it is what is raised, its traceback holds this frame
+        del interrupt  # if it is raised, its traceback holds this frame
 
 
-def _process_error(
+def _multi_process_error(
     step: Step, processes: Processes, interrupt: BaseException | None
 ) -> BaseException:
-    """Return the error of a step of several processes, which all of them raise.
+    """Return the error of a step of several processes; every process raises it.
 
-    It is raised elsewhere: here it has a name, and a traceback holds the names of its frames.
+    The caller raises it. A traceback holds the local variables of its frames, and the error is
+    such a variable here.
     """
     if step.failure is not None and isinstance(step.failure[1], PeerError):
-        processes.watch.wait_for_failure()  # of the process that this one has it from
-    own = _own_failure(step, processes, interrupt)
-    failure = own if own is None else processes.watch.post(own)
+        processes.watch.wait_for_failure()  # of the process in which the error began
+    local_failure = _local_failure(step, processes, interrupt)
+    failure = None if local_failure is None else processes.watch.post(local_failure)
     failure = failure or processes.watch.failure
     assert failure is not None
     processes.watch.publish_last_words(step.process_result().pack())
@@ -51,13 +55,13 @@ def _process_error(
     parts = [ProcessResult.unpack(step.graph, text) for text in words.values() if text]
     text = processes.watch.explain()
     cause = step.failure[1] if step.failure is not None and failure.rank == processes.rank else None
-    kinds = {
+    error_types = {
         "raised": PeerError if cause is None or isinstance(cause, Mismatch) else StageError,
         "stalled": StallError,
         "silent": StallError,
     }
     timeline = merge_results(step.graph, parts or [step.process_result()]).timeline
-    error = kinds.get(failure.kind, PeerError)(text + _stepped(step, timeline.ran))
+    error = error_types.get(failure.kind, PeerError)(text + _optimizer_note(step, timeline.ran))
     error.timeline = timeline
     if interrupt is not None and not isinstance(interrupt, Exception):
         interrupt.timeline = error.timeline  # type: ignore[attr-defined]
@@ -66,7 +70,7 @@ def _process_error(
     return error
 
 
-def _of_one_process(step: Step) -> ExecutionError:
+def _single_process_error(step: Step) -> ExecutionError:
     """Return the error of a step of one process."""
     error: ExecutionError
     if step.failure is None:
@@ -75,20 +79,20 @@ def _of_one_process(step: Step) -> ExecutionError:
         others = [str(h) for h in step.status().heads if not text.startswith(f"{h.task} hangs")]
         error = StallError(text + (f"; meanwhile {'; '.join(others)}" if others else ""))
     elif step.failure[0] < 0 and isinstance(step.failure[1], ExecutionError):
-        error = step.failure[1]  # as of a pipeline that was closed
+        error = step.failure[1]  # for example, the pipeline was closed
     else:
         index, cause = step.failure
         error = StageError(
-            f"{_failed(step, index, cause)}; all other work was stopped, and .timeline holds what "
-            f"ran before{_stepped(step, step.events.ran)}"
+            f"{_task_error_text(step, index, cause)}; all other work was stopped, and .timeline "
+            f"holds what ran before{_optimizer_note(step, step.events.ran)}"
         )
         error.__cause__ = cause
     error.timeline = step.readings().timeline
     return error
 
 
-def _stepped(step: Step, ran: NDArray[np.bool_]) -> str:
-    """Return which optimizers have changed weights in a step that failed, as text."""
+def _optimizer_note(step: Step, ran: NDArray[np.bool_]) -> str:
+    """Return a text about the optimizers that changed weights in a failed step; empty if none."""
     stages = np.unique(step.graph.stage[ran & (step.graph.op == Op.STEP)]).tolist()
     if not stages or not any(step.gradients.optimizers):
         return ""
@@ -100,15 +104,16 @@ def _stepped(step: Step, ran: NDArray[np.bool_]) -> str:
     )
 
 
-def _failed(step: Step, index: int, cause: BaseException) -> str:
+def _task_error_text(step: Step, index: int, cause: BaseException) -> str:
+    """Return the task, place and error of a failed task, as text."""
     task, place = step.graph.task(index), task_place(step.graph, index)
     return f"{task} failed ({place}): {type(cause).__name__}: {cause}"
 
 
-def _own_failure(
+def _local_failure(
     step: Step, processes: Processes, interrupt: BaseException | None
 ) -> Failure | None:
-    """Return what failed in this process, for everyone to know; None if nothing did."""
+    """Return the failure of this process, to be posted to all others; None if there is none."""
     rank, number = processes.rank, step.number
     if step.failure is None:
         return None
@@ -123,19 +128,22 @@ def _own_failure(
         return Failure("ended", rank, text)
     if isinstance(cause, LostConnection):
         return Failure("lost", *processes.blame(cause))
-    text = f"rank {rank}, step {number}: {_failed(step, index, cause)}"
+    text = f"rank {rank}, step {number}: {_task_error_text(step, index, cause)}"
     return Failure("raised", rank, text)
 
 
 def describe_last_task(graph: TaskGraph, number: int, processes: Processes, rank: int) -> str:
-    """Return what is known of a process that does not answer; ``number`` is the graph's."""
-    noted = processes.recorder.read(rank)
-    if noted is None:
+    """Return the last recorded step and tasks of a process that does not answer, as text.
+
+    ``number`` is the number of ``graph`` in the flight recorder.
+    """
+    record = processes.recorder.read(rank)
+    if record is None:
         return processes.watch.board.describe_last_status(rank)
-    if noted.n_begun == noted.n_ended:
-        return f"last seen {Status(rank, noted.n_ended, False, 0, [])}"
-    step = noted.n_begun - 1
-    if noted.graph != number:
+    if record.n_begun == record.n_ended:
+        return f"last seen {Status(rank, record.n_ended, False, 0, [])}"
+    step = record.n_begun - 1
+    if record.graph != number:
         return f"rank {rank} was in step {step}"
-    tasks = [f"in {graph.task(task)} ({task_place(graph, task)})" for task in noted.tasks]
+    tasks = [f"in {graph.task(task)} ({task_place(graph, task)})" for task in record.tasks]
     return f"rank {rank} was {' and '.join(tasks) or 'between tasks'} of step {step}"

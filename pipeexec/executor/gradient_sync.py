@@ -1,8 +1,10 @@
-"""When replicas sum their gradients: once, after every k micro-batches, or in buckets that overlap.
+"""Gradient reduction over replicas: once, after every k micro-batches, or in overlapped buckets.
 
-*Every k*: the backwards of k micro-batches add to gradients of their own, so that those of the next
-k may add while these are summed; the sums are the gradients from STEP on. *Buckets*: a backward
-marks when it has made the gradients of a bucket, which are then summed while it goes on.
+*Every k*: the backwards of each k micro-batches add to separate gradients. The backwards of the
+next k can then run while these gradients are summed. STEP uses the sums.
+
+*Buckets*: a backward sets an event when all gradients of a bucket are computed. The bucket is then
+summed while the backward still runs.
 """
 
 from __future__ import annotations
@@ -22,37 +24,39 @@ from pipesim.errors import ExecutionError
 
 __all__ = [
     "add_per_group",
-    "buckets",
-    "group_of",
+    "assign_reduced_gradients",
+    "last_microbatch_in_group",
     "mark_buckets",
-    "parameters_of",
     "reduce_gradients",
-    "settle",
+    "reduced_parameters",
+    "split_buckets",
 ]
 
 
-def buckets(module: nn.Module, n: int) -> list[list[nn.Parameter]]:
-    """Return a module's parameters in buckets of about equal bytes, those used last first.
+def split_buckets(module: nn.Module, n: int) -> list[list[nn.Parameter]]:
+    """Return a module's parameters in ``n`` buckets of about equal bytes, the last ones first.
 
-    As backwards make their gradients, if the parameters are registered as they are used.
+    A backward computes their gradients in this order if the forward uses the parameters in the
+    order in which they are registered.
     """
     parameters = list(module.parameters())[::-1]
     total = sum(p.nbytes for p in parameters)
     split: list[list[nn.Parameter]] = [[] for _ in range(n)]
-    before = 0
+    offset = 0
     for parameter in parameters:
-        middle = before + parameter.nbytes / 2
-        split[min(n - 1, int(middle * n / total)) if total else 0].append(parameter)
-        before += parameter.nbytes
+        center = offset + parameter.nbytes / 2
+        split[min(n - 1, int(center * n / total)) if total else 0].append(parameter)
+        offset += parameter.nbytes
     return split
 
 
 def mark_buckets(handler: Handler) -> Handler:
-    """Return a backward that marks when each bucket of its stage has its gradients."""
-    return partial(_mark, handler)
+    """Return a backward that sets an event when each bucket of its stage has its gradients."""
+    return partial(_run_and_mark, handler)
 
 
-def _mark(handler: Handler, step: Step, task: PlannedTask) -> None:
+def _run_and_mark(handler: Handler, step: Step, task: PlannedTask) -> None:
+    """Run a backward; set the event of each bucket when its gradients are computed."""
     n_buckets = 0 if task.sync is None else task.sync.n_buckets_marked
     setters = [step.events.milestones[task.id, bucket][1] for bucket in range(n_buckets)]
     pending = task.stage.pending_parameters(task.microbatch)
@@ -68,7 +72,13 @@ def _mark(handler: Handler, step: Step, task: PlannedTask) -> None:
 def _bucket_events(
     bucket_parameters: Sequence[Sequence[nn.Parameter]], setters: Sequence[Callable[[], object]]
 ) -> Iterator[None]:
-    """Set the event of each bucket once all its parameters have gradients, or at the end."""
+    """Set the event of each bucket when all its parameters have gradients, at the latest on exit.
+
+    Raises
+    ------
+    ExecutionError
+        If the gradient of a parameter is computed twice.
+    """
     n_missing = [len(parameters) for parameters in bucket_parameters]
     ready = {number for number, n in enumerate(n_missing) if not n}
     for number in ready:
@@ -76,13 +86,13 @@ def _bucket_events(
 
     with_gradient: set[int] = set()
 
-    def note(bucket: int, parameter: Tensor) -> None:
+    def count_gradient(bucket: int, parameter: Tensor) -> None:
         if id(parameter) in with_gradient:
             raise ExecutionError(
-                f"a backward made the gradient of a parameter of shape {tuple(parameter.shape)} "
-                "more than once, as torch.utils.checkpoint(use_reentrant=True) does, so that "
-                "nobody can tell when its bucket is complete; give use_reentrant=False, or lower "
-                'with grad_sync="last"'
+                "a backward computed the gradient of a parameter of shape "
+                f"{tuple(parameter.shape)} more than once, as "
+                "torch.utils.checkpoint(use_reentrant=True) does, so the time at which its bucket "
+                'is complete is unknown; use use_reentrant=False, or lower with grad_sync="last"'
             )
         with_gradient.add(id(parameter))
         n_missing[bucket] -= 1
@@ -91,7 +101,7 @@ def _bucket_events(
             setters[bucket]()
 
     hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(note, number))
+        parameter.register_post_accumulate_grad_hook(partial(count_gradient, number))
         for number, parameters in enumerate(bucket_parameters)
         for parameter in parameters
     ]
@@ -104,20 +114,21 @@ def _bucket_events(
             setters[number]()
 
 
-def add_per_group(handler: Handler, group: int) -> Handler:
-    """Return a backward that adds to the gradients of its ``group`` of micro-batches alone."""
-    return partial(_add_to_group, handler, group)
+def add_per_group(handler: Handler, group_size: int) -> Handler:
+    """Return a backward that adds to the gradients of its group of micro-batches alone."""
+    return partial(_add_to_group, handler, group_size)
 
 
-def group_of(microbatch: int, group: int) -> int:
-    """Return the number of the REDUCE_GRAD of a micro-batch: the last micro-batch of its group."""
-    return (microbatch // group + 1) * group - 1
+def last_microbatch_in_group(microbatch: int, group_size: int) -> int:
+    """Return the last micro-batch of a micro-batch's group; the group's REDUCE_GRAD has it."""
+    return (microbatch // group_size + 1) * group_size - 1
 
 
-def _add_to_group(handler: Handler, group: int, step: Step, task: PlannedTask) -> None:
-    key = task.slot, group_of(task.microbatch, group)
+def _add_to_group(handler: Handler, group_size: int, step: Step, task: PlannedTask) -> None:
+    """Run a backward with the gradients of its group in ``parameter.grad``."""
+    key = task.slot, last_microbatch_in_group(task.microbatch, group_size)
     parameters = list(task.stage.module.parameters())
-    # Without an optimizer, gradients of earlier steps are there, for the first group to take.
+    # Without an optimizer, .grad holds gradients of earlier steps: the first group adds to them.
     for parameter, gradient in zip(
         parameters, step.gradients.per_microbatch_grads.pop(key, ()), strict=False
     ):
@@ -130,40 +141,40 @@ def _add_to_group(handler: Handler, group: int, step: Step, task: PlannedTask) -
 
 @torch.no_grad()
 def reduce_gradients(step: Step, task: PlannedTask) -> None:
-    """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, here and elsewhere.
+    """Sum the gradients of a REDUCE_GRAD over all replicas of its stage, in all processes.
 
-    The sums take the memory of the gradients.
+    The sums overwrite the gradients.
     """
     is_per_group = bool(step.graph.reduction_groups[task.stage.index])
-    lists = [parameters_of(step, slot, task) for slot in task.copies]
+    parameters_by_copy = [reduced_parameters(step, slot, task) for slot in task.copies]
     gradients = [
         step.gradients.per_microbatch_grads.pop((slot, task.microbatch))
         if is_per_group
         else [p.grad for p in parameters]
-        for slot, parameters in zip(task.copies, lists, strict=True)
+        for slot, parameters in zip(task.copies, parameters_by_copy, strict=True)
     ]
     for gradient in (x for row in gradients for x in row if x is not None):
-        task.device.adopt(gradient, task.stream)  # made on another stream
-    _note_bytes(step, task, gradients)
-    sums = sum_gradients(gradients, lists[0], task.group)
-    for number, (slot, parameters) in enumerate(zip(task.copies, lists, strict=True)):
-        totals = sums if number == 0 else _copied(sums, gradients[number], parameters)
+        task.device.adopt(gradient, task.stream)  # computed on another stream
+    _record_bytes(step, task, gradients)
+    sums = sum_gradients(gradients, parameters_by_copy[0], task.group)
+    for number, (slot, parameters) in enumerate(zip(task.copies, parameters_by_copy, strict=True)):
+        totals = sums if number == 0 else _copy_sums(sums, gradients[number], parameters)
         if is_per_group:
-            before = step.gradients.reduced.get(slot)
+            earlier = step.gradients.reduced.get(slot)
             step.gradients.reduced[slot] = (
-                totals if before is None else add_gradients(before, totals)
+                totals if earlier is None else add_gradients(earlier, totals)
             )
             continue
         for parameter, total in zip(parameters, totals, strict=True):
             parameter.grad = total
 
 
-def _copied(
+def _copy_sums(
     sums: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
     parameters: Sequence[nn.Parameter],
 ) -> list[Tensor | None]:
-    """Return copies of sums for another replica, in the memory of its gradients where they fit."""
+    """Return copies of sums for another replica; dense sums overwrite its dense gradients."""
     copies: list[Tensor | None] = []
     for total, gradient, parameter in zip(sums, gradients, parameters, strict=True):
         if (
@@ -178,38 +189,39 @@ def _copied(
     return copies
 
 
-def _note_bytes(step: Step, task: PlannedTask, gradients: list[list[Tensor | None]]) -> None:
-    """Note the bytes that each local copy brings; of sparse gradients, of their rows."""
+def _record_bytes(step: Step, task: PlannedTask, gradients: list[list[Tensor | None]]) -> None:
+    """Record the bytes of each local copy's gradients; a sparse gradient counts its rows."""
     graph = step.graph
     members = graph.collectives[int(graph.group[task.id])]
     slots = (graph.replica[members] * graph.n_stages + graph.stage[members]).tolist()
     for slot, row in zip(task.copies, gradients, strict=True):
         member = int(members[slots.index(slot)])
-        step.events.nbytes[member] = sum(_size(x) for x in row if x is not None)
+        step.events.nbytes[member] = sum(_gradient_bytes(x) for x in row if x is not None)
 
 
-def _size(gradient: Tensor) -> int:
+def _gradient_bytes(gradient: Tensor) -> int:
+    """Return the bytes of a gradient; of a sparse one, those of its values and indices."""
     if gradient.is_sparse:
         return gradient._values().nbytes + gradient._indices().nbytes
     return gradient.nbytes
 
 
-def parameters_of(step: Step, slot: int, task: PlannedTask) -> list[nn.Parameter]:
-    """Return the parameters whose gradients a REDUCE_GRAD sums, of one local copy."""
+def reduced_parameters(step: Step, slot: int, task: PlannedTask) -> list[nn.Parameter]:
+    """Return the parameters of one local copy whose gradients a REDUCE_GRAD sums."""
     if task.sync is None or task.part < 0:
         return list(step.gradients.stages[slot].module.parameters())
     return _buckets(step, slot, task.sync.n_buckets)[task.part]
 
 
 def _buckets(step: Step, slot: int, n: int) -> list[list[nn.Parameter]]:
-    """Return the buckets of a stage, found once a step: by the backward, which comes first."""
+    """Return the buckets of a stage; the backward, which runs first, computes them once a step."""
     if slot not in step.gradients.buckets:
-        step.gradients.buckets[slot] = buckets(step.gradients.stages[slot].module, n)
+        step.gradients.buckets[slot] = split_buckets(step.gradients.stages[slot].module, n)
     return step.gradients.buckets[slot]
 
 
-def settle(step: Step, slot: int) -> None:
-    """Give a stage the sums of what it has handed over, if there are any."""
+def assign_reduced_gradients(step: Step, slot: int) -> None:
+    """Assign the gradient sums of a stage's groups to ``parameter.grad``, if there are any."""
     for parameter, total in zip(
         step.gradients.stages[slot].module.parameters(),
         step.gradients.reduced.pop(slot, ()),

@@ -1,12 +1,11 @@
-"""Host threads: several, each of which issues for its own devices, or one with imposed launches.
+"""Host threads that issue tasks: one for each simulated host, or one with imposed launch times.
 
-Each host goes through the tasks of its devices in order of ids. A stream can only wait for an event
-that was recorded, so before it gives a task, a host waits until other hosts have issued what the
-task needs. That cannot block for ever: the ids are a topological order, and so the host that has
-the smallest one of those not issued can go on.
+Each host issues the tasks of its devices in order of ids. A stream can only wait for an event that
+was recorded. So a host waits until other hosts have issued the tasks that its next task needs. This
+cannot deadlock: ids are a topological order, so the host of the smallest unissued id can continue.
 
-The caller of the step waits meanwhile, and serves signals and timeouts. When something has failed,
-or the step is given up, hosts stop before their next task.
+The caller of the step waits meanwhile and handles signals and timeouts. After a failure, or when
+the step is abandoned, hosts stop before their next task.
 """
 
 from __future__ import annotations
@@ -27,92 +26,102 @@ from pipesim.graph.graph import TaskGraph
 
 __all__ = ["HostThreads", "make_host_threads"]
 
-#: Seconds between two looks at whether the step goes on.
-_SLICE = 0.1
-Gates = Mapping[int, CpuEvent]
+#: Seconds between two checks of whether the step was stopped.
+_CHECK_SECONDS = 0.1
+IssuedEvents = Mapping[int, CpuEvent]
 
 
 class HostThreads:
-    """The hosts of a graph's tasks in this process.
+    """Host threads of this process, which issue the tasks of a graph.
 
     Parameters
     ----------
     graph
-        What runs.
+        Task graph.
     tasks
-        Of each host, in order of ids.
+        Tasks of each host, in order of ids.
     """
 
     def __init__(self, graph: TaskGraph, tasks: Sequence[Sequence[PlannedTask]]) -> None:
         self.tasks = tasks
-        #: Tasks that other hosts have to issue before each.
-        self._first = graph.issued_first if len(tasks) > 1 else None
-        self._awaited = () if self._first is None else np.unique(self._first.values).tolist()
-        self._threads = [own[0].device.host() for own in tasks]
+        #: For each task, the tasks that other hosts have to issue before it; None for one host.
+        self._issued_first = graph.issued_first if len(tasks) > 1 else None
+        self._awaited_tasks = (
+            () if self._issued_first is None else np.unique(self._issued_first.values).tolist()
+        )
+        self._threads = [host_tasks[0].device.host() for host_tasks in tasks]
 
     def start(self, step: Step) -> list[CpuEvent]:
-        """Let each host issue its tasks of a step; return an event a host, which passes then."""
-        gates = {task: CpuEvent() for task in self._awaited}
+        """Make each host issue its tasks of a step; return an event a host, set when it is done."""
+        issued_events = {task: CpuEvent() for task in self._awaited_tasks}
         for number, thread in enumerate(self._threads):
-            thread.submit(partial(self._issue, step, number, gates))
+            thread.submit(partial(self._issue, step, number, issued_events))
         return [thread.record() for thread in self._threads]
 
-    def _issue(self, step: Step, number: int, gates: Gates) -> None:
+    def _issue(self, step: Step, number: int, issued_events: IssuedEvents) -> None:
+        """Issue the tasks of a host; store its first error in the step."""
         try:
-            step.submit(self._issuable(step, self.tasks[number], gates))
+            step.submit(self._paced_tasks(step, self.tasks[number], issued_events))
         except BaseException as error:
             step.host_error = step.host_error or error
             step.failure = step.failure or (-1, error)
 
-    def _issuable(
-        self, step: Step, tasks: Sequence[PlannedTask], gates: Gates
+    def _paced_tasks(
+        self, step: Step, tasks: Sequence[PlannedTask], issued_events: IssuedEvents
     ) -> Iterator[PlannedTask]:
-        """Yield each task when its host may give it to its stream; then note that it was."""
-        assert step.events.took is not None
+        """Yield each task when its host may issue it; then record its time and set its event.
+
+        A task may be issued after the tasks that it needs, and after its imposed launch time.
+        """
+        issue_seconds = step.events.issue_seconds
+        assert issue_seconds is not None
         due = step.events.zero
         for task in tasks:
-            for needed in () if self._first is None else self._first[task.id].tolist():
-                if not gates[needed].is_set():
-                    while not (step.has_stopped or gates[needed].wait(_SLICE)):
+            for needed in (
+                () if self._issued_first is None else self._issued_first[task.id].tolist()
+            ):
+                if not issued_events[needed].is_set():
+                    while not (step.has_stopped or issued_events[needed].wait(_CHECK_SECONDS)):
                         pass
                     due = max(due, perf_counter())  # a launch begins after the wait
             if step.has_stopped:
                 return
-            began = perf_counter()
+            start = perf_counter()
             due += task.device.launch
-            if due > began:
-                sleep(due - began)
+            if due > start:
+                sleep(due - start)
             yield task
-            step.events.took[task.id] = perf_counter() - began
-            if task.id in gates:
-                gates[task.id].set()
+            issue_seconds[task.id] = perf_counter() - start
+            if task.id in issued_events:
+                issued_events[task.id].set()
 
 
 def make_host_threads(
     graph: TaskGraph, tasks: Sequence[PlannedTask], processes: Processes | None
 ) -> HostThreads | None:
-    """Return the hosts of a plan; None where the caller is the only one, and launches are its own.
+    """Return the host threads of a plan; None if the caller's thread issues all tasks.
 
-    Of several processes each has one host.
+    The caller's thread does so for one host without imposed launch times. With several processes,
+    each process has one host.
 
     Warns
     -----
     AccuracyWarning
-        If a graph is simulated with hosts that are processes, which are threads here.
+        If the graph models its hosts as processes: here they are threads.
     """
-    is_one = processes is not None or not graph.host.any()
-    if not is_one and not graph.host_threads:
+    has_one_host = processes is not None or not graph.host.any()
+    if not has_one_host and not graph.host_threads:
         warnings.warn(
-            f"the {len(np.unique(graph.host))} hosts of graph {graph.name!r} are threads of this "
-            "process, which wait for each other; it is simulated with hosts that do not, and comes "
-            "out too short: lower it with host_threads=True",
+            f"the {len(np.unique(graph.host))} hosts of graph {graph.name!r} run as threads of "
+            "this process, which wait for each other; the graph models hosts that do not, so its "
+            "simulated makespan is too short: lower it with host_threads=True",
             AccuracyWarning,
             stacklevel=3,
         )
-    if is_one and not any(task.device.launch for task in tasks):
+    if has_one_host and not any(task.device.launch for task in tasks):
         return None
-    number = np.zeros(len(graph), np.int64) if is_one else graph.host[graph.device]
-    tasks_of_host: dict[int, list[PlannedTask]] = {}
+    host = np.zeros(len(graph), np.int64) if has_one_host else graph.host[graph.device]
+    tasks_by_host: dict[int, list[PlannedTask]] = {}
     for task in tasks:
-        tasks_of_host.setdefault(int(number[task.id]), []).append(task)
-    return HostThreads(graph, [own for _, own in sorted(tasks_of_host.items())])
+        tasks_by_host.setdefault(int(host[task.id]), []).append(task)
+    return HostThreads(graph, [host_tasks for _, host_tasks in sorted(tasks_by_host.items())])

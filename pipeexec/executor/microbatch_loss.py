@@ -1,8 +1,8 @@
-"""The end of a last stage's forward: the loss of a micro-batch, in the step under way.
+"""`MicrobatchLoss`: compute the loss of a micro-batch at the end of a last stage's forward.
 
-Stages outlive steps, and are held by their pipeline. So they hold this, which holds a step while it
-runs, and never the pipeline: of two objects that hold each other neither is freed before Python's
-cycle collector runs, and on a GPU that may be too late.
+A pipeline holds its stages. A stage holds a `MicrobatchLoss`, which holds the current step and
+never the pipeline. A reference cycle would keep the memory of both until Python's cycle collector
+runs, and on a GPU that may be too late.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from torch import Tensor
 from pipeexec.executor.step import Step
 from pipesim.errors import ExecutionError
 
-__all__ = ["Finish"]
+__all__ = ["MicrobatchLoss"]
 
 
-class Finish:
-    """Computes the losses of the step under way.
+class MicrobatchLoss:
+    """Compute the losses of the current step.
 
     Attributes
     ----------
-    run
-        The step; None between steps.
+    step
+        Current step; None between steps.
     """
 
     def __init__(self) -> None:
         self.step: Step | None = None
 
     def __call__(self, replica: int, output: object, microbatch: int) -> Tensor:
-        """Return the weighted loss of a micro-batch, and note it.
+        """Return the weighted loss of a micro-batch, and store it in the step.
 
         Raises
         ------
         ExecutionError
-            If the loss depends on no parameter, though there are some.
+            If the loss depends on no parameter, and a stage has a parameter to train.
         """
         step = self.step
         assert step is not None
@@ -42,17 +42,17 @@ class Finish:
             step.inputs.shares.number(replica, microbatch), output
         )
         if torch.is_grad_enabled() and not loss.requires_grad:
-            _check_frozen(step)
+            _check_all_frozen(step)
         return loss
 
 
-def _check_frozen(step: Step) -> None:
-    """Raise unless all parameters are frozen, as a loss without gradients trains none."""
+def _check_all_frozen(step: Step) -> None:
+    """Raise `ExecutionError` unless all parameters are frozen: the loss has no gradient."""
     parameters = (p for stage in step.gradients.stages for p in stage.module.parameters())
     if step.processes is not None or any(p.requires_grad for p in parameters):
         raise ExecutionError(
             "the loss does not depend on any parameter by operations that torch can "
-            "differentiate, so that a step would train nothing; look for detach(), no_grad(), "
+            "differentiate, so a step would train nothing; look for detach(), no_grad(), "
             "item() or integers in the last stage and the loss, and for a loss that does not "
             "use the output"
         )

@@ -1,4 +1,4 @@
-"""Handlers: the function that runs each operation on its stream."""
+"""Handlers: functions that run the tasks of each operation on their streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeexec.devices import transfer
 from pipeexec.devices.device import Values
 from pipeexec.distributed.channels import LostConnection
 from pipeexec.embedding.stage import ShardedStage
-from pipeexec.executor.gradient_sync import reduce_gradients, settle
+from pipeexec.executor.gradient_sync import assign_reduced_gradients, reduce_gradients
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.ops import EXCHANGES, Op
@@ -25,7 +25,7 @@ __all__ = ["HANDLERS"]
 
 
 def _input(step: Step, task: PlannedTask) -> Values:
-    """Return the input of a task: the result of another, or a micro-batch of the batch."""
+    """Return the input of a task: the result of another task, or a micro-batch of the batch."""
     return (
         step.inputs.microbatches[task.global_microbatch]
         if task.source < 0
@@ -37,7 +37,7 @@ def _forward(step: Step, task: PlannedTask) -> None:
     values = task.stage.forward(
         task.microbatch,
         _input(step, task),
-        step.inputs.seed_of(task),
+        step.inputs.random_seed(task),
         task.is_recomputed,
         task.is_split,
     )
@@ -46,7 +46,7 @@ def _forward(step: Step, task: PlannedTask) -> None:
 
 
 def _recompute(step: Step, task: PlannedTask) -> None:
-    task.stage.recompute(task.microbatch, step.inputs.seed_of(task), task.is_split)
+    task.stage.recompute(task.microbatch, step.inputs.random_seed(task), task.is_split)
 
 
 def _backward(step: Step, task: PlannedTask) -> None:
@@ -79,24 +79,25 @@ def _receive(step: Step, task: PlannedTask) -> None:
 
 def _reduce(step: Step, task: PlannedTask) -> None:
     if task.copies:
-        with _lost_member_named(task.group):
+        with _convert_collective_errors(task.group):
             reduce_gradients(step, task)
 
 
 @contextmanager
-def _lost_member_named(group: ProcessGroup | None) -> Iterator[None]:
-    """Turn errors of a collective into `LostConnection`, which names the only other member."""
+def _convert_collective_errors(group: ProcessGroup | None) -> Iterator[None]:
+    """Raise errors of a collective as `LostConnection`."""
     try:
         yield
     except DistError as error:
-        raise _lost(group, error) from error
+        raise _lost_connection(group, error) from error
     except RuntimeError as error:
         if group is None or "gloo" not in str(error).lower():
             raise
-        raise _lost(group, error) from error
+        raise _lost_connection(group, error) from error
 
 
-def _lost(group: ProcessGroup | None, error: Exception) -> LostConnection:
+def _lost_connection(group: ProcessGroup | None, error: Exception) -> LostConnection:
+    """Return the error of a collective; it names the other member if there is only one."""
     others = [] if group is None else [r for r in get_process_group_ranks(group) if r != get_rank()]
     return LostConnection(others[0] if len(others) == 1 else -1, error)
 
@@ -107,9 +108,9 @@ def _exchange(step: Step, task: PlannedTask) -> None:
     name = EXCHANGES[task.part]
     values = () if name == "accumulated" else _input(step, task)
     _keep_for_both_streams(task, (*values, *stage.held_tensors(task.microbatch)))
-    with _lost_member_named(task.group):
-        received = step.results[task.id] = stage.exchange(name, task.microbatch, values)
-    _keep_for_both_streams(task, (*received, *stage.held_tensors(task.microbatch)))
+    with _convert_collective_errors(task.group):
+        outputs = step.results[task.id] = stage.exchange(name, task.microbatch, values)
+    _keep_for_both_streams(task, (*outputs, *stage.held_tensors(task.microbatch)))
     step.events.nbytes[task.id] = stage.sent
 
 
@@ -125,9 +126,9 @@ def _reorder(step: Step, task: PlannedTask) -> None:
 
 
 def _keep_for_both_streams(task: PlannedTask, values: Values) -> None:
-    """Keep memory until an exchange's stream and the compute stream have both used it.
+    """Keep the memory of tensors until an exchange's stream and the compute stream have used it.
 
-    Lookups compute with what exchanges have received, and exchanges send what lookups have found.
+    Lookups read tensors that exchanges received. Exchanges send results of lookups.
     """
     for value in values:
         if value is not None:
@@ -136,7 +137,7 @@ def _keep_for_both_streams(task: PlannedTask, values: Values) -> None:
 
 
 def _step(step: Step, task: PlannedTask) -> None:
-    settle(step, task.slot)
+    assign_reduced_gradients(step, task.slot)
     batch = max(task.microbatch, 0) // step.inputs.shares.batch_size
     step.gradients.divide(task.slot, batch, step.inputs.loss)
     optimizer = step.gradients.optimizers[task.slot]
@@ -145,7 +146,7 @@ def _step(step: Step, task: PlannedTask) -> None:
     task.stage.after_optimizer_step(zero_grad=optimizer is not None)
 
 
-#: Runs each operation.
+#: Handler of each operation.
 HANDLERS: Mapping[Op, Handler] = {
     Op.F: _forward,
     Op.B: _backward,

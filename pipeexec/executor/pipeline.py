@@ -47,9 +47,9 @@ from pipeexec.executor.agreement import (
 from pipeexec.executor.allocator_memory import Allocated, sampled
 from pipeexec.executor.cuda_graph import Captured
 from pipeexec.executor.failures import describe_last_task, raise_failure
-from pipeexec.executor.gradient_sync import settle
+from pipeexec.executor.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.host_threads import make_host_threads
-from pipeexec.executor.microbatch_loss import Finish
+from pipeexec.executor.microbatch_loss import MicrobatchLoss
 from pipeexec.executor.pipeline_checks import (
     check_graph,
     check_stages,
@@ -70,7 +70,7 @@ from pipeexec.executor.process_results import ProcessResult, merge_results
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_inputs import StepGradients, split_inputs
 from pipeexec.executor.step_memory import Bytes, Counted, StepMemory, activation_meters
-from pipeexec.executor.step_result import StepResult, kept_losses, unread_result
+from pipeexec.executor.step_result import StepResult, copy_losses, lazy_result
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.batch_shares import BatchShares
 from pipeexec.stages.batches import Batch
@@ -202,7 +202,7 @@ class Pipeline:
         cuda_graph: bool = False,
     ) -> None:
         if processes is not None:
-            check_type("processes", processes, Processes, "give what pipeexec.join returned")
+            check_type("processes", processes, Processes, "give the result of pipeexec.join")
         self.timeout, self.processes, self.cuda_graph = timeout, processes, cuda_graph
         own = 0 if processes is None else processes.rank
         with guard_processes(processes):
@@ -264,7 +264,7 @@ class Pipeline:
         self._has_steps = bool((graph.op == Op.STEP).any())
         self._messages: dict[int, ExpectedMessage] | None = None
         self.held = [ActivationCounter() for _ in self.devices]
-        self._finish = Finish()
+        self._finish = MicrobatchLoss()
         self.stages = make_stages(self.modules, graph, self.devices, self.held, self._finish)
         self._plan = plan(graph, self.stages, self.devices, self.shares, self.processes)
         self._hosts = make_host_threads(graph, self._plan, self.processes)
@@ -463,7 +463,7 @@ class Pipeline:
     def _complete_gradients(self, step: Step) -> None:
         """Complete the gradients of a step whose tasks have all run."""
         for slot in list(step.gradients.reduced):  # of graphs without STEP
-            settle(step, slot)
+            assign_reduced_gradients(step, slot)
         if not self._has_steps and step.inputs.loss.is_counted():
             if self.cuda_graph or self.graph.n_batches > 1:
                 raise ExecutionError(
@@ -479,12 +479,12 @@ class Pipeline:
 
     def _make_result(self, step: Step, *, may_wait: bool = False) -> StepResult:
         """Return the result of a step; its events are read when asked for, if that ``may_wait``."""
-        losses, nan = kept_losses(step.inputs.loss.loss_shares())
+        losses, nan = copy_losses(step.inputs.loss.loss_shares())
         warn_of_nan(nan, self.n_steps - 1)
         held = tuple(held.peak for held in self.held)
         n_losses = step.inputs.loss.n_losses
         if may_wait:
-            return unread_result(step.readings(), losses, held, step.events.host_seconds, n_losses)
+            return lazy_result(step.readings(), losses, held, step.events.host_seconds, n_losses)
         part = None if self.processes is None else replace(step.process_result(), peak_held=held)
         readings = step.readings()
         timeline = readings.timeline if part is None else part.timeline

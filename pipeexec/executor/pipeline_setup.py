@@ -13,7 +13,7 @@ from pipeexec.devices.make_devices import make_devices
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import EmbeddingStage, ShardedStage, exchange_options
 from pipeexec.executor.agreement import agree_on_weights
-from pipeexec.executor.microbatch_loss import Finish
+from pipeexec.executor.microbatch_loss import MicrobatchLoss
 from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.stage import Stage
 from pipeexec.stages.stage_like import StageLike
@@ -51,7 +51,7 @@ def make_stages(
     graph: TaskGraph,
     devices: Sequence[Device],
     counters: Sequence[ActivationCounter],
-    finish: Finish,
+    finish: MicrobatchLoss,
 ) -> list[StageLike]:
     """Return the stages of all replicas, replica after replica.
 

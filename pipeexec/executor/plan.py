@@ -26,8 +26,8 @@ from pipesim.ops import RECVS, Op
 
 __all__ = ["plan"]
 
-#: Tasks that can deliver the input of a task of an operation and part; the first present one does.
-_SOURCES = cache(data_sources)
+#: Possible sources of the input of a task, by operation and part; the first one present counts.
+_data_sources = cache(data_sources)
 
 
 def plan(
@@ -39,7 +39,7 @@ def plan(
 ) -> list[PlannedTask]:
     """Return the planned tasks of this process, in order of ids.
 
-    ``stages`` are those of the first replica, then of the next.
+    ``stages`` are the stages of the first replica, then those of the next.
 
     Raises
     ------
@@ -52,8 +52,9 @@ def plan(
     tasks = np.flatnonzero(is_local).tolist()
     remote_parts = None if processes is None else RemoteParts(graph, tasks, devices, processes)
     sync_plan = _SyncPlan(graph, is_local)
-    recomputed, split = _with_op(graph, Op.R), _with_op(graph, Op.W)
-    planned = []
+    with_recompute = _stage_microbatches(graph, Op.R)
+    with_weight_grad = _stage_microbatches(graph, Op.W)
+    planned_tasks = []
     for index in tasks:
         task = graph.task(index)
         slot = task.replica * graph.n_stages + task.stage
@@ -65,8 +66,8 @@ def plan(
             part=task.part,
             slot=slot,
             global_microbatch=shares.number(task.replica, max(task.microbatch or 0, 0)),
-            is_recomputed=(task.stage, task.microbatch) in recomputed,
-            is_split=(task.stage, task.microbatch) in split,
+            is_recomputed=(task.stage, task.microbatch) in with_recompute,
+            is_split=(task.stage, task.microbatch) in with_weight_grad,
             device=devices[task.device],
             stream=devices[task.device].stream(task.stream, blocks=graph.group[index] >= 0),
             waits=sync_plan.waits(index),
@@ -74,12 +75,14 @@ def plan(
             handler=_handler(task, sync, int(sync_plan.groups[task.stage])),
             sync=sync,
         )
-        planned.append(planned_task if remote_parts is None else remote_parts.add_to(planned_task))
-    return planned
+        if remote_parts is not None:
+            planned_task = remote_parts.add_to(planned_task)
+        planned_tasks.append(planned_task)
+    return planned_tasks
 
 
 def _check_runnable(graph: TaskGraph) -> None:
-    """Raise for operations without a handler, and for skip connections."""
+    """Raise `ArgumentError` for operations without a handler, and for skip connections."""
     for index in np.flatnonzero(~graph.is_op(frozenset(HANDLERS)))[:1].tolist():
         task = graph.task(index)
         raise ArgumentError(
@@ -94,40 +97,41 @@ def _check_runnable(graph: TaskGraph) -> None:
 
 
 def _check_links(graph: TaskGraph, devices: Sequence[Device]) -> None:
-    """Raise if messages that share an imposed link of a GPU are on several streams."""
+    """Raise `ArgumentError` if messages that share an imposed link of a GPU use several streams."""
     for number, name in graph.streams:
         device = devices[number]
         if "/" in name and isinstance(device, Slice) and device.links is not None:
             raise ArgumentError(
-                f"stream {name!r} of {device.name} is of one micro-batch, and the links of these "
-                "slices are imposed: on a GPU nothing lets messages on several streams take turns "
-                'on a link; lower with streams="per_peer", or leave out link='
+                f"stream {name!r} of {device.name} carries one micro-batch, and the links of these "
+                "slices are imposed: a GPU cannot order messages of several streams on one link; "
+                'lower with streams="per_peer", or leave out link='
             )
 
 
-def _with_op(graph: TaskGraph, op: Op) -> set[tuple[int, int]]:
+def _stage_microbatches(graph: TaskGraph, op: Op) -> set[tuple[int, int]]:
     """Return the (stage, micro-batch) pairs that have a task of an operation."""
     return {(int(graph.stage[t]), int(graph.microbatch[t])) for t in np.flatnonzero(graph.op == op)}
 
 
 class _SyncPlan:
-    """Finds the part of each task in collectives, and the tasks that each waits for.
+    """Find the part of each task in collectives, and the tasks that it waits for.
 
     Attributes
     ----------
     groups
-        Number of micro-batches whose gradients each stage sums at once; 0 for all, or for none.
+        Number of micro-batches whose gradients each stage reduces at once, shape ``(n_stages,)``;
+        0 if it reduces all at once, or none.
     """
 
     def __init__(self, graph: TaskGraph, is_local: NDArray[np.bool_]) -> None:
         self.graph, self.is_local = graph, is_local
-        #: The backward during which each task may start, and the number of buckets of that.
+        #: Backward during which each bucket's reduction may start; number of buckets by backward.
         self._backward = {
             t: int(graph.during[t]) for t in np.flatnonzero(graph.during >= 0).tolist()
         }
         self._n_buckets = {
             backward: int(graph.part[t]) + 1 for t, backward in self._backward.items()
-        }  # the last bucket counts
+        }  # ids ascend with the bucket, so each backward keeps the number of its last one
         has_reduction = np.isin(np.arange(graph.n_stages), graph.stage[graph.op == Op.REDUCE_GRAD])
         self.groups = graph.reduction_groups * has_reduction
 
@@ -158,10 +162,11 @@ class _SyncPlan:
         )  # fmt: skip
 
     def waits(self, index: int) -> tuple[int, ...]:
-        """Return the tasks of other streams of this process whose end a task waits for.
+        """Return the tasks on other streams of this process whose end a task waits for.
 
-        Besides its dependencies, these are the members of its collective before it, of which the
-        first does the work for all. Backwards whose bucket-ready events suffice are left out.
+        These are its dependencies and the earlier members of its collective. The first member
+        does the work for all. Backwards are left out if the task waits for their bucket-ready
+        events.
         """
         graph, members = self.graph, self._members(index)
         needed = {
@@ -173,7 +178,7 @@ class _SyncPlan:
 
 
 def _handler(task: Task, sync: ReplicaSync | None, group: int) -> Handler:
-    """Return the handler of a task; that of a backward prepares the reduction of its gradients."""
+    """Return the handler of a task; for a backward, one that prepares its gradients' reduction."""
     handler = HANDLERS[task.op]
     if sync is not None and sync.n_buckets_marked:
         return mark_buckets(handler)
@@ -181,7 +186,10 @@ def _handler(task: Task, sync: ReplicaSync | None, group: int) -> Handler:
 
 
 def _source(graph: TaskGraph, index: int) -> int:
-    """Return the task whose result is the input of a task; -1 for none, or for the batch."""
+    """Return the task whose result is the input of a task; -1 if there is none.
+
+    A task without one takes a micro-batch of the batch, or no input.
+    """
     op, stage = Op(graph.op[index]), int(graph.stage[index])
     if op in RECVS:
         return int(graph.pair[index])
@@ -190,4 +198,4 @@ def _source(graph: TaskGraph, index: int) -> int:
         for t in graph.dependencies[index].tolist()
         if graph.microbatch[t] == graph.microbatch[index]
     }
-    return next((needed[x] for x in _SOURCES(op, int(graph.part[index])) if x in needed), -1)
+    return next((needed[x] for x in _data_sources(op, int(graph.part[index])) if x in needed), -1)

@@ -1,4 +1,4 @@
-"""`PlannedTask`: everything about a task that is the same in every step, and how it is run."""
+"""`PlannedTask`: the properties of a task that are the same in every step, and its handler."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class PlannedTask(NamedTuple):
     slot
         Number of the stage's copy: replica times number of stages, plus stage.
     global_microbatch
-        Number of the micro-batch among those of all replicas' shares of the batch.
+        Number of the micro-batch among the micro-batches of all replicas.
     is_recomputed, is_split
         Whether the micro-batch has an R, and a W, in this stage.
     device, stream
-        Where the task runs.
+        Device and stream on which the task runs.
     waits
         Tasks on other streams of this process whose end the stream waits for.
     source
-        Task whose result is the input; -1 for none, or a micro-batch of the batch.
+        Task whose result is the input; -1 for none, or for a micro-batch of the batch.
     handler
-        Runs the task.
+        Function that runs the task.
     sync
         The task's part in collectives of replicas, if any.
     remote
-        The task's part in what other processes see or send; None in a pipeline of one process.
+        The task's part in work with other processes; None in a pipeline of one process.
     """
 
     id: int
@@ -74,16 +74,16 @@ class PlannedTask(NamedTuple):
 
 
 class ReplicaSync(NamedTuple):
-    """Part of a task in collectives: of a member, or of a backward whose gradients are reduced.
+    """Part in collectives of a member, or of a backward whose gradients are reduced.
 
     Attributes
     ----------
     leader
-        Task that does the work for all members of this process; -1 for the leader itself.
+        Task that does the work for all members of this process; -1 for that task itself.
     copies
         Slots of the copies of this process whose gradients the task reduces.
     n_buckets
-        Number of buckets of the gradients that the task reduces a part of; 0 without buckets.
+        Number of buckets of the stage whose gradients the task reduces; 0 without buckets.
     n_buckets_marked
         Number of bucket-ready events that a backward sets; 0 without buckets.
     milestones
@@ -103,13 +103,13 @@ class Remote(NamedTuple):
     Attributes
     ----------
     channel
-        Carries the task's message, if any.
+        Channel of the task's message, if any.
     group
         Process group of the task's collective, if any.
     before_start, after_end
-        Run on the task's stream before the task begins and after it has ended.
+        Functions that run on the task's stream before the task starts and after it ends.
     send_waiter
-        Stream that waits until a message is sent that the task only posts.
+        Stream that waits until a posted message is sent, if the task only posts it.
     task_slot
         Word of the flight recorder that holds the task while it runs; -1 for none.
     """
@@ -122,5 +122,5 @@ class Remote(NamedTuple):
     task_slot: int = -1
 
 
-#: Runs a task, or a part of it, in a step.
+#: Function that runs a task, or a part of it, in a step.
 Handler = Callable[["Step", PlannedTask], None]

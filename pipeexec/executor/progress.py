@@ -1,4 +1,4 @@
-"""Where a step stands: what each device is at, and whether anything still moves."""
+"""Progress of a step: the current task of each device, and whether the step has stalled."""
 
 from __future__ import annotations
 
@@ -16,70 +16,77 @@ __all__ = ["Progress", "StepHeads"]
 
 
 class StepHeads:
-    """Finds what each device is at, from the events of a step.
+    """Find the current task of each device from the events of a step.
 
     Parameters
     ----------
     graph
-        What runs.
-    began, ended
-        An event a task, or None for those not issued, or of other processes.
+        Task graph.
+    start_events, end_events
+        An event a task; None if the task is not issued, or of another process.
     """
 
     def __init__(
-        self, graph: TaskGraph, began: Sequence[Event | None], ended: Sequence[Event | None]
+        self,
+        graph: TaskGraph,
+        start_events: Sequence[Event | None],
+        end_events: Sequence[Event | None],
     ) -> None:
-        self.graph, self.began, self.ended = graph, began, ended
+        self.graph, self.start_events, self.end_events = graph, start_events, end_events
 
     def _has_ended(self, task: int) -> bool:
-        event = self.ended[task]
+        event = self.end_events[task]
         return event is not None and event.is_set()
 
     def status(self, rank: int, step: int) -> Status:
         """Return how many tasks have ended, and the head of each device's streams."""
         n_ended, heads = 0, []
-        nearest: dict[int, tuple[str, int]] = {}
+        head_of_device: dict[int, tuple[str, int]] = {}
         for number, (device, name) in enumerate(self.graph.streams):
             queue = self.graph.queues[number]
-            if not len(queue) or self.began[queue[0]] is None:
+            if not len(queue) or self.start_events[queue[0]] is None:
                 continue  # not issued yet, or of another process
             done = bisect_left(queue, True, key=lambda task: not self._has_ended(task))
             n_ended += done
-            if done < len(queue) and self._is_nearer(name, int(queue[done]), nearest.get(device)):
-                nearest[device] = name, int(queue[done])
-        for device, (_, task) in sorted(nearest.items()):
+            if done == len(queue):
+                continue
+            if self._is_preferred(name, int(queue[done]), head_of_device.get(device)):
+                head_of_device[device] = name, int(queue[done])
+        for device, (_, task) in sorted(head_of_device.items()):
             heads.append(self._head(device, task))
         return Status(rank, step, True, n_ended, heads)
 
-    def _is_nearer(self, name: str, task: int, other: tuple[str, int] | None) -> bool:
-        """Return whether a stream's head says more of its device than that of one before it.
+    def _is_preferred(self, name: str, task: int, other: tuple[str, int] | None) -> bool:
+        """Return whether a stream's head replaces that of an earlier stream of the same device.
 
-        A compute task does, unless it waits while a collective runs. Streams come in the order of
-        their names.
+        A compute task replaces another, unless it waits while the other, a collective, runs.
+        Streams come in the order of their names.
         """
         if other is None or name != "compute":
             return other is None
-        return self._has_begun(task) or not self._has_begun(other[1])
+        return self._has_started(task) or not self._has_started(other[1])
 
-    def _has_begun(self, task: int) -> bool:
-        event = self.began[task]
+    def _has_started(self, task: int) -> bool:
+        event = self.start_events[task]
         return event is not None and event.is_set()
 
     def _head(self, device: int, task: int) -> Head:
-        view, running = self.graph.task(task), self._has_begun(task)
+        view, is_running = self.graph.task(task), self._has_started(task)
         place = f"stage {view.stage}"
         place += "" if view.microbatch is None else f", micro-batch {view.microbatch}"
-        return Head(device, str(view), place, running, "" if running else self._waits_for(task))
+        blockers = "" if is_running else self._blockers_text(task)
+        return Head(device, str(view), place, is_running, blockers)
 
-    def _waits_for(self, task: int) -> str:
-        """Return the tasks that one waits for, and where their message comes from."""
+    def _blockers_text(self, task: int) -> str:
+        """Return the tasks that a task waits for, with their devices, as text."""
         graph = self.graph
-        needed = [int(t) for t in graph.precedence[task] if not self._has_ended(int(t))]
+        blockers = [int(t) for t in graph.precedence[task] if not self._has_ended(int(t))]
         if graph.is_op(RECVS | SENDS)[task]:
-            needed = [int(graph.pair[task])]  # the other side
-        return " and ".join(self._named(t) for t in needed)
+            blockers = [int(graph.pair[task])]  # the other end of the message
+        return " and ".join(self._task_text(t) for t in blockers)
 
-    def _named(self, task: int) -> str:
+    def _task_text(self, task: int) -> str:
+        """Return a task with its device; for a RECV, the device that sends."""
         graph = self.graph
         other = int(graph.device[graph.pair[task]]) if graph.pair[task] >= 0 else -1
         if Op(graph.op[task]) in RECVS:
@@ -88,15 +95,15 @@ class StepHeads:
 
 
 class Progress:
-    """Notices when nothing has moved for as long as a timeout (None: waits for ever)."""
+    """Detect a stall: no task has ended for longer than a timeout (s; None for no limit)."""
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
         self.failure: Failure | None = None
         self._last_progress = -1, time.monotonic()
 
-    def stalled(self, status: Status) -> bool:
-        """Note a status; return whether it has been the same for too long."""
+    def is_stalled(self, status: Status) -> bool:
+        """Record a status; return whether no task has ended for longer than the timeout."""
         now = time.monotonic()
         if status.n_ended != self._last_progress[0]:
             self._last_progress = status.n_ended, now

@@ -1,4 +1,4 @@
-"""Messages between processes as tasks of a step: the remote part of each task, and handlers."""
+"""Messages between processes: the remote part of each task, and the handlers of SEND and RECV."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ __all__ = ["RemoteParts", "expected_messages"]
 
 
 class RemoteParts:
-    """Finds the part of each task of this process that involves other processes.
+    """Make the part of each task of this process that involves other processes.
 
-    Opens the routes of messages and the groups of collectives; all processes make it together.
+    The constructor opens the routes of messages and the groups of collectives. All processes must
+    call it.
 
     Parameters
     ----------
@@ -41,7 +42,7 @@ class RemoteParts:
     Raises
     ------
     ArgumentError
-        If messages between processes are on streams of one micro-batch.
+        If messages between processes have a stream for each micro-batch.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class RemoteParts:
         local = set(tasks)
         self._routes = {t: route for send, route in routes.items()
                         for t in (send, int(graph.pair[send])) if t in local}  # fmt: skip
-        # With rendezvous, a receive posted early would look like one that the receiver reached.
+        # With rendezvous, an early posted receive would tell the sender that the receiver is ready.
         self._next_message = {} if graph.rendezvous else _next_messages(self._routes)
         self._blocking = _blocking_streams(graph, self._routes)
         self._groups = _process_groups(graph, ranks, processes)
@@ -68,7 +69,7 @@ class RemoteParts:
         self._slots = {x: FIRST_TASK + n for n, x in enumerate(recorded[:MOST_STREAMS])}
 
     def add_to(self, task: PlannedTask) -> PlannedTask:
-        """Return a task with its remote part, and the stream and handler that this part needs."""
+        """Return a task with its remote part, and with the stream and handler that it needs."""
         graph, name = self.graph, self.graph.task(task.id).stream
         if int(graph.stream[task.id]) in self._blocking:
             task = task._replace(stream=task.device.stream(name, blocks=True))
@@ -80,49 +81,51 @@ class RemoteParts:
             return task._replace(remote=remote)
         remote = remote._replace(channel=self.processes.channel(self._routes[task.id]))
         if graph.is_op(RECVS)[task.id]:
-            following = self._next_message.get(task.id, -1)
-            after = partial(_post_next_receive, following) if following >= 0 else None
-            remote = remote._replace(before_start=_accept, after_end=after)
+            next_task = self._next_message.get(task.id, -1)
+            after_end = partial(_post_next_receive, next_task) if next_task >= 0 else None
+            remote = remote._replace(before_start=_accept, after_end=after_end)
             return task._replace(handler=_receive, remote=remote)
         if graph.rendezvous:
             remote = remote._replace(before_start=_wait_for_receiver)
-        elif isinstance(task.stream, InlineStream):  # CUDA's streams wait by themselves
-            waiter = task.device.stream(f"{name} gone", blocks=True)
+        elif isinstance(task.stream, InlineStream):  # a CUDA stream waits without a waiter
+            waiter = task.device.stream(f"{name} sent", blocks=True)
             return task._replace(handler=_post, remote=remote._replace(send_waiter=waiter))
         return task._replace(handler=_send, remote=remote)
 
 
 def expected_messages(
-    graph: TaskGraph, tasks: Sequence[PlannedTask], agreed: Sequence[Sequence[Sequence[Signature]]]
+    graph: TaskGraph,
+    tasks: Sequence[PlannedTask],
+    signatures: Sequence[Sequence[Sequence[Signature]]],
 ) -> dict[int, ExpectedMessage]:
     """Return the expected message of each task that has a channel, with the header of step 0.
 
-    ``agreed`` are, for each share of the batch, the signatures of each stage's outputs, one a
-    micro-batch.
+    ``signatures`` are those of the outputs, by share of the batch, stage and micro-batch.
     """
     messages = {}
     for task in tasks:
         if task.remote is not None and task.remote.channel is not None:
             op, stage = task.remote.channel.route.op, int(graph.stage[task.id])
-            # The stage whose outputs, or their gradients, the message holds.
+            # Stage whose outputs, or their gradients, are in the message.
             edge = stage - (graph.op[task.id] in (Op.SEND_B, Op.RECV_F))
             path = int(graph.replica[task.id])
             content = Content(0, op, edge + (op is Op.SEND_B), task.microbatch, path)
             share = task.global_microbatch // graph.n_microbatches
-            signature = agreed[share][edge][task.microbatch]
+            signature = signatures[share][edge][task.microbatch]
             head = header(content, signature)
             messages[task.id] = ExpectedMessage.make(head, signature, waits=graph.rendezvous)
     return messages
 
 
 def _channel(task: PlannedTask) -> Channel:
+    """Return the channel of a task, which must have one."""
     assert task.remote is not None
     assert task.remote.channel is not None
     return task.remote.channel
 
 
 def _checked_values(step: Step, task: PlannedTask) -> tuple[ExpectedMessage, Values]:
-    """Return the message of a SEND and its tensors, whose shapes are as agreed."""
+    """Return the message of a SEND and its tensors, after a check of their shapes and types."""
     message, values = step.expected_messages[task.id], step.results[task.source] or ()
     check_values(values, message.signature, f"what {step.graph.task(task.id)} sends")
     return message, values
@@ -135,11 +138,11 @@ def _wait_for_receiver(step: Step, task: PlannedTask) -> None:
 
 
 def _send(step: Step, task: PlannedTask) -> None:
-    """Send a message, for which the receiver is ready, and wait until it is sent."""
+    """Send a message to a receiver that is ready, and wait until it is sent."""
     channel, (message, values) = _channel(task), _checked_values(step, task)
     step.events.nbytes[task.id] = transfer.nbytes(values)
     for value in values:
-        if value is not None:  # made on another stream
+        if value is not None:  # computed on another stream
             task.device.adopt(value, task.stream)
     sent = (channel.send if step.graph.rendezvous else channel.post)(message, values)
     channel.finish(message, sent)
@@ -147,7 +150,7 @@ def _send(step: Step, task: PlannedTask) -> None:
 
 
 def _post(step: Step, task: PlannedTask) -> None:
-    """Send a message without waiting; an event passes when it is sent."""
+    """Send a message without waiting; `_finish_send` sets an event when it is sent."""
     assert task.remote is not None
     assert task.remote.send_waiter is not None
     channel, (message, values) = _channel(task), _checked_values(step, task)
@@ -157,7 +160,7 @@ def _post(step: Step, task: PlannedTask) -> None:
 
 
 def _finish_send(step: Step, task: PlannedTask, sent: SentMessage) -> None:
-    """Wait until a posted message is sent, then set the event of that."""
+    """Wait until a posted message is sent, then set its event."""
     try:
         _channel(task).finish(step.expected_messages[task.id], sent)
     except BaseException as error:
@@ -167,16 +170,16 @@ def _finish_send(step: Step, task: PlannedTask, sent: SentMessage) -> None:
 
 
 def _accept(step: Step, task: PlannedTask) -> None:
-    """Wait until the message can be received, and check that it is the expected one."""
+    """Wait until a message can be received, and check that it is the expected one."""
     torch_device = task.device.torch_device
     step.posted_receives[task.id] = _channel(task).accept(
         step.expected_messages[task.id], torch_device
     )
 
 
-def _post_next_receive(following: int, step: Step, task: PlannedTask) -> None:
-    """Post the receive of the channel's next message, now that this one is delivered."""
-    _channel(task).post_next_receive(step.expected_messages[following], task.device.torch_device)
+def _post_next_receive(next_task: int, step: Step, task: PlannedTask) -> None:
+    """Post the receive of the channel's next message, after this one is delivered."""
+    _channel(task).post_next_receive(step.expected_messages[next_task], task.device.torch_device)
 
 
 def _receive(step: Step, task: PlannedTask) -> None:
@@ -188,15 +191,15 @@ def _receive(step: Step, task: PlannedTask) -> None:
 
 
 def _check_streams(graph: TaskGraph, sends: Iterable[int]) -> None:
-    """Raise for messages to other processes that have a stream a micro-batch."""
+    """Raise `ArgumentError` if messages to other processes have a stream for each micro-batch."""
     for send in sends:
         stream = graph.task(send).stream
         if "/" in stream:
             raise ArgumentError(
-                f"{graph.task(send)} of device {graph.device[send]} is on stream {stream!r}, of "
-                "one micro-batch, and goes to another process: messages between two processes "
-                'arrive in the order in which they are sent; lower with streams="per_peer", or run '
-                "all devices in one process"
+                f"{graph.task(send)} of device {graph.device[send]} is on stream {stream!r}, which "
+                "carries one micro-batch, and goes to another process: messages between two "
+                "processes arrive in the order in which they are sent; lower with "
+                'streams="per_peer", or run all devices in one process'
             )
 
 
@@ -212,16 +215,16 @@ def _routes(graph: TaskGraph, ranks: Sequence[int]) -> dict[int, ChannelRoute]:
 
 
 def _blocking_streams(graph: TaskGraph, routes: Mapping[int, ChannelRoute]) -> set[int]:
-    """Return the streams that wait for their messages: all but those that only post sends."""
-    awaited = {
+    """Return the streams with messages, except those that only post sends."""
+    waiting_streams = {
         int(graph.stream[task]) for task in routes if graph.rendezvous or graph.is_op(RECVS)[task]
     }
-    compute = {int(graph.stream[t]) for t in routes if graph.task(t).stream == "compute"}
-    return awaited | compute
+    compute_streams = {int(graph.stream[t]) for t in routes if graph.task(t).stream == "compute"}
+    return waiting_streams | compute_streams
 
 
 def _next_messages(routes: Mapping[int, ChannelRoute]) -> dict[int, int]:
-    """Return, for each message, the next one of its route; messages keep the order of tasks."""
+    """Return the next message of the same route for each message; the order is that of tasks."""
     successors, last = {}, dict[ChannelRoute, int]()
     for task in sorted(routes, reverse=True):
         if routes[task] in last:
@@ -233,12 +236,15 @@ def _next_messages(routes: Mapping[int, ChannelRoute]) -> dict[int, int]:
 def _process_groups(
     graph: TaskGraph, ranks: Sequence[int], processes: Processes
 ) -> dict[int, ProcessGroup]:
-    """Return the process group of each collective that spans processes; made in one order."""
+    """Return the process group of each collective that spans processes.
+
+    Every process makes the groups in the same order.
+    """
     groups = {}
     for number in range(len(graph.collectives)):
         members = graph.collectives[number]
         member_ranks = sorted({ranks[graph.device[t]] for t in members})
-        if len(member_ranks) > 1:  # a group for each stage, so that none waits for another's
+        if len(member_ranks) > 1:  # a group a stage: no stage waits for collectives of another
             stage = int(graph.stage[members[0]])
             groups[number] = processes.group(member_ranks, key=f"gradients {stage}")
     return groups

@@ -1,4 +1,4 @@
-"""`Step`: one step under way. Issue the tasks, wait for the devices, note the first failure."""
+"""`Step`: one running step. Issue its tasks, wait for the devices, record the first failure."""
 
 from __future__ import annotations
 
@@ -31,44 +31,46 @@ if TYPE_CHECKING:
 __all__ = ["Step", "task_place"]
 
 #: Seconds between two checks of whether a step makes progress.
-_SLICE = 0.1
+_CHECK_SECONDS = 0.1
 #: Seconds that the tasks of an interrupted step of one process have to end.
 _DRAIN_SECONDS = 5.0
-#: The same once another thread closed the pipeline.
-_STOPPING = 0.5
+#: The same after another thread closed the pipeline.
+_CLOSE_SECONDS = 0.5
 
 
 class Step:
-    """One step under way.
+    """One running step.
 
-    Handlers of tasks use ``inputs``, ``gradients``, ``events`` and the results of other tasks; the
-    rest is the walk of the host through the tasks.
+    Handlers of tasks use ``inputs``, ``gradients``, ``events`` and the results of other tasks. The
+    other attributes serve the host that issues the tasks.
 
     Parameters
     ----------
     graph, devices
         Those of the pipeline.
     inputs, gradients
-        Of this step.
+        Batch of this step, and the gradients that it computes.
     timeout
-        Seconds without progress after which a step of one process is given up; None for never.
+        Seconds without progress after which a step of one process is abandoned; None for never.
     processes
-        Of a pipeline of several.
+        Processes of the pipeline; None if there is one.
     hosts
-        Threads that issue the tasks; None where the caller's thread does.
+        Threads that issue the tasks; None if the caller's thread does.
 
     Attributes
     ----------
     events
         Events and times of the tasks.
     results
-        Result of each task, until the task that takes it pops it.
+        Result of each task, until another task pops it as its input.
     expected_messages, posted_receives
-        Messages to and from other processes, and receives that are posted, by task.
+        Messages to and from other processes, and posted receives, by task.
     failure
         The first failure: task (-1 for none) and error.
+    host_error
+        First error of a host thread.
     abandoned
-        Whether the step was given up; its tasks may still be running.
+        Whether the step was abandoned; its tasks may still be running.
     """
 
     def __init__(
@@ -92,13 +94,13 @@ class Step:
         self.failure: tuple[int, BaseException] | None = None
         self.host_error: BaseException | None = None
         self.abandoned = False
-        self._tasks: Sequence[PlannedTask] = ()  # that were issued
+        self._issued_tasks: Sequence[PlannedTask] = ()
         self._all_issued: Sequence[CpuEvent] = ()  # one event a host thread
         self._task_slots = memoryview(b"") if processes is None else processes.recorder.own
-        self._heads = StepHeads(graph, self.events.began, self.events.ended)
+        self._heads = StepHeads(graph, self.events.start_events, self.events.end_events)
         self._last_status: Status | None = None  # from before the first failure
         self._progress = Progress(timeout)
-        self._deadline = float("inf")  # of the drain of an interrupted step
+        self._deadline = float("inf")  # for tasks of an interrupted step to end
 
     @property
     def number(self) -> int:
@@ -123,58 +125,59 @@ class Step:
             raise
 
     def issue(self, tasks: Sequence[PlannedTask]) -> None:
-        """Submit every task to its stream, or let host threads do that; do not wait."""
+        """Submit every task to its stream, or start the host threads that do; do not wait."""
         events = self.events
         events.start()
         if self.processes is not None:
             self._task_slots[N_ENDED], self._task_slots[N_BEGUN] = self.number, self.number + 1
-        self._tasks = tasks
+        self._issued_tasks = tasks
         if self.hosts is not None:
-            events.took = np.full(len(self.graph), np.nan)
+            events.issue_seconds = np.full(len(self.graph), np.nan)
             self._all_issued = self.hosts.start(self)
             return
         self.submit(tasks)
         events.host_seconds = perf_counter() - events.zero
 
     def submit(self, tasks: Iterable[PlannedTask]) -> None:
-        """Submit tasks to their streams in order; the tasks that they wait for were submitted."""
+        """Submit tasks to their streams in order; the tasks that they wait for come before them."""
         events = self.events
-        began, ended, issued, start = events.began, events.ended, events.issued, events.zero
+        start_events, end_events = events.start_events, events.end_events
+        issued, zero = events.issued, events.zero
         for task in tasks:
             stream = task.stream
             for needed in task.waits:
-                stream.wait_event(ended[needed])  # type: ignore[arg-type]  # issued before
+                stream.wait_event(end_events[needed])  # type: ignore[arg-type]  # issued before
             if task.sync is not None:
                 for milestone in task.sync.milestones:
                     stream.wait_event(events.milestones[milestone][0])
                 for bucket in range(task.sync.n_buckets_marked):
                     events.milestones[task.id, bucket] = stream.event_inside()
-            issued[task.id] = perf_counter() - start
+            issued[task.id] = perf_counter() - zero
             if task.remote is not None:
                 self._submit_remote(task)
                 continue
-            began[task.id] = stream.record()
-            stream.submit(partial(self._guarded, task, task.handler, True))
-            ended[task.id] = stream.record()
+            start_events[task.id] = stream.record()
+            stream.submit(partial(self._run_handler, task, task.handler, True))
+            end_events[task.id] = stream.record()
 
     def _submit_remote(self, task: PlannedTask) -> None:
-        """Submit a task of which other processes take part, or take note."""
+        """Submit a task with a remote part: a message, a collective, or a flight-recorder slot."""
         stream, remote, events = task.stream, task.remote, self.events
         assert remote is not None
         if remote.before_start is not None:
-            stream.submit(partial(self._guarded, task, remote.before_start, False))
-        events.began[task.id] = stream.record()
+            stream.submit(partial(self._run_handler, task, remote.before_start, False))
+        events.start_events[task.id] = stream.record()
         if remote.send_waiter is not None:
             events.sent_events[task.id] = CpuEvent()
-        stream.submit(partial(self._guarded, task, task.handler, True))
+        stream.submit(partial(self._run_handler, task, task.handler, True))
         if remote.send_waiter is not None:
             stream.wait_event(events.sent_events[task.id])
-        events.ended[task.id] = stream.record()
+        events.end_events[task.id] = stream.record()
         if remote.after_end is not None:
-            stream.submit(partial(self._guarded, task, remote.after_end, True))
+            stream.submit(partial(self._run_handler, task, remote.after_end, True))
 
-    def _guarded(self, task: PlannedTask, handler: Handler, is_last: bool) -> None:
-        """Run a part of a task, unless another task has failed; the first failure stops all."""
+    def _run_handler(self, task: PlannedTask, handler: Handler, is_last: bool) -> None:
+        """Run a part of a task, unless the step has stopped; the first failure stops the step."""
         if self.failure is not None or self.abandoned:
             self.events.release_waiters(task)
             return
@@ -198,62 +201,66 @@ class Step:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether no more tasks are to be issued: a task failed, or the step was given up."""
+        """Whether no more tasks are to be issued: a task failed, or the step was abandoned."""
         return self.failure is not None or self.abandoned
 
     def _wait(self, tasks: Sequence[PlannedTask]) -> None:
         """Wait until all tasks are issued and every stream has run them, or the step stalls."""
         for issued in self._all_issued:
-            while not self.abandoned and not issued.wait(_SLICE):
+            while not self.abandoned and not issued.wait(_CHECK_SECONDS):
                 self._check_stall()
         events = self.events
-        if events.took is not None:
-            events.host_seconds = float(np.nansum(events.took))
-        last = {t.stream: event for t in tasks if (event := events.ended[t.id]) is not None}
+        if events.issue_seconds is not None:
+            events.host_seconds = float(np.nansum(events.issue_seconds))
+        last = {t.stream: event for t in tasks if (event := events.end_events[t.id]) is not None}
         for event in last.values():
-            while not self.abandoned and not event.wait(_SLICE):
+            while not self.abandoned and not event.wait(_CHECK_SECONDS):
                 self._check_stall()
 
     def _check_stall(self) -> None:
-        """Give up a step that will not end."""
+        """Abandon a step that will not end."""
         if self.processes is not None:
             self.processes.watch.check_store()
             self.abandoned = self.failure is not None or self.processes.watch.failure is not None
-        elif self._progress.stalled(self.status()) or perf_counter() > self._deadline:
+        elif self._progress.is_stalled(self.status()) or perf_counter() > self._deadline:
             self.abandoned = True
 
     @property
     def stall(self) -> Failure | None:
-        """The stall, if no task has ended for too long."""
+        """The stall, if no task has ended for ``timeout`` seconds; else None."""
         return self._progress.failure
 
     def status(self) -> Status:
-        """Return the running task of each device; of a failed step, as they were before."""
+        """Return the running task of each device; in a failed step, those before the failure."""
         if self._last_status is not None:
             return self._last_status
         return self._heads.status(0 if self.processes is None else self.processes.rank, self.number)
 
     def fail(self, task: PlannedTask, error: BaseException) -> None:
-        """Note the first failure, and the status at that time."""
+        """Record the first failure, and the status at that time."""
         if self.failure is None:
-            self._last_status = self.status()  # later tasks are skipped, and seem to end
+            self._last_status = self.status()  # later tasks are skipped, but their events are set
             self.failure = task.id, error
 
     def stop(self, error: ExecutionError) -> None:
-        """Fail with ``error``; do not wait for tasks that do not end soon."""
+        """Stop the step with ``error``; wait at most `_CLOSE_SECONDS` for its tasks."""
         if self.failure is None:
             self._last_status = self.status()
             self.failure = -1, error
-        self._deadline = perf_counter() + _STOPPING
+        self._deadline = perf_counter() + _CLOSE_SECONDS
 
     def forget_errors(self) -> None:
-        """Drop the error that stopped the step: its traceback holds the step and its tensors."""
+        """Drop the error that stopped the step, as its traceback holds the step and its tensors."""
         if self.failure is not None:
             self.failure = self.failure[0], ExecutionError("raised by the step")
 
     def readings(self, *, is_over: bool = True) -> Readings:
-        """Return the events of the tasks; those of tasks that ran have passed if it ``is_over``."""
-        return self.events.readings(self._tasks, may_be_running=self.abandoned or not is_over)
+        """Return the events of the tasks; if the step ``is_over``, all events of its tasks are set.
+
+        The tasks of an abandoned step may still be running.
+        """
+        may_be_running = self.abandoned or not is_over
+        return self.events.readings(self._issued_tasks, may_be_running=may_be_running)
 
     @property
     def clock_error(self) -> float:

@@ -1,4 +1,4 @@
-"""`StepEvents`: when the tasks of one step were issued, began and ended."""
+"""`StepEvents`: the start and end events and the issue times of the tasks of one step."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class StepEvents:
     clock
         Clocks of this process's devices; None before the first task is issued.
     zero
-        When the step began (`time.perf_counter`, s).
-    began, ended
-        An event a task; None if not issued, or of other processes.
+        Start of the step (`time.perf_counter`, s).
+    start_events, end_events
+        An event a task; None if the task is not issued, or of another process.
     ran
         Whether each task ran to its end.
     nbytes
         Bytes that each task moved.
     issued
-        When the host issued each task, since ``zero`` (s).
+        Time at which the host issued each task, relative to ``zero`` (s).
     milestones
         Bucket-ready events within backwards and the functions that set them, by (task, bucket).
     sent_events
-        Events that pass when posted messages are sent, by task.
+        Events that are set when posted messages are sent, by task.
     host_seconds
-        Time that the host took to issue all tasks, or to launch them as one CUDA graph (s).
-    took
-        Time that host threads took to issue each task (s), NaN for others; None without them.
+        Time in which the host issued all tasks, or launched them as one CUDA graph (s).
+    issue_seconds
+        Time in which a host thread issued each task (s), NaN for others; None without them.
     is_replay
         Whether the host launched one CUDA graph.
     """
@@ -52,24 +52,24 @@ class StepEvents:
     def __init__(self, graph: TaskGraph, devices: Sequence[Device]) -> None:
         self.graph, self.devices = graph, devices
         local = [d for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)]
-        #: Number of each local device among those of this process.
-        self._numbers = {device: number for number, device in enumerate(local)}
+        #: Position of each local device among the devices of this process.
+        self._local_numbers = {device: number for number, device in enumerate(local)}
         self.clock: clocks.Clocks | None = None
         self.zero = 0.0
-        self.began: list[Event | None] = [None] * len(graph)
-        self.ended: list[Event | None] = [None] * len(graph)
+        self.start_events: list[Event | None] = [None] * len(graph)
+        self.end_events: list[Event | None] = [None] * len(graph)
         self.ran = np.zeros(len(graph), dtype=bool)
         self.nbytes = np.zeros(len(graph))
         self.issued = [0.0] * len(graph)
         self.milestones: dict[tuple[int, int], tuple[Event, Callable[[], object]]] = {}
         self.sent_events: dict[int, CpuEvent] = {}
         self.host_seconds = 0.0
-        self.took: NDArray[np.float64] | None = None
+        self.issue_seconds: NDArray[np.float64] | None = None
         self.is_replay = False
 
     def start(self) -> None:
         """Start the clocks."""
-        self.clock = clocks.start([self.devices[d] for d in self._numbers])
+        self.clock = clocks.start([self.devices[d] for d in self._local_numbers])
         self.zero = perf_counter()
 
     @property
@@ -78,29 +78,29 @@ class StepEvents:
         return 0.0 if self.clock is None else self.clock.error
 
     def release_waiters(self, task: PlannedTask) -> None:
-        """Set the events that a task was to set, as it will not run to its end."""
+        """Set the events that a task will not set itself, as it does not run to its end."""
         if task.id in self.sent_events:
             self.sent_events[task.id].set()
         for bucket in range(0 if task.sync is None else task.sync.n_buckets_marked):
             event, set_event = self.milestones[task.id, bucket]
-            if not event.is_set():  # the task may have set it before it failed
+            if not event.is_set():  # the task may have set it before its failure
                 set_event()
 
     def readings(self, tasks: Sequence[PlannedTask], *, may_be_running: bool) -> Readings:
-        """Return the events of ``tasks``, of which some ``may_be_running``."""
+        """Return the events of ``tasks``; some of the tasks ``may_be_running``."""
         return Readings(
             graph=self.graph,
             clock=self.clock,
-            numbers=[self._numbers.get(device, -1) for device in range(len(self.devices))],
+            local_numbers=[self._local_numbers.get(d, -1) for d in range(len(self.devices))],
             on_host=np.array([x.torch_device.type == "cpu" for x in self.devices]),
-            began=self.began,
-            ended=self.ended,
+            start_events=self.start_events,
+            end_events=self.end_events,
             ran=self.ran,
             leaders={t.id: t.sync.leader for t in tasks if t.sync and t.sync.leader >= 0},
             nbytes=self.nbytes,
             issued=self.issued,
             host_seconds=self.host_seconds,
-            took=self.took,
+            issue_seconds=self.issue_seconds,
             order=[task.id for task in tasks],
             is_replay=self.is_replay,
             milestones=list(self._awaited_milestones(tasks)) if self.milestones else (),
@@ -111,7 +111,7 @@ class StepEvents:
         """Yield the bucket-ready events that reductions of this process waited for."""
         for task in tasks:
             for backward, bucket in () if task.sync is None else task.sync.milestones:
-                began, ended = self.began[backward], self.ended[backward]
-                if began is not None and ended is not None:
+                start, end = self.start_events[backward], self.end_events[backward]
+                if start is not None and end is not None:
                     event, _ = self.milestones[backward, bucket]
-                    yield Milestone(task.id, event, began, ended)
+                    yield Milestone(task.id, event, start, end)

@@ -1,4 +1,4 @@
-"""`StepInputs` and `StepGradients`: the micro-batches of one step, and the gradients it makes."""
+"""`StepInputs` and `StepGradients`: the micro-batches of one step, and its gradients."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = ["StepGradients", "StepInputs", "split_inputs"]
 
 @dataclass(eq=False)
 class StepInputs:
-    """What a step computes with, besides weights.
+    """Inputs of one step: micro-batches, loss and seed.
 
     Attributes
     ----------
     shares
-        How the batch is divided among replicas.
+        Share of the batch of each replica.
     microbatches
-        Tensors of each micro-batch, of all replicas' shares; empty for those of other processes.
+        Tensors of each micro-batch of all replicas; empty for micro-batches of other processes.
     loss
-        Combines the losses of micro-batches; holds the targets.
+        Loss of the step: holds the targets and adds the losses of micro-batches.
     number
         Number of the step.
     seed
-        Seed from which random numbers of tasks are drawn.
+        Seed from which the seeds of tasks are derived.
     """
 
     shares: BatchShares
@@ -50,7 +50,7 @@ class StepInputs:
     number: int
     seed: int = field(default_factory=torch.initial_seed)
 
-    def seed_of(self, task: PlannedTask) -> int:
+    def random_seed(self, task: PlannedTask) -> int:
         """Return the seed of a task's random numbers; 0 if its stage draws none."""
         if not task.stage.is_random.get(task.stage.module.training, True):
             return 0
@@ -73,7 +73,7 @@ def split_inputs(
     Raises
     ------
     ArgumentError
-        If the batch has too few samples, or processes have batches that do not fit together.
+        If the batch has too few samples, or the batches of processes are not compatible.
     """
     n_microbatches = shares.n_shares * shares.n_microbatches
     numbers = shares.local_numbers()
@@ -108,20 +108,20 @@ def split_inputs(
 
 @dataclass(eq=False)
 class StepGradients:
-    """The weights that a step trains, and its gradients that are not in ``parameter.grad``.
+    """Stages that a step trains, and its gradients that are not in ``parameter.grad``.
 
     Attributes
     ----------
     stages, optimizers
-        One a copy of a stage, replica after replica.
+        One for each copy of a stage, replica after replica.
     earlier
-        Gradients from before the step; None if it begins without, or adds to them.
+        Gradients from before the step; None if there are none, or the step adds to them.
     per_microbatch_grads
         Gradients of groups of micro-batches, by slot and last micro-batch, until they are reduced.
     reduced
         Sums over the groups reduced so far, by slot.
     buckets
-        Parameters of each stage in buckets, by slot, once a task asked for them.
+        Parameters of each stage in buckets, by slot; computed at the first use.
     """
 
     stages: Sequence[StageLike]
@@ -132,12 +132,12 @@ class StepGradients:
     buckets: dict[int, list[list[nn.Parameter]]] = field(default_factory=dict)
 
     def divide(self, slot: int, batch: int, loss: StepLoss) -> None:
-        """Divide a stage's gradients of a mini-batch by its count, if the loss has counts.
+        """Divide a stage's gradients of a mini-batch by the count of its loss, if there is one.
 
         Raises
         ------
         ExecutionError
-            If they are mixed with gradients from before the step.
+            If the gradients include those from before the step.
         """
         stage = self.stages[slot]
         if not loss.is_counted():
@@ -147,9 +147,9 @@ class StepGradients:
         )
         if not is_separate and any(True for _ in stage.module.parameters()):
             raise ExecutionError(
-                f"loss_fn returned (sum, count), whose gradients are divided at the end of a step, "
-                f"but those of stage {stage.index} add up over steps; give Pipeline an optimizer, "
-                "or leave out DistributedDataParallel and cuda_graph"
+                "loss_fn returned (sum, count), whose gradients are divided at the end of a step, "
+                f"but gradients of stage {stage.index} accumulate over steps; give Pipeline an "
+                "optimizer, or leave out DistributedDataParallel and cuda_graph"
             )
         loss.divide(stage.module, batch, stage.mean_count)
         if self.earlier is not None:

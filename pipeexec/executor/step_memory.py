@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeexec.executor.gradient_sync import group_of, parameters_of
+from pipeexec.executor.gradient_sync import last_microbatch_in_group, reduced_parameters
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.stages.activation_bytes import ActivationMeter
@@ -237,10 +237,11 @@ def _gradients(step: Step, task: PlannedTask, slot: int) -> Iterator[Tensor]:
     group = int(step.graph.reduction_groups[task.stage.index])
     if step.graph.op[task.id] == Op.REDUCE_GRAD:
         held = step.gradients.per_microbatch_grads.get((slot, task.microbatch), [])
-        parameters = [] if group else parameters_of(step, slot, task)
+        parameters = [] if group else reduced_parameters(step, slot, task)
     else:
-        key = slot, group_of(task.microbatch, group) if group and task.microbatch >= 0 else -1
-        held = step.gradients.per_microbatch_grads.get(key, [])
+        is_grouped = group and task.microbatch >= 0
+        last = last_microbatch_in_group(task.microbatch, group) if is_grouped else -1
+        held = step.gradients.per_microbatch_grads.get((slot, last), [])
         parameters = list(task.stage.module.parameters())
     held = [*held, *(p.grad for p in parameters)]
     if step.graph.op[task.id] in (Op.REDUCE_GRAD, Op.STEP):

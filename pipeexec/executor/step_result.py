@@ -18,11 +18,11 @@ from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["StepResult", "kept_losses", "unread_result"]
+__all__ = ["StepResult", "copy_losses", "lazy_result"]
 
-#: Fields that are read from events, and where those are until then.
-_READ = frozenset({"timeline", "clock_error", "milestones", "host_times"})
-_UNREAD = "_unread"
+#: Fields that are read from events, and the attribute that holds the events until then.
+_EVENT_FIELDS = frozenset({"timeline", "clock_error", "milestones", "host_times"})
+_READINGS = "_readings"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,30 +32,32 @@ class StepResult:
     Attributes
     ----------
     losses
-        Share of each micro-batch in the loss of its mini-batch; in a pipeline of several processes,
-        of those whose last stage is in this one.
+        Share of each micro-batch in the loss of its mini-batch. With several processes: of the
+        micro-batches whose last stage is in this process.
     timeline
-        When each task ran; NaN for those of other processes. A task of an eager step on a GPU
-        begins when its stream gets to it; where the host is late, its duration contains what the
-        host takes to launch it. Of an eager step of one process, this,
+        Start and end of each task; NaN for tasks of other processes. On a GPU, a task of an eager
+        step starts when its stream reaches it. If the host is late, the duration includes the time
+        in which the host launches the task. In an eager step of one process, this,
         ``clock_error``, ``milestones`` and ``host_times`` are read from events at the first access;
         until then the result keeps these events.
     peak_held
         Most micro-batches whose activations each device held; shape ``(n_devices,)``.
     host_seconds
-        What the host took to issue all tasks, or to launch them as one CUDA graph; the sum over
-        processes, once gathered.
+        Time in which the host issued all tasks, or launched them as one CUDA graph (s); after
+        `Pipeline.gather`, the sum over processes.
     part
-        What this process measured, for `Pipeline.gather`; None where it is the only one.
+        Measurements of this process, for `Pipeline.gather`; None if there is one process.
+    n_losses
+        Number of mini-batches, whose losses `loss` averages.
     clock_error
-        The most that times of two devices can be wrong against each other (s), from how their
-        clocks were joined; 0 where they have one clock. See `pipeexec.devices.clocks`.
+        Largest error of time differences between two devices (s), from the alignment of their
+        clocks; 0 if they have one clock. See `pipeexec.devices.clocks`.
     host_times
-        What the host took to issue each task (s), until the next one; shape ``(n_tasks,)``. NaN for
-        tasks of other processes, None where one CUDA graph was launched.
+        Time in which the host issued each task, until the next one (s); shape ``(n_tasks,)``. NaN
+        for tasks of other processes, None if one CUDA graph was launched.
     milestones
-        Share of the last backward, 0 to 1, after which the gradients of each bucket of this process
-        were there; by the number of its REDUCE_GRAD. Empty once gathered.
+        Share of the last backward, 0 to 1, after which all gradients of a bucket of this process
+        were computed, by the number of its REDUCE_GRAD. Empty after `Pipeline.gather`.
     """
 
     losses: tuple[Tensor, ...]
@@ -66,39 +68,39 @@ class StepResult:
     n_losses: int = 1
     clock_error: float = field(default_factory=float)
     milestones: Mapping[int, float] = field(default_factory=dict)
-    #: By a factory, as `__getattr__` would not be asked for an attribute that the class has.
+    #: A default factory leaves no class attribute, which would bypass `__getattr__`.
     host_times: NDArray[np.float64] | None = field(default_factory=lambda: None)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            readings = self.__dict__.get(_UNREAD)
-            if readings is not None and name in _READ:
+            readings = self.__dict__.get(_READINGS)
+            if readings is not None and name in _EVENT_FIELDS:
                 self.__dict__.update(readings.fields())
-                self.__dict__.pop(_UNREAD, None)  # another thread may have read them too
+                self.__dict__.pop(_READINGS, None)  # another thread may have read them too
             if name not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return self.__dict__[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields, for copies and pickles: events stay in their process."""
+        """Return the fields, for copies and pickles; events cannot leave their process."""
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
     @property
     def n_microbatches(self) -> int:
-        """Number of micro-batches, of all replicas."""
-        readings = self.__dict__.get(_UNREAD)
+        """Number of micro-batches of all replicas."""
+        readings = self.__dict__.get(_READINGS)
         graph = self.timeline.graph if readings is None else readings.graph
         return int(((graph.op == Op.F) & (graph.stage == 0)).sum())
 
     @cached_property
     def loss(self) -> Tensor:
-        """Loss of the whole batch, or mean of the mini-batches'; a tensor without dimensions.
+        """Loss of the whole batch, or mean loss of its mini-batches; a tensor without dimensions.
 
         Raises
         ------
         ExecutionError
-            If last stages are in other processes, and the result was not gathered.
+            If a last stage is in another process, and the result was not gathered.
         """
         if len(self.losses) < self.n_microbatches:
             raise ExecutionError(
@@ -109,16 +111,16 @@ class StepResult:
         return torch.stack([loss.to(first.device) for loss in self.losses]).sum() / self.n_losses
 
 
-def unread_result(
+def lazy_result(
     readings: Readings,
     losses: tuple[Tensor, ...],
     peak_held: tuple[int, ...],
     host_seconds: float,
     n_losses: int,
 ) -> StepResult:
-    """Return the result of a step of one process whose events are read when asked for."""
+    """Return the result of a step of one process; its events are read at the first access."""
     result = object.__new__(StepResult)
-    # The fields that are missing are put there by `__getattr__`.
+    # `__getattr__` adds the missing fields.
     result.__dict__.update(
         {
             "losses": losses,
@@ -126,26 +128,27 @@ def unread_result(
             "host_seconds": host_seconds,
             "part": None,
             "n_losses": n_losses,
-            _UNREAD: readings,
+            _READINGS: readings,
         }
     )
     return result
 
 
-def kept_losses(losses: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], list[int]]:
+def copy_losses(losses: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], list[int]]:
     """Return copies of the losses of micro-batches, and the numbers of those that are NaN.
 
-    Copies, as a replay of a CUDA graph overwrites losses. The caller waits, once for each device,
-    until its own stream there has made them: their memory may then be given to other streams.
+    A later replay of a CUDA graph overwrites the losses themselves. The caller waits, once for each
+    device, until its own stream there has made the copies. After that, other streams may reuse the
+    memory of the losses.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    numbers_by_type: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, loss in enumerate(losses):
         if loss is not None:
-            alike.setdefault((loss.device, loss.dtype), []).append(number)
-    kept: dict[int, Tensor] = {}
+            numbers_by_type.setdefault((loss.device, loss.dtype), []).append(number)
+    copies: dict[int, Tensor] = {}
     nan: list[int] = []
-    for numbers in alike.values():
-        copies = torch.stack([x for k in numbers if (x := losses[k]) is not None])
-        kept.update(zip(numbers, copies.unbind(), strict=True))
-        nan += [k for k, is_nan in zip(numbers, copies.isnan().tolist(), strict=True) if is_nan]
-    return tuple(kept[k] for k in sorted(kept)), sorted(nan)
+    for numbers in numbers_by_type.values():
+        stack = torch.stack([x for k in numbers if (x := losses[k]) is not None])
+        copies.update(zip(numbers, stack.unbind(), strict=True))
+        nan += [k for k, is_nan in zip(numbers, stack.isnan().tolist(), strict=True) if is_nan]
+    return tuple(copies[k] for k in sorted(copies)), sorted(nan)

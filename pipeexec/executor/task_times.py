@@ -1,8 +1,9 @@
-"""When the tasks of a step ran, read from their events.
+"""Read the times of a step's tasks from their events.
 
-CUDA reads the time between two events in some 2 us, twice a task: as long as a loop that never asks
-may take for a whole message. So a step's result holds these events, small objects all of them, and
-reads them when it is first asked; of the step itself, its batch and activations it holds nothing.
+CUDA takes about 2 us to read the time between two events, and each task needs two such reads. A
+training loop that never uses the times would lose as much time as a whole message may take. So the
+result of a step holds the events, which are small, and reads them at the first access. It does not
+hold the step, its batch or its activations.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipeexec.devices.clocks import Clocks
 from pipeexec.devices.streams import Event
-from pipeexec.executor.process_results import align_collectives, none_if_unknown
+from pipeexec.executor.process_results import align_collectives, none_if_all_nan
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.timeline import Timeline
 
@@ -25,44 +26,44 @@ __all__ = ["Milestone", "Readings"]
 
 
 class Milestone(NamedTuple):
-    """A task that waits for an event within a backward, and the events around that backward."""
+    """A task that waits for an event inside a backward, and that backward's start and end event."""
 
     task: int
     event: Event
-    began: Event
-    ended: Event
+    start: Event
+    end: Event
 
 
 @dataclass(frozen=True, eq=False)
 class Readings:
-    """The events of a step of this process, and what else its timeline has.
+    """Events of a step of this process, and the other columns of its timeline.
 
     Attributes
     ----------
     graph
-        What ran.
+        Task graph of the step.
     clock
-        Of the devices; None if the step failed before it began.
-    numbers
-        The number among this process's devices of each device of the graph; -1 for those of others.
+        Clocks of the devices; None if the step failed before it started.
+    local_numbers
+        Position of each device of the graph among this process's devices; -1 for remote devices.
     on_host
         Whether each device of the graph is a CPU, whose clock is the host's.
-    began, ended
-        An event a task; None for those that were not issued.
+    start_events, end_events
+        An event a task; None if the task was not issued.
     ran
         Whether each task ran.
     leaders
-        Of members of a collective, the member whose times are theirs.
+        For members of a collective that another member of this process runs: that member.
     nbytes, issued
-        Of each task: bytes that it moved, and when the host issued it (s).
+        Bytes that each task moved, and the time at which the host issued it (s).
     order
-        The tasks of this process as they were issued.
+        The tasks of this process in the order in which they were issued.
     host_seconds
-        What the host took to issue all tasks.
-    took
-        What each task took the hosts (s), where they are others than the caller; else None.
+        Time in which the host issued all tasks (s).
+    issue_seconds
+        Time in which host threads issued each task (s); None without host threads.
     milestones
-        Of reductions that wait for a part of a backward.
+        Events of reductions that wait for a part of a backward.
     is_replay
         Whether the host launched one CUDA graph.
     may_be_running
@@ -71,57 +72,57 @@ class Readings:
 
     graph: TaskGraph
     clock: Clocks | None
-    numbers: Sequence[int]
+    local_numbers: Sequence[int]
     on_host: NDArray[np.bool_]
-    began: Sequence[Event | None]
-    ended: Sequence[Event | None]
+    start_events: Sequence[Event | None]
+    end_events: Sequence[Event | None]
     ran: NDArray[np.bool_]
     leaders: Mapping[int, int]
     nbytes: NDArray[np.float64]
     issued: Sequence[float]
     host_seconds: float
     order: Sequence[int]
-    took: NDArray[np.float64] | None = None
+    issue_seconds: NDArray[np.float64] | None = None
     milestones: Sequence[Milestone] = ()
     is_replay: bool = False
     may_be_running: bool = False
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When each task ran; NaN for those that did not, or ran in other processes."""
+        """Timeline of the step; NaN for tasks that did not run, or ran in other processes."""
         graph = self.graph
         start, end = np.full(len(graph), np.nan), np.full(len(graph), np.nan)
         for task in np.flatnonzero(self.ran).tolist():
-            began, ended = self.began[task], self.ended[task]
-            if self.clock is None or began is None or ended is None:
+            start_event, end_event = self.start_events[task], self.end_events[task]
+            if self.clock is None or start_event is None or end_event is None:
                 continue
-            if self.may_be_running and not ended.is_set():
+            if self.may_be_running and not end_event.is_set():
                 continue
-            device = self.numbers[int(graph.device[task])]
-            start[task] = self.clock.seconds(device, began)
-            end[task] = self.clock.seconds(device, ended)
+            device = self.local_numbers[int(graph.device[task])]
+            start[task] = self.clock.seconds(device, start_event)
+            end[task] = self.clock.seconds(device, end_event)
         for task, leader in self.leaders.items():
             if not np.isnan(end[task]):
                 start[task], end[task] = start[leader], end[leader]
-        # GPUs have clocks of their own, which do not tell when the host did something.
+        # A GPU's clock is not the host's: issue times are unknown on it.
         issued = np.where(self.on_host[graph.device] & ~np.isnan(start), self.issued, np.nan)
         times = align_collectives(graph, start, end)
-        return Timeline(graph, *times, self.nbytes, issued=none_if_unknown(issued))
+        return Timeline(graph, *times, self.nbytes, issued=none_if_all_nan(issued))
 
     @property
     def milestone_shares(self) -> dict[int, float]:
-        """Share of its backward after which each bucket's gradients were there, by reduction."""
+        """Share of its backward after which each bucket's gradients are computed, by reduction."""
         shares: dict[int, float] = {}
-        for task, event, began, ended in self.milestones:
-            whole = max(ended.seconds_since(began), 1e-9)
-            shares[task] = max(shares.get(task, 0.0), event.seconds_since(began) / whole)
+        for task, event, start, end in self.milestones:
+            duration = max(end.seconds_since(start), 1e-9)
+            shares[task] = max(shares.get(task, 0.0), event.seconds_since(start) / duration)
         return shares
 
     @property
     def host_times(self) -> NDArray[np.float64] | None:
-        """What the host took to issue each task (s); NaN for others, None of a replay."""
-        if self.is_replay or self.took is not None:
-            return self.took
+        """Time in which the host issued each task (s); NaN for others, None for a replay."""
+        if self.is_replay or self.issue_seconds is not None:
+            return self.issue_seconds
         seconds = np.full(len(self.graph), np.nan)
         order = np.array(self.order, dtype=np.int64)
         seconds[order] = np.diff(np.array(self.issued)[order], append=self.host_seconds)
@@ -129,11 +130,11 @@ class Readings:
 
     @property
     def clock_error(self) -> float:
-        """The most that times of two devices can be wrong against each other (s)."""
+        """Largest error of time differences between two devices (s)."""
         return 0.0 if self.clock is None else self.clock.error
 
     def fields(self) -> dict[str, Any]:
-        """Return what a step's result has of this, by the names that it has there."""
+        """Return the fields of `StepResult` that come from events, by name."""
         return {
             "timeline": self.timeline,
             "clock_error": self.clock_error,

@@ -96,14 +96,14 @@ def test_a_status_is_written_and_read() -> None:
 def test_progress_is_told_from_its_lack() -> None:
     progress = Progress(0.05)
     status = Status(0, 0, True, 1, [])
-    assert not progress.stalled(status)
+    assert not progress.is_stalled(status)
     time.sleep(0.06)
-    assert not progress.stalled(status._replace(n_ended=2))
+    assert not progress.is_stalled(status._replace(n_ended=2))
     time.sleep(0.06)
-    assert progress.stalled(status._replace(n_ended=2))
+    assert progress.is_stalled(status._replace(n_ended=2))
     assert progress.failure is not None
     assert "nothing has moved for 0.05 s in step 0" in progress.failure.message
-    assert progress.stalled(status._replace(n_ended=3)), "once is for ever"
+    assert progress.is_stalled(status._replace(n_ended=3)), "once is for ever"
 
 
 # Whose fault it is, from what processes say

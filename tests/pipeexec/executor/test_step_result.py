@@ -146,14 +146,14 @@ def test_each_loss_that_is_no_number_is_named(
 
 def test_losses_of_several_types_and_places_are_kept_in_order() -> None:
     """As of last stages on several GPUs; None for those of other processes."""
-    from pipeexec.executor.step_result import kept_losses
+    from pipeexec.executor.step_result import copy_losses
 
     values = [0.5, None, float("nan"), 1.5, float("nan")]
     types = [torch.float32, None, torch.float64, torch.bfloat16, torch.float32]
     losses = [None if v is None else torch.tensor(v, dtype=t) for v, t in zip(values, types)]  # noqa: B905
-    kept, nan = kept_losses(losses)
+    kept, nan = copy_losses(losses)
     assert nan == [2, 4]
     assert [x.dtype for x in kept] == [t for t in types if t is not None]
     torch.testing.assert_close([float(x) for x in kept], [0.5, torch.nan, 1.5, torch.nan],
                                equal_nan=True)  # fmt: skip
-    assert kept_losses([None]) == ((), [])
+    assert copy_losses([None]) == ((), [])
