@@ -16,7 +16,8 @@ from on_gpu.bench import Bench
 from on_gpu.gradients import GRADIENTS
 from on_gpu.report import Report
 from pipeexec.demo_models.skip_models import unet
-from pipeexec.validation.result import Row, Validation
+from pipeexec.validation.result import Validation
+from pipeexec.validation.row import Row
 
 #: Largest error of the makespan.
 TARGET = 0.05

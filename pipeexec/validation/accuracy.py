@@ -1,4 +1,4 @@
-"""How far predictions were from steps: by operation and stage, and what the error consists of."""
+"""Errors of predictions: by operation and stage, and in the parts that add up to the total."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ class Repeat(NamedTuple):
 def interval_over(errors: Sequence[Sequence[float]]) -> Interval:
     """Return the mean error and its 95 % interval, given the errors of each repeat's steps.
 
-    Steps of one repeat share a calibration, so that their errors are not independent: what counts
-    are the means of the repeats. Of a single repeat its steps count, and the interval says nothing
-    of how another calibration would have come out.
+    Steps of one repeat share a calibration, so their errors are not independent. With several
+    repeats, the interval is over the means of the repeats. With one repeat, it is over the steps,
+    and does not include how another calibration would change the error.
     """
     if len(errors) > 1:
-        return mean_interval(float(np.mean(each)) for each in errors)
+        return mean_interval(float(np.mean(repeat_errors)) for repeat_errors in errors)
     return mean_interval(errors[0])
 
 
 def parts_of_steps(repeats: Sequence[Repeat]) -> pd.DataFrame:
-    """Return the parts of every step's error, in seconds; see `pipesim.analysis.error_attribution`.
+    """Return the parts of every step's error (s); see `pipesim.analysis.error_attribution`.
 
     One row a step, repeat after repeat: ``repeat``, ``measured`` makespan, and `PARTS`, whose sum
-    is predicted less measured.
+    is the predicted makespan minus the measured one.
     """
     import pandas as pd
 
@@ -66,45 +66,41 @@ def parts_of_steps(repeats: Sequence[Repeat]) -> pd.DataFrame:
     for number, repeat in enumerate(repeats):
         for result in repeat.results:
             measured = result.timeline
-            recorded = measured.issued is not None and not np.isnan(measured.issued).any()
-            launch = None if recorded else launch_seconds([result])
+            has_issue_times = measured.issued is not None and not np.isnan(measured.issued).any()
+            launch = None if has_issue_times else launch_seconds([result])
             parts = Comparison(repeat.predicted, measured).error_parts(launch=launch)
             rows.append({"repeat": number, "measured": measured.makespan} | parts.to_dict())
     return pd.DataFrame(rows, columns=["repeat", "measured", *PARTS])
 
 
 def op_errors(repeats: Sequence[Repeat]) -> pd.DataFrame:
-    """Return how far the mean seconds of each operation in each stage were from the prediction.
+    """Return the errors of the mean seconds of each operation in each stage.
 
     Returns
     -------
     pandas.DataFrame
         Indexed by ``op`` and ``stage``; see `op_seconds`. ``predicted`` and ``measured`` (mean
-        over the steps, s), ``error`` (predicted over measured, minus 1; its mean), and ``low`` and
-        ``high``, the ends of its 95 % interval, as `interval_over` has it.
+        over the steps, s), ``error`` (mean of predicted over measured, minus 1), and ``low`` and
+        ``high``, the ends of its 95 % interval; see `interval_over`.
     """
     import pandas as pd
 
-    said = [op_seconds(repeat.predicted) for repeat in repeats]
-    seen = [[op_seconds(result.timeline) for result in repeat.results] for repeat in repeats]
+    predicted = [op_seconds(repeat.predicted) for repeat in repeats]
+    measured = [[op_seconds(result.timeline) for result in repeat.results] for repeat in repeats]
     rows = []
-    for key in said[0]:
-        steps = [[step[key] for step in each if step.get(key)] for each in seen]
-        if not all(steps) or not all(key in each for each in said):
-            continue  # a message that nobody waited for
-        # The errors of one repeat are steps', or the one of its mean.
-        several = len(repeats) > 1
-        errors = [
-            [one[key] / float(np.mean(each)) - 1] if several else [one[key] / s - 1 for s in each]
-            for one, each in zip(said, steps, strict=True)
-        ]
-        error = interval_over(errors)
+    for key in predicted[0]:
+        # One list a repeat: the predicted seconds, and those of every step that has the operation.
+        forecasts = [seconds[key] for seconds in predicted if key in seconds]
+        steps = [[step[key] for step in repeat if step.get(key)] for repeat in measured]
+        if not all(steps) or len(forecasts) < len(predicted):
+            continue  # a message for which no task waited
+        error = interval_over(_relative_errors(forecasts, steps))
         rows.append(
             {
                 "op": key[0],
                 "stage": key[1],
-                "predicted": float(np.mean([each[key] for each in said])),
-                "measured": float(np.mean([np.mean(each) for each in steps])),
+                "predicted": float(np.mean(forecasts)),
+                "measured": float(np.mean([np.mean(seconds) for seconds in steps])),
                 "error": error.mean,
                 "low": error.low,
                 "high": error.high,
@@ -114,15 +110,24 @@ def op_errors(repeats: Sequence[Repeat]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).set_index(["op", "stage"])
 
 
+def _relative_errors(
+    predicted: Sequence[float], measured: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """Return the errors of each repeat: of its mean, or of every step if there is one repeat."""
+    if len(predicted) == 1:
+        return [[predicted[0] / seconds - 1 for seconds in measured[0]]]
+    return [[p / float(np.mean(m)) - 1] for p, m in zip(predicted, measured, strict=True)]
+
+
 def op_seconds(timeline: Timeline) -> Mapping[Key, float]:
     """Return the mean seconds of each operation in each stage that has it.
 
-    Messages are listed as the SEND of the stage that they leave, with the seconds from its start
-    to a consumer that waited for them. Halves of overlapped actions are listed apart, as in
-    ``"F overlapped"``, and so are the parts of REORDER, as in ``"REORDER.vectors"``.
+    A message is listed as the SEND of its source stage: seconds from the start of the SEND to that
+    of a consumer that waited. Halves of overlapped actions have separate entries, such as
+    ``"F overlapped"``, and so have the parts of REORDER, such as ``"REORDER.vectors"``.
     """
     graph = timeline.graph
-    found: dict[Key, float] = {}
+    mean_seconds: dict[Key, float] = {}
     for op in sorted(COMPUTE):
         parts = REORDERED if op == Op.REORDER else (None,)
         for overlapped, part in itertools.product((False, True), parts):
@@ -130,12 +135,12 @@ def op_seconds(timeline: Timeline) -> Mapping[Key, float]:
             seconds = stage_seconds(timeline, op, overlapped=overlapped, part=number)
             name = op.name if part is None else f"{op.name}.{part}"
             name = f"{name} overlapped" if overlapped else name
-            found |= {(name, s): float(x) for s, x in enumerate(seconds) if not np.isnan(x)}
+            mean_seconds |= {(name, s): float(x) for s, x in enumerate(seconds) if not np.isnan(x)}
     waited = message_times(timeline, waited_only=True)
     recvs = np.flatnonzero(~np.isnan(waited))
     sends = graph.pair[recvs]
     for op in (Op.SEND_F, Op.SEND_B):
         for stage in np.unique(graph.stage[sends[graph.op[sends] == op]]).tolist():
-            mine = (graph.op[sends] == op) & (graph.stage[sends] == stage)
-            found[op.name, stage] = float(waited[recvs[mine]].mean())
-    return found
+            is_from_stage = (graph.op[sends] == op) & (graph.stage[sends] == stage)
+            mean_seconds[op.name, stage] = float(waited[recvs[is_from_stage]].mean())
+    return mean_seconds

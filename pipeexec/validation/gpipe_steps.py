@@ -1,4 +1,4 @@
-"""Predict steps of `pipeexec.GPipe` modules, run them, and compare."""
+"""Steps and calibration of `pipeexec.GPipe` modules in a validation."""
 
 from __future__ import annotations
 
@@ -29,54 +29,54 @@ __all__ = [
     "check_models",
 ]
 
-#: Costs of a step that are durations; others are the same in every step.
-_SECONDS = ("forward", "backward", "recompute")
+#: Fields of `Costs` that are durations; other fields are the same in every step.
+_DURATIONS = ("forward", "backward", "recompute")
 
 
 def check_models(models: Mapping[str, object]) -> dict[str, GPipe]:
-    """Return modules by name, which are cut alike, so that one set of costs is of all of them.
+    """Return the modules by name, if one set of costs holds for all of them.
 
     Raises
     ------
     ArgumentError
-        For no modules, and for such that differ in balance or micro-batches.
+        If there are no modules, or they differ in balance or number of micro-batches.
     """
     if not models:
         raise ArgumentError("validate needs at least one GPipe")
-    found: dict[str, GPipe] = {}
+    gpipes: dict[str, GPipe] = {}
     for name, model in models.items():
         if not isinstance(model, GPipe):
             raise ArgumentError(
-                f"stages: {name!r} is no GPipe, got {type(model).__name__}; give a GPipe or GPipes "
-                "by name"
+                f"stages: {name!r} is no GPipe, got {type(model).__name__}; give a GPipe, or a "
+                "mapping of names to GPipes"
             )
-        found[name] = model
-        first = next(iter(found.values()))
+        gpipes[name] = model
+        first = next(iter(gpipes.values()))
         if (model.balance, model.chunks) != (first.balance, first.chunks):
             raise ArgumentError(
                 f"{name!r} has balance {model.balance} and {model.chunks} chunks, the first "
-                f"{first.balance} and {first.chunks}: costs hold for one cut and one size of "
-                "micro-batch; validate modules of as many"
+                f"{first.balance} and {first.chunks}: costs hold for one balance and one size of "
+                "micro-batch; validate modules with the same balance and chunks"
             )
-    return found
+    return gpipes
 
 
 def check_backward(models: Mapping[str, GPipe], inputs: Batch) -> None:
-    """Raise `ArgumentError` if a partition needs no gradient: then not all tasks of a graph run."""
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-    if any(x.requires_grad for x in given):
+    """Raise `ArgumentError` if a first partition has no backward, as its graph has one."""
+    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+    if any(x.requires_grad for x in tensors):
         return
     for name, model in models.items():
         if not any(p.requires_grad for p in model.partitions[0].parameters()):
             raise ArgumentError(
-                f"{name!r}: partition 0 has no parameter that needs a gradient, and so no "
-                "backward, which its graph has; give inputs that need one (requires_grad_()), or "
-                "a balance whose first partition has such parameters"
+                f"{name!r}: partition 0 has no parameter that needs a gradient, so it has no "
+                "backward, but its graph has one; give inputs that need a gradient "
+                "(requires_grad_()), or a balance whose first partition has such parameters"
             )
 
 
 class GPipeStep(NamedTuple):
-    """A measured step; ``host_seconds`` are not told apart from those of the devices."""
+    """A measured step; ``host_seconds`` is 0, as a GPipe does not measure it."""
 
     loss: Tensor
     timeline: Timeline
@@ -85,14 +85,14 @@ class GPipeStep(NamedTuple):
 
 
 class GPipeSteps:
-    """Runs training steps of a module, one at a time.
+    """Run training steps of a module, one at a time.
 
     Parameters
     ----------
     model
-        In training mode. On CPUs its partitions compute in threads of their own, however short.
+        Module in training mode. On CPUs each partition computes in its own thread, however short.
     loss_fn, optimizer
-        As for `pipeexec.Pipeline`; the optimizer steps after the time is taken.
+        As for `pipeexec.Pipeline`. The measured time does not include the optimizer's step.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class GPipeSteps:
         self.optimizer = None if optimizer is None else optimizer(model.parameters())
 
     def step(self, inputs: Batch, targets: Any) -> GPipeStep:
-        """Run forward, loss and backward, and let the optimizer step; gradients end as None."""
-        targets = self._moved(targets)  # first: a copy to a GPU waits for what its stream has
+        """Run forward, loss, backward and the optimizer's step; set all gradients to None."""
+        targets = self._move_targets(targets)  # first, as a copy to a GPU waits for its stream
         with temporary_attribute(self.model, "threads", True):
             loss = combined_loss(self.loss_fn(self.model(inputs), targets))
             loss.backward()
@@ -117,27 +117,27 @@ class GPipeSteps:
         return GPipeStep(loss.detach(), timeline)
 
     def step_costs(self, inputs: Batch, targets: Any) -> Costs:
-        """Return what a step that leaves no trace cost."""
+        """Return the costs of a step; weights and optimizer are restored after it."""
         with restore_afterwards([self.model], [self.optimizer]):
             timeline = self.step(inputs, targets).timeline
         return Costs.from_timeline(timeline, skip_bytes=self.model.skip_bytes())
 
     def with_bytes(self, costs: Costs, inputs: Batch, targets: Any) -> Costs:
-        """Return costs with the bytes of parameters and optimizer, and of activations."""
+        """Return costs with the bytes of parameters, optimizer state and activations."""
         model = self.model
         with temporary_attribute(model, "checkpoint", "never"):
-            held = self.activation_bytes(inputs, targets)
+            peak_bytes = self.activation_bytes(inputs, targets)
         first = inputs[0] if isinstance(inputs, tuple) else inputs
-        m = len(first.chunk(model.chunks))
+        n_microbatches = len(first.chunk(model.chunks))
         state = self.optimizer.state if self.optimizer is not None else {}
         return replace(
             costs,
-            activation_bytes=tuple(each / m for each in held),
+            activation_bytes=tuple(nbytes / n_microbatches for nbytes in peak_bytes),
             parameter_bytes=tuple(
                 float(sum(p.nbytes for p in part.parameters())) for part in model.partitions
             ),
             optimizer_bytes=tuple(
-                float(sum(_nbytes(state.get(p, {})) for p in part.parameters()))
+                float(sum(_tensor_bytes(state.get(p, {})) for p in part.parameters()))
                 for part in model.partitions
             ),
         )
@@ -149,18 +149,18 @@ class GPipeSteps:
     def held_bytes(
         self, costs: Costs, inputs: Batch, targets: Any, timeline: Timeline
     ) -> NDArray[np.float64]:
-        """Return the peak bytes of each device; activations are counted in a step."""
+        """Return the peak bytes of each device; an extra step counts the activations."""
         activations = np.array(self.activation_bytes(inputs, targets))
         return np.asarray(static(timeline.graph, costs) + activations)
 
     def activation_bytes(self, inputs: Batch, targets: Any) -> list[int]:
-        """Return the most bytes of activations that each partition holds, counted in a step."""
+        """Return the peak bytes of activations of each partition, counted in an extra step."""
         with restore_afterwards([self.model], [self.optimizer]), self.model.metered() as meters:
             self.step(inputs, targets)
             return [meter.peak for meter in meters]
 
-    def _moved(self, targets: Any) -> Any:
-        """Return targets where the outputs are."""
+    def _move_targets(self, targets: Any) -> Any:
+        """Return the targets on the device of the outputs."""
         return targets.to(self.model.devices[-1]) if isinstance(targets, Tensor) else targets
 
 
@@ -172,32 +172,34 @@ class GPipeCalibration:
         self._costs: list[Costs] = []
 
     def warm_up(self) -> None:
-        """Run nothing: the steps that are measured warm the module up."""
+        """Run nothing, as the uncounted steps of the modules are the warm-up."""
 
     def calibrate(self, inputs: Batch, targets: Any) -> None:
-        """Measure the costs of a step that leaves no trace."""
+        """Measure the costs of a step; weights and optimizer are restored after it."""
         self._costs.append(self._steps.step_costs(inputs, targets))
 
     def result(self, inputs: Batch, targets: Any) -> tuple[Costs, None]:
-        """Return the mean costs, with bytes counted on a batch; there is no profile."""
+        """Return the mean costs, with the bytes of a step on a batch, and None for the profile."""
         return self._steps.with_bytes(_mean_costs(self._costs), inputs, targets), None
 
 
-def _nbytes(state: Mapping[str, Any]) -> int:
+def _tensor_bytes(state: Mapping[str, Any]) -> int:
+    """Return the bytes of the tensors in a parameter's optimizer state."""
     return sum(x.nbytes for x in state.values() if isinstance(x, Tensor))
 
 
 def _mean_costs(costs: Sequence[Costs]) -> Costs:
     """Return costs whose durations, latency and bandwidth are means over steps."""
     first = costs[0]
-    changed: dict[str, Any] = {}
-    for name in _SECONDS:
-        values = [getattr(each, name) for each in costs]
+    means: dict[str, Any] = {}
+    for name in _DURATIONS:
+        values = [getattr(step_costs, name) for step_costs in costs]
         if values[0] is not None:
-            changed[name] = tuple(np.mean(values, axis=0).tolist())
-    per_byte = float(np.mean([1 / each.network.bandwidth for each in costs]))
+            means[name] = tuple(np.mean(values, axis=0).tolist())
+    networks = [step_costs.network for step_costs in costs]
+    seconds_per_byte = float(np.mean([1 / network.bandwidth for network in networks]))
     network = Network(
-        latency=float(np.mean([each.network.latency for each in costs])),
-        bandwidth=1 / per_byte if per_byte else float("inf"),
+        latency=float(np.mean([network.latency for network in networks])),
+        bandwidth=1 / seconds_per_byte if seconds_per_byte else float("inf"),
     )
-    return replace(first, **changed, network=network)
+    return replace(first, **means, network=network)

@@ -1,4 +1,4 @@
-"""`Steppable`: steps that a validation predicts and measures; `PipelineSteps`: a pipeline's."""
+"""`Steppable`: steps that a validation runs; `PipelineSteps`: those of a pipeline."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Steppable(Protocol):
 
 
 class StepCalibration(Protocol):
-    """Calibration steps of one repeat, and the costs they lead to."""
+    """Calibration steps of one repeat, and their costs."""
 
     def warm_up(self) -> None:
         """Run a step that is not measured."""
         ...
 
     def calibrate(self, inputs: Batch, targets: Any) -> None:
-        """Run and measure a step that leaves no trace."""
+        """Run and measure a step, then restore weights and optimizer."""
         ...
 
     def result(self, inputs: Batch, targets: Any) -> tuple[Costs, Profile | None]:
@@ -58,7 +58,7 @@ class StepCalibration(Protocol):
 
 
 class PipelineSteps:
-    """Runs training steps of a pipeline."""
+    """Run training steps of a pipeline."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -75,13 +75,13 @@ class PipelineSteps:
     def held_bytes(
         self, costs: Costs, inputs: Batch, targets: Any, timeline: Timeline
     ) -> NDArray[np.float64]:
-        """Return the peak bytes of each device; activations and gradients are counted in a step."""
+        """Return the peak bytes of each device; an extra step counts activations and gradients."""
         memory = self.pipeline.memory(inputs, targets)
         return np.asarray(static(self.pipeline.graph, costs) + memory.at(timeline).peak)
 
 
 class PipelineCalibration:
-    """Calibration steps of a pipeline, for the graphs of all ``subjects``."""
+    """Calibration steps of a pipeline, for the task graphs of all ``subjects``."""
 
     def __init__(
         self, pipeline: Pipeline, subjects: Sequence[PipelineSteps], inputs: Batch, targets: Any
@@ -94,7 +94,7 @@ class PipelineCalibration:
         self._calibration.warm_up(1)
 
     def calibrate(self, inputs: Batch, targets: Any) -> None:
-        """Measure a step; its batch is that of the constructor."""
+        """Measure a step on the constructor's batch; the arguments are ignored."""
         self._calibration.step()
 
     def result(self, inputs: Batch, targets: Any) -> tuple[Costs, Profile | None]:

@@ -120,7 +120,7 @@ def test_costs_can_be_given() -> None:
          "'b' has balance"),
         ({}, {}, "at least one"),
         (model(), {"graphs": {}}, "its own graph and devices"),
-        (model(), {"cuda_graph": True}, "no CUDA graph"),
+        (model(), {"cuda_graph": True}, "without a CUDA graph"),
         (model(), {"loss_fn": None}, "needs loss_fn"),
         (model(), {"batches": []}, "got 0 batches"),
         (px.GPipe(nn.Sequential(nn.Flatten(), nn.Linear(6, 6)), [1, 1], devices=["cpu"] * 2), {},

@@ -528,7 +528,8 @@ def test_given_costs_need_no_calibration(monkeypatch: pytest.MonkeyPatch) -> Non
         "stages": nap_stages(2, 0, 0), "graphs": {"x": graphs()[NAMES[0]]}, "n_steps": 1,
     }  # fmt: skip
     with pytest.warns(
-        AccuracyWarning, match=r"stage 0 sends 5 bytes a micro-batch, and it sent 32"
+        AccuracyWarning,
+        match="the costs have 5 output bytes a micro-batch for stage 0, but a step sent 32",
     ):
         result = validate(**arguments, costs=ps.Costs(1e-3, 1e-3, output_bytes=5))
     assert min(result.rows["x"].peak_memory) > 2 * 80

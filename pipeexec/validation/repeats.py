@@ -1,0 +1,127 @@
+"""Run the repeats of a validation, and compare their predictions with their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from pipeexec.profiling.profile import Profile
+from pipeexec.stages.batches import Batch
+from pipeexec.validation.accuracy import MeasuredStep, Repeat, op_errors, parts_of_steps
+from pipeexec.validation.checks import RunOptions
+from pipeexec.validation.row import Row
+from pipeexec.validation.steppable import StepCalibration, Steppable
+from pipesim.analysis.replay import replay
+from pipesim.costs.costs import Costs
+from pipesim.simulation.simulate import simulate
+
+__all__ = ["MeasuredRepeat", "make_rows", "run_repeats"]
+
+
+class MeasuredRepeat(NamedTuple):
+    """One repeat: its costs and profile, the measured steps of each subject, and the last batch."""
+
+    costs: Costs
+    profile: Profile | None
+    results: list[list[MeasuredStep]]
+    batch: tuple[Batch, Any]
+
+
+def run_repeats(
+    subjects: Sequence[Steppable],
+    make_calibration: Callable[[tuple[Batch, Any]], StepCalibration],
+    options: RunOptions,
+) -> list[MeasuredRepeat]:
+    """Run all repeats; without given costs, calibration steps alternate with measured steps.
+
+    ``make_calibration`` returns a new calibration, given the first batch of a repeat.
+    """
+    n = options.repeat
+    return [
+        _run_repeat(
+            subjects,
+            make_calibration,
+            options,
+            _prefixed(options.progress, f"repeat {number} of {n}, " if n > 1 else ""),
+        )
+        for number in range(1, n + 1)
+    ]
+
+
+def _run_repeat(
+    subjects: Sequence[Steppable],
+    make_calibration: Callable[[tuple[Batch, Any]], StepCalibration],
+    options: RunOptions,
+    report: Callable[[str], None],
+) -> MeasuredRepeat:
+    """Run the warm-up rounds and the measured rounds of one repeat."""
+    batch = next(options.batches)
+    calibration = make_calibration(batch) if options.costs is None else None
+    report(f"warming up: {options.warm_up} rounds")
+    for _ in range(options.warm_up):
+        if calibration is not None:
+            calibration.warm_up()
+        for subject in subjects:
+            subject.step(*batch)
+    results: list[list[MeasuredStep]] = [[] for _ in subjects]
+    for turn in range(options.n_steps):
+        batch = next(options.batches)
+        if calibration is not None:
+            calibration.calibrate(*batch)
+        for subject, steps in zip(subjects, results, strict=True):
+            steps.append(subject.measure(*batch))
+        report(f"round {turn + 1} of {options.n_steps}: loss {float(results[-1][-1].loss):.4f}")
+    profile: Profile | None = None
+    costs = options.costs
+    if calibration is not None:
+        costs, profile = calibration.result(*batch)
+    assert costs is not None
+    return MeasuredRepeat(costs, profile, results, batch)
+
+
+def _prefixed(progress: Callable[[str], None] | None, prefix: str) -> Callable[[str], None]:
+    """Return a function that calls ``progress``, if there is one, with a prefix and a line."""
+    return lambda line: progress(prefix + line) if progress is not None else None
+
+
+def make_rows(
+    names: Iterable[str],
+    subjects: Sequence[Steppable],
+    repeats: Sequence[MeasuredRepeat],
+    measured_bytes: Costs,
+) -> dict[str, Row]:
+    """Return the row of each subject; ``measured_bytes`` are costs with the bytes of the stages."""
+    rows = {}
+    for index, (name, subject) in enumerate(zip(names, subjects, strict=True)):
+        graph = repeats[-1].results[index][-1].timeline.graph
+        graph_repeats = [Repeat(simulate(graph, x.costs), x.results[index]) for x in repeats]
+        median = _median_step(graph_repeats)
+        peak = subject.held_bytes(measured_bytes, *repeats[-1].batch, median.timeline)
+        rows[name] = _make_row(name, graph_repeats, median, tuple(peak.tolist()))
+    return rows
+
+
+def _median_step(repeats: Sequence[Repeat]) -> MeasuredStep:
+    """Return the step with the median makespan."""
+    results = [result for repeat in repeats for result in repeat.results]
+    return sorted(results, key=lambda result: result.timeline.makespan)[len(results) // 2]
+
+
+def _make_row(
+    name: str, repeats: Sequence[Repeat], median: MeasuredStep, peak_memory: tuple[float, ...]
+) -> Row:
+    """Return the row of a graph's predictions and steps."""
+    results = [result for repeat in repeats for result in repeat.results]
+    predictions = tuple(repeat.predicted.makespan for repeat in repeats)
+    return Row(
+        predicted=repeats[-1].predicted.with_name(name),
+        measured=median.timeline.with_name(name),
+        makespans=tuple(result.timeline.makespan for result in results),
+        replayed=tuple(replay(result.timeline).makespan for result in results),
+        peak_memory=peak_memory,
+        losses=tuple(float(result.loss) for result in results),
+        predictions=predictions if len(predictions) > 1 else (),
+        host_seconds=tuple(filter(None, (result.host_seconds for result in results))),
+        parts=parts_of_steps(repeats),
+        ops=op_errors(repeats),
+    )
