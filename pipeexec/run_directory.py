@@ -56,7 +56,7 @@ def environment() -> dict[str, Any]:
 
 
 def _version(name: str) -> str:
-    """Return the version of a package, which may run from a checkout without being installed."""
+    """Return the version of a package; "not installed" if it runs from a checkout."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -64,12 +64,12 @@ def _version(name: str) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raise unless a run directory can be written at ``path``, replacing an older run there.
+    """Raise unless a run directory can be written at ``path``; it may replace an older run.
 
     Raises
     ------
     RunDirectoryError
-        If the folder cannot be made or written, or if ``path`` is something else.
+        If the folder cannot be made or written, or ``path`` exists and is no run directory.
     """
     try:
         if path.exists() and not (path / RECORD).is_file():
@@ -86,34 +86,35 @@ def check_writable(path: Path) -> None:
 
 
 def checked_record(record: object) -> dict[str, Any]:
-    """Return the user's additions to the record of a run, given as a mapping or None.
+    """Return the user's additions to the record of a run, as a dict.
 
     Raises
     ------
     ArgumentError
-        For anything else.
+        If they are neither a mapping nor None.
     """
     if record is None:
         return {}
     if not isinstance(record, Mapping):
         raise ArgumentError(
             f"record must be a mapping of names to values, got {record!r:.60} "
-            f"({type(record).__name__}); give such as {{'seed': 0}}"
+            f"({type(record).__name__}); give for example {{'seed': 0}}"
         )
     return dict(record)
 
 
 @contextmanager
 def write_directory(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield an empty folder to fill; at the end add the record and rename it to ``path``.
+    """Yield an empty folder to fill; at the end, add the record and rename the folder to ``path``.
 
-    If the block raises, nothing is left, and an older run at ``path`` stays as it was. No other
-    process can write there during the block.
+    If the block raises, the folder is removed, and an older run at ``path`` does not change. No
+    other process can write to ``path`` during the block.
 
     Raises
     ------
     RunDirectoryError
-        If it cannot be written, ``path`` is something else, or another process is writing it.
+        If the folder cannot be written, ``path`` exists and is no run directory, or another process
+        is writing it.
     """
     path = check_path("path", path, "write")
     check_writable(path)
@@ -125,7 +126,7 @@ def _write_files(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
     """Write a directory as `write_directory` does; the caller holds the lock."""
     folder = path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}")
     try:
-        folder.mkdir()  # with the mode of the process, unlike tempfile's folders
+        folder.mkdir()  # with the umask of the process, unlike tempfile's folders
         yield folder
         files = {
             file.relative_to(folder).as_posix(): _checksum(file)
@@ -148,7 +149,7 @@ def _write_files(path: Path, record: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _rename(folder: Path, path: Path) -> None:
-    """Rename ``folder`` to ``path``; restore an older run there if that fails."""
+    """Rename ``folder`` to ``path``; if this fails, restore the older run at ``path``."""
     if not path.exists():
         os.replace(folder, path)
         return
@@ -166,7 +167,7 @@ def _rename(folder: Path, path: Path) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return the record of a run directory, if every file exists and has its checksum.
+    """Return the record of a run directory, after a check of every file's checksum.
 
     Raises
     ------

@@ -17,22 +17,22 @@ __all__ = ["PARTIAL", "check_file_names", "check_run_name", "run_lock"]
 
 #: End of the name of a run that an error stopped.
 PARTIAL = "-partial"
-#: Most bytes of a name, and the bytes that temporary names and locks of a run add.
+#: Largest length of a file name, and of the part that temporary names and locks add (bytes).
 _LONGEST, _TEMPORARY = 255, 32
-#: Control characters, slashes, and surrogates, which stand for bytes that are no text.
+#: Control characters, slashes, and surrogates, which Python decodes from bytes that are not UTF-8.
 _NO_NAME = re.compile(r"[\x00-\x1f\x7f/\ud800-\udfff]")
 #: Threads that have locked directories, by device and inode of the parent, and the name.
 _OWNERS: dict[tuple[int, int, str], int] = {}
 
 
 def check_run_name(name: object) -> str:
-    """Return the name of a run, if it is a name of a folder without its parents.
+    """Return the name of a run, if it is a folder name without parents.
 
     Raises
     ------
     ArgumentError
-        If it is empty, ``..`` or has a slash; or if it ends with ``-partial``, as the directory
-        that an error leaves.
+        If it is empty, ``..``, too long, or has a slash. Also if it ends with ``-partial``, the end
+        of the directory that a failed run leaves.
     """
     name = _check_name("name", name, _LONGEST - _TEMPORARY)
     if name.endswith(PARTIAL):
@@ -44,12 +44,12 @@ def check_run_name(name: object) -> str:
 
 
 def check_file_names(label: str, names: Iterable[str], reserved: Iterable[str] = ()) -> None:
-    """Raise unless the names are names of files, all different, and none is reserved.
+    """Raise unless all names are valid file names, all different, and none is reserved.
 
     Raises
     ------
     ArgumentError
-        If a name is wrong; the message begins with ``label``.
+        If a name is not; the message begins with ``label``.
     """
     taken_names = set(reserved)
     for name in names:
@@ -61,7 +61,7 @@ def check_file_names(label: str, names: Iterable[str], reserved: Iterable[str] =
 
 
 def _check_name(label: str, name: object, longest: int) -> str:
-    """Return a name, if it is that of a file without a folder."""
+    """Return a name, if it is a file name without a folder."""
     if not isinstance(name, str):
         raise ArgumentError(f"{label} must be a text, got {name!r}")
     if name in ("", ".", "..") or _NO_NAME.search(name):
@@ -76,16 +76,16 @@ def _check_name(label: str, name: object, longest: int) -> str:
 
 @contextmanager
 def run_lock(path: Path) -> Iterator[None]:
-    """Keep other processes from writing a run directory while the block runs.
+    """Lock a run directory: no other process or thread can write it while the block runs.
 
-    The lock (``flock``) is a hidden file in the parent folder, which must exist. It ends with the
-    process, however the process ends, and with its forked children. The same thread may enter a
-    block of the same path again.
+    The lock (``flock``) is a hidden file in the parent folder, which must exist. The system
+    releases it when the process and its forked children have ended, also after a crash. The same
+    thread may enter a block of the same path again.
 
     Raises
     ------
     RunDirectoryError
-        If another process or thread has the lock, or the file system has no locks.
+        If another process or thread has the lock, or the file system does not support locks.
     """
     parent = path.parent.stat()
     key = parent.st_dev, parent.st_ino, path.name
@@ -109,7 +109,7 @@ def run_lock(path: Path) -> Iterator[None]:
 
 
 def _lock_file(file: Path, path: Path) -> int:
-    """Lock a file; return its handle once the locked file has that name."""
+    """Lock a file and return its handle; try again if its former owner has just removed it."""
     while True:
         try:
             handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -119,8 +119,8 @@ def _lock_file(file: Path, path: Path) -> int:
             ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_named(handle, file):
-                with suppress(OSError):  # a full disk: the note is for people
+            if _has_name(handle, file):
+                with suppress(OSError):  # a full disk: the text is only for error messages
                     os.ftruncate(handle, 0)
                     os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return handle
@@ -133,13 +133,15 @@ def _lock_file(file: Path, path: Path) -> int:
         except OSError as error:  # a network file system may have no locks
             os.close(handle)
             raise RunDirectoryError(
-                f"cannot lock {file}: {error.strerror}; its file system may have no locks (flock), "
-                "without which two runs could write at once; choose a folder on another"
+                f"cannot lock {file}: {error.strerror}; its file system may not support locks "
+                "(flock), which keep two runs from writing at the same time; choose a folder on "
+                "another file system"
             ) from error
-        os.close(handle)  # its former owner has removed it
+        os.close(handle)  # the former owner has removed the file
 
 
-def _is_named(handle: int, file: Path) -> bool:
+def _has_name(handle: int, file: Path) -> bool:
+    """Return whether the open file of a handle still has the name ``file``."""
     try:
         return os.path.samestat(os.fstat(handle), file.stat())
     except FileNotFoundError:
