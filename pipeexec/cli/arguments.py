@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import NoReturn
 
 from pipeexec.cli.workload import add_workload, integer
-from pipesim.errors import ArgumentError
+from pipesim.utils.argument_parser import RaisingParser
 
 __all__ = ["make_parser"]
 
@@ -26,16 +25,9 @@ _EPILOG = """examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """Parser that raises `ArgumentError`, so that all mistakes are reported alike."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message} (see {self.prog} --help)")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = _Parser(
+    parser = RaisingParser(
         prog="pipeexec",
         description="Run pipeline schedules on real devices, beside their prediction.",
         epilog=_EPILOG,

@@ -13,6 +13,7 @@ from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import ArgumentError, suggestion
 from pipesim.sweeps.grid import version
 from pipesim.sweeps.settings import FLAT, SETTINGS, Settings, check_layer, set_value
+from pipesim.utils.argument_parser import RaisingParser
 from pipesim.utils.atomic_write import check_path, check_target, write_errors
 from pipesim.utils.texts import parse_float, parse_int
 
@@ -110,13 +111,6 @@ _SWITCHES = (
 _FIGURES = (".pdf", ".png", ".svg")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raise an error for wrong arguments, so that every mistake ends the same way."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message} (see {self.prog} --help)")
-
-
 class _Version(argparse.Action):
     """Look up the version only for ``--version``."""
 
@@ -144,7 +138,7 @@ def parse_arguments(
     SystemExit
         After ``--help`` or ``--version``.
     """
-    parser = _Parser(
+    parser = RaisingParser(
         prog="pipesim", description="Predict when each task of a pipeline-parallel step runs."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
