@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from _torchgpipe import Figures, Row
+from _torchgpipe import Figures, PublishedRow
 
 import pipesim as ps
 from pipeexec.demo_models.roofline import Roofline
@@ -27,7 +27,7 @@ P40 = Roofline(flops=11.76e12, bandwidth=346e9, launch=10e-6, fewer=2.25)
 PCIE, LATENCY = 15.75e9, 10e-6
 
 
-class Machine(NamedTuple):
+class LinkedGPU(NamedTuple):
     """What a GPU sustains, and bytes a second of the link of each, in each direction."""
 
     device: Roofline
@@ -35,15 +35,15 @@ class Machine(NamedTuple):
 
 
 #: The machine, given the part of its nominal rates that is reached.
-Reached = Callable[[float], Machine]
+Reached = Callable[[float], LinkedGPU]
 
 
-def reached(part: float) -> Machine:
+def reached(part: float) -> LinkedGPU:
     """Return a machine that reaches this part of its nominal rates."""
-    return Machine(P40.scaled(part), PCIE * part)
+    return LinkedGPU(P40.scaled(part), PCIE * part)
 
 
-def costs_of(row: Row, machine: Machine) -> ps.Costs:
+def costs_of(row: PublishedRow, machine: LinkedGPU) -> ps.Costs:
     """Return what a row's tasks and messages take."""
     layers = row.layers(row.batch // row.n_microbatches)
     ports = ps.Nodes(len(row.balance), port_latency=LATENCY, port_bandwidth=machine.link)
@@ -57,7 +57,7 @@ def skips_of(costs: ps.Costs) -> dict[tuple[int, int], float]:
     return dict(costs.skip_sizes) if isinstance(costs.skip_sizes, tuple) else {}
 
 
-def predict(row: Row, machine: Machine) -> Figures:
+def predict(row: PublishedRow, machine: LinkedGPU) -> Figures:
     """Return the figures of a row's simulated step."""
     n, m, costs = len(row.balance), row.n_microbatches, costs_of(row, machine)
     graph = ps.lower(
@@ -67,7 +67,7 @@ def predict(row: Row, machine: Machine) -> Figures:
     return figures(row, costs, ps.simulate(graph, costs))
 
 
-def figures(row: Row, costs: ps.Costs, timeline: ps.Timeline) -> Figures:
+def figures(row: PublishedRow, costs: ps.Costs, timeline: ps.Timeline) -> Figures:
     """Return the figures of a simulated step."""
     n, m = len(row.balance), row.n_microbatches
     recomputed = m if row.recompute == "always" else m - 1
@@ -77,7 +77,7 @@ def figures(row: Row, costs: ps.Costs, timeline: ps.Timeline) -> Figures:
     return Figures(row.batch / timeline.makespan, computed / n / timeline.makespan, memory / 2**30)
 
 
-def fit(rows: Sequence[Row], machine: Reached = reached) -> float:
+def fit(rows: Sequence[PublishedRow], machine: Reached = reached) -> float:
     """Return the part with which the predicted speeds are the published ones in geometric mean."""
 
     def excess(part: float) -> float:
@@ -88,12 +88,12 @@ def fit(rows: Sequence[Row], machine: Reached = reached) -> float:
     return _root(excess, 0.02, 2.0)
 
 
-def fit_link(compute: Row, copies: Row) -> Machine:
+def fit_link(compute: PublishedRow, copies: PublishedRow) -> LinkedGPU:
     """Fit GPU and link apart: with the one row's part for the GPU, the other's for the link."""
 
-    def fitted(link: float) -> Machine:
-        part = fit([compute], lambda part: Machine(P40.scaled(part), link))
-        return Machine(P40.scaled(part), link)
+    def fitted(link: float) -> LinkedGPU:
+        part = fit([compute], lambda part: LinkedGPU(P40.scaled(part), link))
+        return LinkedGPU(P40.scaled(part), link)
 
     def excess(link: float) -> float:
         return predict(copies, fitted(link)).speed - copies.published.speed
@@ -101,18 +101,18 @@ def fit_link(compute: Row, copies: Row) -> Machine:
     return fitted(_root(excess, 6e9, 60e9))
 
 
-def fit_busy(row: Row) -> float:
+def fit_busy(row: PublishedRow) -> float:
     """Return the part of the GPU with which its stages compute as long as was published."""
     published = row.published.utilization / row.published.speed
 
     def excess(part: float) -> float:  # busy seconds do not depend on the link
-        got = predict(row, Machine(P40.scaled(part), PCIE))
+        got = predict(row, LinkedGPU(P40.scaled(part), PCIE))
         return published - got.utilization / got.speed
 
     return _root(excess, 0.02, 2.0)
 
 
-def fit_link_alone(row: Row, part: float) -> float:
+def fit_link_alone(row: PublishedRow, part: float) -> float:
     """Return the link's bytes a second with which the speed is the published one.
 
     Raises
@@ -122,7 +122,7 @@ def fit_link_alone(row: Row, part: float) -> float:
     """
 
     def excess(link: float) -> float:
-        return predict(row, Machine(P40.scaled(part), link)).speed - row.published.speed
+        return predict(row, LinkedGPU(P40.scaled(part), link)).speed - row.published.speed
 
     return _root(excess, 0.5e9, 1e12)
 

@@ -14,7 +14,7 @@ PARTS = ("costs", "engine")
 
 
 @dataclass(frozen=True)
-class Case:
+class SimulatorCase:
     """One row: what a process of its own measures."""
 
     engine: str

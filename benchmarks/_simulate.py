@@ -11,7 +11,7 @@ from typing import Any
 
 import _machine as machine
 import numpy as np
-from _rows import ENGINES, PHASES, Case, Result
+from _rows import ENGINES, PHASES, Result, SimulatorCase
 
 #: Untyped: some of what is measured may not be there yet.
 ps: Any = importlib.import_module("pipesim")
@@ -53,7 +53,7 @@ def metrics(timeline: Any) -> tuple[Any, ...]:
     return timeline.makespan, timeline.bubble_fraction, timeline.peak_memory
 
 
-def one_round(case: Case, n_devices: int, n_microbatches: int) -> Result:
+def one_round(case: SimulatorCase, n_devices: int, n_microbatches: int) -> Result:
     """Go once through all phases and parts; return one value each."""
     costs = costs_of(case.network, n_devices)
     result = Result(0, 0.0, {})
@@ -108,7 +108,7 @@ def rounds_for(seconds: float, quick: bool) -> int:
     return min(51, max(5, int(2 / seconds)))
 
 
-def measure(case: Case, quick: bool) -> Result:
+def measure(case: SimulatorCase, quick: bool) -> Result:
     """Be the process of one row."""
     machine.pin(case.n_cores)
     pace = machine.pace()
@@ -127,7 +127,7 @@ def measure(case: Case, quick: bool) -> Result:
     return result
 
 
-def measure_noise(case: Case, quick: bool) -> Result:
+def measure_noise(case: SimulatorCase, quick: bool) -> Result:
     """Be the process of one row of scenarios."""
     noise = ps.Noise(task=ps.LogNormal(0.02), seed=0)
     graph = ps.lower(ps.schedule("1f1b", case.n_devices, case.n_microbatches))

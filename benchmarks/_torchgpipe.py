@@ -50,7 +50,7 @@ class Figures(NamedTuple):
     memory: float = nan
 
 
-class Row(NamedTuple):
+class PublishedRow(NamedTuple):
     """One published row: what ran, and what came out.
 
     Attributes
@@ -77,12 +77,12 @@ def read(name: str) -> dict[str, Any]:
     return values
 
 
-def ablation() -> list[Row]:
+def ablation() -> list[PublishedRow]:
     """Return the four rows of the U-Net (5, 64)."""
     file = read("torchgpipe_unet_timeline_ablation")
     inputs = file["inputs"]
     return [
-        Row(
+        PublishedRow(
             name, unet_layers, tuple(inputs["balance"]), inputs["chunks"], inputs["batch"],
             "except_last", switches,
             Figures(got["samples_per_s"], got["gpu_utilization_pct"] / 100, got["peak_memory_GiB"]),
@@ -92,14 +92,14 @@ def ablation() -> list[Row]:
     ]  # fmt: skip
 
 
-def amoebanet() -> list[Row]:
+def amoebanet() -> list[PublishedRow]:
     """Return the nine rows of AmoebaNet-D (18, 256).
 
     The last batch of an epoch, which is smaller, is left out.
     """
     file = read("torchgpipe_amoebanet_speed")
     return [
-        Row(
+        PublishedRow(
             row["id"], amoebanet_layers, tuple(row["balance"]), row["chunks"], row["batch"],
             row["checkpoint"], {}, Figures(file["expected"][row["id"]]["samples_per_s"]),
         )

@@ -73,7 +73,7 @@ def partition(
     """Return a layer: seconds of F and B; bytes of activations, of its output and its skips."""
 
     @skippable(pop=list(pops), stash=list(stashes))
-    class Partition(nn.Module):
+    class ImposedLayer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(1))
@@ -88,7 +88,7 @@ def partition(
                 yield stash(name, skip)
             return outputs[0]
 
-    return Partition()  # type: ignore[no-any-return]
+    return ImposedLayer()  # type: ignore[no-any-return]
 
 
 def imposed(costs: ps.Costs, n: int) -> nn.Sequential:

@@ -48,7 +48,7 @@ SCHEDULES = ("gpipe", "1f1b")
 FORWARD = "forward"
 
 
-class Case(NamedTuple):
+class HostsCase(NamedTuple):
     """Hosts, by the name that the table has for them, an issue order, and a launch."""
 
     hosts: str
@@ -56,7 +56,7 @@ class Case(NamedTuple):
     launch: str
 
 
-class _Nap(torch.autograd.Function):
+class _SleepingPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         time.sleep(F)
@@ -77,19 +77,19 @@ class Nap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``scale * x``, some time later."""
-        napped: Tensor = _Nap.apply(x * self.scale)
+        napped: Tensor = _SleepingPass.apply(x * self.scale)
         return napped
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[HostsCase]:
     """Yield the rows of the table."""
     for hosts in (*HOSTS, "processes"):
         for order in ISSUE_ORDERS:
             for launch in PARTS:
-                yield Case(hosts, order, launch)
+                yield HostsCase(hosts, order, launch)
 
 
-def lowered(schedule: str, case: Case) -> ps.TaskGraph:
+def lowered(schedule: str, case: HostsCase) -> ps.TaskGraph:
     """Return the graph of a case."""
     return ps.lower(
         ps.schedule(schedule, N, M),
@@ -111,7 +111,7 @@ def seconds(timeline: ps.Timeline) -> dict[str, float]:
 
 def napped(n_steps: int) -> ps.Costs:
     """Return what F and B take, with the time that a thread needs to wake up."""
-    graph, timelines = run("1f1b", Case("one", "clock_cycle", "0"), n_steps)
+    graph, timelines = run("1f1b", HostsCase("one", "clock_cycle", "0"), n_steps)
     medians = [
         float(np.mean([timeline.duration[graph.op == op] for timeline in timelines]))
         for op in (Op.F, Op.B)
@@ -119,14 +119,14 @@ def napped(n_steps: int) -> ps.Costs:
     return ps.Costs(forward=medians[0], backward=medians[1])
 
 
-def simulated(case: Case, costs: ps.Costs) -> dict[str, float]:
+def simulated(case: HostsCase, costs: ps.Costs) -> dict[str, float]:
     """Return the seconds that are predicted."""
     costs = replace(costs, launch=PARTS[case.launch])
     timelines = (ps.simulate(lowered(name, case), costs) for name in SCHEDULES)
     return {key: x for timeline in timelines for key, x in seconds(timeline).items()}
 
 
-def run(schedule: str, case: Case, n_steps: int) -> tuple[ps.TaskGraph, list[ps.Timeline]]:
+def run(schedule: str, case: HostsCase, n_steps: int) -> tuple[ps.TaskGraph, list[ps.Timeline]]:
     """Run some steps behind a first one."""
     graph, stages, batch = lowered(schedule, case), [Nap() for _ in range(N)], torch.zeros(M, 1)
     devices = px.workers(N, launch=PARTS[case.launch])
@@ -135,7 +135,7 @@ def run(schedule: str, case: Case, n_steps: int) -> tuple[ps.TaskGraph, list[ps.
         return graph, [it.step(batch, batch).timeline for _ in range(n_steps)]
 
 
-def measured(case: Case, n_steps: int) -> dict[str, float]:
+def measured(case: HostsCase, n_steps: int) -> dict[str, float]:
     """Return the median seconds of some steps; nothing for hosts that are processes."""
     medians: dict[str, float] = {}
     for name in SCHEDULES if case.hosts in HOSTS else ():
@@ -144,7 +144,7 @@ def measured(case: Case, n_steps: int) -> dict[str, float]:
     return medians
 
 
-def row(case: Case, sim: dict[str, float], ran: dict[str, float]) -> list[str]:
+def row(case: HostsCase, sim: dict[str, float], ran: dict[str, float]) -> list[str]:
     """Return a row of the table, in milliseconds, and errors of what is simulated."""
     cells = [case.hosts, case.order, case.launch]
     for key in (FORWARD, *SCHEDULES):
@@ -154,14 +154,14 @@ def row(case: Case, sim: dict[str, float], ran: dict[str, float]) -> list[str]:
     return cells
 
 
-def benefits(times: dict[Case, tuple[dict[str, float], dict[str, float]]]) -> list[list[str]]:
+def benefits(times: dict[HostsCase, tuple[dict[str, float], dict[str, float]]]) -> list[list[str]]:
     """Return by how much other orders take longer than the clock cycle, where F is 3 launches."""
     rows = []
     for hosts in HOSTS:
         for order in ISSUE_ORDERS[1:]:
             cells = [hosts, order]
-            clock = times[Case(hosts, "clock_cycle", "F/3")]
-            other = times[Case(hosts, order, "F/3")]
+            clock = times[HostsCase(hosts, "clock_cycle", "F/3")]
+            other = times[HostsCase(hosts, order, "F/3")]
             for key in (FORWARD, *SCHEDULES):
                 cells += [f"{o[key] / c[key]:.3f}" for o, c in zip(other, clock, strict=True)]
             rows.append(cells)

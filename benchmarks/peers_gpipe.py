@@ -38,7 +38,7 @@ OUT = ROOT / "results" / "benchmarks" / "peers_gpipe.txt"
 Step = Callable[[], float]
 
 
-class Case(NamedTuple):
+class GPipeCase(NamedTuple):
     """A model in partitions, and its samples; ``size`` samples a micro-batch."""
 
     name: str
@@ -49,18 +49,18 @@ class Case(NamedTuple):
     size: int = 8
 
 
-def dense(width: int, n: int, size: int) -> Case:
+def dense(width: int, n: int, size: int) -> GPipeCase:
     """Return four linear layers, each with a ReLU."""
     layers = [x for _ in range(4) for x in (nn.Linear(width, width), nn.ReLU())]
-    return Case(f"4 linear({width})", nn.Sequential(*layers), (width,), n, size=size)
+    return GPipeCase(f"4 linear({width})", nn.Sequential(*layers), (width,), n, size=size)
 
 
-def cases() -> list[Case]:
+def cases() -> list[GPipeCase]:
     """Return models from next to nothing a task to several milliseconds."""
     torch.manual_seed(0)
     dense_cases = [dense(width, n, 32) for width in (8, 128, 256, 512, 1024) for n in (2, 4)]
     images = build_model("convnet", layers=6, width=16, image_size=16).layers
-    dense_cases += [Case("convnet", images, (3, 16, 16), n, size=4) for n in (2, 4)]
+    dense_cases += [GPipeCase("convnet", images, (3, 16, 16), n, size=4) for n in (2, 4)]
     return dense_cases
 
 
@@ -87,7 +87,7 @@ def timed(model: Callable[[Tensor], Tensor], layers: nn.Module, inputs: Tensor) 
     return step
 
 
-def measure(case: Case, checkpoint: str, rounds: int) -> list[str]:
+def measure(case: GPipeCase, checkpoint: str, rounds: int) -> list[str]:
     """Return a row of the table."""
     import torchgpipe
 

@@ -51,7 +51,7 @@ WARM_UP = 3
 Step = Callable[[], object]
 
 
-class Kind(NamedTuple):
+class ComparedSchedule(NamedTuple):
     """A schedule that both have: its name here and in torch, and how many stages a rank has."""
 
     name: str
@@ -72,15 +72,15 @@ class Kind(NamedTuple):
 
 
 KINDS = [
-    Kind("gpipe", "GPipe", 1),
-    Kind("1f1b", "1F1B", 1),
-    Kind("interleaved_zb", "InterleavedZeroBubble", 2),
-    Kind("zbv", "ZBVZeroBubble", 2),
-    Kind("zbv", "ZBVZeroBubble", 2, own_order=True),
+    ComparedSchedule("gpipe", "GPipe", 1),
+    ComparedSchedule("1f1b", "1F1B", 1),
+    ComparedSchedule("interleaved_zb", "InterleavedZeroBubble", 2),
+    ComparedSchedule("zbv", "ZBVZeroBubble", 2),
+    ComparedSchedule("zbv", "ZBVZeroBubble", 2, own_order=True),
 ]
 
 
-class Peers(NamedTuple):
+class Runtimes(NamedTuple):
     """The two runtimes of one schedule in this process."""
 
     own_step: Step
@@ -90,7 +90,7 @@ class Peers(NamedTuple):
     close: Callable[[], None]
 
 
-def make(kind: Kind, options: dict[str, Any], processes: px.Processes) -> Peers:
+def make(kind: ComparedSchedule, options: dict[str, Any], processes: px.Processes) -> Runtimes:
     """Return both runtimes on this rank's stages; they share the modules."""
     rank, n_stages = processes.rank, kind.n_chunks * N_RANKS
     sizes = {key: options[key] for key in ("layers", "width", "sequence")}
@@ -112,7 +112,7 @@ def make(kind: Kind, options: dict[str, Any], processes: px.Processes) -> Peers:
     def gradients() -> list[torch.Tensor]:
         return [p.grad.clone() for i in own for p in modules[i].parameters() if p.grad is not None]
 
-    return Peers(
+    return Runtimes(
         lambda: pipeline.step(*arguments),
         lambda: peer(*arguments),
         zero_grad,
@@ -121,7 +121,7 @@ def make(kind: Kind, options: dict[str, Any], processes: px.Processes) -> Peers:
     )
 
 
-def order_of(kind: Kind, n_microbatches: int) -> ps.Schedule:
+def order_of(kind: ComparedSchedule, n_microbatches: int) -> ps.Schedule:
     """Return the order that our pipeline runs."""
     if kind.own_order:
         chunks = {} if kind.name == "zbv" else {"n_chunks": kind.n_chunks}
@@ -133,7 +133,7 @@ def order_of(kind: Kind, n_microbatches: int) -> ps.Schedule:
 
 
 def torch_step(
-    kind: Kind,
+    kind: ComparedSchedule,
     n_microbatches: int,
     modules: list[nn.Module],
     indices: list[int],
@@ -190,7 +190,7 @@ def timed(step: Step, zero_grad: Callable[[], None]) -> float:
     return perf_counter() - start
 
 
-def check(kind: Kind, peers: Peers) -> None:
+def check(kind: ComparedSchedule, peers: Runtimes) -> None:
     """Raise unless both runtimes give the same gradients, up to rounding."""
     gradients = []
     for step in (peers.own_step, peers.torch_step):

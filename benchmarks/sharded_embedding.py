@@ -56,7 +56,7 @@ CRITEO = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 835
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-class Case(NamedTuple):
+class EmbeddingCase(NamedTuple):
     """A row of the table: how long vectors are, how large a process's batch, which keys."""
 
     dim: int
@@ -69,11 +69,16 @@ class Case(NamedTuple):
         return f"{self.dim}  {self.batch}  {'skewed' if self.skewed else 'uniform'}"
 
 
-CASES = [Case(16, 512, True), Case(16, 2048, True), Case(64, 512, True), Case(64, 2048, True),
-         Case(64, 2048, False)]  # fmt: skip
+CASES = [
+    EmbeddingCase(16, 512, True),
+    EmbeddingCase(16, 2048, True),
+    EmbeddingCase(64, 512, True),
+    EmbeddingCase(64, 2048, True),
+    EmbeddingCase(64, 2048, False),
+]
 
 
-def draw(case: Case, n_rows: list[int], generator: torch.Generator) -> Tensor:
+def draw(case: EmbeddingCase, n_rows: list[int], generator: torch.Generator) -> Tensor:
     """Return keys of one batch."""
     columns = []
     for table, rows in enumerate(n_rows):
@@ -165,7 +170,7 @@ def torchrec_step(full: list[Tensor], *, pooled: bool) -> Step:
     return step
 
 
-def make(case: Case, options: dict[str, Any]) -> dict[str, Step]:
+def make(case: EmbeddingCase, options: dict[str, Any]) -> dict[str, Step]:
     """Return all steps; all begin with the same rows."""
     generator = torch.Generator().manual_seed(0)
     sizes = [min(rows, options["most"]) for rows in CRITEO]

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import _machine as machine
-from _rows import ENGINES, PARTS, PHASES, Case, Result
+from _rows import ENGINES, PARTS, PHASES, Result, SimulatorCase
 
 NETWORKS = {
     "uniform": "without contention: one link of 25 GB/s and 20 us for each pair of devices",
@@ -40,7 +40,7 @@ TIMEOUT = 1800.0
 Size = tuple[int, int]
 
 
-def run_case(case: Case, quick: bool) -> Result | str:
+def run_case(case: SimulatorCase, quick: bool) -> Result | str:
     """Measure a case in a process of its own; return why not, if it fails."""
     label = f"{case.engine}, {case.network}, ({case.n_devices}, {case.n_microbatches})"
     print(f"  measuring {label}", file=sys.stderr, flush=True)
@@ -63,11 +63,11 @@ def run_case(case: Case, quick: bool) -> Result | str:
 
 def run_sizes(
     engine: str, network: str, sizes: tuple[Size, ...], quick: bool
-) -> Iterator[tuple[Case, Result | str]]:
+) -> Iterator[tuple[SimulatorCase, Result | str]]:
     """Measure rising sizes, as far as time and memory are expected to go."""
     last: Result | None = None
     for p, m in sizes:
-        case = Case(engine, network, p, m)
+        case = SimulatorCase(engine, network, p, m)
         if last is not None:
             times = case.n_tasks / last.n_tasks
             seconds = sum(last.first(name) or 0.0 for name in ("end to end", *PARTS)) * times
@@ -103,7 +103,7 @@ def available() -> tuple[list[str], bool]:
     return engines, many
 
 
-Rows = list[tuple[Case, Result | str]]
+Rows = list[tuple[SimulatorCase, Result | str]]
 
 
 def phase_table(rows: Rows) -> list[str]:
@@ -166,7 +166,7 @@ def noise_table(engine: str, quick: bool) -> tuple[list[str], float | None]:
     sizes = (((8, 64), 64),) if quick else NOISE
     for (p, m), n in sizes:
         for cores in (1, 2):
-            result = run_case(Case(engine, "uniform", p, m, n, cores), quick)
+            result = run_case(SimulatorCase(engine, "uniform", p, m, n, cores), quick)
             lead = [f"({p}, {m})", f"{n:,}", f"{cores}"]
             if isinstance(result, str):
                 body.append([*lead, result])
@@ -250,7 +250,7 @@ def main() -> None:
     if options.case:
         from _simulate import measure  # pipesim stays out of the process that prints
 
-        print(json.dumps(asdict(measure(Case(**json.loads(options.case)), options.quick))))
+        print(json.dumps(asdict(measure(SimulatorCase(**json.loads(options.case)), options.quick))))
         return
     quick = options.quick
     out = options.out or (None if quick else machine.ROOT / "results/benchmarks/simulator.txt")

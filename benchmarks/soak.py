@@ -50,7 +50,7 @@ MOST_BYTES, MOST_OBJECTS, MOST_DRIFT, MOST_LOSS = 1024.0, 0.1, 0.05, 0.5
 MOST_KEYS = 2  # a process that has ended its steps says so, one key each
 
 
-class Counts(NamedTuple):
+class ProcessCounts(NamedTuple):
     """What a process has."""
 
     n_objects: int
@@ -116,10 +116,10 @@ def soak(options: dict[str, Any], processes: px.Processes | None) -> dict[str, A
     return record
 
 
-def counts(processes: px.Processes | None) -> Counts:
+def counts(processes: px.Processes | None) -> ProcessCounts:
     """Return what this process has now."""
     gc.collect()
-    return Counts(
+    return ProcessCounts(
         len(gc.get_objects()),
         threading.active_count(),
         len(os.listdir("/proc/self/fd")),
@@ -153,7 +153,7 @@ def row(name: str, record: dict[str, Any], losses: list[float]) -> tuple[list[st
     n_warm = n_steps - n_steps // 10
     resident = record["resident"][n_steps // 10 // EVERY :]
     first, last = (statistics.median(part) for part in (resident[:5], resident[-5:]))
-    warm, end = Counts(*record["warm"]), Counts(*record["end"])
+    warm, end = ProcessCounts(*record["warm"]), ProcessCounts(*record["end"])
     tenth = n_steps // 10
     falls = statistics.mean(losses[-tenth:]) / statistics.mean(losses[:tenth])
     time, cpu = drift(record["seconds"]), drift(record["cpu"])

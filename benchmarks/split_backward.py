@@ -38,7 +38,7 @@ COLUMNS = ("stage", "F", "F split", "B", "I", "W", "(I+W)/B", "torch", "after F"
 OUT = ROOT / "results" / "benchmarks" / "split_backward.txt"
 
 
-class Case(NamedTuple):
+class SplitCase(NamedTuple):
     """A stage and a micro-batch for it."""
 
     name: str
@@ -46,19 +46,19 @@ class Case(NamedTuple):
     input: Tensor
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[SplitCase]:
     """Yield transformer blocks and convolution stages of several sizes."""
     for d_model in (128, 256, 512):
         for n_samples in (1, 4):
             block = gpt(n_layers=1, d_model=d_model)[1]
             name = f"block, d_model {d_model}, {n_samples} x 128 tokens"
-            yield Case(name, block, torch.randn(n_samples, 128, d_model))
+            yield SplitCase(name, block, torch.randn(n_samples, 128, d_model))
     blocks = gpt(n_layers=4, d_model=256)[1:5]
-    yield Case("4 blocks, d_model 256, 2 x 128 tokens", blocks, torch.randn(2, 128, 256))
+    yield SplitCase("4 blocks, d_model 256, 2 x 128 tokens", blocks, torch.randn(2, 128, 256))
     for channels, size in ((16, 32), (32, 32), (64, 16)):
         block = convnet(n_blocks=1, channels=channels, image_size=size)[1]
         name = f"residual block, {channels} channels, 8 x {size} x {size}"
-        yield Case(name, block, torch.randn(8, channels, size, size))
+        yield SplitCase(name, block, torch.randn(8, channels, size, size))
 
 
 def timed(times: list[float], call: Callable[[], object]) -> None:
@@ -72,7 +72,7 @@ def timed(times: list[float], call: Callable[[], object]) -> None:
 class Turns:
     """The three that take turns, and their times in milliseconds."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: SplitCase) -> None:
         self.module, self.input = case.module, case.input
         self.stage = Stage(case.module, 1, torch.device("cpu"), ActivationCounter())
         self.gradient = torch.randn_like(case.module(case.input)).detach()
@@ -127,7 +127,7 @@ class Turns:
         return readings
 
 
-def measure(case: Case, seconds: float, least: int) -> list[str]:
+def measure(case: SplitCase, seconds: float, least: int) -> list[str]:
     """Return the row of a case."""
     turns = Turns(case)
     order = [turns.whole, turns.split, turns.torch_split]

@@ -39,7 +39,7 @@ import torch
 from _data_sheet import (
     P40,
     PCIE,
-    Machine,
+    LinkedGPU,
     Reached,
     costs_of,
     figures,
@@ -52,7 +52,7 @@ from _data_sheet import (
     skips_of,
 )  # fmt: skip
 from _machine import ROOT, header, publish, table
-from _torchgpipe import Row, ablation, amoebanet
+from _torchgpipe import PublishedRow, ablation, amoebanet
 
 import pipesim as ps
 
@@ -66,13 +66,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def error(row: Row, machine: Machine) -> float:
+def error(row: PublishedRow, machine: LinkedGPU) -> float:
     """Return by which part of the published speed the predicted one is off."""
     return predict(row, machine).speed / row.published.speed - 1
 
 
 def predictions(
-    rows: Sequence[Row], machine: Machine, label: str, part: str
+    rows: Sequence[PublishedRow], machine: LinkedGPU, label: str, part: str
 ) -> Iterator[list[str]]:
     """Yield a line a row, each next to its published figures."""
     for row in rows:
@@ -99,7 +99,7 @@ def assumptions() -> dict[str, tuple[Reached, dict[str, bool]]]:
 
     def machine(link_too: bool = True, **changes: float) -> Reached:
         device = replace(P40, **changes)
-        return lambda part: Machine(device.scaled(part), PCIE * (part if link_too else 1))
+        return lambda part: LinkedGPU(device.scaled(part), PCIE * (part if link_too else 1))
 
     fills = {"recompute_waits": False}
     return {
@@ -114,7 +114,7 @@ def assumptions() -> dict[str, tuple[Reached, dict[str, bool]]]:
     }
 
 
-def changed(rows: Sequence[Row]) -> Iterator[list[str]]:
+def changed(rows: Sequence[PublishedRow]) -> Iterator[list[str]]:
     """Yield the errors of all rows for each assumption, fitted on the same row."""
     for name, (machine, switches) in assumptions().items():
         others = [
@@ -163,7 +163,7 @@ def unet_tables() -> Iterator[str]:
     yield from table(("fitted on", "part", "link"), list(by_utilization(rows)), 1)
 
 
-def baseline_orders(row: Row, machine: Machine) -> Iterator[list[str]]:
+def baseline_orders(row: PublishedRow, machine: LinkedGPU) -> Iterator[list[str]]:
     """Yield what the baseline takes in orders that its engine may have taken."""
     costs, n, m = costs_of(row, machine), len(row.balance), row.n_microbatches
     switches = {key: is_on for key, is_on in row.switches.items() if key != "recompute_first"}
@@ -186,7 +186,7 @@ def baseline_orders(row: Row, machine: Machine) -> Iterator[list[str]]:
         ]  # fmt: skip
 
 
-def by_utilization(rows: Sequence[Row]) -> Iterator[list[str]]:
+def by_utilization(rows: Sequence[PublishedRow]) -> Iterator[list[str]]:
     """Yield what GPU and link would have to reach for a row's utilization and speed."""
     for row in rows:
         part = fit_busy(row)

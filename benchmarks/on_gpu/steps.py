@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["DRY", "PREMISES", "STEPS", "WARM_UP", "Step", "chosen", "step_called"]
+__all__ = ["DRY", "PREMISES", "STEPS", "WARM_UP", "GpuStep", "chosen", "step_called"]
 
 #: Probes of the step ``environment`` without which figures of slices mean nothing.
 PREMISES = ("slices are green contexts", "a captured step stays on its slices")
@@ -12,7 +12,7 @@ PREMISES = ("slices are green contexts", "a captured step stays on its slices")
 WARM_UP = "warm-up"
 
 
-class Step(NamedTuple):
+class GpuStep(NamedTuple):
     """One step, a process of its own.
 
     Attributes
@@ -38,26 +38,26 @@ class Step(NamedTuple):
     variable: str = ""
 
 
-STEPS: dict[str, Step] = {
-    "environment": Step("on_gpu.environment", "environment", 40, 120, n_slices=8),
-    "validation-2": Step("on_gpu.validation", "validation", 75, 150, (2,), n_slices=2),
-    "tests": Step("", "", 110, 200, n_slices=8),
-    "sanitizer": Step("on_gpu.sanitizer", "sanitizer", 45, 90, variable="TORCH_CUDA_SANITIZER"),
-    "overlap": Step("on_gpu.overlap", "overlap", 45, 90),
-    "gpipe": Step("on_gpu.gpipe", "gpipe", 45, 90),
-    "host": Step("on_gpu.host", "host", 25, 60),
-    "memory": Step("on_gpu.memory", "memory", 35, 75),
-    "peers": Step("on_gpu.peers", "peers", 60, 120),
-    "validation-4": Step("on_gpu.validation", "validation", 125, 220, (4,)),
-    "validation-8": Step("on_gpu.validation", "validation", 185, 300, (8,), n_slices=8),
-    "soak": Step("on_gpu.soak", "soak", 50, 90),
+STEPS: dict[str, GpuStep] = {
+    "environment": GpuStep("on_gpu.environment", "environment", 40, 120, n_slices=8),
+    "validation-2": GpuStep("on_gpu.validation", "validation", 75, 150, (2,), n_slices=2),
+    "tests": GpuStep("", "", 110, 200, n_slices=8),
+    "sanitizer": GpuStep("on_gpu.sanitizer", "sanitizer", 45, 90, variable="TORCH_CUDA_SANITIZER"),
+    "overlap": GpuStep("on_gpu.overlap", "overlap", 45, 90),
+    "gpipe": GpuStep("on_gpu.gpipe", "gpipe", 45, 90),
+    "host": GpuStep("on_gpu.host", "host", 25, 60),
+    "memory": GpuStep("on_gpu.memory", "memory", 35, 75),
+    "peers": GpuStep("on_gpu.peers", "peers", 60, 120),
+    "validation-4": GpuStep("on_gpu.validation", "validation", 125, 220, (4,)),
+    "validation-8": GpuStep("on_gpu.validation", "validation", 185, 300, (8,), n_slices=8),
+    "soak": GpuStep("on_gpu.soak", "soak", 50, 90),
 }
-_PREPARATION = {WARM_UP: Step("on_gpu.warm_up", "warm_up", 50, 150, n_slices=1)}
+_PREPARATION = {WARM_UP: GpuStep("on_gpu.warm_up", "warm_up", 50, 150, n_slices=1)}
 #: Steps of a dry run, which has two CPU workers.
 DRY = tuple(name for name in STEPS if name not in ("validation-4", "validation-8", "tests"))
 
 
-def step_called(name: str) -> Step:
+def step_called(name: str) -> GpuStep:
     """Return a step by its name."""
     return {**_PREPARATION, **STEPS}[name]
 

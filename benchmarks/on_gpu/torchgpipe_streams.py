@@ -38,7 +38,7 @@ def on_streams(model: GPipe, streams: Sequence[GpuStream], device: torch.device)
     copy_of = dict(zip(computes, copies, strict=True))
     turn = _Turn(computes)
     changed = {
-        "torchgpipe.gpipe.Pipeline": partial(_Pipeline, computes, turn),
+        "torchgpipe.gpipe.Pipeline": partial(_StreamPipeline, computes, turn),
         "torchgpipe.pipeline.current_stream": turn,
         "torchgpipe.pipeline.spawn_workers": _worker_each,
         "torchgpipe.pipeline.wait": partial(_wait, computes),
@@ -65,7 +65,7 @@ class _Turn:
         return next(self._left)
 
 
-class _Pipeline(Pipeline):  # type: ignore[misc]  # torchgpipe may not be installed
+class _StreamPipeline(Pipeline):  # type: ignore[misc]  # torchgpipe may not be installed
     """torchgpipe's, on streams."""
 
     def __init__(self, computes: Sequence[Any], turn: _Turn, *arguments: Any) -> None:

@@ -44,7 +44,7 @@ class ClockedDevice(Protocol):
         ...
 
 
-class Round(NamedTuple):
+class RoundTrip(NamedTuple):
     """The events of a message from the first clock to another, and of one back."""
 
     departure: Event
@@ -94,7 +94,7 @@ class Clocks:
         clock_of_device: Sequence[int],
         zeros: Sequence[Event],
         starts: Sequence[Event],
-        rounds: Sequence[Sequence[Round]],
+        rounds: Sequence[Sequence[RoundTrip]],
     ) -> None:
         self._clock_of_device, self._zeros = clock_of_device, zeros
         self._starts, self._rounds = starts, rounds
@@ -163,7 +163,7 @@ def start(devices: Sequence[ClockedDevice]) -> Clocks:
     )
 
 
-def _exchange(first: Stream, second: Stream) -> list[Round]:
+def _exchange(first: Stream, second: Stream) -> list[RoundTrip]:
     """Queue `ROUNDS` messages each way."""
     rounds = []
     for _ in range(ROUNDS):
@@ -172,5 +172,5 @@ def _exchange(first: Stream, second: Stream) -> list[Round]:
         arrival = second.record()
         return_departure = second.record()
         first.wait_event(return_departure)
-        rounds.append(Round(departure, arrival, return_departure, first.record()))
+        rounds.append(RoundTrip(departure, arrival, return_departure, first.record()))
     return rounds

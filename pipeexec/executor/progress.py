@@ -12,7 +12,7 @@ from pipeexec.distributed.status import Head, Status
 from pipesim.graph.graph import TaskGraph
 from pipesim.ops import RECVS, SENDS, Op
 
-__all__ = ["Progress", "StepHeads"]
+__all__ = ["StallDetector", "StepHeads"]
 
 
 class StepHeads:
@@ -94,7 +94,7 @@ class StepHeads:
         return f"{graph.task(task)} of device {int(graph.device[task])}"
 
 
-class Progress:
+class StallDetector:
     """Detect a stall: no task has ended for longer than a timeout (s; None for no limit)."""
 
     def __init__(self, timeout: float | None) -> None:

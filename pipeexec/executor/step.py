@@ -18,7 +18,7 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.status import Status
 from pipeexec.executor.planned_task import Handler, PlannedTask
 from pipeexec.executor.process_results import ProcessResult
-from pipeexec.executor.progress import Progress, StepHeads
+from pipeexec.executor.progress import StallDetector, StepHeads
 from pipeexec.executor.step_events import StepEvents
 from pipeexec.executor.step_inputs import StepGradients, StepInputs
 from pipeexec.executor.task_times import Readings
@@ -99,7 +99,7 @@ class Step:
         self._task_slots = memoryview(b"") if processes is None else processes.recorder.own
         self._heads = StepHeads(graph, self.events.start_events, self.events.end_events)
         self._last_status: Status | None = None  # from before the first failure
-        self._progress = Progress(timeout)
+        self._stall_detector = StallDetector(timeout)
         self._deadline = float("inf")  # for tasks of an interrupted step to end
 
     @property
@@ -222,13 +222,13 @@ class Step:
         if self.processes is not None:
             self.processes.watch.check_store()
             self.abandoned = self.failure is not None or self.processes.watch.failure is not None
-        elif self._progress.is_stalled(self.status()) or perf_counter() > self._deadline:
+        elif self._stall_detector.is_stalled(self.status()) or perf_counter() > self._deadline:
             self.abandoned = True
 
     @property
     def stall(self) -> Failure | None:
         """The stall, if no task has ended for ``timeout`` seconds; else None."""
-        return self._progress.failure
+        return self._stall_detector.failure
 
     def status(self) -> Status:
         """Return the running task of each device; in a failed step, those before the failure."""

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pipeexec.gpipe.task_orders import Cell, Task
+from pipeexec.gpipe.task_orders import Cell, PartitionTask
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 from pipesim.scheduling.autograd_engine import newest_first
@@ -83,7 +83,7 @@ def link_cycles(
     return phony
 
 
-def link_tasks(backward: Backward, tasks: Sequence[Task], phony: Tensor) -> Tensor:
+def link_tasks(backward: Backward, tasks: Sequence[PartitionTask], phony: Tensor) -> Tensor:
     """Append one node a task to ``phony``, so that tasks are issued in order.
 
     The first task is the newest node. Returns that node's phony.
@@ -125,7 +125,7 @@ def link_backward(
 
 class _TaskNode(Function):
     @staticmethod
-    def forward(ctx: Any, backward: Backward, tasks: Sequence[Task], _: Tensor) -> Tensor:
+    def forward(ctx: Any, backward: Backward, tasks: Sequence[PartitionTask], _: Tensor) -> Tensor:
         ctx.tasks = backward, tasks
         ctx.set_materialize_grads(False)
         return torch.empty(0)
@@ -144,10 +144,10 @@ class _TaskNode(Function):
 #: Tasks to issue after the one that is being issued, by the number of the engine's run. A process
 #: has one engine, which numbers its runs, so the table is global too. A run has a queue only while
 #: one of its tasks is being issued.
-_QUEUES: dict[int, deque[tuple[Backward, Task]]] = {}
+_QUEUES: dict[int, deque[tuple[Backward, PartitionTask]]] = {}
 
 
-def _issue_or_queue(backward: Backward, tasks: Sequence[Task]) -> None:
+def _issue_or_queue(backward: Backward, tasks: Sequence[PartitionTask]) -> None:
     """Issue tasks; queue them if a task of the same run of the engine is being issued.
 
     If a task raises, queued tasks are dropped: the engine drops the nodes behind them.

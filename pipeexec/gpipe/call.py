@@ -34,7 +34,7 @@ from pipeexec.gpipe.message_streams import (
     message_streams,
 )
 from pipeexec.gpipe.partition_tasks import PartitionTasks, SlotTensors, TaskKey
-from pipeexec.gpipe.task_orders import Task, clock_cycles, unordered_backward
+from pipeexec.gpipe.task_orders import PartitionTask, clock_cycles, unordered_backward
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
@@ -131,7 +131,7 @@ class Call:
             self.runtime.devices[j].rejoin(event)
         self._raise_failure()
 
-    def _pop_results(self, j: int, tasks: Sequence[Task]) -> list[SlotTensors]:
+    def _pop_results(self, j: int, tasks: Sequence[PartitionTask]) -> list[SlotTensors]:
         """Return the results of tasks of partition ``j``, for the caller to use."""
         results = [self.tasks.pop_result(*task) for task in tasks]
         values = tuple(x for tensors in results for x in tensors.values())

@@ -32,7 +32,7 @@ from pipeexec.gpipe.forward_runner import ForwardRunner
 from pipeexec.gpipe.partition import skips_across, split_layers
 from pipeexec.gpipe.runtime import Runtime, make_runtime
 from pipeexec.gpipe.skip import verify_skippables
-from pipeexec.gpipe.task_orders import Task, unordered_backward
+from pipeexec.gpipe.task_orders import PartitionTask, unordered_backward
 from pipeexec.gpipe.timeline import (
     backward_by_partition,
     forward_backward_graph,
@@ -330,7 +330,7 @@ class GPipe(nn.Module):
         check_microbatches(order, m)
         return self._graph(recomputed, unordered_backward(n, recomputed, seed, order))
 
-    def _graph(self, recomputed: list[bool], backward: Iterable[Task]) -> TaskGraph:
+    def _graph(self, recomputed: list[bool], backward: Iterable[PartitionTask]) -> TaskGraph:
         return forward_backward_graph(
             len(recomputed),
             backward_by_partition(len(self.balance), recomputed, backward),

@@ -9,12 +9,12 @@ from pipesim.ops import Action, Op, Overlapped
 from pipesim.scheduling.autograd_engine import engine_order
 from pipesim.scheduling.schedule import Schedule
 
-__all__ = ["Cell", "Task", "clock_cycles", "unordered_backward"]
+__all__ = ["Cell", "PartitionTask", "clock_cycles", "unordered_backward"]
 
 #: A forward: micro-batch and partition.
 Cell = tuple[int, int]
 #: A task: operation, micro-batch and partition.
-Task = tuple[Op, int, int]
+PartitionTask = tuple[Op, int, int]
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[Cell]]:
@@ -37,7 +37,7 @@ def unordered_backward(
     recomputed: Sequence[bool],
     seed: int | None = None,
     schedule: Schedule | None = None,
-) -> list[Task]:
+) -> list[PartitionTask]:
     """Return the tasks of a backward without dependencies, in the order of the engine on a CPU.
 
     - With a ``schedule``, the tasks of each partition are in its order, partition by partition from
@@ -52,7 +52,7 @@ def unordered_backward(
         actions = engine_order(n_partitions, len(recomputed), sum(recomputed))
         return [(action.op, action.microbatch or 0, action.stage) for action in actions]
     draws = random.Random(seed)
-    tasks: list[Task] = []
+    tasks: list[PartitionTask] = []
     for j in range(n_partitions):
         microbatches = list(range(len(recomputed)))
         draws.shuffle(microbatches)
@@ -63,7 +63,7 @@ def unordered_backward(
 
 def _backward_tasks(
     order: Iterable[Action | Overlapped], recomputed: Sequence[bool]
-) -> Iterator[Task]:
+) -> Iterator[PartitionTask]:
     """Yield R and B of a partition; an R that is not listed comes right before its B."""
     left = {i for i, again in enumerate(recomputed) if again}
     for action in order:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pipeexec.gpipe.call import Call
-from pipeexec.gpipe.task_orders import Task
+from pipeexec.gpipe.task_orders import PartitionTask
 from pipesim.graph.graph import TaskGraph
 from pipesim.lowering.lower import lower
 from pipesim.ops import Action, Op
@@ -56,7 +56,7 @@ def forward_backward_graph(
 
 
 def backward_by_partition(
-    n_partitions: int, recomputed: Sequence[bool], tasks: Iterable[Task]
+    n_partitions: int, recomputed: Sequence[bool], tasks: Iterable[PartitionTask]
 ) -> list[list[tuple[Op, int]]]:
     """Return R and B of each partition, in the order of ``tasks``: operation and micro-batch.
 

@@ -104,7 +104,7 @@ def error_parts(
             f"launch={launch!r} s of each of {len(measured)} tasks is beyond the largest number; "
             "give seconds"
         )
-    values = _Values(predicted, measured, seconds)
+    values = _MixedSimulation(predicted, measured, seconds)
     parts = _shapley(values.makespan, [values.differs(kind) for kind in range(len(PARTS) - 1)])
     total = predicted.makespan - measured.makespan
     return pd.Series([*parts, math.fsum([total, *(-part for part in parts)])], list(PARTS))
@@ -126,7 +126,7 @@ def _shapley(value: Callable[[int], float], plays: list[bool]) -> list[float]:
     return parts
 
 
-class _Tasks(NamedTuple):
+class _TaskValues(NamedTuple):
     """Values of each task in one timeline: an array of each kind, shape ``(len(graph),)``.
 
     ``mean`` and ``shape`` multiply to the seconds of a compute task; ``held``, ``latency`` and
@@ -144,7 +144,7 @@ class _Tasks(NamedTuple):
     late: Floats
 
 
-class _Values:
+class _MixedSimulation:
     """Simulation of the graph with predicted or measured values of each kind."""
 
     def __init__(self, predicted: Timeline, measured: Timeline, launch: float | None) -> None:
@@ -158,7 +158,7 @@ class _Values:
             real = np.minimum(real, measured.start)  # clocks may differ by a little
         elif measured.costs is None:
             real = own
-        self.predicted = _Tasks(
+        self.predicted = _TaskValues(
             *_mean_and_shape(graph, predicted.duration),
             np.where(graph.is_op(RECVS), 0.0, predicted.duration),
             np.where(graph.pair >= 0, np.maximum(usual, usual[graph.pair]), 0.0),
@@ -170,7 +170,9 @@ class _Values:
         share = measured_shares(measured, self.predicted.share)
         held, latency, late = _waits(graph, measured, usual, real, share)
         mean_and_shape = _mean_and_shape(graph, measured.duration)
-        self.measured = _Tasks(*mean_and_shape, held, latency, _links(measured), share, real, late)
+        self.measured = _TaskValues(
+            *mean_and_shape, held, latency, _links(measured), share, real, late
+        )
 
     def differs(self, kind: int) -> bool:
         """Return whether the timelines differ in a kind; order as in `PARTS`."""
@@ -186,7 +188,7 @@ class _Values:
             for kind, names in enumerate(_FIELDS)
             for name in names
         }
-        tasks = _Tasks(**chosen)
+        tasks = _TaskValues(**chosen)
         busy = np.where(self.computes, tasks.mean * tasks.shape, tasks.held)
         table = CostTable(
             duration=busy + tasks.late,
@@ -199,7 +201,7 @@ class _Values:
         return simulate(self.graph, TaskCosts.of_tasks(table, issued=tasks.issued)).makespan
 
 
-#: Fields of `_Tasks` of each kind; order as in `PARTS`.
+#: Fields of `_TaskValues` of each kind; order as in `PARTS`.
 _FIELDS = (("mean",), ("shape",), ("held", "latency", "links", "share"), ("issued",), ("late",))
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES, Buckets, checked_buckets
 from pipesim.costs.exchange_bytes import ExchangeBytes, checked_exchange_bytes
-from pipesim.costs.layer_split import Partition, Split
+from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.costs.pricing import price
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.errors import CostsError, check_count, check_name, check_type, number
@@ -403,7 +403,7 @@ class Costs:
         layers: Layers | pd.DataFrame | Path | str,
         split: Split,
         *,
-        partition: Partition | None = None,
+        partition: LayerPartition | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:

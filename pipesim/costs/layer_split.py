@@ -17,7 +17,7 @@ from pipesim.errors import ArgumentError, CostsError, check_count, check_name, n
 from pipesim.utils.host_memory import check_stages
 
 __all__ = [
-    "Partition",
+    "LayerPartition",
     "Split",
     "balanced_split",
     "check_partition",
@@ -28,7 +28,7 @@ __all__ = [
 #: Number of stages, or layers of each stage.
 Split = int | Sequence[int] | NDArray[np.integer[Any]]
 #: How layers are divided among stages: as many each, or so that the slowest stage is fastest.
-Partition = Literal["even", "balanced"]
+LayerPartition = Literal["even", "balanced"]
 
 
 def check_partition(partition: object, split: object, name: str) -> bool:
@@ -43,7 +43,7 @@ def check_partition(partition: object, split: object, name: str) -> bool:
     """
     is_number = isinstance(split, Integral)
     if partition is not None:
-        check_name("partition", partition, get_args(Partition))
+        check_name("partition", partition, get_args(LayerPartition))
         if not is_number:
             raise ArgumentError(
                 f"{name} gives the layers of each stage, so that partition={partition!r} has no "

@@ -115,7 +115,7 @@ class _Inputs(NamedTuple):
     overlap: bool
 
 
-class _Progress(NamedTuple):
+class _LoopState(NamedTuple):
     """State of the loop over cycles.
 
     Attributes
@@ -216,7 +216,7 @@ def issue(
             numbered,
             overlap,
         ),
-        _new_progress(left, channel, sent, 0 if overlap else compute.n_microbatches),
+        _new_state(left, channel, sent, 0 if overlap else compute.n_microbatches),
         output,
     )
     ends = np.sort(np.concatenate([output.ends.ravel(), output.joined]))
@@ -233,7 +233,7 @@ def _new_output(n_tasks: int, n_cycles: int, n_joined: int) -> _Output:
     )
 
 
-def _new_progress(left: Ints, channel: Ints, sent: Ints, n_microbatches: int) -> _Progress:
+def _new_state(left: Ints, channel: Ints, sent: Ints, n_microbatches: int) -> _LoopState:
     """Return the state at the start of the loop over cycles.
 
     ``sent`` is the number of times that each message is sent. ``n_microbatches`` is 0 if transfers
@@ -243,7 +243,7 @@ def _new_progress(left: Ints, channel: Ints, sent: Ints, n_microbatches: int) ->
     np.add.at(begins, channel + 1, sent)
     begins = np.cumsum(begins)[:-1]
     n_messages, n_kinds = (int(sent.sum()), len(sent)) if n_microbatches else (0, 0)
-    return _Progress(
+    return _LoopState(
         left,
         begins.copy(),
         begins.copy(),
@@ -292,7 +292,7 @@ def _cycles(compute: TaskGraph, cycle: Ints) -> tuple[CSR, CSR, CSR]:
 
 
 @kernel()
-def _issue_tasks(inputs: _Inputs, progress: _Progress, output: _Output) -> None:
+def _issue_tasks(inputs: _Inputs, state: _LoopState, output: _Output) -> None:
     """Fill ``output``; see `issue`.
 
     One loop over cycles: receives, exchanges and compute tasks, then exchanges and sends, then
@@ -302,7 +302,7 @@ def _issue_tasks(inputs: _Inputs, progress: _Progress, output: _Output) -> None:
     starts_ptr, starts, runs_ptr, runs, finishes_ptr, finishes, kind, microbatch = inputs[:8]
     out_ptr, out, into_ptr, into, before_ptr, before, after_ptr, after = inputs[8:16]
     send, recv, channel, adds_to, reduce, row_size, numbered, overlap = inputs[16:]
-    left, sent, received, messages, position = progress
+    left, sent, received, messages, position = state
     issued_kind, issued_microbatch, ends, joined = output
     n, n_joined = 0, 0
     for cycle in range(len(runs_ptr) - 1):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import (
-    Partition,
+    LayerPartition,
     Split,
     balanced_split,
     check_partition,
@@ -159,7 +159,7 @@ class Layers:
         self,
         split: Split,
         *,
-        partition: Partition | None = None,
+        partition: LayerPartition | None = None,
         launch: PerStage = 0.0,
         network: Network | None = None,
     ) -> Costs:
@@ -207,7 +207,7 @@ def costs_from_layers(
     layers: Layers | pd.DataFrame | Path | str,
     split: Split,
     *,
-    partition: Partition | None = None,
+    partition: LayerPartition | None = None,
     launch: PerStage = 0.0,
     network: Network | None = None,
 ) -> Costs:

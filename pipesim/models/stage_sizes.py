@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from pipesim.costs.layer_split import (
-    Partition,
+    LayerPartition,
     Split,
     balanced_split,
     check_partition,
@@ -22,7 +22,7 @@ _FEW_LAYERS = 1000
 
 
 def stage_sizes(
-    layers_per_stage: Split, partition: Partition | None, n_layers: int, layer: int, head: int
+    layers_per_stage: Split, partition: LayerPartition | None, n_layers: int, layer: int, head: int
 ) -> tuple[int, ...]:
     """Return the layers of each stage; see `Transformer.costs` for arguments, errors and warnings.
 

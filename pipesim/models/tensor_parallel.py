@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipesim.costs.layer_split import Partition, Split
+from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.errors import check_flag, check_name, check_type
 from pipesim.models.size_checks import check_divides, check_size, checked_rate
 from pipesim.models.stage_sizes import stage_sizes
-from pipesim.models.transformer import RECOMPUTE, Recompute, Transformer
+from pipesim.models.transformer import RECOMPUTE, LayerRecompute, Transformer
 
 __all__ = ["Shard"]
 
@@ -61,7 +61,7 @@ class Shard:
     microbatch_size: int = 1
     tensor_parallel: int = 1
     sequence_parallel: bool = False
-    recompute: Recompute = "none"
+    recompute: LayerRecompute = "none"
 
     def __post_init__(self) -> None:
         check_type("model", self.model, Transformer)
@@ -158,7 +158,10 @@ class Shard:
         return self._split_parameters(self.model.head_parameters, self.model.norm_parameters)
 
     def stages(
-        self, layers_per_stage: Split, flops_per_second: float, partition: Partition | None = None
+        self,
+        layers_per_stage: Split,
+        flops_per_second: float,
+        partition: LayerPartition | None = None,
     ) -> dict[str, tuple[float, ...]]:
         """Return fields of `Costs`, one value a stage; see `Transformer.costs`.
 

@@ -18,7 +18,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipesim.costs.costs import Costs, PerStage
-from pipesim.costs.layer_split import Partition, Split, checked_counts
+from pipesim.costs.layer_split import LayerPartition, Split, checked_counts
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name
 from pipesim.models.size_checks import check_divides, check_size, checked_rate
 from pipesim.network.network import Network
@@ -26,9 +26,9 @@ from pipesim.network.network import Network
 if TYPE_CHECKING:
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["RECOMPUTE", "Recompute", "Transformer", "costs_from_sizes"]
+__all__ = ["RECOMPUTE", "LayerRecompute", "Transformer", "costs_from_sizes"]
 
-Recompute = Literal["none", "selective", "full"]
+LayerRecompute = Literal["none", "selective", "full"]
 RECOMPUTE = ("none", "selective", "full")
 
 _COUNTS = (
@@ -183,13 +183,13 @@ class Transformer:
         """FLOPs of the LM head, forward: 2bshv. The look-up of the embedding counts as none."""
         return 2 * self._tokens(microbatch_size) * self.hidden_size * self.vocabulary_size
 
-    def recomputed_flops(self, microbatch_size: int = 1, recompute: Recompute = "none") -> int:
+    def recomputed_flops(self, microbatch_size: int = 1, recompute: LayerRecompute = "none") -> int:
         """FLOPs of a layer's recompute: none, those of the attention core, or of the layer."""
         check_name("recompute", recompute, RECOMPUTE)
         core, linear = self.core_flops(microbatch_size), self.linear_flops(microbatch_size)
         return {"none": 0, "selective": core, "full": core + linear}[recompute]
 
-    def step_flops(self, batch_size: int = 1, recompute: Recompute = "none") -> int:
+    def step_flops(self, batch_size: int = 1, recompute: LayerRecompute = "none") -> int:
         """FLOPs of a batch: forward, backward (twice as many), and recompute.
 
         With GPT-3's shape 72BLshh(1 + s/6h + v/12hL) without recompute (arXiv 2205.05198,
@@ -216,7 +216,7 @@ class Transformer:
         microbatch_size: int = 1,
         tensor_parallel: int = 1,
         sequence_parallel: bool = False,
-        recompute: Recompute = "none",
+        recompute: LayerRecompute = "none",
     ) -> Shard:
         """Return the share of one GPU; see `pipesim.models.tensor_parallel.Shard`."""
         from pipesim.models.tensor_parallel import Shard
@@ -231,8 +231,8 @@ class Transformer:
         flops_per_second: float,
         tensor_parallel: int = 1,
         sequence_parallel: bool = False,
-        recompute: Recompute = "none",
-        partition: Partition | None = None,
+        recompute: LayerRecompute = "none",
+        partition: LayerPartition | None = None,
         optimizer_step: PerStage = 0.0,
         launch: PerStage = 0.0,
         network: Network | None = None,

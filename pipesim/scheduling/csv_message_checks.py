@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 from pipesim.errors import ScheduleError
 from pipesim.ops import SENDS, Action, Op
 
-__all__ = ["Cell", "cell_place", "check_messages", "refuse"]
+__all__ = ["CsvCell", "cell_place", "check_messages", "refuse"]
 
 #: Operation of the other end of a message, and the offset of its stage.
 _OTHER_END = {
@@ -26,7 +26,7 @@ _COMPUTED = {
 }
 
 
-class Cell(NamedTuple):
+class CsvCell(NamedTuple):
     """A text and its place: the device counts from 0, row and column from 1."""
 
     text: str
@@ -35,18 +35,18 @@ class Cell(NamedTuple):
     column: int
 
 
-def refuse(where: str, cell: Cell, problem: str) -> NoReturn:
+def refuse(where: str, cell: CsvCell, problem: str) -> NoReturn:
     """Raise `ScheduleError` for a cell of the file ``where``."""
     raise ScheduleError(f"{cell_place(where, cell)}: {cell.text.strip()!r} {problem}")
 
 
-def cell_place(where: str, cell: Cell) -> str:
+def cell_place(where: str, cell: CsvCell) -> str:
     """Return the place of a cell, as error messages name it."""
     return f"{where}: row {cell.row} (device {cell.device}), column {cell.column}"
 
 
 def check_messages(
-    where: str, messages: Mapping[Action, Cell], computed: Mapping[tuple[int, Action], Cell]
+    where: str, messages: Mapping[Action, CsvCell], computed: Mapping[tuple[int, Action], CsvCell]
 ) -> None:
     """Check that messages pair up, are on the device of their stage, and on the right side of it.
 
@@ -82,7 +82,7 @@ def check_messages(
 
 
 def _check_side(
-    where: str, message: Action, cell: Cell, action: Action, action_cell: Cell | None
+    where: str, message: Action, cell: CsvCell, action: Action, action_cell: CsvCell | None
 ) -> None:
     """Check that a SEND comes after the action that computes its content, a RECV before its use.
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from pipesim.errors import ArgumentError, ScheduleError
 from pipesim.ops import LISTED, TRANSFERS, Action, Op, Overlapped, parse_action
-from pipesim.scheduling.csv_message_checks import Cell, cell_place, check_messages, refuse
+from pipesim.scheduling.csv_message_checks import CsvCell, cell_place, check_messages, refuse
 from pipesim.scheduling.file_checksums import check_signature, signed_grid, signed_rows, unsigned
 from pipesim.scheduling.infer_placement import infer_file_placement
 from pipesim.scheduling.order_columns import single_actions
@@ -74,7 +74,7 @@ def schedule_from_texts(
     of micro-batches is inferred from the actions.
     """
     rows = [
-        [Cell(text, device, device + 1, column + 1) for column, text in enumerate(order)]
+        [CsvCell(text, device, device + 1, column + 1) for column, text in enumerate(order)]
         for device, order in enumerate(orders)
     ]
     return _build(where, rows, name, n_microbatches)
@@ -97,11 +97,11 @@ def _refuse_form(where: str, problem: str) -> NoReturn:
     raise ScheduleError(f"cannot read schedule {where}: {problem}; give {_FORMS}")
 
 
-def _rows(where: str, text: str) -> list[list[Cell]]:
+def _rows(where: str, text: str) -> list[list[CsvCell]]:
     """Return the cells of each device; a grid has no commas, and may have labels."""
     lines = _table_lines(where, text.rstrip()) if "," in text else _grid_lines(where, text)
     return [
-        [Cell(cell, device, row, column) for column, cell in enumerate(cells, 1)]
+        [CsvCell(cell, device, row, column) for column, cell in enumerate(cells, 1)]
         for device, (row, cells) in enumerate(lines)
     ]
 
@@ -136,12 +136,12 @@ def _grid_lines(where: str, text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _build(
-    where: str, rows: list[list[Cell]], name: str, n_microbatches: int | None = None
+    where: str, rows: list[list[CsvCell]], name: str, n_microbatches: int | None = None
 ) -> Schedule:
     """Return the schedule of the cells of each device."""
     orders: list[_Order] = []
-    messages: dict[Action, Cell] = {}
-    computed: dict[tuple[int, Action], Cell] = {}
+    messages: dict[Action, CsvCell] = {}
+    computed: dict[tuple[int, Action], CsvCell] = {}
     for row in rows:
         order: _Order = []
         for cell in row:
@@ -171,7 +171,7 @@ def _build(
         raise ScheduleError(f"{where}: {error}") from error
 
 
-def _action(where: str, cell: Cell) -> Action | Overlapped | None:
+def _action(where: str, cell: CsvCell) -> Action | Overlapped | None:
     """Return the action of a cell; None for an empty cell and for FSDP's actions."""
     text = cell.text.strip()
     if not text or _SHARDING.fullmatch(text):

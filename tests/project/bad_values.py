@@ -109,7 +109,10 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "PerStage": lambda v: _number(v) or _sequence(v),
     "Split": lambda v: _number(v) or _sequence(v),
     "Literal": lambda v: isinstance(v, str),
-    **dict.fromkeys(("Recompute", "GradSync", "Layout", "Versions"), lambda v: isinstance(v, str)),
+    **dict.fromkeys(
+        ("Recompute", "LayerRecompute", "GradSync", "Layout", "Versions"),
+        lambda v: isinstance(v, str),
+    ),
     "Priority": callable,
     "Loss": callable,
     "Optimizers": callable,

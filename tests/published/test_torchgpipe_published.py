@@ -16,13 +16,13 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from _amoebanet import amoebanet_d
 from _data_sheet import fit, predict, reached
-from _torchgpipe import Row, ablation, amoebanet, read
+from _torchgpipe import PublishedRow, ablation, amoebanet, read
 
 UNET = ablation()
 NAMES = [row.name for row in UNET]
 
 
-def errors(rows: list[Row], fitted: list[Row]) -> list[float]:
+def errors(rows: list[PublishedRow], fitted: list[PublishedRow]) -> list[float]:
     """Return by which part of the published speeds the predicted ones are off."""
     machine = reached(fit(fitted))
     return [predict(row, machine).speed / row.published.speed - 1 for row in rows]

@@ -13,7 +13,7 @@ from pipesim.analysis.audit.accesses import conflicts
 from pipesim.analysis.audit.data_uses import Milestones
 from pipesim.analysis.audit.shared_streams import merged, on_compute
 from pipesim.analysis.audit.waits_by_kind import (
-    Kind,
+    WaitKind,
     inside_actions,
     kinds_of_waits,
     remaining,
@@ -36,7 +36,7 @@ __all__ = ["MOST_TASKS", "audit"]
 MOST_TASKS = 20_000
 
 
-class _Row(NamedTuple):
+class _Removal(NamedTuple):
     """A removed kind of wait, its number of edges, and the graph without it."""
 
     sort: str
@@ -44,7 +44,7 @@ class _Row(NamedTuple):
     edges: int
     graph: TaskGraph
     costs: TaskCosts
-    wait: Kind | None = None
+    wait: WaitKind | None = None
 
 
 def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
@@ -132,7 +132,7 @@ def audit(graph: TaskGraph, costs: Costs | TaskCosts) -> pd.DataFrame:
     return table.astype({"edges": "int64", "redundant": "Int64"})
 
 
-def _table_row(row: _Row, base: float, races: _Races) -> dict[str, object]:
+def _table_row(row: _Removal, base: float, races: _Races) -> dict[str, object]:
     """Simulate the graph of a row; return the row of the table."""
     try:
         makespan = base if row.sort == "graph" else simulate(row.graph, row.costs).makespan
@@ -176,7 +176,7 @@ class _Races:
         # In a graph that the user wired, some pairs may race from the start.
         self._ordered = self._are_ordered(bits, self._nodes(None))
 
-    def without(self, wait: Kind) -> tuple[int | None, str]:
+    def without(self, wait: WaitKind) -> tuple[int | None, str]:
         """Return the number of its edges that others imply, and a race without it, or no text."""
         bits, _ = self._closed(wait)
         nodes = self._nodes(wait)
@@ -187,7 +187,7 @@ class _Races:
         ends = (nodes[column] for column in self._own(wait))
         return int(before(bits, *ends).sum()), race
 
-    def _nodes(self, wait: Kind | None) -> Ints:
+    def _nodes(self, wait: WaitKind | None) -> Ints:
         """Return the node of each task and milestone."""
         representative = np.arange(self.n)
         apart = wait is not None and wait.sort == "collective"
@@ -197,7 +197,7 @@ class _Races:
                 representative[members] = members.min()
         return self.position[representative]
 
-    def _own(self, wait: Kind) -> Edges:
+    def _own(self, wait: WaitKind) -> Edges:
         """Return the edges of a kind; a bucket waits for a milestone instead of its backward."""
         first, second = wait.edges
         if not len(self._milestones.backward):
@@ -209,7 +209,7 @@ class _Races:
             first[k] = place[int(first[k]), int(self.graph.part[second[k]])]
         return Edges(first, second)
 
-    def _closed(self, wait: Kind | None) -> tuple[Bits, NDArray[np.bool_]]:
+    def _closed(self, wait: WaitKind | None) -> tuple[Bits, NDArray[np.bool_]]:
         """Return the ancestors of all nodes without a kind of wait; see `ancestors`."""
         kinds = self.kinds if wait is None else remaining(self.graph, self.kinds, wait)
         edges = Edges.joined(*(self._own(kind) for kind in kinds), inside_actions(self.graph))
@@ -255,41 +255,41 @@ class _Races:
         return ordered
 
 
-def _rows(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Row]:
+def _rows(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Removal]:
     kinds = kinds_of_waits(graph)
-    yield _Row("graph", "nothing", sum(len(kind.edges.after) for kind in kinds), graph, costs)
+    yield _Removal("graph", "nothing", sum(len(kind.edges.after) for kind in kinds), graph, costs)
     for kind in kinds:
         n = len(kind.edges.after) or len(kind.tasks)
-        yield _Row(kind.sort, kind.name, n, without(graph, kind), costs, kind)
+        yield _Removal(kind.sort, kind.name, n, without(graph, kind), costs, kind)
     issued = costs.issued
     late = np.flatnonzero(costs.launch > 0) if issued is None else np.flatnonzero(issued > 0)
     if len(late):
         table = costs.table._replace(launch=np.zeros_like(costs.table.launch))
         prompt = replace(costs, table=table, issued=None)
-        yield _Row("host", "host issues tasks one by one", len(late), graph, prompt)
+        yield _Removal("host", "host issues tasks one by one", len(late), graph, prompt)
     holds = (costs.links >= 0).any(axis=1) & (costs.duration > 0)
     if holds.any():
         table = costs.table._replace(links=np.full_like(costs.table.links, -1))
         free = replace(costs, table=table)
-        yield _Row("link", "links serve one after the other", int(holds.sum()), graph, free)
+        yield _Removal("link", "links serve one after the other", int(holds.sum()), graph, free)
     yield from _streams(graph, costs)
 
 
-def _streams(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Row]:
+def _streams(graph: TaskGraph, costs: TaskCosts) -> Iterator[_Removal]:
     """Yield the rows of streams of their own for messages and collectives."""
     sorts = np.array([name.partition(":")[0] for _, name in graph.streams])[graph.stream]
     copies = np.isin(sorts, ["send", "recv", "copy"])
     names = [name for _, name in graph.streams]
     if any("/" in name for name in names):
         joined = merged(graph, [name.partition("/")[0] for name in names])
-        yield _Row("stream", "a stream a micro-batch", int(copies.sum()), joined, costs)
+        yield _Removal("stream", "a stream a micro-batch", int(copies.sum()), joined, costs)
     own = [name.partition(":")[0] if name != "copy" else name for name in names]
     if any(name in ("send", "recv") for name in own):
         joined = merged(graph, ["copy" if name in ("send", "recv") else name for name in own])
-        yield _Row("stream", "a stream a peer and direction", int(copies.sum()), joined, costs)
+        yield _Removal("stream", "a stream a peer and direction", int(copies.sum()), joined, costs)
     if copies.any():
-        yield _Row("stream", "copy streams", int(copies.sum()), *on_compute(graph, costs))
+        yield _Removal("stream", "copy streams", int(copies.sum()), *on_compute(graph, costs))
     on_collective = int((sorts == "collective").sum())
     if on_collective:
         joined = merged(graph, ["compute" if name == "collective" else name for name in names])
-        yield _Row("stream", "collective stream", on_collective, joined, costs)
+        yield _Removal("stream", "collective stream", on_collective, joined, costs)

@@ -20,12 +20,12 @@ from pipesim.graph.tasks import Kinds
 from pipesim.ops import EXCHANGES, RECVS, SENDS, Op
 from pipesim.utils.csr import CSR, Ints
 
-__all__ = ["Kind", "inside_actions", "kinds_of_waits", "remaining", "with_queues", "without"]
+__all__ = ["WaitKind", "inside_actions", "kinds_of_waits", "remaining", "with_queues", "without"]
 
 RENDEZVOUS = "SEND waits until its RECV is reached"
 
 
-class Kind(NamedTuple):
+class WaitKind(NamedTuple):
     """A kind of wait.
 
     Attributes
@@ -46,14 +46,14 @@ class Kind(NamedTuple):
     tasks: Ints
 
 
-def kinds_of_waits(graph: TaskGraph) -> list[Kind]:
+def kinds_of_waits(graph: TaskGraph) -> list[WaitKind]:
     """Return the kinds of wait of a graph; each edge belongs to one kind."""
     kinds = [*_data(graph), *_messages(graph), *_queues(graph), *_collectives(graph)]
     if graph.rendezvous and (graph.pair >= 0).any():
         sends = np.flatnonzero(graph.is_op(SENDS))
         reached = graph.queue_predecessor[graph.pair[sends]].astype(np.int64)
         edges = Edges(reached[reached >= 0], sends[reached >= 0])
-        kinds.append(Kind("rendezvous", RENDEZVOUS, edges, sends))
+        kinds.append(WaitKind("rendezvous", RENDEZVOUS, edges, sends))
     return kinds
 
 
@@ -63,7 +63,7 @@ def inside_actions(graph: TaskGraph) -> Edges:
     return Edges(*(half.astype(np.int64) for half in halves))
 
 
-def remaining(graph: TaskGraph, kinds: list[Kind], kind: Kind) -> list[Kind]:
+def remaining(graph: TaskGraph, kinds: list[WaitKind], kind: WaitKind) -> list[WaitKind]:
     """Return the kinds of wait of a graph without one of them.
 
     A rendezvous follows from the order of the RECV's queue, and is removed with that order.
@@ -79,7 +79,7 @@ def remaining(graph: TaskGraph, kinds: list[Kind], kind: Kind) -> list[Kind]:
     ]
 
 
-def without(graph: TaskGraph, kind: Kind | str) -> TaskGraph:
+def without(graph: TaskGraph, kind: WaitKind | str) -> TaskGraph:
     """Return the graph without one kind of wait, given itself or by name, for `pipesim.simulate`.
 
     A task that no longer waits for the task before it on its stream begins a new queue there, and
@@ -107,7 +107,7 @@ def without(graph: TaskGraph, kind: Kind | str) -> TaskGraph:
     return left.as_verified()
 
 
-def _data(graph: TaskGraph) -> list[Kind]:
+def _data(graph: TaskGraph) -> list[WaitKind]:
     """Return the dependencies by the operations at both ends and the offset of their stages."""
     waits, needed = graph.dependencies.rows, graph.dependencies.values.astype(np.int64)
     offset = np.clip(graph.stage[needed].astype(np.int64) - graph.stage[waits], -2, 2)
@@ -120,7 +120,7 @@ def _data(graph: TaskGraph) -> list[Kind]:
         selected = cell_of_edge.ravel() == number
         name = f"{_operation(*cell[:3])} needs {_operation(*cell[3:6])}{_OFFSETS[cell[6]]}"
         edges = Edges(needed[selected], waits[selected])
-        kinds.append(Kind("data", name, edges, edges.after))
+        kinds.append(WaitKind("data", name, edges, edges.after))
     return sorted(kinds, key=lambda kind: int(kind.tasks[0]))
 
 
@@ -145,18 +145,18 @@ def _operation(op: int, part: int, is_skip: int = False) -> str:
     return f"{name} of a skip" if is_skip else name
 
 
-def _messages(graph: TaskGraph) -> list[Kind]:
+def _messages(graph: TaskGraph) -> list[WaitKind]:
     kinds = []
     for op in sorted(RECVS):
         recvs = np.flatnonzero((graph.op == op) & (graph.pair >= 0))
         if len(recvs):
             sends = graph.pair[recvs].astype(np.int64)
             name = f"{op.name} needs its {Op(graph.op[sends[0]]).name}"
-            kinds.append(Kind("message", name, Edges(sends, recvs), recvs))
+            kinds.append(WaitKind("message", name, Edges(sends, recvs), recvs))
     return kinds
 
 
-def _queues(graph: TaskGraph) -> list[Kind]:
+def _queues(graph: TaskGraph) -> list[WaitKind]:
     """Return the order of the queues by operations, without the edges of `inside_actions`."""
     queued = np.flatnonzero(graph.queue_predecessor >= 0)
     queued = queued[~np.isin(queued, inside_actions(graph).after)]
@@ -171,15 +171,15 @@ def _queues(graph: TaskGraph) -> list[Kind]:
         selected = cell_of_edge.ravel() == number
         name = f"{_operation(*cell[:2])} after {_operation(*cell[2:4])} on {names[cell[4]]}"
         edges = Edges(earlier[selected], queued[selected])
-        kinds.append(Kind("queue", name, edges, edges.after))
+        kinds.append(WaitKind("queue", name, edges, edges.after))
     return sorted(kinds, key=lambda kind: ("compute" not in kind.name, int(kind.tasks[0])))
 
 
-def _collectives(graph: TaskGraph) -> list[Kind]:
+def _collectives(graph: TaskGraph) -> list[WaitKind]:
     members = graph.collectives.values
     none = np.empty(0, dtype=np.int64)
     return [
-        Kind("collective", f"members of {op.name} meet", Edges(none, none),
+        WaitKind("collective", f"members of {op.name} meet", Edges(none, none),
              members[graph.op[members] == op])
         for op in Op
         if (graph.op[members] == op).any()

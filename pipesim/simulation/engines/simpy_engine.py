@@ -30,7 +30,7 @@ _LAST = 2
 
 def run(graph: TaskGraph, costs: TaskCosts) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return start and end of each task, in seconds; NaN for tasks that never run."""
-    step = _Step(graph, costs)
+    step = _SimulatedStep(graph, costs)
     step.env.run()
     return step.start, step.end
 
@@ -96,7 +96,7 @@ class _Links:
             unavailable.update(request.links)  # later requests wait behind this one, served or not
 
 
-class _Step:
+class _SimulatedStep:
     """One simulated step: the events of each task, and the processes that fire them."""
 
     def __init__(self, graph: TaskGraph, costs: TaskCosts) -> None:

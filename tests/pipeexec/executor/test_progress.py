@@ -26,7 +26,7 @@ import pipesim as ps
 from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.distributed.failure import Failure, stall_failure
 from pipeexec.distributed.status import Head, Status
-from pipeexec.executor.progress import Progress, StepHeads
+from pipeexec.executor.progress import StallDetector, StepHeads
 from pipesim.errors import ExecutionError, StallError
 from pipesim.timeline.timeline import Timeline
 
@@ -94,7 +94,7 @@ def test_a_status_is_written_and_read() -> None:
 
 
 def test_progress_is_told_from_its_lack() -> None:
-    progress = Progress(0.05)
+    progress = StallDetector(0.05)
     status = Status(0, 0, True, 1, [])
     assert not progress.is_stalled(status)
     time.sleep(0.06)

@@ -18,7 +18,7 @@ import pipesim as ps
 from pipeexec.executor import pipeline as pipeline_module
 from pipesim.analysis.audit.audit import MOST_TASKS, _Races
 from pipesim.analysis.audit.waits_by_kind import (
-    Kind,
+    WaitKind,
     inside_actions,
     kinds_of_waits,
     remaining,
@@ -245,7 +245,7 @@ def walks(after: dict[int, list[int]], source: int, target: int) -> bool:
 # The race detector
 
 
-def races(graph: ps.TaskGraph, kind: Kind) -> list[str]:
+def races(graph: ps.TaskGraph, kind: WaitKind) -> list[str]:
     """Run a step on the stand-in for CUDA without a kind of wait; return its races."""
     with pytest.MonkeyPatch.context() as patch, sanitized(patch) as watch:
         if kind.sort == "queue":
