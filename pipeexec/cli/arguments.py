@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeexec.cli.workload import add_workload, integer
+from pipeexec.cli.workload_options import add_workload, integer
 from pipesim.utils.argument_parser import RaisingParser
 
 __all__ = ["make_parser"]
