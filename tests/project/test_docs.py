@@ -1,0 +1,69 @@
+"""The documentation names only files, make targets and public names that exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+#: Folders whose files are not made by a command.
+FOLDERS = "pipesim|pipeexec|tests|benchmarks|docs|notebooks|tools"
+#: The first column of a table of moved modules has names of the past.
+OLD_NAMES = re.compile(r"^  \| `.*?` \| ", re.MULTILINE)
+
+
+def missing(name: str) -> bool:
+    """Tell whether a dotted name is neither a module nor an attribute of one."""
+    names = {"ps": "pipesim", "px": "pipeexec"}
+    first, *rest = name.split(".")
+    path = names.get(first, first)
+    value = importlib.import_module(path)
+    for part in rest:
+        path += f".{part}"
+        if hasattr(value, part):
+            value = getattr(value, part)
+            continue
+        try:
+            value = importlib.import_module(path)
+        except ImportError:
+            return True
+    return False
+
+
+def test_pages() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "time.md"} <= {p.name for p in PAGES}
+
+
+@pages
+def test_links(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
+    assert [x for x in targets if not (page.parent / x).exists()] == []
+
+
+@pages
+def test_paths(page: Path) -> None:
+    """A path may begin with its room, such as ``graph/rules.py``."""
+    text = page.read_text()
+    paths = re.findall(rf"(?<![\w/.])(?:{FOLDERS})/[\w./-]*\w", text)
+    rooms = re.findall(r"`([a-z_]+/[\w/]+\.py)`", text)
+    places = [ROOT, ROOT / "pipesim", ROOT / "pipeexec"]
+    assert [x for x in {*paths, *rooms} if not any((p / x).exists() for p in places)] == []
+
+
+@pages
+def test_names(page: Path) -> None:
+    text = OLD_NAMES.sub("", page.read_text())
+    names = re.findall(r"`((?:pipesim|pipeexec|ps|px)(?:\.[A-Za-z_]\w*)+)", text)
+    assert [name for name in sorted(set(names)) if missing(name)] == []
+
+
+@pages
+def test_make_targets(page: Path) -> None:
+    targets = re.findall(r"(?:^|`)make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)
+    known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(set(targets) - set(known)) == []
