@@ -416,9 +416,8 @@ class Costs:
         split
             Layers of each stage, or a number of stages, which are balanced by default.
         partition
-            How layers are divided among a number of stages. ``"balanced"`` (the default here):
-            the slowest stage takes as little time as possible (`pipesim.balanced_split`).
-            ``"even"`` (the default of `Transformer.costs`): each stage has as many layers.
+            As for `Layers.costs`, whose default is ``"balanced"``. That of `Transformer.costs` is
+            ``"even"``.
         launch, network
             As in `Costs`.
 
@@ -429,9 +428,9 @@ class Costs:
         ArgumentError
             For a split that does not suit the number of layers.
         """
-        from pipesim.models.layers import costs_from_layers
+        from pipesim.models.layers import as_layers
 
-        return costs_from_layers(layers, split, partition=partition, launch=launch, network=network)
+        return as_layers(layers).costs(split, partition=partition, launch=launch, network=network)
 
     @classmethod
     def from_timeline(

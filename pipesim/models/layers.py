@@ -40,7 +40,7 @@ from pipesim.utils.atomic_write import check_path
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Layers", "costs_from_layers"]
+__all__ = ["Layers", "as_layers"]
 
 #: Columns in which the value of a stage is that of its last layer, not a sum.
 _LAST_LAYER = ("output_bytes", "output_seconds")
@@ -203,27 +203,20 @@ class Layers:
         return Costs(**values, launch=launch, network=Network() if network is None else network)
 
 
-def costs_from_layers(
-    layers: Layers | pd.DataFrame | Path | str,
-    split: Split,
-    *,
-    partition: LayerPartition | None = None,
-    launch: PerStage = 0.0,
-    network: Network | None = None,
-) -> Costs:
-    """Return `Layers.costs` of `Layers`, of a path or of a frame; see `Costs.from_layers`."""
+def as_layers(layers: Layers | pd.DataFrame | Path | str) -> Layers:
+    """Return layers from any form that `Costs.from_layers` takes."""
+    if isinstance(layers, Layers):
+        return layers
+    if isinstance(layers, str | os.PathLike):
+        return Layers.read(check_path("layers", layers))
     import pandas as pd
 
-    if isinstance(layers, str | os.PathLike):
-        layers = Layers.read(check_path("layers", layers))
-    elif not isinstance(layers, Layers):
-        if not isinstance(layers, pd.DataFrame):
-            raise ArgumentTypeError(
-                "layers must be the path of a CSV file, a DataFrame or Layers, got "
-                f"{layers!r:.60} ({type(layers).__name__})"
-            )
-        layers = Layers.from_frame(layers)
-    return layers.costs(split, partition=partition, launch=launch, network=network)
+    if isinstance(layers, pd.DataFrame):
+        return Layers.from_frame(layers)
+    raise ArgumentTypeError(
+        "layers must be the path of a CSV file, a DataFrame or Layers, got "
+        f"{layers!r:.60} ({type(layers).__name__})"
+    )
 
 
 def _sum(what: str, values: Sequence[float]) -> float:
