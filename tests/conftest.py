@@ -101,11 +101,17 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def event_delay() -> float:
+    """Return the seconds after which an event of the stand-in for CUDA passes."""
+    return 0.0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch, event_delay: float) -> FakeCuda:
     """Put the stand-in for CUDA in torch's place."""
     from fake_cuda import FakeCuda
 
-    fake = FakeCuda()
+    fake = FakeCuda(passes_after=event_delay)
     fake.install(monkeypatch)
     return fake
 
@@ -129,3 +135,15 @@ def one_torch_thread() -> Iterator[None]:
 
     with one_thread():
         yield
+
+
+@pytest.fixture
+def no_figures_left() -> Iterator[None]:
+    """Let pyplot draw into memory; it has no open figure before and after the test."""
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    mpl.use("Agg")
+    plt.close("all")
+    yield
+    plt.close("all")

@@ -10,7 +10,7 @@ import numpy as np
 import pipesim as ps
 from pipesim.ops import EXCHANGES
 
-__all__ = ["draw", "grid", "times"]
+__all__ = ["draw", "draw_replica", "grid", "times"]
 
 
 def draw(timeline: ps.Timeline, *, transfers: bool = True, rows: str = "") -> str:
@@ -48,6 +48,11 @@ def draw(timeline: ps.Timeline, *, transfers: bool = True, rows: str = "") -> st
         f"{name:<{label}} | " + " ".join(f"{cell:<{pad}}" for cell in cells).rstrip()
         for name, cells in drawn
     )
+
+
+def draw_replica(timeline: ps.Timeline, devices: str = "0") -> str:
+    """Draw the compute and collective streams of some devices, such as ``"01"``."""
+    return draw(timeline, rows=f"^[{devices}]( collective)?$")
 
 
 def _cell(task: ps.Task, several: bool) -> str:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter, sleep
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import pytest
@@ -21,7 +22,15 @@ import torch
 
 from pipeexec.devices.cuda import CudaDevice
 
-__all__ = ["FakeCuda", "FakeEvent", "FakeGpu", "FakeStream", "Observer", "check_signature"]
+__all__ = [
+    "FakeCuda",
+    "FakeEvent",
+    "FakeGpu",
+    "FakeStream",
+    "Observer",
+    "check_signature",
+    "named_gpus",
+]
 
 #: torch's own, which a test may have replaced by a stand-in when another one is installed.
 _REAL: dict[str, Any] = {
@@ -377,3 +386,10 @@ class FakeGpu(CudaDevice):
     def __init__(self, index: int = 0, memory: int | None = None) -> None:
         super().__init__(torch.device("cuda", index))
         self.torch_device = torch.device("cpu" if memory is None else f"cpu:{memory}")
+
+
+def named_gpus(*indices: int) -> list[Any]:
+    """Return devices that have no more of a GPU than its name and its torch device."""
+    return [
+        SimpleNamespace(torch_device=torch.device("cuda", i), name=f"cuda:{i}") for i in indices
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ __all__ = [
     "axes",
     "boxes",
     "drawn",
+    "edges",
     "legend_of",
     "measured",
     "numbers_in",
@@ -70,13 +72,16 @@ def drawn(ax: Axes) -> set[str]:
     return {str(artist.get_gid()) for artist in ax.get_children() if artist.get_gid()}
 
 
+def edges(paths: Iterable[Any]) -> np.ndarray:
+    """Left, right, low y and high y of each box, from its path."""
+    corners = np.array([path.vertices[:4] for path in paths])
+    x, y = corners[..., 0], corners[..., 1]
+    return np.column_stack([x.min(1), x.max(1), y.min(1), y.max(1)])
+
+
 def boxes(ax: Axes, gid: str) -> np.ndarray:
-    """Left, right, low y and high y of each cell of a collection, in data coordinates."""
-    corners = np.array([path.vertices[:4] for path in artist_of(ax, gid).get_paths()])
-    return np.column_stack(
-        [corners[..., 0].min(1), corners[..., 0].max(1), corners[..., 1].min(1),
-         corners[..., 1].max(1)]
-    )  # fmt: skip
+    """`edges` of each cell of a collection, in data coordinates."""
+    return edges(artist_of(ax, gid).get_paths())
 
 
 def overlapping(cells: np.ndarray) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from ranks import Ranks
 from small_pipelines import cut, dense, mse
 from torch import nn
 
@@ -15,7 +17,7 @@ import pipeexec as px
 import pipesim as ps
 from pipesim.errors import PipeError
 
-__all__ = ["PROMPT", "TIMEOUT", "assert_errors", "ended", "make"]
+__all__ = ["PROMPT", "TIMEOUT", "assert_errors", "errors_of", "make"]
 
 #: Seconds in which every process must have ended; the timeout is longer.
 PROMPT, TIMEOUT = 10.0, 30.0
@@ -38,8 +40,12 @@ def make(
     return px.Pipeline(stages, graph, devices, loss_fn, optimizer, processes=processes, **options)
 
 
-def ended(case: Callable[[px.Processes], None], processes: px.Processes) -> tuple[str, float]:
-    """Return the error that a case raises, and after how long."""
+Case = Callable[[px.Processes], None]
+
+
+def _run_case(processes: px.Processes, module: str, name: str) -> tuple[str, float]:
+    """Return the error that a case of a module raises, and after how long."""
+    case: Case = getattr(importlib.import_module(module), name)
     began = time.monotonic()
     try:
         case(processes)
@@ -50,8 +56,13 @@ def ended(case: Callable[[px.Processes], None], processes: px.Processes) -> tupl
     return "no error", time.monotonic() - began
 
 
+def errors_of(case: Case, ranks: Ranks) -> list[tuple[str, float]]:
+    """Let every rank run a case; return the error that each raises, and after how long."""
+    return ranks.run(_run_case, timeout=TIMEOUT, module=case.__module__, name=case.__name__)
+
+
 def assert_errors(errors: list[tuple[str, float]], expected: Sequence[str]) -> None:
-    """Check what `ended` returned in each rank: the error, at once."""
+    """Check what `errors_of` returned: the error of each rank, at once."""
     for (message, seconds), pattern in zip(errors, expected, strict=True):
         assert re.match(pattern, message, re.DOTALL), message
         assert seconds < PROMPT, message

@@ -40,6 +40,8 @@ __all__ = [
     "one_thread",
     "orders",
     "pipeline",
+    "sgd",
+    "train_whole",
     "unsplit",
 ]
 
@@ -130,6 +132,11 @@ class Faulty(nn.Module):
         self.failing_calls = {}
 
 
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer with a state."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
 def mse(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
@@ -175,6 +182,25 @@ def pipeline(
 def gradients(stages: Sequence[nn.Module]) -> list[Tensor | None]:
     """Return the gradient of every parameter."""
     return [parameter.grad for stage in stages for parameter in stage.parameters()]
+
+
+def train_whole(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any,
+    n_steps: int,
+) -> tuple[list[float], list[Tensor]]:
+    """Return losses and weights of steps of an unsplit model with the whole batch."""
+    losses = []
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach() for p in model.parameters()]
 
 
 def unsplit(

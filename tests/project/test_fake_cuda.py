@@ -13,11 +13,9 @@ SECONDS = 0.05
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Put a stand-in whose events pass late in torch's place."""
-    fake = FakeCuda(passes_after=SECONDS)
-    fake.install(monkeypatch)
-    return fake
+def event_delay() -> float:
+    """Let events pass late."""
+    return SECONDS
 
 
 def test_its_functions_take_what_those_of_torch_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from places import PUBLISHED
+from simulated_runs import published
 
 import pipesim as ps
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
@@ -15,12 +14,6 @@ from pipesim.costs.costs import VALUE_FIELDS
 
 #: What follows from sizes; seconds of collectives are measured or the network's.
 SIZED = [name for name in VALUE_FIELDS if name not in MEASURED_COLLECTIVES.values()]
-
-
-def published(name: str) -> dict[str, Any]:
-    """Read one of the published figures beside the tests; each file names its source."""
-    values: dict[str, Any] = json.loads((PUBLISHED / f"{name}.json").read_text())
-    return values
 
 
 FORMULAS = published("korthikanti_activation_formulas")["expected"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from small_pipelines import Faulty, call_within, cut, data, dense, mse
+from small_pipelines import Faulty, call_within, cut, data, dense, mse, train_whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,15 +58,7 @@ def layers(n: int) -> list[nn.Module]:
 def unsplit(x: Tensor, y: Tensor, n_steps: int) -> tuple[list[float], list[Tensor]]:
     """Return losses and weights of steps with the whole batch."""
     model = nn.Sequential(*layers(1))
-    optimizer = torch.optim.SGD(model.parameters(), RATE)
-    losses = []
-    for _ in range(n_steps):
-        optimizer.zero_grad()
-        loss = mse(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, [p.detach() for p in model.parameters()]
+    return train_whole(model, sgd(model.parameters()), mse, x, y, n_steps)
 
 
 def lowered(schedule: str, n_stages: int, n_replicas: int, **options: Any) -> ps.TaskGraph:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from small_pipelines import Faulty, cut, data, dense, mse, pipeline
+from small_pipelines import Faulty, cut, data, dense, mse, pipeline, sgd
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,10 +81,6 @@ def _stages(model: str) -> list[nn.Module]:
     return [Sometimes() if model == "sometimes" else first, second]
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def _batches(rank: int, m: int, step: int) -> tuple[Batch, Batch]:
     """Return a replica's batch, and that of both, whose micro-batches are those of both."""
     both = [data(3 * m, seed=2 * step + replica) for replica in range(2)]
@@ -110,8 +106,8 @@ def _steps_case(
     stages, alone = _stages(model), _stages(model)
     replicated = Replicated(stages, **ddp)
     with (
-        pipeline(replicated.stages, graph, mse, _sgd) as subject,
-        pipeline(alone, graph, mse, _sgd) as reference,
+        pipeline(replicated.stages, graph, mse, sgd) as subject,
+        pipeline(alone, graph, mse, sgd) as reference,
     ):
         for step in range(3):
             own, whole = _batches(processes.rank, m, step)
@@ -183,7 +179,7 @@ def _buffers_case(processes: px.Processes, recompute: str) -> None:
     mean = stages[0].get_buffer("1.running_mean")
     own, _ = _batches(processes.rank, 4, 0)
     ddp = Replicated(stages).stages
-    with pipeline(ddp, graph, mse, _sgd) as subject:
+    with pipeline(ddp, graph, mse, sgd) as subject:
         for is_broadcast, synchronizes in ((True, True), (True, False), (False, True)):
             mean.fill_(1e4 * processes.rank)
             with nullcontext() if synchronizes else ddp[0].no_sync():
@@ -199,8 +195,8 @@ def _failure_case(processes: px.Processes, backward: int, schedule: str) -> None
     replicated = Replicated([stages[0], nn.Sequential(stages[1], faulty)])
     own, whole = _batches(processes.rank, 4, 0)
     with (
-        pipeline(replicated.stages, graph, mse, _sgd) as subject,
-        pipeline(alone, graph, mse, _sgd) as reference,
+        pipeline(replicated.stages, graph, mse, sgd) as subject,
+        pipeline(alone, graph, mse, sgd) as reference,
     ):
         with pytest.raises(StageError, match="flaky"):
             subject.step(*own)

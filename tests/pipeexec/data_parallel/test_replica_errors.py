@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from process_errors import TIMEOUT, assert_errors, ended
+from process_errors import assert_errors, errors_of
 from ranks import Ranks
 from sharded_stage import build_pipeline, lowered, share
 from small_pipelines import cut, data, dense, mse
@@ -181,14 +181,9 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
 }  # fmt: skip
 
 
-def refused(processes: px.Processes, name: str) -> tuple[str, float]:
-    """Return the error that a case of this file raises, and after how long."""
-    return ended(globals()[name], processes)
-
-
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
 def test_every_process_says_what_is_wrong_at_once(
     case: Callable[[px.Processes], None], two_ranks: Ranks
 ) -> None:
-    messages = two_ranks.run(refused, timeout=TIMEOUT, name=case.__name__)
+    messages = errors_of(case, two_ranks)
     assert_errors(messages, REFUSED[case])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sysconfig
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from small_pipelines import one_thread
 from torch import Tensor, nn
 
 from pipeexec.demo_models import data
@@ -22,18 +20,14 @@ from pipeexec.demo_models.registry import MODELS, DemoModel, Option, build_model
 from pipeexec.demo_models.split import split as split_layers
 from pipesim.errors import ArgumentError
 
+# Sums in one order.
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 SMALL = {
     "gpt": {"layers": 3, "width": 32, "heads": 2, "sequence": 16},
     "convnet": {"layers": 3, "width": 8, "image_size": 12, "classes": 4},
 }
 CUTS = [[5], [3, 2], [1, 4], [1, 1, 2, 1], [1, 1, 1, 1, 1]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small layers, and sums in one order."""
-    with one_thread():
-        yield
 
 
 def small(name: str, seed: int = 0, **options: Option) -> DemoModel:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from process_errors import TIMEOUT, assert_errors, ended, make
+from process_errors import TIMEOUT, assert_errors, errors_of, make
 from ranks import Ranks
 from small_pipelines import cut, data, dense, mse
 from torch import Tensor, nn
@@ -218,16 +218,11 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
 }  # fmt: skip
 
 
-def refused(processes: px.Processes, name: str) -> tuple[str, float]:
-    """Return the error that a case of this file raises, and after how long."""
-    return ended(globals()[name], processes)
-
-
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
 def test_every_process_says_what_is_wrong_at_once(
     case: Callable[[px.Processes], None], two_ranks: Ranks
 ) -> None:
-    messages = two_ranks.run(refused, timeout=TIMEOUT, name=case.__name__)
+    messages = errors_of(case, two_ranks)
     assert_errors(messages, REFUSED[case])
     assert not all(message.startswith("PeerError") for message, _ in messages)
 

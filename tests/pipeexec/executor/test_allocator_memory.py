@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-import torch
+from fake_cuda import named_gpus
 from small_pipelines import cut, data, dense, mse, pipeline
 
 import pipesim as ps
@@ -19,12 +19,6 @@ from pipesim.errors import ArgumentError
 def _graph() -> ps.TaskGraph:
     """0F0, its message, 1F0, 1B0, its message, 0B0; then steps that do nothing."""
     return ps.lower(ps.schedule("gpipe", n_devices=2, n_microbatches=1))
-
-
-def _gpus(*indices: int) -> list[Any]:
-    return [
-        SimpleNamespace(torch_device=torch.device("cuda", i), name=f"cuda:{i}") for i in indices
-    ]
 
 
 def _task(index: int) -> Any:
@@ -39,7 +33,7 @@ def _sampled(levels: list[int], graph: ps.TaskGraph, *indices: int) -> Samples:
     """Run fake tasks; the allocator reads ``levels`` one by one, the first before all tasks."""
     readings = iter(levels)
     tasks, samples = sampled(
-        [_task(i) for i in range(len(graph))], _gpus(*indices), lambda gpu: next(readings)
+        [_task(i) for i in range(len(graph))], named_gpus(*indices), lambda gpu: next(readings)
     )
     for task in tasks:
         task.handler(None, task)
@@ -74,7 +68,7 @@ def test_blocks_that_streams_may_read_are_counted() -> None:
     readings = {"cuda:0": iter([5, 9, 70, 8, *[3] * 99]), "cuda:1": iter(range(100))}
     tasks, samples = sampled(
         [_task(i) for i in range(len(graph))],
-        _gpus(0, 1),
+        named_gpus(0, 1),
         lambda gpu: 1,
         lambda gpu: next(readings[str(gpu)]),
     )

@@ -19,6 +19,7 @@ from small_pipelines import (
     one_thread,
     orders,
     pipeline,
+    sgd,
     unsplit,
 )
 from torch import Tensor, nn
@@ -34,10 +35,6 @@ CHIMERA = orders(
     "0F2 0F3 1F0 1B0 1F1 1B1 0B2 0B3",
     placement=ps.bidirectional(2),
 )
-
-
-def sgd(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"recompute": "always"}])

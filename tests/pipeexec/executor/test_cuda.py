@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from small_pipelines import assert_order_respected, data, gradients, mse, unsplit
+from small_pipelines import assert_order_respected, data, gradients, mse, sgd, unsplit
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -68,10 +68,6 @@ def _stages(n: int, width: int = WIDTH) -> list[nn.Module]:
 
 def _batch(graph: ps.TaskGraph, seed: int = 0, size: int = 16) -> tuple[Tensor, Tensor]:
     return data(size * graph.n_microbatches, width=WIDTH, seed=seed)
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 def _adam(parameters: Any) -> torch.optim.Optimizer:
@@ -280,7 +276,7 @@ def _no_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_host_does_not_wait_while_it_issues(schedule: str) -> None:
     graph = _graph(schedule, 2)
     devices = px.slices("cuda:0", 2, link=ps.Network(1e-5, 1e10))
-    with px.Pipeline(_stages(graph.n_stages), graph, devices, mse, _sgd) as subject:
+    with px.Pipeline(_stages(graph.n_stages), graph, devices, mse, sgd) as subject:
         for _ in range(3):
             assert subject.step(*_batch(graph)).timeline.complete
 
@@ -296,8 +292,8 @@ def test_replays_are_the_same_as_eager_steps(schedule: str, n: int) -> None:
     stages = _stages(graph.n_stages)
     others = copy.deepcopy(stages)
     with (
-        px.Pipeline(stages, graph, px.slices("cuda:0", n), mse, _sgd, cuda_graph=True) as subject,
-        px.Pipeline(others, graph, px.slices("cuda:0", n), mse, _sgd) as eager,
+        px.Pipeline(stages, graph, px.slices("cuda:0", n), mse, sgd, cuda_graph=True) as subject,
+        px.Pipeline(others, graph, px.slices("cuda:0", n), mse, sgd) as eager,
     ):
         for seed in range(6):
             actual, wanted = (runner.step(*_batch(graph, seed)) for runner in (subject, eager))
@@ -331,7 +327,7 @@ def test_a_replay_takes_the_host_no_time() -> None:
     """One call, where an eager step takes the host one a kernel."""
     graph = _graph("1f1b", 4)
     with px.Pipeline(
-        _stages(4), graph, px.slices("cuda:0", 4), mse, _sgd, cuda_graph=True
+        _stages(4), graph, px.slices("cuda:0", 4), mse, sgd, cuda_graph=True
     ) as subject:
         seconds = [subject.step(*_batch(graph)).host_seconds for _ in range(8)]
     assert np.median(seconds[3:]) < 0.2 * min(seconds[:2])
@@ -340,7 +336,7 @@ def test_a_replay_takes_the_host_no_time() -> None:
 def test_a_profile_of_replays_has_no_launch() -> None:
     graph = _graph("1f1b", 2)
     with px.Pipeline(
-        _stages(2), graph, px.slices("cuda:0", 2), mse, _sgd, cuda_graph=True
+        _stages(2), graph, px.slices("cuda:0", 2), mse, sgd, cuda_graph=True
     ) as subject:
         assert px.profile(subject, *_batch(graph), n_steps=2).launch == 0.0
 
@@ -376,7 +372,7 @@ except ExecutionError as error:
 def test_memory_goes_up_and_down(tmp_path: Any) -> None:
     """By the activations that GPipe holds; all is given back, but for gradients."""
     graph = _graph("gpipe", 2, 8)
-    with px.Pipeline(_stages(2), graph, px.slices("cuda:0", 2), mse, _sgd) as subject:
+    with px.Pipeline(_stages(2), graph, px.slices("cuda:0", 2), mse, sgd) as subject:
         subject.step(*_batch(graph))
         costs = px.profile(subject, *_batch(graph), n_steps=2)
         allocated = subject.allocated(*_batch(graph))

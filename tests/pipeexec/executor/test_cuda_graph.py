@@ -10,12 +10,12 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from small_pipelines import Faulty, assert_same, cut, data, dense, gradients, mse, pipeline
+from fake_cuda import named_gpus
+from small_pipelines import Faulty, assert_same, cut, data, dense, gradients, mse, pipeline, sgd
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -133,11 +133,7 @@ def _graph(schedule: str = "1f1b", n_devices: int = 2, **options: Any) -> ps.Tas
     return ps.lower(ps.schedule(schedule, n_devices=n_devices, n_microbatches=4), **options)
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def _twins(captured: Make, optimizer: Any = _sgd, schedule: str = "1f1b") -> Any:
+def _twins(captured: Make, optimizer: Any = sgd, schedule: str = "1f1b") -> Any:
     """Return a pipeline that captures, one that does not, and their equal stages."""
     stages = cut(dense(2), [1, 1])
     others = copy.deepcopy(stages)
@@ -317,10 +313,6 @@ def _launch_of(subject: px.Pipeline) -> float:
 # What is refused from the beginning
 
 
-def _gpus(*indices: int) -> list[Any]:
-    return [SimpleNamespace(torch_device=torch.device("cuda", index)) for index in indices]
-
-
 def test_cpu_workers_have_no_graphs() -> None:
     with pytest.raises(ArgumentError, match=r"cuda_graph=True needs CUDA devices, got cpu"):
         pipeline(cut(dense(2), [1, 1]), _graph(), mse, cuda_graph=True)
@@ -328,25 +320,27 @@ def test_cpu_workers_have_no_graphs() -> None:
 
 def test_several_gpus_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"on one GPU, got cuda:0, cuda:1.*slices of one GPU"):
-        check_can_capture(_graph(), _gpus(0, 1), [None, None])
+        check_can_capture(_graph(), named_gpus(0, 1), [None, None])
 
 
 def test_several_mini_batches_are_refused() -> None:
     graph = ps.lower(ps.schedule("pipedream", n_devices=2, n_microbatches=4))
     with pytest.raises(ArgumentError, match=r"one mini-batch a step, the graph has 4"):
-        check_can_capture(graph, _gpus(0, 0), [None, None])
+        check_can_capture(graph, named_gpus(0, 0), [None, None])
 
 
 def test_optimizers_must_be_capturable() -> None:
     """``capturable`` must be set where it exists; others are checked once they have a state."""
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    momentum = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     adam = torch.optim.Adam(parameters)
     with pytest.raises(ArgumentError, match=r"of stage 1 \(Adam\) keeps numbers on the host"):
-        check_can_capture(_graph(), _gpus(0, 0), [sgd, adam])
-    check_can_capture(_graph(), _gpus(0, 0), [sgd, torch.optim.Adam(parameters, capturable=True)])
+        check_can_capture(_graph(), named_gpus(0, 0), [momentum, adam])
+    check_can_capture(
+        _graph(), named_gpus(0, 0), [momentum, torch.optim.Adam(parameters, capturable=True)]
+    )
     adagrad = torch.optim.Adagrad(parameters)  # has no such option, and counts steps on the host
-    check_can_capture(_graph(), _gpus(0, 0), [None, adagrad])
+    check_can_capture(_graph(), named_gpus(0, 0), [None, adagrad])
     with pytest.raises(ArgumentError, match=r"of stage 0 \(Adagrad\) keeps numbers on the host"):
         check_state([adagrad, None], 2)
-    check_state([sgd, None], 2)
+    check_state([momentum, None], 2)

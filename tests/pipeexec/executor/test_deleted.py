@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda, FakeGpu
-from small_pipelines import cut, data, dense, mse
+from small_pipelines import cut, data, dense, mse, sgd
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -29,7 +29,7 @@ from pipesim.errors import ExecutionError, PipeError
 @pytest.fixture(autouse=True)
 def _no_collector() -> Iterator[None]:
     """Switch the cycle collector off."""
-    _sgd([nn.Parameter(torch.ones(1))])  # torch's first one leaves frames of its caller in a cycle
+    sgd([nn.Parameter(torch.ones(1))])  # torch's first one leaves frames of its caller in a cycle
     gc.collect()
     gc.disable()
     yield
@@ -49,13 +49,9 @@ def _graph(schedule: str = "1f1b", **options: Any) -> ps.TaskGraph:
     return ps.lower(ps.schedule(schedule, n_devices=2, n_microbatches=4), **options)
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
 def _new(devices: list[Any], stages: list[Any] | None = None) -> px.Pipeline:
     stages = stages or cut(dense(2), [1, 1])
-    return px.Pipeline(stages, _graph(), devices, mse, _sgd, pin_threads=False)
+    return px.Pipeline(stages, _graph(), devices, mse, sgd, pin_threads=False)
 
 
 def _nothing(subject: px.Pipeline) -> object:
@@ -205,7 +201,7 @@ def test_a_closed_pipeline_lets_go_of_its_graphs() -> None:
     """The captured steps, with their memory, of it and of those that share its devices."""
     devices = [FakeGpu(), FakeGpu()]
     subject = px.Pipeline(
-        cut(dense(2), [1, 1]), _graph(), devices, mse, _sgd, cuda_graph=True, pin_threads=False
+        cut(dense(2), [1, 1]), _graph(), devices, mse, sgd, cuda_graph=True, pin_threads=False
     )
     other = subject.with_graph(_graph("gpipe"))
     graphs = []
@@ -226,7 +222,7 @@ def test_a_closed_pipeline_lets_go_of_its_graphs() -> None:
 @pytest.mark.usefixtures("_captures")
 def test_a_pipeline_of_graphs_is_freed() -> None:
     stages = cut(dense(2), [1, 1])
-    subject = px.Pipeline(stages, _graph(), [FakeGpu(), FakeGpu()], mse, _sgd, cuda_graph=True)
+    subject = px.Pipeline(stages, _graph(), [FakeGpu(), FakeGpu()], mse, sgd, cuda_graph=True)
     for _ in range(4):
         subject.step(*data(8))
     held = _held(subject)

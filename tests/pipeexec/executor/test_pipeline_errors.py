@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_pipelines import Faulty, assert_same, call_within, cut, dense, mse, pipeline, unsplit
+from small_pipelines import (
+    Faulty,
+    assert_same,
+    call_within,
+    cut,
+    data,
+    dense,
+    mse,
+    pipeline,
+    unsplit,
+)
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -35,11 +45,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.Oversubscription
 
 def lowered(schedule: str = "gpipe", p: int = 3, m: int = 4, **options: Any) -> ps.TaskGraph:
     return ps.lower(ps.schedule(schedule, p, m), **options)
-
-
-def data(n: int = 8, width: int = 16) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(n, width, generator=generator), torch.randn(n, width, generator=generator)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -88,7 +93,7 @@ def faulty_stages(index: int, **calls: int) -> tuple[list[nn.Module], Faulty]:
 def failing_step(subject: px.Pipeline) -> StageError:
     """Run a step that must fail, without hanging, and return its error."""
     with pytest.raises(StageError) as caught:
-        call_within(30, lambda: subject.step(*data()))
+        call_within(30, lambda: subject.step(*data(8)))
     assert isinstance(caught.value, PipeError)
     return caught.value
 
@@ -120,10 +125,10 @@ def check_recovery(
     assert all(not stage._activations and not stage._inputs for stage in subject.stages)
     whole = copy.deepcopy(stages)
     graph = subject.graph
-    loss = unsplit(whole, graph, *data())
+    loss = unsplit(whole, graph, *data(8))
     for module in stages:
         module.zero_grad()
-    result = call_within(30, lambda: subject.step(*data()))
+    result = call_within(30, lambda: subject.step(*data(8)))
     assert torch.equal(result.loss, loss)
     assert_same(stages, whole)
     costs = ps.Costs(forward=1.0, backward=1.0, activation_bytes=1.0)
@@ -181,8 +186,8 @@ def test_a_stage_that_raises_in_a_split_backward(call: int, task: str) -> None:
         whole = copy.deepcopy(stages)
         for module in stages:
             module.zero_grad()
-        unsplit(whole, subject.graph, *data())
-        call_within(30, lambda: subject.step(*data()))
+        unsplit(whole, subject.graph, *data(8))
+        call_within(30, lambda: subject.step(*data(8)))
         assert_same(stages, whole)
 
 
@@ -203,9 +208,9 @@ def test_an_optimizer_that_raises() -> None:
         check_error(failing_step(subject), "1STEP", 1, 1, None)
         broken.broken = False
         whole = copy.deepcopy(stages)
-        unsplit(whole, subject.graph, *data())
+        unsplit(whole, subject.graph, *data(8))
         optimizers = [sgd(stage.parameters()) for stage in whole]
-        call_within(30, lambda: subject.step(*data()))
+        call_within(30, lambda: subject.step(*data(8)))
         for optimizer in optimizers:
             optimizer.step()
         assert_same(stages, whole)
@@ -326,7 +331,7 @@ def test_an_interrupt_of_the_caller_leaves_the_pipeline_usable() -> None:
     with pipeline(stages, lowered("gpipe", 3, 4)) as subject:
         try:
             with pytest.raises(KeyboardInterrupt):
-                subject.step(*data())
+                subject.step(*data(8))
         finally:
             signal.signal(signal.SIGINT, before)
         assert stages[2].calls == 2
@@ -352,7 +357,7 @@ def test_an_output_that_is_no_tensor(output: Any, message: str) -> None:
 
     with pipeline([Odd(), nn.Linear(16, 16)], lowered("1f1b", 2)) as subject:
         with pytest.raises(StageError, match=r"0F0 failed \(device 0, stage 0, micro") as e:
-            call_within(30, lambda: subject.step(*data()))
+            call_within(30, lambda: subject.step(*data(8)))
         assert message in str(e.value)
         assert isinstance(e.value.__cause__, ExecutionError)
 
@@ -370,17 +375,17 @@ def test_a_loss_that_is_no_single_number(loss: Any, got: str) -> None:
         pipeline(cut(dense(2), [1, 1]), lowered("gpipe", 2), loss) as subject,
         pytest.raises(StageError, match=f"1F0 .*tensor with one element, got {got}"),
     ):
-        call_within(30, lambda: subject.step(*data()))
+        call_within(30, lambda: subject.step(*data(8)))
 
 
 def test_a_nan_loss_is_warned_of() -> None:
     """By micro-batch and step; the step itself is whole."""
-    inputs, targets = data()
+    inputs, targets = data(8)
     inputs[5] = float("nan")  # of samples 4 and 5: micro-batch 2
     with pipeline(cut(dense(2), [1, 1]), lowered("1f1b", 2)) as subject:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            subject.step(*data())
+            subject.step(*data(8))
         with pytest.warns(NanLossWarning) as caught:
             result = subject.step(inputs, targets)
     assert [str(w.message) for w in caught] == [
@@ -521,8 +526,8 @@ def test_a_closed_pipeline_says_so() -> None:
     """So do those that share its devices."""
     with make() as subject:
         sibling = subject.with_graph(lowered("gpipe", 2))
-        subject.step(*data())
+        subject.step(*data(8))
     for closed in (subject, sibling):
         with pytest.raises(ExecutionError, match="the pipeline is closed"):
-            closed.step(*data())
+            closed.step(*data(8))
     subject.close()

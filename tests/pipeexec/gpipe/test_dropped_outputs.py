@@ -21,11 +21,9 @@ SECONDS = 0.3
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """Put a stand-in whose events pass late in torch's place."""
-    fake = FakeCuda(passes_after=SECONDS)
-    fake.install(monkeypatch)
-    return fake
+def event_delay() -> float:
+    """Let events pass late."""
+    return SECONDS
 
 
 def _model(*layers: nn.Module) -> px.GPipe:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from small_pipelines import Nap, assert_same, cut, dense, mse, nap_stages, orders, pipeline
+from small_pipelines import Nap, assert_same, cut, data, dense, mse, nap_stages, orders, pipeline
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -36,11 +36,6 @@ def lowered(p: int = 2, m: int = 3, **options: Any) -> ps.TaskGraph:
     return ps.lower(ps.schedule("1f1b", p, m), **options)
 
 
-def data(n: int = 6, width: int = 4) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(n, width, generator=generator), torch.randn(n, width, generator=generator)
-
-
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
 
@@ -49,7 +44,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def measured() -> px.Profile:
     """The profile of stages that sleep 5 ms in forward and 10 ms in backward."""
     with pipeline(nap_stages(2, FORWARD, BACKWARD), lowered(), mse, adam) as subject:
-        return px.measure(subject, *data(), n_steps=3, warm_up=1)
+        return px.measure(subject, *data(6, 4), n_steps=3, warm_up=1)
 
 
 def test_every_cost_of_a_whole_backward_is_measured(measured: px.Profile) -> None:
@@ -131,7 +126,7 @@ def test_activation_bytes_of_a_chain_by_hand() -> None:
         nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)),
     ]
     with pipeline(stages, lowered(), lambda output, target: (output - target).sum()) as subject:
-        costs = px.profile(subject, *data(), n_steps=1, warm_up=0)
+        costs = px.profile(subject, *data(6, 4), n_steps=1, warm_up=0)
     assert costs.activation_bytes == (2 * (4 + 8) * 4, 2 * (16 + 8) * 4)
     assert costs.output_bytes == (2 * 16 * 4, 0)
     assert costs.optimizer_bytes == (0, 0)
@@ -141,12 +136,12 @@ def test_held_bytes_are_those_of_the_whole_step() -> None:
     """By hand, in 1F1B's order: two micro-batches on device 0, one on device 1."""
     stages = [nn.Linear(4, 8), nn.Linear(8, 4)]
     with pipeline(stages, lowered(), lambda output, target: (output - target).sum()) as subject:
-        subject.step(*data())
-        assert subject.held_bytes(*data()) == [2 * 2 * 4 * 4, 2 * 8 * 4]
+        subject.step(*data(6, 4))
+        assert subject.held_bytes(*data(6, 4)) == [2 * 2 * 4 * 4, 2 * 8 * 4]
     gpipe = ps.lower(ps.schedule("gpipe", 2, 3))
     with pipeline(stages, gpipe, lambda output, target: (output - target).sum()) as subject:
-        subject.step(*data())
-        assert subject.held_bytes(*data()) == [6 * 4 * 4, 3 * 2 * 8 * 4]
+        subject.step(*data(6, 4))
+        assert subject.held_bytes(*data(6, 4)) == [6 * 4 * 4, 3 * 2 * 8 * 4]
 
 
 def test_profiling_leaves_no_trace() -> None:
@@ -159,11 +154,11 @@ def test_profiling_leaves_no_trace() -> None:
         pipeline(untouched, lowered(), mse, adam) as other,
     ):
         for runner in (subject, other):
-            runner.step(*data())
-        profile = px.measure(subject, *data(), n_steps=2, warm_up=1)
-        subject.held_bytes(*data())
+            runner.step(*data(6, 4))
+        profile = px.measure(subject, *data(6, 4), n_steps=2, warm_up=1)
+        subject.held_bytes(*data(6, 4))
         assert_same(stages, untouched)
-        assert torch.equal(subject.step(*data()).loss, other.step(*data()).loss)
+        assert torch.equal(subject.step(*data(6, 4)).loss, other.step(*data(6, 4)).loss)
         assert_same(stages, untouched)
         state, its = (s.optimizers[0].state_dict() for s in (subject, other))
         torch.testing.assert_close(state, its, rtol=0, atol=0)
@@ -175,7 +170,7 @@ def test_profiling_before_the_first_step_leaves_no_trace() -> None:
     stages = cut(dense(2), [1, 1])
     untouched = copy.deepcopy(stages)
     with pipeline(stages, lowered(), mse, adam) as subject:
-        px.measure(subject, *data(width=16), n_steps=1, warm_up=1)
+        px.measure(subject, *data(6), n_steps=1, warm_up=1)
         assert_same(stages, untouched)
         assert all(not optimizer.state for optimizer in subject.optimizers)
 
@@ -184,9 +179,9 @@ def test_gradients_that_were_gathered_are_kept() -> None:
     """Without an optimizer they add up from step to step, but not those of the profile."""
     stages = cut(dense(2), [1, 1])
     with pipeline(stages, lowered()) as subject:
-        subject.step(*data(width=16))
+        subject.step(*data(6))
         before = [p.grad.clone() for stage in stages for p in stage.parameters()]
-        px.measure(subject, *data(width=16), n_steps=1, warm_up=1)
+        px.measure(subject, *data(6), n_steps=1, warm_up=1)
         after = [p.grad for stage in stages for p in stage.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -196,7 +191,7 @@ def test_short_tasks_are_warned_of() -> None:
     with pipeline(cut(dense(2), [1, 1]), lowered()) as subject:
         for call in (px.measure, px.profile):
             with pytest.warns(AccuracyWarning, match=r"of stage \d takes 0\.\d+ ms: below 1") as w:
-                call(subject, *data(width=16), n_steps=2, warm_up=1)
+                call(subject, *data(6), n_steps=2, warm_up=1)
             assert w[0].message.args[0].endswith("use larger micro-batches or stages")
 
 
@@ -206,7 +201,7 @@ def test_long_tasks_are_not() -> None:
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("error", "below 1 ms", AccuracyWarning)
-        px.profile(subject, *data(), n_steps=1, warm_up=0)
+        px.profile(subject, *data(6, 4), n_steps=1, warm_up=0)
 
 
 def test_unsteady_tasks_are_warned_of() -> None:
@@ -227,12 +222,12 @@ def test_unsteady_tasks_are_warned_of() -> None:
         pipeline(stages, lowered()) as subject,
         pytest.warns(AccuracyWarning, match=r"mean of [FR] of stage 0 moves by \d+% from step"),
     ):
-        px.profile(subject, *data(), n_steps=4, warm_up=0)
+        px.profile(subject, *data(6, 4), n_steps=4, warm_up=0)
 
 
 def test_one_device_has_no_transfers() -> None:
     with pipeline(nap_stages(1), lowered(1)) as subject:
-        profile = px.measure(subject, *data(), n_steps=1, warm_up=0)
+        profile = px.measure(subject, *data(6, 4), n_steps=1, warm_up=0)
     assert profile.transfers.empty
     assert profile.costs.network == ps.Network()
 
@@ -240,7 +235,7 @@ def test_one_device_has_no_transfers() -> None:
 def test_stages_that_share_a_device() -> None:
     graph = ps.lower(orders("0F0 0B0", "1F0 2F0 2B0 1B0"))
     with pipeline(nap_stages(3, 2e-3, 2e-3), graph) as subject:
-        costs = px.profile(subject, *data(), n_steps=1, warm_up=0)
+        costs = px.profile(subject, *data(6, 4), n_steps=1, warm_up=0)
     assert len(costs.forward) == 3
     assert min(costs.forward) >= 2e-3
     assert costs.output_bytes == (6 * 4 * 4, 0, 0)
@@ -249,7 +244,7 @@ def test_stages_that_share_a_device() -> None:
 def test_the_calibration_is_of_another_schedule() -> None:
     """One micro-batch more than the pipeline has, as large as its micro-batches; breadth first."""
     with pipeline(nap_stages(2), lowered(m=3)) as subject:
-        calibration = Calibration(subject, *data(6))
+        calibration = Calibration(subject, *data(6, 4))
         graph = calibration.loaded.graph
         assert graph.n_microbatches == 4
         assert len(calibration.batch[0]) == 8
@@ -261,7 +256,7 @@ def test_the_calibration_is_of_another_schedule() -> None:
 def test_the_calibration_of_an_uneven_batch() -> None:
     """Seven samples in three: micro-batches of 3, 2 and 2 are measured as most of them are."""
     with pipeline(nap_stages(1, 0.0, 0.0), lowered(1, 3)) as subject:
-        assert Calibration(subject, *data(7)).microbatch_size == 2
+        assert Calibration(subject, *data(7, 4)).microbatch_size == 2
 
 
 def test_breadth_first() -> None:
@@ -274,9 +269,9 @@ def test_breadth_first() -> None:
 @pytest.mark.parametrize(
     ("inputs", "targets", "message"),
     [
-        (data(2)[0], data(2)[1], "inputs have 2 samples, too few for 3 micro-batches"),
-        (data(6)[0], data(5)[1], "inputs have 6 samples, targets 5"),
-        ([1, 2, 3], data(6)[1], "inputs must be a tensor of samples"),
+        (data(2, 4)[0], data(2, 4)[1], "inputs have 2 samples, too few for 3 micro-batches"),
+        (data(6, 4)[0], data(5, 4)[1], "inputs have 6 samples, targets 5"),
+        ([1, 2, 3], data(6, 4)[1], "inputs must be a tensor of samples"),
     ],
 )
 def test_a_batch_that_does_not_suit(inputs: Any, targets: Any, message: str) -> None:
@@ -294,7 +289,7 @@ def test_counts_of_steps(counts: dict[str, Any]) -> None:
         pipeline(nap_stages(2), lowered()) as subject,
         pytest.raises(ArgumentError, match=next(iter(counts))),
     ):
-        px.profile(subject, *data(), **{"n_steps": 1, "warm_up": 0, **counts})
+        px.profile(subject, *data(6, 4), **{"n_steps": 1, "warm_up": 0, **counts})
 
 
 def test_steps_that_keep_versions_are_measured_as_such() -> None:

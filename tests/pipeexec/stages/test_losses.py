@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from small_pipelines import train_whole
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -83,15 +84,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def unsplit(loss_fn: Loss, x: Any, y: Any, n_steps: int) -> tuple[list[float], list[Tensor]]:
     """Return losses and weights of steps with the whole batch."""
     whole = nn.Sequential(*model(1))
-    optimizer = sgd(whole.parameters())
-    losses = []
-    for _ in range(n_steps):
-        optimizer.zero_grad()
-        loss = loss_fn(whole(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, [p.detach() for p in whole.parameters()]
+    return train_whole(whole, sgd(whole.parameters()), loss_fn, x, y, n_steps)
 
 
 def weights(stages: Sequence[nn.Module]) -> list[Tensor]:

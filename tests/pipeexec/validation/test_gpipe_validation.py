@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_pipelines import mse
+from small_pipelines import mse, sgd
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -53,10 +53,6 @@ def batches(n: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
 
 def model(**options: Any) -> px.GPipe:
     return px.GPipe(layers(), [2, 2, 2], devices=["cpu"] * 3, chunks=4, **options)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def test_modules_are_predicted_run_and_compared() -> None:

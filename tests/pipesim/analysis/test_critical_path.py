@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from rules import all_reduced, issue_times
+from simulated_runs import run
 from strategies import cases
 
 import pipesim as ps
@@ -18,11 +18,6 @@ from pipesim.errors import TimelineError
 from pipesim.ops import COMPUTE, RECVS, Op
 
 SLOW = ps.Network(bandwidth=1)
-
-
-def run(name: str, p: int, m: int, costs: ps.Costs, **options: Any) -> ps.Timeline:
-    """Simulate a schedule without optimizer steps."""
-    return ps.simulate(ps.lower(ps.schedule(name, p, m), step="none", **options), costs)
 
 
 def path(timeline: ps.Timeline) -> str:

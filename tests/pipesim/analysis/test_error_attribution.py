@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_runs import without_costs
 from strategies import cases, costs, graphs
 
 import pipesim as ps
@@ -26,17 +27,12 @@ def graph(name: str = "1f1b", p: int = 2, m: int = 4, **options: Any) -> ps.Task
     return ps.lower(ps.schedule(name, p, m), step="none", **options)
 
 
-def measured(timeline: ps.Timeline) -> ps.Timeline:
-    """Return what a measurement would show: times, and sizes of messages."""
-    return replace(timeline, sizes=timeline.nbytes, costs=None)
-
-
 def parts(
     task_graph: ps.TaskGraph, costs: ps.Costs, *, noise: ps.Noise | None = None, **options: Any
 ) -> dict[str, float]:
     """Return the parts that are not 0, of a run with ``costs`` that was predicted with `COSTS`."""
     predicted = ps.simulate(task_graph, COSTS)
-    ran = measured(ps.simulate(task_graph, costs, noise=noise))
+    ran = without_costs(ps.simulate(task_graph, costs, noise=noise))
     causes = ps.Comparison(predicted, ran).error_parts(**options)
     assert list(causes.index) == list(PARTS)
     assert causes.sum() == pytest.approx(predicted.makespan - ran.makespan, abs=1e-9)
@@ -76,7 +72,7 @@ def test_a_message_that_nobody_waited_for() -> None:
     recv = np.flatnonzero((task_graph.op == Op.RECV_F) & (task_graph.microbatch == 3))
     end = timeline.end.copy()
     end[recv] += 2.5
-    late = replace(measured(timeline), end=end)
+    late = replace(without_costs(timeline), end=end)
     causes = error_parts(timeline, late)
     assert late.duration[recv] > 2.5
     assert causes.abs().max() < 1e-9
@@ -92,7 +88,7 @@ def test_tasks_that_stray_from_their_mean() -> None:
     seconds = predicted.duration
     seconds[first] += 0.5
     seconds[second] -= 0.5
-    ran = measured(resimulated(predicted, seconds))
+    ran = without_costs(resimulated(predicted, seconds))
     causes = error_parts(predicted, ran)
     assert causes["durations"] == pytest.approx(0)
     assert causes["spread"] == pytest.approx(-0.5)
@@ -131,7 +127,7 @@ def shifted(timeline: ps.Timeline, tasks: Any, seconds: float) -> ps.Timeline:
     from_ = float(timeline.start[tasks].min())
     start = timeline.start + np.where(timeline.start >= from_, seconds, 0.0)
     end = timeline.end + np.where(timeline.end > from_, seconds, 0.0)
-    return replace(measured(timeline), start=start, end=end)
+    return replace(without_costs(timeline), start=start, end=end)
 
 
 def test_hand_over_between_streams() -> None:
@@ -176,7 +172,7 @@ def test_causes_that_meet_share_what_they_change() -> None:
         (task_graph.microbatch == 1) & ((task_graph.op == Op.SEND_F) | (task_graph.op == Op.RECV_F))
     ] = 3
     late = replace(tasks, table=tasks.table._replace(latency=latency))
-    predicted, ran = ps.simulate(task_graph, prices), measured(ps.simulate(task_graph, late))
+    predicted, ran = ps.simulate(task_graph, prices), without_costs(ps.simulate(task_graph, late))
     assert (predicted.makespan, ran.makespan) == (3, 9)
     causes = error_parts(predicted, ran)
     assert causes["durations"] == pytest.approx(-4.5)
@@ -202,7 +198,7 @@ def test_a_collective_that_one_member_carries_out() -> None:
     assert timeline.duration[first] > 0
     start[second] = end[first]
     end[last] += 1
-    causes = error_parts(timeline, replace(measured(timeline), start=start, end=end))
+    causes = error_parts(timeline, replace(without_costs(timeline), start=start, end=end))
     assert causes["durations"] == pytest.approx(-1)
     assert causes.drop("durations").abs().max() < 1e-9
 
@@ -213,7 +209,7 @@ def test_a_receiver_that_is_issued_late() -> None:
     free = ps.Costs(0, 0)
     causes = error_parts(
         ps.simulate(task_graph, free),
-        measured(ps.simulate(task_graph, replace(free, launch=0.25))),
+        without_costs(ps.simulate(task_graph, replace(free, launch=0.25))),
         launch=0.25,
     )
     assert causes["host"] == pytest.approx(-0.25 * len(task_graph))
@@ -232,7 +228,7 @@ def test_parts_sum_to_the_error(data: st.DataObject) -> None:
         for _ in range(2)
     )
     launch = data.draw(st.sampled_from([None, 0.0, 0.5]))
-    causes = error_parts(predicted, measured(ran), launch=launch)
+    causes = error_parts(predicted, without_costs(ran), launch=launch)
     assert causes.sum() == pytest.approx(predicted.makespan - ran.makespan, rel=1e-9, abs=1e-6)
 
 
@@ -244,7 +240,7 @@ def test_other_durations_are_nothing_but_durations(
     task_graph, prices = case
     free = replace(prices, network=ps.Network(), launch=0.0, output_seconds=0.0)
     predicted, ran = ps.simulate(task_graph, free), ps.simulate(task_graph, free.scaled(factor))
-    causes = error_parts(predicted, measured(ran))
+    causes = error_parts(predicted, without_costs(ran))
     assert causes["durations"] == pytest.approx(predicted.makespan - ran.makespan, abs=1e-6)
     assert causes.drop("durations").abs().max() < 1e-6
 
@@ -265,7 +261,7 @@ def test_a_run_with_one_link_a_pair_leaves_nothing_unexplained(data: st.DataObje
         for launch in (0.0, 0.25)
     ]
     predicted, ran = (ps.simulate(task_graph, prices) for prices in both)
-    causes = error_parts(predicted, measured(ran), launch=0.25)
+    causes = error_parts(predicted, without_costs(ran), launch=0.25)
     assert abs(causes["unexplained"]) < 1e-6
 
 
@@ -273,8 +269,8 @@ def test_without_costs_of_the_prediction() -> None:
     """As when both were loaded from files: values come from the times of the prediction."""
     task_graph = graph("1f1b", 4, 8)
     slow = replace(COSTS, forward=(1.5, 1, 1, 1), network=ps.Network(latency=0.5, bandwidth=4.0))
-    predicted, ran = ps.simulate(task_graph, COSTS), measured(ps.simulate(task_graph, slow))
-    whole, bare = error_parts(predicted, ran), error_parts(measured(predicted), ran)
+    predicted, ran = ps.simulate(task_graph, COSTS), without_costs(ps.simulate(task_graph, slow))
+    whole, bare = error_parts(predicted, ran), error_parts(without_costs(predicted), ran)
     assert bare.sum() == pytest.approx(whole.sum())
     assert bare["durations"] == pytest.approx(whole["durations"], abs=0.05)
 

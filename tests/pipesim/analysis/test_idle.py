@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernels import as_python, compiled
 from matplotlib.figure import Figure
+from simulated_runs import run, without_costs
 from strategies import COLLECTIVE_SECONDS, cases, noises
 
 import pipesim as ps
@@ -23,18 +22,7 @@ from pipesim.cli import main
 from pipesim.errors import ArgumentError, TimelineError, UnknownNameError
 from pipesim.plot import paper_figure
 
-
-@pytest.fixture(autouse=True)
-def _no_figures_left() -> Iterator[None]:
-    """Pyplot draws into memory; what a test opens through it is closed."""
-    mpl.use("Agg")
-    yield
-    plt.close("all")
-
-
-def run(name: str, p: int, m: int, costs: ps.Costs, **options: Any) -> ps.Timeline:
-    """Simulate a schedule without optimizer steps."""
-    return ps.simulate(ps.lower(ps.schedule(name, p, m), step="none", **options), costs)
+pytestmark = pytest.mark.usefixtures("no_figures_left")
 
 
 def causes(timeline: ps.Timeline) -> list[dict[str, float]]:
@@ -86,7 +74,7 @@ def test_latency_and_bandwidth_by_hand() -> None:
     ]
     timeline = run("gpipe", 2, 1, costs)
     assert causes(timeline) == expected
-    assert causes(replace(timeline, costs=None, sizes=timeline.nbytes)) == expected
+    assert causes(without_costs(timeline)) == expected
     assert causes(run("gpipe", 2, 1, costs, overlap=False)) == expected
     free = replace(costs, output_bytes=0.0)
     assert causes(run("gpipe", 2, 1, free))[0] == {"warm_up": 1, "cool_down": 2, "latency": 10}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_runs import without_costs
 from strategies import cases
 from tracing import DATA, traced, write
 
@@ -29,11 +30,6 @@ def run(
     """Simulate two devices."""
     costs = costs or ps.Costs((1, 2), (3, 5), output_bytes=(3, 0), network=NETWORK)
     return ps.simulate(ps.lower(ps.schedule(name, 2, m), **options), costs)
-
-
-def without_costs(timeline: ps.Timeline) -> ps.Timeline:
-    """Return what a measurement would show: times, and sizes of messages."""
-    return replace(timeline, sizes=timeline.nbytes, costs=None)
 
 
 def test_by_hand() -> None:

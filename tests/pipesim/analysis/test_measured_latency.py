@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_runs import without_costs
 
 import pipesim as ps
 from pipesim.errors import AccuracyWarning
 
 #: Ways to lower in which a RECV may have to wait for its own stream.
 SHARED = ({"overlap": False}, {"streams": "single"})
-
-
-def without_costs(timeline: ps.Timeline) -> ps.Timeline:
-    """Return what a measurement would show: times, and sizes of messages."""
-    return replace(timeline, sizes=timeline.nbytes, costs=None)
 
 
 @pytest.mark.parametrize("options", [{}, *SHARED])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_runs import without_costs
 
 import pipesim as ps
 from pipesim.analysis.measured_costs import stage_seconds
@@ -25,7 +26,7 @@ def run(orders: list[list[str]], costs: ps.Costs, **options: object) -> ps.Timel
     """Simulate orders; the timeline does not say from which costs."""
     schedule = ps.Schedule.from_orders(orders, **options)  # type: ignore[arg-type]
     timeline = ps.simulate(ps.lower(schedule), costs)
-    return replace(timeline, sizes=timeline.nbytes, costs=None)
+    return without_costs(timeline)
 
 
 def test_by_hand() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from simulated_runs import without_costs
 from small_pipelines import cut, data, dense, pipeline
 from strategies import cases, noises, skipping_cases
 
@@ -29,11 +30,6 @@ LAUNCHES = st.sampled_from([0.0, 0.1, 0.37, 1.0])
 
 def graph(name: str = "1f1b", p: int = 2, m: int = 4, **options: Any) -> ps.TaskGraph:
     return ps.lower(ps.schedule(name, p, m), **options)
-
-
-def measured(timeline: ps.Timeline, **changes: Any) -> ps.Timeline:
-    """Return what a measurement shows: times, and sizes of messages."""
-    return replace(timeline, sizes=timeline.nbytes, costs=None, **changes)
 
 
 def assert_itself(timeline: ps.Timeline, engine: str = "compiled") -> ps.Timeline:
@@ -149,17 +145,17 @@ def test_a_gap_is_not_the_hosts() -> None:
     late = np.arange(len(timeline)) * 0.5  # before each task, half a second
     gaps = {"start": timeline.start + late, "end": timeline.end + late}
     for issued in (None, np.zeros(len(timeline)), np.full(len(timeline), np.nan)):
-        assert ps.replay(measured(timeline, issued=issued, **gaps)).makespan == 8
+        assert ps.replay(without_costs(timeline, issued=issued, **gaps)).makespan == 8
     # Issued 0.1 s before each starts: of every 0.5 s, the host explains what remains.
     issued = np.maximum(timeline.start + late - 0.1, 0.0)
-    assert ps.replay(measured(timeline, issued=issued, **gaps)).makespan == pytest.approx(11.4)
+    assert ps.replay(without_costs(timeline, issued=issued, **gaps)).makespan == pytest.approx(11.4)
 
 
 def test_a_message_is_not_what_the_host_was_late_for() -> None:
     """Its latency ends when its receiver has it, though that starts later."""
     costs = ps.Costs(1, 1, launch=1, output_bytes=1, network=ps.Network(latency=1.5))
     timeline = ps.simulate(graph("gpipe", m=2), costs)
-    run = measured(timeline, issued=timeline.issue_times)
+    run = without_costs(timeline, issued=timeline.issue_times)
     assert (ps.replay(run).end == timeline.end).all()
     assert ps.Costs.from_timeline(run, launch=1).network.latency == 1.5
 
@@ -167,7 +163,7 @@ def test_a_message_is_not_what_the_host_was_late_for() -> None:
 def test_clocks_that_differ() -> None:
     """No task is issued after it has started; what clocks say otherwise delays nothing."""
     timeline = ps.simulate(graph(), ps.Costs(1, 1))
-    run = measured(timeline, issued=timeline.start + 1e-3)
+    run = without_costs(timeline, issued=timeline.start + 1e-3)
     assert ps.replay(run).makespan == timeline.makespan
 
 
@@ -191,7 +187,7 @@ def late_run() -> tuple[ps.Timeline, ps.Timeline]:
     """Return a prediction without launch, and a run whose host was late, with issue times."""
     task_graph = graph("gpipe", m=2, step="none")
     ran = ps.simulate(task_graph, ps.Costs(1, 1, launch=1))
-    return ps.simulate(task_graph, ps.Costs(1, 1)), measured(ran, issued=ran.issue_times)
+    return ps.simulate(task_graph, ps.Costs(1, 1)), without_costs(ran, issued=ran.issue_times)
 
 
 def test_parts_of_an_error() -> None:

@@ -10,19 +10,14 @@ import pytest
 from drawing import draw, grid
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_runs import UNIFORM, run_schedule
 from strategies import costs, placements
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, UnknownNameError
 from pipesim.list_scheduling.priorities import PRIORITIES
 
-UNIFORM = ps.Costs(forward=1, input_grad=1, weight_grad=1, activation_bytes=1, weight_grad_bytes=1)
 counts = st.integers(1, 9)
-
-
-def run(schedule: ps.Schedule, prices: ps.Costs = UNIFORM) -> ps.Timeline:
-    """Simulate the bare schedule."""
-    return ps.simulate(ps.lower(schedule, step="none"), prices)
 
 
 def scrambled(seed: int) -> Any:
@@ -46,7 +41,7 @@ def bytes_of_one(placement: ps.Placement, prices: ps.Costs) -> list[float]:
 def test_one_activation_a_device() -> None:
     """Drawn by hand: where one fits, F waits until W has freed the bytes of the last one."""
     schedule = ps.order_by(ps.linear(2), 2, UNIFORM, memory_limit=1)
-    assert draw(run(schedule), transfers=False) == grid("""
+    assert draw(run_schedule(schedule), transfers=False) == grid("""
         0 | F0 .. .. I0 W0 F1 .. .. I1 W1
         1 | .. F0 I0 W0 .. .. F1 I1 W1 ..
     """)
@@ -55,7 +50,7 @@ def test_one_activation_a_device() -> None:
 def test_two_chunks_leave_room_for_each_other() -> None:
     """Drawn by hand: F of the first stage must not take what the last stage's F will need."""
     schedule = ps.order_by(ps.v_shaped(2), 2, UNIFORM, memory_limit=2)
-    assert draw(run(schedule), transfers=False) == grid("""
+    assert draw(run_schedule(schedule), transfers=False) == grid("""
         0 | 0F0 ..  ..  3F0 3I0 3W0 0F1 0I0 0W0 ..  ..  3F1 3I1 3W1 ..  0I1 0W1
         1 | ..  1F0 2F0 ..  ..  2I0 1I0 2W0 1F1 1W0 2F1 ..  ..  2I1 1I1 2W1 1W1
     """)
@@ -154,7 +149,7 @@ def test_memory_stays_within_the_limit(data: st.DataObject) -> None:
         priority=data.draw(st.builds(scrambled)),
         memory_limit=limits,
     )
-    assert (run(schedule, prices).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
+    assert (run_schedule(schedule, prices).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
 
 
 @given(st.data())

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawing import draw, grid
+from drawing import draw_replica, grid
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, GraphError
@@ -36,21 +36,17 @@ def simulate(name: str, *counts: int, costs: ps.Costs = COSTS, **options: Any) -
     return one
 
 
-def drawn(timeline: ps.Timeline, devices: str = "0") -> str:
-    return draw(timeline, rows=f"^[{devices}]( collective)?$")
-
-
 # Keys of the next micro-batch
 
 
 def test_keys_are_exchanged_under_the_compute_of_the_micro_batch_before() -> None:
     """F0 of four seconds hides c1 and k1; otherwise they come after v0."""
     costs = replace(COSTS, forward=(4, 1))
-    assert drawn(simulate("gpipe", 2, 2, costs=costs)) == grid("""
+    assert draw_replica(simulate("gpipe", 2, 2, costs=costs)) == grid("""
         0            | .. .. .. F0 F0 F0 F0 .. .. .. .. .. F1 F1 F1 F1 .. .. .. .. .. .. B1 .. B0 ST
         0 collective | c0 k0 k0 .. .. .. .. v0 v0 c1 k1 k1 .. .. .. .. v1 v1 .. .. g1 g1 g0 g0 .. ..
     """)
-    assert drawn(simulate("gpipe", 2, 2, costs=costs, prefetch_keys=True)) == grid("""
+    assert draw_replica(simulate("gpipe", 2, 2, costs=costs, prefetch_keys=True)) == grid("""
         0            | .. .. .. F0 F0 F0 F0 F1 F1 F1 F1 .. .. .. .. .. .. B1 .. B0 ST
         0 collective | c0 k0 k0 c1 k1 k1 .. v0 v0 .. .. v1 v1 .. .. g1 g1 g0 g0 .. ..
     """)
@@ -61,12 +57,12 @@ def test_keys_are_exchanged_under_the_compute_of_the_micro_batch_before() -> Non
 
 def test_work_around_exchanges_competes_with_compute() -> None:
     """It is on the compute stream, where each waits behind the tasks before it."""
-    assert drawn(simulate("looped_bfs", 1, 2, exchange_work="compute")) == grid("""
+    assert draw_replica(simulate("looped_bfs", 1, 2, exchange_work="compute")) == grid("""
         0            | D0  ..  ..  ..  0F0 D1  ..  ..  ..  ..  0F1 V0  1F0 V1  1F1 1B1 1B0 G1 G1 ..  ..  0B1 G0 G0 ..  ..  0B0 ST ST
         0 collective | ..  c0  k0  k0  ..  v0  v0  c1  k1  k1  ..  v1  v1  ..  ..  ..  ..  RG RG g1  g1  ..  .. .. g0  g0  ..  .. ..
     """)  # noqa: E501
     timeline = simulate("gpipe", 2, 1, exchange_work="compute")
-    assert drawn(timeline, "01") == grid("""
+    assert draw_replica(timeline, "01") == grid("""
         0            | D0 .. .. .. F0 .. .. V0 .. .. G0 G0 .. .. B0 ST
         0 collective | .. c0 k0 k0 .. v0 v0 .. .. .. .. .. g0 g0 .. ..
         1            | .. .. .. .. .. .. .. .. F0 B0 .. .. ST .. .. ..
@@ -88,12 +84,12 @@ def test_work_around_exchanges_competes_with_compute() -> None:
 def test_gradients_of_all_micro_batches_are_exchanged_once() -> None:
     """After the last backward, and the step waits for them; without more, twice the bytes."""
     timeline = simulate("gpipe", 2, 2, sparse_grad_sync="last")
-    assert drawn(timeline) == grid("""
+    assert draw_replica(timeline) == grid("""
         0            | .. .. .. F0 .. .. .. .. .. F1 .. .. .. .. B1 B0 .. .. .. .. ST
         0 collective | c0 k0 k0 .. v0 v0 c1 k1 k1 .. v1 v1 .. .. .. .. a  a  a  a  ..
     """)
     whole = simulate("gpipe", 2, 2, sparse_grad_sync="last", step="none", grad_sync="every")
-    assert drawn(whole) == grid("""
+    assert draw_replica(whole) == grid("""
         0            | .. .. .. F0 .. .. .. .. .. F1 .. .. .. .. B1 B0 .. .. .. ..
         0 collective | c0 k0 k0 .. v0 v0 c1 k1 k1 .. v1 v1 .. .. .. .. a  a  a  a
     """)

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawing import draw, grid
+from drawing import draw_replica, grid
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_runs import without_costs
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, GraphError
@@ -44,17 +45,12 @@ def by_both(graph: ps.TaskGraph, costs: ps.Costs | ps.TaskCosts) -> ps.Timeline:
     return one
 
 
-def drawn(timeline: ps.Timeline, devices: str = "0") -> str:
-    """Draw compute and collective streams of some devices."""
-    return draw(timeline, rows=f"^[{devices}]( collective)?$")
-
-
 # Reductions
 
 
 def test_reduced_after_the_last_backward() -> None:
     """One of 2(n-1)/n * 4 bytes."""
-    assert drawn(simulate(1, 2, grad_sync="last")) == grid("""
+    assert draw_replica(simulate(1, 2, grad_sync="last")) == grid("""
         0            | F0 F1 B1 B1 B1 B1 B0 B0 B0 B0 .. .. .. .. ST
         0 collective | .. .. .. .. .. .. .. .. .. .. RG RG RG RG ..
     """)
@@ -62,7 +58,7 @@ def test_reduced_after_the_last_backward() -> None:
 
 def test_reduced_after_every_backward() -> None:
     """Each after its own, beside the next one."""
-    assert drawn(simulate(1, 2, grad_sync="every")) == grid("""
+    assert draw_replica(simulate(1, 2, grad_sync="every")) == grid("""
         0            | F0 F1 B1 B1 B1 B1 B0 B0 B0 B0 .. .. .. .. ST
         0 collective | .. .. .. .. .. .. RG RG RG RG RG RG RG RG ..
     """)
@@ -71,7 +67,7 @@ def test_reduced_after_every_backward() -> None:
 def test_reduced_after_every_second_backward() -> None:
     """Two of four micro-batches together; each reduction has the number of the last of them."""
     costs = replace(COSTS, backward=1)
-    assert drawn(simulate(1, 4, costs, grad_sync=2)) == grid("""
+    assert draw_replica(simulate(1, 4, costs, grad_sync=2)) == grid("""
         0            | F0 F1 F2 F3 B3 B2 B1 B0 .. .. .. .. .. .. ST
         0 collective | .. .. .. .. .. .. RG RG RG RG RG RG RG RG ..
     """)
@@ -91,7 +87,7 @@ def test_each_stage_reduces_as_it_was_told() -> None:
     """Stage 0 after each backward, stage 1 in two buckets during its last one."""
     costs = replace(COSTS, backward=2)
     timeline = simulate(2, 2, costs, grad_sync=("every", "bucketed"), n_buckets=2)
-    assert drawn(timeline, "01") == grid("""
+    assert draw_replica(timeline, "01") == grid("""
         0            | F0 F1 .. .. .. B1 B1 B0 B0 .. .. .. .. .. .. ST
         0 collective | .. .. .. .. .. .. .. RG RG RG RG RG RG RG RG ..
         1            | .. F0 F1 B1 B1 B0 B0 .. .. .. ST .. .. .. .. ..
@@ -152,7 +148,7 @@ def test_paths_reduce_once() -> None:
 
 def test_reduced_in_buckets_during_the_last_backward() -> None:
     """Rule 3: a quarter of the gradients, whenever a quarter of the last backward has passed."""
-    assert drawn(simulate(1, 2, grad_sync="bucketed", n_buckets=4)) == grid("""
+    assert draw_replica(simulate(1, 2, grad_sync="bucketed", n_buckets=4)) == grid("""
         0            | F0 F1 B1 B1 B1 B1 B0 B0 B0 B0 .. ST
         0 collective | .. .. .. .. .. .. .. R0 R1 R2 R3 ..
     """)
@@ -161,7 +157,7 @@ def test_reduced_in_buckets_during_the_last_backward() -> None:
 def test_buckets_of_two_stages() -> None:
     """Each stage during its own last backward."""
     timeline = simulate(2, 2, grad_sync="bucketed", n_buckets=2)
-    assert drawn(timeline, "01") == grid("""
+    assert draw_replica(timeline, "01") == grid("""
         0            | F0 F1 .. .. .. .. .. B1 B1 B1 B1 B0 B0 B0 B0 .. .. ST
         0 collective | .. .. .. .. .. .. .. .. .. .. .. .. .. R0 R0 R1 R1 ..
         1            | .. F0 F1 B1 B1 B1 B1 B0 B0 B0 B0 .. .. ST .. .. .. ..
@@ -173,7 +169,7 @@ def test_buckets_of_a_split_backward_come_with_the_last_weight_gradient() -> Non
     """ZB-H1's last W; I is no gradient of weights."""
     graph = ps.lower(ps.schedule("zb_h1", 1, 2), n_replicas=2, grad_sync="bucketed", n_buckets=2)
     costs = replace(COSTS, input_grad=1, weight_grad=2)
-    assert drawn(by_both(graph, costs)) == grid("""
+    assert draw_replica(by_both(graph, costs)) == grid("""
         0            | F0 I0 W0 W0 F1 I1 W1 W1 .. .. .. ST
         0 collective | .. .. .. .. .. .. .. R0 R0 R1 R1 ..
     """)
@@ -182,7 +178,7 @@ def test_buckets_of_a_split_backward_come_with_the_last_weight_gradient() -> Non
 def test_buckets_of_unlike_sizes() -> None:
     """Three quarters of the bytes after half of the backward; the rest at its end."""
     costs = replace(COSTS, buckets=[[(0.75, 0.5), (0.25, 1.0)]])
-    assert drawn(simulate(1, 1, costs, grad_sync="bucketed", n_buckets=2)) == grid("""
+    assert draw_replica(simulate(1, 1, costs, grad_sync="bucketed", n_buckets=2)) == grid("""
         0            | F0 B0 B0 B0 B0 .. .. ST
         0 collective | .. .. .. R0 R0 R0 R1 ..
     """)
@@ -365,7 +361,7 @@ def test_costs_of_a_run_with_collectives_predict_it(
     network = ps.Network(latency=latency, bandwidth=2)
     costs = replace(COSTS, parameter_bytes=(3, 6), key_bytes=2, vector_bytes=4, network=network)
     timeline = simulate(2, 3, costs, **options)
-    for run in (timeline, replace(timeline, costs=None, sizes=timeline.nbytes)):
+    for run in (timeline, without_costs(timeline)):
         back = ps.Costs.from_timeline(run)
         assert ps.simulate(timeline.graph, back).makespan == pytest.approx(timeline.makespan)
     assert back.reduce_grad is not None
@@ -376,7 +372,7 @@ def test_costs_of_buckets_are_those_of_all_of_them() -> None:
     network = ps.Network(latency=0.25, bandwidth=2)
     costs = replace(COSTS, parameter_bytes=8, network=network, output_bytes=1)
     timeline = simulate(2, 1, costs, grad_sync="bucketed", n_buckets=4)
-    back = ps.Costs.from_timeline(replace(timeline, costs=None, sizes=timeline.nbytes))
+    back = ps.Costs.from_timeline(without_costs(timeline))
     whole = ps.simulate(ps.lower(ps.schedule("gpipe", 2, 1), n_replicas=2), back)
     seconds = whole.duration[whole.graph.op == Op.REDUCE_GRAD]
     assert seconds == pytest.approx(network.all_reduce(8, range(2)))
@@ -392,7 +388,7 @@ def test_sharded_optimizer() -> None:
     """ZeRO-1: an all-reduce's two halves are a collective each; half of the step and its state."""
     costs = replace(COSTS, optimizer_step=2, optimizer_bytes=8)
     timeline = simulate(1, 2, costs, shard_optimizer=True)
-    assert drawn(timeline) == grid("""
+    assert draw_replica(timeline) == grid("""
         0            | F0 F1 B1 B1 B1 B1 B0 B0 B0 B0 .. .. ST .. ..
         0 collective | .. .. .. .. .. .. .. .. .. .. RG RG .. US US
     """)
@@ -428,7 +424,7 @@ def test_gathers_of_two_paths_are_in_one_order() -> None:
 def test_sharded_embedding_with_the_mlp_on_its_device() -> None:
     """Counts, keys, lookup, vectors; then the MLP; gradients before the backward of rows."""
     graph = ps.lower(ps.schedule("looped_bfs", 1, 2, n_chunks=2), n_replicas=2, sharded=[0])
-    assert drawn(by_both(graph, EXCHANGED)) == grid("""
+    assert draw_replica(by_both(graph, EXCHANGED)) == grid("""
         0            | ..  ..  ..  0F0 ..  ..  ..  ..  ..  0F1 1F0 .. 1F1 1B1 1B0 .. .. .. .. 0B1 .. 0B0 ST ST
         0 collective | c0  k0  k0  ..  v0  v0  c1  k1  k1  ..  v1  v1 ..  ..  ..  RG RG g1 g1 g0  g0 ..  .. ..
     """)  # noqa: E501
@@ -439,7 +435,7 @@ def test_sharded_embedding_with_the_mlp_on_its_device() -> None:
 def test_sharded_embedding_on_a_device_of_its_own() -> None:
     """Its vectors go on to the next stage's device."""
     graph = ps.lower(ps.schedule("gpipe", 2, 2), n_replicas=2, sharded=0)
-    assert drawn(by_both(graph, EXCHANGED), "01") == grid("""
+    assert draw_replica(by_both(graph, EXCHANGED), "01") == grid("""
         0            | .. .. .. F0 .. .. .. .. .. F1 .. .. .. .. .. .. B1 .. B0 ST
         0 collective | c0 k0 k0 .. v0 v0 c1 k1 k1 .. v1 v1 .. .. g1 g1 g0 g0 .. ..
         1            | .. .. .. .. .. .. F0 .. .. .. .. .. F1 B1 B0 .. .. ST .. ..

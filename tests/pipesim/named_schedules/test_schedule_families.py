@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 from drawing import draw, grid
 from hypothesis import given
 from hypothesis import strategies as st
-from places import PUBLISHED
+from simulated_runs import longest_span, published
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CapacityError, UnknownNameError
-from pipesim.ops import SCHEDULED
 from pipesim.scheduling.registry import _REGISTRY, schedule_info
 
 NAMES = sorted(_REGISTRY)
@@ -38,22 +36,6 @@ whole_seconds = st.integers(1, 9)
 def simulated(schedule: ps.Schedule, **costs: Any) -> ps.Timeline:
     """Return the run of a schedule without optimizer steps, at unit costs where none are given."""
     return ps.simulate(ps.lower(schedule, step="none"), ps.Costs(**{**UNIT, **costs}))
-
-
-def published(name: str) -> dict[str, Any]:
-    """Read one of the published figures beside the tests; each file names its source."""
-    values: dict[str, Any] = json.loads((PUBLISHED / f"{name}.json").read_text())
-    return values
-
-
-def longest_span(timeline: ps.Timeline) -> float:
-    """Return the longest time from a device's first compute task to the end of its last."""
-    compute = timeline.graph.is_op(SCHEDULED)
-    spans = [
-        timeline.end[own].max() - timeline.start[own].min()
-        for own in (compute & (timeline.graph.device == d) for d in range(timeline.n_devices))
-    ]
-    return float(max(spans))
 
 
 @st.composite

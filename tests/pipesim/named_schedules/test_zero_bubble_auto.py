@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -11,32 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from places import PUBLISHED
+from simulated_runs import longest_span, published, run_schedule
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, CostsError, CostsWarning
-from pipesim.ops import SCHEDULED
 from pipesim.scheduling.registry import schedule_info
 
-TABLE_5 = json.loads((PUBLISHED / "zb_table5_bubble_rates.json").read_text())
+TABLE_5 = published("zb_table5_bubble_rates")
 ROWS = list(zip(TABLE_5["inputs"]["rows"], TABLE_5["expected"], strict=True))
 FACTORS = {"zb_1p": 1, "zb_2p": 2}
-UNIFORM = ps.Costs(forward=1, input_grad=1, weight_grad=1, activation_bytes=1, weight_grad_bytes=1)
-
-
-def run(schedule: ps.Schedule, costs: ps.Costs = UNIFORM) -> ps.Timeline:
-    """Simulate the bare schedule."""
-    return ps.simulate(ps.lower(schedule, step="none"), costs)
-
-
-def longest_span(timeline: ps.Timeline) -> float:
-    """Return the most seconds from a device's first start to its last end."""
-    compute = timeline.graph.is_op(SCHEDULED)
-    spans = [
-        timeline.end[compute & own].max() - timeline.start[compute & own].min()
-        for own in (timeline.graph.device == d for d in range(timeline.n_devices))
-    ]
-    return float(max(spans))
 
 
 def published_costs(row: dict[str, Any]) -> ps.Costs:
@@ -60,7 +42,7 @@ def published_costs(row: dict[str, Any]) -> ps.Costs:
 def test_published_bubble_rates(name: str, row: dict[str, Any], expected: dict[str, float]) -> None:
     """Table 5 of arXiv 2401.10241: no more bubble, within 0.0006, in no more memory."""
     costs, p, m = published_costs(row), row["p"], row["m"]
-    timeline = run(ps.schedule(name, p, m, costs=costs), costs)
+    timeline = run_schedule(ps.schedule(name, p, m, costs=costs), costs)
     span = longest_span(timeline)
     rate = (span - m * (row["TF_us"] + row["TB_us"] + row["TW_us"])) / span
     assert rate <= expected[name.upper().replace("_", "-").replace("P", "p")] + 0.0006
@@ -74,7 +56,7 @@ def test_closed_forms_are_exact(name: str, p: int, m: int) -> None:
     """For F, I and W of equal length: bubble and memory as registered, and the spans they mean."""
     schedule = ps.schedule(name, p, m)
     ps.verify(schedule)
-    timeline = run(schedule)
+    timeline = run_schedule(schedule)
     assert timeline.makespan == max(3 * m + p - 1, 2 * m + 2 * p - 1)
     assert timeline.bubble_fraction == schedule_info(name).bubble.of(p, m)
     assert timeline.peak_memory.max() == min(FACTORS[name] * p, m)
@@ -101,7 +83,7 @@ def test_any_costs_and_limits(data: st.DataObject) -> None:
     limits = [x * data.draw(st.sampled_from([1.0, 1.7, 4.0])) for x in held]
     schedule = ps.schedule("zb_2p", p, m, costs=costs, memory_limit=limits)
     ps.verify(schedule)
-    assert (run(schedule, costs).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
+    assert (run_schedule(schedule, costs).peak_memory <= np.array(limits) * (1 + 1e-9)).all()
     assert schedule == ps.schedule("zb_2p", p, m, costs=costs, memory_limit=limits)
 
 
@@ -109,7 +91,7 @@ def test_limits_without_bytes_count_microbatches() -> None:
     """Costs that hold nothing are given one micro-batch's worth, from F to W."""
     timed = ps.Costs(forward=1, input_grad=1, weight_grad=1)
     schedule = ps.schedule("zb_1p", 4, 8, costs=timed, memory_limit=[4, 3, 2, 1])
-    assert run(schedule).peak_memory.tolist() == [4, 3, 2, 1]
+    assert run_schedule(schedule).peak_memory.tolist() == [4, 3, 2, 1]
     assert ps.schedule("zb_1p", 4, 8, costs=timed) == ps.schedule("zb_1p", 4, 8)
 
 
@@ -118,7 +100,9 @@ def test_more_memory_makes_fewer_bubbles() -> None:
     costs = published_costs(ROWS[1][0])
     one = costs.per_stage("activation_bytes", 8)[0]
     spans = [
-        longest_span(run(ps.schedule("zb_1p", 8, 24, costs=costs, memory_limit=limit * one), costs))
+        longest_span(
+            run_schedule(ps.schedule("zb_1p", 8, 24, costs=costs, memory_limit=limit * one), costs)
+        )
         for limit in (4, 6, 8, 12, 16)
     ]
     assert spans == sorted(spans, reverse=True)

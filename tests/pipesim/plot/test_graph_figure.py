@@ -6,9 +6,9 @@ import itertools
 import re
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pytest
+from figure_artists import edges
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -23,11 +23,6 @@ from pipesim.plot.box_labels import BoxLabels, points_per_unit
 from pipesim.plot.graph_layout import CODES
 
 
-@pytest.fixture(autouse=True)
-def _in_memory() -> None:
-    mpl.use("Agg")
-
-
 def lowered(name: str = "gpipe", n: int = 3, m: int = 4, **options: Any) -> ps.TaskGraph:
     return ps.lower(ps.schedule(name, n, m), **options)
 
@@ -39,12 +34,9 @@ def drawn(graph: ps.TaskGraph, width: float = plot.TWO_COLUMNS, **options: Any) 
 
 
 def boxes(ax: Axes) -> np.ndarray:
-    """Left, right, low y and high y of each node."""
-    paths = [path.vertices[:4] for artist in ax.collections for path in artist.get_paths()
-             if str(artist.get_gid()).startswith("nodes")]  # fmt: skip
-    corners = np.array(paths)
-    return np.column_stack([corners[..., 0].min(1), corners[..., 0].max(1),
-                            corners[..., 1].min(1), corners[..., 1].max(1)])  # fmt: skip
+    """`edges` of each node."""
+    nodes = [x for x in ax.collections if str(x.get_gid()).startswith("nodes")]
+    return edges(path for artist in nodes for path in artist.get_paths())
 
 
 def texts(ax: Axes) -> dict[tuple[float, float], str]:

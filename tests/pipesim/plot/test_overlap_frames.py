@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
+from figure_artists import axes
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from simulated_runs import run_schedule
 
 import pipesim as ps
 
 COSTS = ps.Costs(forward=1, backward=2, input_grad=1, weight_grad=1)
-
-
-def axes() -> Axes:
-    """Return axes of a figure that pyplot does not know."""
-    return Figure(figsize=(7.16, 2.0), layout="constrained").add_subplot()
-
-
-def run(schedule: ps.Schedule, **options: Any) -> ps.Timeline:
-    """Simulate without optimizer steps."""
-    return ps.simulate(ps.lower(schedule, step="none", **options), COSTS)
 
 
 def frames(ax: Axes, gid: str = "cells:overlapped") -> list[tuple[float, ...]]:
@@ -40,7 +29,9 @@ def labels(ax: Axes) -> list[str]:
 
 def test_a_pair_has_one_frame() -> None:
     """By hand: on one device, F of the second micro-batch with B of the first, from 1 to 4 s."""
-    timeline = run(ps.Schedule.from_orders([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]]))
+    timeline = run_schedule(
+        ps.Schedule.from_orders([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]]), COSTS
+    )
     ax = timeline.plot(ax=axes())
     assert frames(ax) == [(1.0, 4.0, -0.4, 0.4)]
     assert labels(ax) == ["forward", "backward", "overlapped"]
@@ -51,7 +42,7 @@ def test_a_pair_has_one_frame() -> None:
 def test_every_pair_is_framed(name: str, transfers: bool) -> None:
     """From the start of its F to the end of its B, on its device."""
     schedule = ps.schedule(name, 4, 10)
-    timeline = run(schedule)
+    timeline = run_schedule(schedule, COSTS)
     table = timeline.frame.query("op in ('F', 'B')")
     cells = table.set_index(["device", "op", "stage", "microbatch"])
     expected = []
@@ -69,14 +60,14 @@ def test_every_pair_is_framed(name: str, transfers: bool) -> None:
 
 def test_no_frames_without_pairs() -> None:
     """Nor does the legend name them."""
-    ax = run(ps.schedule("chimera", 4, 8)).plot(ax=axes())
+    ax = run_schedule(ps.schedule("chimera", 4, 8), COSTS).plot(ax=axes())
     assert frames(ax) == []
     assert "overlapped" not in labels(ax)
 
 
 def test_a_pair_that_did_not_end_has_no_frame() -> None:
     """Its F or its B is drawn as unfinished already."""
-    whole = run(ps.Schedule.from_orders([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]]))
+    whole = run_schedule(ps.Schedule.from_orders([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]]), COSTS)
     start, end = whole.start.copy(), whole.end.copy()
     start[start > 2.5] = np.nan
     end[end > 2.5] = np.nan
@@ -87,7 +78,7 @@ def test_a_pair_that_did_not_end_has_no_frame() -> None:
 def test_overlays_frame_both_runs() -> None:
     """The predicted and the measured one, each in its lane."""
     schedule = ps.schedule("dualpipe", 2, 4)
-    timeline = run(schedule)
+    timeline = run_schedule(schedule, COSTS)
     ax = ps.Comparison(predicted=timeline, measured=timeline).plot(ax=axes())
     n_pairs = sum(isinstance(a, ps.Overlapped) for o in schedule.orders for a in o)
     gids = {str(artist.get_gid()) for artist in ax.collections}

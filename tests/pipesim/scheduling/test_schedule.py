@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +13,13 @@ import pytest
 from drawing import draw, grid
 from hypothesis import given
 from hypothesis import strategies as st
-from places import PUBLISHED
+from simulated_runs import longest_span, published
 from strategies import custom_schedules, schedules
 
 import pipesim as ps
 from pipesim.errors import ArgumentError, ScheduleError, UnknownNameError
 from pipesim.graph.compute_tasks import compute_graph
-from pipesim.ops import COMPUTE, Action, Op
+from pipesim.ops import Action, Op
 from pipesim.scheduling.registry import _REGISTRY, ClosedForm, register
 
 pytestmark = pytest.mark.usefixtures("each_engine")
@@ -29,12 +28,6 @@ NAMES = sorted(_REGISTRY)
 
 counts = st.integers(1, 9)
 whole_seconds = st.integers(1, 1000)
-
-
-def published(name: str) -> dict[str, Any]:
-    """Read one of the published figures beside the tests; each file names its source."""
-    values: dict[str, Any] = json.loads((PUBLISHED / f"{name}.json").read_text())
-    return values
 
 
 def test_gpipe_order() -> None:
@@ -153,13 +146,9 @@ def test_published_1f1b_bubble_rates(row: dict[str, Any], expected: dict[str, fl
         network=ps.Network(latency=row["Tcomm_us"] * micro),
     )
     timeline = ps.simulate(ps.lower(ps.schedule("1f1b", row["p"], row["m"])), costs)
-    compute = timeline.graph.is_op(COMPUTE)
-    spans = [
-        timeline.end[compute & own].max() - timeline.start[compute & own].min()
-        for own in (timeline.graph.device == device for device in range(row["p"]))
-    ]
+    span = longest_span(timeline)
     work = row["m"] * (row["TF_us"] + row["TB_us"] + row["TW_us"]) * micro
-    assert round(float((max(spans) - work) / max(spans)), 4) == expected["1F1B"]
+    assert round((span - work) / span, 4) == expected["1F1B"]
 
 
 @given(schedules())

@@ -14,6 +14,7 @@ from drawing import draw, grid, times
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from rules import all_reduced, assert_rules_hold
+from simulated_runs import run
 from strategies import cases
 
 import pipesim as ps
@@ -35,11 +36,6 @@ pytestmark = pytest.mark.usefixtures("each_engine")
 
 #: One second a byte: a message of ``output_bytes=1`` lasts a second.
 SLOW = ps.Network(bandwidth=1)
-
-
-def run(name: str, p: int, m: int, costs: ps.Costs, **options: Any) -> ps.Timeline:
-    """Simulate a schedule without optimizer steps."""
-    return ps.simulate(ps.lower(ps.schedule(name, p, m), step="none", **options), costs)
 
 
 def test_stream_runs_one_task_at_a_time_in_order() -> None:
