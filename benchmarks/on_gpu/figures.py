@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 import pipeexec as px
 import pipesim as ps
 from on_gpu.gpipe import gains
-from pipeexec.executor.allocator_memory import Allocated
+from pipeexec.executor.memory.allocator_memory import Allocated
 from pipesim.errors import RunDirectoryError
 from pipesim.plot.comparisons import overlay
 from pipesim.plot.paper_figure import figure_with_axes, save, set_title

@@ -44,11 +44,12 @@ from pipeexec.executor.agreement import (
     agree_on_graph,
     agree_on_messages,
 )
-from pipeexec.executor.allocator_memory import Allocated, sampled
-from pipeexec.executor.cuda_graph import Captured
+from pipeexec.executor.cuda_graph.step_capture import Captured
 from pipeexec.executor.failures import describe_last_task, raise_failure
 from pipeexec.executor.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.host_threads import make_host_threads
+from pipeexec.executor.memory.allocator_memory import Allocated, sampled
+from pipeexec.executor.memory.step_memory import Bytes, Counted, StepMemory, activation_meters
 from pipeexec.executor.microbatch_loss import MicrobatchLoss
 from pipeexec.executor.pipeline_checks import (
     check_graph,
@@ -69,7 +70,6 @@ from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.process_results import ProcessResult, merge_results
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_inputs import StepGradients, split_inputs
-from pipeexec.executor.step_memory import Bytes, Counted, StepMemory, activation_meters
 from pipeexec.executor.step_result import StepResult, copy_losses, lazy_result
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
 from pipeexec.stages.batch_shares import BatchShares

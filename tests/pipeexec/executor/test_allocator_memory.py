@@ -12,7 +12,7 @@ from fake_cuda import named_gpus
 from small_pipelines import cut, data, dense, mse, pipeline
 
 import pipesim as ps
-from pipeexec.executor.allocator_memory import Allocated, Samples, sampled
+from pipeexec.executor.memory.allocator_memory import Allocated, Samples, sampled
 from pipesim.errors import ArgumentError
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.executor import cuda_graph
-from pipeexec.executor.cuda_graph_checks import check_can_capture, check_state
+from pipeexec.executor.cuda_graph import step_capture
+from pipeexec.executor.cuda_graph.checks import check_can_capture, check_state
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError, ExecutionError
@@ -112,9 +112,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         subjects.append(subject)
         return subject
 
-    monkeypatch.setattr(cuda_graph, "Recorder", recorder)
-    monkeypatch.setattr(cuda_graph, "check_can_capture", lambda *_: None)
-    monkeypatch.setattr(cuda_graph, "check_state", lambda *_: None)
+    monkeypatch.setattr(step_capture, "Recorder", recorder)
+    monkeypatch.setattr(step_capture, "check_can_capture", lambda *_: None)
+    monkeypatch.setattr(step_capture, "check_state", lambda *_: None)
     yield make
     for subject in subjects:
         subject.close()

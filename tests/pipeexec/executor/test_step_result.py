@@ -69,7 +69,7 @@ def test_earlier_results_stay_what_they_were(reads: list[int]) -> None:
 def test_replays_are_read_at_once(reads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one overwrites the events."""
     for check in ("check_can_capture", "check_state"):
-        monkeypatch.setattr(f"pipeexec.executor.cuda_graph.{check}", lambda *_: None)
+        monkeypatch.setattr(f"pipeexec.executor.cuda_graph.step_capture.{check}", lambda *_: None)
     subject = _pipeline(cuda_graph=True)
     for number in range(1, 5):
         subject.step(*data(8))

@@ -3,7 +3,7 @@
 A graph repeats what the host issued, to the same addresses and with the same numbers. So a replay
 is only right while everything that the host looks at is as it was: the shape of the batch, where
 parameters, buffers and optimizer state lie, learning rates, training modes. The imprint of
-`pipeexec.executor.cuda_graph_checks` holds that. A step whose imprint is new runs eagerly, which
+`pipeexec.executor.cuda_graph.checks` holds that. A step whose imprint is new runs eagerly, which
 also lets optimizers make their state, and libraries their workspaces, outside the graph; a step
 whose imprint is that of the eager one before it is captured; from then on it is replayed while the
 imprint stays.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pipeexec.data_parallel.stage_replicas import sync_from_first
 from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.devices.device import Device
-from pipeexec.executor.cuda_graph_checks import (
+from pipeexec.executor.cuda_graph.checks import (
     Imprint,
     Optimizers,
     check_can_capture,

@@ -1,0 +1,1 @@
+"""Capture a step as one CUDA graph, and replay it."""
