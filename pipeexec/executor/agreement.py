@@ -1,4 +1,4 @@
-"""What processes must agree on before they run a pipeline: graph, weights, shapes of messages."""
+"""Check that processes agree before they run a pipeline: on graph, weights, shapes of messages."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ __all__ = ["agree_on_graph", "agree_on_messages", "agree_on_shapes", "agree_on_w
 def agree_on_graph(graph: TaskGraph, processes: Processes) -> int:
     """Check that every process has the same graph, and that its messages cannot deadlock.
 
-    A message between processes waits for its receiver, whatever the graph says of rendezvous.
+    A message between processes waits for its receiver, even in a graph without rendezvous.
 
     Raises
     ------
     ArgumentError
         If graphs differ.
     DeadlockError
-        If orders of sends and receives would block each other.
+        If sends and receives would block each other in these orders.
     """
-    found = hashlib.sha256()
-    waits, members = graph.precedence, graph.collectives
+    checksum = hashlib.sha256()
+    precedence, members = graph.precedence, graph.collectives
     columns: list[NDArray[Any]] = [
         graph.op,
         graph.stage,
@@ -55,12 +55,13 @@ def agree_on_graph(graph: TaskGraph, processes: Processes) -> int:
         graph.stream,
         graph.pair,
     ]
-    columns += [graph.replica, graph.part, graph.group, waits.ptr, waits.values, members.values]
+    columns += [graph.replica, graph.part, graph.group, precedence.ptr]
+    columns += [precedence.values, members.values]
     for column in columns:
-        found.update(column.tobytes())
+        checksum.update(column.tobytes())
     words = (graph.rendezvous, graph.n_batches, graph.weight_versions, graph.grad_sync)
-    found.update(repr(words).encode())
-    processes.agree("the task graph", f"{graph!r}, checksum {found.hexdigest()[:16]}")
+    checksum.update(repr(words).encode())
+    processes.agree("the task graph", f"{graph!r}, checksum {checksum.hexdigest()[:16]}")
     if not graph.rendezvous:
         blocking = replace(graph, options=replace(graph.options, rendezvous=True))
         verify(blocking.in_topological_order())
@@ -73,28 +74,28 @@ def agree_on_weights(
 ) -> None:
     """Check that copies of a stage in different processes begin with the same weights.
 
-    Those that are ``sharded`` do not.
+    Processes have different rows of ``sharded`` stages, which are not compared.
 
     Raises
     ------
     ArgumentError
-        Naming a stage that does not.
+        If the weights of a stage differ; names the stage.
     """
     rows = processes.share([_checksum(module) for module in modules])
     for stage in sorted({*range(n_stages)}.difference(sharded)):
         if len({sum for row in rows for sum in row[stage::n_stages] if sum}) > 1:
             raise ArgumentError(
-                f"stage {stage} begins with other weights in one process than in another; build "
+                f"stage {stage} begins with different weights in different processes; build "
                 "the model from one seed, or load one checkpoint"
             )
 
 
 def _checksum(module: nn.Module) -> str:
-    """Return a checksum of a module's parameters; that of a stage elsewhere is empty."""
-    found = hashlib.sha256()
+    """Return a checksum of a module's parameters; empty for a stage of another process."""
+    checksum = hashlib.sha256()
     for parameter in module.parameters():
-        found.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return "" if isinstance(module, RemoteStage) else found.hexdigest()
+        checksum.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return "" if isinstance(module, RemoteStage) else checksum.hexdigest()
 
 
 def agree_on_shapes(
@@ -103,37 +104,37 @@ def agree_on_shapes(
     inputs: Sequence[Values],
     processes: Processes,
 ) -> list[list[Signature]]:
-    """Return the signatures of each stage's outputs, one a micro-batch; the last stage's has none.
+    """Return the signatures of each stage's outputs, one a micro-batch, without the last stage.
 
-    Each stage is asked by its own process, one after the other; every process must call this.
+    The process of each stage finds its signature, stage after stage. Every process must call this.
 
     Parameters
     ----------
     modules, devices
-        The stages, and where they are.
+        Stages and their devices.
     inputs
-        The micro-batches; empty where they are another process's.
+        Micro-batches; empty for those of another process.
     """
-    found: list[list[Signature]] = []
-    own = [signature([x for x in values if x is not None]) for values in inputs]
-    given = _shared(own, processes)
+    outputs: list[list[Signature]] = []
+    local = [signature([x for x in values if x is not None]) for values in inputs]
+    inputs_of_stage = _merge_signatures(local, processes)
     for stage, device in enumerate(devices[:-1]):
-        own = [()] * len(given)
+        local = [()] * len(inputs_of_stage)
         if not isinstance(device, RemoteDevice):
-            known = {
+            output_by_input = {
                 s: output_signature(modules[stage], s, device.torch_device, stage)
-                for s in dict.fromkeys(given)
+                for s in dict.fromkeys(inputs_of_stage)
             }
-            own = [known[s] for s in given]
-        given = _shared(own, processes)
-        found.append(given)
-    return found
+            local = [output_by_input[s] for s in inputs_of_stage]
+        inputs_of_stage = _merge_signatures(local, processes)
+        outputs.append(inputs_of_stage)
+    return outputs
 
 
-def _shared(own: Sequence[Signature], processes: Processes) -> list[Signature]:
-    """Return each micro-batch's signature from the process that knows it."""
-    said = processes.share([to_json(s) for s in own])
-    return [from_json(max(rows, key=len)) for rows in zip(*said, strict=True)]
+def _merge_signatures(local: Sequence[Signature], processes: Processes) -> list[Signature]:
+    """Return the signature of each micro-batch, from the process that has found it."""
+    rows_by_process = processes.share([to_json(s) for s in local])
+    return [from_json(max(rows, key=len)) for rows in zip(*rows_by_process, strict=True)]
 
 
 def agree_on_messages(
@@ -144,14 +145,14 @@ def agree_on_messages(
     inputs: StepInputs,
     processes: Processes,
 ) -> dict[int, ExpectedMessage]:
-    """Return the expected message of each task, whose shapes all processes agree on.
+    """Return the expected message of each task; all processes agree on their shapes.
 
     Parameters
     ----------
     graph, tasks, modules, devices
-        The pipeline's; ``tasks`` are those of this process.
+        Those of the pipeline; ``tasks`` are those of this process.
     inputs
-        Of the first step.
+        Inputs of the first step.
     """
     n, m = graph.n_stages, graph.n_microbatches
     signatures = [

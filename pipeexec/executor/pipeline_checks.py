@@ -57,9 +57,9 @@ def check_graph(graph: TaskGraph) -> None:
 def check_stages(
     stages: Sequence[nn.Module | None], graph: TaskGraph, is_local: Sequence[bool]
 ) -> None:
-    """Raise unless there is one module a stage, and no two share parameters.
+    """Raise unless each stage has one module, and no two modules share parameters.
 
-    ``is_local`` tells of each copy of a stage whether it runs in this process: these need a module.
+    ``is_local`` marks the copies of stages that run in this process, which need a module.
     """
     n = graph.n_stages
     if len(stages) != n or not all(
@@ -75,8 +75,8 @@ def check_stages(
             replica = f" of replica {slot // n}" if graph.n_replicas > 1 else ""
             device = graph.homes.ravel()[slot]
             raise ArgumentError(
-                f"stage {slot % n}{replica} is on device {device}, which is of this "
-                "process, but None is given for it; give its nn.Module"
+                f"stage {slot % n}{replica} is on device {device} of this process, but its module "
+                "is None; give its nn.Module"
             )
     owner: dict[nn.Parameter, int] = {}
     for index, module in enumerate(stages):
@@ -84,14 +84,14 @@ def check_stages(
             if owner.setdefault(parameter, index) != index:
                 raise ArgumentError(
                     f"stages {owner[parameter]} and {index} share the parameter {name!r}; stages "
-                    "run at the same time, so each needs parameters of its own"
+                    "run at the same time, so each needs separate parameters"
                 )
 
 
 def check_step_batch(
     inputs: Batch | None, targets: Any, graph: TaskGraph, devices: Sequence[Device]
 ) -> None:
-    """Raise unless a step can train on a batch, and this process is given all that it needs."""
+    """Raise unless a step can train on a batch, and this process has the tensors that it needs."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise ExecutionError(
             "a step trains, but was called under torch.no_grad() or torch.inference_mode(); "
@@ -108,17 +108,17 @@ def check_step_batch(
 
 
 def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
-    """Warn if the losses of micro-batches do not combine to that of several at once."""
+    """Warn if the losses of micro-batches do not combine to the loss of several at once."""
     difference = loss.difference()
     if difference is not None:
         warnings.warn(
             f"the losses of {difference.n_microbatches} micro-batches combine to "
-            f"{difference.combined:.6g}, but at once they have the loss {difference.whole:.6g}, "
-            f"and gradients at the output that differ by {difference.gradients:.2g} of their "
-            "norm: a step is not that of the whole batch; "
+            f"{difference.combined:.6g}, but computed at once their loss is "
+            f"{difference.whole:.6g}, and gradients at the output differ by "
+            f"{difference.gradients:.2g} of their norm: a step is not one of the whole batch; "
             + (
                 "loss_fn returns (sum, count), and both must add up over micro-batches, but "
-                f"counts add up to {difference.combined_count:g}, and that at once is "
+                f"counts add up to {difference.combined_count:g}, and at once the count is "
                 f"{difference.whole_count:g}"
                 if returns_count
                 else "if the loss is a mean over anything else than samples (unmasked tokens, "
@@ -126,7 +126,7 @@ def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
                 "give loss_reduction='sum'"
             ),
             LossWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -137,14 +137,14 @@ def warn_of_nan(microbatches: Iterable[int], step: int) -> None:
             f"the loss of micro-batch {microbatch} is NaN (step {step}); "
             "look at its inputs, or lower the learning rate",
             NanLossWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
 def warn_of_randomness(stages: Sequence[StageLike], before: Tensor) -> None:
-    """Warn if a stage drew from the generator of the process since the state ``before``.
+    """Warn if a stage has used the generator of the process since the state ``before``.
 
-    Stages race for that generator.
+    Stages of several threads use that generator in no fixed order.
     """
     if torch.equal(before, torch.get_rng_state()):
         return
@@ -154,5 +154,5 @@ def warn_of_randomness(stages: Sequence[StageLike], before: Tensor) -> None:
         "a stage drew random numbers that it did not draw in its first forward; this step "
         "cannot be repeated, later ones can",
         RandomnessWarning,
-        stacklevel=4,
+        stacklevel=5,
     )

@@ -1,4 +1,4 @@
-"""The devices and stages of a pipeline, and what its processes must agree on."""
+"""Make the devices and stages of a pipeline, and check that its processes agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["agree_on_pipeline", "make_pipeline_devices", "make_stages"]
 def make_pipeline_devices(
     names: Sequence[DeviceLike], graph: TaskGraph, pin_threads: bool, processes: Processes | None
 ) -> list[Device]:
-    """Return the devices of all processes, of which there are as many as the graph has."""
+    """Return the devices of all processes, one a device of the graph."""
     if processes is None:
         local_rank, n_local = 0, 1
     else:
@@ -51,11 +51,18 @@ def make_stages(
     graph: TaskGraph,
     devices: Sequence[Device],
     counters: Sequence[ActivationCounter],
-    finish: MicrobatchLoss,
+    loss: MicrobatchLoss,
 ) -> list[StageLike]:
     """Return the stages of all replicas, replica after replica.
 
-    Each device has one of ``counters``. ``finish`` computes the loss of a micro-batch.
+    Parameters
+    ----------
+    modules, graph, devices
+        Those of the pipeline; one module a stage of each replica.
+    counters
+        Counter of held activations of each device.
+    loss
+        Computes the losses of micro-batches.
     """
     n = graph.n_stages
     several = graph.n_batches > 1
@@ -74,7 +81,7 @@ def make_stages(
             index % n,
             devices[device].torch_device,
             counters[device],
-            partial(finish, index // n) if index % n == n - 1 else None,
+            partial(loss, index // n) if index % n == n - 1 else None,
             WeightVersions(module, size, delayed) if several else None,
             size,
         )

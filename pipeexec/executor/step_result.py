@@ -18,7 +18,7 @@ from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["StepResult", "copy_losses", "lazy_result"]
+__all__ = ["StepResult", "copy_losses", "gathered_result", "lazy_result"]
 
 #: Fields that are read from events, and the attribute that holds the events until then.
 _EVENT_FIELDS = frozenset({"timeline", "clock_error", "milestones", "host_times"})
@@ -132,6 +132,22 @@ def lazy_result(
         }
     )
     return result
+
+
+def gathered_result(result: StepResult, merged: ProcessResult) -> StepResult:
+    """Return the result of a whole step, from that of one process and the merged ones of all."""
+    dtype = getattr(torch, merged.loss_dtype)
+    losses = (torch.tensor(merged.losses[m], dtype=dtype) for m in range(result.n_microbatches))
+    return StepResult(
+        losses=tuple(losses),
+        timeline=merged.timeline,
+        peak_held=merged.peak_held,
+        host_seconds=merged.host_seconds,
+        part=merged,
+        n_losses=result.n_losses,
+        clock_error=merged.clock_error,
+        host_times=merged.host_times,
+    )
 
 
 def copy_losses(losses: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], list[int]]:

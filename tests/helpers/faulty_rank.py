@@ -161,7 +161,7 @@ class Trap:
     def set(self, pipeline: px.Pipeline) -> None:
         self.graph = pipeline.graph
         if self.is_here and self.fault["task"]:
-            pipeline._plan = self.arm(pipeline._plan)
+            pipeline._runner.tasks = self.arm(pipeline._runner.tasks)
 
     def between(self, step: int) -> None:
         if not self.is_here or self.fault["task"] or self.fault["step"] != step:

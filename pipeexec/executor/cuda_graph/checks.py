@@ -1,4 +1,8 @@
-"""What a CUDA graph would not see: numbers of the host, and tensors that move between steps."""
+"""Checks of steps that become CUDA graphs, and the state of the host in which one is valid.
+
+A graph repeats the numbers and addresses of its capture: it does not follow numbers that the host
+changes, nor tensors that move between steps.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
 __all__ = [
-    "Imprint",
+    "HostState",
     "Optimizers",
     "check_can_capture",
     "check_not_random",
     "check_state",
-    "imprint",
+    "host_state",
 ]
 
 #: One a module, path after path.
@@ -27,7 +31,7 @@ Optimizers = Sequence[torch.optim.Optimizer | None]
 
 
 def check_can_capture(graph: TaskGraph, devices: Sequence[Device], optimizers: Optimizers) -> None:
-    """Check that a step can become a CUDA graph, as far as can be seen before one has run.
+    """Check before the first step that steps can become CUDA graphs.
 
     Raises
     ------
@@ -62,7 +66,7 @@ def check_can_capture(graph: TaskGraph, devices: Sequence[Device], optimizers: O
 
 
 def check_state(optimizers: Optimizers, n_stages: int) -> None:
-    """Check what the optimizers keep, once they do: some have no option that says it."""
+    """Check after a step that no optimizer keeps numbers on the host; not all have an option."""
     for index, optimizer in enumerate(optimizers):
         states = () if optimizer is None else optimizer.state.values()
         for value in (value for state in states for value in state.values()):
@@ -79,15 +83,15 @@ def _not_capturable(stage: int, optimizer: torch.optim.Optimizer | None) -> Argu
     )
 
 
-class Imprint(NamedTuple):
-    """What the host looks at while it issues a step, and may change between steps."""
+class HostState(NamedTuple):
+    """Values that the host reads while it issues a step, and that may change between steps."""
 
     addresses: tuple[int, ...]
     settings: tuple[object, ...]
 
 
-def imprint(modules: Sequence[nn.Module], optimizers: Optimizers) -> Imprint:
-    """Return the imprint of now. Plain attributes of modules are not looked at."""
+def host_state(modules: Sequence[nn.Module], optimizers: Optimizers) -> HostState:
+    """Return the present state of the host, without plain attributes of modules."""
     addresses: list[int] = []
     settings: list[object] = []
     settings.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
@@ -104,11 +108,14 @@ def imprint(modules: Sequence[nn.Module], optimizers: Optimizers) -> Imprint:
         for group in optimizer.param_groups:
             settings.extend(_numbers(group))
             addresses.extend(x.data_ptr() for x in group.values() if isinstance(x, Tensor))
-    return Imprint(tuple(addresses), tuple(settings))
+    return HostState(tuple(addresses), tuple(settings))
 
 
 def _numbers(group: Mapping[str, Any]) -> list[object]:
-    """Return an optimizer's learning rate and the like; tensors may change, and are left out."""
+    """Return an optimizer's options, such as its learning rate; tensors are left out.
+
+    The graph reads tensors anew in each replay.
+    """
     return [
         (name, value)
         for name, value in group.items()

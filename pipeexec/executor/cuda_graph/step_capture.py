@@ -1,19 +1,21 @@
-"""The step as one CUDA graph: captured once, then replayed by a single call of the host.
+"""Capture a step as one CUDA graph, and replay it with a single call of the host.
 
-A graph repeats what the host issued, to the same addresses and with the same numbers. So a replay
-is only right while everything that the host looks at is as it was: the shape of the batch, where
-parameters, buffers and optimizer state lie, learning rates, training modes. The imprint of
-`pipeexec.executor.cuda_graph.checks` holds that. A step whose imprint is new runs eagerly, which
-also lets optimizers make their state, and libraries their workspaces, outside the graph; a step
-whose imprint is that of the eager one before it is captured; from then on it is replayed while the
-imprint stays.
+A graph repeats the work that the host issued, at the same addresses and with the same numbers. A
+replay is valid as long as the host's inputs stay as they were: the shape of the batch, addresses of
+parameters, buffers and optimizer state, learning rates, training modes. The host state of
+`pipeexec.executor.cuda_graph.checks` records them. There are three kinds of steps:
+
+- A step with a new host state runs eagerly. Optimizers make their state and libraries their
+  workspaces in it, outside the graph.
+- A step with the host state of the last eager step is captured, and replayed once.
+- Further steps are replayed while the host state stays.
 
               caller's stream   copy the batch in . replay . . . . . . . . . . . use the results
     in the    the first stream  fork --+--+------------------------------------+- join
     graph:    compute, send, ..        |  +-- F -- F -- B ...                  |
-                                       +----- RECV ... each stream as ever ----+
+                                       +----- RECV ... each stream in order ---+
 
-One GPU only: capturing streams of several in one graph may deadlock.
+One GPU only: capturing streams of several GPUs in one graph may deadlock.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from pipeexec.data_parallel.stage_replicas import sync_from_first
 from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.devices.device import Device
 from pipeexec.executor.cuda_graph.checks import (
-    Imprint,
+    HostState,
     Optimizers,
     check_can_capture,
     check_not_random,
     check_state,
-    imprint,
+    host_state,
 )
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
@@ -43,41 +45,53 @@ from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["Captured", "Recorder"]
+__all__ = ["Recorder", "StepCapture"]
 
-#: Eager steps before a capture: one makes what is made once, one shows that nothing more is made.
+#: Eager steps before a capture: the first allocates lasting state, the second shows it complete.
 WARM_UP = 2
 
 
-class _Replayed(NamedTuple):
-    """A captured step: the graph, what it reads and writes, and when it is valid."""
+class _CapturedStep(NamedTuple):
+    """A captured step: its graph, the tensors that it reads and writes, and when it is valid.
+
+    Attributes
+    ----------
+    graph, step
+        CUDA graph, and the step that was captured.
+    state
+        Host state in which the graph is valid.
+    inputs, targets
+        Tensors from which the graph reads the batch.
+    earlier_gradients
+        Gradients to which the step adds, one a parameter.
+    gradients
+        Gradients that the step leaves, one a parameter.
+    """
 
     graph: torch.cuda.CUDAGraph
     step: Step
-    imprint: Imprint
+    state: HostState
     inputs: Batch
     targets: Batch
-    given: list[Tensor | None]
-    """Gradients that the step adds to."""
-    found: list[Tensor | None]
-    """Gradients that the step leaves."""
+    earlier_gradients: list[Tensor | None]
+    gradients: list[Tensor | None]
 
 
 class Recorder:
-    """Makes CUDA graphs of steps on a GPU, and launches them."""
+    """Captures steps on a GPU as CUDA graphs, and launches these."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def record(self, step: Step, tasks: Sequence[PlannedTask]) -> torch.cuda.CUDAGraph:
-        """Issue a step into a graph: all streams fork from the first one, and join it again."""
+        """Capture a step: all streams fork from the first one, and join it again."""
         graph = torch.cuda.CUDAGraph()
         every = [stream for t in tasks for stream in (t.stream, t.device.stream("compute"))]
         streams = [s for s in {id(s): s for s in every}.values() if isinstance(s, CudaStream)]
         for stream in streams:
             stream.make_event = CapturedEvent
         try:
-            # The outer context has the current stream back even where the inner one fails to end.
+            # The outer context restores the current stream even if the inner one fails to end.
             with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream()):
                 first = torch.cuda.Stream()
                 with torch.cuda.graph(graph, stream=first):
@@ -92,7 +106,7 @@ class Recorder:
         return graph
 
     def launch(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Run a graph behind what the caller's stream has queued; return the host's seconds."""
+        """Run a graph after the work of the caller's stream; return the seconds of the call."""
         with torch.cuda.device(self.device):
             start = perf_counter()
             graph.replay()
@@ -101,17 +115,18 @@ class Recorder:
         return seconds
 
 
-class Captured:
+class StepCapture:
     """Decides for each step whether it runs eagerly, is captured, or is replayed.
 
-    A step is ``take``; where that is None, a walk of `Run` over ``batch`` through ``walk``.
+    First call `replay`. If it returns None, run a step with `batch` and `walk`.
 
     Parameters
     ----------
     graph, devices, modules, stages, optimizers
-        The pipeline's.
+        Those of the pipeline.
     zero_grad
-        Whether each step begins without gradients; else they add up, all but those of copies.
+        Whether each step begins without gradients. If False, gradients add up over steps, except
+        for those of copies.
 
     Raises
     ------
@@ -140,45 +155,45 @@ class Captured:
             for _ in module.parameters()
         ]
         self.n_captures = 0
-        self._replayed: _Replayed | None = None
+        self._captured: _CapturedStep | None = None
         self._n_eager = 0
-        self._last: Imprint | None = None  # after the last eager step
+        self._last: HostState | None = None  # after the last eager step
         self._had_gradient: list[bool] = []
-        self._captures = False
+        self._is_capturing = False
         self._inputs: Batch = ()
         self._targets: Batch = ()
 
-    def take(self, inputs: Batch, targets: Batch) -> Step | None:
-        """Replay a step and wait for it, if one was captured that fits; return it, or None.
+    def replay(self, inputs: Batch, targets: Batch) -> Step | None:
+        """Replay the captured step and wait for it; return None if there is no valid one.
 
         Raises
         ------
         ArgumentError
-            If the batch has another shape than that which was captured.
+            If the batch has another shape than the captured one.
         """
-        now = imprint(self.modules, self.optimizers)
-        replayed = self._replayed
-        if replayed is None or now != replayed.imprint:
-            self._replayed = None
-            self._captures = self._n_eager >= WARM_UP and now == self._last
+        state = host_state(self.modules, self.optimizers)
+        captured = self._captured
+        if captured is None or state != captured.state:
+            self._captured = None
+            self._is_capturing = self._n_eager >= WARM_UP and state == self._last
             return None
-        _check_same_shape("inputs", replayed.inputs, inputs)
-        _check_same_shape("targets", replayed.targets, targets)
-        _copy(replayed.inputs, inputs)
-        _copy(replayed.targets, targets)
-        self._replay(replayed)
-        return replayed.step
+        _check_same_shape("inputs", captured.inputs, inputs)
+        _check_same_shape("targets", captured.targets, targets)
+        _copy(captured.inputs, inputs)
+        _copy(captured.targets, targets)
+        self._launch(captured)
+        return captured.step
 
     def drop(self) -> None:
-        """Free the graph, and the memory that it keeps for itself."""
-        self._replayed = None
-        self._captures, self._inputs, self._targets = False, (), ()
+        """Free the graph and its memory."""
+        self._captured = None
+        self._is_capturing, self._inputs, self._targets = False, (), ()
 
     def batch(self, inputs: Batch, targets: Batch) -> tuple[Batch, Batch]:
-        """Return the batch that the step reads: for a capture, a copy at a place that stays."""
-        if not self._captures:
+        """Return the batch that the next step reads; for a capture, a lasting copy."""
+        if not self._is_capturing:
             return inputs, targets
-        self._inputs, self._targets = (_kept(x, self.device) for x in (inputs, targets))
+        self._inputs, self._targets = (_copy_on(self.device, x) for x in (inputs, targets))
         return self._inputs, self._targets
 
     def walk(self, step: Step, tasks: Sequence[PlannedTask]) -> None:
@@ -189,75 +204,77 @@ class Captured:
         ExecutionError
             If the step cannot be captured.
         """
-        if self._captures:
+        if self._is_capturing:
             self._capture(step, tasks)
             return
         step.walk(tasks)
         self._n_eager += 1
         self._had_gradient = [p.grad is not None for p in self.parameters]
-        self._last = imprint(self.modules, self.optimizers)
+        self._last = host_state(self.modules, self.optimizers)
 
     def _capture(self, step: Step, tasks: Sequence[PlannedTask]) -> None:
         check_not_random(self.stages)
         check_state(self.optimizers, self.n_stages)
-        given = self._gradients_to_add_to()
+        earlier_gradients = self._gradients_to_add_to()
         try:
             graph = self._recorder.record(step, tasks)
             if step.failure is not None:
                 raise step.failure[1]
         except BaseException as error:
-            self._give_up(step, given, error)
-        # What p.grad is now holds nothing yet.
-        found = [p.grad for p in self.parameters]
-        self._set_gradients(given)
+            self._give_up(step, earlier_gradients, error)
+        # The capture has computed nothing: the new gradients have no values yet.
+        gradients = [p.grad for p in self.parameters]
+        self._set_gradients(earlier_gradients)
         self.n_captures += 1
-        replayed = _Replayed(
+        captured = _CapturedStep(
             graph=graph,
             step=step,
-            imprint=imprint(self.modules, self.optimizers),
+            state=host_state(self.modules, self.optimizers),
             inputs=self._inputs,
             targets=self._targets,
-            given=given,
-            found=found,
+            earlier_gradients=earlier_gradients,
+            gradients=gradients,
         )
-        self._replay(replayed)
-        self._replayed = replayed
-        self._captures, self._inputs, self._targets = False, (), ()
+        self._launch(captured)
+        self._captured = captured
+        self._is_capturing, self._inputs, self._targets = False, (), ()
 
     def _gradients_to_add_to(self) -> list[Tensor | None]:
-        """Return the gradients there are; one that was cleared since the last step is zeros again.
+        """Return the gradients before the step; those cleared since the last step become zeros.
 
-        Else the graph would make it anew in every replay, and never add up.
+        Without a tensor to add to, every replay would make a gradient anew.
         """
-        for parameter, had, adds_up in zip(
+        for parameter, had_gradient, adds_up in zip(
             self.parameters, self._had_gradient, self._adds_up, strict=True
         ):
-            if adds_up and had and parameter.grad is None:
+            if adds_up and had_gradient and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return [p.grad for p in self.parameters]
 
-    def _replay(self, replayed: _Replayed) -> None:
-        """Launch the graph on the caller's stream, behind what it has queued, and wait."""
+    def _launch(self, captured: _CapturedStep) -> None:
+        """Launch the graph after the work of the caller's stream, and wait for it."""
         sync_from_first(self.modules, self.n_stages)
-        for parameter, static in zip(self.parameters, replayed.given, strict=True):
+        for parameter, static in zip(self.parameters, captured.earlier_gradients, strict=True):
             _restore(static, parameter.grad)
-        replayed.step.events.is_replay = True
-        replayed.step.events.host_seconds = self._recorder.launch(replayed.graph)
-        self._set_gradients(replayed.found)
+        captured.step.events.is_replay = True
+        captured.step.events.host_seconds = self._recorder.launch(captured.graph)
+        self._set_gradients(captured.gradients)
 
     def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def _give_up(self, step: Step, given: list[Tensor | None], error: BaseException) -> NoReturn:
-        """Leave nothing behind that a graph which is no more would have filled."""
-        # What a task raised says more than that the capture, therefore, did not end well.
+    def _give_up(
+        self, step: Step, earlier_gradients: list[Tensor | None], error: BaseException
+    ) -> NoReturn:
+        """Drop a capture that failed, with its gradients without values; raise its cause."""
+        # A task's error tells more than the capture's, which follows from it.
         step.failure = step.failure or (-1, error)
         task, cause = step.failure
         where = "the step" if task < 0 else str(step.graph.task(task))
         step.events.ran[:] = False
-        self._captures, self._n_eager, self._last = False, 0, None
-        self._set_gradients(given)
+        self._is_capturing, self._n_eager, self._last = False, 0, None
+        self._set_gradients(earlier_gradients)
         if not isinstance(cause, Exception):
             raise cause
         raise ExecutionError(
@@ -268,7 +285,7 @@ class Captured:
 
 
 def _restore(static: Tensor | None, gradient: Tensor | None) -> None:
-    """Give a gradient that the graph adds to the value that the caller sees."""
+    """Copy the present gradient of a parameter into the tensor to which the graph adds."""
     if static is None or gradient is static:
         return
     if gradient is None:
@@ -281,23 +298,24 @@ def _tensors(batch: Batch) -> tuple[Tensor, ...]:
     return batch if isinstance(batch, tuple) else (batch,)
 
 
-def _kept(batch: Batch, device: torch.device) -> Batch:
-    """Return a copy of a batch on the GPU."""
+def _copy_on(device: torch.device, batch: Batch) -> Batch:
+    """Return a copy of a batch on a device."""
     copies = tuple(x.to(device, copy=True) for x in _tensors(batch))
     return copies if isinstance(batch, tuple) else copies[0]
 
 
-def _copy(kept: Batch, batch: Batch) -> None:
-    for mine, its in zip(_tensors(kept), _tensors(batch), strict=True):
-        mine.copy_(its, non_blocking=True)
+def _copy(static: Batch, batch: Batch) -> None:
+    """Copy the values of a batch into the tensors that the graph reads."""
+    for target, source in zip(_tensors(static), _tensors(batch), strict=True):
+        target.copy_(source, non_blocking=True)
 
 
-def _check_same_shape(name: str, kept: Batch, batch: Batch) -> None:
-    before, now = ([_shape(x) for x in _tensors(b)] for b in (kept, batch))
-    if before != now:
+def _check_same_shape(name: str, static: Batch, batch: Batch) -> None:
+    expected, shapes = ([_shape(x) for x in _tensors(b)] for b in (static, batch))
+    if expected != shapes:
         raise ArgumentError(
-            f"the step was captured as a CUDA graph for {name} of {', '.join(before)}, got "
-            f"{', '.join(now)}; give batches of one shape (drop a last one that is smaller), or "
+            f"the step was captured as a CUDA graph for {name} of {', '.join(expected)}, got "
+            f"{', '.join(shapes)}; give batches of one shape (drop a last one that is smaller), or "
             "leave out cuda_graph"
         )
 

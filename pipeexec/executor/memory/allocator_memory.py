@@ -1,14 +1,14 @@
-"""Memory of each GPU over a step, as torch's allocator sees it, beside the simulator's.
+"""Memory of each GPU over a step, as torch's allocator counts it, next to the simulator's.
 
-The allocator takes and gives back memory when the host issues a task, long before the GPU runs it.
-So what each task changed is noted as it is issued, and put at the time at which the task ran: what
-it took at its start, what it gave back at its end, as in rule 10 of docs/time.md. What a task takes
-and gives back within itself is not seen. Slices of one GPU share its allocator, and are counted
-together: one may give back what another took.
+The allocator takes and frees memory when the host issues a task, long before the GPU runs it. The
+change is sampled when the task is issued and placed at the time at which the task ran: memory taken
+at its start, memory freed at its end, as in rule 10 of docs/time.md. Memory that a task takes and
+frees again is not sampled. Slices of one GPU share its allocator and are counted together, since
+one may free memory that another took.
 
-By this count, memory is given back when Python frees its tensor. The allocator keeps the block
-until every stream that may still read it is done (`Tensor.record_stream`), so that a GPU needs more
-than this says. torch counts such blocks as active; the most of that count is kept.
+Memory counts as freed when Python frees its tensor. The allocator keeps the block until every
+stream that may still read it is done (`Tensor.record_stream`), so a GPU needs more memory than
+these counts. torch counts such blocks as active; the largest count of active bytes is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["Allocated", "Samples", "sampled"]
+__all__ = ["Allocated", "AllocatorSamples", "sample_tasks"]
 
 Floats = NDArray[np.float64]
 #: Returns the bytes that are allocated on a GPU.
@@ -48,14 +48,14 @@ class Allocated:
     ----------
     frame
         ``gpu`` (such as ``"cuda:0"``), ``time`` (s), ``nbytes``; by GPU, then in order of time.
-        The first row of a GPU is what it held before the step, at time 0.
+        The first row of a GPU, at time 0, has the bytes allocated before the step.
     timeline
-        Of the step; its times are those of a host that asks the allocator at every task.
+        Timeline of the step. Sampling delays the host, so tasks start later than in other steps.
     devices
-        The GPU of each device.
+        Name of the GPU of each device.
     most_active
-        By GPU, the most bytes that the allocator could not reuse, at any task: those allocated,
-        and blocks that were freed and that other streams may still read (``active_bytes`` of
+        Most bytes that the allocator could not reuse at any task, by GPU: allocated bytes, and
+        freed blocks that other streams may still read (``active_bytes`` of
         `torch.cuda.memory_stats`). 0 if not counted.
     """
 
@@ -65,23 +65,23 @@ class Allocated:
     most_active: Mapping[str, int] = field(default_factory=dict)
 
     def plot(self, predicted: Timeline | None = None, *, ax: Axes | None = None) -> Axes:
-        """Draw the bytes of each GPU over time, and dashed those predicted for its devices.
+        """Draw the bytes of each GPU over time, and the predicted bytes as dashed lines.
 
         Parameters
         ----------
         predicted
             A simulated timeline with costs.
         ax
-            Where to draw.
+            Axes to draw into; new ones by default.
 
         Raises
         ------
         ArgumentError
-            If ``predicted`` has another number of devices, or ``ax`` is something else.
+            If ``predicted`` has another number of devices, or ``ax`` is no Axes.
         TimelineError
             If ``predicted`` has no costs.
         """
-        prediction = self.frame.iloc[:0] if predicted is None else self._of_gpus(predicted)
+        prediction = self.frame.iloc[:0] if predicted is None else self._by_gpu(predicted)
         last = max([self.timeline.makespan, *prediction["time"]])
         ax = axes_or_new(ax, 6)
         sign, scale = time_unit(last)
@@ -104,8 +104,8 @@ class Allocated:
         ax.legend(frameon=False, fontsize=SMALL)
         return ax
 
-    def _of_gpus(self, predicted: Timeline) -> pd.DataFrame:
-        """Return the predicted memory of each GPU: the sum of its devices'."""
+    def _by_gpu(self, predicted: Timeline) -> pd.DataFrame:
+        """Return the predicted memory of each GPU, summed over its devices."""
         if predicted.n_devices != len(self.devices):
             raise ArgumentError(
                 f"predicted has {predicted.n_devices} devices, the measured step "
@@ -114,20 +114,20 @@ class Allocated:
         held = predicted.memory()
         change = held.groupby("device")["nbytes"].diff().fillna(held["nbytes"])
         gpus = held["device"].map(dict(enumerate(self.devices)))
-        return _summed(gpus.to_numpy(), held["time"].to_numpy(), change.to_numpy())
+        return _running_sums(gpus.to_numpy(), held["time"].to_numpy(), change.to_numpy())
 
 
-class Samples:
-    """Allocated bytes before the step, and after each task was issued.
+class AllocatorSamples:
+    """Allocated bytes before a step and after each task is issued.
 
     Parameters
     ----------
     n_tasks
-        In the graph.
+        Number of tasks of the graph.
     devices
-        Of the pipeline.
+        Devices of the pipeline.
     count, count_active
-        Ask the allocator for what is allocated, and for that and what is kept for streams.
+        Return the allocated bytes and the active bytes of a GPU.
     """
 
     def __init__(
@@ -141,30 +141,30 @@ class Samples:
         self.after = np.full((n_tasks, len(self.gpus)), np.nan)
 
     def wrap(self, task: PlannedTask) -> PlannedTask:
-        """Return a task that notes what the allocator says once it has been issued."""
+        """Return a task that samples the allocator after it is issued."""
 
         def handler(step: Step, planned: PlannedTask) -> None:
             if self.before is None:
-                self.before = self._now()
+                self.before = self._sample()
             task.handler(step, planned)
-            self.after[planned.id] = self._now()
+            self.after[planned.id] = self._sample()
 
         return task._replace(handler=handler)
 
-    def _now(self) -> list[int]:
-        now = map(self.count_active, self.gpus)
-        self.most_active = list(map(max, self.most_active, now))
+    def _sample(self) -> list[int]:
+        active = map(self.count_active, self.gpus)
+        self.most_active = list(map(max, self.most_active, active))
         return [self.count(gpu) for gpu in self.gpus]
 
-    def placed(self, timeline: Timeline) -> Allocated:
-        """Return the samples at the times at which the tasks ran."""
+    def at_task_times(self, timeline: Timeline) -> Allocated:
+        """Return the samples, each at the time at which its task ran."""
         before = np.array(self.before or [0] * len(self.gpus), dtype=np.float64)
         ran = np.flatnonzero(~np.isnan(self.after[:, 0]) & ~np.isnan(timeline.end))
         change = np.diff(self.after[ran], axis=0, prepend=before[None])
         time = np.where(change > 0, timeline.start[ran, None], timeline.end[ran, None])
-        # Sums are over changes in order of time, each GPU by itself; the first is all there was.
+        # The first change of each GPU is what it held before the step.
         names = np.tile([str(gpu) for gpu in self.gpus], len(ran) + 1)
-        frame = _summed(
+        frame = _running_sums(
             names,
             np.concatenate([np.zeros(len(self.gpus)), time.ravel()]),
             np.concatenate([before, change.ravel()]),
@@ -173,8 +173,8 @@ class Samples:
         return Allocated(frame, timeline, self.devices, active)
 
 
-def _summed(gpu: NDArray[np.object_], time: Floats, change: Floats) -> pd.DataFrame:
-    """Return the running sums of changes of each GPU."""
+def _running_sums(gpu: NDArray[np.object_], time: Floats, change: Floats) -> pd.DataFrame:
+    """Return the bytes of each GPU after each change."""
     import pandas as pd
 
     frame = pd.DataFrame({"gpu": gpu, "time": time, "nbytes": change})
@@ -188,13 +188,13 @@ def active_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("active_bytes.all.current", 0))
 
 
-def sampled(
+def sample_tasks(
     tasks: Sequence[PlannedTask],
     devices: Sequence[Device],
     count: Count = torch.cuda.memory_allocated,
     count_active: Count = active_bytes,
-) -> tuple[list[PlannedTask], Samples]:
-    """Return tasks that note what the allocator says, and where they note it.
+) -> tuple[list[PlannedTask], AllocatorSamples]:
+    """Return tasks that sample the allocator, and their samples.
 
     Raises
     ------
@@ -204,8 +204,8 @@ def sampled(
     for device in devices:
         if device.torch_device.type != "cuda":
             raise ArgumentError(
-                f"{device.name} is no GPU, and torch does not count what it allocates; "
+                f"{device.name} is no GPU, and torch does not count its allocations; "
                 "pipeline.device_bytes counts activations on any device"
             )
-    samples = Samples(len(tasks), devices, count, count_active)
+    samples = AllocatorSamples(len(tasks), devices, count, count_active)
     return [samples.wrap(task) for task in tasks], samples

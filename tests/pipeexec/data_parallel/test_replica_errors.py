@@ -134,7 +134,7 @@ def key_that_a_stage_makes(processes: px.Processes) -> None:
         pipeline.step(inputs, targets)
 
 
-_STAGE = "ArgumentError: stage 1 of replica 1 is on device 3, which is of this process, but None"
+_STAGE = "ArgumentError: stage 1 of replica 1 is on device 3 of this process, but its module is"
 _KEY = (
     "stage 0, micro-batch 1: key 7 at \\(1, 1\\) of the keys is no row of table 1, whose keys are 0"
 )
@@ -144,7 +144,7 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
     stage_of_a_replica_missing: (f"PeerError: rank 1 stopped: {_STAGE}", _STAGE),
     too_few_devices: ("ArgumentError: the graph has 4 devices, got 3: .*'rank 1: cpu:0'",
                       "ArgumentError: the graph has 4 devices, got 3: .*'rank 0: cpu:1'"),
-    other_weights: ("ArgumentError: stage 1 begins with other weights .*build the model from one",)
+    other_weights: ("ArgumentError: stage 1 begins with different weights .*model from one",)
     * 2,
     other_batch_later: (
         "PeerError: rank 1 stopped: ArgumentError: this process gives 6 samples, but 8 were",

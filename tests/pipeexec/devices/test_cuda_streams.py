@@ -67,11 +67,11 @@ def test_the_host_waits_after_the_last_task_only(cuda: FakeCuda) -> None:
 
 def test_there_is_a_copy_stream_for_each_peer_and_direction(cuda: FakeCuda) -> None:
     subject = _pipeline(_graph("1f1b"))
-    streams = [task.stream for task in subject._plan]
+    streams = [task.stream for task in subject._runner.tasks]
     assert len({id(stream) for stream in streams}) == 6
     assert len({stream.stream.number for stream in streams}) == 6  # type: ignore[attr-defined]
     single = _pipeline(_graph("1f1b", overlap=False))
-    assert len({id(task.stream) for task in single._plan}) == 2
+    assert len({id(task.stream) for task in single._runner.tasks}) == 2
     assert cuda.calls("synchronize") == []
 
 
@@ -128,7 +128,7 @@ def _recorded(cuda: FakeCuda, schedule: str) -> tuple[px.Pipeline, Step]:
         kept.append(run)
         assert Recorder(torch.device("cpu")).launch(graph) >= 0.0
 
-    subject._run_step(*data(8), walk)
+    subject._runner.run(*data(8), walk)
     return subject, kept[0]
 
 
@@ -145,7 +145,7 @@ def test_a_capture_forks_and_joins_every_stream(cuda: FakeCuda, schedule: str) -
     assert timeline.complete
     assert_order_respected(timeline)
     assert np.isfinite(timeline.end).all()
-    for task in subject._plan:
+    for task in subject._runner.tasks:
         assert isinstance(task.stream, CudaStream)
         assert task.stream.make_event is CudaEvent
 
@@ -154,8 +154,8 @@ def test_a_capture_forks_and_joins_every_stream(cuda: FakeCuda, schedule: str) -
 def test_a_stream_whose_tasks_wait_for_nothing_is_captured_too() -> None:
     """It joins at the fork, not by a separate wait."""
     subject = _pipeline(_graph("gpipe"))
-    free = [task._replace(waits=()) for task in subject._plan]
-    subject._run_step(*data(8), lambda run, _: _discard(Recorder(torch.device("cpu")), run, free))
+    free = [task._replace(waits=()) for task in subject._runner.tasks]
+    subject._runner.run(*data(8), lambda run, _: _discard(Recorder(torch.device("cpu")), run, free))
 
 
 def _discard(recorder: Recorder, run: Step, tasks: Any) -> None:
@@ -179,9 +179,9 @@ def test_a_capture_that_fails_gives_the_current_stream_back(cuda: FakeCuda) -> N
         Recorder(torch.device("cpu")).record(run, tasks)
 
     with pytest.raises(RuntimeError, match="were not joined"):
-        subject._run_step(*data(8), walk)
+        subject._runner.run(*data(8), walk)
     assert cuda.current is cuda.caller
-    assert all(task.stream.make_event is CudaEvent for task in subject._plan)  # type: ignore[attr-defined]
+    assert all(task.stream.make_event is CudaEvent for task in subject._runner.tasks)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("copies", [True, False])

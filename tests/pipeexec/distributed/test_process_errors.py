@@ -173,7 +173,7 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
     other_reduction: ("ArgumentError: loss_reduction of rank 1 is 'sum', that of rank 0 'mean'",)
     * 2,
     other_optimizer: ("ArgumentError: whether there is an optimizer of rank 1 is True",) * 2,
-    other_weights: ("ArgumentError: stage 1 begins with other weights",) * 2,
+    other_weights: ("ArgumentError: stage 1 begins with different weights",) * 2,
     too_many_devices: (r"ArgumentError: the graph has 2 devices, got 4: .*'rank 1: cpu:0'",
                        r"ArgumentError: the graph has 2 devices, got 4: .*'rank 0: cpu:0'"),
     one_gpu: (r"ArgumentError: cuda:1 of rank 0 and cuda:1 of rank 1 are the same GPU \(UUID "
@@ -182,7 +182,7 @@ REFUSED: dict[Callable[[px.Processes], None], tuple[str, str]] = {
                      "PeerError: rank 0 stopped: ArgumentError: 'abacus' is no device"),
     no_graph: ("PeerError: rank 1 stopped: ArgumentError: Pipeline runs a TaskGraph",
                "ArgumentError: Pipeline runs a TaskGraph, got Schedule"),
-    stage_missing: ("ArgumentError: stage 0 is on device 0, which is of this process, but None is",
+    stage_missing: ("ArgumentError: stage 0 is on device 0 of this process, but its module is None",
                     "PeerError: rank 0 stopped: ArgumentError: stage 0 is on device 0"),
     deadlock: ("DeadlockError: .*deadlocks: 2 streams wait for each other",) * 2,
     inputs_missing: ("ArgumentError: inputs are None, but this process has the first stage",

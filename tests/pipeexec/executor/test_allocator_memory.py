@@ -12,7 +12,7 @@ from fake_cuda import named_gpus
 from small_pipelines import cut, data, dense, mse, pipeline
 
 import pipesim as ps
-from pipeexec.executor.memory.allocator_memory import Allocated, Samples, sampled
+from pipeexec.executor.memory.allocator_memory import Allocated, AllocatorSamples, sample_tasks
 from pipesim.errors import ArgumentError
 
 
@@ -29,10 +29,10 @@ def _task(index: int) -> Any:
     return Task(id=index, handler=lambda run, task: None)
 
 
-def _sampled(levels: list[int], graph: ps.TaskGraph, *indices: int) -> Samples:
+def _sampled(levels: list[int], graph: ps.TaskGraph, *indices: int) -> AllocatorSamples:
     """Run fake tasks; the allocator reads ``levels`` one by one, the first before all tasks."""
     readings = iter(levels)
-    tasks, samples = sampled(
+    tasks, samples = sample_tasks(
         [_task(i) for i in range(len(graph))], named_gpus(*indices), lambda gpu: next(readings)
     )
     for task in tasks:
@@ -53,7 +53,7 @@ def test_taken_at_the_start_and_given_back_at_the_end() -> None:
     for name in names:
         level += {"0F0": 10, "1F0": 20, "1B0": -20, "0B0": -10}.get(name, 0)
         levels.append(level)
-    frame = _sampled(levels, graph, 0, 0).placed(timeline).frame
+    frame = _sampled(levels, graph, 0, 0).at_task_times(timeline).frame
     changed = frame[frame["nbytes"].diff().fillna(1.0) != 0]
     assert changed.to_dict("list") == {
         "gpu": ["cuda:0"] * 5,
@@ -66,7 +66,7 @@ def test_blocks_that_streams_may_read_are_counted() -> None:
     """The most at any task, of each GPU; also what was freed within it stays there."""
     graph, timeline = _measured()
     readings = {"cuda:0": iter([5, 9, 70, 8, *[3] * 99]), "cuda:1": iter(range(100))}
-    tasks, samples = sampled(
+    tasks, samples = sample_tasks(
         [_task(i) for i in range(len(graph))],
         named_gpus(0, 1),
         lambda gpu: 1,
@@ -74,7 +74,7 @@ def test_blocks_that_streams_may_read_are_counted() -> None:
     )
     for task in tasks:
         task.handler(None, task)
-    assert samples.placed(timeline).most_active == {"cuda:0": 70, "cuda:1": len(graph)}
+    assert samples.at_task_times(timeline).most_active == {"cuda:0": 70, "cuda:1": len(graph)}
 
 
 def test_each_gpu_by_itself() -> None:
@@ -82,7 +82,7 @@ def test_each_gpu_by_itself() -> None:
     levels = [100, 200] + [
         100 + i // 2 if i % 2 == 0 else 200 for i in range(2, 2 + 2 * len(graph))
     ]
-    frame = _sampled(levels, graph, 0, 1).placed(timeline).frame
+    frame = _sampled(levels, graph, 0, 1).at_task_times(timeline).frame
     assert (frame[frame["gpu"] == "cuda:1"]["nbytes"] == 200).all()
     assert frame[frame["gpu"] == "cuda:0"]["nbytes"].iloc[-1] == 100 + len(graph)
     assert list(frame.groupby("gpu")["time"].first()) == [0.0, 0.0]
@@ -94,7 +94,7 @@ def test_drawn_beside_the_prediction() -> None:
     graph, measured = _measured()
     costs = ps.Costs(forward=1.0, backward=2.0, activation_bytes=1000, parameter_bytes=100)
     predicted = ps.simulate(graph, costs)
-    allocated = _sampled([0] * (len(graph) + 1), graph, 0, 0).placed(measured)
+    allocated = _sampled([0] * (len(graph) + 1), graph, 0, 0).at_task_times(measured)
     assert isinstance(allocated, Allocated)
     ax = allocated.plot(predicted, ax=plt.figure().add_subplot())
     lines = {line.get_gid(): line for line in ax.get_lines()}
@@ -110,7 +110,7 @@ def test_a_prediction_of_other_devices_is_refused() -> None:
     other = ps.simulate(
         ps.lower(ps.schedule("gpipe", n_devices=3, n_microbatches=1)), ps.Costs(1.0, 2.0)
     )
-    allocated = _sampled([0] * (len(graph) + 1), graph, 0, 0).placed(measured)
+    allocated = _sampled([0] * (len(graph) + 1), graph, 0, 0).at_task_times(measured)
     with pytest.raises(ArgumentError, match="3 devices, the measured step 2"):
         allocated.plot(other)
 

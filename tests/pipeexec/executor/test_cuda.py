@@ -300,8 +300,8 @@ def test_replays_are_the_same_as_eager_steps(schedule: str, n: int) -> None:
             torch.testing.assert_close(actual.loss, wanted.loss, rtol=1e-4, atol=1e-6)
             _close(stages, others)
             assert_order_respected(actual.timeline, SLACK)
-        assert subject._captured is not None
-        assert subject._captured.n_captures == 1
+        assert subject._runner.capture is not None
+        assert subject._runner.capture.n_captures == 1
     for a, b in zip(stages, others, strict=True):
         for p, q in zip(a.parameters(), b.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)

@@ -40,7 +40,7 @@ class Recorded:
 
 @dataclass
 class FakeRecorder:
-    """Stands in for `cuda_graph.Recorder`; ``subject`` is the pipeline, once it is there."""
+    """Stands in for `step_capture.Recorder`; ``subject`` is the pipeline, once it is there."""
 
     device: torch.device
     subject: px.Pipeline | None = None
@@ -70,9 +70,9 @@ class FakeRecorder:
         run, parameters = graph.run, [p for m in self.subject.modules for p in m.parameters()]
         for parameter, gradient in zip(parameters, graph.before, strict=True):
             parameter.grad = gradient
-        self.subject._finish.step = run
+        self.subject._runner._microbatch_loss.step = run
         run.walk(graph.tasks)
-        self.subject._finish.step = None
+        self.subject._runner._microbatch_loss.step = None
         with torch.no_grad():
             current = [p.grad for p in parameters]
             losses = run.inputs.loss.losses
@@ -122,7 +122,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 def _counts(subject: px.Pipeline) -> tuple[int, int]:
     """Return how many steps were captured, and how many ran as graphs."""
-    inner = subject._captured
+    inner = subject._runner.capture
     assert inner is not None
     recorder = inner._recorder
     assert isinstance(recorder, FakeRecorder)
@@ -279,7 +279,7 @@ def test_a_stage_that_cannot_be_captured_is_named(captured: Make) -> None:
     for _ in range(2):
         subject.step(*data(8))
     before = [g.clone() for g in gradients(stages) if g is not None]
-    recorder = subject._captured._recorder  # type: ignore[union-attr]
+    recorder = subject._runner.capture._recorder  # type: ignore[union-attr]
     recorder.record = lambda run, tasks: run.walk(tasks)  # type: ignore[method-assign,union-attr]
     held = [p.grad for s in stages for p in s.parameters()]
     with pytest.raises(ExecutionError, match=r"1F1 cannot be captured .*stream is capturing") as e:
@@ -302,9 +302,10 @@ def test_launch_is_nothing(captured: Make) -> None:
 
 
 def _launch_of(subject: px.Pipeline) -> float:
-    subject.cuda_graph, cuda_graph = False, subject.cuda_graph  # calibration runs by itself
+    model = subject._model
+    model.cuda_graph, cuda_graph = False, model.cuda_graph  # calibration makes eager pipelines
     calibration = sys.modules["pipeexec.profiling.calibration"].Calibration(subject, *data(8))
-    subject.cuda_graph = cuda_graph
+    model.cuda_graph = cuda_graph
     calibration.warm_up(0)
     calibration.step()
     return float(calibration.result().costs.launch)

@@ -207,14 +207,14 @@ def test_a_closed_pipeline_lets_go_of_its_graphs() -> None:
     )
     other = subject.with_graph(_graph("gpipe"))
     graphs = []
-    for runner in (subject, other):
+    for trained in (subject, other):
         for _ in range(3):
-            runner.step(*data(8))
-        assert runner._captured is not None
-        assert runner._captured._replayed is not None
-        replayed = runner._captured._replayed
-        graphs += [weakref.ref(replayed.graph), weakref.ref(replayed.step)]
-        del replayed
+            trained.step(*data(8))
+        assert trained._runner.capture is not None
+        assert trained._runner.capture._captured is not None
+        captured = trained._runner.capture._captured
+        graphs += [weakref.ref(captured.graph), weakref.ref(captured.step)]
+        del captured
     subject.close()
     assert [reference for reference in graphs if reference() is not None] == []
     with pytest.raises(ExecutionError, match="the pipeline is closed"):
@@ -228,12 +228,12 @@ def test_a_pipeline_of_graphs_is_freed() -> None:
     for _ in range(4):
         subject.step(*data(8))
     held = _held(subject)
-    assert subject._captured is not None
-    assert subject._captured._replayed is not None
+    assert subject._runner.capture is not None
+    assert subject._runner.capture._captured is not None
     held |= {
-        "captured": weakref.ref(subject._captured),
-        "graph": weakref.ref(subject._captured._replayed.graph),
-        "run": weakref.ref(subject._captured._replayed.step),
+        "captured": weakref.ref(subject._runner.capture),
+        "graph": weakref.ref(subject._runner.capture._captured.graph),
+        "run": weakref.ref(subject._runner.capture._captured.step),
     }
     del subject, stages
     assert _alive(held) == []

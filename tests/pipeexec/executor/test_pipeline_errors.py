@@ -121,7 +121,7 @@ def check_recovery(
 ) -> None:
     """Check that the next step gives the right gradients, and holds and leaks nothing."""
     repair()
-    assert subject._finish.step is None
+    assert subject._runner._microbatch_loss.step is None
     assert all(not stage._activations and not stage._inputs for stage in subject.stages)
     whole = copy.deepcopy(stages)
     graph = subject.graph
@@ -266,10 +266,10 @@ def test_a_task_that_fails_after_what_it_waited_for_has_not_run() -> None:
         raise Boom("here")
 
     with pipeline(list(cut(dense(3), [1, 1, 1])), lowered()) as subject:
-        subject._plan = [
+        subject._runner.tasks = [
             task._replace(handler=breaks, remote=Remote(before_start=lambda *_: None))
             if str(subject.graph.task(task.id)) == "1F1" else task
-            for task in subject._plan
+            for task in subject._runner.tasks
         ]  # fmt: skip
         error = failing_step(subject)
     check_error(error, "1F1", 1, 1, 1)

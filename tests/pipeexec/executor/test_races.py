@@ -182,7 +182,7 @@ def test_a_capture(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     with sanitized(monkeypatch) as watch:
         subject = pipeline_on_slices(ps.lower(scheduled(schedule)), optimizer=None)
         run_steps(subject, 1)
-        subject._run_step(*data(16), walk)
+        subject._runner.run(*data(16), walk)
     check(watch)
 
 

@@ -15,7 +15,7 @@ from small_pipelines import data
 from strategies import cases, skipping_cases
 
 import pipesim as ps
-from pipeexec.executor import pipeline as pipeline_module
+from pipeexec.executor import step_runner
 from pipesim.analysis.audit.audit import MOST_TASKS, _Races
 from pipesim.analysis.audit.waits_by_kind import (
     WaitKind,
@@ -252,7 +252,7 @@ def races(graph: ps.TaskGraph, kind: WaitKind) -> list[str]:
             subject = pipeline_on_slices(without(graph, kind))
         else:
             removed = pairs(kind.edges)
-            inner = pipeline_module.plan
+            inner = step_runner.plan
 
             def plan(*args: Any, **options: Any) -> list[Any]:
                 return [
@@ -268,7 +268,7 @@ def races(graph: ps.TaskGraph, kind: WaitKind) -> list[str]:
                     for task in inner(*args, **options)
                 ]
 
-            patch.setattr(pipeline_module, "plan", plan)
+            patch.setattr(step_runner, "plan", plan)
             subject = pipeline_on_slices(graph)
         batch = data(16)
         for stream in list(watch.cuda.streams):

@@ -1,0 +1,168 @@
+"""Count the activations, gradients and buffers of a step, task by task, on any device.
+
+A gradient counts until its storage is freed, whatever holds it. Buffers are everything else that a
+REDUCE_GRAD allocates, such as a message of several gradients.
+`pipeexec.stages.activation_bytes` counts activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeexec.executor.gradient_sync import last_microbatch_in_group, reduced_parameters
+from pipeexec.executor.memory.step_memory import Bytes
+from pipeexec.executor.planned_task import Handler, PlannedTask
+from pipeexec.executor.step import Step
+from pipeexec.stages.activation_bytes import ActivationMeter
+from pipesim.ops import Op
+
+__all__ = ["TaskBytes"]
+
+#: Storages and their bytes.
+_Storages = dict[StorageWeakRef, int]
+
+
+class TaskBytes:
+    """Counts the bytes that each task of a step takes and gives back.
+
+    Parameters
+    ----------
+    n_tasks
+        Number of tasks of the graph.
+    meters
+        Meters of activations, one a device; attached to the stages.
+
+    Attributes
+    ----------
+    columns
+        Bytes taken and given back of activations, gradients and buffers; shape ``(6, n_tasks)``.
+    """
+
+    def __init__(self, n_tasks: int, meters: Sequence[ActivationMeter]) -> None:
+        self.meters = meters
+        self.columns = np.zeros((6, n_tasks))
+        self.activations, self.gradients, self.buffers = (
+            Bytes(*pair) for pair in self.columns.reshape(3, 2, n_tasks)
+        )
+
+    def wrap(self, task: PlannedTask) -> PlannedTask:
+        """Return a task that counts the bytes that it takes and gives back."""
+
+        def handler(step: Step, planned: PlannedTask) -> None:
+            count = _COUNTERS.get(Op(step.graph.op[planned.id]))
+            if count is None:
+                task.handler(step, planned)
+            else:
+                count(self, step, planned, task.handler)
+
+        return task._replace(handler=handler)
+
+    def _compute(self, step: Step, task: PlannedTask, handler: Handler) -> None:
+        """Count a task on a compute stream, where a device's activations change."""
+        meter = self.meters[int(step.graph.device[task.id])]
+        before = meter.window_peak = meter.current
+        with self._counting(step, task, [task.slot], [task.id]):
+            handler(step, task)
+        self.activations.taken[task.id] = meter.window_peak - before
+        self.activations.given[task.id] = meter.window_peak - meter.current
+
+    def _reduce(self, step: Step, task: PlannedTask, handler: Handler) -> None:
+        """Count the reduction of all local copies of a stage."""
+        graph = step.graph
+        members = graph.collectives[int(graph.group[task.id])].tolist()
+        slot_of = {int(graph.replica[t]) * graph.n_stages + int(graph.stage[t]): t for t in members}
+        ids = [slot_of[slot] for slot in task.copies]
+        if not ids:
+            handler(step, task)
+            return
+        with self._counting(step, task, task.copies, ids):
+            watch = _AllocationWatch(
+                x for slot in task.copies for x in _gradients(step, task, slot)
+            )
+            with watch:
+                handler(step, task)
+            # Only gradients are subtracted: gloo's thread may still hold the flat buffer.
+            gradients = _storages(x for slot in task.copies for x in _gradients(step, task, slot))
+            buffers = watch.peak - max(watch.n_bytes_before, _n_alive_bytes(gradients))
+        self.buffers.taken[ids[0]] = self.buffers.given[ids[0]] = buffers
+
+    @contextmanager
+    def _counting(
+        self, step: Step, task: PlannedTask, slots: Sequence[int], ids: Sequence[int]
+    ) -> Iterator[None]:
+        """Count by how many bytes the gradients of local copies change in a block."""
+        storages_before = [_storages(_gradients(step, task, slot)) for slot in slots]
+        bytes_before = [sum(storages.values()) for storages in storages_before]
+        yield
+        for number, slot, storages, before in zip(
+            ids, slots, storages_before, bytes_before, strict=True
+        ):
+            storages.update(_storages(_gradients(step, task, slot)))
+            change = _n_alive_bytes(storages) - before
+            self.gradients.taken[number] = max(0, change)
+            self.gradients.given[number] = max(0, -change)
+
+
+#: Counts a task, by operation; tasks of other operations change no bytes.
+_COUNTERS: dict[Op, Callable[..., None]] = {
+    **dict.fromkeys((Op.F, Op.B, Op.I, Op.W, Op.R, Op.STEP), TaskBytes._compute),
+    Op.REDUCE_GRAD: TaskBytes._reduce,
+}
+
+
+class _AllocationWatch(TorchDispatchMode):
+    """Counts the storages of some tensors, and those allocated in a block, until they are freed."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = _storages(tensors)
+        self.n_bytes_before = self.peak = _n_alive_bytes(self._storages)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = _storages(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        result = func(*args, **(kwargs or {}))
+        outputs = _storages(x for x in tree_leaves(result) if isinstance(x, Tensor))
+        self._storages.update({ref: n for ref, n in outputs.items() if ref not in inputs})
+        self.peak = max(self.peak, _n_alive_bytes(self._storages))
+        return result
+
+
+def _gradients(step: Step, task: PlannedTask, slot: int) -> Iterator[Tensor]:
+    """Yield the gradients of a local copy that a task may change."""
+    group = int(step.graph.reduction_groups[task.stage.index])
+    if step.graph.op[task.id] == Op.REDUCE_GRAD:
+        held = step.gradients.per_microbatch_grads.get((slot, task.microbatch), [])
+        parameters = [] if group else reduced_parameters(step, slot, task)
+    else:
+        is_grouped = group and task.microbatch >= 0
+        last = last_microbatch_in_group(task.microbatch, group) if is_grouped else -1
+        held = step.gradients.per_microbatch_grads.get((slot, last), [])
+        parameters = list(task.stage.module.parameters())
+    held = [*held, *(p.grad for p in parameters)]
+    if step.graph.op[task.id] in (Op.REDUCE_GRAD, Op.STEP):
+        held += step.gradients.reduced.get(slot, [])
+    return (x for x in held if x is not None)
+
+
+def _storages(tensors: Iterable[Tensor]) -> _Storages:
+    """Return the storages of tensors, without keeping them alive."""
+    storages: _Storages = {}
+    for tensor in tensors:
+        sparse = tensor.layout == torch.sparse_coo
+        for part in (tensor._indices(), tensor._values()) if sparse else (tensor,):
+            storage = part.untyped_storage()
+            storages[StorageWeakRef(storage)] = storage.nbytes()
+    return storages
+
+
+def _n_alive_bytes(storages: _Storages) -> int:
+    return sum(nbytes for ref, nbytes in storages.items() if not ref.expired())

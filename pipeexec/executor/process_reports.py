@@ -1,0 +1,80 @@
+"""`ProcessReports`: agree with the other processes on a graph, and report the steps of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from pipeexec.distributed.channels import ExpectedMessage
+from pipeexec.distributed.flight_recorder import GRAPH, N_ENDED
+from pipeexec.distributed.message_headers import set_step
+from pipeexec.distributed.processes import Processes
+from pipeexec.distributed.status import Status
+from pipeexec.executor.agreement import agree_on_graph, agree_on_messages
+from pipeexec.executor.failures import describe_last_task
+from pipeexec.executor.placed_model import PlacedModel
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.step import Step
+from pipesim.graph.graph import TaskGraph
+from pipesim.timeline.timeline import Timeline
+
+__all__ = ["ProcessReports"]
+
+
+class ProcessReports:
+    """Reports the steps of one graph to the other processes, which describe failures with them.
+
+    Every process must make it, with the same graph.
+
+    Parameters
+    ----------
+    graph, model
+        Graph and model of the steps.
+    processes
+        Processes of the pipeline.
+
+    Raises
+    ------
+    ArgumentError
+        If processes have different graphs.
+    DeadlockError
+        If messages between processes would deadlock.
+    """
+
+    def __init__(self, graph: TaskGraph, model: PlacedModel, processes: Processes) -> None:
+        self.graph, self.model, self.processes = graph, model, processes
+        self._graph_number = agree_on_graph(graph, processes)
+        self._messages: dict[int, ExpectedMessage] | None = None
+
+    def start(self, step: Step, tasks: Sequence[PlannedTask]) -> None:
+        """Agree on the messages of the first step, and report that a step starts."""
+        processes = self.processes
+        if self._messages is None:
+            modules, devices = self.model.modules, self.model.devices
+            self._messages = agree_on_messages(
+                self.graph, tasks, modules, devices, step.inputs, processes
+            )
+        step.expected_messages = self._messages
+        set_step((message.head for message in step.expected_messages.values()), step.number)
+        number = processes.recorder.own[GRAPH] = self._graph_number
+        describe = partial(describe_last_task, self.graph, number, processes)
+        processes.reporter.start_step(step.status, describe)
+        processes.measured = lambda: step.readings(is_over=False).timeline
+
+    def end(self, n_steps: int) -> None:
+        """Report that a step has ended without a failure; ``n_steps`` have now."""
+        processes = self.processes
+        processes.has_stepped = True
+        processes.reporter.end_step(Status(processes.rank, n_steps, False, 0, []))
+        processes.recorder.own[N_ENDED] = n_steps
+
+    def keep_readings(self, step: Step) -> None:
+        """Keep the status and the events of a step that has ended, but none of its tensors."""
+        if step.failure is not None or step.abandoned:
+            self.processes.reporter.end_step(step.status())
+        readings = step.readings()
+        self.processes.measured = lambda: readings.timeline
+
+    def keep_timeline(self, timeline: Timeline) -> None:
+        """Keep a measured timeline, which an error between steps carries."""
+        self.processes.measured = lambda: timeline
