@@ -12,7 +12,7 @@ from pipeexec.distributed.failure import Failure
 from pipeexec.distributed.message_headers import Mismatch
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.status import Status
-from pipeexec.executor.process_results import ProcessResult, merge_results
+from pipeexec.executor.results.process_results import ProcessResult, merge_results
 from pipeexec.executor.step import Step, task_place
 from pipesim.errors import ExecutionError, PeerError, StageError, StallError
 from pipesim.graph.graph import TaskGraph

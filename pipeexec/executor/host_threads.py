@@ -116,7 +116,7 @@ def make_host_threads(
             "this process, which wait for each other; the graph models hosts that do not, so its "
             "simulated makespan is too short: lower it with host_threads=True",
             AccuracyWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     if has_one_host and not any(task.device.launch for task in tasks):
         return None

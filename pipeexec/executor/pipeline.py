@@ -18,11 +18,11 @@ from pipeexec.distributed.processes import Processes, guard_processes
 from pipeexec.executor.memory import probes
 from pipeexec.executor.memory.allocator_memory import Allocated
 from pipeexec.executor.memory.step_memory import Bytes, StepMemory
-from pipeexec.executor.pipeline_checks import check_graph, check_step_batch, check_timeout
-from pipeexec.executor.pipeline_setup import agree_on_pipeline
 from pipeexec.executor.placed_model import PlacedModel
-from pipeexec.executor.process_results import ProcessResult, merge_results
-from pipeexec.executor.step_result import StepResult, gathered_result
+from pipeexec.executor.results.process_results import ProcessResult, merge_results
+from pipeexec.executor.results.step_result import StepResult, gathered_result
+from pipeexec.executor.setup.checks import check_graph, check_step_batch, check_timeout
+from pipeexec.executor.setup.devices_and_stages import agree_on_pipeline
 from pipeexec.executor.step_runner import StepRunner
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.batches import Batch

@@ -17,11 +17,11 @@ from pipeexec.distributed.flight_recorder import N_BEGUN, N_ENDED
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.status import Status
 from pipeexec.executor.planned_task import Handler, PlannedTask
-from pipeexec.executor.process_results import ProcessResult
 from pipeexec.executor.progress import StallDetector, StepHeads
+from pipeexec.executor.results.process_results import ProcessResult
+from pipeexec.executor.results.task_times import Readings
 from pipeexec.executor.step_events import StepEvents
 from pipeexec.executor.step_inputs import StepGradients, StepInputs
-from pipeexec.executor.task_times import Readings
 from pipesim.errors import ExecutionError
 from pipesim.graph.graph import TaskGraph
 

@@ -14,7 +14,7 @@ from pipeexec.devices.device import Device
 from pipeexec.devices.remote import RemoteDevice
 from pipeexec.devices.streams import Event
 from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.task_times import Milestone, Readings
+from pipeexec.executor.results.task_times import Milestone, Readings
 from pipesim.graph.graph import TaskGraph
 
 __all__ = ["StepEvents"]

@@ -23,20 +23,20 @@ from pipeexec.executor.failures import raise_failure
 from pipeexec.executor.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.host_threads import make_host_threads
 from pipeexec.executor.microbatch_loss import MicrobatchLoss
-from pipeexec.executor.pipeline_checks import (
+from pipeexec.executor.placed_model import PlacedModel
+from pipeexec.executor.plan import plan
+from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.process_reports import ProcessReports
+from pipeexec.executor.results.step_result import StepResult, copy_losses, lazy_result
+from pipeexec.executor.setup.checks import (
     check_step_batch,
     warn_of_loss,
     warn_of_nan,
     warn_of_randomness,
 )
-from pipeexec.executor.pipeline_setup import make_stages
-from pipeexec.executor.placed_model import PlacedModel
-from pipeexec.executor.plan import plan
-from pipeexec.executor.planned_task import PlannedTask
-from pipeexec.executor.process_reports import ProcessReports
+from pipeexec.executor.setup.devices_and_stages import make_stages
 from pipeexec.executor.step import Step
 from pipeexec.executor.step_inputs import StepGradients, split_inputs
-from pipeexec.executor.step_result import StepResult, copy_losses, lazy_result
 from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.batch_shares import BatchShares
 from pipeexec.stages.batches import Batch

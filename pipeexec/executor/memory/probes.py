@@ -15,8 +15,8 @@ from torch import Tensor
 from pipeexec.executor.memory.allocator_memory import Allocated, sample_tasks
 from pipeexec.executor.memory.task_bytes import TaskBytes
 from pipeexec.executor.planned_task import PlannedTask
+from pipeexec.executor.results.step_result import StepResult
 from pipeexec.executor.step import Step
-from pipeexec.executor.step_result import StepResult
 from pipeexec.executor.step_runner import StepRunner
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.batches import Batch, check_batch

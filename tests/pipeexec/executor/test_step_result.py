@@ -146,7 +146,7 @@ def test_each_loss_that_is_no_number_is_named(
 
 def test_losses_of_several_types_and_places_are_kept_in_order() -> None:
     """As of last stages on several GPUs; None for those of other processes."""
-    from pipeexec.executor.step_result import copy_losses
+    from pipeexec.executor.results.step_result import copy_losses
 
     values = [0.5, None, float("nan"), 1.5, float("nan")]
     types = [torch.float32, None, torch.float64, torch.bfloat16, torch.float32]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipeexec.devices.clocks import Clocks
 from pipeexec.devices.streams import Event
-from pipeexec.executor.process_results import align_collectives, none_if_all_nan
+from pipeexec.executor.results.process_results import align_collectives, none_if_all_nan
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.timeline import Timeline
 

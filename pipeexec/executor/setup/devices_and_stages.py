@@ -12,8 +12,8 @@ from pipeexec.devices.device import Device, DeviceLike
 from pipeexec.devices.make_devices import make_devices
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import EmbeddingStage, ShardedStage, exchange_options
-from pipeexec.executor.agreement import agree_on_weights
 from pipeexec.executor.microbatch_loss import MicrobatchLoss
+from pipeexec.executor.setup.agreement import agree_on_weights
 from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.stage import Stage
 from pipeexec.stages.stage_like import StageLike

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeexec.executor.process_results import ProcessResult
-from pipeexec.executor.task_times import Readings
+from pipeexec.executor.results.process_results import ProcessResult
+from pipeexec.executor.results.task_times import Readings
 from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 from pipesim.timeline.timeline import Timeline
