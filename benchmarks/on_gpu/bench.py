@@ -22,7 +22,7 @@ from pipeexec.demo_models.gpt import gpt
 from pipeexec.demo_models.registry import cross_entropy
 from pipeexec.demo_models.split import split
 from pipeexec.devices.device import DeviceLike
-from pipeexec.executor.cuda_graph.step_capture import Recorder
+from pipeexec.executor.cuda_graph.recorder import Recorder
 from pipesim.ops import COMPUTE, SENDS
 
 #: Schedules that place the same stages on the same devices, and so share costs: name and options.

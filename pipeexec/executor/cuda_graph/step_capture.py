@@ -21,14 +21,12 @@ One GPU only: capturing streams of several GPUs in one graph may deadlock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from pipeexec.data_parallel.stage_replicas import sync_from_first
-from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
 from pipeexec.devices.device import Device
 from pipeexec.executor.cuda_graph.checks import (
     HostState,
@@ -38,6 +36,7 @@ from pipeexec.executor.cuda_graph.checks import (
     check_state,
     host_state,
 )
+from pipeexec.executor.cuda_graph.recorder import Recorder
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipeexec.stages.batches import Batch
@@ -45,7 +44,7 @@ from pipeexec.stages.stage_like import StageLike
 from pipesim.errors import ArgumentError, ExecutionError
 from pipesim.graph.graph import TaskGraph
 
-__all__ = ["Recorder", "StepCapture"]
+__all__ = ["StepCapture"]
 
 #: Eager steps before a capture: the first allocates lasting state, the second shows it complete.
 WARM_UP = 2
@@ -75,44 +74,6 @@ class _CapturedStep(NamedTuple):
     targets: Batch
     earlier_gradients: list[Tensor | None]
     gradients: list[Tensor | None]
-
-
-class Recorder:
-    """Captures steps on a GPU as CUDA graphs, and launches these."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def record(self, step: Step, tasks: Sequence[PlannedTask]) -> torch.cuda.CUDAGraph:
-        """Capture a step: all streams fork from the first one, and join it again."""
-        graph = torch.cuda.CUDAGraph()
-        every = [stream for t in tasks for stream in (t.stream, t.device.stream("compute"))]
-        streams = [s for s in {id(s): s for s in every}.values() if isinstance(s, CudaStream)]
-        for stream in streams:
-            stream.make_event = CapturedEvent
-        try:
-            # The outer context restores the current stream even if the inner one fails to end.
-            with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream()):
-                first = torch.cuda.Stream()
-                with torch.cuda.graph(graph, stream=first):
-                    for stream in streams:
-                        stream.stream.wait_stream(first)
-                    step.issue(tasks)
-                    for stream in streams:
-                        first.wait_stream(stream.stream)
-        finally:
-            for stream in streams:
-                stream.make_event = CudaEvent
-        return graph
-
-    def launch(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Run a graph after the work of the caller's stream; return the seconds of the call."""
-        with torch.cuda.device(self.device):
-            start = perf_counter()
-            graph.replay()
-            seconds = perf_counter() - start
-            torch.cuda.current_stream().synchronize()
-        return seconds
 
 
 class StepCapture:

@@ -24,7 +24,7 @@ from torch import nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.cuda_streams import CapturedEvent, CudaEvent, CudaStream
-from pipeexec.executor.cuda_graph.step_capture import Recorder
+from pipeexec.executor.cuda_graph.recorder import Recorder
 from pipeexec.executor.step import Step
 from pipesim.errors import StageError
 

@@ -22,7 +22,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
-from pipeexec.executor.cuda_graph.step_capture import Recorder
+from pipeexec.executor.cuda_graph.recorder import Recorder
 from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
 from pipeexec.profiling.calibration import Calibration
 from pipesim.errors import StageError
