@@ -32,8 +32,8 @@ __all__ = [
     "write_directory",
 ]
 
-#: File with the command, versions and hardware of a run, and the checksum of every file, its own
-#: included.
+#: File with the command, versions and hardware of a run, and the checksum of every file, also of
+#: itself.
 RECORD = "run.json"
 
 
@@ -184,8 +184,8 @@ def read_record(path: Path) -> dict[str, Any]:
         ) from error
     if record.get(CHECKSUM) != checksum(record):
         raise RunDirectoryError(
-            f"{path / RECORD} is not what was written: it was edited since; run again, or copy the "
-            "directory anew"
+            f"{path / RECORD} does not match its checksum: it was edited; run again, or copy the "
+            "directory again"
         )
     for name, expected in files.items():
         file = path / name
@@ -193,8 +193,8 @@ def read_record(path: Path) -> dict[str, Any]:
             raise RunDirectoryError(f"{path} lacks {name}; the run directory was truncated")
         if _checksum(file) != expected:
             raise RunDirectoryError(
-                f"{file} is not what was written: it was truncated or edited since; run again, or "
-                "copy the directory anew"
+                f"{file} does not match its checksum: it was truncated or edited; run again, or "
+                "copy the directory again"
             )
     return dict(record)
 

@@ -84,7 +84,7 @@ def _single_process_error(step: Step) -> ExecutionError:
         index, cause = step.failure
         error = StageError(
             f"{_task_error_text(step, index, cause)}; all other work was stopped, and .timeline "
-            f"holds what ran before{_optimizer_note(step, step.events.ran)}"
+            f"holds the tasks that ran before{_optimizer_note(step, step.events.ran)}"
         )
         error.__cause__ = cause
     error.timeline = step.readings().timeline
@@ -100,7 +100,7 @@ def _optimizer_note(step: Step, ran: NDArray[np.bool_]) -> str:
     return (
         f"; the optimizer{'' if one else 's'} of stage{'' if one else 's'} "
         f"{', '.join(map(str, stages))} {'has' if one else 'have'} stepped, others have not: load "
-        "weights and optimizer state from before the step, or make the model anew"
+        "weights and optimizer state from before the step, or create the model again"
     )
 
 

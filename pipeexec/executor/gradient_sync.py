@@ -36,8 +36,8 @@ __all__ = [
 def split_buckets(module: nn.Module, n: int) -> list[list[nn.Parameter]]:
     """Return a module's parameters in ``n`` buckets of about equal bytes, the last ones first.
 
-    A backward computes their gradients in this order if the forward uses the parameters in the
-    order in which they are registered.
+    If the forward uses the parameters in the order of their registration, a backward computes their
+    gradients in the order of the buckets.
     """
     parameters = list(module.parameters())[::-1]
     total = sum(p.nbytes for p in parameters)

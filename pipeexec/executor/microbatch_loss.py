@@ -2,7 +2,7 @@
 
 A pipeline holds its stages. A stage holds a `MicrobatchLoss`, which holds the current step and
 never the pipeline. A reference cycle would keep the memory of both until Python's cycle collector
-runs, and on a GPU that may be too late.
+runs. On a GPU, that may be too late.
 """
 
 from __future__ import annotations

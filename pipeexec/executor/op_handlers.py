@@ -64,6 +64,7 @@ def _weight_grad(step: Step, task: PlannedTask) -> None:
 
 
 def _send(step: Step, task: PlannedTask) -> None:
+    """Send a result to another device of this process; record the bytes of the message."""
     values = step.pop_result(task.source)
     graph = step.graph
     recv = int(graph.pair[task.id])
@@ -78,6 +79,7 @@ def _receive(step: Step, task: PlannedTask) -> None:
 
 
 def _reduce(step: Step, task: PlannedTask) -> None:
+    """Sum gradients over replicas, unless another task of this process does it for this one."""
     if task.copies:
         with _convert_collective_errors(task.group):
             reduce_gradients(step, task)
@@ -137,6 +139,7 @@ def _keep_for_both_streams(task: PlannedTask, values: Values) -> None:
 
 
 def _step(step: Step, task: PlannedTask) -> None:
+    """Assign and divide the gradients of a stage, then run its optimizer, if it has one."""
     assign_reduced_gradients(step, task.slot)
     batch = max(task.microbatch, 0) // step.inputs.shares.batch_size
     step.gradients.divide(task.slot, batch, step.inputs.loss)

@@ -24,8 +24,9 @@ class PlannedTask(NamedTuple):
     Attributes
     ----------
     id, stage, microbatch, part
-        Identity: the task's number in the graph, its stage, micro-batch (-1 for none) and part of
-        an exchange or bucket of gradients (-1 for none).
+        Identity of the task: its number in the graph, stage, micro-batch and part. The part is the
+        number of a bucket of gradients, or a part of an exchange. Micro-batch and part are -1 for
+        none.
     slot
         Number of the stage's copy: replica times number of stages, plus stage.
     global_microbatch

@@ -53,20 +53,20 @@ class RemoteParts:
         processes: Processes,
     ) -> None:
         self.graph, self.processes = graph, processes
-        own = {d: x for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)}
+        local_devices = {d: x for d, x in enumerate(devices) if not isinstance(x, RemoteDevice)}
         ranks = device_ranks(devices, processes.rank)
         routes = _routes(graph, ranks)
         _check_streams(graph, routes)
-        processes.open(routes.values(), graph.n_devices, list(own.values()))
-        local = set(tasks)
+        processes.open(routes.values(), graph.n_devices, list(local_devices.values()))
+        local_tasks = set(tasks)
         self._routes = {t: route for send, route in routes.items()
-                        for t in (send, int(graph.pair[send])) if t in local}  # fmt: skip
+                        for t in (send, int(graph.pair[send])) if t in local_tasks}  # fmt: skip
         # With rendezvous, an early posted receive would tell the sender that the receiver is ready.
         self._next_message = {} if graph.rendezvous else _next_messages(self._routes)
         self._blocking = _blocking_streams(graph, self._routes)
         self._groups = _process_groups(graph, ranks, processes)
-        recorded = [(device, stream) for stream in ("compute", "collective") for device in own]
-        self._slots = {x: FIRST_TASK + n for n, x in enumerate(recorded[:MOST_STREAMS])}
+        streams = [(d, name) for name in ("compute", "collective") for d in local_devices]
+        self._slots = {x: FIRST_TASK + n for n, x in enumerate(streams[:MOST_STREAMS])}
 
     def add_to(self, task: PlannedTask) -> PlannedTask:
         """Return a task with its remote part, and with the stream and handler that it needs."""

@@ -79,9 +79,11 @@ def op_errors(repeats: Sequence[Repeat]) -> pd.DataFrame:
     Returns
     -------
     pandas.DataFrame
-        Indexed by ``op`` and ``stage``; see `op_seconds`. ``predicted`` and ``measured`` (mean
-        over the steps, s), ``error`` (mean of predicted over measured, minus 1), and ``low`` and
-        ``high``, the ends of its 95 % interval; see `interval_over`.
+        Indexed by ``op`` and ``stage``; see `op_seconds`.
+
+        - ``predicted``, ``measured``: mean over repeats and steps (s).
+        - ``error``: mean of predicted over measured, minus 1.
+        - ``low``, ``high``: ends of the 95 % interval of the error; see `interval_over`.
     """
     import pandas as pd
 

@@ -140,13 +140,13 @@ def widest_graph(graphs: Mapping[str, TaskGraph]) -> TaskGraph:
     Raises
     ------
     ArgumentError
-        If there are no graphs, a name or graph has the wrong type, or graphs differ in their number
-        of micro-batches.
+        If there are no graphs, or a name or graph has the wrong type. Also if graphs differ in
+        their number of micro-batches.
     """
     if not isinstance(graphs, Mapping):
         raise ArgumentError(
             f"graphs must be a mapping of names to graphs, got {graphs!r:.60} "
-            f"({type(graphs).__name__}); give such as {{'1f1b': ps.lower(schedule)}}"
+            f"({type(graphs).__name__}); give for example {{'1f1b': ps.lower(schedule)}}"
         )
     for name, graph in graphs.items():
         check_type(f"graphs: {name!r}", graph, TaskGraph, "lower the schedule first")

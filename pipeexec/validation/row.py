@@ -34,8 +34,8 @@ class Row:
         after repeat.
     peak_memory
         Peak bytes that each device held: parameters, gradients, optimizer state and activations.
-        Activations, and gradients that wait for their reduction, are counted task by task in a
-        separate step, and put at the times of ``measured``.
+        A separate step counts, task by task, activations and gradients that wait for their
+        reduction. Their changes are put at the times of ``measured``.
     losses
         Loss of every step.
     predictions

@@ -140,8 +140,8 @@ def validate(
     Warns
     -----
     AccuracyWarning
-        If tasks are too short or too unsteady for a good prediction, or ``costs`` are from messages
-        of other sizes.
+        If tasks are too short or too unsteady for a good prediction. Also if ``costs`` are from
+        messages of other sizes.
     """
     options = check_options(
         batches, optimizer, n_steps=n_steps, warm_up=warm_up, repeat=repeat, costs=costs,

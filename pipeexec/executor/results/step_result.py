@@ -56,8 +56,9 @@ class StepResult:
         Time in which the host issued each task, until the next one (s); shape ``(n_tasks,)``. NaN
         for tasks of other processes, None if one CUDA graph was launched.
     milestones
-        Share of the last backward, 0 to 1, after which all gradients of a bucket of this process
-        were computed, by the number of its REDUCE_GRAD. Empty after `Pipeline.gather`.
+        Share of the last backward, 0 to 1, at which all gradients of a bucket were computed. The
+        key is the number of the bucket's REDUCE_GRAD. Only buckets of this process; empty after
+        `Pipeline.gather`.
     """
 
     losses: tuple[Tensor, ...]

@@ -222,7 +222,7 @@ def test_a_truncated_file_is_named(name: str, cut: int, run: Path) -> None:
 def test_an_edited_file_is_named(name: str, run: Path) -> None:
     content = (run / name).read_bytes()
     (run / name).write_bytes(content.replace(b"1", b"2").replace(b"f", b"F"))
-    with pytest.raises(RunDirectoryError, match=f"{name} is not what was written"):
+    with pytest.raises(RunDirectoryError, match=f"{name} does not match its checksum"):
         read_record(run)
 
 
