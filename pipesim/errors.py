@@ -194,8 +194,13 @@ def check_type(name: str, value: object, kind: type[T], advice: str = "") -> T:
         return value
     package = kind.__module__.partition(".")[0]
     wanted = kind.__name__ if package == "builtins" else f"{package}.{kind.__name__}"
+    raise _wrong_type(name, f"a {wanted}", value, f"; {advice}" if advice else "")
+
+
+def _wrong_type(name: str, wanted: str, value: object, advice: str = "") -> ArgumentTypeError:
+    """Return the error of a value of another type than ``wanted``."""
     got = f"{value!r:.60} ({type(value).__name__})"
-    raise ArgumentTypeError(f"{name} must be a {wanted}, got {got}{'; ' if advice else ''}{advice}")
+    return ArgumentTypeError(f"{name} must be {wanted}, got {got}{advice}")
 
 
 def check_text(name: str, value: object) -> str:
@@ -208,7 +213,7 @@ def check_text(name: str, value: object) -> str:
     """
     if isinstance(value, str):
         return value
-    raise ArgumentTypeError(f"{name} must be a text, got {value!r:.60} ({type(value).__name__})")
+    raise _wrong_type(name, "a text", value)
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -221,9 +226,7 @@ def check_flag(name: str, value: object) -> bool:
     """
     if isinstance(value, bool):
         return value
-    raise ArgumentTypeError(
-        f"{name} must be True or False, got {value!r:.60} ({type(value).__name__})"
-    )
+    raise _wrong_type(name, "True or False", value)
 
 
 def check_function(name: str, value: object, form: str) -> None:
@@ -235,10 +238,7 @@ def check_function(name: str, value: object, form: str) -> None:
         For a value that cannot be called.
     """
     if not callable(value):
-        raise ArgumentTypeError(
-            f"{name} must be a function, called as {form}, got {value!r:.60} "
-            f"({type(value).__name__})"
-        )
+        raise _wrong_type(name, f"a function, called as {form}", value)
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from pipeexec.demo_models.registry import DemoModel
     from pipeexec.devices.device import DeviceLike
     from pipeexec.distributed.processes import Processes
     from pipeexec.stages.loss_function import Loss
@@ -48,9 +49,8 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
     import torch
 
     from pipeexec.demo_models.data import replica_batches, replicas_of
-    from pipeexec.demo_models.registry import MODELS, build_model
     from pipeexec.demo_models.split import split
-    from pipesim.errors import check_count, check_name, number
+    from pipesim.errors import check_count, number
 
     rate = number(arguments.learning_rate)
     if rate is None or not 0 <= rate < math.inf:
@@ -60,16 +60,7 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
     # Torch takes 64 bits; a longer seed wraps, as the seed of the weights does.
     torch.manual_seed(check_count("seed", arguments.seed, 0) % (1 << 63))
     torch.set_num_threads(1)
-    spec = MODELS[check_name("model", arguments.model, MODELS)]
-    sizes = {
-        name: getattr(arguments, name)
-        for name in ("layers", "width", "heads", "sequence", "image_size", "classes", "dropout",
-                     "text")
-    }  # fmt: skip
-    sizes = {name: value for name, value in sizes.items() if value is not None}
-    for name in sizes:
-        check_name(f"option of model {arguments.model!r}:", name, spec.options)
-    model = build_model(arguments.model, seed=arguments.seed, **sizes)
+    model = _model(arguments)
     graphs = _graphs(arguments, processes)
     n_stages, n_devices, n_microbatches = _shape(graphs, arguments.balance)
     stages = split(model.layers, n_stages, balance=arguments.balance or None)
@@ -96,6 +87,23 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
         lambda parameters: torch.optim.AdamW(parameters, lr=rate, capturable=arguments.cuda_graph),
         record,
     )
+
+
+def _model(arguments: argparse.Namespace) -> DemoModel:
+    """Return the model that the options name, with the sizes among them."""
+    from pipeexec.demo_models.registry import MODELS, build_model
+    from pipesim.errors import check_name
+
+    spec = MODELS[check_name("model", arguments.model, MODELS)]
+    sizes = {
+        name: getattr(arguments, name)
+        for name in ("layers", "width", "heads", "sequence", "image_size", "classes", "dropout",
+                     "text")
+    }  # fmt: skip
+    sizes = {name: value for name, value in sizes.items() if value is not None}
+    for name in sizes:
+        check_name(f"option of model {arguments.model!r}:", name, spec.options)
+    return build_model(arguments.model, seed=arguments.seed, **sizes)
 
 
 #: Samples of a micro-batch, with which tasks take 5 ms or more on one core.

@@ -8,6 +8,7 @@ micro-batch of each task to find the cells of the tasks that it needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -84,10 +85,6 @@ def kind_rules(
     KindRules, int
         The tables, and the number of cells.
 
-    Notes
-    -----
-    The function is longer than 40 lines: it computes the columns of one table, row by row aligned.
-
     Examples
     --------
     The rule "F needs F of the stage before, or its RECV_F instead", for two stages on two devices
@@ -117,29 +114,15 @@ def kind_rules(
     part = np.maximum(kinds.peer_stage, kinds.part)  # no kind has both
     cells = _cells(kinds, part, width)
     rules = _expanded_rules(kinds)
-    n_via = max(len(rule.via) for rule in rules)
-    columns = [
-        (
-            *(*rule.needs, -1, -1)[:2],
-            rule.stage,
-            rule.needs_part,
-            *(value for via in (*rule.via, *[_NO_VIA] * n_via)[:n_via] for value in via),
-        )
-        for rule in rules
-    ]
     applicable = np.zeros((len(rules), len(Op), cells.shape[-1]), dtype=bool)
     for k, rule in enumerate(rules):
         applicable[k, rule.ops, slice(None) if rule.part is None else rule.part] = True
     number, kind = np.nonzero(applicable[:, kinds.op, np.where(kinds.is_op(PARTED), part, -1)])
-    first_op, second_op, offset, needs_part, *via_columns = np.array(columns)[number].T
+    needs_columns, via_columns = _rule_columns(rules)
+    first_op, second_op, offset, needs_part = needs_columns[number].T
     replica, stage = kinds.replica[kind], kinds.stage[kind] + 1
-    via = np.stack(
-        [
-            cells[op, replica, stage + via_offset, via_part]
-            for op, via_offset, via_part in (via_columns[k : k + 3] for k in range(0, 3 * n_via, 3))
-        ],
-        axis=1,
-    )
+    via_op, via_offset, via_part = np.moveaxis(via_columns[number], 2, 0)
+    via = cells[via_op, replica[:, None], stage[:, None] + via_offset, via_part]
     needs = cells[np.stack([first_op, second_op]), replica, stage + offset, needs_part].T
     every = np.array([int(rule.every) for rule in rules])[number]
     reduces = np.array([Op.REDUCE_GRAD in rule.ops for rule in rules])[number]
@@ -202,6 +185,20 @@ def _expanded_rules(kinds: Kinds) -> list[Rule]:
             via = tuple(x._replace(part=number) for x in rule.via)
             rules.append(rule._replace(needs_part=number, via=via))
     return rules
+
+
+def _rule_columns(rules: Sequence[Rule]) -> tuple[Ints, Ints]:
+    """Return the needs and the ``via`` of each rule as numbers.
+
+    - Needs: two operations, of which -1 stands for none, then stage and part. Shape
+      ``(n_rules, 4)``.
+    - ``via``: the fields of each `Via`, with `_NO_VIA` for rules that have fewer. Shape
+      ``(n_rules, n_via, 3)``.
+    """
+    n_via = max(len(rule.via) for rule in rules)
+    needs = [(*(*rule.needs, -1, -1)[:2], rule.stage, rule.needs_part) for rule in rules]
+    vias = [(*rule.via, *[_NO_VIA] * n_via)[:n_via] for rule in rules]
+    return np.array(needs, dtype=np.int64), np.array(vias, dtype=np.int64)
 
 
 def _pairs(kinds: Kinds, cells: NDArray[np.int64]) -> Ints:

@@ -97,13 +97,7 @@ def dependencies(
     check_name("messages", messages, ("arrows", "labels", "nodes"))
     check_flag("order", order)
     check_flag("legend", legend)
-    n_tasks = int(graph.on_compute.sum())
-    if n_tasks > MOST_NODES:
-        raise ArgumentError(
-            f"a figure of dependencies has at most {MOST_NODES} tasks on compute streams, graph "
-            f"{graph.name!r} has {n_tasks}; lower fewer micro-batches or devices, or draw when "
-            "tasks run: ps.simulate(graph, costs).plot(dependencies=True)"
-        )
+    _check_size(graph)
     from pipesim.plot import graph_figure
 
     layout = lay_out(graph, messages=messages == "nodes", order=order)
@@ -126,3 +120,14 @@ def dependencies(
     if title:
         set_title(ax, title, height=height)
     return ax
+
+
+def _check_size(graph: TaskGraph) -> None:
+    """Raise `ArgumentError` for a graph of more nodes than a figure has room for."""
+    n_tasks = int(graph.on_compute.sum())
+    if n_tasks > MOST_NODES:
+        raise ArgumentError(
+            f"a figure of dependencies has at most {MOST_NODES} tasks on compute streams, graph "
+            f"{graph.name!r} has {n_tasks}; lower fewer micro-batches or devices, or draw when "
+            "tasks run: ps.simulate(graph, costs).plot(dependencies=True)"
+        )

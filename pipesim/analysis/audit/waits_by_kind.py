@@ -7,6 +7,7 @@ task that waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -114,14 +115,25 @@ def _data(graph: TaskGraph) -> list[WaitKind]:
     columns = []
     for tasks in (waits, needed):
         columns += [graph.op[tasks], _parts(graph, tasks), graph.peer_stage[tasks] >= 0]
-    cells, cell_of_edge = np.unique(np.stack([*columns, offset]), axis=1, return_inverse=True)
-    kinds = []
-    for number, cell in enumerate(cells.T.tolist()):
-        selected = cell_of_edge.ravel() == number
-        name = f"{_operation(*cell[:3])} needs {_operation(*cell[3:6])}{_OFFSETS[cell[6]]}"
-        edges = Edges(needed[selected], waits[selected])
-        kinds.append(WaitKind("data", name, edges, edges.after))
+
+    def name(row: list[int]) -> str:
+        return f"{_operation(*row[:3])} needs {_operation(*row[3:6])}{_OFFSETS[row[6]]}"
+
+    kinds = _grouped("data", Edges(needed, waits), [*columns, offset], name)
     return sorted(kinds, key=lambda kind: int(kind.tasks[0]))
+
+
+def _grouped(
+    sort: str, edges: Edges, columns: Sequence[Ints], name: Callable[[list[int]], str]
+) -> list[WaitKind]:
+    """Return a kind of wait for each distinct row of the columns, which have one entry an edge."""
+    rows, row_of_edge = np.unique(np.stack(columns), axis=1, return_inverse=True)
+    kinds = []
+    for number, row in enumerate(rows.T.tolist()):
+        selected = row_of_edge.ravel() == number
+        own = Edges(edges.before[selected], edges.after[selected])
+        kinds.append(WaitKind(sort, name(row), own, own.after))
+    return kinds
 
 
 #: The text of each difference between the stages of two tasks.
@@ -164,14 +176,11 @@ def _queues(graph: TaskGraph) -> list[WaitKind]:
     sorts = [name.partition(":")[0] for _, name in graph.streams]
     names, sort = np.unique(sorts, return_inverse=True)
     ends = [column for t in (queued, earlier) for column in (graph.op[t], _parts(graph, t))]
-    columns = *ends, sort[graph.stream[queued]]
-    cells, cell_of_edge = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    kinds = []
-    for number, cell in enumerate(cells.T.tolist()):
-        selected = cell_of_edge.ravel() == number
-        name = f"{_operation(*cell[:2])} after {_operation(*cell[2:4])} on {names[cell[4]]}"
-        edges = Edges(earlier[selected], queued[selected])
-        kinds.append(WaitKind("queue", name, edges, edges.after))
+
+    def name(row: list[int]) -> str:
+        return f"{_operation(*row[:2])} after {_operation(*row[2:4])} on {names[row[4]]}"
+
+    kinds = _grouped("queue", Edges(earlier, queued), [*ends, sort[graph.stream[queued]]], name)
     return sorted(kinds, key=lambda kind: ("compute" not in kind.name, int(kind.tasks[0])))
 
 
