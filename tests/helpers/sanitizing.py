@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda, FakeEvent, FakeGpu, FakeStream
-from small_pipelines import cut, dense, mse
+from small_pipelines import cut, dense, mse, sgd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pipeexec as px
 import pipesim as ps
 
-__all__ = ["Sanitizer", "momentum", "pipeline_on_slices", "sanitized"]
+__all__ = ["Sanitizer", "pipeline_on_slices", "sanitized"]
 
 
 def _imported() -> Any:
@@ -271,13 +271,8 @@ def sanitized(patch: pytest.MonkeyPatch) -> Iterator[Sanitizer]:
         yield watch
 
 
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """Return SGD with momentum, so that an optimizer has state."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def pipeline_on_slices(
-    graph: ps.TaskGraph, *, gpus: bool = False, optimizer: Any = momentum
+    graph: ps.TaskGraph, *, gpus: bool = False, optimizer: Any = sgd
 ) -> px.Pipeline:
     """Return a pipeline on slices of a GPU, or on as many GPUs."""
     stages = cut(dense(graph.n_stages), [1] * graph.n_stages)

@@ -25,6 +25,7 @@ from pipesim.ops import Op
 from pipesim.scheduling.placement import Placement
 
 __all__ = [
+    "AddInputs",
     "Faulty",
     "Nap",
     "assert_close",
@@ -42,6 +43,7 @@ __all__ = [
     "pipeline",
     "sgd",
     "train_whole",
+    "two_target_loss",
     "unsplit",
 ]
 
@@ -139,6 +141,18 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
+
+
+class AddInputs(nn.Linear):
+    """A first stage whose batch has two tensors."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) + y
+
+
+def two_target_loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    """Return a loss whose targets are two tensors."""
+    return mse(output, target[0]) + (output * target[1]).mean()
 
 
 def data(n: int, width: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 from ranks import Ranks
 from small_pipelines import (
+    AddInputs,
     assert_order_respected,
     cut,
     data,
@@ -23,6 +24,7 @@ from small_pipelines import (
     mse,
     orders,
     pipeline,
+    two_target_loss,
     unsplit,
 )
 from torch import Tensor, nn
@@ -132,17 +134,9 @@ def _doubles(n: int) -> Batch:
 
 def _several_batches(n: int) -> Batch:
     """A batch of several tensors, and targets that are several too."""
-
-    class Add(nn.Linear):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return super().forward(x) + y
-
-    def loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-        return mse(output, target[0]) + (output * target[1]).mean()
-
     inputs, targets = data(13)
-    stages = [Add(16, 16), *(nn.Linear(16, 16) for _ in range(n - 1))]
-    return stages, (inputs, inputs**2), (targets, inputs), loss
+    stages = [AddInputs(16, 16), *(nn.Linear(16, 16) for _ in range(n - 1))]
+    return stages, (inputs, inputs**2), (targets, inputs), two_target_loss
 
 
 MODELS: dict[str, Callable[[int], Batch]] = {
@@ -228,16 +222,24 @@ def train(
     return {
         "losses": losses,
         "peak_held": list(whole.peak_held),
+        **tensors(modules),
+    }
+
+
+def tensors(modules: Mapping[int, nn.Module]) -> dict[str, dict[str, Any]]:
+    """Return copies of parameters and buffers, and the gradients, by stage and name."""
+    return {
         "parameters": {
             f"{k}.{name}": x.detach().clone()
             for k, module in modules.items()
             for name, x in (*module.named_parameters(), *module.named_buffers())
         },
         "gradients": {
-            f"{k}.{name}": x.grad for k, module in modules.items()
+            f"{k}.{name}": x.grad
+            for k, module in modules.items()
             for name, x in module.named_parameters()
         },
-    }  # fmt: skip
+    }
 
 
 def check_whole(
@@ -290,16 +292,8 @@ def expected(
         losses = [unsplit(stages, graph, inputs, targets, loss_fn, call=call)]
     return {
         "losses": losses,
-        "parameters": {
-            f"{k}.{name}": x.detach()
-            for k, stage in enumerate(stages)
-            for name, x in (*stage.named_parameters(), *stage.named_buffers())
-        },
-        "gradients": {
-            f"{k}.{name}": x.grad for k, stage in enumerate(stages)
-            for name, x in stage.named_parameters()
-        },
-    }  # fmt: skip
+        **tensors(dict(enumerate(stages))),
+    }
 
 
 def check(ranks: Ranks, model: str, schedule: str, p: int, m: int, **options: Any) -> None:

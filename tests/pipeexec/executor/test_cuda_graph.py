@@ -10,7 +10,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -133,25 +133,37 @@ def _graph(schedule: str = "1f1b", n_devices: int = 2, **options: Any) -> ps.Tas
     return ps.lower(ps.schedule(schedule, n_devices=n_devices, n_microbatches=4), **options)
 
 
-def _twins(captured: Make, optimizer: Any = sgd, schedule: str = "1f1b") -> Any:
-    """Return a pipeline that captures, one that does not, and their equal stages."""
+class Twins(NamedTuple):
+    """A pipeline that captures, one that does not, and their equal stages."""
+
+    subject: px.Pipeline
+    eager: px.Pipeline
+    stages: list[nn.Module]
+    others: list[nn.Module]
+
+    def step(self, *batch: Tensor) -> tuple[px.StepResult, px.StepResult]:
+        """Run a step of both, after which their stages must still be equal."""
+        results = self.subject.step(*batch), self.eager.step(*batch)
+        assert_same(self.stages, self.others)
+        return results
+
+
+def _twins(captured: Make, optimizer: Any = sgd, schedule: str = "1f1b") -> Twins:
     stages = cut(dense(2), [1, 1])
     others = copy.deepcopy(stages)
     subject = captured(stages, _graph(schedule), mse, optimizer)
-    eager = pipeline(others, _graph(schedule), mse, optimizer)
-    return subject, eager, stages, others
+    return Twins(subject, pipeline(others, _graph(schedule), mse, optimizer), stages, others)
 
 
 def test_steps_are_the_same_as_eager_ones(captured: Make) -> None:
     """Two eager, one captured and replayed, three replayed; each with a different batch."""
-    subject, eager, stages, others = _twins(captured)
+    twins = _twins(captured)
     results = []
-    with eager:
+    with twins.eager:
         for seed in range(6):
-            results.append((subject.step(*data(9, seed=seed)), eager.step(*data(9, seed=seed))))
-            assert_same(stages, others)
-            assert subject.n_steps == eager.n_steps
-    assert _counts(subject) == (1, 4)
+            results.append(twins.step(*data(9, seed=seed)))
+            assert twins.subject.n_steps == twins.eager.n_steps
+    assert _counts(twins.subject) == (1, 4)
     for actual, wanted in results:  # those of earlier steps were not overwritten
         assert torch.equal(actual.loss, wanted.loss)
         assert all(map(torch.equal, actual.losses, wanted.losses))
@@ -163,84 +175,72 @@ def test_steps_are_the_same_as_eager_ones(captured: Make) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "chimera"])
 def test_gradients_add_up_from_step_to_step(captured: Make, schedule: str) -> None:
     """Without an optimizer; whatever the caller does with them in between."""
-    subject, eager, stages, others = _twins(captured, None, schedule)
-    with eager:
+    twins = _twins(captured, None, schedule)
+    with twins.eager:
         for step in range(9):
-            for parameter in (p for s in (*stages, *others) for p in s.parameters()):
+            for parameter in (p for s in (*twins.stages, *twins.others) for p in s.parameters()):
                 if step in (2, 4):  # just before the capture, and between replays
                     parameter.grad = None
                 if step == 6:
                     parameter.grad = torch.ones_like(parameter)
-            subject.step(*data(9, seed=step))
-            eager.step(*data(9, seed=step))
-            assert_same(stages, others)
-    assert _counts(subject)[0] == 1
+            twins.step(*data(9, seed=step))
+    assert _counts(twins.subject)[0] == 1
 
 
 def test_a_new_learning_rate_is_taken(captured: Make) -> None:
     """The step with it runs eagerly, the next one is captured anew."""
-    subject, eager, stages, others = _twins(captured)
-    with eager:
+    twins = _twins(captured)
+    with twins.eager:
         for seed in range(8):
             if seed == 4:
-                for optimizer in (*subject.optimizers, *eager.optimizers):
+                for optimizer in (*twins.subject.optimizers, *twins.eager.optimizers):
                     optimizer.param_groups[0]["lr"] = 0.5
-            subject.step(*data(8, seed=seed))
-            eager.step(*data(8, seed=seed))
-            assert_same(stages, others)
-    assert _counts(subject) == (2, 5)  # steps 2, 3; 5, 6, 7
+            twins.step(*data(8, seed=seed))
+    assert _counts(twins.subject) == (2, 5)  # steps 2, 3; 5, 6, 7
 
 
 def test_a_learning_rate_that_always_changes_is_never_captured(captured: Make) -> None:
-    subject, eager, stages, others = _twins(captured)
-    with eager:
+    twins = _twins(captured)
+    with twins.eager:
         for seed in range(5):
-            for optimizer in (*subject.optimizers, *eager.optimizers):
+            for optimizer in (*twins.subject.optimizers, *twins.eager.optimizers):
                 optimizer.param_groups[0]["lr"] = 0.1 / (1 + seed)
-            subject.step(*data(8, seed=seed))
-            eager.step(*data(8, seed=seed))
-            assert_same(stages, others)
-    assert _counts(subject) == (0, 0)
+            twins.step(*data(8, seed=seed))
+    assert _counts(twins.subject) == (0, 0)
 
 
 def test_a_state_that_moves_is_followed(captured: Make) -> None:
     """Loading a checkpoint puts other tensors into the optimizer."""
-    subject, eager, stages, others = _twins(captured)
-    with eager:
+    twins = _twins(captured)
+    with twins.eager:
         for seed in range(8):
             if seed in (1, 4):
-                for optimizer in subject.optimizers:
+                for optimizer in twins.subject.optimizers:
                     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            subject.step(*data(8, seed=seed))
-            eager.step(*data(8, seed=seed))
-            assert_same(stages, others)
-    assert _counts(subject)[0] == 2
+            twins.step(*data(8, seed=seed))
+    assert _counts(twins.subject)[0] == 2
 
 
 def test_a_step_that_leaves_no_trace_leaves_the_graph_valid(captured: Make) -> None:
     """`preserved` puts the state back where it was: else no validation would replay anything."""
-    subject, eager, stages, others = _twins(captured)
-    with eager:
+    twins = _twins(captured)
+    with twins.eager:
         for seed in range(8):
-            assert subject.held_bytes(*data(8)) == eager.held_bytes(*data(8))
-            assert subject.n_steps == seed
-            subject.step(*data(8, seed=seed))
-            eager.step(*data(8, seed=seed))
-            assert_same(stages, others)
-    assert _counts(subject) == (1, 6)
+            assert twins.subject.held_bytes(*data(8)) == twins.eager.held_bytes(*data(8))
+            assert twins.subject.n_steps == seed
+            twins.step(*data(8, seed=seed))
+    assert _counts(twins.subject) == (1, 6)
 
 
 def test_another_mode_is_another_step(captured: Make) -> None:
-    subject, eager, stages, others = _twins(captured)
-    with eager:
+    twins = _twins(captured)
+    with twins.eager:
         for seed in range(7):
             if seed == 4:
-                for stage in (*stages, *others):
+                for stage in (*twins.stages, *twins.others):
                     stage.eval()
-            subject.step(*data(8, seed=seed))
-            eager.step(*data(8, seed=seed))
-            assert_same(stages, others)
-    assert _counts(subject)[0] == 2
+            twins.step(*data(8, seed=seed))
+    assert _counts(twins.subject)[0] == 2
 
 
 def test_a_batch_of_another_shape_is_refused(captured: Make) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from parity import RECOMPUTE, SCHEDULES, check, everywhere, lowered, needs_cuda, scheduled
 from small_pipelines import (
+    AddInputs,
     assert_close,
     assert_order_respected,
     assert_same,
@@ -25,6 +26,7 @@ from small_pipelines import (
     one_thread,
     orders,
     pipeline,
+    two_target_loss,
     unsplit,
 )
 from torch import Tensor, nn
@@ -146,16 +148,8 @@ def _tuples() -> Case:
 def _two_inputs() -> Case:
     """A batch of several tensors, and targets that are several too."""
     inputs, targets = data(13)
-
-    class Add(nn.Linear):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return super().forward(x) + y
-
-    def loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-        return mse(output, target[0]) + (output * target[1]).mean()
-
-    stages = [Add(16, 16), nn.Tanh(), nn.Linear(16, 16)]
-    return Case(stages, (inputs, inputs**2), (targets, inputs), loss)
+    stages = [AddInputs(16, 16), nn.Tanh(), nn.Linear(16, 16)]
+    return Case(stages, (inputs, inputs**2), (targets, inputs), two_target_loss)
 
 
 def _output_for_the_loss() -> Case:

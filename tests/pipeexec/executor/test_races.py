@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeEvent, FakeGpu, FakeStream
-from sanitizing import Sanitizer, momentum, pipeline_on_slices, sanitized
-from small_pipelines import Faulty, cut, data, dense, mse
+from gpipe_models import Pop, Stash
+from sanitizing import Sanitizer, pipeline_on_slices, sanitized
+from small_pipelines import Faulty, cut, data, dense, mse, sgd
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -23,7 +24,7 @@ import pipesim as ps
 from pipeexec.devices.cuda import CudaDevice
 from pipeexec.devices.cuda_streams import CudaEvent, CudaStream
 from pipeexec.executor.cuda_graph.recorder import Recorder
-from pipeexec.gpipe.skip import Namespace, pop, skippable, stash
+from pipeexec.gpipe.skip import Namespace
 from pipeexec.profiling.calibration import Calibration
 from pipesim.errors import StageError
 
@@ -86,7 +87,7 @@ def test_schedules_on_two_gpus(
     ids=str,
 )
 def test_lowered_otherwise(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    optimizer = None if "step" in options else momentum
+    optimizer = None if "step" in options else sgd
     with sanitized(monkeypatch) as watch:
         run_steps(pipeline_on_slices(ps.lower(scheduled("gpipe"), **options), optimizer=optimizer))
     check(watch)
@@ -103,9 +104,7 @@ def test_replicas(
     graph = ps.lower(schedule, n_replicas=2, grad_sync=mode, n_buckets=2, overlap=overlap)
     stages = cut(dense(2 * n_devices), [2] * n_devices)
     with sanitized(monkeypatch) as watch:
-        run_steps(
-            px.Pipeline(stages, graph, [FakeGpu() for _ in range(2 * n_devices)], mse, momentum)
-        )
+        run_steps(px.Pipeline(stages, graph, [FakeGpu() for _ in range(2 * n_devices)], mse, sgd))
     check(watch)
 
 
@@ -139,7 +138,7 @@ def test_a_sharded_embedding_of_one_process(
     dense_part, keys = torch.rand(16, 4), torch.randint(8, (16, 1))
     with sanitized(monkeypatch) as watch:
         stages = [px.EmbeddingStage(embedding), _Summed()]
-        subject = px.Pipeline(stages, graph, [FakeGpu(), FakeGpu()], mse, momentum)
+        subject = px.Pipeline(stages, graph, [FakeGpu(), FakeGpu()], mse, sgd)
         for _ in range(2):
             subject.step((dense_part, keys), torch.rand(16, 4))
     check(watch)
@@ -162,9 +161,7 @@ def test_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its remaining tensors are freed while streams may still use them."""
     layers = [nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), Faulty(ValueError(), forward=2))]
     with sanitized(monkeypatch) as watch:
-        subject = px.Pipeline(
-            layers, ps.lower(scheduled("1f1b")), [FakeGpu(), FakeGpu()], mse, momentum
-        )
+        subject = px.Pipeline(layers, ps.lower(scheduled("1f1b")), [FakeGpu(), FakeGpu()], mse, sgd)
         with pytest.raises(StageError):
             subject.step(*data(16))
         run_steps(subject)
@@ -189,27 +186,13 @@ def test_a_capture(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
 # The GPipe module
 
 
-@skippable(stash=["skip"])
-class _Stash(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x.cos())
-        return x + 1
-
-
-@skippable(pop=["skip"])
-class _Pop(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x * skip
-
-
 def gpipe(gpus: bool = False, **options: Any) -> px.GPipe:
     """Return a module on three devices, with a skip over the second."""
     torch.manual_seed(0)
     name = Namespace()
     layers = [
-        nn.Linear(16, 16), _Stash().isolate(name), nn.Linear(16, 16), nn.Tanh(),
-        _Pop().isolate(name), nn.Linear(16, 16),
+        nn.Linear(16, 16), Stash().isolate(name), nn.Linear(16, 16), nn.Tanh(),
+        Pop().isolate(name), nn.Linear(16, 16),
     ]  # fmt: skip
     devices = [FakeGpu(index, index if gpus else None) for index in range(3)]
     return px.GPipe(nn.Sequential(*layers), [2, 2, 2], devices=devices, chunks=4, **options)
@@ -217,7 +200,7 @@ def gpipe(gpus: bool = False, **options: Any) -> px.GPipe:
 
 def train(model: px.GPipe, *, input_grad: bool = True, n: int = 2) -> None:
     """Run steps as a user does: what goes in and comes out is of the caller's stream."""
-    optimizer = momentum(model.parameters())
+    optimizer = sgd(model.parameters())
     for seed in range(n):
         x, y = data(8, seed=seed)
         inputs = (x * 1.0).requires_grad_(input_grad)
@@ -324,7 +307,7 @@ def _of_a_pipeline() -> None:
 def _of_replicas() -> None:
     # Of three micro-batches the second reduction frees what the third backward may take.
     graph = ps.lower(ps.schedule("gpipe", 1, 3), n_replicas=2, grad_sync="every")
-    run_steps(px.Pipeline([dense(2)], graph, [FakeGpu(), FakeGpu()], mse, momentum))
+    run_steps(px.Pipeline([dense(2)], graph, [FakeGpu(), FakeGpu()], mse, sgd))
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_slices_with_links_are_refused() -> None:
     devices = [Slice(torch.device("cuda", 0), i, 2, None, None, 66, links) for i in range(2)]
     for device in devices:
         device.torch_device = torch.device("cpu")
-    with pytest.raises(ArgumentError, match=r"stream 'send:1/0' of cuda:0/0of2 .* take turns"):
+    with pytest.raises(ArgumentError, match=r"stream 'send:1/0' of cuda:0/0of2 .* cannot order"):
         px.Pipeline(cut(dense(2), [1, 1]), lowered("per_microbatch", n=2), devices, mse)
 
 
