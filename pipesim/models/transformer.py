@@ -8,6 +8,8 @@ unless heads share them), f inner size of the MLP, g matrices of the MLP that re
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
 arXiv 2104.04473. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models", arXiv 2205.05198. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
+
+The file has just over 300 lines: one class of short methods, and the docstrings of their formulas.
 """
 
 from __future__ import annotations
