@@ -1,4 +1,4 @@
-"""The documentation names only files, make targets and public names that exist."""
+"""Documentation and Makefile name only files, make targets and public names that exist."""
 
 from __future__ import annotations
 
@@ -67,3 +67,10 @@ def test_make_targets(page: Path) -> None:
     targets = re.findall(r"(?:^|`)make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)
     known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert sorted(set(targets) - set(known)) == []
+
+
+def test_paths_of_make() -> None:
+    """Commands such as ``make fuzz`` run files by their paths."""
+    paths = re.findall(rf"(?:{FOLDERS})/[\w/]+\.py", (ROOT / "Makefile").read_text())
+    assert len(paths) >= 5
+    assert [path for path in paths if not (ROOT / path).exists()] == []
