@@ -32,12 +32,15 @@ _STUCK_SECONDS = 5.0
 #: Seconds after SIGTERM in which a process may learn of the failure that is the reason.
 _SIGTERM_SECONDS = 0.5
 
-Command = Callable[[Processes], int]
+JoinedCommand = Callable[[Processes], int]
 SavePartial = Callable[[Timeline, str], Path | None]
 
 
 def run_together(
-    command: Command, print_error: Callable[[str], None], save_partial: SavePartial, timeout: float
+    command: JoinedCommand,
+    print_error: Callable[[str], None],
+    save_partial: SavePartial,
+    timeout: float,
 ) -> int:
     """Run a command in one of several processes; return its exit status.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeexec.embedding.exchange_config import ExchangeConfig
 from pipeexec.embedding.peers import Peers
 from pipeexec.embedding.row_gradients import SummedGradients, add_to_rows
-from pipeexec.embedding.row_layout import Layout
+from pipeexec.embedding.row_layout import RowLayout
 
 __all__ = ["AccumulatedGradients"]
 
@@ -111,7 +111,7 @@ class AccumulatedGradients:
         add_to_rows(self._weight, rows, received, sparse=self._config.sparse)
 
 
-def _union(addresses: Tensor, layout: Layout) -> _Union:
+def _union(addresses: Tensor, layout: RowLayout) -> _Union:
     """Return the distinct addresses, ``rank * rows_per_rank + row``."""
     unique, positions = torch.unique(addresses, return_inverse=True)
     ranks = torch.arange(layout.n_ranks + 1, device=addresses.device, dtype=addresses.dtype)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pipeexec.embedding.row_layout import Layout
+from pipeexec.embedding.row_layout import RowLayout
 
 __all__ = ["ExchangeConfig"]
 
@@ -30,7 +30,7 @@ class ExchangeConfig(NamedTuple):
         Whether each key is sent once, or as often as it occurs.
     """
 
-    layout: Layout
+    layout: RowLayout
     combiner: str | None
     padding_key: int | None
     scale: float

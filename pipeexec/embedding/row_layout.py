@@ -26,13 +26,13 @@ from torch import Tensor
 from pipesim.costs.row_placement import assign_rows, multiply_modulo, row_hash
 from pipesim.errors import ArgumentError, ArgumentTypeError
 
-__all__ = ["Layout"]
+__all__ = ["RowLayout"]
 
 #: Largest number of elements drawn at once, and of rows copied at once.
 _AT_ONCE = 1 << 20
 
 
-class Layout:
+class RowLayout:
     """The owner and place of each row of some tables.
 
     Parameters

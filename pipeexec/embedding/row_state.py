@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeexec.embedding.row_layout import Layout
+from pipeexec.embedding.row_layout import RowLayout
 from pipesim.errors import ArgumentError
 
 __all__ = ["check_row_state", "row_state"]
 
 
-def row_state(layout: Layout, rank: int, n_ranks: int) -> Tensor:
+def row_state(layout: RowLayout, rank: int, n_ranks: int) -> Tensor:
     """Return the rank, the number of ranks, the rows of each table, and a code of the placement.
 
     Codes are negative: none for ``"modulo"``, -1 for ``"hash"``, -2 and a digest for
@@ -21,7 +21,7 @@ def row_state(layout: Layout, rank: int, n_ranks: int) -> Tensor:
     return torch.tensor([rank, n_ranks, *layout.n_rows, *codes[layout.placement]])
 
 
-def check_row_state(state: Tensor, layout: Layout, rank: int, n_ranks: int) -> None:
+def check_row_state(state: Tensor, layout: RowLayout, rank: int, n_ranks: int) -> None:
     """Raise `ArgumentError` unless a state has the rows of this rank."""
     if state.tolist() == row_state(layout, rank, n_ranks).tolist():
         return

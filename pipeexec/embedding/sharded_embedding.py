@@ -28,7 +28,7 @@ from pipeexec.embedding.arguments import (
 from pipeexec.embedding.exchange_config import ExchangeConfig
 from pipeexec.embedding.key_exchange import Exchange
 from pipeexec.embedding.peers import Peers
-from pipeexec.embedding.row_layout import Layout
+from pipeexec.embedding.row_layout import RowLayout
 from pipeexec.embedding.row_state import check_row_state, row_state
 from pipesim.costs.keys import Keys
 from pipesim.costs.row_placement import PLACEMENTS
@@ -148,7 +148,7 @@ class ShardedEmbedding(nn.Module):
             check_flag("unique", unique)
             check_name("placement", placement, PLACEMENTS)
             loads = checked_loads(counts, rows, placement, bool(unique))
-            layout = Layout(rows, peers.n, several=several, placement=placement, loads=loads)
+            layout = RowLayout(rows, peers.n, several=several, placement=placement, loads=loads)
             check_tensors(
                 f"the share of a process of n_rows={n_rows}, dim={dim}",
                 layout.rows_per_rank * dim * dtype.itemsize,

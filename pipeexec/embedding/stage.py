@@ -12,7 +12,7 @@ from pipeexec.distributed.signatures import Entry, Signature
 from pipeexec.embedding.key_exchange import Exchange
 from pipeexec.embedding.sharded_embedding import ShardedEmbedding
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter
-from pipeexec.stages.module_call import MicrobatchLoss
+from pipeexec.stages.module_call import LossCall
 from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import ArgumentError, ExecutionError, check_type
 from pipesim.graph.graph import TaskGraph
@@ -152,7 +152,7 @@ class ShardedStage:
         self.index, self.counter = index, counter
         self.is_random: dict[bool, bool] = {}
         self.modifies_input: dict[bool, bool] = {}
-        self.loss_fn: MicrobatchLoss | None = None
+        self.loss_fn: LossCall | None = None
         self.versions: WeightVersions | None = None
         self.meter: ActivationMeter | None = None
         self.embedding, self._reorders = module.embedding, reorders

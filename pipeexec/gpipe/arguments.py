@@ -30,7 +30,7 @@ from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
 
 __all__ = [
-    "DeviceLike",
+    "GPipeDevice",
     "Switches",
     "check_microbatches",
     "check_module",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _OwnDevice = CpuDevice | CudaDevice
-DeviceLike = torch.device | int | str | _OwnDevice
+GPipeDevice = torch.device | int | str | _OwnDevice
 
 _ADVICE = """{problem}
 
@@ -163,7 +163,7 @@ def checked_balance(balance: Iterable[int] | None, n_layers: int) -> list[int]:
 
 
 def checked_devices(
-    devices: Iterable[DeviceLike] | None, n: int
+    devices: Iterable[GPipeDevice] | None, n: int
 ) -> list[torch.device | _OwnDevice]:
     """Return the devices of ``n`` partitions; by default all GPUs, or the CPU for each."""
     if devices is None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeexec.data_parallel.batch_norms import BatchNormCheck
 from pipeexec.devices.make_devices import make_devices
 from pipeexec.gpipe.arguments import (
-    DeviceLike,
+    GPipeDevice,
     Switches,
     check_microbatches,
     check_module,
@@ -140,7 +140,7 @@ class GPipe(nn.Module):
         module: nn.Sequential,
         balance: Iterable[int] | None = None,
         *,
-        devices: Iterable[DeviceLike] | None = None,
+        devices: Iterable[GPipeDevice] | None = None,
         chunks: int = 1,
         checkpoint: Recompute = "except_last",
         deferred_batch_norm: bool = False,

@@ -17,10 +17,10 @@ from pipeexec.stages.random_numbers import OwnGenerator
 from pipeexec.stages.weight_versions import WeightVersions
 from pipesim.errors import ExecutionError
 
-__all__ = ["MicrobatchLoss", "ModuleCaller", "Seed"]
+__all__ = ["LossCall", "ModuleCaller", "Seed"]
 
 #: Computes the weighted loss from the last stage's output and the number of the micro-batch.
-MicrobatchLoss = Callable[[object, int], Tensor]
+LossCall = Callable[[object, int], Tensor]
 #: Source of random numbers: a seed, the state of a generator that a forward drew from, or None for
 #: the process's generator.
 Seed = int | Tensor | None
@@ -52,7 +52,7 @@ class ModuleCaller:
         module: nn.Module,
         index: int,
         device: torch.device,
-        loss_fn: MicrobatchLoss | None,
+        loss_fn: LossCall | None,
         versions: WeightVersions | None,
         batch_size: int | None,
     ) -> None:

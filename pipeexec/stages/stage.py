@@ -15,7 +15,7 @@ from pipeexec.devices.device import Values
 from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.stages.activation_bytes import ActivationCounter, ActivationMeter, CountedTensor
 from pipeexec.stages.deferred_weight_grads import DeferredGradients
-from pipeexec.stages.module_call import MicrobatchLoss, ModuleCaller, Seed
+from pipeexec.stages.module_call import LossCall, ModuleCaller, Seed
 from pipeexec.stages.stage_like import StageLike
 from pipeexec.stages.weight_versions import WeightVersions
 
@@ -93,7 +93,7 @@ class Stage(ModuleCaller):
         index: int,
         device: torch.device,
         counter: ActivationCounter,
-        loss_fn: MicrobatchLoss | None = None,
+        loss_fn: LossCall | None = None,
         versions: WeightVersions | None = None,
         batch_size: int | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pipeexec.devices.device import Values
 from pipeexec.devices.thread_settings import ContextFactory
 from pipeexec.stages.activation_bytes import ActivationMeter
-from pipeexec.stages.module_call import MicrobatchLoss, Seed
+from pipeexec.stages.module_call import LossCall, Seed
 from pipeexec.stages.weight_versions import WeightVersions
 
 __all__ = ["StageLike"]
@@ -39,7 +39,7 @@ class StageLike(Protocol):
     index: int
     is_random: dict[bool, bool]
     modifies_input: dict[bool, bool]
-    loss_fn: MicrobatchLoss | None
+    loss_fn: LossCall | None
     versions: WeightVersions | None
     meter: ActivationMeter | None
 

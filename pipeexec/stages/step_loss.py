@@ -26,7 +26,7 @@ from pipesim.errors import ExecutionError
 __all__ = ["StepLoss"]
 
 #: A count on the host, or on each GPU.
-_Counts = float | dict[torch.device, Tensor]
+_LossCounts = float | dict[torch.device, Tensor]
 
 
 class StepLoss:
@@ -73,7 +73,7 @@ class StepLoss:
         #: Number of losses that `StepResult.loss` is a mean of.
         self.n_losses = n_batches if is_mean else 1
         self.losses: list[Tensor | None] = [None] * len(sizes)
-        self._counts: list[_Counts | None] = [None] * len(sizes)
+        self._counts: list[_LossCounts | None] = [None] * len(sizes)
         self._gpus = [x for x in dict.fromkeys(devices) if x.type == "cuda"]
         self._totals: dict[int, float] = {}
         self._published: set[int] = set()
@@ -230,6 +230,6 @@ def _weights(sizes: Sequence[int], numbers: np.ndarray[Any, Any]) -> list[float]
     return weights
 
 
-def _to_float(counts: _Counts) -> float:
+def _to_float(counts: _LossCounts) -> float:
     """Return a count as a float; the host waits for one on a GPU."""
     return counts if isinstance(counts, float) else float(next(iter(counts.values())))

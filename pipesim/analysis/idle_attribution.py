@@ -42,13 +42,13 @@ def seconds_of_causes(timeline: Timeline) -> Floats:
     seconds = np.zeros((timeline.n_devices, len(Cause)))
     gaps = find_gaps(timeline)
     if len(gaps.task):
-        work = _Work(np.empty(len(Cause)), np.empty(2), np.empty(2))
+        space = _GapSpace(np.empty(len(Cause)), np.empty(2), np.empty(2))
         chain, durations = make_chain(timeline), make_durations(timeline)
-        _attribute_gaps(gaps, chain, durations, work, seconds)
+        _attribute_gaps(gaps, chain, durations, space, seconds)
     return seconds
 
 
-class _Work(NamedTuple):
+class _GapSpace(NamedTuple):
     """Space for one gap: seconds of each cause; sums and lengths of each group of causes."""
 
     parts: Floats
@@ -56,13 +56,13 @@ class _Work(NamedTuple):
     longer: Floats
 
 
-def _scale_to_gap(work: _Work, rounding: float, lasts: float, seconds: Floats) -> None:
+def _scale_to_gap(space: _GapSpace, rounding: float, lasts: float, seconds: Floats) -> None:
     """Add a gap's parts to ``seconds``, scaled so that their sum is its length ``lasts``.
 
     Negative parts are subtracted proportionally from the other causes of the same group (tasks, or
     between tasks), then from all causes.
     """
-    parts, net, longer = work.parts, work.net, work.longer
+    parts, net, longer = space.parts, space.net, space.longer
     for group in range(2):
         net[group] = longer[group] = 0.0
     for cause in range(len(parts)):
@@ -127,7 +127,7 @@ def _add_waits(chain: Chain, parts: Floats, task: int, now: float, sign: int) ->
 
 @kernel(_scale_to_gap, _add_task, _add_waits, allocates=False)
 def _attribute_gaps(
-    gaps: Gaps, chain: Chain, durations: Durations, work: _Work, seconds: Floats
+    gaps: Gaps, chain: Chain, durations: Durations, space: _GapSpace, seconds: Floats
 ) -> None:
     """Add the causes of each gap to its device's ``seconds``.
 
@@ -135,7 +135,7 @@ def _attribute_gaps(
     task only waits for tasks of smaller ids. The chain of the task after the gap counts, and that
     of the task before it counts off.
     """
-    parts = work.parts
+    parts = space.parts
     for gap in range(len(gaps.task)):
         for cause in range(len(parts)):
             parts[cause] = 0.0
@@ -159,4 +159,4 @@ def _attribute_gaps(
             parts[_WARM_UP] = parts[_COOL_DOWN] = 0.0
             parts[gaps.phase[gap]] = cycle
         lasts = gaps.until[gap] - gaps.since[gap]
-        _scale_to_gap(work, durations.rounding, lasts, seconds[gaps.device[gap]])
+        _scale_to_gap(space, durations.rounding, lasts, seconds[gaps.device[gap]])

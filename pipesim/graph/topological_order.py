@@ -47,7 +47,7 @@ class LevelInputs(NamedTuple):
     rendezvous: bool
 
 
-class _Walk(NamedTuple):
+class _LevelState(NamedTuple):
     """How far each stream has walked along its queue.
 
     Attributes
@@ -64,7 +64,7 @@ class _Walk(NamedTuple):
     has_arrived
         Whether the head of each stream is among ``arrived``.
     todo
-        Stack of the streams that can walk on.
+        Stack of the streams that can go on.
     """
 
     level: Ints
@@ -82,7 +82,7 @@ def levels(inputs: LevelInputs) -> NDArray[np.int32]:
     """Return the distance of each task from the first, in tasks; -1 for tasks that never start."""
     n_tasks, n_streams = len(inputs.kind), len(inputs.queue_ptr) - 1
     n_groups = len(inputs.group_size)
-    walk = _Walk(
+    state = _LevelState(
         level=np.full(n_tasks, -1, np.int32),
         cursor=inputs.queue_ptr[:-1].copy(),
         last=np.full(n_streams, -1, np.int64),
@@ -93,8 +93,8 @@ def levels(inputs: LevelInputs) -> NDArray[np.int32]:
         has_arrived=np.zeros(n_streams, np.bool_),
         todo=np.arange(n_streams),
     )
-    _fill_levels(inputs, walk)
-    return walk.level
+    _fill_levels(inputs, state)
+    return state.level
 
 
 def _wake(first_waiter: Ints, next_waiter: Ints, todo: Ints, n_todo: int, blocker: int) -> int:
@@ -109,8 +109,8 @@ def _wake(first_waiter: Ints, next_waiter: Ints, todo: Ints, n_todo: int, blocke
 
 
 @kernel(_wake)
-def _fill_levels(inputs: LevelInputs, walk: _Walk) -> None:
-    """Fill ``walk.level``.
+def _fill_levels(inputs: LevelInputs, state: _LevelState) -> None:
+    """Fill ``state.level``.
 
     Each stream walks along its queue until its head waits for another task. The stream is then
     queued on that task, and resumes when it is done, so that no task is visited in vain. One loop:
@@ -119,7 +119,7 @@ def _fill_levels(inputs: LevelInputs, walk: _Walk) -> None:
     """
     kind, stream_of_kind, is_recv, is_send, queue_ptr, queue, needs_ptr, needs = inputs[:8]
     pair, group, group_size, rendezvous = inputs[8:]
-    level, cursor, last, first_waiter, next_waiter, arrived, group_level, has_arrived, todo = walk
+    level, cursor, last, first_waiter, next_waiter, arrived, group_level, has_arrived, todo = state
     n_todo = len(todo)
     while n_todo > 0:
         n_todo -= 1

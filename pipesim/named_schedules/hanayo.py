@@ -10,10 +10,10 @@ from pipesim.ops import Op
 from pipesim.scheduling.placement import waves
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
+from pipesim.utils.csr import Ints
 from pipesim.utils.host_memory import check_schedule
 from pipesim.utils.jit import kernel
 
-Ints = NDArray[np.int32]
 #: Plain numbers: compiled code does not take enumerations.
 _F, _B = int(Op.F), int(Op.B)
 

@@ -51,14 +51,14 @@ def working_times(trace: Trace) -> list[tuple[Range, Span]]:
 
 
 #: Start and end of a part of a thread's time (s), and the innermost range that covers it.
-_Piece = tuple[float, float, Range | None]
-_PiecesByThread = Mapping[object, list[_Piece]]
+_TimePiece = tuple[float, float, Range | None]
+_PiecesByThread = Mapping[object, list[_TimePiece]]
 
 
-def _pieces(ranges: Iterable[Range]) -> list[_Piece]:
+def _pieces(ranges: Iterable[Range]) -> list[_TimePiece]:
     """Cut a thread's time wherever a range begins or ends; return each piece's innermost range."""
     stack: list[Range] = []
-    pieces: list[_Piece] = []
+    pieces: list[_TimePiece] = []
     cut = -math.inf
 
     def advance(time: float) -> None:

@@ -18,7 +18,7 @@ from pipesim.costs.task_costs import TaskCosts
 from pipesim.graph.graph import TaskGraph
 from pipesim.simulation.engines.event_loop import event_loop, new_state
 from pipesim.simulation.engines.one_pass import one_pass
-from pipesim.simulation.engines.one_pass_batched import Batch, one_pass_batched, prune
+from pipesim.simulation.engines.one_pass_batched import ScenarioBatch, one_pass_batched, prune
 from pipesim.simulation.engines.plan import Plan, make_plan, new_progress
 from pipesim.simulation.noise import Noise
 
@@ -63,7 +63,7 @@ class ScenarioBatches:
         """Return makespan (s), and seconds that all devices compute, of each scenario."""
         n = len(scenarios)
         times = np.empty((2, self.window, n))
-        batch = Batch(
+        batch = ScenarioBatch(
             device_factor=self.noise.device_factors(self.graph.n_devices, scenarios),
             keys=self.noise.keys(scenarios),
             start=times[0],

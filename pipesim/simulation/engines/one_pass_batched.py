@@ -22,7 +22,7 @@ from pipesim.utils.random_draws import (
     uniform,
 )
 
-__all__ = ["Batch", "one_pass_batched", "prune"]
+__all__ = ["ScenarioBatch", "one_pass_batched", "prune"]
 
 Floats = NDArray[np.float64]
 
@@ -57,7 +57,7 @@ def prune(plan: Plan, kept_ptr: Ints, kept: Ints) -> int:
     return reach
 
 
-class Batch(NamedTuple):
+class ScenarioBatch(NamedTuple):
     """Scenarios of one call: their random numbers, times and results.
 
     Attributes
@@ -89,7 +89,9 @@ class Batch(NamedTuple):
     finish: Floats
 
 
-def _draw_seconds(plan: Plan, draws: Draws, batch: Batch, task: int, seconds: Floats) -> None:
+def _draw_seconds(
+    plan: Plan, draws: Draws, batch: ScenarioBatch, task: int, seconds: Floats
+) -> None:
     """Fill the seconds of a task in each scenario; add compute tasks to ``busy``."""
     kind, base, n = plan.kind[task], plan.duration[plan.row[task]], len(seconds)
     if draws.computes[kind]:
@@ -132,7 +134,7 @@ def _wait_for_stream(plan: Plan, progress: Progress, task: int, ready: Floats) -
         ready[k] = max(max(ready[k], progress.stream_free[stream, k]), issued)
 
 
-def _wait_for_needs(plan: Plan, batch: Batch, task: int, ready: Floats) -> None:
+def _wait_for_needs(plan: Plan, batch: ScenarioBatch, task: int, ready: Floats) -> None:
     """Raise ``ready`` to the end of the last dependency of a task (s)."""
     last = len(batch.end) - 1  # a power of two, less 1
     for j in range(plan.needs_ptr[task], plan.needs_ptr[task + 1]):
@@ -146,7 +148,7 @@ def _wait_for_needs(plan: Plan, batch: Batch, task: int, ready: Floats) -> None:
 
 
 def _group_end(
-    plan: Plan, draws: Draws, batch: Batch, group: int, begin: Floats, finish: Floats
+    plan: Plan, draws: Draws, batch: ScenarioBatch, group: int, begin: Floats, finish: Floats
 ) -> None:
     """Fill the end of a collective in each scenario, by its longest member (s)."""
     first, last = plan.members_ptr[group], plan.members_ptr[group + 1]
@@ -165,7 +167,7 @@ def _group_end(
 
 
 def _hold_group_links(
-    plan: Plan, batch: Batch, progress: Progress, group: int, begin: Floats, finish: Floats
+    plan: Plan, batch: ScenarioBatch, progress: Progress, group: int, begin: Floats, finish: Floats
 ) -> None:
     """Hold the links of a collective in each scenario; mark those in which one is not free."""
     first, last = plan.members_ptr[group], plan.members_ptr[group + 1]
@@ -184,7 +186,7 @@ def _hold_group_links(
 
 
 def _hold_links(
-    plan: Plan, batch: Batch, progress: Progress, task: int, begin: Floats, seconds: Floats
+    plan: Plan, batch: ScenarioBatch, progress: Progress, task: int, begin: Floats, seconds: Floats
 ) -> None:
     """Hold the links of a SEND in each scenario; mark those in which one is not free."""
     for j in range(plan.links.shape[1]):
@@ -196,7 +198,9 @@ def _hold_links(
                 progress.link_free[link, k] = begin[k] + seconds[k]
 
 
-def _receive(plan: Plan, batch: Batch, progress: Progress, task: int, ready: Floats) -> None:
+def _receive(
+    plan: Plan, batch: ScenarioBatch, progress: Progress, task: int, ready: Floats
+) -> None:
     """Fill the end of a RECV: head and tail arrive a latency after they leave (rule 4)."""
     last = len(batch.end) - 1
     stream, send = plan.stream[plan.kind[task]], plan.pair[task] & last
@@ -217,7 +221,7 @@ def _copy(values: Floats, target: Floats) -> None:
     random_bits, table_quantile, uniform, _draw_seconds, _stream_ready, _wait_for_stream,
     _wait_for_needs, _group_end, _hold_group_links, _hold_links, _receive, _copy, allocates=False,
 )  # fmt: skip
-def one_pass_batched(plan: Plan, draws: Draws, batch: Batch, progress: Progress) -> None:
+def one_pass_batched(plan: Plan, draws: Draws, batch: ScenarioBatch, progress: Progress) -> None:
     """Fill the results of ``batch``, drawing the seconds of each task."""
     last = len(batch.end) - 1  # a power of two, less 1
     n = len(batch.makespan)

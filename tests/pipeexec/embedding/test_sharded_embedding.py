@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pipeexec as px
-from pipeexec.embedding.row_layout import Layout
+from pipeexec.embedding.row_layout import RowLayout
 from pipesim import Keys
 from pipesim.costs.row_placement import PLACEMENTS, row_owners
 from pipesim.errors import ArgumentError
@@ -264,7 +264,7 @@ def test_places_of_rows(placement: str) -> None:
     """Each row has one, on the rank that `row_owners` says, and `shards` knows it."""
     n_rows, n = [23, 1, 6], 4
     loads = [np.random.default_rng(rows).random(rows) for rows in n_rows]
-    layout = Layout(n_rows, n, several=True, placement=placement, loads=loads)
+    layout = RowLayout(n_rows, n, several=True, placement=placement, loads=loads)
     owners = row_owners(placement, n_rows, n, loads)
     addresses: dict[tuple[int, int], int] = {}
     for rank in range(n):
@@ -326,7 +326,7 @@ def test_a_key_that_occurs_often_is_sent_once() -> None:
 
 def test_addresses_of_more_rows_than_32_bits_count() -> None:
     """Of two ranks: row 7 of the second table is that of rank 1, behind half of the first."""
-    layout = Layout([5_000_000_000, 9], 2, several=True)
+    layout = RowLayout([5_000_000_000, 9], 2, several=True)
     addresses = layout.addresses(torch.tensor([[4_999_999_998, 7]]), bags=False)
     assert layout.rows_per_rank == 2_500_000_005
     assert addresses.tolist() == [[2_499_999_999, 2_500_000_005 + 2_500_000_003]]
