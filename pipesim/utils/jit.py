@@ -151,13 +151,14 @@ def _largest(value: object) -> int:
 
 
 def _layouts(function: Callable[..., object]) -> list[tuple[str, ...]]:
-    """Return the field names of each NamedTuple among a function's parameters.
+    """Return module, name and field names of each NamedTuple among a function's parameters.
 
-    Compiled code reads fields by position. numba's cache knows their types but not their order.
+    - Compiled code reads fields by position. numba's cache knows their types but not their order.
+    - numba cannot read an index of its cache that names a class which was renamed or moved.
     """
     hints = get_type_hints(function)
-    fields = [getattr(hints[name], "_fields", ()) for name in sorted(hints)]
-    return [names for names in fields if names]
+    types = [hints[name] for name in sorted(hints) if hasattr(hints[name], "_fields")]
+    return [(kind.__module__, kind.__qualname__, *kind._fields) for kind in types]
 
 
 def kernel(

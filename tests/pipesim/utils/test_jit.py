@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,6 +142,22 @@ def test_the_name_in_the_cache_tells_the_order_of_fields() -> None:
     for entry in kernels:
         entry.compile()
     stamps = [kernel.function.__qualname__.rpartition("_")[2] for kernel in kernels]
+    assert stamps[0] != stamps[1]
+
+
+def test_the_name_in_the_cache_tells_the_names_of_types() -> None:
+    """An index that names a class which is gone cannot be read: each name has its own index."""
+    stamps = []
+    for name in ("Old", "New"):
+        columns = namedtuple(name, ["values"])
+
+        def first(columns: Any) -> float:
+            return float(columns.values[0])
+
+        first.__annotations__["columns"] = columns
+        entry = kernel()(first)
+        entry.compile()
+        stamps.append(entry.function.__qualname__.rpartition("_")[2])
     assert stamps[0] != stamps[1]
 
 
