@@ -30,11 +30,12 @@ check: lint  ## lint, then the quick tests
 test: lint  ## lint, then every test (docstring examples and notebooks included)
 	$(BIN)/python -m pytest $(PARALLEL) --durations=30
 
-lint: $(STAMP)  ## ruff, mypy --strict, import-linter
+lint: $(STAMP)  ## ruff, mypy --strict, import-linter, names that say nothing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/plain_names.py
 
 fuzz: $(STAMP)  ## engines on 8,000 random graphs, replays of 2,000, 1,000 flipped bits of each kind of file
 	FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/pipesim/simulation/test_compiled_engine.py \

@@ -35,7 +35,7 @@ import pipeexec as px
 import pipesim as ps
 from pipeexec.gpipe.skip import pop, skippable, stash
 from pipeexec.validation.result import Validation
-from pipeexec.validation.row import Row
+from pipeexec.validation.result_row import Row
 
 OUT = ROOT / "results" / "benchmarks" / "ablation.txt"
 RUN = ROOT / "results" / "ablation"

@@ -17,7 +17,7 @@ from on_gpu.gradients import GRADIENTS
 from on_gpu.report import Report
 from pipeexec.demo_models.skip_models import unet
 from pipeexec.validation.result import Validation
-from pipeexec.validation.row import Row
+from pipeexec.validation.result_row import Row
 
 #: Largest error of the makespan.
 TARGET = 0.05

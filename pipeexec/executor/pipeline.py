@@ -21,7 +21,7 @@ from pipeexec.executor.memory.step_memory import Bytes, StepMemory
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.results.process_results import ProcessResult, merge_results
 from pipeexec.executor.results.step_result import StepResult, gathered_result
-from pipeexec.executor.setup.checks import check_graph, check_step_batch, check_timeout
+from pipeexec.executor.setup.argument_checks import check_graph, check_step_batch, check_timeout
 from pipeexec.executor.setup.devices_and_stages import agree_on_pipeline
 from pipeexec.executor.step_runner import StepRunner
 from pipeexec.stages.activation_bytes import ActivationMeter

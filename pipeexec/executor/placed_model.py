@@ -20,7 +20,7 @@ from pipeexec.devices.remote import RemoteDevice, device_ranks
 from pipeexec.distributed.processes import Processes
 from pipeexec.embedding.stage import check_embedding
 from pipeexec.executor.cuda_graph.step_capture import StepCapture
-from pipeexec.executor.setup.checks import check_stages
+from pipeexec.executor.setup.argument_checks import check_stages
 from pipeexec.executor.setup.devices_and_stages import make_pipeline_devices
 from pipeexec.stages.optimizers import OptimizerFactory, make_optimizers
 from pipesim.errors import ExecutionError

@@ -10,11 +10,11 @@ from pipeexec.distributed.flight_recorder import GRAPH, N_ENDED
 from pipeexec.distributed.message_headers import set_step
 from pipeexec.distributed.processes import Processes
 from pipeexec.distributed.status import Status
-from pipeexec.executor.failures import describe_last_task
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.setup.agreement import agree_on_graph, agree_on_messages
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_errors import describe_last_task
 from pipesim.graph.graph import TaskGraph
 from pipesim.timeline.timeline import Timeline
 

@@ -19,7 +19,6 @@ from pipeexec.data_parallel.stage_replicas import RemoteStage, check_hooks, sync
 from pipeexec.devices.thread_settings import current_autocast
 from pipeexec.embedding.stage import check_keys
 from pipeexec.executor.cuda_graph.step_capture import StepCapture
-from pipeexec.executor.failures import raise_failure
 from pipeexec.executor.gradient_sync import assign_reduced_gradients
 from pipeexec.executor.host_threads import make_host_threads
 from pipeexec.executor.microbatch_loss import MicrobatchLoss
@@ -28,7 +27,7 @@ from pipeexec.executor.plan import plan
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.process_reports import ProcessReports
 from pipeexec.executor.results.step_result import StepResult, copy_losses, lazy_result
-from pipeexec.executor.setup.checks import (
+from pipeexec.executor.setup.argument_checks import (
     check_step_batch,
     warn_of_loss,
     warn_of_nan,
@@ -36,6 +35,7 @@ from pipeexec.executor.setup.checks import (
 )
 from pipeexec.executor.setup.devices_and_stages import make_stages
 from pipeexec.executor.step import Step
+from pipeexec.executor.step_errors import raise_failure
 from pipeexec.executor.step_inputs import StepGradients, split_inputs
 from pipeexec.stages.activation_bytes import ActivationCounter
 from pipeexec.stages.batch_shares import BatchShares

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from pipeexec.profiling.profile import Profile
 from pipeexec.stages.batches import Batch
 from pipeexec.validation.accuracy import MeasuredStep, Repeat, op_errors, parts_of_steps
-from pipeexec.validation.checks import RunOptions
-from pipeexec.validation.row import Row
+from pipeexec.validation.argument_checks import RunOptions
+from pipeexec.validation.result_row import Row
 from pipeexec.validation.steppable import StepCalibration, Steppable
 from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeexec.profiling.profile import Profile
-from pipeexec.validation.row import Row
+from pipeexec.validation.result_row import Row
 from pipeexec.validation.run_files import read_run, write_run
 from pipesim.analysis.error_attribution import PARTS
 from pipesim.costs.costs import Costs

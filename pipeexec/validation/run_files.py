@@ -18,7 +18,7 @@ from pipeexec.profiling.files import (
 from pipeexec.profiling.profile import Profile
 from pipeexec.run_directory import RECORD, checked_record, command, read_record, write_directory
 from pipeexec.run_lock import check_file_names
-from pipeexec.validation.row import Row
+from pipeexec.validation.result_row import Row
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
 from pipesim.timeline.timeline import Timeline

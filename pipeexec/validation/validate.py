@@ -22,7 +22,7 @@ from pipeexec.profiling.stage_bytes import with_stage_bytes
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import Loss
 from pipeexec.stages.optimizers import OptimizerFactory
-from pipeexec.validation.checks import (
+from pipeexec.validation.argument_checks import (
     RunOptions,
     check_costs,
     check_gpipe_options,

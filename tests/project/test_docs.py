@@ -65,8 +65,8 @@ def test_names(page: Path) -> None:
 @pages
 def test_make_targets(page: Path) -> None:
     targets = re.findall(r"(?:^|`)make ([a-z][\w-]*)", page.read_text(), re.MULTILINE)
-    known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert sorted(set(targets) - set(known)) == []
+    rules = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(set(targets) - set(rules)) == []
 
 
 def test_paths_of_make() -> None:

@@ -3,7 +3,7 @@
 A graph repeats the work that the host issued, at the same addresses and with the same numbers. A
 replay is valid as long as the host's inputs stay as they were: the shape of the batch, addresses of
 parameters, buffers and optimizer state, learning rates, training modes. The host state of
-`pipeexec.executor.cuda_graph.checks` records them. There are three kinds of steps:
+`pipeexec.executor.cuda_graph.capture_checks` records them. There are three kinds of steps:
 
 - A step with a new host state runs eagerly. Optimizers make their state and libraries their
   workspaces in it, outside the graph.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from pipeexec.data_parallel.stage_replicas import sync_from_first
 from pipeexec.devices.device import Device
-from pipeexec.executor.cuda_graph.checks import (
+from pipeexec.executor.cuda_graph.capture_checks import (
     HostState,
     Optimizers,
     check_can_capture,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeexec.executor.memory.allocator_memory import Allocated, sample_tasks
-from pipeexec.executor.memory.task_bytes import TaskBytes
+from pipeexec.executor.memory.byte_counter import ByteCounter
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.results.step_result import StepResult
 from pipeexec.executor.step import Step
@@ -40,10 +40,10 @@ def count_activations(
 
 def count_task_bytes(
     runner: StepRunner, inputs: Batch, targets: Any
-) -> tuple[TaskBytes, StepResult]:
+) -> tuple[ByteCounter, StepResult]:
     """Count the activations, gradients and buffers of a step, task by task."""
     meters = _activation_meters(runner, inputs, targets, runner.graph.n_devices)
-    nbytes = TaskBytes(len(runner.graph), meters)
+    nbytes = ByteCounter(len(runner.graph), meters)
     tasks = [nbytes.wrap(task) for task in runner.tasks]
     homes = runner.graph.homes.ravel().tolist()
     with runner.preserved(), attach_meters(runner.stages, [meters[device] for device in homes]):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import pipeexec as px
 import pipesim as ps
 from pipeexec.executor.cuda_graph import step_capture
-from pipeexec.executor.cuda_graph.checks import check_can_capture, check_state
+from pipeexec.executor.cuda_graph.capture_checks import check_can_capture, check_state
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.step import Step
 from pipesim.errors import ArgumentError, ExecutionError

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import pipeexec as px
 import pipesim as ps
-from pipeexec.executor.cuda_graph.checks import check_can_capture
+from pipeexec.executor.cuda_graph.capture_checks import check_can_capture
 from pipeexec.profiling.calibration import Calibration
 from pipesim.errors import (
     AccuracyWarning,

@@ -25,13 +25,13 @@ from pipeexec.executor.step import Step
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipesim.ops import Op
 
-__all__ = ["TaskBytes"]
+__all__ = ["ByteCounter"]
 
 #: Storages and their bytes.
 _Storages = dict[StorageWeakRef, int]
 
 
-class TaskBytes:
+class ByteCounter:
     """Counts the bytes that each task of a step takes and gives back.
 
     Parameters
@@ -114,8 +114,8 @@ class TaskBytes:
 
 #: Counts a task, by operation; tasks of other operations change no bytes.
 _COUNTERS: dict[Op, Callable[..., None]] = {
-    **dict.fromkeys((Op.F, Op.B, Op.I, Op.W, Op.R, Op.STEP), TaskBytes._compute),
-    Op.REDUCE_GRAD: TaskBytes._reduce,
+    **dict.fromkeys((Op.F, Op.B, Op.I, Op.W, Op.R, Op.STEP), ByteCounter._compute),
+    Op.REDUCE_GRAD: ByteCounter._reduce,
 }
 
 

@@ -12,7 +12,7 @@ from pipeexec.distributed.processes import Processes
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import Loss
 from pipeexec.stages.optimizers import OptimizerFactory
-from pipeexec.validation.row import Row
+from pipeexec.validation.result_row import Row
 from pipeexec.validation.run_files import check_rows
 from pipesim.analysis.measured_costs import output_bytes
 from pipesim.costs.costs import Costs
