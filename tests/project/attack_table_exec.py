@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from attack_table import Good, graph, schedule
-from small_pipelines import mse
+from small_pipelines import mse, sgd
 from torch import Tensor, nn
 
 import pipeexec as px
@@ -23,10 +23,6 @@ ORDER = {0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}
 
 def stages() -> list[nn.Module]:
     return [nn.Linear(2, 2) for _ in range(2)]
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def new_pipeline() -> px.Pipeline:

@@ -23,6 +23,7 @@ from small_pipelines import (
     dense,
     mse,
     pipeline,
+    sgd,
     unsplit,
 )
 from torch import Tensor, nn
@@ -45,10 +46,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.Oversubscription
 
 def lowered(schedule: str = "gpipe", p: int = 3, m: int = 4, **options: Any) -> ps.TaskGraph:
     return ps.lower(ps.schedule(schedule, p, m), **options)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 class Boom(Exception):
