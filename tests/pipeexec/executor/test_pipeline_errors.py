@@ -201,7 +201,9 @@ def test_an_optimizer_that_raises() -> None:
     """A STEP is of no micro-batch."""
     stages = list(cut(dense(3), [1, 1, 1]))
     with pipeline(stages, lowered(), mse, sgd) as subject:
-        subject.optimizers[1] = broken = FaultyOptimizer(stages[1].parameters(), lr=0.1)
+        subject.optimizers[1] = broken = FaultyOptimizer(
+            stages[1].parameters(), lr=0.05, momentum=0.9
+        )
         check_error(failing_step(subject), "1STEP", 1, 1, None)
         broken.broken = False
         whole = copy.deepcopy(stages)

@@ -151,7 +151,7 @@ def test_every_kernel_is_found() -> None:
         "_fill_levels",
         "_wire",
         "_index_tasks",
-        "_issue_tasks",
+        "issue_tasks",
         "_lists_all",
     } <= names
     assert {"one_pass", "one_pass_batched", "prune", "event_loop", "fill_issue_times"} <= names
