@@ -6,10 +6,9 @@ import fcntl
 import importlib
 import signal
 import sys
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -47,29 +46,86 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@contextmanager
-def _locked(path: Path, operation: int) -> Iterator[None]:
-    """Hold the lock of a file that all processes of a test run share; see `fcntl.flock`."""
-    with path.open() as file:
-        fcntl.flock(file, operation)
-        yield
+class _TestLock:
+    """Lock of all workers of a test run: shared by tests, exclusive for one that measures time.
+
+    A worker takes the lock of a first file while it waits for that of the second: no further test
+    starts before one that measures time. See `fcntl.flock`.
+    """
+
+    def __init__(self) -> None:
+        self._queue, self._tests = (ROOT / "Makefile").open(), (ROOT / "pyproject.toml").open()
+        self.is_exclusive = False
+
+    def acquire(self, operation: int) -> None:
+        """Hold the lock, shared or exclusive, instead of what this worker holds of it."""
+        self.release()
+        fcntl.flock(self._queue, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._tests, operation)
+        finally:
+            fcntl.flock(self._queue, fcntl.LOCK_UN)
+        self.is_exclusive = operation == fcntl.LOCK_EX
+
+    def release(self) -> None:
+        """Let other workers go on."""
+        fcntl.flock(self._tests, fcntl.LOCK_UN)
+        self.is_exclusive = False
+
+
+_LOCK = pytest.StashKey[_TestLock]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Open the lock in workers of pytest-xdist, which run tests at the same time."""
+    if hasattr(config, "workerinput"):
+        config.stash[_LOCK] = _TestLock()
+
+
+def _measures_time(item: pytest.Item | None) -> bool:
+    return item is not None and item.get_closest_marker("measures_time") is not None
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run a test that measures time alone, although pytest-xdist runs others at the same time.
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Run tests that measure time alone, although pytest-xdist runs others at the same time.
 
-    All tests share the first lock; such a test holds it exclusively. A test takes the second lock
-    while it waits for the first: no further test starts before one that measures time.
+    A worker keeps the lock from one such test to the next: else it would wait, each time, for the
+    tests that other workers start in between.
     """
-    if not hasattr(item.config, "workerinput"):
+    lock = item.config.stash.get(_LOCK, None)
+    if lock is None:
         return (yield)
-    alone = item.get_closest_marker("measures_time") is not None
-    with ExitStack() as stack:
-        with _locked(ROOT / "Makefile", fcntl.LOCK_EX):
-            operation = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
-            stack.enter_context(_locked(ROOT / "pyproject.toml", operation))
+    if not _measures_time(item):
+        lock.acquire(fcntl.LOCK_SH)
+    elif not lock.is_exclusive:
+        lock.acquire(fcntl.LOCK_EX)
+    try:
         return (yield)
+    finally:
+        if not (_measures_time(item) and _measures_time(nextitem)):
+            lock.release()
+
+
+@pytest.fixture(scope="session")
+def quiet_machine(pytestconfig: pytest.Config) -> Callable[[], AbstractContextManager[None]]:
+    """Return what a fixture measures time in: meanwhile no other test runs."""
+    lock = pytestconfig.stash.get(_LOCK, None)
+
+    @contextmanager
+    def block() -> Iterator[None]:
+        if lock is None or lock.is_exclusive:
+            yield
+            return
+        lock.acquire(fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.acquire(fcntl.LOCK_SH)
+
+    return block
 
 
 @pytest.fixture(scope="module", params=sorted(ENGINES))
@@ -114,6 +170,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch, event_delay: float) -> FakeCuda:
     fake = FakeCuda(passes_after=event_delay)
     fake.install(monkeypatch)
     return fake
+
+
+@pytest.fixture(name="few_messages")
+def _few_messages() -> Iterator[None]:
+    """Let calibrations time few messages."""
+    from few_messages import few_messages
+
+    with few_messages():
+        yield
 
 
 @pytest.fixture

@@ -26,6 +26,9 @@ SIZES = "--layers 4 --width 16 --heads 2 --sequence 8"
 SMALL = words("--layers 2 --width 16 --heads 2 --sequence 8 --microbatches 2 --batch 5 --steps 2")
 
 
+pytestmark = pytest.mark.usefixtures("few_messages")
+
+
 @pytest.fixture(autouse=True)
 def _settings_of_torch() -> Iterator[None]:
     """Restore what a command line may set, since it ends with its process."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from few_messages import few_messages
 from ranks import Ranks
 from small_pipelines import (
     AddInputs,
@@ -470,11 +471,12 @@ def command_line(processes: px.Processes, folder: str) -> list[int]:
     """Profile, train and validate; each command joins and leaves by itself."""
     sizes = "--layers 2 --width 16 --heads 2 --sequence 16 --batch 8 --microbatches 4"
     common = shlex.split(f"{sizes} --steps 2 --warm-up 1 --results {folder}")
-    return [
-        main(["profile", "--name", "costs", *common]),
-        main(["run", "--name", "run", "--costs", f"{folder}/costs", *common]),
-        main(["validate", "--name", "both", "--recompute", "never", *common]),
-    ]
+    with few_messages():
+        return [
+            main(["profile", "--name", "costs", *common]),
+            main(["run", "--name", "run", "--costs", f"{folder}/costs", *common]),
+            main(["validate", "--name", "both", "--recompute", "never", *common]),
+        ]
 
 
 def test_every_command_runs_in_two_processes(two_ranks: Ranks, tmp_path: Path) -> None:

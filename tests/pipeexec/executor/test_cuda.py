@@ -28,6 +28,7 @@ from pipesim.ops import COMPUTE, SENDS
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.measures_time,  # in microseconds; and another worker would use the same GPU
 ]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,10 @@ from pipeexec.run_directory import write_directory
 from pipesim.errors import AccuracyWarning, ArgumentError, RunDirectoryError
 from pipesim.ops import Op
 
-pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning"),
+    pytest.mark.usefixtures("few_messages"),  # but for the fixture `measured`, which times all
+]
 
 FORWARD, BACKWARD = 5e-3, 10e-3
 
@@ -41,9 +46,10 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.fixture(scope="module")
-def measured() -> px.Profile:
+def measured(quiet_machine: Callable[[], AbstractContextManager[None]]) -> px.Profile:
     """The profile of stages that sleep 5 ms in forward and 10 ms in backward."""
-    with pipeline(nap_stages(2, FORWARD, BACKWARD), lowered(), mse, adam) as subject:
+    stages = nap_stages(2, FORWARD, BACKWARD)
+    with quiet_machine(), pipeline(stages, lowered(), mse, adam) as subject:
         return px.measure(subject, *data(6, 4), n_steps=3, warm_up=1)
 
 

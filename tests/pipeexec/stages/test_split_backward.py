@@ -400,6 +400,7 @@ def test_a_failed_i_leaves_nothing_behind() -> None:
 # Measured costs
 
 
+@pytest.mark.usefixtures("few_messages")
 def test_both_kinds_of_backward_are_measured() -> None:
     """And the bytes between I and W, by hand: input and output gradient of a linear layer."""
     graph = ps.lower(orders(*SPLIT))
@@ -417,6 +418,7 @@ def test_both_kinds_of_backward_are_measured() -> None:
         assert ps.simulate(ps.lower(orders(*rows)), costs).makespan > 0
 
 
+@pytest.mark.usefixtures("few_messages")
 def test_a_profile_of_whole_backwards_has_no_others() -> None:
     graph = ps.lower(ps.schedule("1f1b", 2, 3))
     with pipeline(cut(dense(2), [1, 1]), graph) as subject:

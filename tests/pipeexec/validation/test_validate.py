@@ -7,7 +7,8 @@ import itertools
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from few_messages import few_messages
 from matplotlib.figure import Figure
 from small_pipelines import Faulty, call_within, mse, nap_stages, orders
 from torch import Tensor, nn
@@ -32,8 +34,12 @@ from pipesim.errors import (
     StageError,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning"),
+    pytest.mark.usefixtures("few_messages"),  # but for the fixture `validation`, which times all
+]
 
+QuietMachine = Callable[[], AbstractContextManager[None]]
 NAMES = [f"{s} {r}" for s in ("gpipe", "1f1b") for r in ("never", "always")]
 COLUMNS = [
     "predicted",
@@ -79,9 +85,10 @@ def validate(**changes: Any) -> px.Validation:
 
 
 @pytest.fixture(scope="module")
-def validation() -> px.Validation:
+def validation(quiet_machine: QuietMachine) -> px.Validation:
     """Stages that sleep 5 ms in forward and in backward: what they compute takes no time."""
-    return validate()
+    with quiet_machine():
+        return validate()
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +112,7 @@ def test_the_table_is_complete(validation: px.Validation) -> None:
     assert (table[["memory_predicted", "memory_measured"]] > 0).all(axis=None)
 
 
-def test_predictions_hold(validation: px.Validation) -> None:
+def test_predictions_hold(validation: px.Validation, quiet_machine: QuietMachine) -> None:
     """In the median, within 15 %.
 
     These stages sleep, so that little but a busy machine can be in the way: what fails is measured
@@ -115,7 +122,8 @@ def test_predictions_hold(validation: px.Validation) -> None:
     for _ in range(3):
         if (error < 0.15).all():
             return
-        error = np.minimum(error, validate().table["error"].abs())
+        with quiet_machine():
+            error = np.minimum(error, validate().table["error"].abs())
     assert (error < 0.15).all(), error
 
 
@@ -390,7 +398,7 @@ def test_a_run_of_an_older_version(saved: Path, tmp_path: Path) -> None:
     assert loaded.parts.empty
     assert loaded.ops.empty
     pd.testing.assert_frame_equal(loaded.table, px.load_run(saved).table)
-    loaded.save(tmp_path / "saved")
+    loaded.save(tmp_path / "saved", figures=False)
     assert px.load_run(tmp_path / "saved").parts.empty
 
 
@@ -435,9 +443,10 @@ def test_warnings_are_pipesims_own(recwarn: pytest.WarningsRecorder) -> None:
 
 
 @pytest.fixture(scope="module")
-def repeated() -> px.Validation:
+def repeated(quiet_machine: QuietMachine) -> px.Validation:
     """Two calibrations, three steps of each row beside each."""
-    return validate(repeat=2, n_steps=3, graphs=dict(list(graphs().items())[:2]))
+    with quiet_machine(), few_messages():
+        return validate(repeat=2, n_steps=3, graphs=dict(list(graphs().items())[:2]))
 
 
 def test_repeats_have_predictions_of_their_own(repeated: px.Validation) -> None:
@@ -463,7 +472,7 @@ def test_repeats_have_predictions_of_their_own(repeated: px.Validation) -> None:
 
 
 def test_repeats_are_told_and_saved(repeated: px.Validation, tmp_path: Path) -> None:
-    repeated.save(tmp_path / "run")
+    repeated.save(tmp_path / "run", figures=False)
     loaded = px.load_run(tmp_path / "run")
     pd.testing.assert_frame_equal(loaded.table, repeated.table, check_exact=True)
     pd.testing.assert_frame_equal(loaded.parts, repeated.parts)
@@ -509,11 +518,12 @@ def test_errors_of_operations(validation: px.Validation) -> None:
     assert not ops["error"].isna().any()
 
 
-def test_a_slow_stage_is_found_in_the_parts() -> None:
+def test_a_slow_stage_is_found_in_the_parts(quiet_machine: QuietMachine) -> None:
     """Costs of stages ten times as slow: the durations were the error, on a busy machine too."""
     graph = graphs()[NAMES[0]]
     costs = ps.Costs(50e-3, 50e-3)
-    result = validate(costs=costs, graphs={"x": graph}, n_steps=3)
+    with quiet_machine():
+        result = validate(costs=costs, graphs={"x": graph}, n_steps=3)
     assert result.profile is None
     assert result.costs is costs
     parts = result.parts.loc["x"]
