@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib
 import signal
 import sys
@@ -80,6 +81,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Open the lock in workers of pytest-xdist, which run tests at the same time."""
     if hasattr(config, "workerinput"):
         config.stash[_LOCK] = _TestLock()
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is loaded by now, all tests among it, out of later collections of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def _measures_time(item: pytest.Item | None) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits, load_sample_images
 from torch import Tensor
 
 __all__ = ["digits", "noisy_patches"]
@@ -20,6 +19,8 @@ def digits(n: int, first: int = 0) -> tuple[Tensor, Tensor]:
 
     Every pixel of the 8x8 originals is four.
     """
+    from sklearn.datasets import load_digits  # takes seconds, which other tests do without
+
     digits = load_digits()
     images = torch.from_numpy(digits.images[first : first + n]).float() / 16
     wide = images.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
@@ -31,6 +32,8 @@ def noisy_patches(n: int, size: int = 32, *, noise: float = 0.2) -> tuple[Tensor
 
     Half of them from either; colours from 0 to 1, places and noise always the same.
     """
+    from sklearn.datasets import load_sample_images
+
     photographs = load_sample_images().images
     rng = np.random.default_rng(0)
     squares = []

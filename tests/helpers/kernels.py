@@ -16,8 +16,14 @@ __all__ = ["as_python", "compiled", "every_kernel"]
 
 def every_kernel() -> list[Kernel[..., Any]]:
     """Return the kernels of all modules of pipesim."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("pipesim.")]
-    return [k for module in modules for k in vars(module).values() if isinstance(k, Kernel)]
+    return list(_kernels_of(tuple(name for name in sys.modules if name.startswith("pipesim."))))
+
+
+@functools.cache
+def _kernels_of(modules: tuple[str, ...]) -> tuple[Kernel[..., Any], ...]:
+    """Return the kernels of modules; looking through all of them takes milliseconds."""
+    values = (value for name in modules for value in vars(sys.modules[name]).values())
+    return tuple(value for value in values if isinstance(value, Kernel))
 
 
 def as_python() -> Any:

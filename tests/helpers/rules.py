@@ -7,6 +7,7 @@ This needs no event loop, so that it shares nothing with an engine but the rules
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
     tasks = [graph.task(k) for k in range(len(graph))]
     size = graph.n_microbatches // graph.n_batches
     ids = {(task.replica, task.action): task.id for task in tasks}
+    of_stage: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    for task in tasks:
+        of_stage[task.replica, task.stage].append(task)
     needs: list[set[int]] = []
     for _, op, _, _, stage, m, replica, _, part in tasks:
 
@@ -39,17 +43,15 @@ def dependencies(graph: ps.TaskGraph) -> list[set[int]]:
 
         def skipped(*ops: Op, m: int | None = m, r: int = replica, s: int = stage) -> set[int]:
             return {
-                t.id for t in tasks
-                if (t.replica, t.stage, t.microbatch) == (r, s, m) and t.op in ops
-                and t.peer_stage >= 0
+                t.id for t in of_stage[r, s]
+                if t.microbatch == m and t.op in ops and t.peer_stage >= 0
             }  # fmt: skip
 
         def of_batch(*ops: Op, m: int | None = m, r: int = replica, s: int = stage) -> set[int]:
             batch = range(graph.n_microbatches) if m is None else range(m + 1 - size, m + 1)
             return {
-                t.id for t in tasks
-                if (t.replica, t.stage) == (r, s) and t.op in ops
-                and (t.microbatch is None or t.microbatch in batch)
+                t.id for t in of_stage[r, s]
+                if t.op in ops and (t.microbatch is None or t.microbatch in batch)
             }  # fmt: skip
 
         def reorder(name: str, s: int = stage, any_of: Any = any_of) -> set[int]:
@@ -124,8 +126,8 @@ def waited_for(graph: ps.TaskGraph) -> list[set[int]]:
     """Return the tasks whose events each task's stream waits for (rule 7)."""
     needs = dependencies(graph)
     for queue in (graph.queues[k].tolist() for k in range(len(graph.queues))):
-        for task in queue[1:]:
-            needs[task].add(queue[queue.index(task) - 1])
+        for before, task in itertools.pairwise(queue):
+            needs[task].add(before)
     own = [set(needed) for needed in needs]
     for task in range(len(graph)):
         if graph.op[task] in (Op.RECV_F, Op.RECV_B):

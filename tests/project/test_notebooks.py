@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
 from places import ROOT
 
@@ -22,6 +20,9 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No cell raises in a folder without files and settings."""
+    import nbclient  # takes a second, which a run without notebooks does without
+    import nbformat
+
     for name in SETTINGS:
         folder = tmp_path / name.lower()
         folder.mkdir()
