@@ -11,13 +11,16 @@ from pathlib import Path
 
 from attack import SECONDS, Outcome, Overdue
 
-__all__ = ["COMMANDS", "TEXTS", "attack_option", "options", "run"]
+__all__ = ["COMMANDS", "attack_option", "options", "run", "texts"]
 
-TEXTS = ("", "x", "-1", "nan", "1e999", "1_0", "[", "a\nb", "x" * 5000)
+_TEXTS = ("", "x", "-1", "nan", "1e999", "1_0", "[", "a\nb", "x" * 5000)
 #: Texts that an option takes: names of files and folders, no skip, no limit.
 _FILE = ("x", "-1", "nan", "1e999", "1_0", "[", "a\nb")
 FINE = {"--csv": _FILE, "--out": _FILE, "--name": _FILE, "--results": ("", *_FILE),
         "--skips": ("",), "--bandwidth": ("1e999",), "--jobs": ("-1",), "--seed": ()}  # fmt: skip
+#: Texts that a command which trains for a second is spared as names of files: to it they are names
+#: such as "x", and the other commands are given all of them.
+_REPETITIONS = ("nan", "1e999", "1_0")
 #: Seconds of a command that goes through to its end, where it may start processes.
 WHOLE = 10.0
 _SMALL = ["--devices", "2", "--microbatches", "2", "--forward", "1", "--backward", "2"]
@@ -63,6 +66,13 @@ def options(main: Callable[[Sequence[str]], int], name: str) -> list[str]:
         if other.startswith(program):
             names = [option for option in names if option not in _listed(main, other.split()[1])]
     return names
+
+
+def texts(name: str, option: str) -> list[str]:
+    """Return the texts to attack an option of a command with."""
+    is_long = name in ("pipeexec run", "pipeexec validate", "pipeexec profile")
+    spared = _REPETITIONS if is_long and FINE.get(option, ())[-7:] == _FILE else ()
+    return [text for text in _TEXTS if text not in spared]
 
 
 def _listed(main: Callable[[Sequence[str]], int], command: str) -> list[str]:

@@ -14,7 +14,7 @@ import attack_table_exec
 import pytest
 from attack import SECONDS, Outcome, attacks, call, outcome, parameters, sandbox
 from bad_values import make_paths
-from command_lines import COMMANDS, TEXTS, attack_option, options
+from command_lines import COMMANDS, attack_option, options, texts
 from command_lines import run as run_command
 from exceptions import ALLOWED, ENDLESS, UNATTACKED
 
@@ -118,6 +118,7 @@ def allowed(result: Outcome) -> bool:
     return refused or (result.kind == "accepted" and (result.value in values or "*" in values))
 
 
+@pytest.mark.usefixtures("few_messages")
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_bad_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call is refused by name, or its value is documented."""
@@ -127,6 +128,7 @@ def test_bad_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not wrong, f"{len(wrong)} of {len(results)} calls:\n" + "\n".join(wrong)
 
 
+@pytest.mark.usefixtures("few_messages")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_bad_options(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option with a bad text: exit status 2 and one line on stderr."""
@@ -139,7 +141,7 @@ def test_bad_options(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with sandbox():
         results = [
             attack_option(name, main, option, text, folder)
-            for option in options(main, name) for text in TEXTS
+            for option in options(main, name) for text in texts(name, option)
         ]  # fmt: skip
     wrong = [str(result) for result in results if not result.good]
     assert not wrong, f"{len(wrong)} of {len(results)} calls:\n" + "\n".join(wrong)

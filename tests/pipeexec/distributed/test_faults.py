@@ -72,14 +72,16 @@ CASES: dict[Fault, str] = {
     Fault("interrupt", 1, "1B1"): r"interrupted in step 1 \(KeyboardInterrupt\): device 1 in 1B1",
     Fault("interrupt launcher", 1, "1F2", launcher=True): "was interrupted in step 1",
     Fault("terminate", 1, "1B1"): r"rank 1 was told to end \(SIGTERM\): rank 1 in step 1: device 1",
+    Fault("exit", 1): "rank 1 stopped: SystemExit: 3",
     Fault("exit", 1, launcher=True): "rank 1 stopped: SystemExit: 3",
     Fault("kill launcher", 1, "1F2", launcher=True): "the launcher, which held the store, was lost",
 }  # fmt: skip
-#: Torchrun and its ranks take seconds to start: the suite runs three of these. With FAULTS in the
-#: environment, as in `make chaos`, all run.
+#: Torchrun and its ranks take seconds to start: the suite runs one of these, and an exit without a
+#: launcher too. With FAULTS in the environment, as in `make chaos`, all run.
 _SLOW = {
     Fault("stop", 1, "1F2", launcher=True),
     Fault("sleep", 1, launcher=True),
+    Fault("exit", 1, launcher=True),
     Fault("interrupt launcher", 1, "1F2", launcher=True),
     Fault("kill launcher", 1, "1F2", launcher=True),
 }
