@@ -83,6 +83,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_LOCK] = _TestLock()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that need processes as slow; begin with what measures time, then what is slow.
+
+    Workers of pytest-xdist begin with equal shares of the list and take tests from the end of each
+    other's: the first worker measures, then has most of what is slow, and its processes serve many
+    tests. Short tests fill the rest, so that all workers end at about the same time.
+    """
+    for item in items:
+        if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+    items.sort(key=lambda item: (not _measures_time(item), item.get_closest_marker("slow") is None))
+
+
 def pytest_collection_finish() -> None:
     """Leave what is loaded by now, all tests among it, out of later collections of garbage."""
     gc.collect()

@@ -118,6 +118,7 @@ def allowed(result: Outcome) -> bool:
     return refused or (result.kind == "accepted" and (result.value in values or "*" in values))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_bad_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +129,7 @@ def test_bad_values(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not wrong, f"{len(wrong)} of {len(results)} calls:\n" + "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_bad_options(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("edit", EDITS)
 def test_rows_of_sweeps_that_were_changed(edit: str, checked: bool, tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ def impatient(*_: object) -> None:
     raise AssertionError(f"a file took more than {PATIENCE} s")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_flipped_bit(name: str, tmp_path: Path, counts: dict[str, Counter[str]]) -> None:

@@ -63,6 +63,7 @@ def test_all_is_what_there_is() -> None:
         assert getattr(pipesim, name) is not None
 
 
+@pytest.mark.slow
 def test_public_names() -> None:
     """Both packages export these names, whichever room they lie in."""
     assert pipesim.__all__ == PUBLIC.split()
@@ -78,6 +79,7 @@ def test_all_of_each_module(module: str) -> None:
         assert hasattr(loaded, name), f"{module}.__all__ names {name}"
 
 
+@pytest.mark.slow
 def test_functions_win_over_modules() -> None:
     """``ps.schedule`` is the function, whatever is imported later."""
     code = f"""

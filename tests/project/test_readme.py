@@ -30,6 +30,7 @@ def test_there_is_something_to_run() -> None:
     assert JOINED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", PYTHON)
 @pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 def test_code(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +65,7 @@ def test_code_of_several_processes(code: str, two_ranks: Ranks) -> None:
     two_ranks.run(joined, code=code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS)
 def test_command(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -28,6 +28,7 @@ def errors(rows: list[PublishedRow], fitted: list[PublishedRow]) -> list[float]:
     return [predict(row, machine).speed / row.published.speed - 1 for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fitted", "bounds"),
     [
@@ -56,6 +57,7 @@ def test_what_each_part_of_the_ablation_changes() -> None:
     assert baseline.memory == pytest.approx(UNET[0].published.memory, rel=0.09)
 
 
+@pytest.mark.slow
 def test_amoebanet_fitted_on_two_gpus() -> None:
     """Rows whose micro-batches have 40 samples: those of two GPUs give those of eight."""
     rows = {row.name: row for row in amoebanet()}
@@ -63,6 +65,7 @@ def test_amoebanet_fitted_on_two_gpus() -> None:
     assert abs(error) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "size"),
     [("baseline", (18, 208)), ("pipeline-2", (18, 544)), ("pipeline-8", (72, 512))],

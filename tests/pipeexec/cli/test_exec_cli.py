@@ -80,6 +80,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_validate_and_show(
     demo: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +115,7 @@ def test_validate_and_show(
     assert order in out
 
 
+@pytest.mark.slow
 def test_a_seed_makes_a_run_that_can_be_repeated(demo: tuple[Path, list[str]]) -> None:
     """The same weights, data and dropout: the same losses."""
     path, arguments = demo
@@ -126,6 +128,7 @@ def test_a_seed_makes_a_run_that_can_be_repeated(demo: tuple[Path, list[str]]) -
     assert len(losses[0][0]) == 2
 
 
+@pytest.mark.slow
 def test_an_image_model_on_uneven_stages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +146,7 @@ def test_an_image_model_on_uneven_stages(
     assert read_record(tmp_path / "validate")["batch"] == 8
 
 
+@pytest.mark.slow
 def test_profile_show_and_validate_with_its_costs(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,6 +192,7 @@ def test_costs_of_other_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str
 # Mistakes: one line, before any work
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_step")
 @pytest.mark.parametrize(
     ("arguments", "message"),

@@ -69,6 +69,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, RATE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["grad_sync"])
 @pytest.mark.parametrize(("n_stages", "n_replicas"), [(1, 2), (1, 3), (2, 2)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
@@ -90,6 +91,7 @@ def test_replicas_in_one_process(
     torch.testing.assert_close([p.detach() for s in stages for p in s.parameters()], weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MIXED, ids=lambda mode: str(mode["grad_sync"]))
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "mixed"])
 def test_stages_that_reduce_after_micro_batches_of_their_own(
@@ -132,6 +134,7 @@ def test_gradients_add_up_from_step_to_step(mode: dict[str, Any], overlap: bool)
                 torch.testing.assert_close(p.grad, n * q.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode["grad_sync"])
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw", "zb_h1"])
 def test_mini_batches_of_replicas(name: str, mode: dict[str, Any]) -> None:
@@ -377,6 +380,7 @@ def gradients_by_rule(timeline: ps.Timeline, stages: list[nn.Module]) -> list[fl
     return replace(timeline, costs=costs).peak_memory.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grad_sync", "overlap", "slow", "n_gradients"),
     [

@@ -45,6 +45,7 @@ def published(n: int) -> str:
     return f"{n / 1e9:.2f}B" if n >= 1e9 else f"{n / 1e6:.1f}M"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_convs", "channels", "n_layers", "parameters", "balances"), UNETS)
 def test_published_unets(
     num_convs: int, channels: int, n_layers: int, parameters: str | None, balances: list[list[int]]
@@ -57,6 +58,7 @@ def test_published_unets(
     assert [sum(balance) for balance in balances] == [n_layers] * len(balances)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blocks", "n_layers", "parameters", "balances"),
     [((3, 4, 6, 3), 183, 25_557_032, []), ((3, 4, 23, 3), 370, 44_549_160, RESNET101)],

@@ -38,6 +38,8 @@ import pipesim as ps
 from pipeexec.distributed.flight_recorder import FlightRecorder
 from pipesim.errors import ArgumentError, ExecutionError
 
+pytestmark = pytest.mark.slow
+
 #: What goes wrong, and what the error says beside the rank, the device, the stage and the task.
 CASES: dict[Fault, str] = {
     Fault("kill", 1, "1F2", launcher=True): "rank 1 was lost; rank 1 was in 1F2 .*meanwhile rank 0 "

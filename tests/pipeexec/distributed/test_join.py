@@ -149,6 +149,7 @@ def test_no_thread_is_left_with_tensors(tmp_path: Any) -> None:
     assert "4 of 6 ended" in output
 
 
+@pytest.mark.slow
 def test_the_holder_of_the_store_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others name it, in time; a program at its port that is no store is told from it."""
     port = free_port()
@@ -165,6 +166,7 @@ def test_the_holder_of_the_store_does_not_come(monkeypatch: pytest.MonkeyPatch) 
     assert time.monotonic() - began < 2 * (0.5 + 5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come(tmp_path: Any) -> None:
     """The first says so, after its timeout."""
     script = tmp_path / "early.py"

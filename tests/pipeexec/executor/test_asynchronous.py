@@ -176,6 +176,7 @@ def snapshot(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize(
     ("n_batches", "versions"), [(8, "stashed"), (4, "stashed"), (2, "double_buffered")]

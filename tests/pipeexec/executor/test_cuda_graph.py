@@ -291,6 +291,7 @@ def test_a_stage_that_cannot_be_captured_is_named(captured: Make) -> None:
     assert subject.step(*data(8)).timeline.complete
 
 
+@pytest.mark.slow
 def test_launch_is_nothing(captured: Make) -> None:
     """The host issues one graph, not tasks: that is what the profile says."""
     subject = captured(cut(dense(2), [1, 1]), _graph(), mse)

@@ -106,6 +106,7 @@ def _alive(held: dict[str, weakref.ref[Any]]) -> list[str]:
     return [name for name, reference in held.items() if reference() is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.filterwarnings("ignore::pipesim.errors.AccuracyWarning")
 def test_a_pipeline_is_freed(

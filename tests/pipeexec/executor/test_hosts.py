@@ -84,6 +84,7 @@ class Named(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["clock_cycle", "stage_major"])
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_a_step_is_that_of_the_unsplit_model(make: Any, hosts: Any, order: Any) -> None:
@@ -221,6 +222,7 @@ def test_an_error_of_a_host_itself_is_raised(monkeypatch: pytest.MonkeyPatch) ->
         assert call_within(10, lambda: subject.step(*data(8))).loss > 0
 
 
+@pytest.mark.slow
 @pytest.mark.measures_time
 def test_an_imposed_launch_is_what_issuing_takes() -> None:
     """No task is issued before the simulator's time; times of waking up do not add up.
@@ -241,6 +243,7 @@ def test_an_imposed_launch_is_what_issuing_takes() -> None:
         assert 0.8 * imposed < min(result.host_seconds for result in results) < 1.6 * imposed
 
 
+@pytest.mark.slow
 @pytest.mark.measures_time
 def test_imposed_launches_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the costs that are measured on such workers: with one host that is late, and with two."""

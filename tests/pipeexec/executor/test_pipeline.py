@@ -44,6 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.Oversubscription
 # Splits, schedules, recompute modes
 
 
+@pytest.mark.slow
 @everywhere
 @scheduled
 @pytest.mark.parametrize("counts", [[9], [7, 2], [1, 5, 3], [1, 2, 1, 1, 1, 1, 1, 1]])
@@ -244,6 +245,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+@pytest.mark.slow
 @everywhere
 @scheduled
 @pytest.mark.parametrize("name", CASES)
@@ -315,6 +317,7 @@ def test_a_loss_of_one_element_and_some_dimension() -> None:
         assert subject.step(*data(13)).loss.shape == ()
 
 
+@pytest.mark.slow
 @everywhere
 @scheduled
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])

@@ -83,6 +83,7 @@ def test_any_verified_graph_runs(name: str) -> None:
     check(cut(dense(graph.n_stages), [1] * graph.n_stages), graph, *data(13))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("name", ps.schedules().index)
 def test_parity_of_every_named_schedule(name: str, recompute: str) -> None:
@@ -94,6 +95,7 @@ def test_parity_of_every_named_schedule(name: str, recompute: str) -> None:
         check(cut(dense(graph.n_stages), [1] * graph.n_stages), graph, *data(2 * m + 1))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(graph=graphs(n_replicas=1, sharded=(), shard_optimizer=False))
 def test_parity_on_any_graph(graph: ps.TaskGraph) -> None:
@@ -116,6 +118,7 @@ def held_by_simulation(graph: ps.TaskGraph) -> list[int]:
     return [int(peak) for peak in ps.simulate(graph, costs).peak_memory]
 
 
+@pytest.mark.slow
 @everywhere
 @scheduled
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (2, 5), (4, 6)])
@@ -141,6 +144,7 @@ def nervous(p: int, seed: int) -> list[nn.Module]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("schedule", "options"),

@@ -52,6 +52,7 @@ def drawing(step: int) -> Any:
     return call
 
 
+@pytest.mark.slow
 @everywhere
 @scheduled
 def test_dropout_is_that_of_a_sequential_run(schedule: str, recompute: str) -> None:

@@ -212,6 +212,7 @@ def test_who_waits_for_whom_is_named() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timeout", [None, 0.5])
 def test_slow_stages_are_waited_for(timeout: float | None) -> None:
     """Without a timeout for ever; with one, as long as tasks end in time."""

@@ -28,6 +28,8 @@ from pipeexec.gpipe.skip import Namespace
 from pipeexec.profiling.calibration import Calibration
 from pipesim.errors import StageError
 
+pytestmark = pytest.mark.slow
+
 #: Schedules that need more than 2 devices or 4 micro-batches: devices, micro-batches.
 SIZES = {"dualpipe": (4, 8), "chimera": (4, 4)}
 switched = pytest.mark.parametrize("overlap", [True, False])

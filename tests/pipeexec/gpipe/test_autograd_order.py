@@ -69,6 +69,7 @@ def test_a_schedule_is_lowered_to_it(case: dict[str, Any]) -> None:
     assert after_forwards(graph) == of_stages(case["order"], case["n"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WITHOUT, ids=name)
 def test_a_module_runs_it(case: dict[str, Any]) -> None:
     """The tasks that are issued, and those of the graph."""
@@ -225,6 +226,7 @@ def test_a_recompute_may_wait_for_its_gradient(dependencies: bool) -> None:
         px.GPipe(nn.Sequential(*layers), [3], devices=["cpu"], recompute_waits=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 def test_a_module_runs_any_of_the_orders(checkpoint: Any) -> None:
     """The fastest and the slowest; what a graph lists is what is run."""

@@ -47,6 +47,7 @@ def test_orders_that_are_not_random_have_no_seed() -> None:
     assert backwards(gpipe(2, 3, backward_order="forward")) == [[0, 1, 2]] * 2
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 4),
     st.integers(1, 5),

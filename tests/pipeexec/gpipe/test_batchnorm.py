@@ -18,6 +18,7 @@ def in_chunks(norm: nn.Module, batch: Tensor, chunks: int) -> Tensor:
     return torch.cat([norm(part) for part in batch.chunk(chunks)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [0.1, None, 0.5])
 @pytest.mark.parametrize("shape", [(24, 3), (24, 3, 5), (24, 3, 4, 5), (24, 3, 2, 2, 2)])
 @pytest.mark.parametrize("chunks", [1, 4, 5])

@@ -36,6 +36,7 @@ pytestmark = [
 # Transparency
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize(("name", "balance"), CASES)
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -54,6 +55,7 @@ def test_outputs_and_gradients_are_those_of_the_module(
             torch.testing.assert_close(x.grad, y.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["dependencies", "copy_streams", "portals"])
 @pytest.mark.parametrize(("name", "balance"), CASES)
 def test_mechanisms_change_nothing_but_time(name: str, balance: list[int], switch: str) -> None:
@@ -201,6 +203,7 @@ def test_part_of_an_output() -> None:
     check_same(model, plain)
 
 
+@pytest.mark.slow
 def test_a_forward_without_backward_is_forgotten() -> None:
     for checkpoint in MODES:
         model = px.GPipe(sequential("dense"), [2, 2], devices=CPUS, chunks=2, checkpoint=checkpoint)
@@ -277,6 +280,7 @@ def test_short_forwards_run_in_the_thread_of_the_caller() -> None:
     assert in_caller(0.0, devices=linked, threads=False) == [True] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "balance"), CASES)
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_it_is_the_same_in_the_thread_of_the_caller(

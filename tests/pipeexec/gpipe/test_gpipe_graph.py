@@ -131,6 +131,7 @@ def test_without_dependencies_an_order_can_be_drawn() -> None:
     assert ordered[0].split()[-4:] == ["R1", "B1", "R0", "B0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dependencies", [True, False])
 @pytest.mark.parametrize("copy_streams", [True, False])
 @pytest.mark.parametrize("portals", [True, False])

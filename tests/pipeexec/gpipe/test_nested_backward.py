@@ -34,6 +34,7 @@ def ran() -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_the_device_has_a_thread(ran: dict[str, Any]) -> None:
     """Else the test below would show nothing."""
     assert ran["threads"]

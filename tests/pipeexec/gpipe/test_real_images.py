@@ -122,6 +122,7 @@ def check_same_training(name: str, n: int, chunks: int, **options: Any) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("name", ["unet that drops", "resnet"])
 def test_one_micro_batch(name: str, checkpoint: Any) -> None:
@@ -129,6 +130,7 @@ def test_one_micro_batch(name: str, checkpoint: Any) -> None:
     check_same_training(name, 3, 1, checkpoint=checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n", "chunks", "checkpoint"),
     [(2, 2, "except_last"), (4, 4, "always"), (4, 4, "except_last"), (4, 4, "never")],
@@ -139,6 +141,7 @@ def test_several_micro_batches(name: str, n: int, chunks: int, checkpoint: Any) 
     check_same_training(name, n, chunks, checkpoint=checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 4])
 @pytest.mark.parametrize("name", ["unet", "resnet"])
 def test_skips_through_every_partition_between(name: str, n: int) -> None:
@@ -146,6 +149,7 @@ def test_skips_through_every_partition_between(name: str, n: int) -> None:
     check_same_training(name, n, 4, portals=False)
 
 
+@pytest.mark.slow
 def test_what_is_dropped_does_not_depend_on_the_mode() -> None:
     """Several micro-batches drop other channels than the module does, and learn as well."""
     name = "unet that drops"
@@ -154,6 +158,7 @@ def test_what_is_dropped_does_not_depend_on_the_mode() -> None:
     assert recomputed == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["always", "except_last"])
 def test_deferred_batch_norm(checkpoint: Any) -> None:
     """Learns as without, as it normalises the same; its statistics are those of mini-batches."""
@@ -176,6 +181,7 @@ def test_deferred_statistics_are_those_of_the_whole_mini_batch() -> None:
         torch.testing.assert_close(getattr(model[1], statistic), getattr(plain[1], statistic))
 
 
+@pytest.mark.slow
 def test_images_not_seen() -> None:
     """In evaluation, nothing depends on who else is in the batch: chunks change nothing."""
     _, plain = without("resnet", 1)

@@ -53,6 +53,7 @@ def measured(quiet_machine: Callable[[], AbstractContextManager[None]]) -> px.Pr
         return px.measure(subject, *data(6, 4), n_steps=3, warm_up=1)
 
 
+@pytest.mark.slow
 def test_every_cost_of_a_whole_backward_is_measured(measured: px.Profile) -> None:
     costs = measured.costs
     values = costs.to_dict()
@@ -125,6 +126,7 @@ def test_bytes_by_hand(measured: px.Profile) -> None:
     assert costs.optimizer_bytes == (2 * 80 + 2 * 4,) * 2
 
 
+@pytest.mark.slow
 def test_activation_bytes_of_a_chain_by_hand() -> None:
     """Each linear layer keeps its input, tanh its output, which is the next one's input."""
     stages = [
@@ -150,6 +152,7 @@ def test_held_bytes_are_those_of_the_whole_step() -> None:
         assert subject.held_bytes(*data(6, 4)) == [6 * 4 * 4, 3 * 2 * 8 * 4]
 
 
+@pytest.mark.slow
 def test_profiling_leaves_no_trace() -> None:
     """Parameters, buffers, gradients and optimizers are as before, and so is the next step."""
     torch.manual_seed(0)
@@ -171,6 +174,7 @@ def test_profiling_leaves_no_trace() -> None:
     assert isinstance(profile.costs, ps.Costs)
 
 
+@pytest.mark.slow
 def test_profiling_before_the_first_step_leaves_no_trace() -> None:
     """Optimizers have no state then, and gradients are missing."""
     stages = cut(dense(2), [1, 1])
@@ -181,6 +185,7 @@ def test_profiling_before_the_first_step_leaves_no_trace() -> None:
         assert all(not optimizer.state for optimizer in subject.optimizers)
 
 
+@pytest.mark.slow
 def test_gradients_that_were_gathered_are_kept() -> None:
     """Without an optimizer they add up from step to step, but not those of the profile."""
     stages = cut(dense(2), [1, 1])
@@ -192,6 +197,7 @@ def test_gradients_that_were_gathered_are_kept() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 def test_short_tasks_are_warned_of() -> None:
     """By task, and where the user called."""
     with pipeline(cut(dense(2), [1, 1]), lowered()) as subject:
@@ -201,6 +207,7 @@ def test_short_tasks_are_warned_of() -> None:
             assert w[0].message.args[0].endswith("use larger micro-batches or stages")
 
 
+@pytest.mark.slow
 def test_long_tasks_are_not() -> None:
     with (
         pipeline(nap_stages(2), lowered()) as subject,
@@ -210,6 +217,7 @@ def test_long_tasks_are_not() -> None:
         px.profile(subject, *data(6, 4), n_steps=1, warm_up=0)
 
 
+@pytest.mark.slow
 def test_unsteady_tasks_are_warned_of() -> None:
     """A stage that sleeps longer in every other step."""
 
@@ -238,6 +246,7 @@ def test_one_device_has_no_transfers() -> None:
     assert profile.costs.network == ps.Network()
 
 
+@pytest.mark.slow
 def test_stages_that_share_a_device() -> None:
     graph = ps.lower(orders("0F0 0B0", "1F0 2F0 2B0 1B0"))
     with pipeline(nap_stages(3, 2e-3, 2e-3), graph) as subject:
@@ -298,6 +307,7 @@ def test_counts_of_steps(counts: dict[str, Any]) -> None:
         px.profile(subject, *data(6, 4), **{"n_steps": 1, "warm_up": 0, **counts})
 
 
+@pytest.mark.slow
 def test_steps_that_keep_versions_are_measured_as_such() -> None:
     """PipeDream's steps copy the weights, and so do those of its calibration."""
     stages = [nn.Linear(64, 64) for _ in range(2)]

@@ -108,6 +108,7 @@ GRAPHS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("schedule", "n_microbatches", "options"), GRAPHS)
 def test_steps_are_those_of_the_whole_batch(

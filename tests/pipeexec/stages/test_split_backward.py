@@ -74,6 +74,7 @@ def of_parameters(module: nn.Module) -> dict[str, Tensor | None]:
 # Modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("how", ["FIW", "FRIW"])
 @pytest.mark.parametrize("name", CASES)
@@ -319,6 +320,7 @@ def test_the_graph_is_gone_after_i() -> None:
 # Steps
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(schedule=custom_schedules(), recompute=st.sampled_from(["never", "always"]))
 def test_parity_of_any_mix_of_backwards(schedule: ps.Schedule, recompute: str) -> None:
@@ -400,6 +402,7 @@ def test_a_failed_i_leaves_nothing_behind() -> None:
 # Measured costs
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
 def test_both_kinds_of_backward_are_measured() -> None:
     """And the bytes between I and W, by hand: input and output gradient of a linear layer."""
@@ -418,6 +421,7 @@ def test_both_kinds_of_backward_are_measured() -> None:
         assert ps.simulate(ps.lower(orders(*rows)), costs).makespan > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
 def test_a_profile_of_whole_backwards_has_no_others() -> None:
     graph = ps.lower(ps.schedule("1f1b", 2, 3))

@@ -70,6 +70,7 @@ def own_gradients(schedule: ps.Schedule) -> dict[str, torch.Tensor]:
     return named_gradients(modules)
 
 
+@pytest.mark.slow
 def test_gradients_under_torch(tmp_path: Path) -> None:
     """Two processes, torch's runtime: the gradients of the unsplit model, and of our own pipeline.
 

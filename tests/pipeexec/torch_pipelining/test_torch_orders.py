@@ -61,6 +61,7 @@ def test_every_class_of_torch_is_here() -> None:
     assert OURS.keys() == TORCH_SCHEDULES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCH_SCHEDULES)
 def test_which_listings_are_valid(name: str) -> None:
     """Torch's listings are complete and can run, for the counts that it takes; all but 1F1B's."""
@@ -85,6 +86,7 @@ def test_1f1b_listing() -> None:
         ps.verify(order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_our_order_is_torchs(name: str) -> None:
     """Action by action, for all counts that both take; of 1F1B and GPipe, what torch runs."""
@@ -170,6 +172,7 @@ def test_torch_passes_over_checksums(name: str, form: str, tmp_path: Path) -> No
     assert held[0] == held[1]
 
 
+@pytest.mark.slow
 @given(schedule=custom_schedules())
 def test_torch_reads_our_files(schedule: ps.Schedule, tmp_path_factory: Any) -> None:
     """Compute only, to which torch adds the messages, and with ours: both can run in torch.

@@ -101,6 +101,7 @@ def saved(validation: px.Validation, tmp_path_factory: pytest.TempPathFactory) -
 # The table
 
 
+@pytest.mark.slow
 def test_the_table_is_complete(validation: px.Validation) -> None:
     table = validation.table
     assert list(table.index) == NAMES
@@ -213,6 +214,7 @@ def test_the_figure_has_a_panel_a_row(validation: px.Validation) -> None:
     assert len(figure.axes) >= len(NAMES)
 
 
+@pytest.mark.slow
 def test_the_stages_are_trained() -> None:
     """By the measured steps, not by those of the profile: as many as rows and rounds."""
     stages, untouched = nap_stages(2, 0, 0), nap_stages(2, 0, 0)
@@ -234,6 +236,7 @@ def test_the_stages_are_trained() -> None:
     assert [line.split(":")[0] for line in lines[1:]] == ["round 1 of 2", "round 2 of 2"]
 
 
+@pytest.mark.slow
 def test_without_an_optimizer() -> None:
     validation = validate(
         stages=nap_stages(2, 0, 0),
@@ -305,6 +308,7 @@ def test_a_stage_that_fails_ends_the_validation() -> None:
 # Run directories
 
 
+@pytest.mark.slow
 def test_a_run_is_loaded_as_it_was_saved(validation: px.Validation, saved: Path) -> None:
     loaded = px.load_run(saved)
     pd.testing.assert_frame_equal(loaded.table, validation.table, check_exact=True)
@@ -326,6 +330,7 @@ def test_a_run_is_loaded_as_it_was_saved(validation: px.Validation, saved: Path)
         assert loaded.rows[name].comparison.makespan_error == row.comparison.makespan_error
 
 
+@pytest.mark.slow
 def test_a_loaded_run_is_saved_again(saved: Path, tmp_path: Path) -> None:
     px.load_run(saved).save(tmp_path / "again")
     again = px.load_run(tmp_path / "again")
@@ -363,6 +368,7 @@ def test_nothing_that_is_loaded_is_executed(saved: Path) -> None:
     assert suffixes == {".json", ".csv", ".png", ".pdf"}
 
 
+@pytest.mark.slow
 def test_any_file_that_is_missing_truncated_or_edited_is_named(saved: Path, tmp_path: Path) -> None:
     files = [path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()]
     damages = {
@@ -382,6 +388,7 @@ def test_any_file_that_is_missing_truncated_or_edited_is_named(saved: Path, tmp_
         assert kind
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_version(saved: Path, tmp_path: Path) -> None:
     """Without the tables that came later, and with another one of transfers."""
     older = tmp_path / "older"
@@ -434,6 +441,7 @@ def test_public_names() -> None:
     assert {"Pipeline", "profile", "validate"} <= set(px.__all__)
 
 
+@pytest.mark.slow
 def test_warnings_are_pipesims_own(recwarn: pytest.WarningsRecorder) -> None:
     validate(stages=nap_stages(2, 0, 0), n_steps=1, warm_up=0)
     assert all(issubclass(w.category, PipeWarning) for w in recwarn)
@@ -449,6 +457,7 @@ def repeated(quiet_machine: QuietMachine) -> px.Validation:
         return validate(repeat=2, n_steps=3, graphs=dict(list(graphs().items())[:2]))
 
 
+@pytest.mark.slow
 def test_repeats_have_predictions_of_their_own(repeated: px.Validation) -> None:
     """Errors are those of each step from the prediction of its repeat."""
     for name, row in repeated.rows.items():
@@ -471,6 +480,7 @@ def test_repeats_have_predictions_of_their_own(repeated: px.Validation) -> None:
     assert repeated.costs is repeated.profile.costs
 
 
+@pytest.mark.slow
 def test_repeats_are_told_and_saved(repeated: px.Validation, tmp_path: Path) -> None:
     repeated.save(tmp_path / "run", figures=False)
     loaded = px.load_run(tmp_path / "run")

@@ -68,6 +68,7 @@ def test_a_table_by_hand() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_is_removed_is_what_lower_leaves_out() -> None:
     """Rows of streams, host and rendezvous are the makespans of graphs lowered without them."""
     costs = ps.Costs(1, 2, output_bytes=1, launch=0.125, network=ps.Network(1, 2))
@@ -103,6 +104,7 @@ def test_collectives_and_shared_links() -> None:
     assert meet["redundant"] is pd.NA
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["collective", "compute"])
 @pytest.mark.parametrize("part", EXCHANGES)
 def test_members_of_each_exchange_meet(work: str, part: str) -> None:
@@ -184,6 +186,7 @@ def test_the_page_of_gpipe_shows_a_true_table() -> None:
 # On random graphs
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.one_of(cases(), skipping_cases()))
 def test_graphs_have_no_race(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
@@ -278,6 +281,7 @@ def races(graph: ps.TaskGraph, kind: WaitKind) -> list[str]:
         return [race for race in watch.races if " on 0," not in race]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

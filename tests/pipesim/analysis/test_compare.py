@@ -91,6 +91,7 @@ def test_comparison() -> None:
     assert by_op.index.name == "op"
 
 
+@pytest.mark.slow
 @given(cases())
 def test_of_itself(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Nothing is wrong, for every operation that takes time."""

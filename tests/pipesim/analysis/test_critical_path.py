@@ -59,6 +59,7 @@ def test_device_table() -> None:
     assert "peak_memory" not in device_table(replace(timeline, costs=None))
 
 
+@pytest.mark.slow
 @given(cases())
 def test_totals(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Busy and idle make up the makespan, and the bubble is the idle share."""
@@ -180,6 +181,7 @@ def test_critical_path_of_those_that_meet() -> None:
     assert path(ps.simulate(graph, ps.Costs(1, 1, launch=(1, 4)))) == "0REDUCE_GRAD(host 12)"
 
 
+@pytest.mark.slow
 @given(cases())
 def test_critical_path(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Gaps and durations add up to the makespan, and each link of the chain has its cause."""

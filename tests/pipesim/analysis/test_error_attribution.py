@@ -219,6 +219,7 @@ def test_a_receiver_that_is_issued_late() -> None:
 # Properties
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_parts_sum_to_the_error(data: st.DataObject) -> None:
     """Of any two runs of any graph."""
@@ -232,6 +233,7 @@ def test_parts_sum_to_the_error(data: st.DataObject) -> None:
     assert causes.sum() == pytest.approx(predicted.makespan - ran.makespan, rel=1e-9, abs=1e-6)
 
 
+@pytest.mark.slow
 @given(cases(), st.sampled_from([0.5, 2.0]))
 def test_other_durations_are_nothing_but_durations(
     case: tuple[ps.TaskGraph, ps.Costs], factor: float
@@ -245,6 +247,7 @@ def test_other_durations_are_nothing_but_durations(
     assert causes.drop("durations").abs().max() < 1e-6
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_run_with_one_link_a_pair_leaves_nothing_unexplained(data: st.DataObject) -> None:
     """Durations, messages and the host say it all."""

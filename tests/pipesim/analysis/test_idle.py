@@ -215,6 +215,7 @@ def test_reductions_of_gradients() -> None:
     assert table.sum(axis=1).tolist() == [9, 5]
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_rows_sum_to_idle(data: st.DataObject) -> None:
     """Exactly, in any order, none below 0; of noise, and of times with jitter and no costs too."""
@@ -232,6 +233,7 @@ def test_rows_sum_to_idle(data: st.DataObject) -> None:
     assert (table[timeline.idle >= 0] >= 0).all(axis=None)
 
 
+@pytest.mark.slow
 @given(cases(), st.sampled_from(["host", "bandwidth", "latency", "imbalance"]))
 def test_what_costs_nothing_is_no_cause(case: tuple[ps.TaskGraph, ps.Costs], cause: str) -> None:
     """Nor is anything a straggler where no task differs from the others of its stage."""
@@ -250,6 +252,7 @@ def test_what_costs_nothing_is_no_cause(case: tuple[ps.TaskGraph, ps.Costs], cau
     assert largest[[cause, "straggler"]].max() <= 1e-9 * timeline.makespan
 
 
+@pytest.mark.slow
 def test_compiled_and_plain() -> None:
     """Loops give the same answer, compiled or not."""
     network = ps.Network(latency=0.25, bandwidth=2)
@@ -359,6 +362,7 @@ def test_simulate_prints_causes(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == lines[:-4]
 
 
+@pytest.mark.slow
 def test_compare_prints_and_draws_causes(
     capsys: pytest.CaptureFixture[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def test_mean_and_median() -> None:
     assert ps.Costs.from_timeline(slow, average="median").per_stage("forward", 2)[0] == 1
 
 
+@pytest.mark.slow
 @given(case=cases())
 def test_any_simulation_gives_its_durations_back(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Seconds of every operation that each stage has."""

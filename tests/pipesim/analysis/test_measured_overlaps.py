@@ -71,6 +71,7 @@ def test_one_half_of_each_stage() -> None:
     assert ps.simulate(timeline.graph, back).makespan == pytest.approx(timeline.makespan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipev"])
 @given(forward=seconds, backward=seconds, overlapped=seconds, p=st.sampled_from([2, 4]))
 def test_costs_of_a_run_predict_it(

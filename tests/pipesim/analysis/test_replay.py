@@ -46,6 +46,7 @@ def assert_itself(timeline: ps.Timeline, engine: str = "compiled") -> ps.Timelin
 # What was simulated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["compiled", "simpy"])
 @pytest.mark.parametrize("hosts", ["one", "per_device"])
 @settings(max_examples=EXAMPLES)

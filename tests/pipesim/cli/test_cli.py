@@ -326,6 +326,7 @@ def test_csv_of_a_comparison_is_in_seconds(
     assert table["peak_memory"].tolist() == [80, 40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF")])
 @pytest.mark.parametrize("command", [["simulate", "1f1b"], ["compare", "gpipe", "1f1b"]])
 def test_plot_is_written(
@@ -467,6 +468,7 @@ def process(code: str) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves(tmp_path: Path) -> None:
     """As with ``| head``: no traceback, and the file is written all the same."""
     path = tmp_path / "timeline.csv"

@@ -82,6 +82,7 @@ def test_costs_of_tasks_by_hand() -> None:
     assert got.costs is prices
 
 
+@pytest.mark.slow
 @given(cases())
 def test_task_costs_suit_the_graph(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """One finite value a task; links are those of messages and reductions, bytes of messages."""
@@ -224,6 +225,7 @@ def test_unknown_field() -> None:
         ps.Costs.from_dict({"foward": 1})
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_file_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """JSON keeps every bit: endless bandwidth, bytes of skips and exchanges, and buckets too."""

@@ -50,6 +50,7 @@ def test_counted_keys_are_drawn_once_each() -> None:
         half.loads(n_microbatches=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["modulo", "hash", "frequency"])
 @pytest.mark.parametrize("unique", [True, False])
 @pytest.mark.parametrize("counted", [True, False])
@@ -71,6 +72,7 @@ def test_expected_keys_are_those_of_draws(placement: str, unique: bool, counted:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unique", [True, False])
 def test_the_busiest_owner_of_drawn_micro_batches(unique: bool) -> None:
     """The mean of 100 maxima, of four ranks' draws; of even loads the largest is above the mean."""

@@ -22,6 +22,7 @@ from pipesim.ops import RECVS, SENDS, Action, Op
 from pipesim.utils.csr import CSR
 
 
+@pytest.mark.slow
 @given(graphs())
 def test_dependencies_are_rule_3(graph: ps.TaskGraph) -> None:
     """The table of rules, against the rules written out task by task."""
@@ -101,6 +102,7 @@ def test_ids_are_topological(graph: ps.TaskGraph) -> None:
     assert (graph.levels >= 0).all()
 
 
+@pytest.mark.slow
 @given(graphs())
 def test_task_views(graph: ps.TaskGraph) -> None:
     """A view says what the columns say."""
@@ -138,6 +140,7 @@ def test_names_and_repr() -> None:
     assert len(graph) == 2 * 3 * 3 + 2 * (2 * 3) + 2  # F B R; a SEND and a RECV each way; STEP
 
 
+@pytest.mark.slow
 @given(graphs())
 def test_build_mends_the_order(graph: ps.TaskGraph) -> None:
     """Tasks given device by device are put into an order that is topological."""

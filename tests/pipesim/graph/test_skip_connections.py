@@ -182,6 +182,7 @@ def test_portals_save_the_copies_in_between(p: int, nbytes: int) -> None:
     assert starts == [max(p - 1, 1 + nbytes), (p - 1) * (1 + nbytes)]
 
 
+@pytest.mark.slow
 @given(skipping_cases())
 @settings(max_examples=40)
 def test_random_skips(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
@@ -196,6 +197,7 @@ def test_random_skips(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert (timeline.end == other.end).all()
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=20)
 def test_engines_agree_with_noise(data: st.DataObject) -> None:

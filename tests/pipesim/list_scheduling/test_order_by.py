@@ -38,6 +38,7 @@ def bytes_of_one(placement: ps.Placement, prices: ps.Costs) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_one_activation_a_device() -> None:
     """Drawn by hand: where one fits, F waits until W has freed the bytes of the last one."""
     schedule = ps.order_by(ps.linear(2), 2, UNIFORM, memory_limit=1)
@@ -107,6 +108,7 @@ def test_gpipe_is_a_priority(p: int, m: int, f: int, b: int) -> None:
     assert schedule == ps.schedule("gpipe", p, m)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_orders_run_within_their_limits(data: st.DataObject) -> None:
     """Any placement, costs, priority and limits: complete, free of deadlock, within memory."""
@@ -132,6 +134,7 @@ def test_orders_run_within_their_limits(data: st.DataObject) -> None:
     assert {int(op) for op in schedule.op} == ({0, 2, 3} if split else {0, 1})
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_memory_stays_within_the_limit(data: st.DataObject) -> None:
     """The peak of a simulation, whatever its own timing, since an order fixes what is held."""

@@ -203,6 +203,7 @@ def test_buckets_wait_for_links() -> None:
     assert starts == {(1, 0): [9, 9], (0, 0): [17, 17], (1, 1): [25, 25], (0, 1): [33, 33]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [1.0, 16.0])
 @pytest.mark.parametrize("links", ["own", "shared"])
 def test_noisy_buckets_in_many_scenarios(nbytes: float, links: str) -> None:
@@ -283,6 +284,7 @@ def test_no_sync_in_closed_form(m: int, recompute: str) -> None:
     assert simulate(1, m, grad_sync="every", **options).makespan == m * (t_c + t_s)
 
 
+@pytest.mark.slow
 @given(
     p=st.integers(1, 3), m=st.integers(1, 4), backward=st.integers(1, 4), nbytes=st.integers(0, 8)
 )

@@ -110,6 +110,7 @@ def queues(graph: ps.TaskGraph) -> dict[tuple[int, str], list[tuple[int, str]]]:
     return {stream: [names[k] for k in graph.queues[number]] for stream, number in of_streams}
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(lowerings(), st.data())
 def test_no_stream_changes_its_order(case: Any, data: st.DataObject) -> None:

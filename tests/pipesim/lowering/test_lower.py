@@ -175,6 +175,7 @@ def test_counts(case: Lowering) -> None:
     assert graph.on_compute[graph.is_op(COMPUTE)].all()
 
 
+@pytest.mark.slow
 @given(graphs())
 def test_messages_keep_their_senders_order(graph: ps.TaskGraph) -> None:
     """On every channel (rule 1)."""
@@ -247,6 +248,7 @@ def test_replicas_have_devices_and_streams_of_their_own() -> None:
     assert repr(graph).startswith("<TaskGraph gpipe: 40 tasks, 2 replicas, 4 devices, 2 stages")
 
 
+@pytest.mark.slow
 @given(lowerings())
 def test_replicas_are_alike(case: Lowering) -> None:
     """Each is the graph of one pipeline, but for what only several do together."""
@@ -285,6 +287,7 @@ def test_issue_order_is_the_clock_cycle(schedule: ps.Schedule) -> None:
     assert keys == sorted(keys)
 
 
+@pytest.mark.slow
 @given(lowerings())
 def test_lowering_is_repeatable(case: Lowering) -> None:
     """Two graphs of one schedule are equal in every column."""

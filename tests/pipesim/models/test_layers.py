@@ -140,6 +140,7 @@ def test_published_22b_iteration() -> None:
 values = st.one_of(st.integers(0, 5).map(float), st.floats(0, 1e6))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_split_conserves_totals(data: st.DataObject) -> None:
     """Every column but the messages sums to the same, whatever the stages."""

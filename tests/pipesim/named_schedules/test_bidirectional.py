@@ -70,6 +70,7 @@ def test_chimera_with_fewer_microbatches_than_devices() -> None:
     )
 
 
+@pytest.mark.slow
 @given(p=EVEN, units=st.integers(1, 3), f=SECONDS, extra=st.integers(0, 1000))
 def test_chimera_makespan_of_whole_units(p: int, units: int, f: int, extra: int) -> None:
     """Exact for B no shorter than F, and the paper's bubble for B as long as F."""
@@ -79,6 +80,7 @@ def test_chimera_makespan_of_whole_units(p: int, units: int, f: int, extra: int)
     assert run("chimera", p, m, backward=1).bubble_fraction == (p - 2) / (2 * m + p - 2)
 
 
+@pytest.mark.slow
 @given(p=EVEN, data=st.data(), f=SECONDS, b=SECONDS)
 def test_chimera_makespan_of_one_unit(p: int, data: st.DataObject, f: int, b: int) -> None:
     """Exact, full or not: p of the shorter and m + p - 2 of the longer."""
@@ -87,6 +89,7 @@ def test_chimera_makespan_of_one_unit(p: int, data: st.DataObject, f: int, b: in
     assert makespan == p * min(f, b) + (m + p - 2) * max(f, b)
 
 
+@pytest.mark.slow
 @given(p=EVEN, m=st.integers(1, 8).map(lambda k: 2 * k))
 def test_chimera_activations(p: int, m: int) -> None:
     """From p/2 + 1 at the ends to p in the middle, once there are p micro-batches."""
@@ -130,6 +133,7 @@ def test_published_dualpipe_makespans(p: int, m: int, makespan: int, busy: int, 
     assert timeline.idle.tolist() == [idle] * p
 
 
+@pytest.mark.slow
 @given(size=counts("dualpipe"), f=SECONDS, data=st.data())
 def test_dualpipe_makespan(size: tuple[int, int], f: int, data: st.DataObject) -> None:
     """The published bubble (p/2 - 1)(F&B + B - 3W) is that of the devices in the middle.
@@ -162,6 +166,7 @@ def test_dualpipe_overlaps_and_splits(size: tuple[int, int]) -> None:
         assert split.sum() == p - 1 - k
 
 
+@pytest.mark.slow
 @given(counts("dualpipe"))
 def test_dualpipe_activations(size: tuple[int, int]) -> None:
     """Of p + 1 micro-batches, on every device."""
@@ -184,6 +189,7 @@ def test_directions_mirror_each_other(name: str, data: st.DataObject) -> None:
         assert np.array_equal(down, up)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 def test_closed_forms_of_two_directions(name: str, data: st.DataObject) -> None:

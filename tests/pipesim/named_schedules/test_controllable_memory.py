@@ -53,6 +53,7 @@ def test_v_min_with_one_microbatch() -> None:
     """)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @given(p=st.integers(1, 14), m=st.integers(1, 30))
 def test_closed_forms_are_exact(name: str, p: int, m: int) -> None:
@@ -65,6 +66,7 @@ def test_closed_forms_are_exact(name: str, p: int, m: int) -> None:
     assert timeline.peak_memory.max() == min(m, most_microbatches(name, p))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("p", [15, 16, 17, 24, 31, 32])
 def test_many_devices(name: str, p: int) -> None:
@@ -75,6 +77,7 @@ def test_many_devices(name: str, p: int) -> None:
         assert timeline.peak_memory.max() == min(m, most_microbatches(name, p))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @given(p=st.integers(1, 14), more=st.integers(0, 30))
 def test_bubbles_are_no_larger_than_published(name: str, p: int, more: int) -> None:
@@ -99,6 +102,7 @@ def test_the_steady_state_repeats_every_six(name: str, p: int) -> None:
         assert steady.mean() == pytest.approx(6, abs=6 / len(steady))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_costs(data: st.DataObject) -> None:
     """Stages that differ, and messages: the order runs, and the memory is the same."""

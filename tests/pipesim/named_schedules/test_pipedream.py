@@ -59,6 +59,7 @@ def test_2bw_steps_after_each_minibatch() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data(), f=SECONDS, b=SECONDS)
 def test_closed_forms_without_a_flush(name: str, data: st.DataObject, f: int, b: int) -> None:
@@ -75,6 +76,7 @@ def test_closed_forms_without_a_flush(name: str, data: st.DataObject, f: int, b:
     assert max(versions(name, p, m)) == info.parameters.value(p, m)
 
 
+@pytest.mark.slow
 @given(p=st.integers(1, 6), more=st.integers(0, 6))
 def test_pipedream_keeps_a_version_for_each_microbatch_in_flight(p: int, more: int) -> None:
     """Device i holds p - i, once so many have begun with weights of their own."""

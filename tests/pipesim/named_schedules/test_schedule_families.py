@@ -53,6 +53,7 @@ def sizes(draw: st.DrawFn, name: str, most: int = 7) -> tuple[int, int, dict[str
     return *draw(st.sampled_from(allowed)), options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 def test_closed_forms_hold(name: str, data: st.DataObject) -> None:
@@ -216,6 +217,7 @@ def test_interleaved_1f1b_with_every_dependency(
     assert bubble_rate(schedule, row) == expected["strict_1F1B_I"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "weights"), [("zb_h1", 1), ("zb_h2", 2)])
 @given(data=st.data(), p=st.integers(1, 5), w=whole_seconds)
 def test_published_zero_bubble_formulas(

@@ -35,6 +35,7 @@ def published_costs(row: dict[str, Any]) -> ps.Costs:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize(
     ("row", "expected"), ROWS, ids=[f"{row['model']}-m{row['m']}" for row, _ in ROWS]
@@ -50,6 +51,7 @@ def test_published_bubble_rates(name: str, row: dict[str, Any], expected: dict[s
     assert timeline.peak_memory.max() <= FACTORS[name] * p * one * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FACTORS)
 @given(p=st.integers(1, 9), m=st.integers(1, 30))
 def test_closed_forms_are_exact(name: str, p: int, m: int) -> None:
@@ -65,6 +67,7 @@ def test_closed_forms_are_exact(name: str, p: int, m: int) -> None:
         assert longest_span(timeline) == 3 * m + idle
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_costs_and_limits(data: st.DataObject) -> None:
     """Stages that differ, messages and limits: the order runs, and keeps within its memory."""
@@ -95,6 +98,7 @@ def test_limits_without_bytes_count_microbatches() -> None:
     assert ps.schedule("zb_1p", 4, 8, costs=timed) == ps.schedule("zb_1p", 4, 8)
 
 
+@pytest.mark.slow
 def test_more_memory_makes_fewer_bubbles() -> None:
     """From half of 1F1B's memory to twice: each step on the way pays, for these costs."""
     costs = published_costs(ROWS[1][0])
@@ -137,6 +141,7 @@ def test_weight_gradients_that_need_more_than_activations() -> None:
         assert timeline.peak_memory.max() <= factor * 2 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zb_1p", "zb_2p", "v_min", "v_half"])
 @pytest.mark.parametrize(("p", "m"), [(3, 5), (4, 8), (8, 32)])
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ def crowds(draw: st.DrawFn) -> list[Use]:
     return uses
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(crowds(), st.sampled_from([1, 2, 4]), st.sampled_from(["ring", "tree"]))
 def test_engines_agree_on_crowds(uses: list[Use], n_nics: int, algorithm: str) -> None:
@@ -203,6 +204,7 @@ def test_engines_agree_on_crowds(uses: list[Use], n_nics: int, algorithm: str) -
     assert_rules_hold(ps.Timeline(graph, start, end), tasks)
 
 
+@pytest.mark.slow
 def test_scenarios_in_which_collectives_meet() -> None:
     """In some of them they do, in others not; `simulate_many` says what `simulate` does."""
     nodes = ps.Nodes(2, nic_bandwidth=1, n_nics=1)

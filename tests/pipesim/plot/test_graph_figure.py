@@ -115,6 +115,7 @@ def test_arrows_lead_from_node_to_node() -> None:
     assert len(centres) == len(np.unique(centres.round(6), axis=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("messages", ["arrows", "labels", "nodes"])
 @pytest.mark.parametrize(
     "graph",
@@ -173,6 +174,7 @@ def test_texts_fit_their_nodes(width: float) -> None:
         assert (numbers.width * points_per_unit(ax)[0] > 1.3 * size).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
@@ -214,6 +216,7 @@ def test_small_nodes_have_a_sign_alone() -> None:
     assert set(small.texts) == {">", "<"}
 
 
+@pytest.mark.slow
 def test_nodes_without_room_for_texts_are_warned_of() -> None:
     """With the size that has room."""
     graph = lowered("gpipe", 2, 35)

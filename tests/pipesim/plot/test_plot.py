@@ -215,6 +215,7 @@ def test_memory_steps_up_to_each_devices_peak() -> None:
     assert line.get_xdata()[-1] == timeline.makespan * 1e3
 
 
+@pytest.mark.slow
 def test_few_of_many_devices_are_named() -> None:
     ax = plot.memory(simulated("1f1b", 20, 2), ax=axes())
     assert legend_of(ax.get_legend()) == [f"device {d}" for d in (0, 4, 8, 12, 16)]
@@ -252,6 +253,7 @@ def test_figures_have_a_papers_widths() -> None:
     assert plot.figure(1, height=1.5)[0].get_figheight() == 1.5
 
 
+@pytest.mark.slow
 def test_files_have_editable_text_and_enough_dots(tmp_path: Path) -> None:
     ax = simulated().plot(ax=axes(3.5))
     paths = [tmp_path / f"figure.{kind}" for kind in ("pdf", "png", "svg")]
@@ -266,6 +268,7 @@ def test_files_have_editable_text_and_enough_dots(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted(paths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pdf", "png", "svg"])
 def test_the_same_figure_is_the_same_file(tmp_path: Path, kind: str) -> None:
     for name in ("one", "two"):
@@ -359,6 +362,7 @@ def test_a_schedule_shows_itself_in_clock_cycles() -> None:
     assert titles == ["0F0", "0F1", "0B1", "0B0", "1F0", "1F1", "1B1", "1B0"]
 
 
+@pytest.mark.slow
 def test_a_large_schedule_is_cut() -> None:
     html = ps.schedule("1f1b", 40, 256)._repr_html_()
     rows = cells_of(html)
@@ -389,6 +393,7 @@ def test_a_graph_shows_its_counts() -> None:
     assert "devices 16 to 19" in wide
 
 
+@pytest.mark.slow
 def test_timelines_and_comparisons_show_a_figure_without_leaving_one_open() -> None:
     predicted = simulated()
     comparison = ps.Comparison(predicted, measured(predicted))

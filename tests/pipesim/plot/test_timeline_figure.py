@@ -58,6 +58,7 @@ def test_device_0_is_on_top() -> None:
     assert ticks == ["0", "1", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns", None])
 @pytest.mark.parametrize("recompute", ["never", "except_last"])
 def test_cells_are_where_and_when_their_tasks_ran(unit: str | None, recompute: str) -> None:
@@ -192,6 +193,7 @@ def test_numbers_vanish_in_rows_that_are_too_low() -> None:
     assert len(numbers_in(simulated("gpipe", 32, 2).plot(ax=axes(7, 1))).fitting()[0]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [3.5, 5.0, 7.16, 20.0])
 def test_numbers_that_are_drawn_lie_within_their_cells(width: float) -> None:
     """By the outlines of the very glyphs."""
@@ -243,6 +245,7 @@ def test_numbers_are_drawn_as_text(tmp_path: Path) -> None:
     assert sorted(with_numbers) == ["0"] * 4 + ["1"] * 4
 
 
+@pytest.mark.slow
 def test_a_large_timeline_is_a_few_artists() -> None:
     timeline = simulated("1f1b", 32, 256)
     ax = timeline.plot(ax=axes(7.16, 6), transfers=True, dependencies=True)

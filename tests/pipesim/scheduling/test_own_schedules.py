@@ -375,6 +375,7 @@ def _device(text: str) -> Callable[..., Any]:
     return order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [

@@ -56,6 +56,7 @@ def test_1f1b_with_fewer_microbatches_than_devices() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @given(p=counts, m=counts, f=whole_seconds, b=whole_seconds)
 def test_closed_forms_are_exact(name: str, p: int, m: int, f: int, b: int) -> None:
@@ -67,6 +68,7 @@ def test_closed_forms_are_exact(name: str, p: int, m: int, f: int, b: int) -> No
     assert timeline.throughput == m / ((m + p - 1) * (f + b))
 
 
+@pytest.mark.slow
 @given(p=counts, m=counts, f=whole_seconds, b=whole_seconds)
 def test_activations_in_flight_are_exact(p: int, m: int, f: int, b: int) -> None:
     """GPipe holds m everywhere, 1F1B min(p - i, m) on device i (PipeDream, 2006.09503)."""

@@ -311,6 +311,7 @@ def test_settings_file(tmp_path: Path, capsys: Any) -> None:
     assert "mine.csv: 2 devices" in out
 
 
+@pytest.mark.slow
 def test_sweep(tmp_path: Path) -> None:
     """Rows of files take their counts from them; a row of other counts says so."""
     path = tmp_path / "mine.csv"

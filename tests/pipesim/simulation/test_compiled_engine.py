@@ -56,6 +56,7 @@ def describe(graph: ps.TaskGraph, costs: ps.TaskCosts) -> None:
     event(f"launch: {bool(costs.launch.any())}")
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(cases())
 def test_engines_agree(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
@@ -66,6 +67,7 @@ def test_engines_agree(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert_rules_hold(assert_engines_agree(graph, tasks), tasks)
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_engines_agree_on_noise(data: st.DataObject) -> None:
@@ -77,6 +79,7 @@ def test_engines_agree_on_noise(data: st.DataObject) -> None:
     assert_rules_hold(assert_engines_agree(graph, tasks), tasks)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_engines_agree_on_costs_of_tasks(data: st.DataObject) -> None:
     """A row of costs a task, as `replay` makes them: duration, latency, launch and links."""
@@ -105,6 +108,7 @@ def test_engines_agree_on_costs_of_tasks(data: st.DataObject) -> None:
     )
 
 
+@pytest.mark.slow
 @given(
     waits=st.integers(0, 4),
     options=st.fixed_dictionaries(
@@ -121,6 +125,7 @@ def test_engines_agree_on_a_collective_of_two_stages(
     assert_rules_hold(assert_engines_agree(graph, tasks), tasks)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(case=lowerings(), data=st.data())
 def test_kernels_say_the_same_as_python(case: Lowering, data: st.DataObject) -> None:
@@ -158,6 +163,7 @@ def test_every_kernel_is_found() -> None:
     assert "_balances" in names
 
 
+@pytest.mark.slow
 def test_engines_agree_on_a_large_graph() -> None:
     """Some 20,000 tasks, with and without contention."""
     engine.one_pass.compile()
@@ -285,6 +291,7 @@ def routes(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
     return [(*draw(ends), *draw(moments)) for _ in range(draw(st.integers(1, 9)))]
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES)
 @given(routes(), st.sampled_from([1, 2, 4]))
 def test_engines_agree_on_messages(sent: list[tuple[int, int, int, int]], n_nics: int) -> None:
@@ -403,6 +410,7 @@ def answers(block: bool, **environment: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_without_numba() -> None:
     """Switched off or missing: a warning, and the same answers to the last bit."""
     with_numba = answers(block=False, NUMBA_DISABLE_JIT="0")

@@ -333,6 +333,7 @@ def test_optimizer_step_waits_for_all_gradients() -> None:
     """)
 
 
+@pytest.mark.slow
 @given(cases())
 def test_rules_hold(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Rules 1 to 9, exactly, on random graphs, costs and networks."""
@@ -340,6 +341,7 @@ def test_rules_hold(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert_rules_hold(ps.simulate(graph, costs), costs.of(graph))
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(["gpipe", "1f1b"]),
     m=st.integers(2, 5),
@@ -358,6 +360,7 @@ def test_rules_hold_where_all_share_one_link(
     assert_rules_hold(timeline, costs.of(timeline.graph))
 
 
+@pytest.mark.slow
 @given(cases())
 def test_invariants(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Streams and links do one thing at a time, and what is needed has ended before."""
@@ -387,6 +390,7 @@ def test_invariants(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
         assert (end[own][:-1] <= start[own][1:]).all()
 
 
+@pytest.mark.slow
 @given(cases())
 def test_lower_bounds(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """A step is no shorter than its longest chain, and than its busiest stream."""
@@ -407,6 +411,7 @@ def test_lower_bounds(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert (timeline.busy <= timeline.makespan * (1 + 1e-9)).all()
 
 
+@pytest.mark.slow
 @given(cases())
 def test_simulation_is_repeatable(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Twice the same, from costs of stages or of tasks, and the graph is left as it was."""
@@ -418,6 +423,7 @@ def test_simulation_is_repeatable(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     assert one.costs is two.costs is costs
 
 
+@pytest.mark.slow
 @given(cases())
 def test_replay(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """A timeline replayed from its own durations is itself, but for what its host cost."""

@@ -316,6 +316,7 @@ def test_scenarios_are_the_same_on_any_number_of_threads() -> None:
             assert one.makespan[k] == one.timeline(k).makespan
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data())
 def test_scenarios_are_what_simulate_says(data: st.DataObject) -> None:
@@ -331,6 +332,7 @@ def test_scenarios_are_what_simulate_says(data: st.DataObject) -> None:
         assert many.bubble_fraction[k] == pytest.approx(timeline.bubble_fraction, abs=1e-9)
 
 
+@pytest.mark.slow
 @given(cases())
 def test_no_noise_at_all(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Noise that asks for nothing, or for a spread of 0, changes nothing."""

@@ -408,6 +408,7 @@ def alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     """What was written stays; workers end with their sweep, whether it is killed or ends well."""
     script, path = tmp_path / "script.py", tmp_path / "rows.jsonl"
@@ -442,6 +443,7 @@ def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
 # Workers.
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_its_row_only(log: Path, tmp_path: Path) -> None:
     """The others are whole, and the row is tried again when the sweep is resumed."""
     path = tmp_path / "rows.jsonl"
@@ -457,6 +459,7 @@ def test_a_killed_worker_costs_its_row_only(log: Path, tmp_path: Path) -> None:
     assert set(runs(log)) == {FATAL}
 
 
+@pytest.mark.slow
 def test_a_schedule_that_cannot_be_sent(register: Callable[[Build], Build]) -> None:
     """Only its rows say so."""
     lock = threading.Lock()
@@ -472,6 +475,7 @@ def test_a_schedule_that_cannot_be_sent(register: Callable[[Build], Build]) -> N
     assert errors[2] == "cannot be sent to a worker: TypeError: cannot pickle '_thread.lock' object"
 
 
+@pytest.mark.slow
 def test_a_schedule_of_a_module_that_workers_lack(
     register: Callable[[Build], Build], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -500,6 +504,7 @@ def test_workers_have_one_thread_each(register: Callable[[Build], Build]) -> Non
     assert sweep([{**GOOD, "schedule": "own"}], n_jobs=2)["error"][0] == "RuntimeError: 1"
 
 
+@pytest.mark.slow
 def test_dask_cluster(log: Path) -> None:
     """By joblib's backend; a row that kills its workers is one that says so, here too."""
     dask = pytest.importorskip("dask")

@@ -27,6 +27,7 @@ def test_nothing_to_call() -> None:
     assert dict(run_calls(square, {}, n_jobs=2, backend=None)) == {}
 
 
+@pytest.mark.slow
 def test_one_killed_worker_costs_no_other_result(tmp_path: Path) -> None:
     """The call that kills is run twice: with others, then alone."""
 
@@ -45,6 +46,7 @@ def test_one_killed_worker_costs_no_other_result(tmp_path: Path) -> None:
     assert (tmp_path / "calls").read_text().split().count("2") == 2
 
 
+@pytest.mark.slow
 def test_arguments_that_cannot_be_sent() -> None:
     calls = {"lock": (threading.Lock(),), "number": (3,)}
     results = dict(run_calls(repr, calls, n_jobs=2, backend=None))

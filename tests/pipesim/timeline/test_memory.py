@@ -105,6 +105,7 @@ def test_weight_gradient_may_need_more() -> None:
     assert balance(timeline, 0) == [(0, 0), (0, 2), (1, 5), (3, 0)]
 
 
+@pytest.mark.slow
 @given(cases())
 def test_everything_taken_is_given_back(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """Each device ends where it began, and never holds less than that."""
@@ -125,6 +126,7 @@ def test_everything_taken_is_given_back(case: tuple[ps.TaskGraph, ps.Costs]) -> 
         assert own["nbytes"].max() == timeline.peak_memory[device]
 
 
+@pytest.mark.slow
 @given(cases())
 def test_peak_is_what_an_order_of_events_shows(case: tuple[ps.TaskGraph, ps.Costs]) -> None:
     """The same from the two columns of `changes`, walked task by task.

@@ -99,6 +99,7 @@ def same(one: ps.Timeline, two: ps.Timeline) -> bool:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(case=cases(), data=st.data())
 def test_round_trip(
     tmp_path_factory: pytest.TempPathFactory,
@@ -125,6 +126,7 @@ def test_round_trip(
     assert loaded.start.flags.writeable == timeline.start.flags.writeable
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_round_trip_of_any_number(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -292,6 +294,7 @@ FUZZED = ["", "x", "-1", "-2", "0", "1", "2", "3", "99", "0.5", "nan", "inf", "1
 FUZZED += ["F", "STEP", "compute", "copy", "send:0", "recv:9", "send:" + "9" * 20, '"', ",", "\n"]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
 def test_edited_in_any_way(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -257,6 +257,7 @@ any_schedule = st.one_of(named_schedules(4), custom_schedules()).filter(
 )
 
 
+@pytest.mark.slow
 @given(any_schedule, durations, st.sampled_from([1e-4, 3e-3]))
 def test_a_simulated_run_comes_back(
     tmp_path_factory: pytest.TempPathFactory,

@@ -161,6 +161,7 @@ def outlined(timeline: ps.Timeline, keep: bool) -> list[list[Event]]:
     return ranks
 
 
+@pytest.mark.slow
 @given(
     keep=st.booleans(), p=st.integers(1, 4), extra=st.integers(0, 3), both=st.floats(1.5e-3, 9e-3)
 )

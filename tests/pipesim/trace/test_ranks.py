@@ -82,6 +82,7 @@ def test_kernels_of_processes(tmp_path: Path) -> None:
         ps.Timeline.from_chrome(path)
 
 
+@pytest.mark.slow
 @given(schedule=named_schedules(4), latency=st.sampled_from([0.0, 3e-4]))
 def test_our_own_file_comes_back(
     tmp_path_factory: pytest.TempPathFactory, schedule: ps.Schedule, latency: float

@@ -105,6 +105,7 @@ def test_side_by_side(timeline: ps.Timeline, tmp_path: Path) -> None:
     assert names == {f"{name}: device {d}" for name in ("gpipe", "gpipe (2)") for d in (0, 1)}
 
 
+@pytest.mark.slow
 @given(case=cases())
 def test_slices_nest_and_arrows_hold_on(
     case: tuple[ps.TaskGraph, ps.Costs], tmp_path_factory: pytest.TempPathFactory

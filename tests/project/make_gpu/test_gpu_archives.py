@@ -42,6 +42,7 @@ def _runner(
     return gpu_script.Runner(names, folder / "out", folder / "packed", limit, None, None)
 
 
+@pytest.mark.slow
 def test_an_archive_has_all_that_was_measured(
     gpu_script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_races_of_torchs_runtime_would_be_seen(
     assert sanitized_steps(monkeypatch, spoil, "zb_h1").races
 
 
+@pytest.mark.slow
 def test_the_table_of_the_ablation_has_gains(gpu_script: ModuleType, tmp_path: Path) -> None:
     """Over the row above, for each but the first; the figure names them."""
     assert gpu_script.run_here("gpipe", tmp_path, dry=True) == 0

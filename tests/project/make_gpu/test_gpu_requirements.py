@@ -129,6 +129,7 @@ def test_packages_and_pythons_that_do_not_do_are_named(
     assert re.search(r"Python 3.11 or newer is needed, .* is 3.9; give PYTHON=", line)
 
 
+@pytest.mark.slow
 def test_a_wheel_that_cannot_be_installed_is_named(
     gpu_script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pipesim.errors.PipeWarning")
 # Steps
 
 
+@pytest.mark.slow
 def test_a_dry_run_runs_every_step(gpu_script: ModuleType, tmp_path: Path) -> None:
     """Its archive holds what a reader wants to see."""
     steps, outcomes, packing = part("steps"), part("outcomes"), part("packing")
@@ -75,6 +76,7 @@ def test_gradients_are_checked_before_times(gpu_script: ModuleType, tmp_path: Pa
     assert len(re.findall("^ok .*limit", report.path.read_text(), re.MULTILINE)) == 5
 
 
+@pytest.mark.slow
 def test_memory_is_drawn_from_its_files(gpu_script: ModuleType, tmp_path: Path) -> None:
     """As the step leaves them on a GPU."""
     import pipesim as ps
@@ -121,6 +123,7 @@ def test_a_step_is_a_process_of_its_own(
         assert "Current thread" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_process_that_runs_shows_its_stacks(gpu_script: ModuleType, tmp_path: Path) -> None:
     """Its threads change while they are shown, at which the fault handler may crash."""
     code = """

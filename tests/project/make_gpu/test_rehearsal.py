@@ -10,6 +10,7 @@ import rehearsal
 from rehearsal import ROOT, cuda_tests, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "passed", "text"),
     [
@@ -59,6 +60,7 @@ def test_what_the_checks_cover() -> None:
     assert "test_costs.py" not in names
 
 
+@pytest.mark.slow
 def test_checks_find_the_helpers(tmp_path: Path) -> None:
     """Each check is a process, which finds helpers by the paths that it is given."""
     command = [sys.executable, "-c", "import fake_cuda, places"]

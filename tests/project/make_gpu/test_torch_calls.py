@@ -17,6 +17,7 @@ from pipeexec.devices.gpu_slices.cuda_driver import LibCuda
 GREEN = ROOT / "pipeexec/devices/gpu_slices/green_contexts.py"
 
 
+@pytest.mark.slow
 def test_torch_has_every_name_and_takes_every_call() -> None:
     """Names exist, and arguments fit signatures."""
     uses = [use for path in sources() for use in torch_uses(path)]
