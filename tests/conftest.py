@@ -85,14 +85,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that need processes as slow; begin with what measures time, then what is slow.
+    """Mark tests whose fixtures take long; begin with what measures time, then what is slow.
 
     Workers of pytest-xdist begin with equal shares of the list and take tests from the end of each
     other's: the first worker measures, then has most of what is slow, and its processes serve many
     tests. Short tests fill the rest, so that all workers end at about the same time.
     """
     for item in items:
-        if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())):
+        if {"two_ranks", "four_ranks", "quiet_machine"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
     items.sort(key=lambda item: (not _measures_time(item), item.get_closest_marker("slow") is None))
 

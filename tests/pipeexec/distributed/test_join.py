@@ -110,6 +110,7 @@ def printed_by(text: str, folder: Any) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_a_lone_process_joins_itself(tmp_path: Any) -> None:
     """One process is a pipeline too, which sends no messages."""
     output = printed_by(
@@ -122,6 +123,7 @@ def test_a_lone_process_joins_itself(tmp_path: Any) -> None:
     assert "[1.5, 2.0] ['x'] <rank 0 of 1 processes>" in output
 
 
+@pytest.mark.slow
 def test_no_thread_is_left_with_tensors(tmp_path: Any) -> None:
     """Threads of process groups end before Python does, of embeddings that are still there too."""
     output = printed_by(

@@ -217,6 +217,7 @@ def lose(phase: str) -> None:
             os._exit(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["keys", "vectors"])
 def test_a_lost_process_is_named(phase: str, tmp_path: Path) -> None:
     """In a plain group, and in `Processes`: no hang, and which it was."""

@@ -244,6 +244,7 @@ print("end")
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_after_a_close_during_a_step(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)

@@ -41,6 +41,7 @@ def test_the_device_has_a_thread(ran: dict[str, Any]) -> None:
     assert "MainThread" not in ran["threads"]
 
 
+@pytest.mark.slow
 def test_no_backward_is_issued_within_another(ran: dict[str, Any]) -> None:
     """Of one call none; of two calls only where the gradient of an input is needed before."""
     for case in ran["found"]:
@@ -49,6 +50,7 @@ def test_no_backward_is_issued_within_another(ran: dict[str, Any]) -> None:
         assert case["worst"] < 1e-5, case
 
 
+@pytest.mark.slow
 def test_orders_are_those_of_the_cpu(ran: dict[str, Any]) -> None:
     """By clock cycles from the last one on, or as the engine takes a graph without dependencies."""
     for case in ran["found"]:

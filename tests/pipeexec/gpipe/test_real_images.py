@@ -170,6 +170,7 @@ def test_deferred_batch_norm(checkpoint: Any) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_deferred_statistics_are_those_of_the_whole_mini_batch() -> None:
     """Of the first batch norm, whose input does not depend on how others cut; up to rounding."""
     plain = build("resnet")

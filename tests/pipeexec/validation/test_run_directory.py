@@ -159,6 +159,7 @@ def test_something_else_is_not_replaced(make: Callable[[Path], None], tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.slow
 def test_a_run_is_written_by_one(tmp_path: Path) -> None:
     """Another that begins meanwhile is refused, in another process too; the first is whole."""
     path, script = tmp_path / "results" / "run", tmp_path / "script.py"
