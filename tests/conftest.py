@@ -89,12 +89,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Workers of pytest-xdist begin with equal shares of the list and take tests from the end of each
     other's: the first worker measures, then has most of what is slow, and its processes serve many
-    tests. Short tests fill the rest, so that all workers end at about the same time.
+    tests. Tests of ten seconds and more, all in tests/project, are the first of these, and short
+    tests fill the rest, so that all workers end at about the same time.
     """
     for item in items:
         if {"two_ranks", "four_ranks", "quiet_machine"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-    items.sort(key=lambda item: (not _measures_time(item), item.get_closest_marker("slow") is None))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> tuple[bool, ...]:
+    """Return the sort key of a test: those with the smallest run first."""
+    is_slow = item.get_closest_marker("slow") is not None
+    is_long = is_slow and ROOT / "tests" / "project" in item.path.parents
+    return not _measures_time(item), not is_slow, not is_long
 
 
 def pytest_collection_finish() -> None:
