@@ -177,13 +177,13 @@ def check_type(name: str, value: object, kind: type[T], advice: str = "") -> T:
     Parameters
     ----------
     name
-        What the argument is called.
+        Name of the argument.
     value
-        What was given.
+        The value given.
     kind
         A class of ours, or of another package.
     advice
-        What to do instead.
+        Advice: a valid alternative.
 
     Raises
     ------

@@ -36,8 +36,9 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("validate", help="profile, simulate, execute, compare, plot")
     add_workload(run, steps=21, what="measured steps of each row", name="validate")
-    run.add_argument("--repeat", type=integer, default=1, help="calibrate and measure so often, to "
-                     "say how sure the error is (default: 1)")  # fmt: skip
+    run.add_argument("--repeat", type=integer, default=1, help="number of calibrations and "
+                     "measurements; more than 1 gives a confidence interval of the error "
+                     "(default: 1)")  # fmt: skip
     run.add_argument("--costs", type=Path, help="predict from this costs.json, or the run "
                      "directory that has it, without calibration")  # fmt: skip
     steps = commands.add_parser("run", help="run training steps of one schedule, and measure them")

@@ -50,13 +50,9 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
 
     from pipeexec.demo_models.data import replica_batches, replicas_of
     from pipeexec.demo_models.split import split
-    from pipesim.errors import check_count, number
+    from pipesim.errors import check_count
 
-    rate = number(arguments.learning_rate)
-    if rate is None or not 0 <= rate < math.inf:
-        raise ArgumentError(
-            f"the learning rate must be a finite number >= 0, got {arguments.learning_rate}"
-        )
+    rate = _learning_rate(arguments)
     # Torch takes 64 bits; a longer seed wraps, as the seed of the weights does.
     torch.manual_seed(check_count("seed", arguments.seed, 0) % (1 << 63))
     torch.set_num_threads(1)
@@ -87,6 +83,18 @@ def workload(arguments: argparse.Namespace, processes: Processes | None = None) 
         lambda parameters: torch.optim.AdamW(parameters, lr=rate, capturable=arguments.cuda_graph),
         record,
     )
+
+
+def _learning_rate(arguments: argparse.Namespace) -> float:
+    """Return the learning rate, checked."""
+    from pipesim.errors import number
+
+    rate = number(arguments.learning_rate)
+    if rate is None or not 0 <= rate < math.inf:
+        raise ArgumentError(
+            f"the learning rate must be a finite number >= 0, got {arguments.learning_rate}"
+        )
+    return rate
 
 
 def _model(arguments: argparse.Namespace) -> DemoModel:

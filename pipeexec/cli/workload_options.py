@@ -77,7 +77,7 @@ def add_workload(
     )
     add("--balance", type=_counts, help="layers of each stage, such as 4,6 (default: even work)")
     add("--microbatches", type=integer, help="of a step (default: 8, or as a file has)")
-    add("--batch", type=integer, help="samples of a step of each replica (default: what suits the "
+    add("--batch", type=integer, help="samples of a step of each replica (default: depends on the "
         "model)")  # fmt: skip
     add("--replicas", type=integer, default=1, help="data-parallel replicas of the pipeline, each "
         "on devices of its own (default: 1)")  # fmt: skip
@@ -89,7 +89,7 @@ def add_workload(
         f"same stages on the same devices (default: {','.join(schedules)})")  # fmt: skip
     add("--recompute", type=words, default=list(recompute), help=f"modes (default: "
         f"{','.join(recompute)}; of never,always,except_last)")  # fmt: skip
-    add("--devices", type=_some_words, help="where to run, one name a device; under torchrun, "
+    add("--devices", type=_some_words, help="devices to run on, one name each; under torchrun, "
         "those of each process, where cuda is its own GPU (default: cpu for each)")  # fmt: skip
     add("--slices", type=integer, help="cut the GPU that --devices names into so many devices")
     add("--cuda-graph", action="store_true", help="capture each step once, and replay it")

@@ -28,7 +28,7 @@ class Failure(NamedTuple):
     rank
         The rank that failed; -1 if none in particular.
     message
-        What happened, and where.
+        The failure and its place.
     """
 
     kind: str
@@ -152,7 +152,7 @@ class Speaker:
         Parameters
         ----------
         seconds
-            How long at most.
+            Longest time to wait (s).
         """
         connection = self._connection
         end = time.monotonic() + (seconds if self.holder == self.rank else 0.0)

@@ -93,7 +93,7 @@ def _add_task(
 
     The task after a gap has yet to start there: ``counts`` is False for it.
     """
-    then = min(now, chain.landed[task])
+    then = min(now, chain.transfer_end[task])
     parts[_LATENCY] += sign * (now - then)
     begin = min(then, chain.start[task])
     rest = then - begin
@@ -105,16 +105,16 @@ def _add_task(
         parts[_STRAGGLER] += sign * share * durations.straggles[task]
         parts[_IMBALANCE] += sign * share * durations.uneven[task]
         rest -= share * (durations.straggles[task] + durations.uneven[task])
-    parts[chain.of_task[task]] += sign * rest
+    parts[chain.task_cause[task]] += sign * rest
     return float(begin)
 
 
 def _add_waits(chain: Chain, parts: Floats, task: int, now: float, sign: int) -> float:
     """Add the waits of a task until ``now``, latest first; return the start of its wait."""
-    before = chain.before[task]
+    blocker = chain.blocker[task]
     earlier = max(chain.ready[task], chain.issued[task])
     latest = max(earlier, chain.queued[task])
-    in_flight = chain.role[task] == RECV_ROLE and before >= 0 and chain.role[before] == SEND_ROLE
+    in_flight = chain.role[task] == RECV_ROLE and blocker >= 0 and chain.role[blocker] == SEND_ROLE
     then = min(now, latest)
     cause = _LATENCY if in_flight and chain.ready[task] >= latest else _HOST
     parts[cause] += sign * (now - then)
@@ -147,11 +147,11 @@ def _attribute_gaps(
             counts = task != gaps.task[gap]
             now = _add_task(chain, durations, parts, task, now, counts, sign)
             now = _add_waits(chain, parts, task, now, sign)
-            task = chain.before[task]
+            task = chain.blocker[task]
         if task >= 0:  # one may have a message later than the end of its SEND, or a part of it
             cause = _LATENCY if chain.role[task] == SEND_ROLE else _HOST
             if chain.role[task] == COMPUTE_ROLE and max(now, other_now) <= chain.end[task]:
-                cause = chain.of_task[task]
+                cause = chain.task_cause[task]
             parts[cause] += sign * (now - other_now)
         # The cycle of the pipeline has its name from the phase.
         if gaps.phase[gap] >= 0:

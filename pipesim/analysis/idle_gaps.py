@@ -109,19 +109,36 @@ def find_gaps(timeline: Timeline) -> Gaps:
 
 
 class Chain(NamedTuple):
-    """Time of each task on the chain, its cause, and the task that it waited for before that.
+    """Each task's time on a chain of waits, and what it waited for; shapes ``(len(graph),)``.
 
-    A RECV that ends with its message is on the chain from the end of its SEND. ``landed`` is when
-    the bytes of a message or a collective end and its latency begins. ``ready`` is when the task
-    ``before`` stopped blocking it. ``queued`` is the end of the last message that it waited behind.
+    Attributes
+    ----------
+    start, end
+        Time of the task on the chain (s). A RECV that ends with its message is on the chain from
+        the end of its SEND.
+    transfer_end
+        End of the bytes of a message or a collective, where its latency begins (s); ``end`` for
+        other tasks.
+    role
+        `COMPUTE_ROLE`, `COLLECTIVE_ROLE`, `SEND_ROLE` or `RECV_ROLE`.
+    task_cause
+        `Cause` of the task's own time, outside the steady state.
+    blocker
+        The task that it waited for last, -1 if none.
+    ready
+        Time at which ``blocker`` stopped blocking it (s).
+    issued
+        Issue time (s).
+    queued
+        End of the last message that it waited behind (s).
     """
 
     start: Floats
     end: Floats
-    landed: Floats
+    transfer_end: Floats
     role: NDArray[np.int8]
-    of_task: NDArray[np.int8]
-    before: Ints
+    task_cause: NDArray[np.int8]
+    blocker: Ints
     ready: Floats
     issued: Floats
     queued: Floats
@@ -130,28 +147,28 @@ class Chain(NamedTuple):
 def make_chain(timeline: Timeline) -> Chain:
     """Return the columns of the chains of waits; seconds, shape ``(len(graph),)``."""
     graph, start, end = timeline.graph, timeline.start.copy(), timeline.end
-    role, of_task = _roles(timeline)
-    before, ready = np.full(len(graph), -1, dtype=np.int64), np.zeros(len(graph))
+    role, task_cause = _roles(timeline)
+    blocker, ready = np.full(len(graph), -1, dtype=np.int64), np.zeros(len(graph))
     queued, latency = np.zeros(len(graph)), message_latency(timeline)
     waits = graph.precedence
     free = release_times(timeline)
     _fill_waits(
-        waits.ptr, waits.values, free, role, graph.pair, end, latency, before, ready, queued
+        waits.ptr, waits.values, free, role, graph.pair, end, latency, blocker, ready, queued
     )
     issued, held = joint_issue_times(graph, timeline.issue_times), last_link_holder(timeline)
     late = (start > np.maximum(np.maximum(ready, queued), issued)) & (held >= 0)
     queued[late] = np.maximum(queued[late], end[held[late]])
 
-    landed = np.maximum(start, end - collective_latency(timeline))
+    transfer_end = np.maximum(start, end - collective_latency(timeline))
     recv = np.flatnonzero((role == RECV_ROLE) & (graph.pair >= 0))
     recv = recv[end[graph.pair[recv]] + latency[recv] > start[recv]]
     sent, tail = end[graph.pair[recv]], end[recv] - latency[recv]
-    slower = (of_task[recv] == _BANDWIDTH) & (tail > sent + _ROUNDING * timeline.makespan)
-    landed[recv] = np.where(slower, tail, sent)
+    slower = (task_cause[recv] == _BANDWIDTH) & (tail > sent + _ROUNDING * timeline.makespan)
+    transfer_end[recv] = np.where(slower, tail, sent)
     start[recv] = ready[recv] = sent
-    before[recv] = graph.pair[recv]
+    blocker[recv] = graph.pair[recv]
     issued[recv] = queued[recv] = 0.0
-    return Chain(start, end, landed, role, of_task, before, ready, issued, queued)
+    return Chain(start, end, transfer_end, role, task_cause, blocker, ready, issued, queued)
 
 
 def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
@@ -160,11 +177,11 @@ def _roles(timeline: Timeline) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
     role = np.full(len(graph), COMPUTE_ROLE, dtype=np.int8)
     for code, ops in ((COLLECTIVE_ROLE, COLLECTIVES), (SEND_ROLE, SENDS), (RECV_ROLE, RECVS)):
         role[graph.is_op(ops)] = code
-    of_task = np.full(len(graph), _COOL_DOWN, dtype=np.int8)
-    of_task[graph.is_op(frozenset({Op.F, Op.R}))] = _WARM_UP
-    of_task[role != COMPUTE_ROLE] = _BANDWIDTH
-    of_task[graph.is_op(TRANSFERS) & (timeline.nbytes <= 0)] = _LATENCY
-    return role, of_task
+    task_cause = np.full(len(graph), _COOL_DOWN, dtype=np.int8)
+    task_cause[graph.is_op(frozenset({Op.F, Op.R}))] = _WARM_UP
+    task_cause[role != COMPUTE_ROLE] = _BANDWIDTH
+    task_cause[graph.is_op(TRANSFERS) & (timeline.nbytes <= 0)] = _LATENCY
+    return role, task_cause
 
 
 class Durations(NamedTuple):
@@ -228,15 +245,15 @@ def _fill_waits(
     pair: Ints,
     end: Floats,
     latency: Floats,
-    before: Ints,
+    blocker: Ints,
     ready: Floats,
     queued: Floats,
 ) -> None:
     """Fill the columns of `Chain` that come from other tasks; they come in as -1, 0 and 0.
 
     ``free`` is the time at which each of ``values`` stopped blocking its successor (s). A message
-    waits behind other messages (``queued``). Every other task that it waits for may be ``before``
-    it. If several stopped blocking at the same time, the largest id counts.
+    waits behind other messages (``queued``). Every other task that it waits for may be its
+    ``blocker``. If several stopped blocking at the same time, the largest id counts.
     """
     for task in range(len(role)):
         for k in range(ptr[task], ptr[task + 1]):
@@ -246,12 +263,12 @@ def _fill_waits(
             if role[task] >= SEND_ROLE and role[other] >= SEND_ROLE:
                 queued[task] = max(queued[task], free[k])
             elif (
-                before[task] < 0
+                blocker[task] < 0
                 or free[k] > ready[task]
-                or (free[k] == ready[task] and other > before[task])
+                or (free[k] == ready[task] and other > blocker[task])
             ):
-                before[task], ready[task] = other, free[k]
+                blocker[task], ready[task] = other, free[k]
         if role[task] == RECV_ROLE and pair[task] >= 0:
             came = end[pair[task]] + latency[task]
-            if before[task] < 0 or came > ready[task]:
-                before[task], ready[task] = pair[task], came
+            if blocker[task] < 0 or came > ready[task]:
+                blocker[task], ready[task] = pair[task], came

@@ -181,11 +181,12 @@ def _add_settings(command: argparse.ArgumentParser, *, sweeps: bool) -> None:
             help="values of a setting; overrides the file's")  # fmt: skip
         add("--jobs", type=_value, metavar="N", default=-1, help="processes; -1: one a core")
         add("--out", type=_writable, metavar="FILE.jsonl", default=None,
-            help="append rows as they come; run again, it goes on where it stopped")  # fmt: skip
+            help="append each row when it is ready; a second run continues the file")  # fmt: skip
     else:
         add("--plot", type=_figure, metavar="FILE", default=None, help=", ".join(_FIGURES))
-        add("--idle", action="store_true", default=False, help="show what idle time waited for")
-    add("--csv", type=_writable, metavar="FILE", default=None, help="what is shown, in s and bytes")
+        add("--idle", action="store_true", default=False, help="show the causes of idle time")
+    add("--csv", type=_writable, metavar="FILE", default=None,
+        help="write the shown table, in s and bytes")  # fmt: skip
     _add_flags(command, _FLAGS)
     for flag, text in _SWITCHES:
         action = argparse.BooleanOptionalAction

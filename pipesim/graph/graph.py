@@ -269,7 +269,7 @@ class TaskGraph:
 
     @property
     def recompute(self) -> str:
-        """Which micro-batches are recomputed, as `LoweringOptions.recompute`."""
+        """Micro-batches that are recomputed, as `LoweringOptions.recompute`."""
         return self.options.recompute
 
     @property
@@ -294,12 +294,12 @@ class TaskGraph:
 
     @property
     def grad_sync(self) -> GradSyncs:
-        """When gradients are reduced, as `LoweringOptions.grad_sync`."""
+        """Times of gradient reductions, as `LoweringOptions.grad_sync`."""
         return self.options.grad_sync
 
     @property
     def weight_versions(self) -> Versions:
-        """Which weights F uses, as `pipesim.Schedule` describes."""
+        """Versions of the weights that F uses, as `pipesim.Schedule` describes."""
         return self.options.weight_versions
 
     @property

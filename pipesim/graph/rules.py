@@ -145,8 +145,8 @@ PAIRS = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, +1)}
 def data_sources(op: Op, part: int = -1) -> tuple[tuple[Op, int], ...]:
     """Return the tasks that can deliver a task's input, the preferred one first.
 
-    Of the dependencies of a task, the first of these that is there, of the task's own micro-batch,
-    delivers the input. A RECV takes the result of its SEND (`PAIRS`), which is no dependency.
+    The input is the result of the first of these tasks that is among the task's dependencies and
+    has its micro-batch. A RECV takes the result of its SEND (`PAIRS`), which is no dependency.
 
     Parameters
     ----------
@@ -156,8 +156,9 @@ def data_sources(op: Op, part: int = -1) -> tuple[tuple[Op, int], ...]:
     Returns
     -------
     tuple of (Op, int)
-        Operation, and offset of its stage from that of the task. Empty for operations that take
-        nothing: STEP, W and reductions work on what their stage keeps.
+        Operation, and offset of its stage from that of the task. Empty for RECV, which takes the
+        result of its SEND, and for operations that use data of their stage: R, W, STEP, UNSHARD,
+        reductions, and exchanges of accumulated gradients.
 
     >>> data_sources(Op.SEND_B)
     ((<Op.B: 1>, 0), (<Op.I: 2>, 0))

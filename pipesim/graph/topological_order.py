@@ -48,7 +48,7 @@ class LevelInputs(NamedTuple):
 
 
 class _LevelState(NamedTuple):
-    """How far each stream has walked along its queue.
+    """Position of each stream in its queue, and the streams that wait.
 
     Attributes
     ----------
@@ -113,9 +113,9 @@ def _fill_levels(inputs: LevelInputs, state: _LevelState) -> None:
     """Fill ``state.level``.
 
     Each stream walks along its queue until its head waits for another task. The stream is then
-    queued on that task, and resumes when it is done, so that no task is visited in vain. One loop:
-    as a helper that gets all columns, its checks take 30 times as long (compiled code then counts
-    references to each column, task by task).
+    queued on that task, and resumes when it is done. Each task is visited once. The function is one
+    loop, longer than 40 lines: helpers that take all columns make it 30 times slower, since
+    compiled code counts references to each column for every task.
     """
     kind, stream_of_kind, is_recv, is_send, queue_ptr, queue, needs_ptr, needs = inputs[:8]
     pair, group, group_size, rendezvous = inputs[8:]

@@ -1,7 +1,7 @@
 """`Timeline`: when each task of a graph ran, simulated or measured; saved and loaded as CSV.
 
-Longer than other files, as it is one class whose docstrings are half of it. Its methods hand over
-to the files that do their work, such as `pipesim.timeline.memory`.
+The file is longer than 300 lines: docstrings of one class are half of it. Its methods call
+functions of other files, such as `pipesim.timeline.memory`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ __all__ = ["MeasuredTask", "add_transfers", "charge_gaps", "clock_bounds"]
 
 
 class MeasuredTask(NamedTuple):
-    """When a task ran, and on which device; seconds.
+    """Start, end (s) and device of a task.
 
     ``on_device``: whether a GPU recorded the times. ``issue``: when it was issued, if not at its
     start. ``other_half``: the other half of an overlapped action.
@@ -33,7 +33,7 @@ class MeasuredTask(NamedTuple):
 
     @property
     def issue_time(self) -> float:
-        """When it counts as issued (s)."""
+        """Issue time (s)."""
         return self.start if self.issue is None else self.issue
 
     def shifted(self, seconds: float) -> MeasuredTask:

@@ -183,9 +183,9 @@ def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints:
 
 
 class Progress(NamedTuple):
-    """How far streams, links and collectives are, in seconds.
+    """State of a simulation: times at which streams and links become free and collectives start.
 
-    A batch of scenarios has them as a second axis of each array.
+    All times are in seconds. A batch of scenarios has them as a second axis of each array.
 
     Attributes
     ----------
