@@ -30,11 +30,13 @@ def make_devices(
     *,
     local_rank: int = 0,
     n_local: int = 1,
+    stacklevel: int = 2,
 ) -> list[Device]:
     """Make devices of names such as ``"cpu"`` and ``"cuda:0"``; each ``"cpu"`` is a new worker.
 
     ``n_local`` processes on this machine have as many workers each; this one is number
-    ``local_rank``. Its ``"cuda"`` without an index is the GPU of that number.
+    ``local_rank``. Its ``"cuda"`` without an index is the GPU of that number. ``stacklevel`` counts
+    from the caller, as in `warnings.warn`.
 
     Raises
     ------
@@ -53,7 +55,7 @@ def make_devices(
     _check_one_kind(parsed)
     n_cpu = sum(isinstance(d, torch.device) and d.type == "cpu" for d in parsed)
     first = local_rank * n_cpu
-    cores = _worker_cores(n_cpu * n_local, pin_threads)[first : first + n_cpu]
+    cores = _worker_cores(n_cpu * n_local, pin_threads, stacklevel + 2)[first : first + n_cpu]
     workers = (CpuDevice(index, core) for index, core in enumerate(cores))
     devices: list[Device] = []
     for device in parsed:
@@ -78,7 +80,7 @@ def _check_one_kind(devices: Iterable[torch.device | CpuDevice | CudaDevice]) ->
         )
 
 
-def _worker_cores(n_workers: int, pin_threads: bool) -> Sequence[int | None]:
+def _worker_cores(n_workers: int, pin_threads: bool, stacklevel: int) -> Sequence[int | None]:
     """Return the core of each CPU worker of this machine; None for workers that are not pinned."""
     available = available_cores()
     if n_workers:
@@ -88,7 +90,7 @@ def _worker_cores(n_workers: int, pin_threads: bool) -> Sequence[int | None]:
             f"{n_workers} CPU devices share {len(available)} cores: tasks will slow each other "
             "down, and measured times say little; use at most one device a core to measure",
             OversubscriptionWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
         return [None] * n_workers
     if not pin_threads or not hasattr(os, "sched_setaffinity"):

@@ -82,32 +82,39 @@ class FlightRecorder:
         try:
             host = socket.gethostname()
             files = share([host, path, os.getpid(), handle])
+            handles: dict[int, int] = {}
             for other, (other_host, *other_file) in enumerate(files):
                 if other == self.rank:
                     self._maps[other] = _map_file(handle)
                 elif other_host == host:
-                    self._map(other, *other_file)
+                    pidfd = self._map(other, *other_file)
+                    if pidfd is not None:
+                        handles[other] = pidfd
             share(None)  # all have mapped it
-            weakref.finalize(self, _close, list(self._handles.values()))
+            self._handles = handles  # at once: the watchdog's thread iterates over it
+            weakref.finalize(self, _close, list(handles.values()))
         finally:
             os.close(handle)
             os.unlink(path)
         self.own = self._maps[self.rank]
 
-    def _map(self, rank: int, path: str, process: int, other_handle: int) -> None:
-        """Map another process's words, unless it only seems to be on this machine."""
+    def _map(self, rank: int, path: str, process: int, other_handle: int) -> int | None:
+        """Map another process's words, unless it only seems to be on this machine.
+
+        Return a handle of the process, or None if there is none.
+        """
         try:
             handle = os.open(path, os.O_RDWR)
         except OSError:
-            return
+            return None
         self._maps[rank] = _map_file(handle)
         os.close(handle)
         with suppress(OSError, AttributeError):  # other namespaces of processes; not Linux
             pidfd = os.pidfd_open(process)
             if os.readlink(f"/proc/{process}/fd/{other_handle}") == os.path.realpath(path):
-                self._handles[rank] = pidfd
-            else:
-                os.close(pidfd)
+                return pidfd
+            os.close(pidfd)
+        return None
 
     def exited_ranks(self) -> list[int]:
         """Return the processes of this machine that have ended."""

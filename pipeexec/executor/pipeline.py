@@ -21,8 +21,9 @@ from pipeexec.executor.memory.step_memory import Bytes, StepMemory
 from pipeexec.executor.placed_model import PlacedModel
 from pipeexec.executor.results.process_results import ProcessResult, merge_results
 from pipeexec.executor.results.step_result import StepResult, gathered_result
-from pipeexec.executor.setup.argument_checks import check_graph, check_step_batch, check_timeout
+from pipeexec.executor.setup.argument_checks import check_graph, check_timeout
 from pipeexec.executor.setup.devices_and_stages import agree_on_pipeline
+from pipeexec.executor.step_checks import check_step_batch
 from pipeexec.executor.step_runner import StepRunner
 from pipeexec.stages.activation_bytes import ActivationMeter
 from pipeexec.stages.batches import Batch
@@ -32,6 +33,7 @@ from pipesim.errors import (
     ArgumentError,
     ArgumentTypeError,
     ExecutionError,
+    check_count,
     check_flag,
     check_list,
     check_numbers,
@@ -69,7 +71,7 @@ class Pipeline:
     pin_threads
         Whether each CPU worker stays on a separate core, if there are enough cores.
     timeout
-        Seconds after which a step in which no task ends is given up. None waits for ever, as a
+        Seconds after which a step in which no task ends is given up; None for no limit, as a
         debugger needs. With ``processes``, their timeout holds.
     processes
         From `pipeexec.join`, for a pipeline of several processes. Every process makes the pipeline
@@ -193,8 +195,16 @@ class Pipeline:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds after which a step in which no task ends is given up; None waits for ever."""
-        return self._model.timeout
+        """Seconds after which a step in which no task ends is given up; None: no limit.
+
+        It may be set for the next steps of one process.
+        """
+        return self._runner.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        check_timeout(seconds)
+        self._runner.timeout = seconds
 
     @property
     def cuda_graph(self) -> bool:
@@ -208,8 +218,15 @@ class Pipeline:
 
     @property
     def n_steps(self) -> int:
-        """Number of steps that have run; random numbers of a step depend on it."""
+        """Number of steps that have run; random numbers of a step depend on it.
+
+        It may be set before a step, for a training run that is continued.
+        """
         return self._runner.n_steps
+
+    @n_steps.setter
+    def n_steps(self, number: int) -> None:
+        self._runner.n_steps = check_count("n_steps", number, 0)
 
     @property
     def loss_fn(self) -> Loss:
@@ -253,6 +270,7 @@ class Pipeline:
         runner = self._runner
         with self._model.locked_open("with_graph"), guard_processes(self.processes):
             new_runner = StepRunner(graph, self._model, runner.loss, runner.n_steps)
+        new_runner.timeout = runner.timeout
         for stage, new_stage in zip(runner.stages, new_runner.stages, strict=False):
             new_stage.is_random, new_stage.modifies_input = stage.is_random, stage.modifies_input
         pipeline: Pipeline = object.__new__(type(self))

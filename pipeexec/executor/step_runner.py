@@ -27,14 +27,14 @@ from pipeexec.executor.plan import plan
 from pipeexec.executor.planned_task import PlannedTask
 from pipeexec.executor.process_reports import ProcessReports
 from pipeexec.executor.results.step_result import StepResult, copy_losses, lazy_result
-from pipeexec.executor.setup.argument_checks import (
+from pipeexec.executor.setup.devices_and_stages import make_stages
+from pipeexec.executor.step import Step
+from pipeexec.executor.step_checks import (
     check_step_batch,
     warn_of_loss,
     warn_of_nan,
     warn_of_randomness,
 )
-from pipeexec.executor.setup.devices_and_stages import make_stages
-from pipeexec.executor.step import Step
 from pipeexec.executor.step_errors import raise_failure
 from pipeexec.executor.step_inputs import StepGradients, split_inputs
 from pipeexec.stages.activation_bytes import ActivationCounter
@@ -72,6 +72,8 @@ class StepRunner:
     ----------
     graph, model, loss, n_steps
         As given; ``n_steps`` counts the steps of this runner too.
+    timeout
+        Seconds without progress after which a step is given up; None for no limit.
     shares
         Division of a batch among replicas.
     held
@@ -91,6 +93,7 @@ class StepRunner:
     ) -> None:
         verify(graph)
         self.graph, self.model, self.loss, self.n_steps = graph, model, loss, n_steps
+        self.timeout = model.timeout
         devices, processes = model.devices, model.processes
         self.reports = None if processes is None else ProcessReports(graph, model, processes)
         self.shares = BatchShares(graph, devices)
@@ -224,7 +227,7 @@ class StepRunner:
                 processes=model.processes,
             ),
             StepGradients(self.stages, model.optimizers),
-            timeout=model.timeout,
+            timeout=self.timeout,
             processes=model.processes,
             hosts=self._hosts,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -13,15 +14,25 @@ from pipeexec.profiling.host_times import HostTimed, launch_seconds
 from pipeexec.validation.confidence import Interval, mean_interval
 from pipesim.analysis.compare import Comparison
 from pipesim.analysis.error_attribution import PARTS
-from pipesim.analysis.measured_costs import stage_seconds
+from pipesim.analysis.measured_costs import output_bytes, stage_seconds
 from pipesim.analysis.replay import message_times
+from pipesim.costs.costs import Costs
+from pipesim.errors import AccuracyWarning
 from pipesim.ops import COMPUTE, EXCHANGES, REORDERED, Op
 from pipesim.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["MeasuredStep", "Repeat", "interval_over", "op_errors", "op_seconds", "parts_of_steps"]
+__all__ = [
+    "MeasuredStep",
+    "Repeat",
+    "interval_over",
+    "op_errors",
+    "op_seconds",
+    "parts_of_steps",
+    "warn_of_other_sizes",
+]
 
 Key = tuple[str, int]
 
@@ -146,3 +157,24 @@ def op_seconds(timeline: Timeline) -> Mapping[Key, float]:
             is_from_stage = (graph.op[sends] == op) & (graph.stage[sends] == stage)
             mean_seconds[op.name, stage] = float(waited[recvs[is_from_stage]].mean())
     return mean_seconds
+
+
+def warn_of_other_sizes(costs: Costs, measured: Timeline) -> None:
+    """Warn if the messages of a step are not as large as in the given costs.
+
+    Warns
+    -----
+    AccuracyWarning
+        If the bytes of a stage's messages differ by more than 1 %.
+    """
+    expected = costs.per_stage("output_bytes", measured.graph.n_stages)
+    sent = output_bytes(measured)
+    differs = (sent > 0) & (np.abs(expected - sent) > 0.01 * sent)
+    for stage in np.flatnonzero(differs)[:1]:
+        warnings.warn(
+            f"the costs have {expected[stage]:.0f} output bytes a micro-batch for stage {stage}, "
+            f"but a step sent {sent[stage]:.0f}: they are of another model or size of "
+            "micro-batch; profile this one",
+            AccuracyWarning,
+            stacklevel=3,
+        )

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from pipeexec.profiling.profile import Profile
 from pipeexec.stages.batches import Batch
 from pipeexec.validation.accuracy import MeasuredStep, Repeat, op_errors, parts_of_steps
-from pipeexec.validation.argument_checks import RunOptions
 from pipeexec.validation.result_row import Row
+from pipeexec.validation.run_options import RunOptions
 from pipeexec.validation.steppable import StepCalibration, Steppable
 from pipesim.analysis.replay import replay
 from pipesim.costs.costs import Costs
 from pipesim.simulation.simulate import simulate
 
-__all__ = ["MeasuredRepeat", "make_rows", "run_repeats"]
+__all__ = ["MeasuredRepeat", "make_rows", "measure_memory", "run_repeats"]
 
 
 class MeasuredRepeat(NamedTuple):
@@ -84,38 +84,52 @@ def _prefixed(progress: Callable[[str], None] | None, prefix: str) -> Callable[[
     return lambda line: progress(prefix + line) if progress is not None else None
 
 
+def measure_memory(
+    subjects: Sequence[Steppable], repeats: Sequence[MeasuredRepeat], measured_bytes: Costs
+) -> list[tuple[float, ...]]:
+    """Return the peak memory of each device (bytes), for each subject.
+
+    ``measured_bytes`` are costs with the bytes of the stages.
+    """
+    return [
+        tuple(
+            subject.held_bytes(
+                measured_bytes, *repeats[-1].batch, _median_step(repeats, index).timeline
+            ).tolist()
+        )
+        for index, subject in enumerate(subjects)
+    ]
+
+
 def make_rows(
     names: Iterable[str],
-    subjects: Sequence[Steppable],
     repeats: Sequence[MeasuredRepeat],
-    measured_bytes: Costs,
+    peak_memory: Sequence[tuple[float, ...]],
 ) -> dict[str, Row]:
-    """Return the row of each subject; ``measured_bytes`` are costs with the bytes of the stages."""
-    rows = {}
-    for index, (name, subject) in enumerate(zip(names, subjects, strict=True)):
-        graph = repeats[-1].results[index][-1].timeline.graph
-        graph_repeats = [Repeat(simulate(graph, x.costs), x.results[index]) for x in repeats]
-        median = _median_step(graph_repeats)
-        peak = subject.held_bytes(measured_bytes, *repeats[-1].batch, median.timeline)
-        rows[name] = _make_row(name, graph_repeats, median, tuple(peak.tolist()))
-    return rows
+    """Return the row of each subject; simulates and replays, and needs no devices."""
+    return {
+        name: _make_row(name, index, repeats, peak)
+        for index, (name, peak) in enumerate(zip(names, peak_memory, strict=True))
+    }
 
 
-def _median_step(repeats: Sequence[Repeat]) -> MeasuredStep:
-    """Return the step with the median makespan."""
-    results = [result for repeat in repeats for result in repeat.results]
+def _median_step(repeats: Sequence[MeasuredRepeat], index: int) -> MeasuredStep:
+    """Return the step of a subject with the median makespan."""
+    results = [result for repeat in repeats for result in repeat.results[index]]
     return sorted(results, key=lambda result: result.timeline.makespan)[len(results) // 2]
 
 
 def _make_row(
-    name: str, repeats: Sequence[Repeat], median: MeasuredStep, peak_memory: tuple[float, ...]
+    name: str, index: int, measured: Sequence[MeasuredRepeat], peak_memory: tuple[float, ...]
 ) -> Row:
-    """Return the row of a graph's predictions and steps."""
+    """Return the row of a subject's predictions and steps."""
+    graph = measured[-1].results[index][-1].timeline.graph
+    repeats = [Repeat(simulate(graph, x.costs), x.results[index]) for x in measured]
     results = [result for repeat in repeats for result in repeat.results]
     predictions = tuple(repeat.predicted.makespan for repeat in repeats)
     return Row(
         predicted=repeats[-1].predicted.with_name(name),
-        measured=median.timeline.with_name(name),
+        measured=_median_step(measured, index).timeline.with_name(name),
         makespans=tuple(result.timeline.makespan for result in results),
         replayed=tuple(replay(result.timeline).makespan for result in results),
         peak_memory=peak_memory,

@@ -22,13 +22,11 @@ from pipeexec.profiling.stage_bytes import with_stage_bytes
 from pipeexec.stages.batches import Batch
 from pipeexec.stages.loss_function import Loss
 from pipeexec.stages.optimizers import OptimizerFactory
+from pipeexec.validation.accuracy import warn_of_other_sizes
 from pipeexec.validation.argument_checks import (
-    RunOptions,
     check_costs,
     check_gpipe_options,
     check_loss,
-    check_options,
-    warn_of_other_sizes,
     widest_graph,
 )
 from pipeexec.validation.gpipe_steps import (
@@ -37,9 +35,10 @@ from pipeexec.validation.gpipe_steps import (
     check_backward,
     check_models,
 )
-from pipeexec.validation.repeats import make_rows, run_repeats
+from pipeexec.validation.repeats import MeasuredRepeat, make_rows, measure_memory, run_repeats
 from pipeexec.validation.result import Validation
 from pipeexec.validation.run_files import check_rows
+from pipeexec.validation.run_options import RunOptions, check_options
 from pipeexec.validation.steppable import PipelineCalibration, PipelineSteps
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError
@@ -165,23 +164,24 @@ def validate(
         stages, first, devices, loss_fn, optimizer,
         timeout=timeout, processes=processes, cuda_graph=cuda_graph,
     ) as pipeline:  # fmt: skip
-        validation = _validate_graphs(pipeline, graphs, options)
+        repeats, peaks = _run_graphs(pipeline, graphs, options)
+        clocks, notes = pipeline.clocks(), pipeline.notes
+    rows = make_rows(graphs, repeats, peaks)
     if costs is not None:
-        warn_of_other_sizes(costs, validation.rows)
-    return validation
+        warn_of_other_sizes(costs, next(iter(rows.values())).measured)
+    return Validation(rows, repeats[-1].costs, repeats[-1].profile, clocks, notes)
 
 
-def _validate_graphs(
+def _run_graphs(
     pipeline: Pipeline, graphs: Mapping[str, TaskGraph], options: RunOptions
-) -> Validation:
-    """Validate task graphs with the stages of a pipeline, whose graph is one of them."""
+) -> tuple[list[MeasuredRepeat], list[tuple[float, ...]]]:
+    """Run task graphs with the stages of a pipeline; return repeats, and the memory of each."""
     subjects = [PipelineSteps(pipeline.with_graph(graph)) for graph in graphs.values()]
     repeats = run_repeats(
         subjects, lambda batch: PipelineCalibration(pipeline, subjects, *batch), options
     )
-    last = repeats[-1]
-    rows = make_rows(graphs, subjects, repeats, with_stage_bytes(last.costs, pipeline))
-    return Validation(rows, last.costs, last.profile, pipeline.clocks(), pipeline.notes)
+    measured_bytes = with_stage_bytes(repeats[-1].costs, pipeline)
+    return repeats, measure_memory(subjects, repeats, measured_bytes)
 
 
 def _validate_gpipes(models: Mapping[str, GPipe], loss_fn: Loss, options: RunOptions) -> Validation:
@@ -202,6 +202,6 @@ def _validate_gpipes(models: Mapping[str, GPipe], loss_fn: Loss, options: RunOpt
     measured_bytes = (
         last.costs if options.costs is None else subjects[-1].with_bytes(options.costs, *last.batch)
     )
-    rows = make_rows(models, subjects, repeats, measured_bytes)
+    rows = make_rows(models, repeats, measure_memory(subjects, repeats, measured_bytes))
     notes = dict.fromkeys(note for model in models.values() for note in model.notes)
     return Validation(rows, last.costs, notes=tuple(notes))

@@ -9,10 +9,12 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.utils.csr import CSR, Ints
 from pipesim.utils.jit import kernel
 
-__all__ = ["issue_times"]
+__all__ = ["fill_issue_times", "issue_times"]
 
 
-def issue_times(graph: TaskGraph, launch: NDArray[np.float64]) -> NDArray[np.float64]:
+def issue_times(
+    graph: TaskGraph, launch: NDArray[np.float64], row: Ints | None = None
+) -> NDArray[np.float64]:
     """Return the time at which the host has issued each task, in seconds (rule 7).
 
     Parameters
@@ -20,38 +22,44 @@ def issue_times(graph: TaskGraph, launch: NDArray[np.float64]) -> NDArray[np.flo
     graph
         Graph; a host issues its tasks in the order of their ids.
     launch
-        Seconds to issue each task; shape ``(len(graph),)``.
+        Seconds to issue each task, or a task of each row.
+    row
+        Row of each task in ``launch``; by default, each task has its own.
 
     Returns
     -------
     ndarray
         Shape ``(len(graph),)``.
     """
-    issued = np.zeros(len(graph))
-    host = graph.host[graph.device]
-    if graph.host_threads and graph.host.any():
-        first = graph.issued_first
-        _issue_in_threads(host, launch, first.ptr, first.values, np.zeros(len(graph.host)), issued)
-        return issued
-    tasks_of = CSR.group(host, graph.n_devices)
-    for number in np.unique(host):
-        issued[tasks_of[number]] = np.cumsum(launch[tasks_of[number]])
+    issued = np.empty(len(graph))
+    host, n_hosts = graph.host[graph.kinds.device], int(graph.host.max()) + 1
+    none = CSR(np.empty(0, np.int32), np.empty(0, np.int32))
+    first = graph.issued_first if graph.host_threads and n_hosts > 1 else none
+    rows = np.arange(len(graph), dtype=graph.kind.dtype) if row is None else row
+    clock = np.zeros(n_hosts)
+    fill_issue_times(graph.kind, host, rows, launch, first.ptr, first.values, clock, issued)
     return issued
 
 
 @kernel()
-def _issue_in_threads(
+def fill_issue_times(
+    kind: Ints,
     host: Ints,
+    row: Ints,
     launch: NDArray[np.float64],
-    ptr: Ints,
+    first_ptr: Ints,
     first: Ints,
     clock: NDArray[np.float64],
     issued: NDArray[np.float64],
 ) -> None:
-    """Fill ``issued``; a host waits for the tasks that other hosts have to issue first."""
-    for task in range(len(host)):
-        own = host[task]
-        for k in range(ptr[task], ptr[task + 1]):
+    """Fill ``issued``: each host issues its tasks in order of ids.
+
+    ``first`` lists the tasks that other hosts have to issue before each task. Without such tasks,
+    ``first_ptr`` is empty. ``clock`` is the time of each host (s), and comes in as 0.
+    """
+    for task in range(len(kind)):
+        own = host[kind[task]]
+        for k in range(first_ptr[task], first_ptr[task + 1]) if len(first_ptr) else range(0):
             clock[own] = max(clock[own], issued[first[k]])
-        clock[own] += launch[task]
+        clock[own] += launch[row[task]]
         issued[task] = clock[own]

@@ -1,39 +1,16 @@
-"""Checks of a pipeline's arguments, of the batch of a step, and of its loss."""
+"""Checks of the arguments of `Pipeline`."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pipeexec.devices.device import Device
-from pipeexec.devices.remote import RemoteDevice
-from pipeexec.stages.batches import Batch, check_batch
-from pipeexec.stages.stage_like import StageLike
-from pipeexec.stages.step_loss import StepLoss
-from pipesim.errors import (
-    ArgumentError,
-    ExecutionError,
-    LossWarning,
-    NanLossWarning,
-    RandomnessWarning,
-    number,
-)
+from pipesim.errors import ArgumentError, number
 from pipesim.graph.graph import TaskGraph
 
-__all__ = [
-    "check_graph",
-    "check_stages",
-    "check_step_batch",
-    "check_timeout",
-    "warn_of_loss",
-    "warn_of_nan",
-    "warn_of_randomness",
-]
+__all__ = ["check_graph", "check_stages", "check_timeout"]
 
 
 def check_timeout(timeout: float | None) -> None:
@@ -86,73 +63,3 @@ def check_stages(
                     f"stages {owner[parameter]} and {index} share the parameter {name!r}; stages "
                     "run at the same time, so each needs separate parameters"
                 )
-
-
-def check_step_batch(
-    inputs: Batch | None, targets: Any, graph: TaskGraph, devices: Sequence[Device]
-) -> None:
-    """Raise unless a step can train on a batch, and this process has the tensors that it needs."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        raise ExecutionError(
-            "a step trains, but was called under torch.no_grad() or torch.inference_mode(); "
-            "call it outside"
-        )
-    check_batch(inputs, targets)
-    for name, batch, stage in (("inputs", inputs, 0), ("targets", targets, -1)):
-        where = {devices[d] for d in graph.homes[:, stage]}
-        if batch is None and not all(isinstance(d, RemoteDevice) for d in where):
-            raise ArgumentError(
-                f"{name} are None, but this process has the "
-                f"{'first' if stage == 0 else 'last'} stage; give them here"
-            )
-
-
-def warn_of_loss(loss: StepLoss, *, returns_count: bool | None) -> None:
-    """Warn if the losses of micro-batches do not combine to the loss of several at once."""
-    difference = loss.difference()
-    if difference is not None:
-        warnings.warn(
-            f"the losses of {difference.n_microbatches} micro-batches combine to "
-            f"{difference.combined:.6g}, but computed at once their loss is "
-            f"{difference.whole:.6g}, and gradients at the output differ by "
-            f"{difference.gradients:.2g} of their norm: a step is not one of the whole batch; "
-            + (
-                "loss_fn returns (sum, count), and both must add up over micro-batches, but "
-                f"counts add up to {difference.combined_count:g}, and at once the count is "
-                f"{difference.whole_count:g}"
-                if returns_count
-                else "if the loss is a mean over anything else than samples (unmasked tokens, "
-                "class weights), let loss_fn return the tuple (sum, count), if it is a sum, "
-                "give loss_reduction='sum'"
-            ),
-            LossWarning,
-            stacklevel=5,
-        )
-
-
-def warn_of_nan(microbatches: Iterable[int], step: int) -> None:
-    """Warn of micro-batches whose loss is NaN."""
-    for microbatch in microbatches:
-        warnings.warn(
-            f"the loss of micro-batch {microbatch} is NaN (step {step}); "
-            "look at its inputs, or lower the learning rate",
-            NanLossWarning,
-            stacklevel=5,
-        )
-
-
-def warn_of_randomness(stages: Sequence[StageLike], before: Tensor) -> None:
-    """Warn if a stage has used the generator of the process since the state ``before``.
-
-    Stages of several threads use that generator in no fixed order.
-    """
-    if torch.equal(before, torch.get_rng_state()):
-        return
-    for stage in stages:
-        stage.is_random = dict.fromkeys((True, False), True)
-    warnings.warn(
-        "a stage drew random numbers that it did not draw in its first forward; this step "
-        "cannot be repeated, later ones can",
-        RandomnessWarning,
-        stacklevel=5,
-    )

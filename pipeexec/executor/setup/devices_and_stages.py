@@ -33,7 +33,9 @@ def make_pipeline_devices(
     else:
         local_rank, n_local = processes.local_rank, processes.n_local
     own = names if processes is not None or len(names) == graph.n_devices else ()
-    devices = make_devices(own, pin_threads, local_rank=local_rank, n_local=n_local)
+    devices = make_devices(  # warnings name the line that calls `Pipeline`
+        own, pin_threads, local_rank=local_rank, n_local=n_local, stacklevel=4
+    )
     if processes is not None:
         devices = processes.spread(devices)
     if len(devices) != graph.n_devices:

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from pipesim.costs.task_costs import TaskCosts
 from pipesim.graph.graph import TaskGraph
+from pipesim.lowering.issue_times import issue_times
 from pipesim.ops import COLLECTIVES, RECVS, SENDS
 from pipesim.utils.csr import CSR, Ints
-from pipesim.utils.jit import kernel
 
 __all__ = ["RECV", "SEND", "Plan", "Progress", "make_plan", "new_progress", "shared_links"]
 
@@ -122,37 +122,7 @@ def _issue_times(graph: TaskGraph, costs: TaskCosts) -> Floats:
         return costs.issued
     if not costs.table.launch.any():
         return np.empty(0)
-    issued = np.empty(len(graph))
-    host, n_hosts = graph.host[graph.kinds.device], int(graph.host.max()) + 1
-    none = CSR(np.empty(0, np.int32), np.empty(0, np.int32))
-    first = graph.issued_first if graph.host_threads and n_hosts > 1 else none
-    launch, clock = costs.table.launch, np.zeros(n_hosts)
-    fill_issue_times(graph.kind, host, costs.row, launch, first.ptr, first.values, clock, issued)
-    return issued
-
-
-@kernel()
-def fill_issue_times(
-    kind: Ints,
-    host: Ints,
-    row: Ints,
-    launch: Floats,
-    first_ptr: Ints,
-    first: Ints,
-    clock: Floats,
-    issued: Floats,
-) -> None:
-    """Fill ``issued``: each host issues its tasks in order of ids (rule 7).
-
-    ``first`` lists the tasks that other hosts have to issue before each task. Without such tasks,
-    ``first_ptr`` is empty. ``clock`` is the time of each host (s), and comes in as 0.
-    """
-    for task in range(len(kind)):
-        own = host[kind[task]]
-        for k in range(first_ptr[task], first_ptr[task + 1]) if len(first_ptr) else range(0):
-            clock[own] = max(clock[own], issued[first[k]])
-        clock[own] += launch[row[task]]
-        issued[task] = clock[own]
+    return issue_times(graph, costs.table.launch, costs.row)
 
 
 def shared_links(graph: TaskGraph, costs: TaskCosts) -> Ints:

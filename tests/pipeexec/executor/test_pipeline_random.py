@@ -100,6 +100,19 @@ def test_another_seed_drops_others() -> None:
     assert losses[0] == losses[2] != losses[1]
 
 
+def test_a_continued_run_draws_the_numbers_of_its_steps() -> None:
+    """Random numbers depend on the number of the step, which may be set."""
+    losses = []
+    for first in (0, 2):
+        stages = _random_stages()
+        torch.manual_seed(11)
+        with pipeline(stages, lowered("1f1b", 4)) as subject:
+            subject.n_steps = first
+            losses.append([float(subject.step(*data(13)).loss) for _ in range(3 - first)])
+            assert subject.n_steps == 3
+    assert losses[0][2:] == losses[1]
+
+
 def test_eval_mode_draws_nothing() -> None:
     """And going back to training draws again."""
     stages = [nn.Sequential(nn.Linear(16, 16), nn.Dropout()) for _ in range(2)]

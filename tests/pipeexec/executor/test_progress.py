@@ -201,7 +201,8 @@ def test_who_waits_for_whom_is_named() -> None:
         return mse(output, target)
 
     stages = cut(dense(2), [1, 1])
-    subject = pipeline(stages, ps.lower(ps.schedule("1f1b", 2, 3)), loss, timeout=0.3)
+    subject = pipeline(stages, ps.lower(ps.schedule("1f1b", 2, 3)), loss)
+    subject.timeout = 0.3
     with pytest.raises(StallError) as caught:
         call_within(30, lambda: subject.step(*data(6)))
     gate.set()
