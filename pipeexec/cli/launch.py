@@ -78,7 +78,7 @@ def run_together(
 def _prints_join_error(error: PipeError) -> bool:
     """Return whether this process prints the error of a failed join."""
     if isinstance(error, AbsentError):
-        return os.environ["RANK"] == str(error.speaker)
+        return os.environ["RANK"] == str(error.reporting_rank)
     if isinstance(error, LaunchError) and error.variable in ("RANK", "LOCAL_RANK"):
         return True  # other processes may not know
     return os.environ.get("LOCAL_RANK", "0") == "0"  # one process a machine
@@ -136,11 +136,11 @@ class _Guard:
         self.processes.fail(error)
         if not self._once.acquire(blocking=False):
             time.sleep(_STUCK_SECONDS + _EXIT_SECONDS)  # meanwhile the other thread exits
-        elif watch.speaker.elect():
+        elif watch.election.elect():
             self.print_error(self._text(error))
-            watch.speaker.release_others()
+            watch.election.release_others()
         else:
-            watch.speaker.wait_for_release(_EXIT_SECONDS)
+            watch.election.wait_for_release(_EXIT_SECONDS)
         if watch.failure is not None and watch.failure.kind in ("silent", "lost"):
             self.processes.recorder.kill(watch.failure.rank)
         watch.wait_until_confirmed()

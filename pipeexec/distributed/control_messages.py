@@ -150,8 +150,8 @@ class ControlMessages:
             if time.monotonic() > end:
                 late = [n.rpartition("/")[2] for n in names if not self.store.check([n])]
                 text = (
-                    f"rank {self.rank} waited {timeout:g} s in vain for rank {', '.join(late)}; "
-                    "every process must make the same calls"
+                    f"rank {self.rank} waited {timeout:g} s for rank {', '.join(late)}, which did "
+                    "not answer; every process must make the same calls"
                 )
                 self.watch.post(Failure("late", self.rank, text))
             self.watch.check()

@@ -13,7 +13,7 @@ from pipeexec.distributed.status import Status
 from pipeexec.distributed.store import StoreConnection
 from pipesim.ops import COLLECTIVES, TRANSFERS, Action
 
-__all__ = ["Failure", "SharedFailure", "Speaker", "stall_failure"]
+__all__ = ["Failure", "ReporterElection", "SharedFailure", "stall_failure"]
 
 _PAUSE = 0.02  # s, between two looks into the store
 
@@ -86,7 +86,7 @@ class SharedFailure:
             time.sleep(0.01)
 
 
-class Speaker:
+class ReporterElection:
     """Elects one process to print the error; the others wait until it has, and exit silently.
 
     The process that holds the store exits last: without the store the others could not learn who
@@ -125,7 +125,7 @@ class Speaker:
         connection = self._connection
         try:
             with connection.lock:
-                elected = connection.store.compare_set("speaker", "", str(self.rank))
+                elected = connection.store.compare_set("reporting_rank", "", str(self.rank))
             return int(elected) == self.rank
         except RuntimeError:
             if self._elected >= 0:
@@ -141,9 +141,9 @@ class Speaker:
         with contextlib.suppress(RuntimeError):
             while not closed.wait(0.05):
                 with connection.lock:
-                    if connection.store.check(["speaker"]):
-                        self._elected = int(connection.store.get("speaker"))
-                        connection.store.set(f"heard/{self.rank}", "")
+                    if connection.store.check(["reporting_rank"]):
+                        self._elected = int(connection.store.get("reporting_rank"))
+                        connection.store.set(f"confirmed/{self.rank}", "")
                         return
 
     def wait_until_confirmed(self, seconds: float) -> None:
@@ -159,15 +159,16 @@ class Speaker:
         with contextlib.suppress(RuntimeError):
             while time.monotonic() < end:
                 others = set(range(self.n_ranks)) - {self.rank, *self._exited_ranks()}
+                names = [f"confirmed/{rank}" for rank in others]
                 with connection.lock:
-                    if not others or connection.store.check([f"heard/{rank}" for rank in others]):
+                    if not others or connection.store.check(names):
                         return
                 time.sleep(_PAUSE)
 
     def release_others(self) -> None:
         """Let the other processes exit: the error is printed."""
         with contextlib.suppress(RuntimeError), self._connection.lock:
-            self._connection.store.set("spoken", "")
+            self._connection.store.set("error_printed", "")
 
     def wait_for_release(self, seconds: float) -> None:
         """Block until the elected process has printed the error, for ``seconds`` at most."""
@@ -176,7 +177,7 @@ class Speaker:
         with contextlib.suppress(RuntimeError):
             while time.monotonic() < end:
                 with connection.lock:
-                    if connection.store.check(["spoken"]):
+                    if connection.store.check(["error_printed"]):
                         return
                 time.sleep(_PAUSE)
 

@@ -192,7 +192,7 @@ def _unreachable_error(launch: LaunchEnvironment, timeout: float, reason: str) -
     """Return the error if nothing listens at the store's address."""
     holder = "the launcher" if launch.holder is None else f"rank {launch.holder}"
     text = (
-        f"rank {launch.rank} waited {timeout:g} s in vain for {holder}, which holds the store: "
+        f"rank {launch.rank} waited {timeout:g} s for {holder}, which holds the store: "
         f"nothing answers at {launch.address} ({reason}); check that every process is started, "
         "with the same MASTER_ADDR and MASTER_PORT, and that the address can be reached"
     )

@@ -29,6 +29,8 @@ _DTYPES = [
 #: Words before the tensors: magic number, version, the five of `Content`, number of tensors.
 _N_FIELDS = 8
 _STEP_AT = 2
+#: Tensors of a message.
+_CONTENT = {Op.SEND_F: "the output", Op.SEND_B: "the input gradient"}
 
 
 class Mismatch(ExecutionError):
@@ -52,8 +54,8 @@ def header(content: Content, signature: Signature) -> Tensor:
         if entry.dtype not in _DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise ExecutionError(
-                f"what stage {content.stage} hands on is {entry}, whose type cannot be sent "
-                f"between processes; convert it to one of {names}"
+                f"{_CONTENT[content.op]} of stage {content.stage} is {entry}, whose type cannot be "
+                f"sent between processes; convert it to one of {names}"
             )
         words += [_DTYPES.index(entry.dtype), len(entry.shape), *entry.shape]
     return torch.tensor(words, dtype=torch.int64)
@@ -112,8 +114,9 @@ def check(got: Sequence[int], expected: Sequence[int], source: int) -> None:
     """
     if list(got[:2]) != [_MAGIC, _VERSION]:
         raise Mismatch(
-            f"what rank {source} sent is no message of ours (it begins with {list(got[:2])}); run "
-            "the same release in every process, and nothing else over its process groups"
+            f"the message from rank {source} is not a pipeexec message of this version (it begins "
+            f"with {list(got[:2])}); run the same release in every process, and nothing else over "
+            "its process groups"
         )
     is_gradient = expected[3] == Op.SEND_B
     with suppress(IndexError):  # a garbled list of tensors

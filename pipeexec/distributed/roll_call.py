@@ -25,16 +25,16 @@ __all__ = ["AbsentError", "Member", "roll_call"]
 
 _ALL = "all"
 #: Seconds that the holder of the store waits until the others have read the verdict.
-_GOODBYE = 2.0
+_VERDICT_SECONDS = 2.0
 _PAUSES = 1e-3, 5e-2  # s between two looks into the store: the first, and the longest
 
 
 class AbsentError(ExecutionError):
-    """Some processes did not start; ``speaker`` is the rank that prints the error."""
+    """Some processes did not start; ``reporting_rank`` is the rank that prints the error."""
 
-    def __init__(self, message: str, speaker: int) -> None:
+    def __init__(self, message: str, reporting_rank: int) -> None:
         super().__init__(message)
-        self.speaker = speaker
+        self.reporting_rank = reporting_rank
 
 
 class Member(NamedTuple):
@@ -89,7 +89,7 @@ def roll_call(store: Store, launch: LaunchEnvironment, timeout: float, end: floa
             raise _absent_error(own, everyone, verdict, launch)
         _check_same(everyone)
     except (AbsentError, ArgumentError):
-        _leave(store, own.rank, everyone, launch.holder)
+        _confirm_verdict(store, own.rank, everyone, launch.holder)
         raise
     return everyone
 
@@ -132,9 +132,10 @@ def _absent_error(
     late = f"; rank {own.rank} came later" if own.rank in missing else ""
     started = [member for member in everyone if member.rank not in missing]
     text = (
-        f"rank {rank} waited {timeout:g} s in vain for rank {names} of {own.n_ranks}{late}; there "
-        f"was {', '.join(map(str, started))}; check that every process is started, with the same "
-        f"MASTER_ADDR and MASTER_PORT ({launch.address}), and calls join equally often"
+        f"rank {rank} waited {timeout:g} s for rank {names} of {own.n_ranks}, which did not answer"
+        f"{late}; there was {', '.join(map(str, started))}; check that every process is started, "
+        f"with the same MASTER_ADDR and MASTER_PORT ({launch.address}), and calls join equally "
+        "often"
     )
     return AbsentError(text, min(member.rank for member in started))
 
@@ -153,11 +154,13 @@ def _check_same(everyone: Sequence[Member]) -> None:
             raise ArgumentError(f"{name} differs: {listed}; give every process the same")
 
 
-def _leave(store: Store, rank: int, everyone: Sequence[Member], holder: int | None) -> None:
+def _confirm_verdict(
+    store: Store, rank: int, everyone: Sequence[Member], holder: int | None
+) -> None:
     """Confirm the verdict; the holder of the store waits two seconds until all others have."""
-    end = time.monotonic() + _GOODBYE
-    names = [f"told/{member.rank}" for member in everyone if member.rank != rank]
+    end = time.monotonic() + _VERDICT_SECONDS
+    names = [f"verdict_read/{member.rank}" for member in everyone if member.rank != rank]
     with suppress(RuntimeError):
-        store.set(f"told/{rank}", "")
+        store.set(f"verdict_read/{rank}", "")
         while holder == rank and time.monotonic() < end and not store.check(names):
             time.sleep(_PAUSES[1])

@@ -194,35 +194,35 @@ class StatusBoard:
         """Return the statuses of all processes but one, as text."""
         return "; ".join(str(s) for r, s in sorted(self.statuses.items()) if r != rank)
 
-    def publish_last_words(self, timeline: bytes = b"") -> None:
-        """Publish this process's last status, and what it measured; without a store, nothing."""
+    def publish_final_status(self, timeline: bytes = b"") -> None:
+        """Publish the final status and the timeline of this process; without a store, nothing."""
         with self._connection.lock:
             status = self._reporter.read_status()
             self.statuses[self.rank] = status
             try:
-                self._connection.store.set(f"part/{self.rank}", timeline)
-                self._connection.store.set(f"last/{self.rank}", json.dumps(status))
+                self._connection.store.set(f"timeline/{self.rank}", timeline)
+                self._connection.store.set(f"final_status/{self.rank}", json.dumps(status))
             except RuntimeError:
                 return
 
-    def collect_last_words(self, ranks: Iterable[int], seconds: float) -> dict[int, bytes]:
-        """Return what each of ``ranks`` published by `publish_last_words`.
+    def collect_final_statuses(self, ranks: Iterable[int], seconds: float) -> dict[int, bytes]:
+        """Return the timeline that each of ``ranks`` published, and keep its final status.
 
-        Waits ``seconds`` at most; ranks that do not answer until then are left out.
+        Wait ``seconds`` at most; ranks that do not answer until then are left out.
         """
-        words: dict[int, bytes] = {}
+        timelines: dict[int, bytes] = {}
         end = time.monotonic() + seconds
         missing = set(ranks)
         with self._connection.lock:
             try:
                 while missing and time.monotonic() < end:
                     for rank in sorted(missing):
-                        store = self._connection.store
-                        if store.check([f"last/{rank}"]):
-                            self.statuses[rank] = Status.from_json(store.get(f"last/{rank}"))
-                            words[rank] = bytes(store.get(f"part/{rank}"))
+                        store, name = self._connection.store, f"final_status/{rank}"
+                        if store.check([name]):
+                            self.statuses[rank] = Status.from_json(store.get(name))
+                            timelines[rank] = bytes(store.get(f"timeline/{rank}"))
                             missing.discard(rank)
                     time.sleep(0.01)
             except RuntimeError:
-                return words
-        return words
+                return timelines
+        return timelines

@@ -1,12 +1,14 @@
-"""`Watchdog`: a thread that notices when a step gets nowhere, and names who waits for whom.
+"""`Watchdog`: a thread that detects a step without progress.
+
+It names the waiting processes and the missing ones.
 
 Every process publishes several times a second which task each of its devices is running, and reads
 what the others publish. The first failure, whichever process posts it, stops all of them: an
 exception in a stage, a lost connection, no progress anywhere for as long as the timeout, a process
-without a sign of life.
+that no longer updates its status.
 
-`StatusBoard` exchanges the statuses, `SharedFailure` keeps the first failure, and `Speaker` elects
-the process that reports it to the user.
+`StatusBoard` exchanges the statuses, `SharedFailure` keeps the first failure, and
+`ReporterElection` elects the process that reports it to the user.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pipeexec.distributed.failure import Failure, SharedFailure, Speaker, stall_failure
+from pipeexec.distributed.failure import Failure, ReporterElection, SharedFailure, stall_failure
 from pipeexec.distributed.status import StatusBoard, StepReporter
 from pipeexec.distributed.store import StoreConnection
 from pipesim.errors import PeerError
@@ -28,12 +30,18 @@ __all__ = ["Watchdog"]
 
 #: Least seconds between two looks at the store; more for many processes, as all read each other.
 _PERIOD = 0.2
-#: Seconds that a process waits for the others' last words, or until they know of a failure.
-_LAST_WORDS = 2.0
+#: Longest time that a process waits for a failure that another process posts (s).
+_FAILURE_SECONDS = 2.0
+#: Longest time that a process waits for the final statuses of the others (s).
+_FINAL_STATUS_SECONDS = 2.0
+#: Longest time that the holder of the store waits until the others know the elected process (s).
+_CONFIRMATION_SECONDS = 2.0
+#: Longest time that `Watchdog.close` waits for the thread (s).
+_JOIN_SECONDS = 2.0
 
 
 class Watchdog:
-    """Notices failures of all processes, and tells them of this one's.
+    """Detect failures of all processes, and publish the failures of this one.
 
     Parameters
     ----------
@@ -54,7 +62,7 @@ class Watchdog:
     ----------
     board
         Statuses of all processes.
-    speaker
+    election
         Elects the process that reports a failure to the user.
     others_may_end
         Whether the other processes may end without an error.
@@ -76,7 +84,7 @@ class Watchdog:
         self._reporter, self._exited_ranks = reporter, exited_ranks
         self._connection = StoreConnection(store)
         self.board = StatusBoard(self._connection, rank, n_ranks, reporter)
-        self.speaker = Speaker(self._connection, rank, n_ranks, holder, exited_ranks)
+        self.election = ReporterElection(self._connection, rank, n_ranks, holder, exited_ranks)
         self._failure = SharedFailure(self._connection)
         self._last_answer = time.monotonic()  # when the store answered last
         self._progress: tuple[Any, float] = None, time.monotonic()
@@ -89,7 +97,7 @@ class Watchdog:
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
-        self._thread.join(_LAST_WORDS)  # the thread may be in a store that does not answer
+        self._thread.join(_JOIN_SECONDS)  # the thread may be in a store that does not answer
 
     def _run(self) -> None:
         while not self._closed.wait(self._period):
@@ -98,10 +106,10 @@ class Watchdog:
             except RuntimeError as error:  # the store is lost, and the process that holds it
                 self.report_lost_store(error)
             except Exception as error:  # else this process would seem lost
-                text = f"the watch of rank {self.rank} failed: {type(error).__name__}: {error}"
+                text = f"the watchdog of rank {self.rank} failed: {type(error).__name__}: {error}"
                 self.post(Failure("raised", self.rank, text))
             if self.failure is not None:
-                self.speaker.follow_election(self._closed)
+                self.election.follow_election(self._closed)
                 return
 
     def _look(self) -> None:
@@ -126,7 +134,7 @@ class Watchdog:
         """Post a failure if a process is silent, or nothing has moved anywhere."""
         silent_rank = self.board.silent_rank(self.timeout)
         if silent_rank >= 0:
-            text = f"rank {silent_rank} has given no sign of life for {self.timeout:g} s"
+            text = f"rank {silent_rank} has not updated its status for {self.timeout:g} s"
             text = f"{text}; {self.board.describe_last_task(silent_rank)}"
             self.post(Failure("silent", silent_rank, text))
             return
@@ -151,7 +159,7 @@ class Watchdog:
 
     def wait_for_failure(self) -> None:
         """Block until something has failed anywhere, for two seconds at most."""
-        self._failure.wait(_LAST_WORDS)
+        self._failure.wait(_FAILURE_SECONDS)
 
     def check(self) -> None:
         """Raise `PeerError` if something has failed anywhere."""
@@ -181,7 +189,7 @@ class Watchdog:
             self._post_loss(exited_rank)
         if self.failure is None:
             status = self._reporter.read_status()
-            message = f"rank {self.rank} was told to end (SIGTERM): {status}"
+            message = f"rank {self.rank} received SIGTERM: {status}"
             self.post(Failure("ended", self.rank, message))
 
     # The store
@@ -206,16 +214,17 @@ class Watchdog:
 
     # After a failure
 
-    def publish_last_words(self, timeline: bytes = b"") -> None:
-        """Publish this process's last status and what it measured, for the others' errors."""
-        self.board.publish_last_words(timeline)
+    def publish_final_status(self, timeline: bytes = b"") -> None:
+        """Publish the final status and the timeline of this process, for the others' errors."""
+        self.board.publish_final_status(timeline)
 
-    def collect_last_words(self) -> dict[int, bytes]:
-        """Return what each process that still answers measured; wait two seconds at most."""
+    def collect_final_statuses(self) -> dict[int, bytes]:
+        """Return the timeline of each process that still answers; wait two seconds at most."""
         failure = self.failure
         lost = failure.rank if failure and failure.kind in ("lost", "silent") else -1
-        return self.board.collect_last_words(set(range(self.n_ranks)) - {lost}, _LAST_WORDS)
+        others = set(range(self.n_ranks)) - {lost}
+        return self.board.collect_final_statuses(others, _FINAL_STATUS_SECONDS)
 
     def wait_until_confirmed(self) -> None:
         """Block until all others know of the failure, if this process holds the store."""
-        self.speaker.wait_until_confirmed(_LAST_WORDS)
+        self.election.wait_until_confirmed(_CONFIRMATION_SECONDS)

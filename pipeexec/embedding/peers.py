@@ -200,8 +200,8 @@ def _share_by_store(value: Any, ranks: list[int]) -> list[Any]:
             return [values[peer] for peer in ranks]
         if time.monotonic() > end:
             raise PeerError(
-                f"rank {own} waited {_AGREE_SECONDS:g} s in vain for rank {missing[0]}; every "
-                f"process of the group {ranks} must make the embedding"
+                f"rank {own} waited {_AGREE_SECONDS:g} s for rank {missing[0]}, which did not "
+                f"answer; every process of the group {ranks} must make the embedding"
             )
         time.sleep(1e-3)
 

@@ -127,7 +127,7 @@ def _channel(task: PlannedTask) -> Channel:
 def _checked_values(step: Step, task: PlannedTask) -> tuple[ExpectedMessage, Values]:
     """Return the message of a SEND and its tensors, after a check of their shapes and types."""
     message, values = step.expected_messages[task.id], step.results[task.source] or ()
-    check_values(values, message.signature, f"what {step.graph.task(task.id)} sends")
+    check_values(values, message.signature, f"the output of {step.graph.task(task.id)}")
     return message, values
 
 

@@ -50,9 +50,9 @@ def _multi_process_error(
     failure = None if local_failure is None else processes.watch.post(local_failure)
     failure = failure or processes.watch.failure
     assert failure is not None
-    processes.watch.publish_last_words(step.process_result().pack())
-    words = processes.watch.collect_last_words()
-    parts = [ProcessResult.unpack(step.graph, text) for text in words.values() if text]
+    processes.watch.publish_final_status(step.process_result().pack())
+    timelines = processes.watch.collect_final_statuses()
+    parts = [ProcessResult.unpack(step.graph, text) for text in timelines.values() if text]
     text = processes.watch.explain()
     cause = step.failure[1] if step.failure is not None and failure.rank == processes.rank else None
     error_types = {

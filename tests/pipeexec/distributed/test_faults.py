@@ -54,13 +54,13 @@ CASES: dict[Fault, str] = {
     "vectors hangs .*rank 0, .* no task has ended for 5 s; meanwhile rank 1 .* in 0ALL_TO_ALL2.vec",
     Fault("raise", 1, "0B1", devices=2, replicas=2): "0B1 failed .*on purpose; meanwhile rank 0",
     Fault("kill", 1): r"rank 1 was lost; last seen rank 1 between steps \(1 ended\)",
-    Fault("stop", 1, "1F2", launcher=True): "rank 1 has given no sign of life for 5 s; rank 1 was",
+    Fault("stop", 1, "1F2", launcher=True): "rank 1 has not updated its status for 5 s; rank 1 was",
     Fault("stop", 0, "0F2"): "rank 0, which held the store, was lost; rank 0 was in 0F2",
-    Fault("hold", 1, "1B2"): "rank 1 has given no sign of life for 5 s; rank 1 was in 1B2",
+    Fault("hold", 1, "1B2"): "rank 1 has not updated its status for 5 s; rank 1 was in 1B2",
     Fault("sleep", 1, "1B2"): r"1B2 hangs \(rank 1, device 1, stage 1, micro-batch 2, step 1\): no "
     "task has ended for 5 s; meanwhile rank 0 .*waiting for 0RECV_B2 from device 1",
-    Fault("sleep", 1, launcher=True): "rank 0 waited 5 s in vain for rank 1; every process must "
-    "make the same calls; meanwhile rank 1 between steps",
+    Fault("sleep", 1, launcher=True): "rank 0 waited 5 s for rank 1, which did not answer; every "
+    "process must make the same calls; meanwhile rank 1 between steps",
     Fault("raise", 0, "0B3"): "rank 0, step 1: 0B3 failed .*ValueError: on purpose",
     Fault("raise", 0, "0I2", schedule="zb_h1"): "0I2 failed .*ValueError: on purpose",
     Fault("raise", 1, "1W2", schedule="zb_h1"): "1W2 failed .*ValueError: on purpose",
@@ -73,7 +73,7 @@ CASES: dict[Fault, str] = {
     Fault("header", 0, "0SEND_F2"): "1RECV_F2 failed .*expected 0SEND_F2 of step 1 .*got 0SEND_F3",
     Fault("interrupt", 1, "1B1"): r"interrupted in step 1 \(KeyboardInterrupt\): device 1 in 1B1",
     Fault("interrupt launcher", 1, "1F2", launcher=True): "was interrupted in step 1",
-    Fault("terminate", 1, "1B1"): r"rank 1 was told to end \(SIGTERM\): rank 1 in step 1: device 1",
+    Fault("terminate", 1, "1B1"): "rank 1 received SIGTERM: rank 1 in step 1: device 1",
     Fault("exit", 1): "rank 1 stopped: SystemExit: 3",
     Fault("exit", 1, launcher=True): "rank 1 stopped: SystemExit: 3",
     Fault("kill launcher", 1, "1F2", launcher=True): "the launcher, which held the store, was lost",

@@ -115,7 +115,7 @@ def test_garbage_is_refused(words: list[int], kept: int) -> None:
 
 
 def test_a_message_of_something_else() -> None:
-    with pytest.raises(Mismatch, match=r"rank 2 sent is no message of ours .*\[5, 1\]\); run"):
+    with pytest.raises(Mismatch, match=r"from rank 2 is not a pipeexec message .*\[5, 1\]\); run"):
         check([5, *got()[1:]], got(), source=2)
 
 

@@ -51,10 +51,10 @@ def test_a_process_that_reads_a_verdict_compares_settings() -> None:
 def test_a_roll_call() -> None:
     """Who is missing, who comes too late, and what does not suit: each is named."""
     store, first = HashStore(), LaunchEnvironment(0, 3, 0, 3, "there", 5, True, 0)
-    missing = r"rank 0 waited 2 s in vain for rank 1, 2 of 3; there was rank 0 \(process "
+    missing = r"rank 0 waited 2 s for rank 1, 2 of 3, which did not answer; there was rank 0 \(pro"
     with pytest.raises(ExecutionError, match=missing):
         roll_call(store, first, 2.0, time.monotonic())
-    late = "in vain for rank 1, 2 of 3; rank 1 came later; there was rank 0 "
+    late = "for rank 1, 2 of 3, which did not answer; rank 1 came later; there was rank 0 "
     with pytest.raises(ExecutionError, match=late):
         roll_call(store, first._replace(rank=1), 2.0, time.monotonic() + 9)
     with pytest.raises(ArgumentError, match=r"two processes have RANK 0: process .* and rank 0 "):

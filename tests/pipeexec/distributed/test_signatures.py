@@ -142,10 +142,10 @@ def test_whatever_differs_from_what_was_agreed_is_refused(
         check_values(tensors, other, "it")
         return
     with pytest.raises(ExecutionError) as caught:
-        check_values(tensors, other, "what 0SEND_F0 sends")
+        check_values(tensors, other, "the output of 0SEND_F0")
     message = str(caught.value)
     assert message.startswith(
-        f"what 0SEND_F0 sends is {', '.join(map(str, agreed)) or 'nothing'}, but"
+        f"the output of 0SEND_F0 is {', '.join(map(str, agreed)) or 'nothing'}, but"
     )
     assert f"but {', '.join(map(str, other)) or 'nothing'} was agreed on" in message
 

@@ -1,4 +1,4 @@
-"""Parts of the watchdog, over a store in one process: statuses, the first failure, the speaker."""
+"""Parts of the watchdog, over a store in one process: statuses, the first failure, the election."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from pipeexec.distributed.failure import Failure, SharedFailure, Speaker
+from pipeexec.distributed.failure import Failure, ReporterElection, SharedFailure
 from pipeexec.distributed.status import Head, Status, StatusBoard, StepReporter
 from pipeexec.distributed.store import StoreConnection
 from pipeexec.distributed.watchdog import Watchdog
@@ -35,9 +35,9 @@ def boards(store: dist.Store) -> list[tuple[StatusBoard, StepReporter]]:
     ]
 
 
-def speaker(store: object, rank: int, holder: int | None, exited: list[int]) -> Speaker:
+def election(store: object, rank: int, holder: int | None, exited: list[int]) -> ReporterElection:
     connection = StoreConnection(store)  # type: ignore[arg-type]
-    return Speaker(connection, rank, 3, holder, lambda: exited)
+    return ReporterElection(connection, rank, 3, holder, lambda: exited)
 
 
 def test_statuses_reach_the_other_process() -> None:
@@ -73,11 +73,11 @@ def test_a_process_that_publishes_again_is_not_silent(monkeypatch: pytest.Monkey
     assert first.silent_rank(7.9) == 1, "rank 0 has published the same status again and again"
 
 
-def test_last_words() -> None:
+def test_final_statuses() -> None:
     (first, _), (second, reporter) = boards(HashStore())
     reporter.end_step(STATUS)
-    second.publish_last_words(b"timeline")
-    assert first.collect_last_words([0, 1], 0.05) == {1: b"timeline"}
+    second.publish_final_status(b"timeline")
+    assert first.collect_final_statuses([0, 1], 0.05) == {1: b"timeline"}
     assert first.statuses == {1: STATUS}
 
 
@@ -115,28 +115,28 @@ def test_an_abandoned_store_keeps_its_lock() -> None:
 
 def test_one_process_is_elected_and_the_others_know_it() -> None:
     store = HashStore()
-    speakers = [speaker(store, rank, 0, []) for rank in range(3)]
-    assert [speakers[rank].elect() for rank in (2, 0, 1, 2)] == [True, False, False, True]
-    speakers[1].follow_election(threading.Event())
-    assert not store.check(["heard/2"])
-    assert store.check(["heard/1"])
-    speakers[2].release_others()
-    assert store.check(["spoken"])
-    speakers[0].wait_for_release(60.0)
+    elections = [election(store, rank, 0, []) for rank in range(3)]
+    assert [elections[rank].elect() for rank in (2, 0, 1, 2)] == [True, False, False, True]
+    elections[1].follow_election(threading.Event())
+    assert not store.check(["confirmed/2"])
+    assert store.check(["confirmed/1"])
+    elections[2].release_others()
+    assert store.check(["error_printed"])
+    elections[0].wait_for_release(60.0)
 
 
 @pytest.mark.parametrize(("holder", "elected"), [(None, 0), (0, 1), (1, 0)])
 def test_an_election_without_a_store(holder: int | None, elected: int) -> None:
-    """The lowest rank that does not hold the store, which was lost, speaks."""
-    speakers = [speaker(LostStore(), rank, holder, []) for rank in range(3)]
-    assert [x.elect() for x in speakers] == [rank == elected for rank in range(3)]
+    """The lowest rank that does not hold the store, which was lost, is elected."""
+    elections = [election(LostStore(), rank, holder, []) for rank in range(3)]
+    assert [x.elect() for x in elections] == [rank == elected for rank in range(3)]
 
 
 def test_an_election_known_before_the_store_was_lost() -> None:
     store = HashStore()
-    assert speaker(store, 2, 0, []).elect()
+    assert election(store, 2, 0, []).elect()
     connection = StoreConnection(store)
-    subject = Speaker(connection, 1, 3, 0, list)
+    subject = ReporterElection(connection, 1, 3, 0, list)
     subject.follow_election(threading.Event())
     connection.abandon()
     assert not subject.elect(), "else rank 1 would be the lowest that does not hold the store"
@@ -145,10 +145,10 @@ def test_an_election_known_before_the_store_was_lost() -> None:
 def test_the_holder_of_the_store_waits_for_processes_that_live() -> None:
     """Not for one that has ended; and other processes than the holder do not wait at all."""
     store = HashStore()
-    store.set("heard/1", "")
+    store.set("confirmed/1", "")
     start = time.monotonic()
-    speaker(store, 0, 0, [2]).wait_until_confirmed(30.0)
-    speaker(store, 1, 0, []).wait_until_confirmed(30.0)
+    election(store, 0, 0, [2]).wait_until_confirmed(30.0)
+    election(store, 1, 0, []).wait_until_confirmed(30.0)
     assert time.monotonic() - start < 20.0
 
 
@@ -183,7 +183,7 @@ def test_sigterm_alone() -> None:
     subject = Watchdog(HashStore(), 0, 2, 60.0, StepReporter(0), list)
     subject.close()
     subject.report_sigterm()
-    message = "rank 0 was told to end (SIGTERM): rank 0 between steps (0 ended)"
+    message = "rank 0 received SIGTERM: rank 0 between steps (0 ended)"
     assert subject.failure == Failure("ended", 0, message)
 
 

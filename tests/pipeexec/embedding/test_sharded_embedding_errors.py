@@ -158,8 +158,8 @@ def alone(processes: px.Processes) -> str:
 
 def test_a_process_that_does_not_come_is_named(two_ranks: Ranks) -> None:
     assert two_ranks.run(alone)[0] == (
-        "rank 0 waited 0.1 s in vain for rank 1; every process of the group [0, 1] must make the "
-        "embedding"
+        "rank 0 waited 0.1 s for rank 1, which did not answer; every process of the group [0, 1] "
+        "must make the embedding"
     )
     two_ranks.close()  # they have met unequally often
 
