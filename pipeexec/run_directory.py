@@ -20,7 +20,7 @@ import torch
 
 from pipeexec.run_lock import run_lock
 from pipesim.errors import ArgumentError, RunDirectoryError
-from pipesim.utils.atomic_write import check_path, read_bytes, read_text
+from pipesim.utils.files import check_path, read_bytes, read_text
 from pipesim.utils.texts import CHECKSUM, checksum, parse_json
 
 __all__ = [

@@ -19,7 +19,7 @@ from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, check_count
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.atomic_write import check_path
+from pipesim.utils.files import check_path
 
 __all__ = ["Training", "train"]
 

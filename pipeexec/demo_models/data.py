@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeexec.demo_models.construction import generator
 from pipeexec.devices.host_memory import check_tensors
 from pipesim.errors import ArgumentError, check_count
-from pipesim.utils.atomic_write import check_path, read_bytes
+from pipesim.utils.files import check_path, read_bytes
 
 __all__ = [
     "BatchMaker",

@@ -19,7 +19,7 @@ from pipeexec.demo_models.convnet import convnet
 from pipeexec.demo_models.data import BatchMaker, image_batch, text_batch
 from pipeexec.demo_models.gpt import gpt
 from pipesim.errors import check_name
-from pipesim.utils.atomic_write import check_path
+from pipesim.utils.files import check_path
 
 __all__ = ["MODELS", "DemoModel", "ModelSpec", "build_model", "cross_entropy"]
 

@@ -17,7 +17,7 @@ from pipeexec.profiling.files import (
 )
 from pipeexec.run_directory import checked_record, command, read_record, write_directory
 from pipesim.costs.costs import Costs
-from pipesim.utils.atomic_write import check_path
+from pipesim.utils.files import check_path
 
 if TYPE_CHECKING:
     import pandas as pd

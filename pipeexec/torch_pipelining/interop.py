@@ -13,8 +13,8 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.torch_csv import torch_orders
 from pipesim.graph.verify import verify
 from pipesim.scheduling.files import schedule_from_texts
+from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.host_memory import check_schedule
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

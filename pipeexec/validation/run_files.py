@@ -22,7 +22,7 @@ from pipeexec.validation.result_row import Row
 from pipesim.costs.costs import Costs
 from pipesim.errors import ArgumentError, RunDirectoryError, check_flag
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.atomic_write import check_path
+from pipesim.utils.files import check_path
 
 if TYPE_CHECKING:
     from pipeexec.validation.result import Validation

@@ -14,7 +14,7 @@ from pipesim.errors import ArgumentError, suggestion
 from pipesim.sweeps.grid import version
 from pipesim.sweeps.settings import FLAT, SETTINGS, Settings, check_layer, set_value
 from pipesim.utils.argument_parser import RaisingParser
-from pipesim.utils.atomic_write import check_path, check_target, write_errors
+from pipesim.utils.files import check_path, check_target, write_errors
 from pipesim.utils.texts import parse_float, parse_int
 
 __all__ = ["EPILOG", "SWEEP_EPILOG", "Command", "argument_settings", "parse_arguments"]

@@ -17,7 +17,7 @@ from pipesim.sweeps.grid import grid_rows
 from pipesim.sweeps.settings import COUNTS, Settings, cases, read_grid, run
 from pipesim.sweeps.sweep import RESULTS, run_rows
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.atomic_write import write_whole
+from pipesim.utils.files import write_whole
 
 __all__ = ["compare", "list_schedules", "simulate", "sweep"]
 

@@ -25,9 +25,9 @@ from pipesim.errors import CostsError, check_count, check_name, check_type, numb
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.skips import SkipBytes, checked_skip_bytes, skip_text
 from pipesim.network.network import ALL_REDUCE, Network
+from pipesim.scheduling.memory_checks import check_stages
 from pipesim.scheduling.placement import Placement
-from pipesim.utils.atomic_write import check_path, read_json, write_text
-from pipesim.utils.host_memory import check_stages
+from pipesim.utils.files import check_path, read_json, write_text
 from pipesim.utils.texts import CHECKSUM, checksum, checksum_mismatch
 
 if TYPE_CHECKING:

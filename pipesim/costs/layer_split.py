@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, CostsError, check_count, check_name, number
-from pipesim.utils.host_memory import check_stages
+from pipesim.scheduling.memory_checks import check_stages
 
 __all__ = [
     "LayerPartition",

@@ -31,9 +31,10 @@ from pipesim.graph.tasks import Kinds, StreamKind, Task, Tasks
 from pipesim.graph.topological_order import LevelInputs, levels, stable_topological_order
 from pipesim.graph.wiring import apply_rules
 from pipesim.ops import RECVS, SENDS, Op
+from pipesim.scheduling.memory_checks import BYTES_PER_TASK, FEWER_TASKS
 from pipesim.scheduling.schedule import Versions
 from pipesim.utils.csr import CSR, Ints, ids_dtype
-from pipesim.utils.host_memory import BYTES_PER_TASK, check_memory
+from pipesim.utils.host_memory import check_memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -221,7 +222,7 @@ class TaskGraph:
         CapacityError
             If the graph would not fit in memory.
         """
-        check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK)
+        check_memory(f"a graph of {len(kind):,} tasks", len(kind) * BYTES_PER_TASK, FEWER_TASKS)
         n_devices = int(kinds.device.max(initial=0)) + 1
         n_stages = int(kinds.stage.max(initial=0)) + 1
         n_microbatches = int(microbatch.max(initial=-1)) + 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipesim.ops import RECVS, SENDS
+from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.utils.csr import CSR
 from pipesim.utils.host_memory import check_memory
 
@@ -32,7 +33,8 @@ def precedence(graph: TaskGraph) -> CSR:
     if len(graph.collectives):
         own = CSR.from_pairs(np.concatenate(rows), np.concatenate(values), len(graph))
         sizes = np.diff(graph.collectives.ptr).astype(np.float64)
-        check_memory("what members of collectives wait for", int(32 * (sizes**2).sum()))
+        nbytes = int(32 * (sizes**2).sum())
+        check_memory("what members of collectives wait for", nbytes, FEWER_TASKS)
         for number in range(len(graph.collectives)):
             members = graph.collectives[number]
             # The last task of each stream suffices, as the others are before it.

@@ -12,7 +12,7 @@ from pipesim.graph.graph import TaskGraph
 from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.ops import SCHEDULED, TRANSFERS, Action, Op, Overlapped
 from pipesim.scheduling.file_checksums import signed_rows
-from pipesim.utils.atomic_write import check_path, write_text
+from pipesim.utils.files import check_path, write_text
 
 __all__ = ["torch_orders", "write_torch_csv"]
 

@@ -23,6 +23,7 @@ from pipesim.list_scheduling.priorities import Priority, priority_key
 from pipesim.list_scheduling.problem import make_problem
 from pipesim.list_scheduling.scheduler import list_orders
 from pipesim.ops import Op
+from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.scheduling.placement import Placement
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.host_memory import check_memory
@@ -160,7 +161,7 @@ def list_schedule(
     # Each path has at least one micro-batch.
     n_microbatches = check_count("n_microbatches", n_microbatches, placement.n_paths)
     n_actions = 3 * placement.n_stages * n_microbatches
-    check_memory(f"ordering {n_actions} actions", n_actions * _BYTES_PER_ACTION)
+    check_memory(f"ordering {n_actions} actions", n_actions * _BYTES_PER_ACTION, FEWER_TASKS)
     finite_patience = number(patience)
     if finite_patience is None or not 0 <= finite_patience < math.inf:
         raise ArgumentError(f"patience must be finite and >= 0, got {patience!r}")

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from pipesim.graph.graph import TaskGraph
 from pipesim.graph.overlaps import overlapped_pairs
 from pipesim.lowering.cycle_loop import LoopInputs, LoopOutput, LoopState, issue_tasks
+from pipesim.scheduling.memory_checks import check_graph
 from pipesim.utils.csr import CSR, Ints, count
-from pipesim.utils.host_memory import check_graph
 
 __all__ = ["Issued", "Partners", "issue", "replicated"]
 

@@ -41,9 +41,9 @@ from pipesim.lowering.recomputed_microbatches import (
     recompute_label,
     with_chosen,
 )
+from pipesim.scheduling.memory_checks import check_tasks
 from pipesim.scheduling.placement import Layout, replica_devices
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.host_memory import check_tasks
 
 __all__ = ["RECOMPUTE", "Recompute", "lower"]
 

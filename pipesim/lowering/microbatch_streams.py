@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pipesim.graph.tasks import Kinds, StreamKind
 from pipesim.ops import TRANSFERS
+from pipesim.scheduling.memory_checks import FEWER_TASKS
 from pipesim.utils.host_memory import check_memory
 
 __all__ = ["with_streams_of_microbatches"]
@@ -53,6 +54,7 @@ def with_streams_of_microbatches(
     check_memory(
         f'streams="per_microbatch" with {len(messages):,} messages',
         _BYTES_PER_STREAM * len(messages),
+        FEWER_TASKS,
     )
     width = int(microbatch.max(initial=0)) + 1
     cells, position = np.unique(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipesim.costs.costs import VALUE_FIELDS
 from pipesim.errors import CostsError, number, suggestion
-from pipesim.utils.atomic_write import read_text
+from pipesim.utils.files import read_text
 from pipesim.utils.texts import csv_rows, parse_float
 
 __all__ = [

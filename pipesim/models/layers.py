@@ -35,7 +35,7 @@ from pipesim.models.layer_tables import (
     read_columns,
 )
 from pipesim.network.network import Network
-from pipesim.utils.atomic_write import check_path
+from pipesim.utils.files import check_path
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,11 +16,11 @@ from pipesim.named_schedules.patterns import (
     number_microbatches,
     v_shaped_columns,
 )
+from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.order_columns import DeviceOrder
 from pipesim.scheduling.placement import bidirectional, v_shaped
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.host_memory import check_schedule
 
 __all__ = ["dualpipe", "dualpipev"]
 

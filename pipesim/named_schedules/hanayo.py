@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 from pipesim.errors import check_count
 from pipesim.ops import Op
+from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.placement import waves
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
 from pipesim.utils.csr import Ints
-from pipesim.utils.host_memory import check_schedule
 from pipesim.utils.jit import kernel
 
 #: Plain numbers: compiled code does not take enumerations.

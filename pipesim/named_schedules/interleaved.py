@@ -14,11 +14,11 @@ import numpy as np
 from pipesim.errors import check_count
 from pipesim.named_schedules.patterns import alternate, number_microbatches
 from pipesim.ops import Op
+from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.order_columns import DeviceOrder
 from pipesim.scheduling.placement import looped
 from pipesim.scheduling.registry import ClosedForm, Counts, register
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.host_memory import check_schedule
 
 __all__ = ["interleaved_1f1b", "interleaved_zb", "looped_bfs"]
 

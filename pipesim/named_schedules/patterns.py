@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.ops import Op
+from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.order_columns import DeviceOrder
 from pipesim.scheduling.placement import linear
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.host_memory import check_schedule
 
 __all__ = [
     "Phase",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipesim.named_schedules.patterns import Phase, v_shaped_columns
+from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.order_columns import DeviceOrder
 from pipesim.scheduling.placement import v_shaped
 from pipesim.scheduling.registry import ClosedForm, register
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.host_memory import check_schedule
 
 
 def _bubble(p: int, m: int) -> float:

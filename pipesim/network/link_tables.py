@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipesim.errors import NetworkError, number
 from pipesim.network.links import MAX_DEVICE, Link
-from pipesim.utils.atomic_write import read_text
+from pipesim.utils.files import read_text
 from pipesim.utils.texts import csv_rows, parse_float, parse_floats
 
 __all__ = ["matrix_links", "read_links"]

@@ -36,7 +36,7 @@ from pipesim.network.link_tables import matrix_links, read_links
 from pipesim.network.links import Link, Nodes, bandwidth_to_json, checked_speed
 from pipesim.network.routes import Router, Routes
 from pipesim.network.sources import network_fields, preset_nodes
-from pipesim.utils.atomic_write import check_path
+from pipesim.utils.files import check_path
 
 __all__ = ["Link", "Network", "Nodes", "Routes"]
 

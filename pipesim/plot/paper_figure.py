@@ -14,7 +14,7 @@ import numpy as np
 
 from pipesim.errors import ArgumentError, check_count, number
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.atomic_write import check_path, write_whole
+from pipesim.utils.files import check_path, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

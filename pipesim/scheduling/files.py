@@ -19,7 +19,7 @@ from pipesim.scheduling.file_checksums import check_signature, signed_grid, sign
 from pipesim.scheduling.infer_placement import infer_file_placement
 from pipesim.scheduling.order_columns import single_actions
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.atomic_write import check_path, read_bytes, write_text
+from pipesim.utils.files import check_path, read_bytes, write_text
 from pipesim.utils.texts import csv_rows
 
 __all__ = ["read_schedule", "schedule_from_texts", "write_schedule"]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesim.errors import ArgumentError, check_count
-from pipesim.utils.host_memory import check_microbatches, check_stages
+from pipesim.scheduling.memory_checks import check_microbatches, check_stages
 
 __all__ = [
     "LAYOUTS",

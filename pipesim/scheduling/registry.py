@@ -24,6 +24,7 @@ from pipesim.scheduling.closed_forms import (
     check_counts,
     check_form,
 )
+from pipesim.scheduling.memory_checks import check_schedule
 from pipesim.scheduling.registration_checks import (
     Build,
     builder,
@@ -33,7 +34,6 @@ from pipesim.scheduling.registration_checks import (
     name_user_errors,
 )
 from pipesim.scheduling.schedule import Schedule
-from pipesim.utils.host_memory import check_schedule
 
 if TYPE_CHECKING:
     import pandas as pd

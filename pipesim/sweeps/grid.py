@@ -34,12 +34,14 @@ from pipesim.sweeps.settings import (
     nest,
     setting_path,
 )
-from pipesim.utils.host_memory import check_rows
+from pipesim.utils.host_memory import check_memory, count_text
 
 __all__ = ["SweepRow", "cell_text", "grid_rows", "sweep_rows", "version"]
 
 Flat = dict[str, Any]
 
+#: Bytes of a row of a sweep (measured).
+_BYTES_PER_ROW = 4000
 #: Version of a row's results. It is part of each row's digest.
 _FORMAT = 1
 
@@ -121,9 +123,21 @@ def _product(grid: Mapping[str, Any], keys: Sequence[str], n_cases: int = 1) -> 
                 f"grid: {key} must be a list of at least one value, got {values!r}; what is the "
                 "same in every row goes into base"
             )
-    check_rows(n_cases * math.prod(map(_length, grid.values())))
+    _check_rows(n_cases * math.prod(map(_length, grid.values())))
     plain = [[_value("grid", key, value) for value in grid[key]] for key in grid]
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*plain)]
+
+
+def _check_rows(n_rows: int) -> None:
+    """Raise if a sweep of ``n_rows`` would not fit.
+
+    Raises
+    ------
+    CapacityError
+        The message has the number of rows and their bytes.
+    """
+    nbytes = n_rows * _BYTES_PER_ROW
+    check_memory(f"a sweep of {count_text(n_rows)} rows", nbytes, "give fewer values to its keys")
 
 
 def _length(values: Any) -> int:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from pipesim.errors import ArgumentError
-from pipesim.utils.atomic_write import check_path, check_target, write_errors
+from pipesim.utils.files import check_path, check_target, write_errors
 from pipesim.utils.texts import CHECKSUM, checksum, parse_json
 
 __all__ = ["Journal"]

@@ -23,7 +23,7 @@ from pipesim.scheduling.schedule import Schedule
 from pipesim.simulation.simulate import simulate
 from pipesim.sweeps.schedule_sources import file_counts, is_file, source_info
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.atomic_write import read_text
+from pipesim.utils.files import read_text
 
 __all__ = [
     "COUNTS",

@@ -20,7 +20,7 @@ from pipesim.graph.verify import verify
 from pipesim.ops import OF_STAGES, Action, Op
 from pipesim.scheduling.schedule import VERSIONS
 from pipesim.timeline.timeline import COLUMNS, Timeline
-from pipesim.utils.atomic_write import check_path, read_text, write_text
+from pipesim.utils.files import check_path, read_text, write_text
 from pipesim.utils.texts import (
     CHECKSUM,
     checksum,

@@ -23,8 +23,8 @@ from pipesim.ops import SENDS, Action, Op
 from pipesim.timeline.memory import over_time
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_json import SIGNATURE
-from pipesim.utils.atomic_write import check_path, write_whole
 from pipesim.utils.csr import CSR
+from pipesim.utils.files import check_path, write_whole
 from pipesim.utils.texts import checksum
 
 __all__ = ["NEVER", "Event", "lanes", "names", "nanoseconds", "save", "slice_event", "write"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesim.errors import TimelineError, number
-from pipesim.utils.atomic_write import gunzip, read_bytes
+from pipesim.utils.files import gunzip, read_bytes
 from pipesim.utils.texts import checksum, checksum_mismatch, parse_json, unique_keys
 
 __all__ = ["SIGNATURE", "load", "read_header", "seconds"]

@@ -11,7 +11,7 @@ from pipesim.errors import ArgumentError
 from pipesim.ops import COLLECTIVES, TRANSFERS, Op
 from pipesim.timeline.timeline import Timeline
 from pipesim.trace.chrome_export import NEVER, Event, lanes, names, nanoseconds, slice_event, write
-from pipesim.utils.atomic_write import check_path
+from pipesim.utils.files import check_path
 
 __all__ = ["save"]
 

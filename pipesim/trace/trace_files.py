@@ -13,7 +13,7 @@ from pipesim.trace.overlapped_ranges import replace_by_halves
 from pipesim.trace.profiler_ranges import Trace
 from pipesim.trace.range_names import action_parser
 from pipesim.trace.ranks import read_traces
-from pipesim.utils.atomic_write import check_path, is_folder
+from pipesim.utils.files import check_path, is_folder
 
 __all__ = ["list_files", "read_ranks"]
 

@@ -204,14 +204,14 @@ def test_a_row_of_a_sweep_that_did_not_fit_is_run_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", READERS)
 def test_too_large(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of more than memory has room for is not read to its end."""
-    monkeypatch.setattr("pipesim.utils.atomic_write.available_memory", lambda: 16_000)
+    monkeypatch.setattr("pipesim.utils.files.available_memory", lambda: 16_000)
     (tmp_path / "x").write_bytes(b" " * 1001)
     with pytest.raises(CapacityError, match=rf"{tmp_path / 'x'}: it has more than 0.001 MB"):
         READERS[name](tmp_path / "x")
 
 
 def test_too_large_once_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipesim.utils.atomic_write.available_memory", lambda: 16 * 2**20)
+    monkeypatch.setattr("pipesim.utils.files.available_memory", lambda: 16 * 2**20)
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(bytes(2**22)))
     with pytest.raises(CapacityError, match=r"x\.json\.gz: it has more than"):
         ps.Timeline.from_chrome(tmp_path / "x.json.gz")

@@ -9,7 +9,7 @@ from pipeexec.data_parallel.sync_lint.timeline_report import timeline_report
 from pipeexec.data_parallel.sync_lint.trace_report import trace_report
 from pipesim.errors import ArgumentTypeError
 from pipesim.timeline.timeline import Timeline
-from pipesim.utils.atomic_write import check_path
+from pipesim.utils.files import check_path
 
 __all__ = ["sync_report"]
 

@@ -17,7 +17,7 @@ from strategies import cases
 import pipesim as ps
 from pipesim.errors import PipeError, TimelineError
 from pipesim.timeline.timeline import COLUMNS
-from pipesim.utils.atomic_write import write_whole
+from pipesim.utils.files import write_whole
 
 
 @pytest.fixture
