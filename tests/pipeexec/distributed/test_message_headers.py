@@ -27,6 +27,7 @@ from pipeexec.distributed.message_headers import (
 )
 from pipeexec.distributed.nccl_channel import NcclChannel
 from pipeexec.distributed.signatures import Entry, Signature, signature
+from pipesim.errors import ExecutionError
 from pipesim.ops import Op
 
 CONTENT = Content(3, Op.SEND_B, 2, 5, 0)
@@ -47,6 +48,15 @@ def test_a_header_says_what_it_was_made_of(content: Content, tensors: Signature)
     ]
     assert present(words) == [True] * len(tensors)
     check(words, words, source=1)
+
+
+@pytest.mark.parametrize(
+    ("op", "tensors"), [(Op.SEND_F, "the output"), (Op.SEND_B, "the input gradient")]
+)
+def test_a_type_that_cannot_be_sent_is_refused(op: Op, tensors: str) -> None:
+    entry = Entry((2,), torch.float8_e5m2)
+    with pytest.raises(ExecutionError, match=rf"^{tensors} of stage 2 is float8_e5m2 \[2\], whose"):
+        header(CONTENT._replace(op=op), (entry,))
 
 
 def got(
