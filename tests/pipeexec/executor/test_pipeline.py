@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+import small_pipelines
 import torch
 from parity import RECOMPUTE, SCHEDULES, check, everywhere, lowered, needs_cuda, scheduled
 from small_pipelines import (
@@ -69,8 +70,10 @@ def test_parity_with_few_and_many_microbatches(m: int, schedule: str) -> None:
 def test_more_devices_than_cores_are_warned_of_and_work() -> None:
     n = len(available_cores()) + 1
     stages = cut(dense(n), [1] * n)
-    with pytest.warns(OversubscriptionWarning, match=f"{n} CPU devices share {n - 1} cores"):
+    match = f"{n} CPU devices share {n - 1} cores"
+    with pytest.warns(OversubscriptionWarning, match=match) as warned:
         check(stages, lowered("1f1b", n), *data(8))
+    assert warned[0].filename == small_pipelines.__file__  # the line that makes the pipeline
 
 
 @everywhere
