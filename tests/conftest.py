@@ -88,9 +88,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests whose fixtures take long; begin with what measures time, then what is slow.
 
     Workers of pytest-xdist begin with equal shares of the list and take tests from the end of each
-    other's: the first worker measures, then has most of what is slow, and its processes serve many
-    tests. Tests of ten seconds and more, all in tests/project, are the first of these, and short
-    tests fill the rest, so that all workers end at about the same time.
+    other's. So the first worker measures before others run long tests, for whose end it would wait.
+    Tests of ten seconds and more, all in tests/project, begin early, and short ones fill the rest:
+    all workers end at about the same time.
     """
     for item in items:
         if {"two_ranks", "four_ranks", "quiet_machine"} & set(getattr(item, "fixturenames", ())):
@@ -100,9 +100,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _turn(item: pytest.Item) -> tuple[bool, ...]:
     """Return the sort key of a test: those with the smallest run first."""
+    is_measured = "quiet_machine" in getattr(item, "fixturenames", ())
     is_slow = item.get_closest_marker("slow") is not None
     is_long = is_slow and ROOT / "tests" / "project" in item.path.parents
-    return not _measures_time(item), not is_slow, not is_long
+    return not _measures_time(item), not is_measured, not is_slow, not is_long
 
 
 def pytest_collection_finish() -> None:
