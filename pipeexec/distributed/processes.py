@@ -35,7 +35,7 @@ from pipesim.timeline.timeline import Timeline
 __all__ = ["Processes", "guard_processes"]
 
 #: Seconds that the process which holds the store waits until the others have left.
-_GOODBYE = 2.0
+_CLOSE_SECONDS = 2.0
 
 
 class Processes(ControlMessages):
@@ -61,7 +61,7 @@ class Processes(ControlMessages):
     clock
         Relates this process's clock to rank 0's.
     watch
-        The watchdog, which notices failures of other processes.
+        The watchdog, which detects failures of other processes.
     reporter
         Takes the status of this process from the pipeline that runs a step.
     recorder
@@ -266,7 +266,7 @@ class Processes(ControlMessages):
         self._groups.clear()  # their threads end with the last reference
         self._channels.clear()
         others = [f"left/{r}" for r in range(self.n_ranks) if r != self.rank]
-        end = time.monotonic() + _GOODBYE
+        end = time.monotonic() + _CLOSE_SECONDS
         with suppress(dist.DistError):
             self.store.set(f"left/{self.rank}", "")
             while self.watch.holder == self.rank and time.monotonic() < end:
