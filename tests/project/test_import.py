@@ -63,12 +63,12 @@ def test_all_is_what_there_is() -> None:
         assert getattr(pipesim, name) is not None
 
 
-@pytest.mark.slow
 def test_public_names() -> None:
     """Both packages export these names, whichever room they lie in."""
+    import pipeexec  # loads torch
+
     assert pipesim.__all__ == PUBLIC.split()
-    code = "import pipeexec; print(*pipeexec.__all__)"
-    assert fresh(code).split() == PUBLIC_EXEC.split()
+    assert pipeexec.__all__ == PUBLIC_EXEC.split()
 
 
 @pytest.mark.parametrize("module", MODULES)
