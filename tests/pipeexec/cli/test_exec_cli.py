@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,7 +101,8 @@ def test_validate_and_show(
     messages = err.splitlines()
     assert [line for line in messages if line.startswith("  round")]
     assert all(line.startswith(("  ", "pipeexec: warning: ")) for line in messages), err
-    assert any("below 1 ms" in line for line in messages), "so small a model is no good to predict"
+    # So small a model cannot be predicted well: its tasks are short, or slow on a busy machine.
+    assert any(re.search("below 1 ms|the machine is busy", line) for line in messages), err
 
     record = read_record(path)
     assert (record["seed"], record["batch"], record["steps"]) == (7, 5, 2)
