@@ -197,6 +197,7 @@ def test_gradients_that_were_gathered_are_kept() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.measures_time
 @pytest.mark.slow
 def test_short_tasks_are_warned_of() -> None:
     """By task, and where the user called."""
