@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,26 +94,34 @@ RUN = [fault for fault in CASES if "FAULTS" in os.environ or fault not in _SLOW]
 @pytest.fixture(scope="module")
 def ended(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[Fault, Future[Outcome]]]:
-    """Run the faults of all tests that were asked for, two at a time: starting takes longest."""
+) -> Iterator[Callable[[Fault], Outcome]]:
+    """Give the outcome of a fault: those of all tests run two at a time, as starting takes longest.
+
+    A worker of pytest-xdist runs some of the tests, which it does not know before, one at a time.
+    """
     faults = [
         item.callspec.params["fault"]
         for item in request.session.items
         if item.path == request.path and "fault" in getattr(item, "fixturenames", ())
-    ]
+        and not hasattr(request.config, "workerinput")
+    ]  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
-        yield {
+        futures = {
             fault: pool.submit(inject, fault, tmp_path_factory.mktemp("fault")) for fault in faults
         }
+        yield lambda fault: (
+            futures[fault].result() if fault in futures
+            else inject(fault, tmp_path_factory.mktemp("fault"))
+        )  # fmt: skip
         pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("fault", RUN, ids=str)
 def test_every_process_ends_and_one_names_the_culprit(
-    fault: Fault, ended: dict[Fault, Future[Outcome]]
+    fault: Fault, ended: Callable[[Fault], Outcome]
 ) -> None:
     """In time, with a status that is not 0, one error, what ran before, and nothing left."""
-    outcome = ended[fault].result()
+    outcome = ended(fault)
     assert not wrongs(fault, outcome), report(fault, outcome)
     (message,) = complaints(outcome.output)
     assert re.search(CASES[fault], message), message
