@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from pipeexec.devices.cpu_streams import CpuEvent
 from pipeexec.devices.streams import Event, Stream
 
 __all__ = ["ClockedDevice", "Clocks", "estimate_offset", "start"]
@@ -126,6 +127,12 @@ class Clocks:
                 self._starts, self._zeros, self._offsets, strict=True
             )
         )
+
+    @property
+    def host_zero(self) -> float | None:
+        """`time.perf_counter` at the zero of the first clock, if that is the host's; else None."""
+        zero = self._zeros[0]
+        return zero.time if isinstance(zero, CpuEvent) else None
 
     @property
     def error(self) -> float:

@@ -70,7 +70,9 @@ class StepEvents:
     def start(self) -> None:
         """Start the clocks."""
         self.clock = clocks.start([self.devices[d] for d in self._local_numbers])
-        self.zero = perf_counter()
+        # A busy machine may suspend this thread before it asks for the time.
+        zero = self.clock.host_zero
+        self.zero = perf_counter() if zero is None else zero
 
     @property
     def clock_error(self) -> float:

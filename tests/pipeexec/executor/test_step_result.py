@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 import warnings
 import weakref
 from dataclasses import fields, replace
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import pipeexec as px
 import pipesim as ps
+from pipeexec.devices import clocks
 from pipeexec.devices.clocks import Clocks
 from pipesim.errors import NanLossWarning
 
@@ -54,6 +56,22 @@ def test_a_loop_that_never_looks_reads_no_event(reads: list[int]) -> None:
     assert result.timeline is result.timeline
     assert (result.clock_error, result.milestones) == (0.0, {})
     assert len(reads) == 2 * len(GRAPH)
+
+
+def test_a_host_that_is_suspended_as_clocks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of hosts and devices, and of processes, count from the moment of the same clock."""
+    start, seconds = clocks.start, 0.05
+
+    def suspended(devices: Any) -> Clocks:
+        clock = start(devices)
+        time.sleep(seconds)
+        return clock
+
+    monkeypatch.setattr(clocks, "start", suspended)
+    with _pipeline(["cpu", "cpu"]) as pipeline:
+        timeline = pipeline.step(*data(8)).timeline
+    assert timeline.issue_times.min() >= seconds
+    assert timeline.start.min() >= seconds
 
 
 def test_earlier_results_stay_what_they_were(reads: list[int]) -> None:
