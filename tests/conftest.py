@@ -59,7 +59,7 @@ class _TestLock:
         self.is_exclusive = False
 
     def acquire(self, operation: int) -> None:
-        """Hold the lock, shared or exclusive, instead of what this worker holds of it."""
+        """Hold the lock, shared or exclusive; a lock that this worker holds is released first."""
         self.release()
         fcntl.flock(self._queue, fcntl.LOCK_EX)
         try:
@@ -69,7 +69,7 @@ class _TestLock:
         self.is_exclusive = operation == fcntl.LOCK_EX
 
     def release(self) -> None:
-        """Let other workers go on."""
+        """Release the lock for other workers."""
         fcntl.flock(self._tests, fcntl.LOCK_UN)
         self.is_exclusive = False
 
@@ -95,10 +95,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"two_ranks", "four_ranks", "quiet_machine"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-    items.sort(key=_turn)
+    items.sort(key=_sort_key)
 
 
-def _turn(item: pytest.Item) -> tuple[bool, ...]:
+def _sort_key(item: pytest.Item) -> tuple[bool, ...]:
     """Return the sort key of a test: those with the smallest run first."""
     is_measured = "quiet_machine" in getattr(item, "fixturenames", ())
     is_slow = item.get_closest_marker("slow") is not None
@@ -141,7 +141,7 @@ def pytest_runtest_protocol(
 
 @pytest.fixture(scope="session")
 def quiet_machine(pytestconfig: pytest.Config) -> Callable[[], AbstractContextManager[None]]:
-    """Return what a fixture measures time in: meanwhile no other test runs."""
+    """Return a context in which a fixture measures time, while no other test runs."""
     lock = pytestconfig.stash.get(_LOCK, None)
 
     @contextmanager

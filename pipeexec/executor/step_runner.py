@@ -2,7 +2,7 @@
 
 A step is prepared; the host, or each of several, issues its tasks; the devices run them; gradients
 are completed; and the result is read. The code knows neither schedules by name nor kinds of
-devices. It is one file of 340 lines, since each part needs the same graph, model and stages.
+devices. The file is longer than 300 lines, since each part needs the same graph, model and stages.
 """
 
 from __future__ import annotations
