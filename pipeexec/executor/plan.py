@@ -69,7 +69,7 @@ def plan(
             is_recomputed=(task.stage, task.microbatch) in with_recompute,
             is_split=(task.stage, task.microbatch) in with_weight_grad,
             device=devices[task.device],
-            stream=devices[task.device].stream(task.stream, blocks=graph.group[index] >= 0),
+            stream=devices[task.device].stream(task.stream, blocks=bool(graph.group[index] >= 0)),
             waits=sync_plan.waits(index),
             source=_source(graph, index),
             handler=_handler(task, sync, int(sync_plan.groups[task.stage])),
