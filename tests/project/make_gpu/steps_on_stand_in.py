@@ -25,7 +25,7 @@ from fake_cuda import FakeCuda, FakeGpu
 from places import BENCHMARKS
 
 import pipeexec as px
-from pipeexec.executor import cuda_graph
+from pipeexec.executor.cuda_graph import step_capture
 
 sys.path.insert(0, str(BENCHMARKS))
 bench = importlib.import_module("on_gpu.bench")
@@ -73,7 +73,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     patch.setattr(px, "slices", slices)
     for name in ("check_can_capture", "check_state"):
-        patch.setattr(cuda_graph, name, lambda *_: None)
+        patch.setattr(step_capture, name, lambda *_: None)
 
 
 def run(name: str, folder: Path) -> str:
