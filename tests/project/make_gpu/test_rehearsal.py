@@ -50,6 +50,15 @@ def test_a_check_that_fails_stops_no_other(
     assert rehearsal.main([]) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("gpu_script")  # which also forgets the modules of the steps
+def test_the_stand_in_finds_what_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each function and class that the steps run without a GPU."""
+    from steps_on_stand_in import install
+
+    install(monkeypatch)
+
+
 def test_what_the_checks_cover() -> None:
     """The files that mention CUDA, whatever they are called."""
     names = {Path(path).name for path in cuda_tests()}
@@ -57,7 +66,7 @@ def test_what_the_checks_cover() -> None:
         "test_cuda.py", "test_cuda_streams.py", "test_emulated_links.py", "test_slices.py",
         "test_races.py", "test_gpu_kernels.py", "test_gpu_peers.py", "test_nested_backward.py",
     }  # fmt: skip
-    assert "test_costs.py" not in names
+    assert not names & {"test_costs.py", "test_real_images.py"}  # the latter needs scikit-learn
 
 
 @pytest.mark.slow
