@@ -23,6 +23,7 @@ from pipesim.graph.tasks import Task, Tasks
 from pipesim.graph.verify import verify
 from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
+from pipesim.models.gpu import GPU, gpus
 from pipesim.models.layers import Layers
 from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
@@ -44,6 +45,7 @@ from pipesim.trace import hta
 import pipesim.named_schedules  # noqa: F401  # isort: skip  # registers them
 
 __all__ = [
+    "GPU",
     "Action",
     "AutogradOrders",
     "ClosedForm",
@@ -79,6 +81,7 @@ __all__ = [
     "balanced_split",
     "bidirectional",
     "compare",
+    "gpus",
     "hta",
     "linear",
     "looped",

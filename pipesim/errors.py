@@ -141,9 +141,14 @@ class RandomnessWarning(PipeWarning):
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
-    """Return ``"; did you mean 'gpipe'?"`` for the nearest known name, or an empty string."""
-    nearest = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.5)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    """Return ``"; did you mean 'gpipe'?"`` for the nearest known name, or an empty string.
+
+    The nearest are those that begin with ``name``, if it has two letters or more.
+    """
+    name, names = str(name), list(choices)
+    nearest = [choice for choice in names if len(name) > 1 and choice.startswith(name)]
+    nearest = nearest or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, nearest[:3]))}?" if nearest else ""
 
 
 def check_name(kind: str, name: object, choices: Iterable[str]) -> str:

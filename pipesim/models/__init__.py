@@ -1,7 +1,9 @@
-"""Costs of a pipeline from the sizes of a model: transformers, and profiled layers."""
+"""Costs of a pipeline from the sizes of a model: GPUs, transformers, and profiled layers."""
 
+from pipesim.models.gpu import GPU, gpus
+from pipesim.models.kernel import Kernel
 from pipesim.models.layers import Layers
 from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
 
-__all__ = ["Layers", "Shard", "Transformer"]
+__all__ = ["GPU", "Kernel", "Layers", "Shard", "Transformer", "gpus"]

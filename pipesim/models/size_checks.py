@@ -6,10 +6,10 @@ from math import inf
 
 from pipesim.errors import ArgumentError, check_count, number
 
-__all__ = ["check_divides", "check_size", "checked_rate"]
+__all__ = ["check_divides", "check_size", "checked_value"]
 
 #: Sizes, and bytes or FLOP/s, up to which no product in a formula overflows.
-_LARGEST, _FASTEST = 10**15, 1e100
+_LARGEST, _LARGEST_VALUE = 10**15, 1e100
 
 
 def check_size(name: str, value: object, minimum: int = 1) -> int:
@@ -39,8 +39,8 @@ def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
         )
 
 
-def checked_rate(name: str, value: object, unit: str) -> float:
-    """Return ``value`` as a float, checked to be finite and >= 0; a rate (FLOP/s) must be > 0.
+def checked_value(name: str, value: object, unit: str, *, above_zero: bool = False) -> float:
+    """Return ``value`` as a float, checked to be finite and >= 0, or > 0 if ``above_zero``.
 
     Raises
     ------
@@ -48,9 +48,9 @@ def checked_rate(name: str, value: object, unit: str) -> float:
         For anything else.
     """
     result = number(value)
-    least = "> 0" if unit == "FLOP/s" else ">= 0"
-    if result is None or not 0 <= result < inf or (result == 0 and unit == "FLOP/s"):
+    if result is None or not 0 <= result < inf or (result == 0 and above_zero):
+        least = "> 0" if above_zero else ">= 0"
         raise ArgumentError(f"{name} must be finite {unit} {least}, got {value!r}")
-    if result > _FASTEST:
-        raise ArgumentError(f"{name} must be at most {_FASTEST:g} {unit}, got {value!r}")
+    if result > _LARGEST_VALUE:
+        raise ArgumentError(f"{name} must be at most {_LARGEST_VALUE:g} {unit}, got {value!r}")
     return result

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pipesim.costs.layer_split import LayerPartition, Split
 from pipesim.errors import check_flag, check_name, check_type
-from pipesim.models.size_checks import check_divides, check_size, checked_rate
+from pipesim.models.size_checks import check_divides, check_size, checked_value
 from pipesim.models.stage_sizes import stage_sizes
 from pipesim.models.transformer import RECOMPUTE, LayerRecompute, Transformer
 
@@ -19,6 +19,8 @@ __all__ = ["Shard"]
 #: Bytes of a logit, which is in 32 bits for the loss, and of an element of a dropout mask, which
 #: has 8 bits (arXiv 2205.05198, section 4).
 _LOGIT_BYTES, _MASK_BYTES = 4, 1
+#: Bytes of a row's sum of exponentials, which FlashAttention keeps (arXiv 2307.08691, section 3.1).
+_STATISTIC_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Shard:
         Recompute of layers inside B and I. ``"selective"``: of the attention core, whose softmax
         and dropout are dropped (FlashAttention does not store them either). ``"full"``: of whole
         layers, of which only the input is kept.
+    flash_attention
+        Whether the attention core is one fused kernel, which keeps neither scores nor softmax, but
+        32 bits for each head and token.
 
     Raises
     ------
@@ -62,12 +67,14 @@ class Shard:
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     recompute: LayerRecompute = "none"
+    flash_attention: bool = False
 
     def __post_init__(self) -> None:
         check_type("model", self.model, Transformer)
         for name in ("microbatch_size", "tensor_parallel"):
             object.__setattr__(self, name, check_size(name, getattr(self, name)))
         check_flag("sequence_parallel", self.sequence_parallel)
+        check_flag("flash_attention", self.flash_attention)
         check_name("recompute", self.recompute, RECOMPUTE)
         for name in ("n_heads", "n_kv_heads", "ffn_size"):
             check_divides("tensor_parallel", self.tensor_parallel, name, getattr(self.model, name))
@@ -103,7 +110,9 @@ class Shard:
             return self.output_bytes
         model, e, mask = self.model, self.model.bytes_per_activation, self._mask
         split = e * self._split_inputs
-        if self.recompute == "none":  # the softmax, and its dropout's mask and output
+        if self.recompute == "none" and self.flash_attention:
+            split += _STATISTIC_BYTES * model.n_heads
+        elif self.recompute == "none":  # the softmax, and its dropout's mask and output
             core = e + (_MASK_BYTES + e) * model.dropout
             split += core * model.n_heads * model.sequence_length
         # Inputs of both norms, of QKV and of the MLP; masks of both dropouts.
@@ -196,7 +205,9 @@ class Shard:
         ArgumentError
             For a rate that is not finite and above 0, and as `Transformer.costs`.
         """
-        flops_per_second = checked_rate("flops_per_second", flops_per_second, "FLOP/s")
+        flops_per_second = checked_value(
+            "flops_per_second", flops_per_second, "FLOP/s", above_zero=True
+        )
         model, b = self.model, self.microbatch_size
         layer = 3 * model.layer_flops(b) + model.recomputed_flops(b, self.recompute)
         head = 3 * model.head_flops(b)

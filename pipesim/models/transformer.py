@@ -9,7 +9,7 @@ Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
 arXiv 2104.04473. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models", arXiv 2205.05198. Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241.
 
-The file has just over 300 lines: one class of short methods, and the docstrings of their formulas.
+The file has more than 300 lines: one class of short methods, and the docstrings of their formulas.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import LayerPartition, Split, checked_counts
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name
-from pipesim.models.size_checks import check_divides, check_size, checked_rate
+from pipesim.models.size_checks import check_divides, check_size, checked_value
 from pipesim.network.network import Network
 
 if TYPE_CHECKING:
+    import pandas as pd
+
+    from pipesim.models.gpu import GPU
     from pipesim.models.tensor_parallel import Shard
 
 __all__ = ["RECOMPUTE", "LayerRecompute", "Transformer", "costs_from_sizes"]
@@ -112,7 +115,7 @@ class Transformer:
             elif field.name in _SWITCHES:
                 check_flag(field.name, value)
             else:
-                object.__setattr__(self, field.name, checked_rate(field.name, value, "bytes"))
+                object.__setattr__(self, field.name, checked_value(field.name, value, "bytes"))
         object.__setattr__(self, "ffn_size", self.ffn_size or 4 * self.hidden_size)
         object.__setattr__(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
         check_divides("n_heads", self.n_heads, "hidden_size", self.hidden_size)
@@ -219,11 +222,69 @@ class Transformer:
         tensor_parallel: int = 1,
         sequence_parallel: bool = False,
         recompute: LayerRecompute = "none",
+        flash_attention: bool = False,
     ) -> Shard:
         """Return the share of one GPU; see `pipesim.models.tensor_parallel.Shard`."""
         from pipesim.models.tensor_parallel import Shard
 
-        return Shard(self, microbatch_size, tensor_parallel, sequence_parallel, recompute)
+        return Shard(
+            self, microbatch_size, tensor_parallel, sequence_parallel, recompute, flash_attention
+        )
+
+    def kernels(
+        self,
+        gpu: GPU,
+        *,
+        microbatch_size: int,
+        tensor_parallel: int = 1,
+        sequence_parallel: bool = False,
+        recompute: LayerRecompute = "none",
+        flash_attention: bool = False,
+    ) -> pd.DataFrame:
+        """Return the kernels that one GPU runs for one micro-batch, as a table of one row a kernel.
+
+        Parameters
+        ----------
+        gpu
+            Rates that kernels reach.
+        microbatch_size
+            Sequences of a micro-batch.
+        tensor_parallel, sequence_parallel, recompute, flash_attention
+            As in `pipesim.models.tensor_parallel.Shard`.
+
+        Returns
+        -------
+        pandas.DataFrame
+            ``part`` (layer, embedding, head); ``op``: F, I and W as in `pipesim.Op`, and R for
+            kernels that a backward runs again; ``kernel``, its name; ``n_kernels``; their
+            ``flops``, ``bytes`` and ``seconds``; and ``bound``, the longest share of these seconds:
+            compute, memory or overhead. Messages between GPUs are no kernels here.
+
+        Raises
+        ------
+        ArgumentError
+            As `Shard`.
+
+        Examples
+        --------
+        >>> from pipesim.models.gpu import GPU
+        >>> gpt3 = Transformer(hidden_size=12288, n_layers=96, n_heads=96, sequence_length=2048,
+        ...                    vocabulary_size=51200)
+        >>> table = gpt3.kernels(GPU.preset("a100_80gb"), microbatch_size=1, tensor_parallel=8)
+        >>> layer = table[table["part"] == "layer"]
+        >>> layer.groupby("op")["flops"].sum().div(2048 * 12288**2 / 8).round(2).to_dict()
+        {'F': 24.67, 'I': 25.33, 'W': 24.0}
+        """
+        from pipesim.models.kernel_table import kernel_table
+
+        shard = self.shard(
+            microbatch_size=microbatch_size,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+            flash_attention=flash_attention,
+        )
+        return kernel_table(shard, gpu)
 
     def costs(
         self,
@@ -275,7 +336,9 @@ class Transformer:
             For a number of stages without ``partition``, if the slowest stage takes more than 5 %
             longer than with ``"balanced"``.
         """
-        flops_per_second = checked_rate("flops_per_second", flops_per_second, "FLOP/s")
+        flops_per_second = checked_value(
+            "flops_per_second", flops_per_second, "FLOP/s", above_zero=True
+        )
         shard = self.shard(
             microbatch_size=microbatch_size,
             tensor_parallel=tensor_parallel,

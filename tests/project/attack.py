@@ -33,7 +33,7 @@ SYNONYMS = {
     "algorithm": ("unknown all-reduce".replace("-", " "), "unknown collective"),
     "configurations": ("sweep takes", "row 0", "grid: unknown key", "nothing to sweep"),
     "graph": ("TaskGraph",),
-    "name": ("unknown schedule", "unknown cost", "unknown machine"),
+    "name": ("unknown schedule", "unknown cost", "unknown machine", "unknown GPU"),
     "nbytes": ("bytes",),
     "others": ("paths",),
     "device_of": ("placement", "the device of stage"),

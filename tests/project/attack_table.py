@@ -16,6 +16,7 @@ import pandas as pd
 from places import DATA
 
 import pipesim as ps
+from pipesim.models.kernel import Kernel
 
 Good = Mapping[str, Any]
 __all__ = ["GOOD", "Good"]
@@ -44,6 +45,10 @@ def timeline() -> ps.Timeline:
 @cache
 def task_costs() -> ps.TaskCosts:
     return costs().of(graph())
+
+
+def gpu() -> ps.GPU:
+    return ps.GPU(flops=1e12, bandwidth=1e12)
 
 
 @cache
@@ -133,6 +138,11 @@ GOOD: dict[str, Callable[[Path], Good]] = {
         "n_layers": 4, "n_heads": 2, "sequence_length": 4, "vocabulary_size": 16},
     "ps.Empirical": lambda _: {"samples": [1.0, 2.0]},
     "ps.Failures": lambda _: {"every": 10.0, "pause": 1.0},
+    "ps.GPU": lambda _: {"flops": 1e12, "bandwidth": 1e12},
+    "ps.GPU.kernel_seconds": lambda _: {"self": gpu(), "kernel": Kernel("dropout", nbytes=1e6)},
+    "ps.GPU.kernel_shares": lambda _: {"self": gpu(), "kernel": Kernel("dropout", nbytes=1e6)},
+    "ps.GPU.preset": lambda _: {"name": "h100_sxm"},
+    "ps.GPU.seconds": lambda _: {"self": gpu(), "kernels": [Kernel("dropout", nbytes=1e6)]},
     "ps.Keys": lambda _: {"frequencies": [1.0, 2.0], "n_keys": 3},
     "ps.Keys.busiest": lambda _: {"self": ps.Keys([1.0], 3), "n_ranks": 2},
     "ps.Keys.counted": lambda _: {"keys": np.array([0, 1]), "n_rows": 2},
@@ -222,6 +232,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Transformer.core_flops": lambda _: {"self": model()},
     "ps.Transformer.costs": lambda _: {"self": model(), "layers_per_stage": 2, **SIZES},
     "ps.Transformer.head_flops": lambda _: {"self": model()},
+    "ps.Transformer.kernels": lambda _: {"self": model(), "gpu": gpu(), "microbatch_size": 1},
     "ps.Transformer.layer_flops": lambda _: {"self": model()},
     "ps.Transformer.linear_flops": lambda _: {"self": model()},
     "ps.Transformer.recomputed_flops": lambda _: {"self": model()},
@@ -232,6 +243,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.bidirectional": lambda _: {"n_devices": 2},
     "ps.autograd_orders": lambda _: {"n_devices": 2, "n_microbatches": 2, "costs": costs()},
     "ps.compare": lambda _: {"timelines": {"x": timeline()}},
+    "ps.gpus": lambda _: {},
     "ps.hta.save": lambda to: {"directory": to / "hta", "timeline": timeline()},
     "ps.linear": lambda _: {"n_devices": 2},
     "ps.looped": lambda _: {"n_devices": 2, "n_chunks": 2},

@@ -1,0 +1,92 @@
+"""Data sheets of common GPUs, and the shares of their rates that kernels reach.
+
+Nominal FLOP/s are those of dense matrix products in 16 bits with sums in 32 bits, without
+sparsity. Memory is in units of 10^9 bytes. Sources are the vendors' data sheets [1]_ to [13]_.
+
+Shares of FLOP/s are those of the best of many shapes of bfloat16 products in torch, where they were
+measured [14]_. A GPU that is not in that list has the share of a measured one of its architecture
+(``basis`` names it), or 0.8. Shares of bandwidth, 0.85, are assumed for all: large copies reach 0.9
+and more, the element-wise kernels of a training step less.
+
+References
+----------
+.. [1] NVIDIA, "V100 Tensor Core GPU", https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
+.. [2] NVIDIA, "A100 Tensor Core GPU", https://www.nvidia.com/en-us/data-center/a100/
+.. [3] NVIDIA, "H100 Tensor Core GPU", https://www.nvidia.com/en-us/data-center/h100/
+.. [4] NVIDIA, "H200 Tensor Core GPU", https://www.nvidia.com/en-us/data-center/h200/
+.. [5] NVIDIA, "DGX B200", https://www.nvidia.com/en-us/data-center/dgx-b200/ (eighth of a node)
+.. [6] NVIDIA, "GB200 NVL72", https://www.nvidia.com/en-us/data-center/gb200-nvl72/ (72nd of a rack)
+.. [7] NVIDIA, "L40S", https://www.nvidia.com/en-us/data-center/l40s/
+.. [8] NVIDIA, "L4 Tensor Core GPU", https://www.nvidia.com/en-us/data-center/l4/
+.. [9] NVIDIA, "Ada GPU Architecture", whitepaper, appendix A (RTX 4090),
+   https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+.. [10] AMD, "Instinct MI250X", https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html
+.. [11] AMD, "Instinct MI300X", https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
+.. [12] AMD, "Instinct MI325X", https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html
+.. [13] H20 and H800 are sold in China and have no public data sheet; these values are those of
+   https://www.techpowerup.com/gpu-specs/
+.. [14] Bekman, "Machine Learning Engineering", maximum achievable matmul FLOPS,
+   https://github.com/stas00/ml-engineering/tree/master/compute/accelerator
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DATA_SHEETS", "DataSheet"]
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """Nominal rates and memory of a GPU, and the shares that kernels reach.
+
+    Attributes
+    ----------
+    summary
+        Vendor, product and memory.
+    flops, bandwidth, memory
+        Nominal FLOP/s, bytes/s and bytes.
+    flops_efficiency, bandwidth_efficiency
+        Shares of both rates that kernels reach.
+    basis
+        Measurement or assumption behind ``flops_efficiency``.
+    source
+        Number of the source of the nominal values in the list of `pipesim.models.data_sheets`.
+    """
+
+    summary: str
+    flops: float
+    bandwidth: float
+    memory: float
+    flops_efficiency: float
+    basis: str
+    source: int
+    bandwidth_efficiency: float = 0.85
+
+
+_A100, _A100_PCIE, _H100 = (0.87, "measured"), (0.81, "measured"), (0.80, "measured")
+_MI250X, _MI300X, _MI325X = (0.77, "measured"), (0.51, "measured"), (0.60, "measured")
+_LIKE_A100, _LIKE_H100 = (0.87, "as A100 SXM"), (0.80, "as H100 SXM")
+_ASSUMED = 0.8, "assumed"
+
+DATA_SHEETS = {
+    "v100_sxm2": DataSheet("NVIDIA V100 SXM2 32 GB", 125e12, 900e9, 32e9, *_ASSUMED, 1),
+    "a100_40gb": DataSheet("NVIDIA A100 SXM 40 GB", 312e12, 1555e9, 40e9, *_A100, 2),
+    "a100_80gb": DataSheet("NVIDIA A100 SXM 80 GB", 312e12, 2039e9, 80e9, *_A100, 2),
+    "a100_pcie": DataSheet("NVIDIA A100 PCIe 80 GB", 312e12, 1935e9, 80e9, *_A100_PCIE, 2),
+    "a800_80gb": DataSheet("NVIDIA A800 SXM 80 GB", 312e12, 2039e9, 80e9, *_LIKE_A100, 2),
+    "h100_sxm": DataSheet("NVIDIA H100 SXM 80 GB", 989.4e12, 3350e9, 80e9, *_H100, 3),
+    "h100_pcie": DataSheet("NVIDIA H100 PCIe 80 GB", 756e12, 2000e9, 80e9, *_LIKE_H100, 3),
+    "h100_nvl": DataSheet("NVIDIA H100 NVL 94 GB", 835e12, 3900e9, 94e9, *_LIKE_H100, 3),
+    "h200": DataSheet("NVIDIA H200 SXM 141 GB", 989.4e12, 4800e9, 141e9, *_LIKE_H100, 4),
+    "h800": DataSheet("NVIDIA H800 SXM 80 GB", 989.4e12, 3350e9, 80e9, *_LIKE_H100, 13),
+    "h20": DataSheet("NVIDIA H20 96 GB", 148e12, 4000e9, 96e9, *_LIKE_H100, 13),
+    "b200": DataSheet("NVIDIA B200 SXM 180 GB", 2250e12, 8000e9, 180e9, *_LIKE_H100, 5),
+    "gb200": DataSheet("NVIDIA GB200 186 GB, one GPU", 2500e12, 8000e9, 186e9, *_LIKE_H100, 6),
+    "l40s": DataSheet("NVIDIA L40S 48 GB", 362e12, 864e9, 48e9, *_ASSUMED, 7),
+    "l4": DataSheet("NVIDIA L4 24 GB", 121e12, 300e9, 24e9, *_ASSUMED, 8),
+    "rtx_4090": DataSheet("NVIDIA GeForce RTX 4090 24 GB", 165.2e12, 1008e9, 24e9, *_ASSUMED, 9),
+    "mi250x": DataSheet("AMD MI250X 128 GB, both dies", 383e12, 3277e9, 128e9, *_MI250X, 10),
+    "mi300x": DataSheet("AMD MI300X 192 GB", 1307.4e12, 5300e9, 192e9, *_MI300X, 11),
+    "mi325x": DataSheet("AMD MI325X 256 GB", 1307.4e12, 6000e9, 256e9, *_MI325X, 12),
+}  # fmt: skip

@@ -1,0 +1,193 @@
+"""`GPU`: the rates that kernels reach on a GPU, the time to launch them, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipesim.errors import ArgumentError, check_list, check_name, check_text, check_type
+from pipesim.models.data_sheets import DATA_SHEETS
+from pipesim.models.kernel import Kernel
+from pipesim.models.size_checks import checked_value
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["GPU", "gpus"]
+
+#: Unit of each field that may be 0.
+_UNITS = {"launch": "seconds", "overhead": "seconds", "half_depth": "elements"}
+#: Assumptions of `GPU.preset`: seconds of the host's launch of a kernel, and of its own overhead;
+#: depth at half the rate.
+_LAUNCH, _OVERHEAD, _HALF_DEPTH = 6e-6, 2e-6, 64.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPU:
+    """A GPU by what its kernels reach, which is less than what its data sheet says.
+
+    A kernel takes ``max(flops * (1 + half_depth / depth) / gpu.flops, nbytes / gpu.bandwidth) +
+    overhead`` seconds, where the depth is the size that a matrix product sums over. An operation
+    takes as long as all its kernels, and at least ``launch`` for each of them: the host launches
+    kernels one after another while the GPU runs earlier ones.
+
+    Source of the maximum: Williams et al., "Roofline", Communications of the ACM 52(4), 2009.
+
+    Attributes
+    ----------
+    flops
+        FLOP/s of large and deep matrix products in 16 bits.
+    bandwidth
+        Bytes a second that element-wise kernels read and write in the GPU's memory.
+    launch
+        Seconds of the host to launch a kernel, which includes the Python code around it.
+    memory
+        Bytes of memory; None (the default) if unknown.
+    overhead
+        Seconds of a kernel beside its work: the gap before it, and its start and end.
+    half_depth
+        Depth at which a matrix product reaches half of ``flops``. Each tile of its result begins
+        with loads and ends with a store, during which it computes nothing.
+    peak_flops
+        FLOP/s of the data sheet without sparsity, the base of the model FLOPs utilization; None
+        (the default) for ``flops``.
+    name
+        Name for tables; empty for none.
+
+    Raises
+    ------
+    ArgumentError
+        For rates and memory that are not finite and above 0, times that are not finite and at
+        least 0, and for ``peak_flops`` below ``flops``.
+
+    Examples
+    --------
+    >>> gpu = GPU(flops=200e12, bandwidth=1.5e12, launch=10e-6, memory=80e9)
+    >>> gpu.seconds([Kernel("matrix product", flops=2e12, nbytes=1e9, depth=4096)])
+    0.01
+    >>> gpu.seconds([Kernel("dropout", nbytes=3e6)])  # 2 us, but its launch takes 10 us
+    1e-05
+    """
+
+    flops: float
+    bandwidth: float
+    launch: float = 0.0
+    memory: float | None = None
+    overhead: float = 0.0
+    half_depth: float = 0.0
+    peak_flops: float | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        rates = {"flops": "FLOP/s", "bandwidth": "bytes/s", "memory": "bytes",
+                 "peak_flops": "FLOP/s"}  # fmt: skip
+        for field, unit in {**rates, **_UNITS}.items():
+            value = getattr(self, field)
+            if value is not None or field not in ("memory", "peak_flops"):
+                checked = checked_value(field, value, unit, above_zero=field in rates)
+                object.__setattr__(self, field, checked)
+        if self.peak < self.flops:
+            raise ArgumentError(
+                f"peak_flops={self.peak:g} must be at least flops={self.flops:g}: flops are those "
+                "that kernels reach, and peak_flops those of the data sheet"
+            )
+        check_text("name", self.name)
+
+    @property
+    def peak(self) -> float:
+        """``peak_flops``, or ``flops`` if it was not given (FLOP/s)."""
+        return self.flops if self.peak_flops is None else self.peak_flops
+
+    @classmethod
+    def preset(cls, name: str, *, launch: float = _LAUNCH) -> GPU:
+        """Return a common GPU from its data sheet; `pipesim.gpus` lists them.
+
+        ``flops`` and ``bandwidth`` are nominal rates times the efficiencies in that list, which
+        are measured for some GPUs, and assumed for others. The rest is assumed: an ``overhead`` of
+        2 us, a ``half_depth`` of 64, by which FlashAttention with heads of 128 elements reaches two
+        thirds of ``flops``, and ``launch``. A framework that runs layers from Python needs 5 to
+        50 us a kernel: give yours if operations are short.
+
+        Raises
+        ------
+        UnknownNameError
+            Naming the nearest known name and all of them.
+        ArgumentError
+            For a ``launch`` that is negative or not finite.
+        """
+        sheet = DATA_SHEETS[check_name("GPU", name, DATA_SHEETS)]
+        return cls(
+            flops=sheet.flops * sheet.flops_efficiency,
+            bandwidth=sheet.bandwidth * sheet.bandwidth_efficiency,
+            launch=launch,
+            memory=sheet.memory,
+            overhead=_OVERHEAD,
+            half_depth=_HALF_DEPTH,
+            peak_flops=sheet.flops,
+            name=name,
+        )
+
+    def kernel_shares(self, kernel: Kernel) -> dict[str, float]:
+        """Return the seconds of a kernel's matrix products, of its memory, and its overhead.
+
+        The keys are ``"compute"``, ``"memory"`` and ``"overhead"``. The first two overlap.
+
+        Raises
+        ------
+        ArgumentTypeError
+            For anything but a `Kernel`.
+        """
+        check_type("kernel", kernel, Kernel)
+        shallow = 1 + self.half_depth / kernel.depth if kernel.depth else 1.0
+        return {
+            "compute": kernel.flops * shallow / self.flops,
+            "memory": kernel.nbytes / self.bandwidth,
+            "overhead": kernel.n_kernels * self.overhead,
+        }
+
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        """Return the seconds that the GPU is busy with a kernel, whatever its launch takes.
+
+        Raises
+        ------
+        ArgumentTypeError
+            For anything but a `Kernel`.
+        """
+        shares = self.kernel_shares(kernel)
+        return max(shares["compute"], shares["memory"]) + shares["overhead"]
+
+    def seconds(self, kernels: Iterable[Kernel]) -> float:
+        """Return the seconds of an operation: of its kernels, or of their launches if longer.
+
+        Parameters
+        ----------
+        kernels
+            Kernels of the operation, which run one after another.
+
+        Raises
+        ------
+        ArgumentTypeError
+            For anything but kernels.
+        """
+        operation: list[Kernel] = check_list("kernels", kernels, "kernels")
+        busy = sum(map(self.kernel_seconds, operation))
+        return max(busy, self.launch * sum(kernel.n_kernels for kernel in operation))
+
+
+def gpus() -> pd.DataFrame:
+    """List the GPUs that `GPU.preset` accepts, one row a name.
+
+    Columns: ``summary``; nominal ``flops`` (FLOP/s, dense, 16 bits), ``bandwidth`` (bytes/s) and
+    ``memory`` (bytes); ``flops_efficiency`` and ``bandwidth_efficiency``, the shares of these
+    rates that kernels reach; ``basis`` of the efficiencies; ``source`` of the nominal values.
+
+    Examples
+    --------
+    >>> gpus().loc["h100_sxm", ["flops", "flops_efficiency"]].tolist()
+    [989400000000000.0, 0.8]
+    """
+    import pandas as pd
+
+    rows = {name: vars(sheet) for name, sheet in DATA_SHEETS.items()}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name")

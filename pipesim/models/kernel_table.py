@@ -1,0 +1,43 @@
+"""`kernel_table`: the kernels of a shard with their seconds on a GPU, as a table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipesim.errors import check_type
+from pipesim.models.gpu import GPU
+from pipesim.models.kernel import Kernel
+from pipesim.models.layer_kernels import embedding_kernels, head_kernels, layer_kernels
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from pipesim.models.tensor_parallel import Shard
+
+__all__ = ["kernel_table"]
+
+_PARTS = {"layer": layer_kernels, "embedding": embedding_kernels, "head": head_kernels}
+#: Operation of each field of `OperationKernels`.
+_OPS = {"forward": "F", "recompute": "R", "input_grad": "I", "weight_grad": "W"}
+
+
+def kernel_table(shard: Shard, gpu: GPU) -> pd.DataFrame:
+    """Return the kernels of a shard; see `pipesim.Transformer.kernels` for its columns."""
+    import pandas as pd
+
+    check_type("gpu", gpu, GPU, 'give such as pipesim.GPU.preset("h100_sxm")')
+    rows = [
+        (part, op, kernel.name, kernel.n_kernels, kernel.flops, kernel.nbytes,
+         gpu.kernel_seconds(kernel), _bound(kernel, gpu))
+        for part, kernels_of in _PARTS.items()
+        for field, op in _OPS.items()
+        for kernel in getattr(kernels_of(shard), field)
+    ]  # fmt: skip
+    columns = ["part", "op", "kernel", "n_kernels", "flops", "bytes", "seconds", "bound"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _bound(kernel: Kernel, gpu: GPU) -> str:
+    """Return the longest share of a kernel's seconds."""
+    shares = gpu.kernel_shares(kernel)
+    return max(shares, key=shares.__getitem__)

@@ -1,0 +1,214 @@
+"""Kernels of a transformer on one GPU: those of a layer, of the embedding, and of head and loss.
+
+Each tensor is read or written once by a kernel. Frameworks fuse what is adjacent and element-wise:
+bias, dropout and residual sum; bias and activation; scale, mask and softmax (Korthikanti et al.,
+arXiv 2205.05198, section 5; Megatron-LM). Letters are those of `pipesim.models.transformer`, with
+T = bs tokens, d = h/a elements a head, and e bytes an element.
+
+Matrix products, forward, as (rows, columns, depth); each has a product for the gradient of its
+input, (rows, depth, columns), and one for that of its weight, (depth, columns, rows):
+
+==========  ================  ==========================================
+name        shape             note
+==========  ================  ==========================================
+qkv         T, (h+2k)/t, h
+projection  T, h, h/t
+up          T, gf/t, h        with the gate of a gated MLP
+down        T, h, f/t
+logits      T, v/t, h
+==========  ================  ==========================================
+
+The attention core has 2 products forward, of depth d and s, and 4 backward. Fused (FlashAttention)
+it is one kernel of depth d, which computes the half of the scores that the causal mask leaves, and
+2.5 times as many FLOPs backward, since it computes the scores again (Dao, arXiv 2307.08691,
+section 3). Unfused, scores are written and read by softmax and dropout, and none are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipesim.models.kernel import Kernel
+
+if TYPE_CHECKING:
+    from pipesim.models.tensor_parallel import Shard
+
+__all__ = ["OperationKernels", "embedding_kernels", "head_kernels", "layer_kernels"]
+
+#: Bytes of an element of a dropout mask, and of a number in 32 bits.
+_MASK, _FP32 = 1, 4
+#: FLOPs of a fused attention core backward over those of its forward.
+_FLASH_BACKWARD = 2.5
+
+
+class OperationKernels(NamedTuple):
+    """Kernels of one layer, of the embedding, or of the head, by operation.
+
+    Attributes
+    ----------
+    forward, input_grad, weight_grad
+        Kernels of F, I and W. B has those of I and W.
+    recompute
+        Kernels that a backward runs again with the ``recompute`` of the shard.
+    """
+
+    forward: tuple[Kernel, ...]
+    input_grad: tuple[Kernel, ...]
+    weight_grad: tuple[Kernel, ...]
+    recompute: tuple[Kernel, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Numbers of one shard that formulas share."""
+
+    shard: Shard
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.shard.microbatch_size * self.shard.model.sequence_length
+
+    @property
+    def share(self) -> float:
+        """Tokens of the tensors that tensor parallelism leaves whole: T, or T/t."""
+        return self.tokens / (self.shard.tensor_parallel if self.shard.sequence_parallel else 1)
+
+    @property
+    def mask(self) -> int:
+        """Bytes of an element of a dropout's mask; 0 without dropout."""
+        return _MASK * self.shard.model.dropout
+
+    def product(self, name: str, rows: float, columns: float, depth: float) -> Kernel:
+        """Return a matrix product whose operands and result are in 16 bits."""
+        e = self.shard.model.bytes_per_activation
+        nbytes = e * (rows * depth + depth * columns + rows * columns)
+        return Kernel(name, 2 * rows * columns * depth, nbytes, depth)
+
+    def weight_grad(self, name: str, inputs: float, outputs: float) -> tuple[Kernel, ...]:
+        """Return the product of a weight's gradient, which adds to the sum of micro-batches.
+
+        The gradient of a bias is a sum over the gradients of outputs.
+        """
+        model, tokens = self.shard.model, self.tokens
+        e, sums = model.bytes_per_activation, 2 * model.bytes_per_gradient
+        nbytes = e * tokens * (inputs + outputs) + sums * inputs * outputs
+        product = Kernel(f"{name} weight", 2 * tokens * inputs * outputs, nbytes, tokens)
+        if not model.biases:
+            return (product,)
+        return product, Kernel(f"{name} bias", nbytes=e * tokens * outputs)
+
+
+def layer_kernels(shard: Shard) -> OperationKernels:
+    """Return the kernels of a layer."""
+    sizes, model, t = _Sizes(shard), shard.model, shard.tensor_parallel
+    h, f, e = model.hidden_size, model.ffn_size / t, model.bytes_per_activation
+    qkv, up = (h + 2 * model.kv_size) / t, model.mlp_inputs * f
+    tokens, share = sizes.tokens, sizes.share
+    norm = Kernel("norm", nbytes=2 * e * h * share)
+    norm_back = Kernel("norm", nbytes=3 * e * h * share)
+    name = "dropout and residual" if model.dropout else "residual"
+    residual = Kernel(name, nbytes=(3 * e + sizes.mask) * h * share)
+    # The mask, if there is one, and the sum of the gradients of branch and residual.
+    residual_back = [Kernel("residual", nbytes=3 * e * h * share)]
+    if model.dropout:
+        residual_back.insert(0, Kernel("dropout", nbytes=(2 * e + _MASK) * h * share))
+    activation = Kernel("activation", nbytes=e * (up + f) * tokens)
+    activation_back = Kernel("activation", nbytes=e * (2 * up + f) * tokens)
+    rotary = [] if model.learned_positions else [
+        Kernel("rotary positions", nbytes=2 * e * (h + model.kv_size) / t * tokens, n_kernels=2)
+    ]  # fmt: skip
+    core = _core(sizes)
+    forward = (
+        norm, sizes.product("qkv", tokens, qkv, h), *rotary, *core.forward,
+        sizes.product("projection", tokens, h, h / t), residual,
+        norm, sizes.product("up", tokens, up, h), activation,
+        sizes.product("down", tokens, h, f), residual,
+    )  # fmt: skip
+    input_grad = (
+        *residual_back, sizes.product("down input", tokens, f, h), activation_back,
+        sizes.product("up input", tokens, h, up), norm_back,
+        *residual_back, sizes.product("projection input", tokens, h / t, h), *core.input_grad,
+        *rotary, sizes.product("qkv input", tokens, h, qkv), norm_back,
+    )  # fmt: skip
+    weight_grad = (
+        *sizes.weight_grad("down", f, h), *sizes.weight_grad("up", h, up),
+        *sizes.weight_grad("projection", h / t, h), *sizes.weight_grad("qkv", h, qkv),
+    )  # fmt: skip
+    recompute = {"none": (), "selective": core.forward, "full": forward}[shard.recompute]
+    return OperationKernels(forward, input_grad, weight_grad, recompute)
+
+
+def _core(sizes: _Sizes) -> OperationKernels:
+    """Return the kernels of the attention core, which has no weights."""
+    shard, tokens = sizes.shard, sizes.tokens
+    model, t = shard.model, shard.tensor_parallel
+    h, k, s = model.hidden_size, model.kv_size, model.sequence_length
+    e, head = model.bytes_per_activation, h / model.n_heads
+    if shard.flash_attention:
+        flops = 2 * tokens * s * h / t
+        ends = e * (2 * h + 2 * k) / t * tokens  # queries, keys, values, output
+        forward = Kernel("attention", flops, ends, head)
+        backward = Kernel("attention", _FLASH_BACKWARD * flops, 2 * ends, head, n_kernels=2)
+        return OperationKernels((forward,), (backward,), ())
+    scores = model.n_heads / t * s * tokens
+    flops = 2 * scores * head
+    # Each of the two products reads or writes the scores, and two tensors of the tokens.
+    query_key = Kernel("scores", flops, e * (scores + (h + k) / t * tokens), head)
+    context = Kernel("context", flops, e * (scores + (h + k) / t * tokens), s)
+    softmax = Kernel("softmax", nbytes=2 * e * scores)
+    softmax_back = Kernel("softmax", nbytes=3 * e * scores)
+    dropout = [Kernel("dropout of scores", nbytes=(2 * e + _MASK) * scores)] * model.dropout
+    gradients = query_key._replace(name="scores input", n_kernels=2, flops=2 * flops, depth=s)
+    values = context._replace(name="context input", n_kernels=2, flops=2 * flops, depth=head)
+    return OperationKernels(
+        (query_key, softmax, *dropout, context),
+        (
+            values._replace(nbytes=2 * values.nbytes), *dropout, softmax_back,
+            gradients._replace(nbytes=2 * gradients.nbytes),
+        ),
+        (),
+    )  # fmt: skip
+
+
+def embedding_kernels(shard: Shard) -> OperationKernels:
+    """Return the kernels of the embedding: rows of tokens, sum with positions, dropout."""
+    sizes, model = _Sizes(shard), shard.model
+    width = model.bytes_per_activation * model.hidden_size
+    forward = [Kernel("embedding", nbytes=2 * width * sizes.tokens)]
+    backward = []
+    if model.learned_positions:
+        forward.append(Kernel("positions", nbytes=3 * width * sizes.share))
+    if model.dropout:
+        masks = sizes.mask * model.hidden_size * sizes.share
+        dropout = Kernel("dropout", nbytes=2 * width * sizes.share + masks)
+        forward.append(dropout)
+        backward.append(dropout)
+    added = 2 * model.bytes_per_gradient * model.hidden_size * sizes.tokens
+    weight = Kernel("embedding weight", nbytes=width * sizes.tokens + added)
+    return OperationKernels(tuple(forward), tuple(backward), (weight,))
+
+
+def head_kernels(shard: Shard) -> OperationKernels:
+    """Return the kernels of final norm, LM head and loss, whose logits are in 32 bits.
+
+    The cross-entropy is that of Megatron-LM over a split vocabulary: a cast, the largest logit, its
+    subtraction, exponentials, their sum, and the probabilities that the backward keeps.
+    """
+    sizes, model, t = _Sizes(shard), shard.model, shard.tensor_parallel
+    h, v, e = model.hidden_size, model.vocabulary_size / t, model.bytes_per_activation
+    logits = v * sizes.tokens
+    norm = Kernel("norm", nbytes=2 * e * h * sizes.share)
+    cast = Kernel("cast of logits", nbytes=(e + _FP32) * logits)
+    # Reads and writes: largest 1, subtraction 2, exponentials 2, sum 1, probabilities 2.
+    loss = Kernel("cross-entropy", nbytes=8 * _FP32 * logits, n_kernels=5)
+    loss_back = Kernel("cross-entropy", nbytes=2 * _FP32 * logits, n_kernels=2)
+    return OperationKernels(
+        (norm, sizes.product("logits", sizes.tokens, v, h), cast, loss),
+        (
+            loss_back, cast, sizes.product("logits input", sizes.tokens, h, v),
+            norm._replace(nbytes=3 * e * h * sizes.share),
+        ),
+        sizes.weight_grad("logits", h, v)[:1],  # the head has no bias
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""`GPU`: seconds of kernels by hand, presets, and bad values."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+
+import pipesim as ps
+from pipesim.errors import ArgumentError, ArgumentTypeError, UnknownNameError
+from pipesim.models.kernel import Kernel
+
+#: 1e12 FLOP/s, 1e9 bytes/s; 1 us to launch, 0.5 us a kernel.
+SMALL = ps.GPU(flops=1e12, bandwidth=1e9, launch=1e-6, overhead=5e-7, half_depth=100)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "seconds"),
+    [
+        (Kernel("deep", flops=1e9), 1e-3 + 5e-7),
+        (Kernel("depth of 100", flops=1e9, depth=100), 2e-3 + 5e-7),
+        (Kernel("depth of 300", flops=3e9, depth=300), 4e-3 + 5e-7),
+        (Kernel("memory", nbytes=1e6), 1e-3 + 5e-7),
+        (Kernel("both", flops=1e9, nbytes=2e6), 2e-3 + 5e-7),
+        (Kernel("three", nbytes=1e6, n_kernels=3), 1e-3 + 15e-7),
+        (Kernel("nothing"), 5e-7),
+    ],
+    ids=lambda x: x.name if isinstance(x, Kernel) else "",
+)
+def test_seconds_of_a_kernel(kernel: Kernel, seconds: float) -> None:
+    assert SMALL.kernel_seconds(kernel) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_an_operation_takes_its_kernels_or_their_launches() -> None:
+    """Launches overlap with kernels: the longer of both sums counts, not the sum of longer ones."""
+    short, long = Kernel("short", nbytes=100), Kernel("long", nbytes=3000)  # 0.6 and 3.5 us
+    assert SMALL.seconds([short, long]) == pytest.approx(4.1e-6)
+    assert SMALL.seconds([short] * 4) == pytest.approx(4e-6)
+    assert SMALL.seconds([short, short, long]) == pytest.approx(4.7e-6)
+    assert SMALL.seconds([]) == 0
+
+
+def test_presets_are_data_sheets_times_efficiencies() -> None:
+    table = ps.gpus()
+    for name, row in table.iterrows():
+        gpu = ps.GPU.preset(str(name))
+        assert gpu.flops == row["flops"] * row["flops_efficiency"]
+        assert gpu.bandwidth == row["bandwidth"] * row["bandwidth_efficiency"]
+        assert (gpu.peak, gpu.memory, gpu.name) == (row["flops"], row["memory"], name)
+        assert row["basis"]
+        assert 1 <= row["source"] <= 14
+    assert ps.GPU.preset("h200", launch=3e-5).launch == 3e-5
+    assert {"a100_80gb", "h100_sxm", "h200", "b200", "mi300x"} <= set(table.index)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"flops": 0}, "flops must be finite FLOP/s > 0, got 0"),
+        ({"bandwidth": 0.0}, "bandwidth must be finite bytes/s > 0"),
+        ({"bandwidth": inf}, "bandwidth must be finite"),
+        ({"launch": -1e-6}, "launch must be finite seconds >= 0"),
+        ({"overhead": nan}, "overhead must be finite seconds"),
+        ({"half_depth": -1}, "half_depth must be finite elements >= 0"),
+        ({"memory": 0}, "memory must be finite bytes > 0"),
+        ({"peak_flops": 5e11}, r"peak_flops=5e\+11 must be at least flops=1e\+12"),
+    ],
+)
+def test_bad_values(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        ps.GPU(**{"flops": 1e12, "bandwidth": 1e9, **options})
+
+
+def test_unknown_names_and_other_types() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"'h100'; did you mean 'h100_nvl' or 'h100_pcie' or"
+    ):
+        ps.GPU.preset("h100")
+    with pytest.raises(ArgumentTypeError):
+        SMALL.seconds([("dropout", 0.0)])  # type: ignore[list-item]
