@@ -25,6 +25,7 @@ from pipesim.list_scheduling.order_by import order_by
 from pipesim.lowering.lower import lower
 from pipesim.models.gpu import GPU, gpus
 from pipesim.models.layers import Layers
+from pipesim.models.published_models import transformers
 from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
 from pipesim.network.links import Link, Nodes
@@ -96,6 +97,7 @@ __all__ = [
     "simulate_many",
     "sweep",
     "trace",
+    "transformers",
     "v_shaped",
     "verify",
     "waves",

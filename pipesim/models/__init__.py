@@ -3,7 +3,8 @@
 from pipesim.models.gpu import GPU, gpus
 from pipesim.models.kernel import Kernel
 from pipesim.models.layers import Layers
+from pipesim.models.published_models import transformers
 from pipesim.models.tensor_parallel import Shard
 from pipesim.models.transformer import Transformer
 
-__all__ = ["GPU", "Kernel", "Layers", "Shard", "Transformer", "gpus"]
+__all__ = ["GPU", "Kernel", "Layers", "Shard", "Transformer", "gpus", "transformers"]

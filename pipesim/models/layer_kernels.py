@@ -3,7 +3,7 @@
 Each tensor is read or written once by a kernel. Frameworks fuse what is adjacent and element-wise:
 bias, dropout and residual sum; bias and activation; scale, mask and softmax (Korthikanti et al.,
 arXiv 2205.05198, section 5; Megatron-LM). Letters are those of `pipesim.models.transformer`, with
-T = bs tokens, d = h/a elements a head, and e bytes an element.
+T = bs tokens, d = q/a elements a head, and e bytes an element.
 
 Matrix products, forward, as (rows, columns, depth); each has a product for the gradient of its
 input, (rows, depth, columns), and one for that of its weight, (depth, columns, rows):
@@ -11,8 +11,8 @@ input, (rows, depth, columns), and one for that of its weight, (depth, columns, 
 ==========  ================  ==========================================
 name        shape             note
 ==========  ================  ==========================================
-qkv         T, (h+2k)/t, h
-projection  T, h, h/t
+qkv         T, (q+2k)/t, h
+projection  T, h, q/t
 up          T, gf/t, h        with the gate of a gated MLP
 down        T, h, f/t
 logits      T, v/t, h
@@ -104,7 +104,8 @@ def layer_kernels(shard: Shard) -> OperationKernels:
     """Return the kernels of a layer."""
     sizes, model, t = _Sizes(shard), shard.model, shard.tensor_parallel
     h, f, e = model.hidden_size, model.ffn_size / t, model.bytes_per_activation
-    qkv, up = (h + 2 * model.kv_size) / t, model.mlp_inputs * f
+    qkv, up = (model.query_size + 2 * model.kv_size) / t, model.mlp_inputs * f
+    attended = model.query_size / t
     tokens, share = sizes.tokens, sizes.share
     norm = Kernel("norm", nbytes=2 * e * h * share)
     norm_back = Kernel("norm", nbytes=3 * e * h * share)
@@ -116,25 +117,26 @@ def layer_kernels(shard: Shard) -> OperationKernels:
         residual_back.insert(0, Kernel("dropout", nbytes=(2 * e + _MASK) * h * share))
     activation = Kernel("activation", nbytes=e * (up + f) * tokens)
     activation_back = Kernel("activation", nbytes=e * (2 * up + f) * tokens)
+    rotated = (model.query_size + model.kv_size) / t
     rotary = [] if model.learned_positions else [
-        Kernel("rotary positions", nbytes=2 * e * (h + model.kv_size) / t * tokens, n_kernels=2)
+        Kernel("rotary positions", nbytes=2 * e * rotated * tokens, n_kernels=2)
     ]  # fmt: skip
     core = _core(sizes)
     forward = (
         norm, sizes.product("qkv", tokens, qkv, h), *rotary, *core.forward,
-        sizes.product("projection", tokens, h, h / t), residual,
+        sizes.product("projection", tokens, h, attended), residual,
         norm, sizes.product("up", tokens, up, h), activation,
         sizes.product("down", tokens, h, f), residual,
     )  # fmt: skip
     input_grad = (
         *residual_back, sizes.product("down input", tokens, f, h), activation_back,
         sizes.product("up input", tokens, h, up), norm_back,
-        *residual_back, sizes.product("projection input", tokens, h / t, h), *core.input_grad,
+        *residual_back, sizes.product("projection input", tokens, attended, h), *core.input_grad,
         *rotary, sizes.product("qkv input", tokens, h, qkv), norm_back,
     )  # fmt: skip
     weight_grad = (
         *sizes.weight_grad("down", f, h), *sizes.weight_grad("up", h, up),
-        *sizes.weight_grad("projection", h / t, h), *sizes.weight_grad("qkv", h, qkv),
+        *sizes.weight_grad("projection", attended, h), *sizes.weight_grad("qkv", h, qkv),
     )  # fmt: skip
     recompute = {"none": (), "selective": core.forward, "full": forward}[shard.recompute]
     return OperationKernels(forward, input_grad, weight_grad, recompute)
@@ -144,19 +146,19 @@ def _core(sizes: _Sizes) -> OperationKernels:
     """Return the kernels of the attention core, which has no weights."""
     shard, tokens = sizes.shard, sizes.tokens
     model, t = shard.model, shard.tensor_parallel
-    h, k, s = model.hidden_size, model.kv_size, model.sequence_length
-    e, head = model.bytes_per_activation, h / model.n_heads
+    q, k, s = model.query_size, model.kv_size, model.sequence_length
+    e, head = model.bytes_per_activation, q / model.n_heads
     if shard.flash_attention:
-        flops = 2 * tokens * s * h / t
-        ends = e * (2 * h + 2 * k) / t * tokens  # queries, keys, values, output
+        flops = 2 * tokens * s * q / t
+        ends = e * (2 * q + 2 * k) / t * tokens  # queries, keys, values, output
         forward = Kernel("attention", flops, ends, head)
         backward = Kernel("attention", _FLASH_BACKWARD * flops, 2 * ends, head, n_kernels=2)
         return OperationKernels((forward,), (backward,), ())
     scores = model.n_heads / t * s * tokens
     flops = 2 * scores * head
     # Each of the two products reads or writes the scores, and two tensors of the tokens.
-    query_key = Kernel("scores", flops, e * (scores + (h + k) / t * tokens), head)
-    context = Kernel("context", flops, e * (scores + (h + k) / t * tokens), s)
+    query_key = Kernel("scores", flops, e * (scores + (q + k) / t * tokens), head)
+    context = Kernel("context", flops, e * (scores + (q + k) / t * tokens), s)
     softmax = Kernel("softmax", nbytes=2 * e * scores)
     softmax_back = Kernel("softmax", nbytes=3 * e * scores)
     dropout = [Kernel("dropout of scores", nbytes=(2 * e + _MASK) * scores)] * model.dropout

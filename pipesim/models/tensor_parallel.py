@@ -281,7 +281,7 @@ class Shard:
         outputs, and the inputs, that W needs have the same size.
         """
         model = self.model
-        return 2 * model.hidden_size + 2 * model.kv_size + (model.mlp_inputs + 1) * model.ffn_size
+        return 2 * model.query_size + 2 * model.kv_size + (model.mlp_inputs + 1) * model.ffn_size
 
     @property
     def _logit_bytes(self) -> float:

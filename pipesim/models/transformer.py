@@ -1,9 +1,10 @@
 """`Transformer`: parameters, FLOPs and `Costs` of a decoder-only transformer, from its sizes.
 
 Letters of the formulas, here and in `pipesim.models.tensor_parallel`: s tokens a sequence, b
-sequences a micro-batch (B a batch), h hidden size, a heads, k size of all keys of a token (h,
-unless heads share them), f inner size of the MLP, g matrices of the MLP that read its input (1, or
-2 if it is gated), v vocabulary, L layers, t tensor-parallel size.
+sequences a micro-batch (B a batch), h hidden size, a heads, q size of all queries of a token (h,
+unless the size of a head is given), k that of all keys (q, unless heads share them), f inner size
+of the MLP, g matrices of the MLP that read its input (1, or 2 if it is gated), v vocabulary, L
+layers, t tensor-parallel size.
 
 Sources: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
 arXiv 2104.04473. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipesim.costs.costs import Costs, PerStage
 from pipesim.costs.layer_split import LayerPartition, Split, checked_counts
 from pipesim.errors import ArgumentError, check_count, check_flag, check_name
+from pipesim.models.published_models import published_sizes
 from pipesim.models.size_checks import check_divides, check_size, checked_value
 from pipesim.network.network import Network
 
@@ -38,7 +40,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 _COUNTS = (
     "hidden_size", "n_layers", "n_heads", "sequence_length", "vocabulary_size", "ffn_size",
-    "n_kv_heads",
+    "n_kv_heads", "head_size",
 )  # fmt: skip
 _SWITCHES = ("gated_mlp", "biases", "learned_positions", "dropout", "tied_embeddings")
 
@@ -50,12 +52,14 @@ class Transformer:
     Attributes
     ----------
     hidden_size, n_layers, n_heads, sequence_length, vocabulary_size
-        h, L, a, s and v. Each head has h/a elements.
+        h, L, a, s and v.
     ffn_size
         f; 0 (the default) for 4h.
     n_kv_heads
         Heads of keys and values, each shared by as many heads of queries (grouped-query
         attention); 0 (the default) for a.
+    head_size
+        Elements of a head, q/a; 0 (the default) for h/a.
     gated_mlp
         Whether the MLP is ``down(act(gate(x)) * up(x))`` (SwiGLU), of three matrices.
     biases
@@ -96,6 +100,7 @@ class Transformer:
     vocabulary_size: int
     ffn_size: int = 0
     n_kv_heads: int = 0
+    head_size: int = 0
     gated_mlp: bool = False
     biases: bool = True
     learned_positions: bool = True
@@ -118,13 +123,47 @@ class Transformer:
                 object.__setattr__(self, field.name, checked_value(field.name, value, "bytes"))
         object.__setattr__(self, "ffn_size", self.ffn_size or 4 * self.hidden_size)
         object.__setattr__(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
-        check_divides("n_heads", self.n_heads, "hidden_size", self.hidden_size)
+        if not self.head_size:
+            check_divides("n_heads", self.n_heads, "hidden_size", self.hidden_size)
         check_divides("n_kv_heads", self.n_kv_heads, "n_heads", self.n_heads)
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Transformer:
+        """Return a published model; `pipesim.transformers` lists them with their sources.
+
+        Parameters
+        ----------
+        name
+            Such as ``"llama3_70b"``.
+        **changes
+            Attributes to change, such as ``sequence_length=4096`` or ``n_layers=12``.
+
+        Raises
+        ------
+        UnknownNameError
+            For an unknown model or attribute, with the nearest known name.
+        ArgumentError
+            As `Transformer`.
+
+        Examples
+        --------
+        >>> f"{Transformer.preset('llama3_70b').n_parameters:.4g}"
+        '7.055e+10'
+        """
+        sizes = published_sizes(name)
+        for attribute in changes:
+            check_name("attribute of a transformer", attribute, [x.name for x in fields(cls)])
+        return cls(**{**sizes, **changes})
+
+    @property
+    def query_size(self) -> int:
+        """Elements of all queries of a token, q; the output of the attention core has as many."""
+        return self.head_size * self.n_heads or self.hidden_size
 
     @property
     def kv_size(self) -> int:
         """Elements of all keys of a token, k; its values have as many."""
-        return self.hidden_size // self.n_heads * self.n_kv_heads
+        return self.query_size // self.n_heads * self.n_kv_heads
 
     @property
     def mlp_inputs(self) -> int:
@@ -133,9 +172,9 @@ class Transformer:
 
     @property
     def layer_matrices(self) -> int:
-        """Parameters of a layer's linear maps without biases: h(h + 2k) + hh + (g + 1)hf."""
-        h = self.hidden_size
-        return h * (2 * h + 2 * self.kv_size + (self.mlp_inputs + 1) * self.ffn_size)
+        """Parameters of a layer's linear maps without biases: h(q + 2k) + qh + (g + 1)hf."""
+        attention = 2 * self.query_size + 2 * self.kv_size
+        return self.hidden_size * (attention + (self.mlp_inputs + 1) * self.ffn_size)
 
     @property
     def norm_parameters(self) -> int:
@@ -148,7 +187,8 @@ class Transformer:
 
         12hh + 13h with GPT-3's shape (arXiv 2104.04473, equation 2).
         """
-        outputs = 3 * self.hidden_size + 2 * self.kv_size + self.mlp_inputs * self.ffn_size
+        attention = self.hidden_size + self.query_size + 2 * self.kv_size
+        outputs = attention + self.hidden_size + self.mlp_inputs * self.ffn_size
         return self.layer_matrices + outputs * self.biases + 2 * self.norm_parameters
 
     @property
@@ -174,11 +214,11 @@ class Transformer:
         return 2 * self._tokens(microbatch_size) * self.layer_matrices
 
     def core_flops(self, microbatch_size: int = 1) -> int:
-        """FLOPs of a layer's attention core (scores, and the sum of values), forward: 4bssh.
+        """FLOPs of a layer's attention core (scores, and the sum of values), forward: 4bssq.
 
         The causal mask saves no FLOPs in this count, as in the papers.
         """
-        return 4 * self._tokens(microbatch_size) * self.sequence_length * self.hidden_size
+        return 4 * self._tokens(microbatch_size) * self.sequence_length * self.query_size
 
     def layer_flops(self, microbatch_size: int = 1) -> int:
         """FLOPs of a layer, forward, matrix products only (arXiv 2205.05198, appendix A)."""

@@ -18,7 +18,7 @@ GPU Action AutogradOrders ClosedForm Comparison CostTable Costs Counts Empirical
 Layers Link LogNormal Network Nodes Noise Normal Op Overlapped Placement Routes Scenarios Schedule
 Shard Task TaskCosts TaskGraph Tasks Timeline Transformer audit autograd_orders balanced_split
 bidirectional compare gpus hta linear looped lower machines order_by register replay schedule
-schedules simulate simulate_many sweep trace v_shaped verify waves
+schedules simulate simulate_many sweep trace transformers v_shaped verify waves
 """
 PUBLIC_EXEC = """
 EmbeddingStage GPipe GradientAccumulation Pipeline Processes Profile ShardedEmbedding Slice

@@ -327,3 +327,59 @@ def test_bad_partitions(split: Any, partition: Any, message: str) -> None:
         ps.Transformer(**LARGE_HEAD).costs(split, **RATE, partition=partition)
     with pytest.raises(ArgumentError, match=message):
         layers.costs(split, partition=partition)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt2_xl", 1.5576), ("gpt3_175b", 174.60), ("megatron_22b", 22.07),
+        ("megatron_530b", 529.6), ("megatron_1t", 1008.0), ("llama2_7b", 6.738),
+        ("llama2_13b", 13.016), ("llama2_70b", 68.977), ("llama3_8b", 8.030),
+        ("llama3_70b", 70.554), ("llama3_405b", 405.85), ("mistral_7b", 7.2417),
+        ("qwen3_8b", 8.191), ("qwen3_14b", 14.768), ("qwen3_32b", 32.762),
+    ],
+)  # fmt: skip
+def test_parameters_of_published_models(name: str, billions: float) -> None:
+    """Counts of the released weights, and of arXiv 2104.04473, table 1, for Megatron's."""
+    assert ps.Transformer.preset(name).n_parameters / 1e9 == pytest.approx(billions, rel=2e-4)
+
+
+def test_every_published_model_is_listed() -> None:
+    table = ps.transformers()
+    for name, row in table.iterrows():
+        model = ps.Transformer.preset(str(name))
+        assert (model.hidden_size, model.n_layers) == (row["hidden_size"], row["n_layers"])
+        assert 1 <= row["source"] <= 7
+
+
+def test_a_preset_with_changes() -> None:
+    short = ps.Transformer.preset("llama3_70b", n_layers=12, sequence_length=4096)
+    assert (short.n_layers, short.sequence_length, short.ffn_size) == (12, 4096, 28672)
+    with pytest.raises(UnknownNameError, match="'llama3'; did you mean 'llama3_405b' or"):
+        ps.Transformer.preset("llama3")
+    with pytest.raises(UnknownNameError, match="unknown attribute of a transformer 'n_layer'"):
+        ps.Transformer.preset("llama3_70b", n_layer=12)
+
+
+def test_heads_of_another_size() -> None:
+    """Queries, keys and values by hand: 4 heads of 6 elements, 2 of them for keys, h = 10."""
+    model = ps.Transformer(
+        hidden_size=10, n_layers=1, n_heads=4, n_kv_heads=2, head_size=6, sequence_length=8,
+        vocabulary_size=100, ffn_size=7,
+    )  # fmt: skip
+    assert (model.query_size, model.kv_size) == (24, 12)
+    assert model.layer_matrices == 10 * (24 + 2 * 12) + 24 * 10 + 2 * 10 * 7
+    outputs = (24 + 2 * 12) + 10 + 7 + 10
+    assert model.layer_parameters == model.layer_matrices + outputs + 2 * 2 * 10
+    assert model.core_flops(3) == 4 * 3 * 8 * 8 * 24
+    shard = model.shard(microbatch_size=3)
+    whole, split = 4 * 10 * 2 + 2 * 10, 2 * (24 + 2 * 12 + 24 + 7 + 7) + (2 + 1 + 2) * 4 * 8
+    assert shard.layer_activation_bytes == 3 * 8 * (whole + split)
+    table = model.kernels(ps.GPU(flops=1, bandwidth=1), microbatch_size=3)
+    layer = table[table["part"] == "layer"].groupby("op")["flops"].sum()
+    assert layer["F"] == model.layer_flops(3)
+    assert layer["I"] == model.linear_flops(3) + 2 * model.core_flops(3)
+    with pytest.raises(ArgumentError, match="n_heads=4 does not divide hidden_size=10"):
+        ps.Transformer(
+            hidden_size=10, n_layers=1, n_heads=4, sequence_length=8, vocabulary_size=100
+        )

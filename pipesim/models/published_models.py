@@ -1,0 +1,111 @@
+"""Sizes of published decoder-only transformers, as their papers and configurations state them.
+
+Vocabularies are those of the models; training frameworks pad them to a multiple of 128 or more.
+Norms of queries and keys (Qwen3), which have 2 parameters an element of a head, are left out.
+
+References
+----------
+.. [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2.
+.. [2] Brown et al., "Language Models are Few-Shot Learners", arXiv 2005.14165, table 2.1.
+.. [3] Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
+   2205.05198, table 3.
+.. [4] Touvron et al., "Llama 2", arXiv 2307.09288, section 2.2; configurations at
+   https://huggingface.co/meta-llama/Llama-2-7b-hf and likewise.
+.. [5] Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783, table 3; 8,192 tokens,
+   the length of most of the training.
+.. [6] Jiang et al., "Mistral 7B", arXiv 2310.06825, table 1.
+.. [7] Yang et al., "Qwen3 Technical Report", arXiv 2505.09388, table 1; configurations at
+   https://huggingface.co/Qwen/Qwen3-32B and likewise; 4,096 tokens, the length of most of the
+   training (section 3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipesim.errors import check_name
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["published_sizes", "transformers"]
+
+
+@dataclass(frozen=True)
+class _Published:
+    """Sizes of a model, and the number of their source in the list above."""
+
+    summary: str
+    source: int
+    sizes: dict[str, Any]
+
+
+def _gpt(
+    summary: str, source: int, h: int, n_layers: int, heads: int, s: int, v: int
+) -> _Published:
+    """Return a model of GPT-2's and GPT-3's shape."""
+    sizes = {"hidden_size": h, "n_layers": n_layers, "n_heads": heads, "sequence_length": s,
+             "vocabulary_size": v}  # fmt: skip
+    return _Published(summary, source, sizes)
+
+
+def _llama(
+    summary: str, source: int, h: int, n_layers: int, heads: int, kv_heads: int, f: int, s: int,
+    v: int, *, tied: bool = False, head_size: int = 0,
+) -> _Published:  # fmt: skip
+    """Return a model of Llama's shape: gated MLP, rotary positions, no biases, no dropout."""
+    shape = _gpt(summary, source, h, n_layers, heads, s, v).sizes
+    sizes = {
+        **shape, "n_kv_heads": kv_heads, "ffn_size": f, "head_size": head_size, "gated_mlp": True,
+        "biases": False, "learned_positions": False, "dropout": False, "tied_embeddings": tied,
+    }  # fmt: skip
+    return _Published(summary, source, sizes)
+
+
+_MODELS = {
+    "gpt2_xl": _gpt("GPT-2 1.5B", 1, 1600, 48, 25, 1024, 50257),
+    "gpt3_175b": _gpt("GPT-3 175B", 2, 12288, 96, 96, 2048, 50257),
+    "megatron_22b": _gpt("Megatron 22B", 3, 6144, 48, 64, 2048, 51200),
+    "megatron_530b": _gpt("Megatron-Turing 530B", 3, 20480, 105, 128, 2048, 51200),
+    "megatron_1t": _gpt("Megatron 1T", 3, 25600, 128, 160, 2048, 51200),
+    "llama2_7b": _llama("Llama 2 7B", 4, 4096, 32, 32, 32, 11008, 4096, 32000),
+    "llama2_13b": _llama("Llama 2 13B", 4, 5120, 40, 40, 40, 13824, 4096, 32000),
+    "llama2_70b": _llama("Llama 2 70B", 4, 8192, 80, 64, 8, 28672, 4096, 32000),
+    "llama3_8b": _llama("Llama 3 8B", 5, 4096, 32, 32, 8, 14336, 8192, 128256),
+    "llama3_70b": _llama("Llama 3 70B", 5, 8192, 80, 64, 8, 28672, 8192, 128256),
+    "llama3_405b": _llama("Llama 3 405B", 5, 16384, 126, 128, 8, 53248, 8192, 128256),
+    "mistral_7b": _llama("Mistral 7B", 6, 4096, 32, 32, 8, 14336, 8192, 32000),
+    "qwen3_8b": _llama("Qwen3 8B", 7, 4096, 36, 32, 8, 12288, 4096, 151936),
+    "qwen3_14b": _llama("Qwen3 14B", 7, 5120, 40, 40, 8, 17408, 4096, 151936),
+    "qwen3_32b": _llama("Qwen3 32B", 7, 5120, 64, 64, 8, 25600, 4096, 151936, head_size=128),
+}  # fmt: skip
+
+
+def published_sizes(name: str) -> dict[str, Any]:
+    """Return the attributes of `pipesim.Transformer` for a published model.
+
+    Raises
+    ------
+    UnknownNameError
+        With the nearest known name and all of them.
+    """
+    return _MODELS[check_name("transformer", name, _MODELS)].sizes
+
+
+def transformers() -> pd.DataFrame:
+    """List the models that `Transformer.preset` accepts: one row a name, one column a size.
+
+    Column ``source`` has the number of the source in the list of `pipesim.models.published_models`.
+
+    Examples
+    --------
+    >>> transformers().loc["llama3_8b", ["n_layers", "hidden_size"]].tolist()
+    [32, 4096]
+    """
+    import pandas as pd
+
+    rows = {
+        name: {"summary": m.summary, "source": m.source, **m.sizes} for name, m in _MODELS.items()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("name")
