@@ -393,7 +393,7 @@ class Costs:
         ...     [3, 3, 3, 2], hidden_size=1024, n_heads=16, sequence_length=1024,
         ...     vocabulary_size=50304, microbatch_size=4, flops_per_second=150e12)
         """
-        from pipesim.models.transformer import costs_from_sizes
+        from pipesim.models.costs_from_sizes import costs_from_sizes
 
         return costs_from_sizes(layers_per_stage, **settings)
 

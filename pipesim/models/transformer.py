@@ -16,13 +16,11 @@ The file has more than 300 lines: one class of short methods, and the docstrings
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
-from inspect import signature
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipesim.costs.costs import Costs, PerStage
-from pipesim.costs.layer_split import LayerPartition, Split, checked_counts
-from pipesim.errors import ArgumentError, check_count, check_flag, check_name
+from pipesim.costs.layer_split import LayerPartition, Split
+from pipesim.errors import check_count, check_flag, check_name
 from pipesim.models.published_models import published_sizes
 from pipesim.models.size_checks import check_divides, check_size, checked_value
 from pipesim.network.network import Network
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from pipesim.models.gpu import GPU
     from pipesim.models.tensor_parallel import Shard
 
-__all__ = ["RECOMPUTE", "LayerRecompute", "Transformer", "costs_from_sizes"]
+__all__ = ["RECOMPUTE", "LayerRecompute", "Transformer"]
 
 LayerRecompute = Literal["none", "selective", "full"]
 RECOMPUTE = ("none", "selective", "full")
@@ -392,25 +390,3 @@ class Transformer:
     def _tokens(self, microbatch_size: int) -> int:
         """Tokens of a micro-batch."""
         return check_size("microbatch_size", microbatch_size) * self.sequence_length
-
-
-def costs_from_sizes(layers_per_stage: Split, **settings: Any) -> Costs:
-    """Return ``Transformer(...).costs(layers_per_stage, ...)``; settings are those of both.
-
-    ``n_layers`` may be left out if the layers of each stage are given.
-    """
-    sizes = {field.name: field.default for field in fields(Transformer)}
-    options = signature(Transformer.costs).parameters
-    named = {name: p for name, p in options.items() if p.kind == p.KEYWORD_ONLY}
-    for name in settings:
-        check_name("setting of a transformer", name, (*sizes, *named))
-    if "n_layers" not in settings and not isinstance(layers_per_stage, Integral):
-        counts = checked_counts(layers_per_stage, "layers_per_stage", ends_may_be_empty=True)
-        settings = {**settings, "n_layers": sum(counts)}
-    needed = [name for name, default in sizes.items() if default is MISSING]
-    needed += [name for name, p in named.items() if p.default is p.empty]
-    missing = [name for name in needed if name not in settings]
-    if missing:
-        raise ArgumentError(f"{missing[0]} is missing; a transformer needs {', '.join(needed)}")
-    model = Transformer(**{name: value for name, value in settings.items() if name in sizes})
-    return model.costs(layers_per_stage, **{k: v for k, v in settings.items() if k in named})
