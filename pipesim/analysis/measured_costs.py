@@ -6,7 +6,6 @@ that were measured alone are too short.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,16 +18,13 @@ from pipesim.analysis.measured_collectives import measured_collectives
 from pipesim.analysis.measured_network import measured_network
 from pipesim.analysis.replay import replay_costs
 from pipesim.costs.collective_costs import MEASURED_COLLECTIVES
-from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs, PerStage
+from pipesim.costs.costs import OTHER_FIELDS, VALUE_FIELDS, Costs
 from pipesim.costs.pricing import DURATION_OF
 from pipesim.errors import (
     AccuracyWarning,
     ArgumentError,
-    CostsError,
     TimelineError,
-    check_count,
     check_name,
-    number,
 )
 from pipesim.graph.skips import SkipBytes, border_crossings, skip_text
 from pipesim.network.network import Network
@@ -36,7 +32,7 @@ from pipesim.ops import EXCHANGES, SENDS, Op
 from pipesim.simulation.simulate import simulate
 from pipesim.timeline.timeline import Timeline
 
-__all__ = ["costs_from_timeline", "output_bytes", "scaled", "stage_seconds"]
+__all__ = ["costs_from_timeline", "output_bytes", "stage_seconds"]
 
 #: Smallest share of a timeline for which time missing in the costs is worth a warning.
 _MUCH = 0.01
@@ -235,63 +231,3 @@ def _skip_bytes(timeline: Timeline) -> SkipBytes | None:
             )
         sizes[skip] = max(alone)
     return tuple(sizes.items())
-
-
-def scaled(
-    costs: Costs, factor: float, stage: int | None = None, n_stages: int | None = None
-) -> Costs:
-    """Return costs of faster or slower stages; see `Costs.scaled`."""
-    value = number(factor)
-    if value is None or not 0 <= value < math.inf:
-        raise CostsError(f"factor must be finite and >= 0, got {factor!r}")
-    names = (*DURATION_OF.values(), "overlapped", "reorder_gradients")
-    times = {name: getattr(costs, name) for name in names}
-    present = {name: x for name, x in times.items() if x is not None}
-    n_stages = _common_stages(costs, stage, n_stages)
-    changed: dict[str, Any]
-    if stage is None:
-        changed = {name: _times(name, x, value) for name, x in present.items()}
-        return replace(costs, **changed)
-    if n_stages is None:
-        raise CostsError(
-            "costs are the same for all stages, however many; give one value a stage, or "
-            f"scaled({value:g}, stage={stage!r}, n_stages=...), to scale one of them"
-        )
-    if check_count("stage", stage, 0) >= n_stages:
-        raise CostsError(f"there is no stage {stage} in costs of {n_stages} stages")
-    changed = {}
-    for name in present:
-        seconds = costs.per_stage(name, n_stages).tolist()
-        seconds[stage] = _times(name, seconds[stage], value)
-        changed[name] = tuple(seconds)
-    return replace(costs, **changed)
-
-
-def _common_stages(costs: Costs, stage: int | None, n_stages: int | None) -> int | None:
-    """Return the number of stages of costs, or None if they have one value for all."""
-    sizes = {len(x) for name in VALUE_FIELDS if isinstance(x := getattr(costs, name), tuple)}
-    if n_stages is not None:
-        sizes.add(check_count("n_stages", n_stages))
-    if len(sizes) > 1 and (stage is not None or n_stages is not None):
-        raise CostsError(
-            f"costs, and n_stages, are of {' and of '.join(map(str, sorted(sizes)))} stages; give "
-            "the same number to all"
-        )
-    return max(sizes, default=None)
-
-
-def _times(name: str, seconds: PerStage, factor: float) -> PerStage:
-    """Return seconds times a factor.
-
-    Raises
-    ------
-    CostsError
-        If a product exceeds the largest float.
-    """
-    products = tuple(x * factor for x in (seconds if isinstance(seconds, tuple) else (seconds,)))
-    if math.inf in products:
-        raise CostsError(
-            f"{name} must be finite seconds, and factor={factor!r} makes them too large a number; "
-            "give a smaller factor"
-        )
-    return products if isinstance(seconds, tuple) else products[0]

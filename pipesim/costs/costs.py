@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from pipesim.models.layers import Layers
+    from pipesim.ops import Op
     from pipesim.timeline.timeline import Timeline
 
 __all__ = ["Costs"]
@@ -492,14 +493,23 @@ class Costs:
         return costs_from_timeline(timeline, average=average, network=network, **fields)
 
     def scaled(
-        self, factor: float, *, stage: int | None = None, n_stages: int | None = None
+        self,
+        factor: float,
+        *,
+        op: Op | str | None = None,
+        stage: int | None = None,
+        n_stages: int | None = None,
     ) -> Costs:
-        """Return these costs with the seconds of one stage, or of all, multiplied by a factor.
+        """Return these costs with the seconds of operations multiplied by a factor.
 
         Parameters
         ----------
         factor
-            0.5 makes a stage twice as fast. Messages and launches keep their times.
+            0.5 makes operations twice as fast. Messages and launches keep their times.
+        op
+            The operation to scale, such as ``"B"``; None for all that compute. No other operation
+            changes: R keeps its seconds if F is scaled, and B if I or W is. The part of F or B in
+            ``overlapped`` is scaled with it.
         stage
             The stage to scale; None for all.
         n_stages
@@ -508,17 +518,21 @@ class Costs:
         Raises
         ------
         CostsError
-            For a factor that is negative or not finite, a stage that these costs do not have, and
-            a number of stages that differs from theirs.
+            For a factor that is negative or not finite, a stage or an operation that these costs
+            do not have, and a number of stages that differs from theirs.
+        UnknownNameError
+            For an operation that is unknown, or that does not compute.
 
         Examples
         --------
         >>> Costs(forward=1, backward=2).scaled(2.5, stage=2, n_stages=4).forward
         (1.0, 1.0, 2.5, 1.0)
+        >>> Costs(forward=(1, 1), backward=(2, 2)).scaled(0.5, op="B", stage=1).backward
+        (2.0, 1.0)
         """
-        from pipesim.analysis.measured_costs import scaled
+        from pipesim.costs.scaling import scaled
 
-        return scaled(self, factor, stage, n_stages)
+        return scaled(self, factor, op, stage, n_stages)
 
 
 #: Fields of `Costs` that are plain values, but not one a stage.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipesim.errors import NetworkError, check_name
+from pipesim.errors import NetworkError, check_name, number
 from pipesim.network.collective_arguments import (
     checked_matrix,
     checked_members,
@@ -259,6 +259,46 @@ class Network:
             nodes = replace(nodes, port_bandwidth=math.inf, nic_bandwidth=math.inf)
         links = tuple(replace(link, bandwidth=math.inf) for link in self.links)
         return replace(self, bandwidth=math.inf, links=links, nodes=nodes)
+
+    def scaled(self, *, latency: float = 1.0, bandwidth: float = 1.0) -> Network:
+        """Return this network with all latencies and bandwidths multiplied by factors.
+
+        Parameters
+        ----------
+        latency
+            Factor of all latencies, finite and at least 0.
+        bandwidth
+            Factor of all bandwidths, of links, ports and NICs, finite and above 0.
+
+        Raises
+        ------
+        NetworkError
+            For factors out of range, or too large for a bandwidth or latency.
+
+        Examples
+        --------
+        >>> Network(latency=1e-6, bandwidth=100e9).scaled(bandwidth=0.1).bandwidth
+        10000000000.0
+        """
+        slower, faster = number(latency), number(bandwidth)
+        if slower is None or not 0 <= slower < math.inf:
+            raise NetworkError(f"latency must be a finite factor >= 0, got {latency!r}")
+        if faster is None or not 0 < faster < math.inf:
+            raise NetworkError(f"bandwidth must be a finite factor > 0, got {bandwidth!r}")
+        nodes = self.nodes
+        if nodes is not None:
+            nodes = replace(
+                nodes,
+                port_latency=nodes.port_latency * slower,
+                port_bandwidth=nodes.port_bandwidth * faster,
+                nic_latency=nodes.nic_latency * slower,
+                nic_bandwidth=nodes.nic_bandwidth * faster,
+            )
+        links = tuple(
+            replace(x, latency=x.latency * slower, bandwidth=x.bandwidth * faster)
+            for x in self.links
+        )
+        return Network(self.latency * slower, self.bandwidth * faster, links, nodes)
 
     @classmethod
     def preset(cls, name: str, efficiency: float = 1.0, gpus_per_device: int = 1) -> Network:

@@ -175,6 +175,7 @@ GOOD: dict[str, Callable[[Path], Good]] = {
     "ps.Network.from_dict": lambda _: {"values": {"latency": 1.0}},
     "ps.Network.from_matrix": lambda _: {"latency": MATRIX, "bandwidth": MATRIX},
     "ps.Network.preset": lambda _: {"name": "dgx_h100"},
+    "ps.Network.scaled": lambda _: {"self": ps.Network(1e-6, 1e9)},
     "ps.Network.to_dict": lambda _: {"self": network()},
     "ps.Network.unlimited": lambda _: {"self": network()},
     "ps.Nodes": lambda _: {"devices_per_node": 2},

@@ -18,7 +18,7 @@ from places import PUBLISHED
 
 import pipesim as ps
 from pipesim.costs.costs import VALUE_FIELDS
-from pipesim.errors import ArgumentError, CapacityError, CostsError, PipeError
+from pipesim.errors import ArgumentError, CostsError, PipeError
 from pipesim.models.layer_tables import COLUMNS
 
 PROFILE = """\
@@ -306,21 +306,3 @@ def test_every_field_but_launch_is_a_column() -> None:
     assert ps.Layers({name: [1.0, 2.0] for name in names}).costs([2]).gradient_bytes == (3,)
     with pytest.raises(CostsError, match="unknown column 'launch'"):
         ps.Layers({**columns, "launch": [1, 1, 1]})
-
-
-def test_one_stage_of_uniform_costs_is_scaled() -> None:
-    """If their number is given."""
-    costs = ps.Costs(forward=1, backward=2, overlapped=3)
-    scaled = costs.scaled(2.5, stage=2, n_stages=4)
-    assert (scaled.forward, scaled.backward) == ((1, 1, 2.5, 1), (2, 2, 5, 2))
-    assert scaled.overlapped == (3, 3, 7.5, 3)
-    with pytest.raises(CostsError, match=r"scaled\(2.5, stage=2, n_stages=...\)"):
-        costs.scaled(2.5, stage=2)
-    with pytest.raises(CostsError, match="there is no stage 4 in costs of 4 stages"):
-        costs.scaled(2.5, stage=4, n_stages=4)
-    with pytest.raises(CapacityError, match=r"placement of 1e\+12 stages"):
-        costs.scaled(2.5, stage=0, n_stages=10**12)
-    with pytest.raises(CostsError, match="of 1 and of 4 stages"):
-        ps.Costs(forward=(1,), backward=1).scaled(2, n_stages=4)
-    with pytest.raises(CostsError, match="are of 2 and of 4 stages"):
-        ps.Costs(forward=(1, 1), backward=1).scaled(2, stage=0, n_stages=4)

@@ -456,3 +456,29 @@ def test_full_matrix_of_many_devices() -> None:
     assert (routes.latency == lag[source, target][different]).all()
     assert (routes.bandwidth == speed[source, target][different]).all()
     assert len(np.unique(routes.links)) == 40 * 39
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        ps.Network(1e-6, 1e9),
+        ps.Network(1e-6, 1e9, (ps.Link(5e-6, 2e9, ((0, 1),)),)),
+        ps.Network.preset("dgx_h100"),
+    ],
+    ids=["flat", "links", "nodes"],
+)
+def test_scaled(network: ps.Network) -> None:
+    """Every route, and with it every message, has the factor; nothing else changes."""
+    source, target = np.array([0, 1, 0, 9]), np.array([1, 0, 12, 2])
+    before = network.resolve(source, target, 16)
+    after = network.scaled(latency=3, bandwidth=0.25).resolve(source, target, 16)
+    assert after.latency.tolist() == (before.latency * 3).tolist()
+    assert after.bandwidth.tolist() == (before.bandwidth / 4).tolist()
+    assert after.links.tolist() == before.links.tolist()
+    assert network.scaled() == network
+
+
+@pytest.mark.parametrize("factors", [{"latency": -1}, {"bandwidth": 0}, {"bandwidth": math.inf}])
+def test_bad_scales(factors: dict[str, float]) -> None:
+    with pytest.raises(NetworkError, match=f"{next(iter(factors))} must be a finite factor"):
+        ps.Network(1e-6, 1e9).scaled(**factors)

@@ -1,0 +1,108 @@
+"""`scaled`: costs of faster or slower operations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesim.costs.costs import VALUE_FIELDS, Costs
+from pipesim.costs.pricing import DURATION_OF
+from pipesim.errors import CostsError, check_count, check_name, number
+from pipesim.ops import Op
+from pipesim.scheduling.memory_checks import check_stages
+
+__all__ = ["scaled"]
+
+Floats = NDArray[np.float64]
+#: Fields with the seconds of all operations that compute.
+_SECONDS = (*DURATION_OF.values(), "overlapped", "reorder_gradients")
+#: Fields that follow from others unless they are given.
+_DERIVED = ("backward", "recompute", "reorder_gradients", "overlapped")
+
+
+def scaled(
+    costs: Costs, factor: float, op: Op | str | None, stage: int | None, n_stages: int | None
+) -> Costs:
+    """Return costs of faster or slower operations; see `Costs.scaled`."""
+    value = number(factor)
+    if value is None or not 0 <= value < math.inf:
+        raise CostsError(f"factor must be finite and >= 0, got {factor!r}")
+    n_stages = _common_stages(costs, stage, n_stages)
+    if stage is not None and n_stages is None:
+        raise CostsError(
+            "costs are the same for all stages, however many; give one value a stage, or "
+            f"scaled({value:g}, stage={stage!r}, n_stages=...), to scale one of them"
+        )
+    if stage is not None and check_count("stage", stage, 0) >= (n_stages or 0):
+        raise CostsError(f"there is no stage {stage} in costs of {n_stages} stages")
+    check_stages(n_stages or 1)
+    factors = np.ones(n_stages or 1)
+    factors[slice(None) if stage is None else stage] = value
+    if op is None:
+        present = [name for name in _SECONDS if getattr(costs, name) is not None]
+        seconds = {name: costs.per_stage(name, len(factors)) * factors for name in present}
+    else:
+        seconds = _scaled_operation(costs, _operation(op), factors)
+    _check_finite(seconds, value)
+    changed: dict[str, Any] = {}
+    for name, values in seconds.items():
+        is_one = n_stages is None or (stage is None and isinstance(getattr(costs, name), float))
+        changed[name] = float(values[0]) if is_one else tuple(values.tolist())
+    return replace(costs, **changed)
+
+
+def _operation(op: Op | str) -> Op:
+    """Return the operation with a name, one that computes."""
+    name = op.name if isinstance(op, Op) else op
+    return Op[check_name("operation", name, [computing.name for computing in DURATION_OF])]
+
+
+def _scaled_operation(costs: Costs, op: Op, factors: Floats) -> dict[str, Floats]:
+    """Return the fields that change if the tasks of one operation take ``factors`` as long.
+
+    A field that follows from one that changes is given the value that it has now.
+    """
+    n = len(factors)
+    name = DURATION_OF[op]
+    if getattr(costs, name) is None and name not in _DERIVED:
+        raise CostsError(f"{name} is missing, so that {op.name} cannot be scaled; give its seconds")
+    before = costs.per_stage(name, n)
+    changed = {name: before * factors}
+    if op is Op.F and costs.recompute is None:
+        changed["recompute"] = before
+    if op in (Op.I, Op.W) and costs.backward is None:
+        changed["backward"] = costs.per_stage("backward", n)
+    if op is Op.REORDER:
+        changed["reorder_gradients"] = costs.per_stage("reorder_gradients", n) * factors
+    if op in (Op.F, Op.B) and costs.overlapped is not None:
+        separate = costs.per_stage("forward", n) + costs.per_stage("backward", n)
+        share = np.divide(before, separate, out=np.full(n, 0.5), where=separate > 0)
+        changed["overlapped"] = costs.per_stage("overlapped", n) * (1 + share * (factors - 1))
+    return changed
+
+
+def _check_finite(seconds: dict[str, Floats], factor: float) -> None:
+    """Raise `CostsError` if a product exceeds the largest float."""
+    for name, values in seconds.items():
+        if np.isinf(values).any():
+            raise CostsError(
+                f"{name} must be finite seconds, and factor={factor!r} makes them too large a "
+                "number; give a smaller factor"
+            )
+
+
+def _common_stages(costs: Costs, stage: int | None, n_stages: int | None) -> int | None:
+    """Return the number of stages of costs, or None if they have one value for all."""
+    sizes = {len(x) for name in VALUE_FIELDS if isinstance(x := getattr(costs, name), tuple)}
+    if n_stages is not None:
+        sizes.add(check_count("n_stages", n_stages))
+    if len(sizes) > 1 and (stage is not None or n_stages is not None):
+        raise CostsError(
+            f"costs, and n_stages, are of {' and of '.join(map(str, sorted(sizes)))} stages; give "
+            "the same number to all"
+        )
+    return max(sizes, default=None)
